@@ -1,0 +1,174 @@
+"""What a comparison measures: the suite read from `configs/suites/*.yaml` (S file: neither JAX nor PyTorch)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Literal
+
+import pydantic
+
+from jaxbench.bench.records import Workload
+from jaxbench.config import Base
+
+ARMS = ("flax", "equinox", "torch_eager", "torch_compile", "transformers", "llama_cpp")
+Arm = Literal["flax", "equinox", "torch_eager", "torch_compile", "transformers", "llama_cpp"]
+Dtype = Literal["float32", "bfloat16"]
+Batch = pydantic.PositiveInt
+Topology = str  # e.g. v5e:2x2; checked by bench/tpu.py against its table before anything runs
+
+
+class PrefillGrid(Base):
+    """Prefill: whole prompts through the model, only the last position's logits."""
+
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    batches: tuple[Batch, ...] = (1,)
+    prompt_tokens: tuple[pydantic.PositiveInt, ...] = (512,)
+
+
+class DecodeGrid(Base):
+    """Decode: greedy generation of a fixed number of tokens; the rate is over the steps after the first token."""
+
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    batches: tuple[Batch, ...] = (1, 8)
+    prompt_tokens: tuple[pydantic.PositiveInt, ...] = (64,)
+    new_tokens: int = pydantic.Field(default=48, ge=2)  # tokens generated a row, the end of sequence ignored
+
+
+class TrainStep(Base):
+    """One AdamW step of a shallow model of the default model's width (never the full depth: time and memory)."""
+
+    enabled: bool = True
+    num_layers: int = pydantic.Field(default=4, gt=0)  # the model's first layers, its embedding and final norm
+    dtype: Dtype = "float32"
+    batch: Batch = 2
+    seq_len: int = pydantic.Field(default=128, gt=1)  # tokens
+    learning_rate: float = pydantic.Field(default=1e-4, gt=0)
+
+
+class Rounds(Base):
+    """How often a launch repeats each measurement. Each arm's workers live for one launch."""
+
+    launches: int = pydantic.Field(default=3, gt=0)  # sets of fresh processes: the unit of replication
+    rounds: int = pydantic.Field(default=2, gt=0)  # measurements a launch; odd rounds run the arms in reverse order
+    warmup: int = pydantic.Field(default=1, ge=0)  # unrecorded runs before the first round
+    budget_s: float = pydantic.Field(default=480, gt=0)  # no new launch starts that would pass it
+    worker_timeout_s: float = pydantic.Field(default=300, gt=0)  # one request to a worker; a compile is one request
+
+
+class Verdicts(Base):
+    """How ratios become verdicts."""
+
+    baseline: Arm = "torch_eager"
+    confidence: float = pydantic.Field(default=0.95, gt=0.5, lt=1)  # of each interval before Holm's correction
+    margin: float = pydantic.Field(
+        default=0.0, ge=0, lt=1
+    )  # a verdict needs the interval beyond this share, 0.05 = 5 %
+    control_drift: float = pydantic.Field(default=0.25, gt=0)  # share the control loop may move between launches
+
+
+class Roofline(Base):
+    """What the machine can do, measured in the same run: read bandwidth and matmul rate."""
+
+    enabled: bool = True
+    read_bytes: int = pydantic.Field(default=512 * 2**20, gt=0)  # size of the array that is summed
+    gemm_sizes: tuple[tuple[int, int, int], ...] = ((512, 576, 1536), (512, 1536, 576), (1024, 1024, 1024))  # (M, K, N)
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    repeats: int = pydantic.Field(default=5, gt=0)
+
+
+class Tpu(Base):
+    """The same programs compiled ahead of time for named TPU topologies, no TPU needed."""
+
+    topologies: tuple[Topology, ...] = ("v5e:2x2",)
+    dtype: Dtype = "bfloat16"
+    prefill_tokens: int = pydantic.Field(default=512, gt=0)
+    decode_batch: Batch = 8
+    train_batch: Batch = 8
+    train_tokens: int = pydantic.Field(default=512, gt=0)
+
+
+class Suite(Base):
+    """A comparison: one model, arms, workloads, and how often."""
+
+    model: str = "default"  # default, a GGUF file, a Hugging Face folder, a hub id, or tiny (random weights, for tests)
+    data: str | None = None  # text for prompts and the train step; None = the pinned default text
+    arms: tuple[Arm, ...] = ("flax", "equinox", "torch_eager", "torch_compile", "transformers")
+    prefill: PrefillGrid = PrefillGrid()
+    decode: DecodeGrid = DecodeGrid()
+    train: TrainStep = TrainStep()
+    rounds: Rounds = Rounds()
+    verdicts: Verdicts = Verdicts()
+    roofline: Roofline = Roofline()
+    parity: bool = True  # run the float64 proof of the model first
+    tpu: Tpu = Tpu()
+    seed: int = pydantic.Field(default=0, ge=0)  # picks the prompts and the order of arms
+    threads: int = pydantic.Field(default=0, ge=0)  # threads of every arm; 0 = all cores of this process
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Suite:
+        if not self.arms:
+            raise ValueError(f"suite: arms={list(self.arms)} is empty, name at least one of {', '.join(ARMS)}")
+        if len(set(self.arms)) != len(self.arms):
+            raise ValueError(f"suite: arms={list(self.arms)} names an arm twice")
+        return self
+
+    def workloads(self) -> list[Workload]:
+        """Return every inference workload and the train step, grouped by dtype so that weights load once a dtype."""
+        return [load for dtype in self.dtypes() for load in self.inference(dtype)] + self.train_workloads()
+
+    def dtypes(self) -> list[str]:
+        """Return the dtypes of inference, float32 first."""
+        used = {*self.prefill.dtypes, *self.decode.dtypes}
+        return [dtype for dtype in ("float32", "bfloat16") if dtype in used]
+
+    def inference(self, dtype: str) -> list[Workload]:
+        """Return the prefill and decode workloads of one dtype."""
+        rows = []
+        if dtype in self.prefill.dtypes:
+            rows += [
+                Workload(kind="prefill", dtype=dtype, batch=batch, prompt_tokens=tokens)
+                for tokens in self.prefill.prompt_tokens
+                for batch in self.prefill.batches
+            ]
+        if dtype in self.decode.dtypes:
+            rows += [
+                Workload(
+                    kind="decode", dtype=dtype, batch=batch, prompt_tokens=tokens, new_tokens=self.decode.new_tokens
+                )
+                for tokens in self.decode.prompt_tokens
+                for batch in self.decode.batches
+            ]
+        return rows
+
+    def train_workloads(self) -> list[Workload]:
+        """Return the train step as a list of at most one workload."""
+        if not self.train.enabled:
+            return []
+        step = self.train
+        return [Workload(kind="train", dtype=step.dtype, batch=step.batch, prompt_tokens=step.seq_len)]
+
+    def longest(self) -> int:
+        """Return the longest sequence of any workload, in tokens."""
+        return max((load.prompt_tokens + load.new_tokens for load in self.workloads()), default=0)
+
+    def check_context(self, max_seq_len: int) -> None:
+        """Raise ValueError when a workload does not fit the model's trained context."""
+        for load in self.workloads():
+            if load.prompt_tokens + load.new_tokens > max_seq_len:
+                raise ValueError(
+                    f"suite: {load.label()} needs {load.prompt_tokens + load.new_tokens} positions, the model's context "
+                    f"is {max_seq_len}; lower prompt_tokens or new_tokens"
+                )
+
+
+def config_id(suite: Suite, *, model_sha256: str, text_sha256: str) -> str:
+    """Return the stable id of what is measured: 12 hex digits.
+
+    Equal for two runs whose results may be compared; the number of launches, the budget and the set of arms do not
+    enter (decisions.md), the model's and the text's sha256 do.
+    """
+    content = suite.model_dump(mode="json", exclude={"arms", "parity", "tpu", "rounds", "verdicts", "model", "data"})
+    content["rounds"] = {"warmup": suite.rounds.warmup}
+    content |= {"model_sha256": model_sha256, "text_sha256": text_sha256}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
