@@ -157,7 +157,7 @@ class Suite(Base):
         for load in self.workloads():
             if load.prompt_tokens + load.new_tokens > max_seq_len:
                 raise ValueError(
-                    f"suite: {load.label()} needs {load.prompt_tokens + load.new_tokens} positions, the model's context "
+                    f"suite: {load.label()} takes {load.prompt_tokens + load.new_tokens} positions, the model's context "
                     f"is {max_seq_len}; lower prompt_tokens or new_tokens"
                 )
 

@@ -1,0 +1,150 @@
+"""What machine and settings a result came from (S file: neither JAX nor PyTorch)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "equinox",
+    "optax",
+    "torch",
+    "transformers",
+    "numpy",
+    "scipy",
+    "libtpu",
+    "llama-cpp-python",
+)
+
+
+def describe(*, threads: int) -> dict:
+    """Return everything a reader needs to judge or repeat a measurement, as plain JSON."""
+    return {
+        "host": fingerprint(),
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "threads": threads,
+        "memory_bytes": total_memory_bytes(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions(),
+        "commit": commit(),
+        "load_average": list(os.getloadavg()),
+        "malloc": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
+        "pressure": pressure(),
+    }
+
+
+def fair_settings(*, threads: int, environment: dict[str, str]) -> list[str]:
+    """Return the sentences of the report that say what every arm shares and what differs by nature."""
+    malloc = " ".join(f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith("MALLOC_"))
+    return [
+        f"Every arm runs on {threads} threads of the same machine, in its own process, one arm at a time.",
+        f"Every arm starts with the same malloc settings: {malloc or 'the defaults'}.",
+        "Every arm gets the same weights, the same prompts, the same dtype, greedy decoding, a fixed number of new "
+        "tokens with the end of sequence ignored; float32 tokens are compared between arms.",
+        "JAX arms run ahead-of-time compiled programs; torch_eager has no compilation; torch_compile is torch.compile "
+        "with its default mode (Inductor); transformers is `generate` with its own cache, as a user would call it.",
+        "Compile time, load time and first token are metrics of their own and never part of a rate. Decode rates are "
+        "over the steps after the first token. Peak memory is the resident set above the level after imports.",
+        "Ratios are per-launch log ratios to the baseline with a t-interval over launches (fresh processes); the order "
+        "of arms is rotated each launch and reversed each round.",
+    ]
+
+
+def fingerprint() -> str:
+    """Return a hashed id of this machine: 12 hex digits, the same on every run here, no name in the clear."""
+    parts = [platform.node(), platform.machine(), cpu_model(), str(os.cpu_count()), str(total_memory_bytes() >> 30)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def cpu_model() -> str:
+    """Return the processor's name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux: the platform's own name below
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def total_memory_bytes() -> int:
+    """Return the machine's memory."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that can still be given out, the control group's limit included."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        reclaimable = _cgroup_stat("inactive_file")
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, int(limit) - used + reclaimable)
+
+
+def versions() -> dict[str, str]:
+    """Return package -> version of those installed, and python."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Return the short git commit of this tree, with + when files differ from it; empty outside git."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def pressure() -> dict[str, float]:
+    """Return the share of the last 10 s that tasks waited for cpu, memory and io (Linux PSI), where readable."""
+    found = {}
+    for kind in ("cpu", "memory", "io"):
+        try:
+            first = Path(f"/proc/pressure/{kind}").read_text().splitlines()[0]
+        except (OSError, IndexError):
+            continue
+        found[kind] = float(first.split("avg10=")[1].split()[0]) / 100
+    return found
+
+
+def _cgroup_stat(name: str) -> int:
+    for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

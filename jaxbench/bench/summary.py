@@ -1,0 +1,127 @@
+"""From records to rows of the result table: medians over launches, ratios with intervals, verdicts (S file)."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxbench.bench import statistics
+from jaxbench.bench.records import SUITE_ARM, Record, Workload
+from jaxbench.bench.suite import Verdicts
+
+# Metrics that are compared between arms: name -> whether more is better. Others are shown, never judged.
+COMPARED = {
+    "prefill_tokens_per_s": True,
+    "first_token_s": False,
+    "decode_tokens_per_s": True,
+    "train_tokens_per_s": True,
+    "load_s": False,
+    "compile_cold_s": False,
+    "compile_warm_s": False,
+    "peak_memory_bytes": False,
+}
+# Rows that "not slower than torch_ref" is about: compile time has no counterpart in eager code.
+SPEED = ("prefill_tokens_per_s", "first_token_s", "decode_tokens_per_s", "train_tokens_per_s")
+
+
+class Row(NamedTuple):
+    """One line of the table: a metric of an arm on a workload, over all launches."""
+
+    metric: str
+    workload: Workload
+    arm: str
+    value: float | None  # median over launches of the launch medians; None when every launch failed or was skipped
+    unit: str
+    launches: tuple[float, ...]  # launch medians, in order
+    ratio: tuple[float, float, float] | None  # (point, low, high) to the baseline, > 1 is better; None = not compared
+    log_ratios: tuple[float, ...]  # one a launch, > 0 is better
+    verdict: str  # faster, slower, undecided, baseline, or "" (not compared)
+    holm: bool  # the verdict also holds after Holm's correction over the whole table
+    launches_needed: int | None  # an undecided row: launches that would decide it, None = unknown or more than 200
+    share_of_roofline: float | None  # 0..1, of the rate the machine allows; None where there is no bound
+    reason: str  # why there is no value
+
+
+def rows(records: Sequence[Record], verdicts: Verdicts) -> list[Row]:
+    """Return the table's rows in the order of the records, with Holm's correction over all compared ones."""
+    groups: dict[tuple[str, Workload, str], dict[int, Record]] = defaultdict(dict)
+    for record in records:
+        if record.arm != SUITE_ARM and record.metric not in ("environment", "tokens"):
+            groups[record.metric, record.workload, record.arm][record.launch] = record
+    table, p_values = [], {}
+    for (metric, workload, arm), launches in groups.items():
+        base = groups.get((metric, workload, verdicts.baseline), {})
+        row, p_value = _row(metric, workload, arm, launches, base, verdicts)
+        if p_value is not None:
+            p_values[len(table)] = p_value
+        table.append(row)
+    kept = statistics.holm(list(p_values.values()), alpha=1 - verdicts.confidence)
+    for index, holds in zip(p_values, kept, strict=True):
+        table[index] = table[index]._replace(holm=holds and table[index].verdict != "undecided")
+    return table
+
+
+def slower_rows(table: Sequence[Row], arms: Sequence[str] = ("flax", "equinox")) -> list[Row]:
+    """Return the speed rows in which one of the arms is judged slower than the baseline."""
+    return [row for row in table if row.arm in arms and row.metric in SPEED and row.verdict == "slower"]
+
+
+def control_drift(records: Sequence[Record]) -> float:
+    """Return by what share the control loop moved between launches (0.1 = 10 %)."""
+    control = [record.samples for record in records if record.metric == "control_s" and record.samples]
+    return statistics.drift(control)
+
+
+def token_agreement(records: Sequence[Record]) -> dict[str, dict[str, str]]:
+    """Return {workload label: {arm: digest of the generated tokens}} of the last launch that has them."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for record in records:
+        if record.metric == "tokens" and record.status == "ok":
+            found[record.workload.label()][record.arm] = str(record.detail.get("digest", ""))
+    return dict(found)
+
+
+def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Record], verdicts: Verdicts):
+    """Return one row and its p-value (None when it is not compared)."""
+    good = {n: r for n, r in sorted(launches.items()) if r.status == "ok" and r.value is not None}
+    values = tuple(record.value for record in good.values())
+    shares = [r.detail["share_of_roofline"] for r in good.values() if r.detail.get("share_of_roofline") is not None]
+    last = list(launches.values())[-1]
+    row = Row(
+        metric=metric,
+        workload=workload,
+        arm=arm,
+        value=statistics.median(values) if values else None,
+        unit=last.unit,
+        launches=values,
+        ratio=None,
+        log_ratios=(),
+        verdict="baseline" if arm == verdicts.baseline and metric in COMPARED else "",
+        holm=False,
+        launches_needed=None,
+        share_of_roofline=statistics.median(shares) if shares else None,
+        reason="" if values else last.reason,
+    )
+    if metric not in COMPARED or arm == verdicts.baseline:
+        return row, None
+    pairs = [(good[n], base[n]) for n in good if n in base and base[n].value and base[n].status == "ok"]
+    pairs = [(a, b) for a, b in pairs if a.value > 0 and b.value > 0]
+    if not pairs:
+        return row, None
+    better = COMPARED[metric]
+    logs = tuple(
+        statistics.log_ratio(a.samples or [a.value], b.samples or [b.value], higher_is_better=better) for a, b in pairs
+    )
+    interval = statistics.t_interval(logs, confidence=verdicts.confidence, margin=verdicts.margin)
+    decided = statistics.verdict(interval, margin=verdicts.margin)
+    needed = None
+    if decided == "undecided":
+        needed = statistics.launches_needed(logs, confidence=verdicts.confidence, margin=verdicts.margin)
+    return row._replace(
+        ratio=tuple(value if math.isfinite(value) else math.inf for value in interval.ratio()),
+        log_ratios=logs,
+        verdict=decided,
+        launches_needed=needed,
+    ), interval.p_value
