@@ -1,0 +1,199 @@
+"""The one distance between tensors, and the two gates built on it (S file: neither JAX nor PyTorch).
+
+Every gate compares dictionaries {name: array} of one kind (module outputs, gradients, weights, ...) and keeps their
+order, which is the order of computation; so the first name over the tolerance is where the difference starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+TOLERANCE_FLOAT64 = 1e-9  # relative; twins reach 1e-14, an operation in float32 gives 1e-8 (harness.md, section 2.2)
+FLOOR = 1e-3  # share of the kind's RMS norm under which a tensor counts as zero, such as the gradient of a key bias
+ERROR_RATIO = 1.5  # allowed ratio of two backends' errors; measured per layer 0.98-1.0 (harness.md, section 2.2)
+MACHINE_EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+
+
+class Entry(NamedTuple):
+    """Distance of one tensor from its reference."""
+
+    name: str
+    error: float  # relative 2-norm; inf where a value is not finite or a shape differs
+    tolerance: float  # largest error that passes
+    worst_index: tuple[int, ...]  # element with the largest absolute difference
+    worst_difference: float  # its absolute difference
+
+    @property
+    def passed(self) -> bool:
+        """Return True when the error is within the tolerance."""
+        return self.error <= self.tolerance
+
+
+class Comparison(NamedTuple):
+    """Distances of every tensor of one kind, in the order of computation."""
+
+    kind: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Return True when every tensor is within its tolerance."""
+        return all(entry.passed for entry in self.entries)
+
+    @property
+    def worst(self) -> Entry | None:
+        """Return the tensor with the largest error, None when there is no tensor."""
+        return max(self.entries, key=lambda entry: entry.error, default=None)
+
+    @property
+    def first_failure(self) -> Entry | None:
+        """Return the first tensor over its tolerance, None when all pass."""
+        return next((entry for entry in self.entries if not entry.passed), None)
+
+
+def norm_floor(reference: Mapping[str, Any]) -> float:
+    """Return FLOOR times the root mean square of the tensors' 2-norms."""
+    squares = [float(np.sum(np.square(_wide(value)))) for value in reference.values()]
+    return FLOOR * float(np.sqrt(np.mean(squares))) if squares else 0.0
+
+
+def relative_error(value: Any, reference: Any, *, floor: float = 0.0) -> float:
+    """Return ||value - reference|| / max(||reference||, floor); 0 for equal tensors, inf where it is undefined."""
+    wide, wide_reference = _wide(value), _wide(reference)
+    if wide.shape != wide_reference.shape:
+        return float("inf")
+    difference = float(np.linalg.norm((wide - wide_reference).ravel()))
+    if difference == 0.0:
+        return 0.0
+    scale = max(float(np.linalg.norm(wide_reference.ravel())), floor)
+    error = difference / scale if scale > 0.0 else float("inf")
+    return error if np.isfinite(error) else float("inf")
+
+
+def compare(
+    values: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    *,
+    kind: str,
+    tolerance: float = TOLERANCE_FLOAT64,
+    widen: Mapping[str, float] | None = None,
+) -> Comparison:
+    """Compare tensors of one kind by name; widen holds what to add to a tensor's tolerance (its own repeat error).
+
+    Raises:
+      ValueError: the names differ; the message lists them.
+    """
+    check_names(values, reference, kind=kind)
+    floor = norm_floor(reference)
+    entries = []
+    for name, wanted in reference.items():
+        allowed = tolerance + (widen or {}).get(name, 0.0)
+        error = relative_error(values[name], wanted, floor=floor)
+        entries.append(Entry(name, error, allowed, *_worst_element(values[name], wanted)))
+    return Comparison(kind, tuple(entries))
+
+
+class RatioEntry(NamedTuple):
+    """Errors of two backends against one float64 reference."""
+
+    name: str
+    error: float  # of the first backend, relative 2-norm
+    other_error: float  # of the second
+    slack: float  # c * eps, absolute
+
+    @property
+    def passed(self) -> bool:
+        """Return True when neither error is more than ERROR_RATIO times the other plus the slack."""
+        low, high = sorted((self.error, self.other_error))
+        return bool(high <= ERROR_RATIO * low + self.slack)
+
+
+class RatioComparison(NamedTuple):
+    """Errors of two backends for every tensor of one kind, in the order of computation."""
+
+    kind: str
+    entries: tuple[RatioEntry, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Return True when every tensor's two errors are alike."""
+        return all(entry.passed for entry in self.entries)
+
+    @property
+    def first_failure(self) -> RatioEntry | None:
+        """Return the first tensor whose errors are not alike, None when all are."""
+        return next((entry for entry in self.entries if not entry.passed), None)
+
+    @property
+    def worst(self) -> RatioEntry | None:
+        """Return the tensor whose larger error exceeds the allowed one by most."""
+
+        def excess(entry: RatioEntry) -> float:
+            low, high = sorted((entry.error, entry.other_error))
+            return high / max(ERROR_RATIO * low + entry.slack, np.finfo(float).tiny)
+
+        return max(self.entries, key=excess, default=None)
+
+
+def compare_errors(
+    values: Mapping[str, Any],
+    other_values: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    *,
+    kind: str,
+    dtype: str,
+    slack_epsilons: float,
+) -> RatioComparison:
+    """Compare two backends' errors against a float64 reference: each at most ERROR_RATIO x the other + c * eps.
+
+    Raises:
+      ValueError: the names differ; the message lists them.
+    """
+    check_names(values, reference, kind=kind)
+    check_names(other_values, reference, kind=kind)
+    floor, slack = norm_floor(reference), slack_epsilons * MACHINE_EPSILON[dtype]
+    entries = []
+    for name, wanted in reference.items():
+        errors = (relative_error(each[name], wanted, floor=floor) for each in (values, other_values))
+        entries.append(RatioEntry(name, *errors, slack))
+    return RatioComparison(kind, tuple(entries))
+
+
+def ulp_histogram(value: Any, reference: Any, *, dtype: str) -> dict[str, int]:
+    """Count elements by their distance in units in the last place of dtype: informative only, near 0 it explodes."""
+    wide, wide_reference = _wide(value).ravel(), _wide(reference).ravel()
+    spacing = np.maximum(np.abs(wide_reference), np.finfo(np.float32).tiny) * MACHINE_EPSILON[dtype]
+    ulps = np.abs(wide - wide_reference) / spacing
+    edges = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0, 256.0, np.inf)
+    counts = np.histogram(ulps, bins=edges)[0]
+    labels = ("<0.5", "<1", "<2", "<4", "<16", "<256", "more")
+    return dict(zip(labels, counts.tolist(), strict=True))
+
+
+def check_names(values: Mapping[str, Any], reference: Mapping[str, Any], *, kind: str) -> None:
+    """Check that two dictionaries hold the same names.
+
+    Raises:
+      ValueError: they do not; the message lists what is missing and what is unexpected.
+    """
+    missing = sorted(reference.keys() - values.keys())
+    unexpected = sorted(values.keys() - reference.keys())
+    if missing or unexpected:
+        raise ValueError(f"parity of {kind}: missing {missing}, unexpected {unexpected}")
+
+
+def _wide(value: Any) -> np.ndarray:
+    return np.asarray(value).astype(np.float64, copy=False)
+
+
+def _worst_element(value: Any, reference: Any) -> tuple[tuple[int, ...], float]:
+    wide, wide_reference = _wide(value), _wide(reference)
+    if wide.shape != wide_reference.shape or not wide.size:
+        return (), float("inf") if wide.shape != wide_reference.shape else 0.0
+    difference = np.abs(wide - wide_reference)
+    difference = np.where(np.isnan(difference), np.inf, difference)
+    index = np.unravel_index(int(np.argmax(difference)), difference.shape)
+    return tuple(int(i) for i in index), float(difference[index])

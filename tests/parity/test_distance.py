@@ -1,0 +1,108 @@
+"""The one distance: its definition, its floor for tensors that should be zero, and the error-ratio gate."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench.parity import distance
+
+FINITE = st.floats(-1e6, 1e6, allow_nan=False, width=64)
+VECTORS = st.lists(FINITE, min_size=1, max_size=8).map(np.array)
+
+
+@given(VECTORS)
+def test_a_tensor_is_at_distance_zero_from_itself(value):
+    assert distance.relative_error(value, value.copy()) == 0.0
+
+
+@given(VECTORS, st.floats(1e-3, 1e3))
+def test_distance_does_not_change_when_both_tensors_are_scaled(value, factor):
+    shifted = value + 1.0
+    expected = distance.relative_error(shifted, value)
+    measured = distance.relative_error(shifted * factor, value * factor)
+    assert measured == pytest.approx(expected, rel=1e-6)
+
+
+@given(VECTORS, VECTORS)
+def test_distance_is_the_norm_of_the_difference_over_the_norm_of_the_reference(value, reference):
+    size = min(len(value), len(reference))
+    value, reference = value[:size], reference[:size]
+    expected = np.sqrt(sum((a - b) ** 2 for a, b in zip(value, reference, strict=True)))
+    scale = np.sqrt(sum(b * b for b in reference))
+    if scale > 1e-100 and expected > 1e-100:
+        assert distance.relative_error(value, reference) == pytest.approx(expected / scale, rel=1e-9)
+
+
+def test_noise_on_a_gradient_that_is_exactly_zero_passes_beside_larger_ones():
+    reference = {"kernel": np.full(100, 1.0), "key_bias": np.zeros(4)}
+    values = {"kernel": np.full(100, 1.0), "key_bias": np.full(4, 1e-15)}
+    result = distance.compare(values, reference, kind="gradient")
+    assert result.passed
+    # RMS of the norms 10 and 0 is 10 / sqrt(2); the noise's norm is 2e-15.
+    assert result.entries[1].error == pytest.approx(2e-15 / (1e-3 * 10 / np.sqrt(2)))
+
+
+def test_the_worst_tensor_and_its_worst_element_are_named():
+    reference = {"a": np.ones((2, 3)), "b": np.ones((2, 3))}
+    wrong = np.ones((2, 3))
+    wrong[1, 2] = 1.5
+    result = distance.compare({"a": np.ones((2, 3)), "b": wrong}, reference, kind="output")
+    assert not result.passed
+    assert result.worst.name == "b" and result.worst.worst_index == (1, 2) and result.worst.worst_difference == 0.5
+    assert result.first_failure.name == "b"
+
+
+def test_the_first_failure_follows_the_order_of_computation_not_the_size_of_the_error():
+    reference = {"early": np.ones(4), "late": np.ones(4)}
+    values = {"late": np.full(4, 9.0), "early": np.full(4, 1.0 + 1e-6)}
+    result = distance.compare(values, reference, kind="output")
+    assert result.first_failure.name == "early" and result.worst.name == "late"
+
+
+@pytest.mark.parametrize("bad", [np.array([1.0, np.nan]), np.array([1.0, np.inf]), np.array([1.0])])
+def test_values_that_are_not_finite_or_misshapen_never_pass(bad):
+    result = distance.compare({"x": bad}, {"x": np.array([1.0, 1.0])}, kind="output", tolerance=1e300)
+    assert not result.passed
+
+
+def test_a_nan_on_both_sides_does_not_pass():
+    both = {"x": np.array([np.nan])}
+    assert not distance.compare(both, both, kind="output").passed
+
+
+def test_missing_and_unexpected_names_are_errors_that_list_them():
+    with pytest.raises(ValueError, match=r"gradient: missing \['b'\], unexpected \['c'\]"):
+        distance.compare({"a": np.ones(1), "c": np.ones(1)}, {"a": np.ones(1), "b": np.ones(1)}, kind="gradient")
+
+
+def test_a_backends_own_repeat_error_widens_its_tolerance():
+    values, reference = {"x": np.array([1.0 + 1e-6])}, {"x": np.array([1.0])}
+    assert not distance.compare(values, reference, kind="output").passed
+    assert distance.compare(values, reference, kind="output", widen={"x": 1e-5}).passed
+
+
+@given(st.floats(1e-9, 1e-2), st.floats(1.0, 10.0))
+def test_error_ratio_gate_passes_up_to_one_and_a_half_either_way(error, ratio):
+    reference = {"x": np.ones(16)}
+    small, large = {"x": np.full(16, 1.0 + error)}, {"x": np.full(16, 1.0 + error * ratio)}
+    for one, other in ((small, large), (large, small)):
+        result = distance.compare_errors(one, other, reference, kind="output", dtype="float32", slack_epsilons=0.0)
+        if abs(ratio - 1.5) > 1e-4:
+            assert result.passed == (ratio < 1.5)
+
+
+def test_error_ratio_slack_forgives_differences_of_a_few_epsilons():
+    reference = {"x": np.ones(4)}
+    exact, off = {"x": np.ones(4)}, {"x": np.full(4, 1.0 + 2.0**-23)}
+    strict = distance.compare_errors(off, exact, reference, kind="output", dtype="float32", slack_epsilons=0.5)
+    loose = distance.compare_errors(off, exact, reference, kind="output", dtype="float32", slack_epsilons=2.0)
+    assert not strict.passed and loose.passed
+    assert strict.first_failure.name == "x" == strict.worst.name
+
+
+def test_ulp_histogram_counts_every_element_once():
+    reference = np.ones(5)
+    value = reference + np.array([0.0, 0.6, 1.5, 3.0, 1000.0]) * 2.0**-23
+    counts = distance.ulp_histogram(value, reference, dtype="float32")
+    assert counts == {"<0.5": 1, "<1": 1, "<2": 1, "<4": 1, "<16": 0, "<256": 0, "more": 1}
