@@ -1,0 +1,72 @@
+"""Parameter shapes and initial values of the decoder, equal for every backend (S file)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxbench import philox
+from jaxbench.config import TransformerConfig
+
+STANDARD_DEVIATION = 0.02  # GPT-2's initialisation, Radford et al. 2019, section 2.3
+
+
+def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by its dotted name; kernels are (in, out)."""
+    c = config
+    shapes: dict[str, tuple[int, ...]] = {"embed.embedding": (c.vocab_size, c.d_model)}
+    if c.position == "learned":
+        shapes["position.embedding"] = (c.max_seq_len, c.d_model)
+    for i in range(c.num_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(c).items()}
+    shapes |= _norm_shapes("final_norm", c)
+    if not c.tie_embeddings:
+        shapes["head.kernel"] = (c.d_model, c.vocab_size)
+    return shapes
+
+
+def _norm_shapes(name: str, config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    parts = ("scale", "bias") if config.norm == "layernorm" else ("scale",)
+    return {f"{name}.{part}": (config.d_model,) for part in parts}
+
+
+def _layer_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    c = config
+    query_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    kernels = {
+        "attention.q_proj": (c.d_model, query_width),
+        "attention.k_proj": (c.d_model, kv_width),
+        "attention.v_proj": (c.d_model, kv_width),
+        "attention.o_proj": (query_width, c.d_model),
+        "mlp.up_proj": (c.d_model, c.d_ff),
+        "mlp.down_proj": (c.d_ff, c.d_model),
+    }
+    if c.activation == "swiglu":
+        kernels["mlp.gate_proj"] = (c.d_model, c.d_ff)
+    shapes = _norm_shapes("attention_norm", c) | _norm_shapes("mlp_norm", c)
+    for name, shape in kernels.items():
+        shapes[f"{name}.kernel"] = shape
+        if c.use_bias:
+            shapes[f"{name}.bias"] = shape[1:]
+    return shapes
+
+
+def initial_params(config: TransformerConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+    """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
+
+    Kernels and embeddings are normal with standard deviation 0.02, scales 1, biases 0. With distinct=True every tensor
+    is random (scales 1 +- 0.1, biases +- 0.1, kernels five times wider), so that a swapped or ignored one shows.
+    """
+    params = {}
+    for name, shape in parameter_shapes(config).items():
+        kind = name.rsplit(".", 1)[1]
+        if kind in ("scale", "bias") and not distinct:
+            params[name] = np.full(shape, 1.0 if kind == "scale" else 0.0)
+            continue
+        noise = philox.normal(seed, step=0, site=name, num_elements=int(np.prod(shape))).reshape(shape)
+        if kind == "scale":
+            params[name] = 1.0 + 0.1 * noise
+        elif kind == "bias":
+            params[name] = 0.1 * noise
+        else:
+            params[name] = (5 if distinct else 1) * STANDARD_DEVIATION * noise
+    return params

@@ -1,0 +1,69 @@
+"""Philox 4x32-10 in numpy: the shared definition of every random stream (S file).
+
+A stream is named by (seed, step, site, row, element). The 64-bit seed is the key; the counter is
+(element // 4, row, step, crc32(site)); element e takes word e % 4 of its block. A word w stands for the number
+((w >> 8) + 0.5) * 2**-24, which is never 0 or 1. Twins: jaxbench/prng.py (JAX), torch_ref/prng.py (PyTorch); all three
+return equal bits. Source: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3", section 3.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+MASK32 = 0xFFFFFFFF
+
+
+def site_id(site: str) -> int:
+    """Return the 32-bit number of a named random site, crc32 of its UTF-8 name."""
+    return zlib.crc32(site.encode())
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """Return the low and high 32-bit halves of a seed.
+
+    Raises:
+      ValueError: seed is outside [0, 2**64).
+    """
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed} is outside [0, 2**64)")
+    return seed & MASK32, seed >> 32
+
+
+def philox4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """Return the four 32-bit words of each counter (four broadcastable arrays) under a key (two 32-bit halves)."""
+    c0, c1, c2, c3 = (np.asarray(c).astype(np.uint64) for c in counter)
+    k0, k1 = (int(k) for k in key)
+    for _ in range(ROUNDS):
+        product0, product1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
+        high0, low0 = product0 >> np.uint64(32), product0 & np.uint64(MASK32)
+        high1, low1 = product1 >> np.uint64(32), product1 & np.uint64(MASK32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
+        k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
+    return tuple(c.astype(np.uint32) for c in (c0, c1, c2, c3))
+
+
+def words(seed: int, *, step: int, site: str, rows: np.ndarray, num_elements: int) -> np.ndarray:
+    """Return the random words [B E] (uint32) of rows [B] and elements 0..num_elements-1."""
+    blocks = np.arange(-(-num_elements // 4), dtype=np.uint64)
+    rows = np.asarray(rows, dtype=np.uint64)[:, None]
+    shape = np.broadcast_shapes(blocks.shape, rows.shape)
+    counter = (np.broadcast_to(blocks, shape), rows, np.uint64(step), np.uint64(site_id(site)))
+    stacked = np.stack(np.broadcast_arrays(*philox4x32(counter, split_seed(seed))), axis=-1)
+    return stacked.reshape(shape[0], -1)[:, :num_elements]
+
+
+def uniform(words: np.ndarray) -> np.ndarray:
+    """Return the float64 uniforms in (0, 1) that words stand for, exactly."""
+    return ((words >> np.uint32(8)).astype(np.float64) + 0.5) * 2.0**-24
+
+
+def normal(seed: int, *, step: int, site: str, num_elements: int) -> np.ndarray:
+    """Return num_elements standard normal float64 values (Box and Muller 1958) of one site, row 0."""
+    pairs = uniform(words(seed, step=step, site=site, rows=np.zeros(1), num_elements=2 * num_elements))
+    radius, angle = pairs.reshape(num_elements, 2).T
+    return np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle)

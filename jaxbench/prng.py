@@ -1,0 +1,80 @@
+"""Counter-based random numbers in JAX: the streams of jaxbench/philox.py, bit for bit. Twin: torch_ref/prng.py.
+
+A `key` is the pair of uint32 halves of the seed, a traced value, so one compiled program serves every seed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int, UInt32
+
+from jaxbench import philox
+
+
+def key_from_seed(seed: int) -> UInt32[Array, "2"]:
+    """Return the key of a seed, its low and high 32-bit halves.
+
+    Raises:
+      ValueError: seed is outside [0, 2**64).
+    """
+    return jnp.array(philox.split_seed(seed), dtype=jnp.uint32)
+
+
+def _multiply(constant: int, x: Array) -> tuple[Array, Array]:
+    """Return high and low 32 bits of constant * x, through 16-bit halves: JAX has no 64-bit integers by default."""
+    low_c, high_c = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
+    low_x, high_x = x & 0xFFFF, x >> 16
+    middle = high_c * low_x + (low_c * low_x >> 16)
+    carry = low_c * high_x + (middle & 0xFFFF)
+    return high_c * high_x + (middle >> 16) + (carry >> 16), jnp.uint32(constant) * x
+
+
+def philox4x32(counter: tuple[Array, ...], key: UInt32[Array, "2"]) -> tuple[Array, ...]:
+    """Return the four 32-bit words of each counter (four broadcastable uint32 arrays)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key[0], key[1]
+    for _ in range(philox.ROUNDS):
+        high0, low0 = _multiply(philox.MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(philox.MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + jnp.uint32(philox.WEYL[0]), k1 + jnp.uint32(philox.WEYL[1])
+    return c0, c1, c2, c3
+
+
+def words(
+    key: UInt32[Array, "2"], *, step: Int[Array, ""], site: int, rows: Int[Array, " B"], num_elements: int
+) -> UInt32[Array, "B E"]:
+    """Return the random words of elements 0..num_elements-1 of each row; a block of four comes from one counter."""
+    blocks = jnp.arange(-(-num_elements // 4), dtype=jnp.uint32)[None, :]
+    rows = rows.astype(jnp.uint32)[:, None]
+    blocks, rows = jnp.broadcast_arrays(blocks, rows)
+    counter = (blocks, rows, jnp.full_like(blocks, step), jnp.full_like(blocks, site))
+    stacked = jnp.stack(philox4x32(counter, key), axis=-1)
+    return stacked.reshape(rows.shape[0], -1)[:, :num_elements]
+
+
+def uniform(words: UInt32[Array, "*shape"], *, dtype: str = "float32") -> Float[Array, "*shape"]:
+    """Return the uniforms in (0, 1) that words stand for: exact in float64, rounded and kept below 1 in float32."""
+    value = ((words >> 8).astype(dtype) + jnp.asarray(0.5, dtype)) * jnp.asarray(2.0**-24, dtype)
+    return jnp.minimum(value, jnp.asarray(1.0 - 2.0**-24 if dtype == "float32" else 1.0, dtype))
+
+
+def exponential(words: UInt32[Array, "*shape"], *, dtype: str = "float32") -> Float[Array, "*shape"]:
+    """Return -log(uniform), finite and positive for every word.
+
+    Above one half, log1p of the complement is used: both arguments are then exact in float32.
+    """
+    k = words >> 8
+    half, scale = jnp.asarray(0.5, dtype), jnp.asarray(2.0**-24, dtype)
+    is_low = k < 2**23
+    low = (jnp.where(is_low, k, 0).astype(dtype) + half) * scale
+    complement = (jnp.where(is_low, 0, 2**24 - 1 - k).astype(dtype) + half) * scale
+    return jnp.where(is_low, -jnp.log(low), -jnp.log1p(-complement))
+
+
+def keep_mask(words: UInt32[Array, "*shape"], rate: float) -> Bool[Array, "*shape"]:
+    """Return True where a value survives dropout: uniform >= rate, compared as integers, so equal in every dtype."""
+    return (words >> 8) >= jnp.uint32(max(0, math.ceil(rate * 2**24 - 0.5)))

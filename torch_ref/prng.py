@@ -1,0 +1,75 @@
+"""Counter-based random numbers in PyTorch: the streams of jaxbench/philox.py, bit for bit. Twin: jaxbench/prng.py.
+
+Words are int64 tensors with values in [0, 2**32): PyTorch has no arithmetic on unsigned 32-bit integers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from jaxbench import philox
+
+
+def key_from_seed(seed: int, *, device: str = "cpu") -> Int64[Tensor, "2"]:
+    """Return the key of a seed, its low and high 32-bit halves.
+
+    Raises:
+      ValueError: seed is outside [0, 2**64).
+    """
+    return torch.tensor(philox.split_seed(seed), dtype=torch.int64, device=device)
+
+
+def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return high and low 32 bits of constant * x without leaving signed 64 bits."""
+    low, high = x * (constant & 0xFFFF), x * (constant >> 16)
+    return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & philox.MASK32
+
+
+def philox4x32(counter: tuple[Tensor, ...], key: Int64[Tensor, "2"]) -> tuple[Tensor, ...]:
+    """Return the four 32-bit words of each counter (four broadcastable int64 tensors)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key[0], key[1]
+    for _ in range(philox.ROUNDS):
+        high0, low0 = _multiply(philox.MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(philox.MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + philox.WEYL[0]) & philox.MASK32, (k1 + philox.WEYL[1]) & philox.MASK32
+    return c0, c1, c2, c3
+
+
+def words(
+    key: Int64[Tensor, "2"], *, step: int, site: int, rows: Int64[Tensor, " B"], num_elements: int
+) -> Int64[Tensor, "B E"]:
+    """Return the random words of elements 0..num_elements-1 of each row; a block of four comes from one counter."""
+    blocks = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=key.device)[None, :]
+    blocks, rows = torch.broadcast_tensors(blocks, rows.to(torch.int64)[:, None])
+    counter = (blocks, rows, torch.full_like(blocks, int(step)), torch.full_like(blocks, site))
+    stacked = torch.stack(philox4x32(counter, key), dim=-1)
+    return stacked.reshape(rows.shape[0], -1)[:, :num_elements]
+
+
+def uniform(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Float[Tensor, "*shape"]:
+    """Return the uniforms in (0, 1) that words stand for: exact in float64, rounded and kept below 1 in float32."""
+    value = ((words >> 8).to(getattr(torch, dtype)) + 0.5) * 2.0**-24
+    return torch.clamp(value, max=1.0 - 2.0**-24 if dtype == "float32" else 1.0)
+
+
+def exponential(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Float[Tensor, "*shape"]:
+    """Return -log(uniform), finite and positive for every word.
+
+    Above one half, log1p of the complement is used: both arguments are then exact in float32.
+    """
+    k = words >> 8
+    is_low = k < 2**23
+    low = (torch.where(is_low, k, 0).to(getattr(torch, dtype)) + 0.5) * 2.0**-24
+    complement = (torch.where(is_low, 0, 2**24 - 1 - k).to(getattr(torch, dtype)) + 0.5) * 2.0**-24
+    return torch.where(is_low, -torch.log(low), -torch.log1p(-complement))
+
+
+def keep_mask(words: Int64[Tensor, "*shape"], rate: float) -> Bool[Tensor, "*shape"]:
+    """Return True where a value survives dropout: uniform >= rate, compared as integers, so equal in every dtype."""
+    return (words >> 8) >= max(0, math.ceil(rate * 2**24 - 0.5))
