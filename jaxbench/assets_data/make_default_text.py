@@ -6,10 +6,10 @@ Run once, with Python 3.11.7; other versions give other text, which is why the r
 
 import gzip
 import hashlib
-from pathlib import Path
 import pydoc_data.topics
 import re
 import textwrap
+from pathlib import Path
 
 MIN_WORDS = 12  # shorter paragraphs are headings, signatures and table cells
 MIN_LETTERS = 0.93  # share of letters, spaces and sentence marks in prose; code has less
