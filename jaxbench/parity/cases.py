@@ -1,0 +1,127 @@
+"""The table of parity cases: one row a case; unit tests, the parity command and every workload share it (S file).
+
+A row names the module that holds `build(config, params, dtype=..., **how)` in jaxbench/, torch_ref/ and jaxbench/eqx/,
+by their common relative path. To add a workload's case, add a row.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench import initial
+from jaxbench.config import RotaryScaling, TransformerConfig
+
+LLAMA = TransformerConfig(
+    vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=64,
+    dropout=0.1,
+)  # fmt: skip
+GPT2 = LLAMA.model_copy(
+    update={
+        "norm": "layernorm",
+        "activation": "gelu",
+        "position": "learned",
+        "use_bias": True,
+        "num_kv_heads": 4,
+    }
+)
+LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
+
+
+class Case(NamedTuple):
+    """One configuration that every backend must compute alike."""
+
+    id: str  # <workload>/<variant>
+    config: TransformerConfig | None  # None = the default model with its own weights
+    module: str = "transformer"  # relative path of the module with `build`
+    how: Mapping[str, Any] = {}  # further arguments of build: implementation, block_size, scan_layers
+    batch: int = 2  # rows; every second one starts with padding
+    length: int = 16  # tokens a row
+    prompt: int = 10  # tokens of the prefill before single-token decoding
+    packed: bool = False  # two documents a row, told apart by segment ids
+    steps: int = 20  # AdamW steps; 0 = no training
+    gradients: bool = True  # compare gradients by default
+    seed: int = 0
+
+    @property
+    def is_scanned(self) -> bool:
+        """Return True when the layers run inside one scan, which hides their outputs from capture."""
+        return bool(self.how.get("scan_layers"))
+
+
+def _llama(name: str, *, how: Mapping[str, Any] | None = None, packed: bool = False, **update: Any) -> Case:
+    config = TransformerConfig(**(LLAMA.model_dump() | update))
+    return Case(f"transformer/{name}", config, how=how or {}, packed=packed)
+
+
+CASES: tuple[Case, ...] = (
+    _llama("llama-grouped"),
+    _llama("llama-multi-head", num_kv_heads=4),
+    _llama("llama-multi-query", num_kv_heads=1),
+    _llama("llama-untied", tie_embeddings=False),
+    _llama("llama-bias", use_bias=True),
+    _llama("llama-window", sliding_window=5),
+    _llama("llama-rope-linear", rope_scaling=RotaryScaling(kind="linear", factor=4.0)),
+    _llama("llama-rope-llama3", rope_scaling=LLAMA3_SCALING, rope_theta=500000.0),
+    _llama("llama-packed", packed=True),
+    _llama("llama-blocked", how={"implementation": "blocked", "block_size": 4}),
+    _llama("llama-blocked-window", how={"implementation": "blocked", "block_size": 4}, sliding_window=5, packed=True),
+    _llama("llama-scan", how={"scan_layers": True}),
+    Case("transformer/gpt2", GPT2),
+    Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),
+         how={"implementation": "blocked", "block_size": 4}),
+    Case("transformer/smollm2", None, length=64, prompt=48, steps=0, gradients=False),
+)  # fmt: skip
+
+
+def find(case_id: str) -> Case:
+    """Return the case of an id.
+
+    Raises:
+      ValueError: there is none; the message names the nearest ids.
+    """
+    table = {case.id: case for case in CASES}
+    if case_id not in table:
+        near = difflib.get_close_matches(case_id, table, n=3, cutoff=0.3) or sorted(table)
+        raise ValueError(f"--case={case_id!r} is not a parity case; nearest: {', '.join(near)}")
+    return table[case_id]
+
+
+def load(case: Case) -> tuple[TransformerConfig, dict[str, np.ndarray]]:
+    """Return a case's configuration and parameters: the default model's own, or distinct random ones."""
+    if case.config is None:
+        from jaxbench import weights
+
+        checkpoint = weights.load_checkpoint(None)
+        return checkpoint.config, dict(checkpoint.params)
+    return case.config, initial.initial_params(case.config, case.seed, distinct=True)
+
+
+class Arrays(NamedTuple):
+    """One step's data in numpy; the fields of a backend's Batch."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    mask: np.ndarray
+    segments: np.ndarray | None = None
+
+
+def arrays(case: Case, config: TransformerConfig, *, step: int = 0) -> Arrays:
+    """Return the data of one step: random tokens, every second row starting with a quarter of padding."""
+    random = np.random.default_rng((case.seed, step))
+    shape = (case.batch, case.length)
+    tokens = random.integers(0, config.vocab_size, (case.batch, case.length + 1), dtype=np.int32)
+    positions = np.tile(np.arange(case.length, dtype=np.int32), (case.batch, 1))
+    positions[1::2] = np.maximum(positions[1::2] - case.length // 4, -1)
+    segments = None
+    if case.packed:
+        segments = np.zeros(shape, np.int32)
+        segments[:, case.length // 2 :] = 1
+        # The second document counts its positions from 0 again.
+        positions[:, case.length // 2 :] -= positions[:, case.length // 2 :].min(axis=1, keepdims=True)
+    mask = (positions >= 0) & (random.random(shape) < 0.9)
+    return Arrays(tokens[:, :-1], tokens[:, 1:], positions, mask, segments)
