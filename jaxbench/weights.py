@@ -126,11 +126,11 @@ def save_checkpoint(folder: str | Path, config: TransformerConfig, params: dict[
 
 def _open_folder(folder: Path) -> tuple[_Tensors, TransformerConfig, Family, str]:
     """Read a Hugging Face folder's configuration and tables of contents."""
-    values = _read_json(folder / "config.json")
+    values = read_json(folder / "config.json")
     config = families.config_from_hf(values, folder / "config.json")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map", {})
+        weight_map = read_json(index).get("weight_map", {})
         files = sorted({folder / name for name in weight_map.values()})
     else:
         weight_map, files = None, [folder / "model.safetensors"]
@@ -149,7 +149,12 @@ def _open_folder(folder: Path) -> tuple[_Tensors, TransformerConfig, Family, str
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+      ValueError: the file is missing, damaged, or holds something else.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
