@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jaxbench import philox
@@ -70,3 +72,19 @@ def initial_params(config: TransformerConfig, seed: int, *, distinct: bool = Fal
         else:
             params[name] = (5 if distinct else 1) * STANDARD_DEVIATION * noise
     return params
+
+
+def check_params(expected: Mapping[str, tuple[int, ...]], params: Mapping[str, np.ndarray]) -> None:
+    """Check names and shapes both ways.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    missing, unused = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
+    misshapen = [
+        f"{name} is {tuple(params[name].shape)}, wanted {tuple(shape)}"
+        for name, shape in expected.items()
+        if name in params and tuple(params[name].shape) != tuple(shape)
+    ]
+    if missing or unused or misshapen:
+        raise ValueError(f"parameters do not fit: missing {missing}, unused {unused}, misshapen {misshapen}")

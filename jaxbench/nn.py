@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxbench import prng
+from jaxbench import initial, prng
 
 MIN_ROWS = 4  # XLA:CPU materialises a wider copy of a narrow kernel for one-row products (docs/xla_cpu.md, rule 1)
 
@@ -162,22 +162,6 @@ def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | Layer
     return {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[kind](features, eps=eps, dtype=dtype)
 
 
-def check_params(expected: Mapping[str, tuple[int, ...]], params: Mapping[str, np.ndarray]) -> None:
-    """Check names and shapes both ways.
-
-    Raises:
-      ValueError: a parameter is missing, unused or misshapen; all names are listed.
-    """
-    missing, unused = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
-    misshapen = [
-        f"{name} is {tuple(params[name].shape)}, wanted {tuple(shape)}"
-        for name, shape in expected.items()
-        if name in params and tuple(params[name].shape) != tuple(shape)
-    ]
-    if missing or unused or misshapen:
-        raise ValueError(f"parameters do not fit: missing {missing}, unused {unused}, misshapen {misshapen}")
-
-
 def load_params(model: nnx.Module, params: Mapping[str, np.ndarray]) -> nnx.Module:
     """Copy arrays into a model by dotted name, cast to each parameter's dtype, and return the model.
 
@@ -185,7 +169,7 @@ def load_params(model: nnx.Module, params: Mapping[str, np.ndarray]) -> nnx.Modu
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    check_params({name: leaf.shape for name, (_, leaf) in flat.items()}, params)
+    initial.check_params({name: leaf.shape for name, (_, leaf) in flat.items()}, params)
     loaded = [(path, leaf.replace(jnp.asarray(params[name], leaf.dtype))) for name, (path, leaf) in flat.items()]
     nnx.update(model, nnx.from_flat_state(loaded))
     return model

@@ -1,0 +1,192 @@
+"""Attention with grouped heads, in one place for every backend kernel. Twins: jaxbench/attention.py, torch_ref/attention.py.
+
+Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
+position q when 0 <= p <= q, q - p < window, and both lie in one segment. Position -1 is padding. Keys and values are
+head-major, "B K S H": XLA:CPU then multiplies without transposing the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+IMPLEMENTATIONS = ("dense", "blocked", "fused")
+
+
+def attention_mask(
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    *,
+    query_segments: Int[Array, "B T"] | None,
+    key_segments: Int[Array, "B S"] | None,
+    window: int | None,
+) -> Bool[Array, "B T S"]:
+    """Return True where a query may attend to a key."""
+    query, key = query_positions[:, :, None], key_positions[:, None, :]
+    mask = (key >= 0) & (key <= query)
+    if window is not None:
+        mask &= query - key < window
+    if query_segments is not None and key_segments is not None:
+        mask &= query_segments[:, :, None] == key_segments[:, None, :]
+    return mask
+
+
+def attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    *,
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    query_segments: Int[Array, "B T"] | None = None,
+    key_segments: Int[Array, "B S"] | None = None,
+    window: int | None = None,
+    implementation: str = "dense",
+    block_size: int = 128,
+) -> Float[Array, "B T N H"]:
+    """Attend with grouped key-value heads; softmax in at least float32, result in the query's dtype.
+
+    A row that may attend to nothing returns zeros. `dense` holds all scores; `blocked` holds scores of block_size keys
+    at a time, so that memory grows linearly with S; `fused` is the platform's kernel (cuDNN on GPU, splash attention on
+    TPU) and an error elsewhere.
+
+    Raises:
+      ValueError: N is not a multiple of K, or the implementation is unknown or not available on this platform.
+    Sources: Ainslie et al. 2023, arXiv:2305.13245; Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
+    """
+    num_heads, num_kv_heads = query.shape[2], key.shape[1]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
+    if implementation == "fused":
+        from jaxbench import fused_attention
+
+        return fused_attention.attention(query, key, value, query_positions, key_positions, **spans)
+    batch, length, _, head_dim = query.shape
+    grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    if implementation == "blocked" and key.shape[2] > block_size:
+        mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
+    else:
+        mixed = _dense(grouped, key, value, attention_mask(query_positions, key_positions, **spans))
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def _wide_einsum(equation: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.promote_types(left.dtype, jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _narrow_einsum(equation: str, left: Array, right: Array) -> Array:
+    return _wide_einsum(equation, left, right)
+
+
+def _narrow_forward(equation: str, left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _wide_einsum(equation, left, right), (left, right)
+
+
+def _narrow_backward(equation: str, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    # As in nn.matmul: the default rule multiplies operands of two types, which XLA:CPU does slowly or not at all.
+    left, right = residuals
+    inputs, out = equation.split("->")
+    left_axes, right_axes = inputs.split(",")
+    grad = grad.astype(left.dtype)
+    left_grad = _wide_einsum(f"{out},{right_axes}->{left_axes}", grad, right)
+    right_grad = _wide_einsum(f"{out},{left_axes}->{right_axes}", grad, left)
+    return left_grad.astype(left.dtype), right_grad.astype(right.dtype)
+
+
+_narrow_einsum.defvjp(_narrow_forward, _narrow_backward)
+
+
+def _einsum(equation: str, left: Array, right: Array) -> Array:
+    """Contract operands of one dtype and accumulate in at least float32."""
+    is_narrow = jnp.finfo(left.dtype).bits < 32
+    return (_narrow_einsum if is_narrow else _wide_einsum)(equation, left, right)
+
+
+def _scores(query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]) -> Array:
+    """Return scaled scores [B K G T S] with -inf where the mask forbids."""
+    scores = _einsum("BKGTH,BKSH->BKGTS", query, key)
+    return jnp.where(mask[:, None, None], scores / math.sqrt(query.shape[-1]), -jnp.inf)
+
+
+def _row_max(scores: Array) -> Array:
+    """Return the maximum over keys, 0 for a row without any: exp then gives 0, not NaN."""
+    peak = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    return jnp.where(jnp.isfinite(peak), peak, jnp.zeros((), peak.dtype))
+
+
+def _dense(
+    query: Float[Array, "B K G T H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    mask: Bool[Array, "B T S"],
+) -> Float[Array, "B K G T H"]:
+    scores = _scores(query, key, mask)
+    weights = jnp.exp(scores - _row_max(scores))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, jnp.ones((), total.dtype))
+    return _einsum("BKGTS,BKSH->BKGTH", weights.astype(value.dtype), value).astype(query.dtype)
+
+
+def _blocked(query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, window):
+    """Online softmax over blocks of keys, for one block of queries after another.
+
+    Each block of queries is rematerialised in the backward pass, so that memory stays linear in S there too.
+    """
+    length = query.shape[3]
+    has_segments = query_segments is not None and key_segments is not None
+    blocks = [_split(key, block_size, axis=2), _split(value, block_size, axis=2)]
+    blocks += [_split(key_positions, block_size, axis=1, fill=-1)]
+    span = min(length, block_size)
+    parts = [_split(query, span, axis=3), _split(query_positions, span, axis=1, fill=-1)]
+    if has_segments:
+        blocks += [_split(key_segments, block_size, axis=1, fill=-1)]
+        parts += [_split(query_segments, span, axis=1, fill=-1)]
+
+    @jax.checkpoint
+    def attend(part):
+        query, positions, *segments = part
+        wide = jnp.promote_types(query.dtype, jnp.float32)
+        start = (jnp.full((*query.shape[:4], 1), -jnp.inf, wide), jnp.zeros((*query.shape[:4], 1), wide))
+
+        def absorb(carry, block):
+            key, value, key_positions, *key_segments = block
+            spans = {"query_segments": segments[0], "key_segments": key_segments[0]} if has_segments else {
+                "query_segments": None, "key_segments": None}  # fmt: skip
+            mask = attention_mask(positions, key_positions, window=window, **spans)
+            return _absorb(carry, _scores(query, key, mask), value), None
+
+        (_, total, summed), _ = lax.scan(absorb, (*start, jnp.zeros(query.shape, wide)), tuple(blocks))
+        return (summed / jnp.where(total > 0, total, jnp.ones((), wide))).astype(query.dtype)
+
+    out = jnp.moveaxis(lax.map(attend, tuple(parts)), 0, 3)  # [B K G parts span H]
+    return out.reshape(*query.shape[:3], -1, query.shape[4])[:, :, :, :length]
+
+
+def _split(x: Array, size: int, *, axis: int, fill: int = 0) -> Array:
+    """Pad an axis to a multiple of size, cut it into pieces of that size, and move the pieces to the front."""
+    count = -(-x.shape[axis] // size)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, count * size - x.shape[axis])
+    padded = jnp.pad(x, widths, constant_values=fill)
+    return jnp.moveaxis(padded.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _absorb(carry: tuple[Array, Array, Array], scores: Array, value: Float[Array, "B K S H"]):
+    """Add one block of keys to the running maximum, normaliser and weighted sum."""
+    peak, total, summed = carry
+    new_peak = jnp.maximum(peak, lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    safe_peak = jnp.where(jnp.isfinite(new_peak), new_peak, jnp.zeros((), peak.dtype))
+    shrink = jnp.exp(peak - safe_peak)
+    weights = jnp.exp(scores - safe_peak)
+    total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+    summed = summed * shrink + _einsum("BKGTS,BKSH->BKGTH", weights.astype(value.dtype), value)
+    return new_peak, total, summed

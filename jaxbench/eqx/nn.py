@@ -1,0 +1,198 @@
+"""Layers of the decoder in Equinox. Twins: jaxbench/nn.py, torch_ref/nn.py.
+
+Parameters have the dtype of the layer, and the layer computes in it; statistics of norms and rotary angles use float32
+where the dtype is narrower. Kernels are (in, out). Axis letters: WORKSPACE.md; I and O are a projection's in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from jaxbench import initial, prng
+
+MIN_ROWS = 4  # XLA:CPU materialises a wider copy of a narrow kernel for one-row products (docs/xla_cpu.md, rule 1)
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _contract(x: Array, kernel: Array, axis: int) -> Array:
+    """Contract the last axis of x with one axis of kernel; accumulate wide, return x's dtype."""
+    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
+    return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _narrow_matmul(x: Float[Array, "R I"], kernel: Float[Array, "I O"]) -> Float[Array, "R O"]:
+    return _contract(x, kernel, 0)
+
+
+def _narrow_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _contract(x, kernel, 0), (x, kernel)
+
+
+def _narrow_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    # The default rule would multiply the wide cotangent with the narrow kernel, and XLA:CPU copies the kernel for that.
+    x, kernel = residuals
+    return _contract(grad, kernel, 1), _contract(x.T, grad, 0)
+
+
+_narrow_matmul.defvjp(_narrow_forward, _narrow_backward)
+
+
+def matmul(
+    x: Float[Array, "*rows I"], kernel: Float[Array, "..."], *, transposed: bool = False
+) -> Float[Array, "*rows O"]:
+    """Multiply rows by a kernel (in, out), or (out, in) where transposed: the one matrix product of the models.
+
+    Operands have equal types, products accumulate in at least float32, and products narrower than float32 get at least
+    four rows: XLA:CPU's fast paths need all three. Native kernels plug in here.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if jnp.finfo(x.dtype).bits >= 32:
+        product = _contract(rows, kernel, int(transposed))
+    else:
+        padding = max(0, MIN_ROWS - rows.shape[0])
+        padded = jnp.pad(rows, ((0, padding), (0, 0))) if padding else rows
+        product = _narrow_matmul(padded, kernel.T if transposed else kernel)[: rows.shape[0]]
+    return product.reshape(*x.shape[:-1], product.shape[-1])
+
+
+def rotary_angles(
+    positions: Int[Array, "B T"], frequencies: tuple[float, ...], *, dtype: str
+) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
+    """Return cosine and sine of position times frequency, in at least float32; h is half of the head width."""
+    wide = _wide(jnp.dtype(dtype))
+    angles = positions.astype(wide)[:, :, None] * jnp.asarray(frequencies, wide)[None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "B T N H"], cosine: Float[Array, "B T h"], sine: Float[Array, "B T h"]
+) -> Float[Array, "B T N H"]:
+    """Rotate pairs (i, i + H/2) of each head by the angles of their position (Su et al. 2021, arXiv:2104.09864)."""
+    first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
+    cosine, sine = cosine[:, :, None, :], sine[:, :, None, :]
+    rotated = (first * cosine - second * sine, second * cosine + first * sine)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def dropout(
+    x: Float[Array, "B T D"], rate: float, *, key: Array, step: Int[Array, ""], site: int
+) -> Float[Array, "B T D"]:
+    """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
+
+    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row.
+    """
+    count = x.shape[1] * x.shape[2]
+    words = prng.words(key, step=step, site=site, rows=jnp.arange(x.shape[0]), num_elements=count)
+    keep = prng.keep_mask(words, rate).reshape(x.shape)
+    return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
+
+
+class Linear(eqx.Module):
+    """Affine map of the last axis."""
+
+    kernel: Array
+    bias: Array | None
+
+    def __init__(self, in_features: int, out_features: int, *, use_bias: bool, dtype: str):
+        self.kernel = jnp.zeros((in_features, out_features), dtype)
+        self.bias = jnp.zeros((out_features,), dtype) if use_bias else None
+
+    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
+        """Return x @ kernel (+ bias)."""
+        product = matmul(x, self.kernel)
+        return product if self.bias is None else product + self.bias.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class Embed(eqx.Module):
+    """A table of vectors by index; transposed, the output head of a tied model."""
+
+    embedding: Array
+
+    def __init__(self, num_embeddings: int, features: int, *, dtype: str):
+        self.embedding = jnp.zeros((num_embeddings, features), dtype)
+
+    def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Return the vector of each index."""
+        return self.embedding[index]
+
+    def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """Return the dot product of x with every vector."""
+        return matmul(x, self.embedding, transposed=True)
+
+
+class RMSNorm(eqx.Module):
+    """Divide by the root mean square (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    scale: Array
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, features: int, *, eps: float, dtype: str):
+        self.scale = jnp.ones((features,), dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Return x / rms(x) * scale."""
+        wide = x.astype(_wide(x.dtype))
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * lax.rsqrt(mean_square + self.eps)).astype(x.dtype) * self.scale[None, None, :]
+
+
+class LayerNorm(eqx.Module):
+    """Standardise each vector (Ba et al. 2016, arXiv:1607.06450)."""
+
+    scale: Array
+    bias: Array
+    eps: float = eqx.field(static=True)
+
+    def __init__(self, features: int, *, eps: float, dtype: str):
+        self.scale = jnp.ones((features,), dtype)
+        self.bias = jnp.zeros((features,), dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Return (x - mean) / standard deviation * scale + bias."""
+        wide = x.astype(_wide(x.dtype))
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        normal = (centred * lax.rsqrt(variance + self.eps)).astype(x.dtype)
+        return normal * self.scale[None, None, :] + self.bias[None, None, :]
+
+
+def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | LayerNorm:
+    """Return the normalisation layer called `kind`, "rmsnorm" or "layernorm"."""
+    return {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[kind](features, eps=eps, dtype=dtype)
+
+
+def _named_leaves(model: eqx.Module) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
+    paths, treedef = jax.tree.flatten_with_path(model)
+    names = [".".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path) for path, _ in paths]
+    return names, [leaf for _, leaf in paths], treedef
+
+
+def load_params(model: eqx.Module, params: Mapping[str, np.ndarray]) -> eqx.Module:
+    """Return the model with arrays put in by dotted name, cast to each parameter's dtype.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    names, leaves, treedef = _named_leaves(model)
+    initial.check_params({name: leaf.shape for name, leaf in zip(names, leaves)}, params)
+    loaded = [jnp.asarray(params[name], leaf.dtype) for name, leaf in zip(names, leaves)]
+    return jax.tree.unflatten(treedef, loaded)
+
+
+def get_params(model: eqx.Module) -> dict[str, np.ndarray]:
+    """Return every parameter by dotted name; types narrower than float32 are widened to it, which is exact."""
+    names, leaves, _ = _named_leaves(model)
+    return {name: np.asarray(leaf, dtype=_wide(leaf.dtype)) for name, leaf in zip(names, leaves)}

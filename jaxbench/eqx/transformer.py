@@ -1,0 +1,290 @@
+"""The decoder of the Llama and GPT-2 families in Equinox. Twins: jaxbench/transformer.py, torch_ref/transformer.py.
+
+Data's way through one call: tokens [B T] -> embed -> blocks (norm, attention, norm, MLP; residual) -> norm -> logits.
+Keys and values of the call come back as a KVCache; padded and handed in again, the next tokens continue from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from jaxbench import philox, rotary
+from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.eqx import nn
+from jaxbench.eqx.attention import attention
+
+
+class KVCache(NamedTuple):
+    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot."""
+
+    keys: tuple[Float[Array, "B K S H"], ...]
+    values: tuple[Float[Array, "B K S H"], ...]
+    positions: Int[Array, "B S"]
+
+    def padded(self, length: int) -> KVCache:
+        """Return the cache with empty slots appended, `length` slots in all."""
+        extra = length - self.positions.shape[1]
+
+        def pad(x: Array) -> Array:
+            return jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0)))
+
+        positions = jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1)
+        return KVCache(tuple(map(pad, self.keys)), tuple(map(pad, self.values)), positions)
+
+
+class Context(NamedTuple):
+    """What all layers of one call share."""
+
+    query_positions: Int[Array, "B T"]
+    key_positions: Int[Array, "B S"]
+    query_segments: Int[Array, "B T"] | None
+    key_segments: Int[Array, "B S"] | None
+    angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
+    slot: Int[Array, ""] | None  # where the call's first key goes in the cache; None without a cache
+    dropout: tuple[Array, Array] | None  # Philox key, step; None = no dropout
+
+
+class Attention(eqx.Module):
+    """Causal self-attention with grouped heads and rotary positions."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    head_dim: int = eqx.field(static=True)
+    sliding_window: int | None = eqx.field(static=True)
+    implementation: str = eqx.field(static=True)
+    block_size: int = eqx.field(static=True)
+
+    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, use_bias: bool, dtype: str,
+                 sliding_window: int | None, implementation: str, block_size: int):  # fmt: skip
+        query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
+        self.k_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
+        self.v_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
+        self.o_proj = nn.Linear(query_width, d_model, use_bias=use_bias, dtype=dtype)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]]:
+        """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
+        batch, length, _ = x.shape
+        query = self.q_proj(x).reshape(batch, length, self.num_heads, self.head_dim)
+        key = self.k_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        value = self.v_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        if context.angles is not None:
+            query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
+        key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+        if cached is not None:
+            update = functools.partial(lax.dynamic_update_slice_in_dim, start_index=context.slot, axis=2)
+            key, value = update(cached[0], key), update(cached[1], value)
+        mixed = attention(
+            query,
+            key,
+            value,
+            query_positions=context.query_positions,
+            key_positions=context.key_positions,
+            query_segments=context.query_segments,
+            key_segments=context.key_segments,
+            window=self.sliding_window,
+            implementation=self.implementation,
+            block_size=self.block_size,
+        )
+        return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
+
+
+class MLP(eqx.Module):
+    """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form (GPT-2)."""
+
+    gate_proj: nn.Linear | None
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def __init__(self, d_model: int, d_ff: int, *, activation: str, use_bias: bool, dtype: str):
+        is_gated = activation == "swiglu"
+        self.gate_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype) if is_gated else None
+        self.up_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype)
+        self.down_proj = nn.Linear(d_ff, d_model, use_bias=use_bias, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Return the transformed rows."""
+        if self.gate_proj is None:
+            return self.down_proj(jax.nn.gelu(self.up_proj(x), approximate=True))
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(eqx.Module):
+    """Pre-norm residual block."""
+
+    attention_norm: nn.RMSNorm | nn.LayerNorm
+    attention: Attention
+    mlp_norm: nn.RMSNorm | nn.LayerNorm
+    mlp: MLP
+    dropout: float = eqx.field(static=True)
+
+    def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, use_bias: bool,
+                 dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
+                 sliding_window: int | None, implementation: str, block_size: int):  # fmt: skip
+        self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
+        self.attention = Attention(
+            d_model, num_heads, num_kv_heads, head_dim=head_dim, use_bias=use_bias, dtype=dtype,
+            sliding_window=sliding_window, implementation=implementation, block_size=block_size,
+        )  # fmt: skip
+        self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
+        self.mlp = MLP(d_model, d_ff, activation=activation, use_bias=use_bias, dtype=dtype)
+        self.dropout = dropout
+
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, sites: tuple[int, int], cached: tuple | None = None
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
+        """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
+        mixed, cached = self.attention(self.attention_norm(x), context, cached)
+        x = x + self._drop(mixed, context, sites[0])
+        x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
+        return x, cached
+
+    def _drop(self, x: Array, context: Context, site: int) -> Array:
+        if context.dropout is None or self.dropout == 0.0:
+            return x
+        key, step = context.dropout
+        return nn.dropout(x, self.dropout, key=key, step=step, site=site)
+
+
+class Transformer(eqx.Module):
+    """Decoder-only language model; the arguments are TransformerConfig's fields plus how to compute.
+
+    Differs from GPT-2: dropout acts on the two residual branches only, so that fused attention kernels stay usable.
+    """
+
+    embed: nn.Embed
+    position: nn.Embed | None
+    layers: list[Block]
+    final_norm: nn.RMSNorm | nn.LayerNorm
+    head: nn.Linear | None
+    frequencies: tuple[float, ...] | None = eqx.field(static=True)
+    dtype: str = eqx.field(static=True)
+    scan_layers: bool = eqx.field(static=True)
+    max_seq_len: int = eqx.field(static=True)
+
+    def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
+                 num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
+                 position: str, rope_theta: float, rope_scaling: RotaryScaling | None, use_bias: bool,
+                 tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
+                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False):  # fmt: skip
+        self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
+        self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
+        self.layers = [
+            Block(
+                d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, use_bias=use_bias,
+                dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                sliding_window=sliding_window, implementation=implementation, block_size=block_size,
+            )
+            for _ in range(num_layers)
+        ]  # fmt: skip
+        self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
+        self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
+        is_rotary = position == "rotary"
+        self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
+        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        *,
+        segments: Int[Array, "B T"] | None = None,
+        dropout: tuple[Array, Array] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Return next-token logits of every position; position -1 is padding, dropout is (Philox key, step)."""
+        hidden, _ = self.features(tokens, positions, segments=segments, dropout=dropout)
+        return self.logits(hidden)
+
+    def features(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        *,
+        cache: KVCache | None = None,
+        slot: Int[Array, ""] | None = None,
+        segments: Int[Array, "B T"] | None = None,
+        dropout: tuple[Array, Array] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Return hidden states after the final norm, and the keys and values attended to.
+
+        With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it.
+        """
+        key_positions = positions
+        if cache is not None:
+            key_positions = lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
+        angles = None
+        hidden = self.embed(tokens)
+        if self.position is None:
+            angles = nn.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+        else:
+            hidden = hidden + self.position(jnp.maximum(positions, 0))
+        context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
+        run = self._scan if self.scan_layers else self._unroll
+        hidden, keys, values = run(hidden, context, cache)
+        return self.final_norm(hidden), KVCache(keys, values, key_positions)
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Return the vocabulary scores of hidden states."""
+        return self.embed.attend(hidden) if self.head is None else self.head(hidden)
+
+    def _sites(self) -> list[tuple[int, int]]:
+        branches = ("attention", "mlp")
+        return [
+            tuple(philox.site_id(f"layers.{i}.{branch}.dropout") for branch in branches)
+            for i in range(len(self.layers))
+        ]
+
+    def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
+        cached = [None] * len(self.layers) if cache is None else list(zip(cache.keys, cache.values))
+        for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
+            hidden, cached[i] = layer(hidden, context, sites, cached[i])
+        keys, values = zip(*cached)
+        return hidden, keys, values
+
+    def _scan(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
+        """Run one compiled body over the stacked layers: compile time no longer grows with depth."""
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *self.layers)
+        sites = jnp.array(self._sites(), jnp.uint32)
+        cached = None if cache is None else (jnp.stack(cache.keys), jnp.stack(cache.values))
+
+        def body(hidden, xs):
+            layer, sites, cached = xs
+            return layer(hidden, context, (sites[0], sites[1]), cached)
+
+        hidden, (keys, values) = lax.scan(body, hidden, (stacked, sites, cached))
+        return hidden, tuple(keys), tuple(values)
+
+
+def build(
+    config: TransformerConfig,
+    params: Mapping[str, np.ndarray],
+    *,
+    dtype: str = "float32",
+    implementation: str = "dense",
+    block_size: int = 128,
+    scan_layers: bool = False,
+) -> Transformer:
+    """Return the model of a configuration holding `params`, cast to dtype.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    fields = {name: getattr(config, name) for name in type(config).model_fields}
+    how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
+    return nn.load_params(eqx.filter_eval_shape(lambda: Transformer(**fields, **how)), params)

@@ -1,0 +1,154 @@
+"""Attention with grouped heads, in one place for every kernel. Twins: jaxbench/attention.py, jaxbench/eqx/attention.py.
+
+Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
+position q when 0 <= p <= q, q - p < window, and both lie in one segment. Position -1 is padding. Keys and values are
+head-major, "B K S H", as the cache stores them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IMPLEMENTATIONS = ("dense", "blocked", "fused")
+
+
+def attention_mask(
+    query_positions: Int[Tensor, "B T"],
+    key_positions: Int[Tensor, "B S"],
+    *,
+    query_segments: Int[Tensor, "B T"] | None,
+    key_segments: Int[Tensor, "B S"] | None,
+    window: int | None,
+) -> Bool[Tensor, "B T S"]:
+    """Return True where a query may attend to a key."""
+    query, key = query_positions[:, :, None], key_positions[:, None, :]
+    mask = (key >= 0) & (key <= query)
+    if window is not None:
+        mask &= query - key < window
+    if query_segments is not None and key_segments is not None:
+        mask &= query_segments[:, :, None] == key_segments[:, None, :]
+    return mask
+
+
+def attention(
+    query: Float[Tensor, "B T N H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    *,
+    query_positions: Int[Tensor, "B T"],
+    key_positions: Int[Tensor, "B S"],
+    query_segments: Int[Tensor, "B T"] | None = None,
+    key_segments: Int[Tensor, "B S"] | None = None,
+    window: int | None = None,
+    implementation: str = "dense",
+    block_size: int = 128,
+) -> Float[Tensor, "B T N H"]:
+    """Attend with grouped key-value heads; softmax in at least float32, result in the query's dtype.
+
+    A row that may attend to nothing returns zeros. `dense` holds all scores; `blocked` holds scores of block_size keys
+    at a time, so that memory grows linearly with S; `fused` is scaled_dot_product_attention.
+
+    Raises:
+      ValueError: N is not a multiple of K, or the implementation is unknown.
+    Sources: Ainslie et al. 2023, arXiv:2305.13245; Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
+    """
+    num_heads, num_kv_heads = query.shape[2], key.shape[1]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
+    batch, length, _, head_dim = query.shape
+    grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
+    if implementation == "blocked" and key.shape[2] > block_size:
+        mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
+    else:
+        mask = attention_mask(query_positions, key_positions, **spans)
+        mixed = (_fused if implementation == "fused" else _dense)(grouped, key, value, mask)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:
+    """Contract operands of one dtype; the result is at least float32."""
+    return torch.einsum(equation, left, right).to(torch.promote_types(left.dtype, torch.float32))
+
+
+def _scores(query: Float[Tensor, "B K G T H"], key: Float[Tensor, "B K S H"], mask: Bool[Tensor, "B T S"]) -> Tensor:
+    """Return scaled scores [B K G T S] with -inf where the mask forbids."""
+    scores = _einsum("BKGTH,BKSH->BKGTS", query, key)
+    return torch.where(mask[:, None, None], scores / math.sqrt(query.shape[-1]), -math.inf)
+
+
+def _row_max(scores: Tensor) -> Tensor:
+    """Return the maximum over keys, 0 for a row without any: exp then gives 0, not NaN."""
+    peak = torch.amax(scores, dim=-1, keepdim=True).detach()
+    return torch.where(torch.isfinite(peak), peak, 0.0)
+
+
+def _dense(
+    query: Float[Tensor, "B K G T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S H"],
+    mask: Bool[Tensor, "B T S"],
+) -> Float[Tensor, "B K G T H"]:
+    scores = _scores(query, key, mask)
+    weights = torch.exp(scores - _row_max(scores))
+    total = torch.sum(weights, dim=-1, keepdim=True)
+    weights = weights / torch.where(total > 0, total, 1.0)
+    return _einsum("BKGTS,BKSH->BKGTH", weights.to(value.dtype), value).to(query.dtype)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    flat = query.flatten(1, 2)
+    mixed = F.scaled_dot_product_attention(flat, key, value, attn_mask=mask[:, None], enable_gqa=True)
+    return torch.nan_to_num(mixed).reshape(query.shape)  # a fully masked row is NaN in some kernels
+
+
+def _blocked(query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, window):
+    """Online softmax over blocks of keys, for one block of queries after another.
+
+    Each block of queries is rematerialised in the backward pass, so that memory stays linear in S there too.
+    """
+
+    def attend(query, key, value, start):
+        span = slice(start, start + query.shape[3])
+        wide = torch.promote_types(query.dtype, torch.float32)
+        peak = query.new_full((*query.shape[:4], 1), -math.inf, dtype=wide)
+        carry = (peak, torch.zeros_like(peak), torch.zeros_like(query, dtype=wide))
+        for first in range(0, key.shape[2], block_size):
+            block = slice(first, first + block_size)
+            mask = attention_mask(
+                query_positions[:, span],
+                key_positions[:, block],
+                query_segments=None if query_segments is None else query_segments[:, span],
+                key_segments=None if key_segments is None else key_segments[:, block],
+                window=window,
+            )
+            carry = _absorb(carry, _scores(query, key[:, :, block], mask), value[:, :, block])
+        _, total, summed = carry
+        return (summed / torch.where(total > 0, total, 1.0)).to(query.dtype)
+
+    starts = range(0, query.shape[3], block_size)
+    parts = [query[:, :, :, start : start + block_size] for start in starts]
+    if not torch.is_grad_enabled():
+        return torch.cat([attend(part, key, value, start) for part, start in zip(parts, starts)], dim=3)
+    outs = [checkpoint(attend, part, key, value, start, use_reentrant=False) for part, start in zip(parts, starts)]
+    return torch.cat(outs, dim=3)
+
+
+def _absorb(carry: tuple[Tensor, Tensor, Tensor], scores: Tensor, value: Float[Tensor, "B K S H"]):
+    """Add one block of keys to the running maximum, normaliser and weighted sum."""
+    peak, total, summed = carry
+    new_peak = torch.maximum(peak, torch.amax(scores, dim=-1, keepdim=True).detach())
+    safe_peak = torch.where(torch.isfinite(new_peak), new_peak, 0.0)
+    shrink = torch.exp(peak - safe_peak)
+    weights = torch.exp(scores - safe_peak)
+    total = total * shrink + torch.sum(weights, dim=-1, keepdim=True)
+    summed = summed * shrink + _einsum("BKGTS,BKSH->BKGTH", weights.to(value.dtype), value)
+    return new_peak, total, summed

@@ -1,0 +1,253 @@
+"""The decoder of the Llama and GPT-2 families in PyTorch. Twins: jaxbench/transformer.py, jaxbench/eqx/transformer.py.
+
+Data's way through one call: tokens [B T] -> embed -> blocks (norm, attention, norm, MLP; residual) -> norm -> logits.
+Keys and values of the call come back as a KVCache; padded and handed in again, the next tokens continue from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from jaxbench import philox, rotary
+from jaxbench.config import RotaryScaling, TransformerConfig
+from torch_ref import nn
+from torch_ref.attention import attention
+
+
+class KVCache(NamedTuple):
+    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot."""
+
+    keys: tuple[Float[Tensor, "B K S H"], ...]
+    values: tuple[Float[Tensor, "B K S H"], ...]
+    positions: Int[Tensor, "B S"]
+
+    def padded(self, length: int) -> KVCache:
+        """Return the cache with empty slots appended, `length` slots in all."""
+        extra = length - self.positions.shape[1]
+
+        def pad(x: Tensor) -> Tensor:
+            return F.pad(x, (0, 0, 0, extra))
+
+        positions = F.pad(self.positions, (0, extra), value=-1)
+        return KVCache(tuple(map(pad, self.keys)), tuple(map(pad, self.values)), positions)
+
+
+class Context(NamedTuple):
+    """What all layers of one call share."""
+
+    query_positions: Int[Tensor, "B T"]
+    key_positions: Int[Tensor, "B S"]
+    query_segments: Int[Tensor, "B T"] | None
+    key_segments: Int[Tensor, "B S"] | None
+    angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None  # cosine, sine; None with learned positions
+    slot: Tensor | int | None  # where the call's first key goes in the cache; None without a cache
+    dropout: tuple[Tensor, int] | None  # Philox key, step; None = no dropout
+
+
+class Attention(torch.nn.Module):
+    """Causal self-attention with grouped heads and rotary positions."""
+
+    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, use_bias: bool, dtype: str,
+                 sliding_window: int | None, implementation: str, block_size: int):  # fmt: skip
+        super().__init__()
+        query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
+        self.k_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
+        self.v_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
+        self.o_proj = nn.Linear(query_width, d_model, use_bias=use_bias, dtype=dtype)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], context: Context, cached: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Float[Tensor, "B T D"], tuple[Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]]:
+        """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
+        batch, length, _ = x.shape
+        query = self.q_proj(x).reshape(batch, length, self.num_heads, self.head_dim)
+        key = self.k_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        value = self.v_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        if context.angles is not None:
+            query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        if cached is not None:
+            key, value = (_write(old, new, context.slot, dim=2) for old, new in zip(cached, (key, value)))
+        mixed = attention(
+            query,
+            key,
+            value,
+            query_positions=context.query_positions,
+            key_positions=context.key_positions,
+            query_segments=context.query_segments,
+            key_segments=context.key_segments,
+            window=self.sliding_window,
+            implementation=self.implementation,
+            block_size=self.block_size,
+        )
+        return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
+
+
+def _write(cached: Tensor, new: Tensor, slot: Tensor | int, *, dim: int) -> Tensor:
+    """Write `new` into the slots from `slot` on: in place, as the JAX program does with its donated cache."""
+    index = torch.arange(new.shape[dim], device=new.device) + slot
+    return cached.index_copy_(dim, index, new)
+
+
+class MLP(torch.nn.Module):
+    """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form (GPT-2)."""
+
+    def __init__(self, d_model: int, d_ff: int, *, activation: str, use_bias: bool, dtype: str):
+        super().__init__()
+        is_gated = activation == "swiglu"
+        self.gate_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype) if is_gated else None
+        self.up_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype)
+        self.down_proj = nn.Linear(d_ff, d_model, use_bias=use_bias, dtype=dtype)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """Return the transformed rows."""
+        if self.gate_proj is None:
+            return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(torch.nn.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, use_bias: bool,
+                 dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
+                 sliding_window: int | None, implementation: str, block_size: int):  # fmt: skip
+        super().__init__()
+        self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
+        self.attention = Attention(
+            d_model, num_heads, num_kv_heads, head_dim=head_dim, use_bias=use_bias, dtype=dtype,
+            sliding_window=sliding_window, implementation=implementation, block_size=block_size,
+        )  # fmt: skip
+        self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
+        self.mlp = MLP(d_model, d_ff, activation=activation, use_bias=use_bias, dtype=dtype)
+        self.dropout = dropout
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], context: Context, sites: tuple[int, int], cached: tuple | None = None
+    ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, Tensor]]:
+        """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
+        mixed, cached = self.attention(self.attention_norm(x), context, cached)
+        x = x + self._drop(mixed, context, sites[0])
+        x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
+        return x, cached
+
+    def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
+        if context.dropout is None or self.dropout == 0.0:
+            return x
+        key, step = context.dropout
+        return nn.dropout(x, self.dropout, key=key, step=step, site=site)
+
+
+class Transformer(torch.nn.Module):
+    """Decoder-only language model; the arguments are TransformerConfig's fields plus how to compute.
+
+    scan_layers exists for the JAX twins' sake: eager PyTorch runs the same loop either way.
+    Differs from GPT-2: dropout acts on the two residual branches only, so that fused attention kernels stay usable.
+    """
+
+    def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
+                 num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
+                 position: str, rope_theta: float, rope_scaling: RotaryScaling | None, use_bias: bool,
+                 tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
+                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False):  # fmt: skip
+        super().__init__()
+        self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
+        self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
+        self.layers = torch.nn.ModuleList([
+            Block(
+                d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, use_bias=use_bias,
+                dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                sliding_window=sliding_window, implementation=implementation, block_size=block_size,
+            )
+            for _ in range(num_layers)
+        ])  # fmt: skip
+        self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
+        self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
+        is_rotary = position == "rotary"
+        self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
+        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"],
+        *,
+        segments: Int[Tensor, "B T"] | None = None,
+        dropout: tuple[Tensor, int] | None = None,
+    ) -> Float[Tensor, "B T V"]:
+        """Return next-token logits of every position; position -1 is padding, dropout is (Philox key, step)."""
+        hidden, _ = self.features(tokens, positions, segments=segments, dropout=dropout)
+        return self.logits(hidden)
+
+    def features(
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"],
+        *,
+        cache: KVCache | None = None,
+        slot: Tensor | int | None = None,
+        segments: Int[Tensor, "B T"] | None = None,
+        dropout: tuple[Tensor, int] | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], KVCache]:
+        """Return hidden states after the final norm, and the keys and values attended to.
+
+        With a cache, the call's tokens are written into its slots from `slot` on (in place) and attend to all of it.
+        """
+        key_positions = positions
+        if cache is not None:
+            key_positions = _write(cache.positions, positions, slot, dim=1)
+        angles = None
+        hidden = self.embed(tokens)
+        if self.position is None:
+            angles = nn.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+        else:
+            hidden = hidden + self.position(torch.clamp(positions, min=0))
+        context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
+        cached = [None] * len(self.layers) if cache is None else list(zip(cache.keys, cache.values))
+        for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
+            hidden, cached[i] = layer(hidden, context, sites, cached[i])
+        keys, values = zip(*cached)
+        return self.final_norm(hidden), KVCache(keys, values, key_positions)
+
+    def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
+        """Return the vocabulary scores of hidden states."""
+        return self.embed.attend(hidden) if self.head is None else self.head(hidden)
+
+    def _sites(self) -> list[tuple[int, int]]:
+        branches = ("attention", "mlp")
+        return [
+            tuple(philox.site_id(f"layers.{i}.{branch}.dropout") for branch in branches)
+            for i in range(len(self.layers))
+        ]
+
+
+def build(
+    config: TransformerConfig,
+    params: Mapping[str, np.ndarray],
+    *,
+    dtype: str = "float32",
+    implementation: str = "dense",
+    block_size: int = 128,
+    scan_layers: bool = False,
+    device: str = "cpu",
+) -> Transformer:
+    """Return the model of a configuration holding `params`, cast to dtype.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    fields = {name: getattr(config, name) for name in type(config).model_fields}
+    how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
+    with torch.device("meta"):
+        model = Transformer(**fields, **how)
+    return nn.load_params(model, params, device=device)
