@@ -32,7 +32,7 @@ def describe(*, threads: int) -> dict:
         "cores": usable_cores(),
         "threads": threads,
         "memory_bytes": total_memory_bytes(),
-        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": versions(),
         "commit": commit(),

@@ -155,10 +155,11 @@ class Suite(Base):
     def check_context(self, max_seq_len: int) -> None:
         """Raise ValueError when a workload does not fit the model's trained context."""
         for load in self.workloads():
-            if load.prompt_tokens + load.new_tokens > max_seq_len:
+            length = load.prompt_tokens + load.new_tokens
+            if length > max_seq_len:
                 raise ValueError(
-                    f"suite: {load.label()} takes {load.prompt_tokens + load.new_tokens} positions, the model's context "
-                    f"is {max_seq_len}; lower prompt_tokens or new_tokens"
+                    f"suite: {load.label()} takes {length} positions, the model's context is {max_seq_len}; "
+                    "lower prompt_tokens or new_tokens"
                 )
 
 

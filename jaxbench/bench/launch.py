@@ -1,0 +1,343 @@
+"""One launch: fresh workers of all arms, run in turn, never two at once (S file).
+
+The order of the arms is rotated by launch and reversed every other round (ABBA), so that slow drift of the machine
+falls on every arm alike. A worker that fails becomes a record with its error; the other arms go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxbench.bench import records, roofline, statistics
+from jaxbench.bench.plan import Plan
+from jaxbench.bench.process import Worker, WorkerError
+from jaxbench.bench.records import RecordFile, Workload
+
+UNITS = {
+    "load_s": "s",
+    "compile_cold_s": "s",
+    "compile_warm_s": "s",
+    "first_token_s": "s",
+    "prefill_tokens_per_s": "tokens/s",
+    "decode_tokens_per_s": "tokens/s",
+    "train_tokens_per_s": "tokens/s",
+    "peak_memory_bytes": "bytes",
+    "device_peak_bytes": "bytes",
+    "temp_bytes": "bytes",
+    "argument_bytes": "bytes",
+    "flops": "FLOP",
+    "start_s": "s",
+    "import_bytes": "bytes",
+}
+
+
+class Launch:
+    """One set of workers and the records they give."""
+
+    def __init__(self, plan: Plan, number: int, file: RecordFile, say: Callable[[str], None]):
+        self.plan, self.number, self.file, self.say = plan, number, file, say
+        arms = list(plan.suite.arms)
+        turn = (number - 1) % len(arms)
+        self.order = arms[turn:] + arms[:turn]
+        self.workers: dict[str, Worker] = {}
+        self.versions: dict[str, dict[str, str]] = {}
+        self.lost: dict[str, str] = {}  # arm -> why it takes no further part
+        self.skipped: dict[str, str] = {}  # arm -> why it cannot run here at all
+        self.rates = roofline.Rates(0.0, {})
+        self.tokens: dict[Workload, dict[str, list]] = defaultdict(dict)
+        self.failed: dict[tuple[str, Workload], str] = {}
+        self.timeout_s = plan.suite.rounds.worker_timeout_s
+
+    def run(self) -> None:
+        """Run every stage and append its records as it ends; workers are closed whatever happens."""
+        suite = self.plan.suite
+        try:
+            self._start()
+            if suite.roofline.enabled:
+                self._roofline()
+            for dtype in suite.dtypes():
+                self._stage(Workload(kind="inference", dtype=dtype), suite.inference(dtype))
+            for load in suite.train_workloads():
+                train = {"learning_rate": suite.train.learning_rate}
+                self._stage(load, [load], num_layers=suite.train.num_layers, train=train)
+            self.file.append(self._record(records.LAUNCH_DONE, value=float(self.number), unit="count"))
+        finally:
+            for worker in self.workers.values():
+                worker.close()
+
+    # Stages
+
+    def _start(self) -> None:
+        cache = self.plan.workdir / "compile_cache"
+        if self.number == 1:
+            shutil.rmtree(cache, ignore_errors=True)  # launch 1 compiles cold, the later ones find what it compiled
+        environment = worker_environment(self.plan.device, cache=cache, threads=self.plan.threads)
+        for arm in self.order:
+            self.say(f"start {arm}")
+            log = self.plan.workdir / "logs" / f"launch{self.number}-{arm}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_bytes(b"")
+            self.workers[arm] = Worker(arm, environment=environment, log=log, threads=self.plan.threads)
+            answer = self._ask(arm, "start", device=self.plan.device, checkpoint=str(self.plan.model.folder))
+            if answer is None:
+                continue
+            self.versions[arm] = answer["versions"]
+            if answer["skip"]:
+                self.skipped[arm] = answer["skip"]
+                self.workers[arm].close()
+                continue
+            self._append(arm, "start_s", Workload(), [answer["seconds"]])
+            self._append(arm, "import_bytes", Workload(), [answer["level_bytes"]])
+
+    def _roofline(self) -> None:
+        """Measure read bandwidth and matmul rate with the library of each arm; the best wins."""
+        self.say("roofline")
+        settings = self.plan.suite.roofline
+        reads, products = {}, defaultdict(dict)
+        for arm in ("flax", "equinox", "torch_eager"):
+            if arm not in self._alive(quietly=True) or (arm == "equinox" and "flax" in reads):
+                continue
+            answer = self._ask(arm, "read", size=settings.read_bytes, repeats=settings.repeats)
+            if answer is not None:
+                reads[arm] = roofline.read_rate(settings.read_bytes, answer["seconds"])
+            for dtype in settings.dtypes:
+                for shape in settings.gemm_sizes:
+                    answer = self._ask(arm, "gemm", shape=list(shape), dtype=dtype, repeats=settings.repeats)
+                    if answer is not None:
+                        rate = roofline.gemm_rate(shape, answer["seconds"])
+                        products[dtype][f"{arm} {'x'.join(map(str, shape))}"] = rate
+        if not reads:
+            return
+        best = {dtype: max(rates.values()) for dtype, rates in products.items()}
+        self.rates = roofline.Rates(max(reads.values()), best)
+        size = Workload(kind="read", dtype="float32")
+        rows = [self._record("read_bandwidth_bytes_per_s", size, max(reads.values()), "bytes/s", detail=reads)]
+        for dtype, rate in best.items():
+            gemm = Workload(kind="gemm", dtype=dtype)
+            rows.append(self._record("gemm_flops_per_s", gemm, rate, "FLOP/s", detail=products[dtype]))
+        self.file.append(*rows)
+
+    def _stage(
+        self, stage: Workload, loads: list[Workload], *, num_layers: int | None = None, train: dict | None = None
+    ) -> None:
+        """Load one dtype in every arm, prepare, warm up, measure in rounds, unload."""
+        ready: dict[tuple[str, Workload], dict] = {}
+        for arm in self._alive():
+            self.say(f"{stage.label()}: load and compile {arm}")
+            answer = self._ask(arm, "load", dtype=stage.dtype, num_layers=num_layers, train=train)
+            if answer is None:
+                self._fail(arm, loads)
+                continue
+            if train is None:
+                self._append(arm, "load_s", Workload(kind="load", dtype=stage.dtype), [answer["seconds"]])
+            for load in loads:
+                facts = self._prepare(arm, load)
+                if facts is not None:
+                    ready[arm, load] = facts
+        samples = self._rounds(stage, loads, ready)
+        for (arm, load), found in samples.items():
+            self._append_rates(arm, load, found)
+        self._append_tokens(loads)
+        for arm in self._alive(quietly=True):
+            self._append_memory(arm, stage)
+            self._ask(arm, "unload")
+
+    def _prepare(self, arm: str, load: Workload) -> dict | None:
+        """Compile and warm up one workload; None when it failed (the failure is kept)."""
+        facts = self._ask(arm, "prepare", load, workload=load.model_dump())
+        if facts is None:
+            return None
+        for _ in range(self.plan.suite.rounds.warmup):
+            answer = self._ask(arm, "measure", load, workload=load.model_dump(), inputs=self.plan.inputs[load])
+            if answer is None:
+                return None
+            self._note_output(arm, load, answer)
+        if "compile_s" in facts:
+            name = "compile_cold_s" if self.number == 1 else "compile_warm_s"
+            self._append(arm, name, load, [facts["compile_s"]])
+        for name in ("temp_bytes", "argument_bytes", "flops"):
+            if facts.get(name) is not None:
+                self._append(arm, name, load, [facts[name]])
+        return facts
+
+    def _rounds(self, stage: Workload, loads: list[Workload], ready: dict) -> dict[tuple[str, Workload], list[dict]]:
+        samples: dict[tuple[str, Workload], list[dict]] = defaultdict(list)
+        control = []
+        for number in range(self.plan.suite.rounds.rounds):
+            self.say(f"{stage.label()}: round {number + 1} of {self.plan.suite.rounds.rounds}")
+            order = self.order if number % 2 == 0 else self.order[::-1]
+            control.append(control_seconds())
+            for load in loads:
+                for arm in order:
+                    if (arm, load) not in ready or (arm, load) in self.failed or arm in self.lost:
+                        continue
+                    answer = self._ask(arm, "measure", load, workload=load.model_dump(), inputs=self.plan.inputs[load])
+                    if answer is not None:
+                        samples[arm, load].append(answer)
+                        self._note_output(arm, load, answer)
+        workload = Workload(kind="control", dtype=stage.dtype, batch=int(stage.kind == "train"))
+        median = statistics.median(control)
+        self.file.append(self._record("control_s", workload, median, "s", samples=tuple(control)))
+        return samples
+
+    # Records
+
+    def _record(self, metric: str, workload: Workload = Workload(), value=None, unit: str = "", **fields):
+        return self.plan.record(metric, workload=workload, value=value, unit=unit, launch=self.number, **fields)
+
+    def _append(self, arm: str, metric: str, workload: Workload, values: list[float], **detail) -> None:
+        row = self._record(metric, workload, statistics.median(values), UNITS[metric], arm=arm, detail=detail)
+        versions = self.versions.get(arm, {})
+        self.file.append(row.model_copy(update={"samples": tuple(map(float, values)), "versions": versions}))
+
+    def _append_rates(self, arm: str, load: Workload, found: list[dict]) -> None:
+        for metric, values in rates(load, found).items():
+            detail = {}
+            if metric.endswith("tokens_per_s"):
+                config = self.plan.model.config
+                if load.kind == "train":
+                    layers = min(self.plan.suite.train.num_layers, config.num_layers)
+                    config = config.model_copy(update={"num_layers": layers})
+                found_share = roofline.share(config, load, statistics.median(values), self.rates)
+                detail = {} if found_share is None else {"share_of_roofline": found_share}
+            self._append(arm, metric, load, values, **detail)
+
+    def _append_memory(self, arm: str, stage: Workload) -> None:
+        answer = self._ask(arm, "memory")
+        if answer is not None:
+            self._append(arm, "peak_memory_bytes", stage, [answer["peak_bytes"]])
+            if "device_peak_bytes" in answer:
+                self._append(arm, "device_peak_bytes", stage, [answer["device_peak_bytes"]])
+
+    def _append_tokens(self, loads: list[Workload]) -> None:
+        """Record the digest of each arm's output and where it first differs from the baseline's."""
+        for load in loads:
+            outputs = self.tokens.get(load, {})
+            base = self.plan.suite.verdicts.baseline
+            reference = base if base in outputs else next(iter(outputs), None)
+            for arm, tokens in outputs.items():
+                difference = first_difference(outputs[reference], tokens)
+                detail = {"digest": digest(tokens), "reference": reference, "first_difference": difference}
+                if load.kind == "train":
+                    detail["loss"] = tokens[0][0]
+                same = 1.0 if difference is None else 0.0
+                self.file.append(self._record("tokens", load, same, "count", arm=arm, detail=detail))
+
+    def _note_output(self, arm: str, load: Workload, answer: dict) -> None:
+        """Keep an arm's first output: its tokens, or the first loss of the train step."""
+        output = [[round(answer["loss"], 4)]] if load.kind == "train" else answer["tokens"]
+        self.tokens[load].setdefault(arm, output)
+
+    # Workers
+
+    def _ask(self, arm: str, operation: str, load: Workload | None = None, **arguments) -> dict | None:
+        """Send a request; a failure becomes an error record and None."""
+        if arm in self.lost:
+            return None
+        try:
+            return self.workers[arm].request(operation, timeout_s=self.timeout_s, **arguments)
+        except WorkerError as error:
+            reason = str(error)
+        self.say(f"error: {reason}")
+        if not self.workers[arm].alive:
+            self.lost[arm] = reason
+        if load is not None:
+            self.failed[arm, load] = reason
+        where = load or Workload()
+        metric = main_metric(load) if load is not None else operation
+        self.file.append(self._record(metric, where, arm=arm, status="error", reason=reason))
+        return None
+
+    def _fail(self, arm: str, loads: list[Workload]) -> None:
+        reason = self.lost.get(arm, "the model could not be loaded in this arm")
+        rows = [self._record(main_metric(x), x, arm=arm, status="error", reason=reason) for x in loads]
+        self.file.append(*rows)
+
+    def _alive(self, *, quietly: bool = False) -> list[str]:
+        """Return the arms that can still run; the others' workloads get a record that says why, unless quietly."""
+        if not quietly:
+            for arm in self.order:
+                reason = self.skipped.get(arm)
+                if reason and not self.lost.get(arm):
+                    rows = [
+                        self._record(main_metric(x), x, arm=arm, status="skipped", reason=reason)
+                        for x in self.plan.suite.workloads()
+                    ]
+                    self.file.append(*rows)
+                    self.lost[arm] = reason
+        return [arm for arm in self.order if arm not in self.lost and arm not in self.skipped]
+
+
+def worker_environment(device: str, *, cache: Path, threads: int) -> dict[str, str]:
+    """Return the environment of every worker: offline, tuned malloc, one platform, the run's own compile cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    return environment | {
+        "JAX_PLATFORMS": {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}[device],
+        "MALLOC_MMAP_THRESHOLD_": "8589934592",  # large temporaries stay mapped: research/serving.md section 2, rule 5
+        "MALLOC_TRIM_THRESHOLD_": "8589934592",
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several workers share one accelerator
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+
+
+def rates(load: Workload, found: list[dict]) -> dict[str, list[float]]:
+    """Return metric -> one value a round from the workers' seconds; the same rule for every arm."""
+    if load.kind == "train":
+        return {"train_tokens_per_s": [load.batch * load.prompt_tokens / answer["step_s"] for answer in found]}
+    first = [answer["first_s"] for answer in found]
+    if load.kind == "prefill":
+        return {"prefill_tokens_per_s": [load.batch * load.prompt_tokens / seconds for seconds in first]}
+    steps = load.new_tokens - 1
+    decode = [load.batch * steps / answer["rest_s"] for answer in found]
+    return {"first_token_s": first, "decode_tokens_per_s": decode}
+
+
+def main_metric(load: Workload) -> str:
+    """Return the metric that a workload is about."""
+    return f"{load.kind}_tokens_per_s"
+
+
+def first_difference(reference: list[list], other: list[list]) -> list[int] | None:
+    """Return [row, step] of the first unequal token, None when all are equal."""
+    for row, (left, right) in enumerate(zip(reference, other, strict=False)):
+        for step, (a, b) in enumerate(zip(left, right, strict=False)):
+            if a != b:
+                return [row, step]
+        if len(left) != len(right):
+            return [row, min(len(left), len(right))]
+    return None if len(reference) == len(other) else [min(len(reference), len(other)), 0]
+
+
+def digest(tokens: list[list]) -> str:
+    """Return a short sha256 of an arm's output."""
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
+
+
+def control_seconds() -> float:
+    """Return the time of a fixed numpy loop that no backend touches: when it moves, the machine moved."""
+    matrix = np.ones((256, 256), np.float32)
+    long = np.ones(4_000_000, np.float32)
+    start = time.perf_counter()
+    for _ in range(8):
+        matrix = matrix @ matrix / np.float32(256)
+        long.sum()
+    return time.perf_counter() - start

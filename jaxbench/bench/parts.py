@@ -1,0 +1,130 @@
+"""The parts of a comparison beside the launches: parity proof, TPU compile, traces (S file).
+
+Each runs in its own process, because it needs its own settings of JAX (float64, the TPU compiler), and each failure
+becomes a record with its reason: the rest of the comparison goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxbench.bench import launch
+from jaxbench.bench.plan import Plan
+from jaxbench.bench.process import Worker, WorkerError
+from jaxbench.bench.records import Record, RecordFile
+
+PARITY_TIMEOUT_S = 300
+TPU_TIMEOUT_S = 600
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parity(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
+    """Run the float64 proof of the model's forward pass and append its result."""
+    if _done(file, work, "parity"):
+        return
+    say("parity: float64 forward of the model, layer by layer")
+    output = work.workdir / "parity.json"
+    output.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "jaxbench.parity.quick", str(work.model.folder), str(output)]
+    start = time.monotonic()
+    reason = _run(command, {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}, work, "parity", PARITY_TIMEOUT_S, output)
+    if reason:
+        say(f"parity: {reason}")
+        file.append(work.record("parity", status="error", reason=reason))
+        return
+    detail = json.loads(output.read_text())
+    detail["seconds"] = round(time.monotonic() - start, 1)
+    file.append(work.record("parity", value=float(detail["worst"]), unit="ratio", detail=detail))
+    say(f"parity: worst relative difference {detail['worst']:.1e}, {'passed' if detail['passed'] else 'FAILED'}")
+
+
+def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
+    """Compile the model's programs for each TPU topology and append what the compiler says."""
+    settings = work.suite.tpu
+    for topology in settings.topologies:
+        if _done(file, work, "tpu", device=topology):
+            continue
+        say(f"tpu: compile for {topology}")
+        output = work.workdir / f"tpu-{topology.replace(':', '-')}.jsonl"
+        output.unlink(missing_ok=True)
+        request = {
+            "topology": topology,
+            "checkpoint": str(work.model.folder),
+            "num_layers_train": work.suite.train.num_layers,
+            **settings.model_dump(mode="json", exclude={"topologies"}),
+        }
+        command = [sys.executable, "-m", "jaxbench.bench.tpu", json.dumps(request), str(output)]
+        environment = {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
+        reason = _run(command, environment, work, f"tpu-{topology.replace(':', '-')}", TPU_TIMEOUT_S, output)
+        if reason:
+            say(f"tpu: {topology}: {reason}")
+            file.append(work.record("tpu", device=topology, status="error", reason=reason))
+            continue
+        rows = [Record.model_validate_json(line) for line in output.read_text().splitlines()]
+        stamped = [row.model_copy(update={**work.common, "device": topology}) for row in rows]
+        file.append(*stamped, work.record("tpu", device=topology, value=float(len(rows)), unit="count"))
+
+
+def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
+    """Write a trace of one run of each float32 workload on every arm that can: xprof for JAX, Chrome for PyTorch."""
+    environment = launch.worker_environment(work.device, cache=work.workdir / "compile_cache", threads=work.threads)
+    dtype = work.suite.dtypes()[0]
+    for arm in work.suite.arms:
+        log = work.workdir / "logs" / f"profile-{arm}.log"
+        worker = Worker(arm, environment=environment, log=log, threads=work.threads)
+        try:
+            limit = work.suite.rounds.worker_timeout_s
+            answer = worker.request("start", timeout_s=limit, device=work.device, checkpoint=str(work.model.folder))
+            if answer["skip"]:
+                continue
+            worker.request("load", timeout_s=limit, dtype=dtype)
+            for load in work.suite.inference(dtype):
+                fields = {"workload": load.model_dump(), "inputs": work.inputs[load]}
+                worker.request("prepare", timeout_s=limit, workload=load.model_dump())
+                worker.request("measure", timeout_s=limit, **fields)
+                folder = str(work.workdir / "profile")
+                path = worker.request("profile", timeout_s=limit, folder=folder, **fields)["path"]
+                say(f"profile: {path}")
+        except WorkerError as error:
+            say(f"profile: {error}")
+            file.append(work.record("profile", arm=arm, status="error", reason=str(error)))
+        finally:
+            worker.close()
+
+
+def _done(file: RecordFile, work: Plan, metric: str, device: str | None = None) -> bool:
+    return any(
+        record.metric == metric and record.status == "ok" and record.config_id == work.config_id
+        for record in file.read()
+        if device is None or record.device == device
+    )
+
+
+def _run(
+    command: list[str], environment: dict[str, str], work: Plan, name: str, timeout_s: float, output: Path
+) -> str:
+    """Run a part's process with its log in the workdir; return why it failed, or an empty string."""
+    log = work.workdir / "logs" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            command, env=os.environ | environment, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"took longer than {timeout_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if output.exists():
+        return ""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"exit code {code}: {lines[-1].strip()[:300] if lines else 'no output'}"

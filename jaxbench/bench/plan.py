@@ -1,0 +1,146 @@
+"""What a run needs before the first launch: the model on disk, prompts, ids; every input checked here (S file)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxbench import assets
+from jaxbench.bench import environment, estimate
+from jaxbench.bench import suite as suites
+from jaxbench.bench.records import Record, Workload, now_utc
+from jaxbench.bench.suite import Suite
+from jaxbench.config import TransformerConfig
+
+# The model of the tiny suite: every part of the default family (grouped heads, SwiGLU, tied head), random weights.
+TINY = TransformerConfig(
+    vocab_size=128, d_model=32, d_ff=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=128
+)
+
+
+class Model(NamedTuple):
+    """The model of a run as every worker loads it."""
+
+    config: TransformerConfig
+    folder: Path  # Hugging Face folder, which our loader and transformers both read
+    sha256: str  # of the original file
+    tokenizer: Path | None  # None: the tiny model, whose prompts are random ids
+
+
+class Plan(NamedTuple):
+    """Everything fixed before the first launch."""
+
+    suite: Suite
+    model: Model
+    device: str
+    threads: int
+    workdir: Path
+    config_id: str
+    text_sha256: str
+    inputs: dict[Workload, list[list[int]]]  # token ids of each workload, equal for every arm
+    common: dict  # fields that every record carries
+
+    def record(self, metric: str, **fields) -> Record:
+        """Return a record with the run's common fields filled in."""
+        return Record(metric=metric, **{**self.common, "time_utc": now_utc(), **fields})
+
+
+def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
+    """Check every input and return the plan; ValueError before anything is compiled or measured."""
+    check_device(device)
+    model = find_model(suite, workdir)
+    suite.check_context(model.config.max_seq_len)
+    if device == "cpu":
+        estimate.check_fits(suite, model.config)
+    threads = suite.threads or environment.usable_cores()
+    if threads > environment.usable_cores():
+        raise ValueError(f"suite: threads={threads}, this process may use {environment.usable_cores()} cores")
+    token_ids, text_sha256 = read_text(suite, model)
+    common = {
+        "config_id": suites.config_id(suite, model_sha256=model.sha256, text_sha256=text_sha256),
+        "device": device,
+        "host": environment.fingerprint(),
+        "commit": environment.commit(),
+        "model_sha256": model.sha256,
+        "text_sha256": text_sha256,
+    }
+    inputs = {load: draw(token_ids, load, seed=suite.seed) for load in suite.workloads()}
+    return Plan(suite, model, device, threads, workdir, common["config_id"], text_sha256, inputs, common)
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError when the device is unknown or not attached; looks at device files, imports no backend."""
+    if device not in ("cpu", "gpu", "tpu"):
+        raise ValueError(f"compare: --device={device} is unknown, wanted cpu, gpu or tpu")
+    files = {"gpu": ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"), "tpu": ("/dev/accel0", "/dev/vfio/0")}
+    if device in files and not any(os.path.exists(path) for path in files[device]):
+        raise ValueError(f"compare: --device={device}, but this machine has none ({', '.join(files[device])} not found)")
+
+
+def find_model(suite: Suite, workdir: Path) -> Model:
+    """Return the model as a Hugging Face folder, written once into the cache where it came as GGUF."""
+    from jaxbench import families, weights
+
+    if suite.model == "tiny":
+        return _tiny_model(workdir)
+    path = weights.resolve(suite.model)
+    if path.is_dir():
+        checkpoint = weights.load_checkpoint(path)
+        return Model(checkpoint.config, path, checkpoint.sha256, checkpoint.tokenizer)
+    sha256 = assets.sha256_file(path)
+    folder = assets.cache_dir() / "checkpoints" / sha256[:16]
+    if not (folder / "config.json").exists():
+        checkpoint = weights.load_checkpoint(suite.model)
+        weights.save_checkpoint(folder, checkpoint.config, checkpoint.params)
+        return Model(checkpoint.config, folder, sha256, path)
+    values = json.loads((folder / "config.json").read_text())
+    return Model(families.config_from_hf(values, folder), folder, sha256, path)
+
+
+def _tiny_model(workdir: Path) -> Model:
+    from jaxbench import initial, weights
+
+    params = initial.initial_params(TINY, seed=0, distinct=True)
+    folder = workdir / "tiny-model"
+    if not (folder / "config.json").exists():
+        weights.save_checkpoint(folder, TINY, params)
+    digest = hashlib.sha256(b"".join(name.encode() + params[name].tobytes() for name in sorted(params)))
+    return Model(TINY, folder, digest.hexdigest(), None)
+
+
+def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:
+    """Return the token ids that prompts are cut from, and the sha256 of the text."""
+    wanted = 4 * sum(load.batch * (load.prompt_tokens + 1) for load in suite.workloads()) + 4096
+    if model.tokenizer is None:
+        ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=wanted)
+        return ids, hashlib.sha256(ids.tobytes()).hexdigest()
+    from jaxbench import tokenizer
+
+    if suite.data is None:
+        text, sha256 = assets.default_text(), assets.TEXT_SHA256
+    else:
+        from jaxbench import data
+
+        text, sha256 = "\n\n".join(data.load_text(suite.data)), assets.sha256_file(suite.data)
+    ids = tokenizer.load_tokenizer(model.tokenizer).encode(text[: 8 * wanted])
+    return np.asarray(ids, dtype=np.int64), sha256
+
+
+def draw(token_ids: np.ndarray, load: Workload, *, seed: int) -> list[list[int]]:
+    """Cut the rows of one workload out of the text: distinct places, the same for a seed; a train row has one more."""
+    length = load.prompt_tokens + (1 if load.kind == "train" else 0)
+    if length < 1:
+        raise ValueError(f"compare: {load.label()} has an empty prompt (prompt_tokens={load.prompt_tokens})")
+    if len(token_ids) < length + load.batch:
+        raise ValueError(
+            f"compare: {load.label()} needs {load.batch} rows of {length} tokens, the text has {len(token_ids)}; "
+            "pass a longer --data"
+        )
+    generator = np.random.default_rng([seed, load.batch, length])
+    starts = generator.choice(len(token_ids) - length + 1, size=load.batch, replace=False)
+    return [token_ids[start : start + length].tolist() for start in starts]

@@ -1,0 +1,104 @@
+"""The comparison from start to report: plan, proof, launches, TPU compile, report (S file).
+
+Each part appends to `results.jsonl` as it ends. An interrupt keeps what is there; `resume` skips finished launches
+and parts. The budget is kept by starting no launch that would pass it, judged by the longest launch so far.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxbench.bench import environment, launch, parts, plan, records, summary
+from jaxbench.bench.records import Record, RecordFile
+from jaxbench.bench.suite import Suite
+
+REPORT_RESERVE_S = 15  # kept free of the budget for the report
+
+
+def compare(
+    suite: Suite,
+    *,
+    device: str,
+    workdir: Path,
+    resume: bool = False,
+    profile: bool = False,
+    say: Callable[[str], None] = print,
+) -> list[Record]:
+    """Run a suite and return all records of its configuration; everything is also in `workdir`.
+
+    Raises:
+      ValueError: bad input, before anything is measured.
+      OSError: results cannot be written; what was written before is kept.
+    """
+    started = time.monotonic()
+    work = plan.make_plan(suite, device=device, workdir=workdir)
+    file = open_results(work, resume=resume)
+    facts = environment.describe(threads=work.threads)
+    settings = launch.worker_environment(device, cache=workdir / "compile_cache", threads=work.threads)
+    facts["settings"] = environment.fair_settings(threads=work.threads, environment=settings)
+    records.write_json(workdir / "environment.json", facts)
+    resolved = {"config_id": work.config_id, "device": device, "suite": suite.model_dump(mode="json")}
+    records.write_json(workdir / "suite.json", resolved)
+    if suite.parity:
+        parts.parity(work, file, say)
+    parts.tpu(work, file, say)
+    run_launches(work, file, started=started, say=say)
+    if profile:
+        parts.profile(work, file, say)
+    found = [record for record in file.read() if record.config_id == work.config_id]
+    say(f"{sum(r.metric == records.LAUNCH_DONE for r in found)} launches in {time.monotonic() - started:.0f} s")
+    return found
+
+
+def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:
+    """Return the results file; a fresh run moves an earlier file aside, it is never deleted."""
+    file = RecordFile(work.workdir / records.RESULTS_NAME)
+    if resume or not file.path.exists():
+        return file
+    number = 1
+    while (aside := file.path.with_name(f"results.{number}.jsonl")).exists():
+        number += 1
+    file.path.rename(aside)
+    return file
+
+
+def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Callable[[str], None]) -> None:
+    """Run the launches that are not finished yet, as far as the budget reaches; the first always runs."""
+    rounds = work.suite.rounds
+    done = file.finished_launches(work.config_id)
+    longest = 0.0
+    for number in range(1, rounds.launches + 1):
+        if number in done:
+            say(f"launch {number} of {rounds.launches}: already in {file.path.name}")
+            continue
+        left = rounds.budget_s - (time.monotonic() - started) - REPORT_RESERVE_S
+        if longest and left < longest:
+            reason = f"the budget of {rounds.budget_s:.0f} s ends before launch {number} would; raise rounds.budget_s"
+            say(reason)
+            file.append(work.record("budget", status="skipped", reason=reason, launch=number))
+            return
+        begun = time.monotonic()
+        single = launch.Launch(work, number, file, lambda text, n=number: say(f"launch {n}/{rounds.launches} {text}"))
+        single.run()
+        # Launch 1 compiles cold; later ones find the cache and are shorter, so the last duration is what counts.
+        longest = time.monotonic() - begun if number > 1 or not longest else longest
+        say(f"launch {number} of {rounds.launches}: {time.monotonic() - begun:.0f} s")
+
+
+def agreement_notes(found: list[Record]) -> list[str]:
+    """Return one sentence a workload: whether every arm generated the same tokens, or where they part."""
+    notes = []
+    for label, digests in summary.token_agreement(found).items():
+        if len(digests) < 2:
+            continue
+        if len(set(digests.values())) == 1:
+            notes.append(f"{label}: equal output on {', '.join(digests)}")
+            continue
+        rows = [r for r in found if r.metric == "tokens" and r.workload.label() == label and r.value == 0.0]
+        parting = {r.arm: r.detail.get("first_difference") for r in rows}
+        reference = rows[-1].detail.get("reference", "") if rows else ""
+        places = ", ".join(f"{arm} at row {place[0]} step {place[1]}" for arm, place in parting.items() if place)
+        notes.append(f"{label}: differs from {reference}: {places}")
+    return notes

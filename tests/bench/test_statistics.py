@@ -1,0 +1,130 @@
+"""Verdicts: intervals over launches, Holm, percentiles, drift; the false-alarm rate is simulated at a fixed seed."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from jaxbench.bench import statistics
+
+positive = st.floats(min_value=1e-3, max_value=1e3)
+
+
+@given(st.lists(positive, min_size=1, max_size=5), st.lists(positive, min_size=1, max_size=5))
+def test_log_ratio_changes_sign_with_the_arms_and_with_what_is_better(arm, base):
+    forward = statistics.log_ratio(arm, base, higher_is_better=True)
+    assert forward == pytest.approx(-statistics.log_ratio(base, arm, higher_is_better=True), abs=1e-12)
+    assert forward == pytest.approx(-statistics.log_ratio(arm, base, higher_is_better=False), abs=1e-12)
+
+
+@given(st.lists(st.floats(-2, 2), min_size=2, max_size=9), st.sampled_from([0.9, 0.95, 0.99]))
+def test_t_interval_is_scipys_paired_interval(values, confidence):
+    interval = statistics.t_interval(values, confidence=confidence)
+    if np.std(values) < 1e-9:
+        return
+    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(confidence)
+    assert interval.low == pytest.approx(low, rel=1e-6, abs=1e-9)
+    assert interval.high == pytest.approx(high, rel=1e-6, abs=1e-9)
+    assert interval.p_value == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue, rel=1e-6)
+
+
+def test_one_launch_is_always_undecided():
+    interval = statistics.t_interval([math.log(10)])
+    assert interval.ratio() == (pytest.approx(10), 0.0, math.inf)
+    assert statistics.verdict(interval) == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("values", "margin", "wanted"),
+    [
+        ([0.5, 0.52, 0.48], 0.0, "faster"),
+        ([-0.5, -0.52, -0.48], 0.0, "slower"),
+        ([0.5, -0.5, 0.1], 0.0, "undecided"),
+        ([0.030, 0.031, 0.029], 0.0, "faster"),
+        ([0.030, 0.031, 0.029], 0.05, "undecided"),
+        ([-0.030, -0.031, -0.029], 0.05, "undecided"),
+    ],
+)
+def test_verdict_needs_the_whole_interval_beyond_the_margin(values, margin, wanted):
+    assert statistics.verdict(statistics.t_interval(values), margin=margin) == wanted
+
+
+@given(st.floats(0.1, 10), st.lists(st.floats(-1, 1), min_size=2, max_size=6))
+def test_shifting_every_launch_shifts_the_interval_by_as_much(shift, values):
+    before, after = statistics.t_interval(values), statistics.t_interval([v + shift for v in values])
+    assert after.mean - before.mean == pytest.approx(shift, abs=1e-9)
+    assert after.high - after.low == pytest.approx(before.high - before.low, abs=1e-6)
+
+
+def test_false_alarms_stay_near_the_nominal_rate_when_processes_differ():
+    """No arm is faster; each process has an offset of 10 %, each round noise of 30 %: D1's design holds, pooling fails."""
+    generator = np.random.default_rng(20261121)
+    runs, launches, rounds = 2000, 3, 8
+    alarms = pooled_alarms = 0
+    for _ in range(runs):
+        offsets = generator.normal(0, 0.10, (2, launches, 1))
+        times = np.exp(offsets + generator.normal(0, 0.30, (2, launches, rounds)))
+        logs = [statistics.log_ratio(times[0, n], times[1, n], higher_is_better=False) for n in range(launches)]
+        alarms += statistics.verdict(statistics.t_interval(logs)) != "undecided"
+        pooled_alarms += stats.ttest_ind(np.log(times[0]).ravel(), np.log(times[1]).ravel()).pvalue < 0.05
+    assert alarms / runs == pytest.approx(0.05, abs=0.015)
+    assert pooled_alarms / runs > 0.12  # the rule this design replaces
+
+
+def test_a_real_difference_of_two_is_found_in_three_launches():
+    generator = np.random.default_rng(7)
+    found = 0
+    for _ in range(300):
+        logs = generator.normal(math.log(2), 0.07, 3)
+        found += statistics.verdict(statistics.t_interval(logs)) == "faster"
+    assert found / 300 > 0.95
+
+
+def test_holm_equals_the_textbook_example_and_never_beats_bonferroni_in_order():
+    assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
+    assert statistics.holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm_rejects_what_bonferroni_rejects_and_nothing_above_alpha(p_values):
+    rejected = statistics.holm(p_values, alpha=0.05)
+    for p_value, kept in zip(p_values, rejected, strict=True):
+        assert not (p_value <= 0.05 / len(p_values) and not kept)
+        assert not (kept and p_value > 0.05)
+
+
+def test_percentiles_appear_only_where_their_bound_exists():
+    assert [statistics.samples_for_percentile(share) for share in (0.9, 0.95, 0.99)] == [29, 59, 299]
+    few = statistics.percentiles(list(range(1, 31)))
+    assert few == {"p50": 15.5, "p90": pytest.approx(27.1), "p95": None, "p99": None}
+    assert statistics.percentiles(list(range(299)))["p99"] == pytest.approx(295.02)
+
+
+def test_launches_needed_counts_until_the_interval_clears_the_margin():
+    logs = [0.10, 0.30, 0.20]
+    needed = statistics.launches_needed(logs)
+    half = [stats.t.ppf(0.975, n - 1) * np.std(logs, ddof=1) / math.sqrt(n) for n in (needed - 1, needed)]
+    assert half[1] < 0.2 <= half[0] or needed == 3
+    assert statistics.launches_needed([0.1]) is None
+    assert statistics.launches_needed([0.001, -0.001, 0.5, -0.5]) is None
+
+
+def test_drift_is_the_spread_of_launch_medians():
+    assert statistics.drift([[1.0, 1.0, 9.0], [1.2, 1.2, 1.2]]) == pytest.approx(0.2)
+    assert statistics.drift([]) == 0.0
+
+
+@pytest.mark.parametrize("call", [
+    lambda: statistics.median([]),
+    lambda: statistics.log_ratio([0.0], [1.0], higher_is_better=True),
+    lambda: statistics.t_interval([]),
+    lambda: statistics.t_interval([math.nan, 1.0]),
+    lambda: statistics.t_interval([1.0], confidence=1.5),
+    lambda: statistics.samples_for_percentile(1.0),
+])
+def test_undefined_statistics_are_errors_with_values(call):
+    with pytest.raises(ValueError, match=r"\d|nan|\[\]"):
+        call()
