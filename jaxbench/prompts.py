@@ -1,0 +1,106 @@
+"""Prompts as padded arrays, and the buckets of sizes that programs are compiled for (S file)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MIN_PROMPT = 16  # tokens; shorter prompts share one bucket
+SLOT_MULTIPLE = 64  # cache slots come in multiples of this
+
+
+class Bucket(NamedTuple):
+    """Padded sizes that one pair of compiled programs serves."""
+
+    batch_size: int  # rows, a power of two
+    prompt_length: int  # tokens, a power of two
+    num_slots: int  # cache slots of each row
+
+
+class Batch(NamedTuple):
+    """Prompts [B T], padded on the right and below."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    is_padding: np.ndarray  # rows that only fill the bucket
+    row_ids: np.ndarray
+
+
+def bucket(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
+    """Return the bucket of a batch: powers of two for rows and prompt, a multiple of 64 for cache slots."""
+    prompt_length = 1 << (max(prompt_length, MIN_PROMPT) - 1).bit_length()
+    num_slots = -(-(prompt_length + max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
+    return Bucket(1 << (batch_size - 1).bit_length(), prompt_length, num_slots)
+
+
+def pad(
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    max_seq_len: int,
+    vocab_size: int,
+    row_ids: Sequence[int] | None,
+) -> Batch:
+    """Return prompts padded to their bucket.
+
+    Raises:
+      ValueError: there is no prompt, one is empty, has a token outside the vocabulary, or is too long for the context.
+    """
+    if not prompts:
+        raise ValueError(f"prompts: wanted at least one, got {list(prompts)}")
+    if max_new_tokens < 1:
+        raise ValueError(f"prompts: max_new_tokens={max_new_tokens}, wanted at least 1")
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompts: prompt {row} is empty, wanted at least one token")
+        if len(prompt) + max_new_tokens > max_seq_len:
+            raise ValueError(
+                f"prompts: prompt {row} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, "
+                f"together more than the model's context of {max_seq_len}"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(
+                f"prompts: prompt {row} has a token outside [0, {vocab_size}): {min(prompt)}, {max(prompt)}"
+            )
+    if row_ids is not None and len(row_ids) != len(prompts):
+        raise ValueError(f"prompts: {len(row_ids)} row_ids for {len(prompts)} prompts")
+    size = bucket(len(prompts), max(map(len, prompts)), max_new_tokens)
+    tokens = np.zeros((size.batch_size, size.prompt_length), np.int32)
+    lengths = np.ones(size.batch_size, np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        lengths[row] = len(prompt)
+    ids = np.arange(size.batch_size, dtype=np.int32)
+    ids[: len(prompts)] = ids[: len(prompts)] if row_ids is None else row_ids
+    return Batch(tokens, lengths, np.arange(size.batch_size) >= len(prompts), ids)
+
+
+def continuations(
+    prompts: Sequence[Sequence[int]], tokens: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what follows each prompt [B M], -1 after a row's end, and its length."""
+    counts = np.array([lengths[row] - len(prompt) for row, prompt in enumerate(prompts)])
+    out = np.full((len(prompts), counts.max()), -1, np.int32)
+    for row, prompt in enumerate(prompts):
+        out[row, : counts[row]] = tokens[row, len(prompt) : lengths[row]]
+    return out, counts
+
+
+def check_sampling(sampling: Any) -> None:
+    """Check the ranges of a Sampling.
+
+    Raises:
+      ValueError: a field is out of range; its value and range are named.
+    """
+    ranges = {
+        "temperature": (sampling.temperature >= 0, "at least 0"),
+        "top_k": (sampling.top_k >= 0, "at least 0 (0 = all tokens)"),
+        "top_p": (0 < sampling.top_p <= 1, "in (0, 1]"),
+        "min_p": (0 <= sampling.min_p < 1, "in [0, 1)"),
+        "repetition_penalty": (sampling.repetition_penalty > 0, "above 0"),
+    }
+    for field, (is_fine, wanted) in ranges.items():
+        if not is_fine:
+            raise ValueError(f"sampling: {field}={getattr(sampling, field)}, wanted {wanted}")
