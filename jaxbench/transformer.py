@@ -76,8 +76,8 @@ class Attention(nnx.Module):
             query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
         key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
         if cached is not None:
-            start = (0, 0, context.slot, 0)
-            key, value = (lax.dynamic_update_slice(old, new, start) for old, new in zip(cached, (key, value)))
+            key = lax.dynamic_update_slice_in_dim(cached[0], key, context.slot, axis=2)
+            value = lax.dynamic_update_slice_in_dim(cached[1], value, context.slot, axis=2)
         mixed = attention(
             query,
             key,
@@ -195,7 +195,7 @@ class Transformer(nnx.Module):
         """
         key_positions = positions
         if cache is not None:
-            key_positions = lax.dynamic_update_slice(cache.positions, positions, (0, slot))
+            key_positions = lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
         angles = None
         hidden = self.embed(tokens)
         if self.position is None:
