@@ -1,0 +1,107 @@
+"""What one run of a backend leaves behind, and the names that align two backends (S file: neither JAX nor PyTorch).
+
+A module is named by its path, "layers.0.attention.q_proj", the model itself "model". The sides (flax_side.py,
+torch_side.py, equinox_side.py) fill these types without any change to the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.parity import distance
+
+ROOT = "model"
+
+
+class Trace(NamedTuple):
+    """One loss and its gradients; outputs in forward order, their gradients in backward order."""
+
+    loss: np.ndarray
+    outputs: dict[str, np.ndarray]  # first tensor each module returns
+    output_gradients: dict[str, np.ndarray]  # of the loss with respect to them; empty without gradients
+    gradients: dict[str, np.ndarray]  # by parameter; empty without gradients
+
+
+class Call(NamedTuple):
+    """Floating tensors that one module received and returned, in the order of its arguments and results."""
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+class Training(NamedTuple):
+    """Losses of consecutive optimiser steps and what the last one leaves."""
+
+    losses: np.ndarray  # nats per token
+    arrays: dict[str, dict[str, np.ndarray]]  # params, first_moment, second_moment by parameter
+
+
+class Decoding(NamedTuple):
+    """Logits of one batch computed in one call, and token by token behind a prefill, all [B T V]."""
+
+    full: np.ndarray
+    incremental: np.ndarray
+
+
+class Local(NamedTuple):
+    """How far one module's own code is from its twin, given the twin's inputs and the twin's inner results."""
+
+    module: str
+    part: str  # "output", or "input of <child>" for what it hands to a module inside it
+    error: float
+
+
+def module_name(path: Iterable[Any]) -> str:
+    """Return the dotted name of a module's path, "model" for the empty one."""
+    return ".".join(map(str, path)) or ROOT
+
+
+def enclosing_module(name: str, modules: Mapping[str, Any]) -> str:
+    """Return the nearest module around a module, "model" for the outermost ones."""
+    parent = name.rpartition(".")[0]
+    while parent and parent not in modules:
+        parent = parent.rpartition(".")[0]
+    return parent or ROOT
+
+
+def map_floating(tree: Any, function: Callable[[Any], Any], *, is_floating: Callable[[Any], bool]) -> Any:
+    """Apply a function to the floating tensors of nested tuples, lists and dictionaries, from left to right."""
+    if is_floating(tree):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_floating(value, function, is_floating=is_floating) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        items = [map_floating(item, function, is_floating=is_floating) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
+
+
+def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> list[Local]:
+    """Return each module's own error, in the reference's order; forced calls were made on the reference's tensors.
+
+    A call's inputs are the work of the module around it, so their error is that module's.
+
+    Raises:
+      ValueError: modules differ, or one passes another number of tensors.
+    """
+    distance.check_names(forced, reference, kind="modules called")
+    local = []
+    for name, wanted in reference.items():
+        parts = [(name, "output", forced[name].outputs, wanted.outputs)]
+        if name != ROOT:
+            parent = enclosing_module(name, reference)
+            parts.insert(0, (parent, f"input of {name}", forced[name].inputs, wanted.inputs))
+        for module, part, values, references in parts:
+            if len(values) != len(references):
+                raise ValueError(f"parity: {part} of {module}: {len(values)} tensors, the twin has {len(references)}")
+            errors = [distance.relative_error(a, b) for a, b in zip(values, references, strict=True)]
+            local.append(Local(module, part, max(errors, default=0.0)))
+    return local
+
+
+def blame(local: Iterable[Local], *, tolerance: float) -> Local | None:
+    """Return the first part that its module computes differently by itself, None when there is none."""
+    return next((entry for entry in local if not entry.error <= tolerance), None)

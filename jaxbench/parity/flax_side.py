@@ -1,0 +1,209 @@
+"""The Flax side of the parity engine: one case run with jaxbench, captured without a change to the models.
+
+Outputs come from `nnx.capture` with method outputs. Gradients of outputs and teacher-forced runs intercept the modules'
+calls: a zero is added to each output and differentiated, or each call is made on the twin's recorded inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxbench import nn, prng, train
+from jaxbench.config import TransformerConfig
+from jaxbench.parity import capture
+from jaxbench.parity.cases import Arrays, Case
+
+NAME = "flax"
+Handler = Callable[[str, Callable[..., Any], tuple, dict], Any]
+
+
+class Side:
+    """One case's model in one dtype. Float64 needs `jax.enable_x64(True)` around every call."""
+
+    name = NAME
+
+    def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
+        self.case = case
+        module = importlib.import_module(f"jaxbench.{case.module}")
+        self.model = module.build(config, params, dtype=dtype, **case.how)
+        self.graph, self.params = nnx.split(self.model, nnx.Param)
+
+    def get_params(self) -> dict[str, np.ndarray]:
+        """Return the model's parameters by name."""
+        return nn.get_params(self.model)
+
+    def load_params(self, params: Mapping[str, np.ndarray]) -> None:
+        """Load parameters strictly."""
+        nn.load_params(self.model, params)
+        self.graph, self.params = nnx.split(self.model, nnx.Param)
+
+    def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
+        """Return outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
+        batch, dropout = _batch(arrays), _dropout(seed, 0)
+        if not gradients:
+            loss, outputs = self._forward(self.params, {}, batch, dropout)
+            return capture.Trace(np.asarray(loss), _numpy(outputs), {}, {})
+        _, shapes = jax.eval_shape(self._forward, self.params, {}, batch, dropout)
+        hooked = {} if self.case.is_scanned else shapes
+        deltas = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in hooked.items()}
+        (loss, outputs), (grads, output_grads) = self._backward(self.params, deltas, batch, dropout)
+        return capture.Trace(np.asarray(loss), _numpy(outputs), _numpy(output_grads), train.by_name(grads))
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., Any]:
+        return jax.jit(self._loss)
+
+    @functools.cached_property
+    def _backward(self) -> Callable[..., Any]:
+        return jax.jit(jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True))
+
+    def _loss(self, params: nnx.State, deltas: dict, batch: train.Batch, dropout: Any) -> tuple[Any, dict]:
+        """Return the loss and every module's output; deltas are added to outputs, to differentiate by them."""
+        model = nnx.merge(self.graph, params)
+
+        def shift(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+            result = call(*args, **kwargs)
+            if name not in deltas:
+                return result
+            if isinstance(result, tuple):
+                return (result[0] + deltas[name], *result[1:])
+            return result + deltas[name]
+
+        def logits_and_outputs(model: nnx.Module) -> tuple[Any, dict]:
+            logits = model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
+            return logits, {capture.ROOT: logits}
+
+        if self.case.is_scanned:
+            logits, outputs = logits_and_outputs(model)
+        else:
+            run = nnx.capture(logits_and_outputs, nnx.Intermediate, method_outputs=nnx.Intermediate)
+            with intercepted(model, shift):
+                (logits, _), captured = run(model)
+            outputs = _outputs(captured)
+        return train.cross_entropy(logits, batch.targets, batch.mask), outputs
+
+    def forced(
+        self, arrays: Arrays, reference: Mapping[str, capture.Call], *, seed: int | None
+    ) -> dict[str, capture.Call]:
+        """Return what every module hands on and returns when each call is made on the reference's tensors.
+
+        A module's own error stays its own: its inputs are the reference's, and so are the results of modules inside.
+        """
+        given = {name: capture.Call(*(tuple(map(jnp.asarray, part)) for part in call)) for name, call in reference.items()}
+
+        @jax.jit
+        def run(params: nnx.State, given: dict, batch: train.Batch, dropout: Any) -> dict[str, capture.Call]:
+            model, calls = nnx.merge(self.graph, params), {}
+
+            def force(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+                handed = _floating((args, kwargs))
+                args, kwargs = _replace((args, kwargs), given[name].inputs, where=f"input of {name}")
+                result = call(*args, **kwargs)
+                calls[name] = capture.Call(handed, _floating(result))
+                return _replace(result, given[name].outputs, where=f"output of {name}")
+
+            with intercepted(model, force):
+                model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
+            return calls
+
+        return run(self.params, given, _batch(arrays), _dropout(seed, 0))
+
+    def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
+        """Return losses and final state of AdamW steps with dropout on."""
+        step_fn = jax.jit(train.train_step)
+        state, losses = train.init_state(self.model, train.AdamW(**optimizer)), []
+        for step, arrays in enumerate(steps):
+            state, loss = step_fn(state, _batch(arrays), dropout=_dropout(seed, step))
+            losses.append(loss)
+        return capture.Training(np.array(losses), train.state_arrays(state))
+
+    def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
+        """Return logits in one call, and by a prefill of `prompt` tokens followed by single tokens."""
+
+        @jax.jit
+        def features(params: nnx.State, tokens: Any, positions: Any, cache: Any, slot: Any) -> tuple[Any, Any]:
+            model = nnx.merge(self.graph, params)
+            hidden, cache = model.features(tokens, positions, cache=cache, slot=slot)
+            return model.logits(hidden), cache
+
+        tokens, positions = jnp.asarray(arrays.tokens), jnp.asarray(arrays.positions)
+        full, _ = features(self.params, tokens, positions, None, None)
+        logits, cache = features(self.params, tokens[:, :prompt], positions[:, :prompt], None, None)
+        parts, cache = [logits], cache.padded(tokens.shape[1])
+        for slot in range(prompt, tokens.shape[1]):
+            one = slice(slot, slot + 1)
+            logits, cache = features(self.params, tokens[:, one], positions[:, one], cache, jnp.int32(slot))
+            parts.append(logits)
+        return capture.Decoding(np.asarray(full), np.concatenate([np.asarray(part) for part in parts], axis=1))
+
+
+@contextlib.contextmanager
+def intercepted(model: nnx.Module, handler: Handler) -> Iterator[None]:
+    """Route every call of the model's modules through handler(name, call, args, kwargs) while the context is open."""
+    names = {id(module): capture.module_name(path) for path, module in nnx.iter_modules(model)}
+    classes = {type(module) for _, module in nnx.iter_modules(model) if "__call__" in vars(type(module))}
+    originals = {cls: vars(cls)["__call__"] for cls in classes}
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            call = functools.partial(original, self)
+            return handler(names[id(self)], call, args, kwargs) if id(self) in names else call(*args, **kwargs)
+
+        return wrapper
+
+    try:
+        for cls, original in originals.items():
+            cls.__call__ = wrap(original)
+        yield
+    finally:
+        for cls, original in originals.items():
+            cls.__call__ = original
+
+
+def _outputs(captured: nnx.State) -> dict[str, Any]:
+    """Return the first floating tensor of each module's call out of nnx.capture's state."""
+    outputs = {}
+    for path, leaf in nnx.to_flat_state(captured):
+        if path[-1] == "__call__":
+            outputs[capture.module_name(path[:-1])] = _floating(leaf.get_value())[0]
+    return outputs
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _floating(tree: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    capture.map_floating(tree, found.append, is_floating=_is_floating)
+    return tuple(found)
+
+
+def _replace(tree: Any, values: tuple[Any, ...], *, where: str) -> Any:
+    count = len(_floating(tree))
+    if count != len(values):
+        raise ValueError(f"parity: {where}: {count} floating tensors in JAX, {len(values)} in the twin")
+    rest = iter(values)
+    return capture.map_floating(tree, lambda _: next(rest), is_floating=_is_floating)
+
+
+def _batch(arrays: Arrays) -> train.Batch:
+    return train.Batch(*(None if x is None else jnp.asarray(x) for x in arrays))
+
+
+def _dropout(seed: int | None, step: int) -> tuple[jax.Array, jax.Array] | None:
+    return None if seed is None else (prng.key_from_seed(seed), jnp.int32(step))
+
+
+def _numpy(tree: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in tree.items()}

@@ -1,0 +1,141 @@
+"""The PyTorch side of the parity engine: one case run with torch_ref, its module outputs taken by hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from jaxbench.config import TransformerConfig
+from jaxbench.parity import capture
+from jaxbench.parity.cases import Arrays, Case
+from torch_ref import nn, prng, train
+
+NAME = "torch"
+
+
+class Side:
+    """One case's model in one dtype."""
+
+    name = NAME
+
+    def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
+        self.case = case
+        module = importlib.import_module(f"torch_ref.{case.module}")
+        self.model = module.build(config, params, dtype=dtype, **case.how)
+
+    def get_params(self) -> dict[str, np.ndarray]:
+        """Return the model's parameters by name."""
+        return nn.get_params(self.model)
+
+    def load_params(self, params: Mapping[str, np.ndarray]) -> None:
+        """Load parameters strictly."""
+        nn.load_params(self.model, params)
+
+    def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
+        """Return outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
+        calls: dict[str, capture.Call] = {}
+        output_gradients: dict[str, np.ndarray] = {}
+        self.model.zero_grad(set_to_none=True)
+        watch = output_gradients if gradients else None
+        with torch.set_grad_enabled(gradients), _hooked(self.model, calls, watch):
+            loss = train.loss_fn(self.model, _batch(arrays), dropout=_dropout(seed, 0))
+        grads = {}
+        if gradients:
+            loss.backward()
+            grads = train.by_name({name: p.grad for name, p in self.model.named_parameters()})
+            self.model.zero_grad(set_to_none=True)
+        if self.case.is_scanned:
+            calls, output_gradients = {capture.ROOT: calls[capture.ROOT]}, {}
+        outputs = {name: _numpy(call.outputs[0]) for name, call in calls.items()}
+        return capture.Trace(_numpy(loss), outputs, output_gradients, grads)
+
+    def calls(self, arrays: Arrays, *, seed: int | None) -> dict[str, capture.Call]:
+        """Return every module's floating inputs and outputs in the order of completion."""
+        calls: dict[str, capture.Call] = {}
+        with torch.no_grad(), _hooked(self.model, calls, None):
+            train.loss_fn(self.model, _batch(arrays), dropout=_dropout(seed, 0))
+        return {
+            name: capture.Call(tuple(map(_numpy, call.inputs)), tuple(map(_numpy, call.outputs)))
+            for name, call in calls.items()
+        }
+
+    def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
+        """Return losses and final state of AdamW steps with dropout on; the model's parameters move."""
+        state, losses = train.init_state(self.model, train.AdamW(**optimizer)), []
+        for step, arrays in enumerate(steps):
+            state, loss = train.train_step(state, _batch(arrays), dropout=_dropout(seed, step))
+            losses.append(_numpy(loss))
+        return capture.Training(np.array(losses), train.state_arrays(state))
+
+    @torch.no_grad()
+    def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
+        """Return logits in one call, and by a prefill of `prompt` tokens followed by single tokens."""
+        tokens, positions = torch.tensor(arrays.tokens), torch.tensor(arrays.positions)
+        full = self.model(tokens, positions)
+        hidden, cache = self.model.features(tokens[:, :prompt], positions[:, :prompt])
+        parts, cache = [self.model.logits(hidden)], cache.padded(tokens.shape[1])
+        for slot in range(prompt, tokens.shape[1]):
+            one = slice(slot, slot + 1)
+            hidden, cache = self.model.features(tokens[:, one], positions[:, one], cache=cache, slot=slot)
+            parts.append(self.model.logits(hidden))
+        return capture.Decoding(_numpy(full), _numpy(torch.cat(parts, dim=1)))
+
+
+@contextlib.contextmanager
+def _hooked(
+    model: torch.nn.Module, calls: dict[str, capture.Call], gradients: dict[str, np.ndarray] | None
+) -> Iterator[None]:
+    """Record every module's call and, where `gradients` is given, the gradient of its first output."""
+    inputs: dict[str, tuple] = {}
+
+    def before(name: str) -> Any:
+        def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            inputs[name] = _floating((args, kwargs))
+
+        return hook
+
+    def after(name: str) -> Any:
+        def hook(module: torch.nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
+            outputs = _floating(result)
+            calls[name] = capture.Call(inputs.pop(name), outputs)
+            if gradients is not None:
+                outputs[0].register_hook(lambda gradient: gradients.__setitem__(name, _numpy(gradient)))
+
+        return hook
+
+    handles = []
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList):
+            continue
+        name = path or capture.ROOT
+        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(after(name), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _floating(tree: Any) -> tuple[torch.Tensor, ...]:
+    found: list[torch.Tensor] = []
+    capture.map_floating(tree, found.append, is_floating=lambda x: isinstance(x, torch.Tensor) and x.is_floating_point())
+    return tuple(found)
+
+
+def _batch(arrays: Arrays) -> train.Batch:
+    return train.Batch(*(None if x is None else torch.tensor(x) for x in arrays))
+
+
+def _dropout(seed: int | None, step: int) -> tuple[torch.Tensor, int] | None:
+    return None if seed is None else (prng.key_from_seed(seed), step)
+
+
+def _numpy(x: torch.Tensor) -> np.ndarray:
+    x = x.detach()
+    return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy().copy()
