@@ -88,8 +88,8 @@ class Attention(eqx.Module):
             query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
         key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
         if cached is not None:
-            update = functools.partial(lax.dynamic_update_slice_in_dim, start_index=context.slot, axis=2)
-            key, value = update(cached[0], key), update(cached[1], value)
+            key = lax.dynamic_update_slice_in_dim(cached[0], key, context.slot, axis=2)
+            value = lax.dynamic_update_slice_in_dim(cached[1], value, context.slot, axis=2)
         mixed = attention(
             query,
             key,

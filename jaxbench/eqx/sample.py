@@ -1,0 +1,260 @@
+"""Logits to tokens: filters, draws, and the generator with its compiled programs. Twins: jaxbench/sample.py, torch_ref/sample.py.
+
+A generator compiles two programs for each bucket of sizes: prefill (prompt -> first token and cache) and decode (a loop
+over tokens inside one program, which stops when every row has ended). Sampling is Gumbel-max over the Philox stream
+(seed, step, "sample", row, vocabulary id), so that backends draw the same tokens and a row's draw does not depend on
+the batch it is in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from jaxbench import philox, prng, prompts
+from jaxbench.eqx.transformer import KVCache, Transformer
+
+NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary: a sort costs XLA:CPU 300x top_k
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen; a temperature of 0 takes the most probable one."""
+
+    temperature: float = 0.0  # >= 0
+    top_k: int = 0  # keep this many most probable tokens; 0 = all
+    top_p: float = 1.0  # keep the most probable tokens up to this mass, 0 < top_p <= 1
+    min_p: float = 0.0  # drop tokens below this share of the most probable one, 0 <= min_p < 1
+    repetition_penalty: float = 1.0  # > 0; 1 = none
+
+
+class LogitProcessor(Protocol):
+    """A pure change of logits during generation; with a `draw` method it replaces the draw as well.
+
+    draw(state, logits [B V], tokens [B W], length [B], step) returns tokens [B].
+    """
+
+    def init(self, batch_size: int) -> Any:
+        """Return the state before the first token, a pytree of arrays."""
+
+    def apply(self, state: Any, logits: Array, tokens: Array, length: Array, step: Array) -> tuple[Any, Array]:
+        """Return the next state and the changed logits [B V]; row b's context is tokens[b, :length[b]]."""
+
+
+class DecodeState(NamedTuple):
+    """Everything decoding carries from token to token."""
+
+    cache: KVCache
+    tokens: Int[Array, "B W"]  # prompt and continuation of each row, from index 0
+    lengths: Int[Array, " B"]  # tokens in each row
+    finished: Bool[Array, " B"]
+    step: Int[Array, ""]  # tokens generated
+    slot: Int[Array, ""]  # the next free slot of the cache
+    key: Array  # Philox key
+    row_ids: Int[Array, " B"]
+    processor_states: tuple
+
+
+class Generation(NamedTuple):
+    """Generated tokens [B M], -1 after a row's end, and how many each row has (its end-of-sequence token included)."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+class Programs(NamedTuple):
+    """The two compiled programs of a bucket."""
+
+    prefill: Callable
+    decode: Callable
+
+
+def penalize_repetition(
+    logits: Float[Array, "B V"], tokens: Int[Array, "B W"], lengths: Int[Array, " B"], *, penalty: float
+) -> Float[Array, "B V"]:
+    """Divide positive and multiply negative logits of tokens already present (Keskar et al. 2019, arXiv:1909.05858)."""
+    is_token = jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    seen = jnp.zeros(logits.shape, bool).at[rows, tokens].max(is_token)
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Divide by the temperature and set tokens outside top-k, top-p (Holtzman et al. 2020) and min-p to -inf."""
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[1]:
+        least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    if sampling.top_p < 1.0:
+        logits = jnp.where(logits >= _nucleus_threshold(logits, sampling.top_p), logits, -jnp.inf)
+    if sampling.min_p > 0.0:
+        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    return logits
+
+
+def _nucleus_threshold(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
+    """Return the least logit of the smallest set of most probable tokens whose mass reaches top_p."""
+    log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    def threshold(count: int) -> tuple[Array, Array]:
+        ordered = lax.top_k(logits, count)[0]
+        probabilities = jnp.exp(ordered - log_total)
+        mass_up_to = jnp.cumsum(probabilities, axis=-1)
+        is_kept = mass_up_to - probabilities < top_p
+        return jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1, keepdims=True), jnp.min(mass_up_to[:, -1])
+
+    least, mass = threshold(min(NUM_CANDIDATES, logits.shape[1]))
+    if logits.shape[1] <= NUM_CANDIDATES:
+        return least
+    return lax.cond(mass >= top_p, lambda: least, lambda: threshold(logits.shape[1])[0])
+
+
+def draw(
+    logits: Float[Array, "B V"], sampling: Sampling, *, key: Array, step: Int[Array, ""], row_ids: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Return a token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
+    if sampling.temperature == 0.0:
+        return lax.top_k(logits, 1)[1][:, 0]
+    words = prng.words(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
+    noise = -jnp.log(prng.exponential(words, dtype=str(logits.dtype)))
+    return lax.top_k(filter_logits(logits, sampling) + noise, 1)[1][:, 0]
+
+
+class Generator:
+    """Generates from one model; programs are compiled once for each bucket and kept."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        eos_id: int | None,
+        sampling: Sampling,
+        processors: Sequence[LogitProcessor] = (),
+    ):
+        prompts.check_sampling(sampling)
+        arrays, self._static = eqx.partition(model, eqx.is_array)
+        self._leaves, self._structure = jax.tree.flatten(arrays)
+        self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
+        self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
+        self.programs: dict[prompts.Bucket, Programs] = {}
+
+    def compile(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> Programs:
+        """Return the programs for these sizes, compiling them unless their bucket has been compiled before."""
+        bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)
+        if bucket not in self.programs:
+            tokens = jax.ShapeDtypeStruct((bucket.batch_size, bucket.prompt_length), jnp.int32)
+            row = jax.ShapeDtypeStruct((bucket.batch_size,), jnp.int32)
+            key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+            prefill = jax.jit(lambda *args: self._prefill(bucket.num_slots, *args))
+            arguments = (self._leaves, tokens, row, jax.ShapeDtypeStruct(row.shape, bool), key, row)
+            state = jax.eval_shape(prefill, *arguments)
+            limit = jax.ShapeDtypeStruct((), jnp.int32)
+            decode = jax.jit(self._decode, donate_argnums=1).lower(self._leaves, state, limit).compile()
+            self.programs[bucket] = Programs(prefill.lower(*arguments).compile(), decode)
+        return self.programs[bucket]
+
+    def prefill(
+        self,
+        prompt_tokens: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        seed: int,
+        row_ids: Sequence[int] | None = None,
+    ) -> DecodeState:
+        """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
+        limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
+        batch = prompts.pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, **limits)
+        programs = self.compile(len(prompt_tokens), batch.tokens.shape[1], max_new_tokens)
+        arrays = (batch.tokens, batch.lengths, batch.is_padding, prng.key_from_seed(seed), batch.row_ids)
+        return programs.prefill(self._leaves, *arrays)
+
+    def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
+        """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up."""
+        batch_size, width = state.tokens.shape
+        bucket = next(b for b in self.programs if b.batch_size == batch_size and b.num_slots == width)
+        return self.programs[bucket].decode(self._leaves, state, jnp.int32(max_new_tokens))
+
+    def __call__(
+        self,
+        prompt_tokens: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        seed: int,
+        row_ids: Sequence[int] | None = None,
+    ) -> Generation:
+        """Continue each prompt (token ids) by at most max_new_tokens.
+
+        Rows draw from the streams of their row_ids (0, 1, ... by default).
+
+        Raises:
+          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context.
+        """
+        state = self.prefill(prompt_tokens, max_new_tokens=max_new_tokens, seed=seed, row_ids=row_ids)
+        state = self.decode(state, max_new_tokens)
+        return Generation(*prompts.continuations(prompt_tokens, np.asarray(state.tokens), np.asarray(state.lengths)))
+
+    def _prefill(self, num_slots, leaves, tokens, lengths, finished, key, row_ids) -> DecodeState:
+        model = eqx.combine(jax.tree.unflatten(self._structure, leaves), self._static)
+        index = jnp.arange(tokens.shape[1])[None, :]
+        positions = jnp.where(index < lengths[:, None], index, -1)
+        hidden, cache = model.features(tokens, positions)
+        last = hidden[jnp.arange(tokens.shape[0]), lengths - 1]
+        states = tuple(processor.init(tokens.shape[0]) for processor in self._processors)
+        tokens = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
+        counters = {"step": jnp.int32(0), "slot": jnp.max(lengths)}
+        state = DecodeState(
+            cache.padded(num_slots),
+            tokens,
+            lengths,
+            finished,
+            key=key,
+            row_ids=row_ids,
+            processor_states=states,
+            **counters,
+        )
+        return self._append(state, model.logits(last[:, None])[:, 0])
+
+    def _decode(self, leaves, state: DecodeState, limit) -> DecodeState:
+        model = eqx.combine(jax.tree.unflatten(self._structure, leaves), self._static)
+        rows = jnp.arange(state.tokens.shape[0])
+
+        def step(state: DecodeState) -> DecodeState:
+            last = (state.lengths - 1)[:, None]
+            tokens = state.tokens[rows[:, None], last]
+            hidden, cache = model.features(tokens, last, cache=state.cache, slot=state.slot)
+            return self._append(state._replace(cache=cache, slot=state.slot + 1), model.logits(hidden)[:, 0])
+
+        return lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.finished), step, state)
+
+    def _append(self, state: DecodeState, logits: Float[Array, "B V"]) -> DecodeState:
+        """Turn logits into the next token of every unfinished row."""
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        if self._sampling.repetition_penalty != 1.0:
+            penalty = self._sampling.repetition_penalty
+            logits = penalize_repetition(logits, state.tokens, state.lengths, penalty=penalty)
+        context = (state.tokens, state.lengths, state.step)
+        states = []
+        for processor, processor_state in zip(self._processors, state.processor_states):
+            processor_state, logits = processor.apply(processor_state, logits, *context)
+            states.append(processor_state)
+        drawing = [i for i, processor in enumerate(self._processors) if hasattr(processor, "draw")]
+        if drawing:
+            token = self._processors[drawing[-1]].draw(states[drawing[-1]], logits, *context)
+        else:
+            token = draw(logits, self._sampling, key=state.key, step=state.step, row_ids=state.row_ids)
+        is_end = jnp.zeros_like(state.finished) if self._eos_id is None else token == self._eos_id
+        return state._replace(
+            tokens=state.tokens.at[jnp.arange(token.shape[0]), state.lengths].set(token.astype(jnp.int32)),
+            lengths=state.lengths + ~state.finished,
+            finished=state.finished | is_end,
+            step=state.step + 1,
+            processor_states=tuple(states),
+        )

@@ -1,0 +1,255 @@
+"""Logits to tokens: filters, draws, and the generator with its compiled programs. Twins: jaxbench/sample.py, jaxbench/eqx/sample.py.
+
+A generator has two programs for each bucket of sizes: prefill (prompt -> first token and cache) and decode (a loop over
+tokens, which stops when every row has ended). Sampling is Gumbel-max over the Philox stream
+(seed, step, "sample", row, vocabulary id), so that backends draw the same tokens and a row's draw does not depend on
+the batch it is in.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from jaxbench import philox, prompts
+from torch_ref import prng
+from torch_ref.transformer import KVCache, Transformer
+
+NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen; a temperature of 0 takes the most probable one."""
+
+    temperature: float = 0.0  # >= 0
+    top_k: int = 0  # keep this many most probable tokens; 0 = all
+    top_p: float = 1.0  # keep the most probable tokens up to this mass, 0 < top_p <= 1
+    min_p: float = 0.0  # drop tokens below this share of the most probable one, 0 <= min_p < 1
+    repetition_penalty: float = 1.0  # > 0; 1 = none
+
+
+class LogitProcessor(Protocol):
+    """A pure change of logits during generation; with a `draw` method it replaces the draw as well.
+
+    draw(state, logits [B V], tokens [B W], length [B], step) returns tokens [B].
+    """
+
+    def init(self, batch_size: int) -> Any:
+        """Return the state before the first token, a pytree of tensors."""
+
+    def apply(self, state: Any, logits: Tensor, tokens: Tensor, length: Tensor, step: int) -> tuple[Any, Tensor]:
+        """Return the next state and the changed logits [B V]; row b's context is tokens[b, :length[b]]."""
+
+
+class DecodeState(NamedTuple):
+    """Everything decoding carries from token to token."""
+
+    cache: KVCache
+    tokens: Int[Tensor, "B W"]  # prompt and continuation of each row, from index 0
+    lengths: Int[Tensor, " B"]  # tokens in each row
+    finished: Bool[Tensor, " B"]
+    step: int  # tokens generated
+    slot: int  # the next free slot of the cache
+    key: Tensor  # Philox key
+    row_ids: Int[Tensor, " B"]
+    processor_states: tuple
+
+
+class Generation(NamedTuple):
+    """Generated tokens [B M], -1 after a row's end, and how many each row has (its end-of-sequence token included)."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+class Programs(NamedTuple):
+    """The two compiled programs of a bucket."""
+
+    prefill: Callable
+    decode: Callable
+
+
+def penalize_repetition(
+    logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B W"], lengths: Int[Tensor, " B"], *, penalty: float
+) -> Float[Tensor, "B V"]:
+    """Divide positive and multiply negative logits of tokens already present (Keskar et al. 2019, arXiv:1909.05858)."""
+    is_token = torch.arange(tokens.shape[1], device=tokens.device)[None, :] < lengths[:, None]
+    counts = torch.zeros_like(logits).scatter_add_(1, tokens.to(torch.int64), is_token.to(logits.dtype))
+    return torch.where(counts > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def filter_logits(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:
+    """Divide by the temperature and set tokens outside top-k, top-p (Holtzman et al. 2020) and min-p to -inf."""
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[1]:
+        least = torch.topk(logits, sampling.top_k).values[:, -1:]
+        logits = torch.where(logits >= least, logits, -math.inf)
+    if sampling.top_p < 1.0:
+        logits = torch.where(logits >= _nucleus_threshold(logits, sampling.top_p), logits, -math.inf)
+    if sampling.min_p > 0.0:
+        least = torch.amax(logits, dim=-1, keepdim=True) + math.log(sampling.min_p)
+        logits = torch.where(logits >= least, logits, -math.inf)
+    return logits
+
+
+def _nucleus_threshold(logits: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B 1"]:
+    """Return the least logit of the smallest set of most probable tokens whose mass reaches top_p."""
+    log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
+
+    def threshold(count: int) -> tuple[Tensor, Tensor]:
+        ordered = torch.topk(logits, count).values
+        probabilities = torch.exp(ordered - log_total)
+        mass_up_to = torch.cumsum(probabilities, dim=-1)
+        is_kept = mass_up_to - probabilities < top_p
+        least = torch.amin(torch.where(is_kept, ordered, math.inf), dim=-1, keepdim=True)
+        return least, torch.amin(mass_up_to[:, -1])
+
+    least, mass = threshold(min(NUM_CANDIDATES, logits.shape[1]))
+    if logits.shape[1] <= NUM_CANDIDATES or mass >= top_p:
+        return least
+    return threshold(logits.shape[1])[0]
+
+
+def draw(
+    logits: Float[Tensor, "B V"], sampling: Sampling, *, key: Tensor, step: int, row_ids: Int[Tensor, " B"]
+) -> Int[Tensor, " B"]:
+    """Return a token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
+    if sampling.temperature == 0.0:
+        return torch.argmax(logits, dim=-1)
+    words = prng.words(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
+    noise = -torch.log(prng.exponential(words, dtype=str(logits.dtype).removeprefix("torch.")))
+    return torch.argmax(filter_logits(logits, sampling) + noise, dim=-1)
+
+
+class Generator:
+    """Generates from one model, on the model's device."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        eos_id: int | None,
+        sampling: Sampling,
+        processors: Sequence[LogitProcessor] = (),
+    ):
+        prompts.check_sampling(sampling)
+        self._model = model
+        self._device = model.embed.embedding.device
+        self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
+        self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
+        self.programs: dict[prompts.Bucket, Programs] = {}
+
+    def compile(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> Programs:
+        """Return the programs for these sizes; eager PyTorch has nothing to compile, torch.compile does so when called."""
+        bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)
+        if bucket not in self.programs:
+            self.programs[bucket] = Programs(functools.partial(self._prefill, bucket.num_slots), self._decode)
+        return self.programs[bucket]
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        prompt_tokens: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        seed: int,
+        row_ids: Sequence[int] | None = None,
+    ) -> DecodeState:
+        """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
+        limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
+        batch = prompts.pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, **limits)
+        programs = self.compile(len(prompt_tokens), batch.tokens.shape[1], max_new_tokens)
+        tokens, lengths, is_padding, row_ids = (torch.from_numpy(x).to(self._device) for x in batch)
+        key = prng.key_from_seed(seed, device=str(self._device))
+        return programs.prefill(tokens, lengths.to(torch.int64), is_padding, key, row_ids)
+
+    @torch.no_grad()
+    def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
+        """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up."""
+        batch_size, width = state.tokens.shape
+        bucket = next(b for b in self.programs if b.batch_size == batch_size and b.num_slots == width)
+        return self.programs[bucket].decode(state, max_new_tokens)
+
+    def __call__(
+        self,
+        prompt_tokens: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        seed: int,
+        row_ids: Sequence[int] | None = None,
+    ) -> Generation:
+        """Continue each prompt (token ids) by at most max_new_tokens.
+
+        Rows draw from the streams of their row_ids (0, 1, ... by default).
+
+        Raises:
+          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context.
+        """
+        state = self.prefill(prompt_tokens, max_new_tokens=max_new_tokens, seed=seed, row_ids=row_ids)
+        state = self.decode(state, max_new_tokens)
+        arrays = (state.tokens.cpu().numpy(), state.lengths.cpu().numpy())
+        return Generation(*prompts.continuations(prompt_tokens, *arrays))
+
+    def _prefill(self, num_slots, tokens, lengths, finished, key, row_ids) -> DecodeState:
+        index = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
+        positions = torch.where(index < lengths[:, None], index, -1)
+        hidden, cache = self._model.features(tokens, positions)
+        last = hidden[torch.arange(tokens.shape[0]), lengths - 1]
+        states = tuple(processor.init(tokens.shape[0]) for processor in self._processors)
+        tokens = F.pad(tokens, (0, num_slots - tokens.shape[1]))
+        state = DecodeState(
+            cache.padded(num_slots),
+            tokens,
+            lengths,
+            finished,
+            key=key,
+            row_ids=row_ids,
+            processor_states=states,
+            step=0,
+            slot=int(lengths.max()),
+        )
+        return self._append(state, self._model.logits(last[:, None])[:, 0])
+
+    def _decode(self, state: DecodeState, limit: int) -> DecodeState:
+        rows = torch.arange(state.tokens.shape[0])
+        while state.step < limit and not state.finished.all():
+            last = (state.lengths - 1)[:, None]
+            tokens = state.tokens[rows[:, None], last]
+            slot = torch.tensor(state.slot, device=self._device)  # a tensor, so that torch.compile sees no new constant
+            hidden, cache = self._model.features(tokens, last, cache=state.cache, slot=slot)
+            state = self._append(state._replace(cache=cache, slot=state.slot + 1), self._model.logits(hidden)[:, 0])
+        return state
+
+    def _append(self, state: DecodeState, logits: Float[Tensor, "B V"]) -> DecodeState:
+        """Turn logits into the next token of every unfinished row."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._sampling.repetition_penalty != 1.0:
+            penalty = self._sampling.repetition_penalty
+            logits = penalize_repetition(logits, state.tokens, state.lengths, penalty=penalty)
+        context = (state.tokens, state.lengths, state.step)
+        states = []
+        for processor, processor_state in zip(self._processors, state.processor_states):
+            processor_state, logits = processor.apply(processor_state, logits, *context)
+            states.append(processor_state)
+        drawing = [i for i, processor in enumerate(self._processors) if hasattr(processor, "draw")]
+        if drawing:
+            token = self._processors[drawing[-1]].draw(states[drawing[-1]], logits, *context)
+        else:
+            token = draw(logits, self._sampling, key=state.key, step=state.step, row_ids=state.row_ids)
+        is_end = torch.zeros_like(state.finished) if self._eos_id is None else token == self._eos_id
+        tokens = state.tokens.scatter(1, state.lengths[:, None], token[:, None].to(state.tokens.dtype))
+        return state._replace(
+            tokens=tokens,
+            lengths=state.lengths + (~state.finished).to(state.lengths.dtype),
+            finished=state.finished | is_end,
+            step=state.step + 1,
+            processor_states=tuple(states),
+        )
