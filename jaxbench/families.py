@@ -195,7 +195,7 @@ def _llama_from_hf(s: _Settings) -> dict[str, Any]:
         "rope_scaling": scaling,
         "use_bias": attention_bias,
         "tie_embeddings": s.get("tie_word_embeddings", False),
-        "sliding_window": s.values.get("sliding_window") if s.need("model_type") == "mistral" else None,
+        "sliding_window": s.values.get("sliding_window", 4096) if s.need("model_type") == "mistral" else None,
     }
 
 
