@@ -6,7 +6,16 @@ the nearest known key. Library functions take the fields they use, never a whole
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+import hashlib
+import json
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import pydantic
 
@@ -59,3 +68,206 @@ class TransformerConfig(Base):
         if self.position == "rotary" and self.head_dim % 2:
             raise ValueError(f"model: rotary positions need an even head_dim, got head_dim={self.head_dim}")
         return self
+
+
+# Reading, writing and naming configurations
+
+Model = TypeVar("Model", bound=Base)
+MAX_ERRORS = 3  # errors spelled out in one message
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), model_class: type[Model] = TransformerConfig) -> Model:
+    """Read a YAML file, apply overrides and check the result.
+
+    Args:
+      path: the YAML file: a mapping with the fields of `model_class`.
+      overrides: `a.b=value` each, applied in order; the value is read as YAML (`8`, `[1, 8]`, `null`, `text`).
+      model_class: the model that the file describes.
+
+    Raises:
+      ValueError: one line that names file, key, value and what was wanted; an unknown key gets the nearest known one.
+    """
+    content = _read_yaml(Path(path))
+    changed = {_override(content, text): text for text in overrides}
+    try:
+        model = model_class.model_validate(content)
+    except pydantic.ValidationError as error:
+        raise ValueError(_describe(error, Path(path), changed, model_class)) from error
+    _refuse_switches(content, model.model_dump(), str(path))
+    return model
+
+
+def dump(model: pydantic.BaseModel, path: str | Path | None = None) -> str:
+    """Return a configuration as YAML that `load` reads back; with `path`, write it there (whole file or nothing)."""
+    import yaml
+
+    text = yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False, default_flow_style=False)
+    if path is not None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    return text
+
+
+def config_id(model: pydantic.BaseModel, *, exclude: Iterable[str] = (), extra: dict[str, Any] | None = None) -> str:
+    """Return the stable id of a configuration: 12 hex digits of the sha256 of its canonical JSON.
+
+    Values that equal a default count like values left out, so the id does not depend on how a file is spelled.
+
+    Args:
+      model: the resolved configuration.
+      exclude: dotted keys that do not change what is measured, e.g. `rounds.launches`.
+      extra: what a file only points to, e.g. `{"model_sha256": ..., "text_sha256": ...}`.
+    """
+    content = model.model_dump(mode="json")
+    for key in exclude:
+        *parents, last = key.split(".")
+        place = content
+        for name in parents:
+            place = place.get(name) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or last not in place:
+            raise ValueError(f"config_id: exclude names {key!r}, which is no key of {type(model).__name__}")
+        del place[last]
+    canonical = json.dumps({"config": content, "extra": extra or {}}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def keys(model_class: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
+    """Return every dotted key that a configuration of this class takes."""
+    found = []
+    for name, field in model_class.model_fields.items():
+        found.append(prefix + name)
+        for inner in _models_in(field.annotation):
+            found += keys(inner, f"{prefix}{name}.")
+    return found
+
+
+def _refuse_switches(given: Any, resolved: Any, place: str) -> None:
+    """Raise where true or false was given for a number, which pydantic reads as 1 or 0."""
+    pairs: Iterable = ()
+    if isinstance(given, dict) and isinstance(resolved, dict):
+        pairs = [(value, resolved[key], f"{place}: {key}") for key, value in given.items() if key in resolved]
+    elif isinstance(given, list) and isinstance(resolved, (list, tuple)):
+        pairs = [(a, b, place) for a, b in zip(given, resolved, strict=False)]
+    elif isinstance(given, bool) and isinstance(resolved, (int, float)) and not isinstance(resolved, bool):
+        raise ValueError(f"{place} is {str(given).lower()}: input should be a number")
+    for one, other, where in pairs:
+        _refuse_switches(one, other, where)
+
+
+def _read_yaml(path: Path) -> dict:
+    import yaml
+
+    if not path.is_file():
+        near = sorted(str(found) for found in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        hint = difflib.get_close_matches(str(path), near, n=1, cutoff=0.0)
+        raise ValueError(f"config: {path} is no file" + (f", the nearest is {hint[0]}" if hint else ""))
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_yaml_loader())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError(f"config: {path}{place} is not YAML: {problem}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"config: {path} holds a {type(content).__name__}, wanted a mapping of key: value")
+    return content
+
+
+def _yaml_loader() -> type:
+    """Return yaml's safe loader, which silently takes the last of two equal keys, made to refuse them."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """A safe loader that refuses a key given twice."""
+
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def _override(content: dict, text: str) -> tuple[str, ...]:
+    """Set one `a.b=value` in place and return its path."""
+    import yaml
+
+    key, equals, value = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise ValueError(f"--set {text!r} is not of the form key=value or a.b=value")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {text!r}: {value!r} is not a YAML value; put quotes around text") from error
+    place = content
+    for depth, name in enumerate(path[:-1]):
+        inner = place.setdefault(name, {})
+        if inner is None:
+            inner = place[name] = {}
+        if not isinstance(inner, dict):
+            raise ValueError(f"--set {text!r}: {'.'.join(path[: depth + 1])} is {inner!r}, which has no keys below it")
+        place = inner
+    place[path[-1]] = parsed
+    return path
+
+
+def _describe(error: pydantic.ValidationError, path: Path, changed: dict, model_class: type[Base]) -> str:
+    """Return all problems in one line; a value that came from --set is blamed on it, not on the file."""
+    problems = []
+    for problem in error.errors(include_url=False):
+        place = problem["loc"]
+        key = ".".join(str(part) for part in place)
+        source = next((f"--set {text}" for at, text in changed.items() if place[: len(at)] == at), str(path))
+        problems.append(f"{source}: {_problem(problem, key, place, model_class)}")
+    more = f"; and {len(problems) - MAX_ERRORS} more" if len(problems) > MAX_ERRORS else ""
+    return "; ".join(problems[:MAX_ERRORS]) + more
+
+
+def _problem(problem: Any, key: str, place: tuple, model_class: type[Base]) -> str:
+    if problem["type"] == "extra_forbidden":
+        return f"key {key!r} is unknown{_nearest(key, place, model_class)}"
+    if problem["type"] == "missing":
+        return f"key {key!r} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error" and not key:
+        return message
+    return f"key {key!r} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _nearest(key: str, place: tuple, model_class: type[Base]) -> str:
+    """Suggest a key: a similar one beside the unknown one first, then the same name anywhere in the tree."""
+    known = keys(model_class)
+    above = ".".join(str(part) for part in place[:-1] if isinstance(part, str))
+    beside = [name for name in known if name.rpartition(".")[0] == above]
+    last = str(place[-1])
+    close = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in beside], n=1, cutoff=0.5)
+    if close:
+        return f", the nearest is {f'{above}.' if above else ''}{close[0]}"
+    close = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.6)
+    if close:
+        return f", the nearest is {next(name for name in known if name.rpartition('.')[2] == close[0])}"
+    return f", wanted one of {', '.join(name.rpartition('.')[2] for name in beside) or 'none'}"
+
+
+def _models_in(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
+    """Yield the models inside an annotation such as `Inner`, `Inner | None` or `tuple[Inner, ...]`."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        if issubclass(annotation, pydantic.BaseModel):
+            yield annotation
+        return
+    for argument in typing.get_args(annotation):
+        yield from _models_in(argument)

@@ -1,0 +1,221 @@
+"""The command line that every main in `experiments/` shares (S file: neither JAX nor PyTorch).
+
+A main declares its flags with the functions below, then hands its work to `run`:
+
+    from absl import flags
+    from jaxbench import cli
+
+    def main() -> int:
+        suite = cli.load_config(Suite)
+        ...
+        return 0 if passed else cli.EXIT_GATE
+
+    if __name__ == "__main__":
+        cli.define_config("configs/suites/default.yaml")
+        cli.define_device()
+        cli.run(main, about=__doc__)
+
+Exit codes: 0 success, 1 a gate failed, 2 bad input (one line on stderr that says what and how to mend it), 130
+interrupted. JAXBENCH_DEBUG=1 shows the whole traceback of bad input.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from absl import flags
+
+from jaxbench import config
+
+FLAGS = flags.FLAGS
+DEVICES = ("cpu", "gpu", "tpu")
+BACKENDS = ("flax", "equinox", "torch")
+EXIT_OK, EXIT_GATE, EXIT_USAGE, EXIT_INTERRUPT = 0, 1, 2, 130
+FULL_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+
+Model = TypeVar("Model", bound=config.Base)
+_kept: list[str] = []
+
+
+class GateFailed(Exception):
+    """A check of jaxbench's own failed: the command ends with exit code 1 and this message."""
+
+
+# Flags: called by the mains that want them, never at import
+
+
+def define_config(default: str | None, about: str = "YAML file to run") -> None:
+    """Define --config and --set a.b=c (any number of times)."""
+    flags.DEFINE_string("config", default, about)
+    flags.DEFINE_multi_string("set", [], "change one key of the config: --set decode.new_tokens=64; may be repeated")
+
+
+def define_model(default: str = "default") -> None:
+    """Define --model."""
+    about = "default (SmolLM2-135M-Instruct), a .gguf file, a Hugging Face folder, or a hub id"
+    flags.DEFINE_string("model", default, about)
+
+
+def define_data() -> None:
+    """Define --data."""
+    flags.DEFINE_string("data", None, "text: a .txt, .jsonl or .jsonl.gz file (unset: the packaged English prose)")
+
+
+def define_backend(default: str = "flax", choices: Sequence[str] = BACKENDS) -> None:
+    """Define --backend."""
+    flags.DEFINE_enum("backend", default, list(choices), "which implementation runs")
+
+
+def define_device(default: str = "cpu") -> None:
+    """Define --device."""
+    flags.DEFINE_enum("device", default, list(DEVICES), "where it runs")
+
+
+def define_workdir(default: str | None = None) -> None:
+    """Define --workdir."""
+    flags.DEFINE_string("workdir", default, "folder for everything this run writes")
+
+
+def load_config(model_class: type[Model]) -> Model:
+    """Read --config with every --set applied."""
+    if FLAGS.config is None:
+        raise ValueError(f"--config is missing: name a YAML file with the keys of {model_class.__name__}")
+    return config.load(FLAGS.config, FLAGS.set, model_class)
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError when no such device is attached. Imports JAX, so call it after `launch.ensure`."""
+    if device not in DEVICES:
+        raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(DEVICES)}")
+    if device == "cpu":
+        return
+    import jax
+
+    try:
+        jax.devices(device)
+    except RuntimeError as error:
+        platforms = sorted({found.platform for found in jax.devices()}) if _has_backend() else []
+        raise ValueError(
+            f"--device={device}: JAX sees no {device} on this machine (it sees {', '.join(platforms) or 'nothing'}); "
+            f"use --device=cpu, or install the extra with `pip install 'jaxbench[{device}]'` where one is attached"
+        ) from error
+
+
+def _has_backend() -> bool:
+    import jax
+
+    try:
+        return bool(jax.devices())
+    except RuntimeError:
+        return False
+
+
+# Running a main
+
+
+def keep(sentence: str) -> None:
+    """Say what would survive an interrupt now, e.g. `3 launches in out/results.jsonl; go on with --resume`."""
+    _kept[:] = [sentence]
+
+
+def run(main: Callable[[], int | None], *, about: str | None = None, argv: Sequence[str] | None = None) -> None:
+    """Parse the flags, call `main` and end the process with its exit code.
+
+    Args:
+      main: takes nothing, returns an exit code (None is success).
+      about: text on top of --help; the caller's module docstring.
+      argv: the command line, program name first; unset means `sys.argv`.
+    """
+    argv = list(sys.argv if argv is None else argv)
+    if any(word in ("--help", "-h", "-help", "--helpfull") for word in argv[1:]):
+        print(help_text(Path(argv[0]).name, about))
+        raise SystemExit(EXIT_OK)
+    raise SystemExit(_call(main, argv))
+
+
+def _call(main: Callable[[], int | None], argv: list[str]) -> int:
+    try:
+        parse(argv)
+        return main() or EXIT_OK
+    except KeyboardInterrupt:
+        return _complain(f"interrupted; {_kept[0] if _kept else 'finished outputs are kept'}", EXIT_INTERRUPT, "")
+    except GateFailed as failure:
+        return _complain(str(failure), EXIT_GATE, "failed: ")
+    except (ValueError, OSError, MemoryError) as error:
+        if os.environ.get("JAXBENCH_DEBUG"):
+            raise
+        return _complain(explain(error), EXIT_USAGE)
+
+
+def _complain(message: str, code: int, prefix: str = "error: ") -> int:
+    sys.stdout.flush()
+    print(prefix + " ".join(message.split()), file=sys.stderr, flush=True)
+    return code
+
+
+def parse(argv: Sequence[str]) -> None:
+    """Parse the command line into FLAGS; ValueError names the flag, and the nearest one where it is unknown."""
+    try:
+        rest = FLAGS(list(argv), known_only=False)
+    except flags.UnrecognizedFlagError as error:
+        raise ValueError(f"--{error.flagname} is no flag of this command{_nearest(error.flagname)}") from error
+    except flags.Error as error:
+        raise ValueError(f"{error}; see --help") from error
+    if len(rest) > 1:
+        raise ValueError(f"{rest[1]!r} is not a flag; flags are written --name=value, see --help")
+
+
+def explain(error: BaseException) -> str:
+    """Return one sentence for an error: what it is and, where it is known, how to mend it."""
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        place = f" {error.filename}" if error.filename else ""
+        kept = f"; kept: {_kept[0]}" if _kept else ""
+        return (
+            f"cannot write{place}: {error.strerror}{kept}; "
+            "free some space, or name a folder on another disk with --workdir (and JAXBENCH_CACHE for downloads)"
+        )
+    if isinstance(error, PermissionError):
+        return f"{error.strerror}: {error.filename}; name a folder you may use with --workdir or JAXBENCH_CACHE"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if isinstance(error, MemoryError):
+        return f"out of memory ({error or 'no details'}); lower the batch or the sequence length"
+    return str(error) or type(error).__name__
+
+
+# Help
+
+
+def own_flags() -> list[flags.Flag]:
+    """Return the flags that jaxbench and the running main define, without those of the libraries."""
+    found = {}
+    for module, members in FLAGS.flags_by_module_dict().items():
+        if module.startswith(("jaxbench", "experiments", "__main__")) or module == sys.argv[0]:
+            found |= {flag.name: flag for flag in members}
+    return [found[name] for name in sorted(found)]
+
+
+def help_text(program: str, about: str | None = None) -> str:
+    """Return what --help prints: the main's own text, then one entry a flag with its default."""
+    lines = [(about or "").strip(), ""] if about else []
+    lines += [f"usage: {program} [--flag=value ...]", ""]
+    for flag in own_flags():
+        wanted = "|".join(flag.parser.enum_values) if isinstance(flag.parser, flags.EnumParser) else flag.name.upper()
+        shape = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}={wanted}"
+        default = "" if flag.default in (None, [], "") else f" (default: {flag.default_as_str.strip(chr(39))})"
+        lines += [f"  {shape}", f"      {flag.help}{default}"]
+    return "\n".join(lines)
+
+
+def _nearest(name: str) -> str:
+    names = [flag.name for flag in own_flags()]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f", the nearest is --{close[0]}"
+    return f"; it takes {', '.join('--' + known for known in names)}" if names else "; it takes no flags"

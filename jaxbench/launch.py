@@ -1,0 +1,85 @@
+"""The environment that a process needs before Python, JAX or PyTorch start (S file: neither JAX nor PyTorch).
+
+Three things can only be set from outside: which platforms JAX looks for (with libtpu installed and no TPU attached,
+looking prints pages of errors), glibc's malloc thresholds (large temporaries are page-fault bound otherwise: 33 MB
+gather 30.6 -> 3.2 ms, research/serving.md section 2 rule 5), and where compiled programs are cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+
+from jaxbench import assets
+
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+MALLOC_BYTES = str(8 * 2**30)  # glibc keeps blocks up to this size mapped and does not trim
+MARKER = "JAXBENCH_LAUNCHED"  # set in the process that was started anew; holds its id, which stays the same
+
+
+def environment(device: str) -> dict[str, str]:
+    """Return the variables that a process for `device` needs, on top of the ones it inherits.
+
+    The platforms are always those of `device`. Everything else keeps the user's own value where one is set.
+    """
+    if device not in PLATFORMS:
+        raise ValueError(f"launch: device={device!r} is unknown, wanted one of {', '.join(PLATFORMS)}")
+    wanted = {
+        "MALLOC_MMAP_THRESHOLD_": MALLOC_BYTES,
+        "MALLOC_TRIM_THRESHOLD_": MALLOC_BYTES,
+        "TOKENIZERS_PARALLELISM": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "2",  # C++ information and warnings off, errors stay
+        "JAX_COMPILATION_CACHE_DIR": str(compile_cache_dir()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    if device != "tpu":
+        wanted["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu asks the cloud's metadata server otherwise, for minutes
+    if device == "gpu":
+        wanted["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # PyTorch and JAX share the device
+    kept = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return kept | {"JAX_PLATFORMS": PLATFORMS[device]}
+
+
+def ensure(device: str) -> None:
+    """Start this process anew with `environment(device)`, once; return at once where it already has it.
+
+    Call it first in a main, before JAX is imported. The command line, the interpreter's options and the process id
+    stay. A process that has imported JAX already is an error, because the platforms are fixed by then.
+    """
+    wanted = environment(device)
+    if all(os.environ.get(name) == value for name, value in wanted.items()):
+        return
+    if os.environ.get(MARKER) == str(os.getpid()):
+        changed = ", ".join(name for name, value in wanted.items() if os.environ.get(name) != value)
+        raise ValueError(f"launch: {changed} still differ after starting anew for --device={device}")
+    if "jax" in sys.modules:
+        raise ValueError(f"launch: ensure({device!r}) came after `import jax`; call it first in main")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    arguments = [sys.executable, *sys.orig_argv[1:]]
+    os.execve(sys.executable, arguments, {**os.environ, **wanted, MARKER: str(os.getpid())})
+
+
+def compile_cache_dir() -> Path:
+    """Name the folder of JAX's persistent compile cache: one for each jaxlib version and kind of processor."""
+    try:
+        version = importlib.metadata.version("jaxlib")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    return assets.cache_dir() / "xla" / f"jaxlib-{version}-{cpu_flags_id()}"
+
+
+def cpu_flags_id() -> str:
+    """Return 8 hex digits that differ between processors with different instruction sets."""
+    flags = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        flags += platform.processor()  # not Linux
+    return hashlib.sha256(flags.encode()).hexdigest()[:8]
