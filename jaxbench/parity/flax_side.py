@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxbench import nn, prng, train
+from jaxbench import prng
 from jaxbench.config import TransformerConfig
 from jaxbench.parity import capture
 from jaxbench.parity.cases import Arrays, Case
@@ -30,33 +30,49 @@ class Side:
     """One case's model in one dtype. Float64 needs `jax.enable_x64(True)` around every call."""
 
     name = NAME
+    package = "jaxbench"
 
     def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
         self.case = case
-        module = importlib.import_module(f"jaxbench.{case.module}")
-        self.model = module.build(config, params, dtype=dtype, **case.how)
-        self.graph, self.params = nnx.split(self.model, nnx.Param)
+        self.nn = importlib.import_module(f"{self.package}.nn")
+        self.lib = importlib.import_module(f"{self.package}.train")
+        module = importlib.import_module(f"{self.package}.{case.module}")
+        self._hold(module.build(config, params, dtype=dtype, **case.how))
+
+    def _hold(self, model: Any) -> None:
+        self.model = model
+        self.graph, self.params = nnx.split(model, nnx.Param)
+
+    def _merge(self, params: Any) -> Any:
+        return nnx.merge(self.graph, params)
+
+    @property
+    def is_captured(self) -> bool:
+        """Return True when every module's output can be seen, not the model's alone."""
+        return not self.case.is_scanned
 
     def get_params(self) -> dict[str, np.ndarray]:
         """Return the model's parameters by name."""
-        return nn.get_params(self.model)
+        return self.nn.get_params(self.model)
 
     def load_params(self, params: Mapping[str, np.ndarray]) -> None:
         """Load parameters strictly."""
-        nn.load_params(self.model, params)
-        self.graph, self.params = nnx.split(self.model, nnx.Param)
+        self._hold(self.nn.load_params(self.model, params))
 
     def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
         """Return outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
-        batch, dropout = _batch(arrays), _dropout(seed, 0)
+        batch, dropout = self._batch(arrays), _dropout(seed, 0)
         if not gradients:
             loss, outputs = self._forward(self.params, {}, batch, dropout)
             return capture.Trace(np.asarray(loss), _numpy(outputs), {}, {})
         _, shapes = jax.eval_shape(self._forward, self.params, {}, batch, dropout)
-        hooked = {} if self.case.is_scanned else shapes
+        hooked = shapes if self.is_captured else {}
         deltas = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in hooked.items()}
         (loss, outputs), (grads, output_grads) = self._backward(self.params, deltas, batch, dropout)
-        return capture.Trace(np.asarray(loss), _numpy(outputs), _numpy(output_grads), train.by_name(grads))
+        return capture.Trace(np.asarray(loss), _numpy(outputs), _numpy(output_grads), self.lib.by_name(grads))
+
+    def _batch(self, arrays: Arrays) -> Any:
+        return self.lib.Batch(*(None if x is None else jnp.asarray(x) for x in arrays))
 
     @functools.cached_property
     def _forward(self) -> Callable[..., Any]:
@@ -66,9 +82,9 @@ class Side:
     def _backward(self) -> Callable[..., Any]:
         return jax.jit(jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True))
 
-    def _loss(self, params: nnx.State, deltas: dict, batch: train.Batch, dropout: Any) -> tuple[Any, dict]:
+    def _loss(self, params: Any, deltas: dict, batch: Any, dropout: Any) -> tuple[Any, dict]:
         """Return the loss and every module's output; deltas are added to outputs, to differentiate by them."""
-        model = nnx.merge(self.graph, params)
+        model = self._merge(params)
 
         def shift(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             result = call(*args, **kwargs)
@@ -82,14 +98,14 @@ class Side:
             logits = model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
             return logits, {capture.ROOT: logits}
 
-        if self.case.is_scanned:
+        if not self.is_captured:
             logits, outputs = logits_and_outputs(model)
         else:
             run = nnx.capture(logits_and_outputs, nnx.Intermediate, method_outputs=nnx.Intermediate)
             with intercepted(model, shift):
                 (logits, _), captured = run(model)
             outputs = _outputs(captured)
-        return train.cross_entropy(logits, batch.targets, batch.mask), outputs
+        return self.lib.cross_entropy(logits, batch.targets, batch.mask), outputs
 
     def forced(
         self, arrays: Arrays, reference: Mapping[str, capture.Call], *, seed: int | None
@@ -101,8 +117,8 @@ class Side:
         given = {name: capture.Call(*(tuple(map(jnp.asarray, part)) for part in call)) for name, call in reference.items()}
 
         @jax.jit
-        def run(params: nnx.State, given: dict, batch: train.Batch, dropout: Any) -> dict[str, capture.Call]:
-            model, calls = nnx.merge(self.graph, params), {}
+        def run(params: Any, given: dict, batch: Any, dropout: Any) -> dict[str, capture.Call]:
+            model, calls = self._merge(params), {}
 
             def force(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
                 handed = _floating((args, kwargs))
@@ -115,23 +131,23 @@ class Side:
                 model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
             return calls
 
-        return run(self.params, given, _batch(arrays), _dropout(seed, 0))
+        return run(self.params, given, self._batch(arrays), _dropout(seed, 0))
 
     def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
         """Return losses and final state of AdamW steps with dropout on."""
-        step_fn = jax.jit(train.train_step)
-        state, losses = train.init_state(self.model, train.AdamW(**optimizer)), []
+        step_fn = jax.jit(self.lib.train_step)
+        state, losses = self.lib.init_state(self.model, self.lib.AdamW(**optimizer)), []
         for step, arrays in enumerate(steps):
-            state, loss = step_fn(state, _batch(arrays), dropout=_dropout(seed, step))
+            state, loss = step_fn(state, self._batch(arrays), dropout=_dropout(seed, step))
             losses.append(loss)
-        return capture.Training(np.array(losses), train.state_arrays(state))
+        return capture.Training(np.array(losses), self.lib.state_arrays(state))
 
     def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
         """Return logits in one call, and by a prefill of `prompt` tokens followed by single tokens."""
 
         @jax.jit
-        def features(params: nnx.State, tokens: Any, positions: Any, cache: Any, slot: Any) -> tuple[Any, Any]:
-            model = nnx.merge(self.graph, params)
+        def features(params: Any, tokens: Any, positions: Any, cache: Any, slot: Any) -> tuple[Any, Any]:
+            model = self._merge(params)
             hidden, cache = model.features(tokens, positions, cache=cache, slot=slot)
             return model.logits(hidden), cache
 
@@ -195,10 +211,6 @@ def _replace(tree: Any, values: tuple[Any, ...], *, where: str) -> Any:
         raise ValueError(f"parity: {where}: {count} floating tensors in JAX, {len(values)} in the twin")
     rest = iter(values)
     return capture.map_floating(tree, lambda _: next(rest), is_floating=_is_floating)
-
-
-def _batch(arrays: Arrays) -> train.Batch:
-    return train.Batch(*(None if x is None else jnp.asarray(x) for x in arrays))
 
 
 def _dropout(seed: int | None, step: int) -> tuple[jax.Array, jax.Array] | None:

@@ -49,8 +49,6 @@ class Side:
             loss.backward()
             grads = train.by_name({name: p.grad for name, p in self.model.named_parameters()})
             self.model.zero_grad(set_to_none=True)
-        if self.case.is_scanned:
-            calls, output_gradients = {capture.ROOT: calls[capture.ROOT]}, {}
         outputs = {name: _numpy(call.outputs[0]) for name, call in calls.items()}
         return capture.Trace(_numpy(loss), outputs, output_gradients, grads)
 

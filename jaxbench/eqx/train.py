@@ -1,0 +1,104 @@
+"""Loss and optimiser step of the decoder in Equinox. Twins: jaxbench/train.py, torch_ref/train.py.
+
+A model is a pytree of its parameters, so it is its own state. Compile with `jax.jit(train_step, donate_argnums=0)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jaxbench.eqx import nn
+
+
+class Batch(NamedTuple):
+    """One step's data."""
+
+    tokens: Int[Array, "B T"]
+    targets: Int[Array, "B T"]  # the token that follows
+    positions: Int[Array, "B T"]  # -1 = padding
+    mask: Bool[Array, "B T"]  # True where the target counts
+    segments: Int[Array, "B T"] | None = None  # packed documents; None = one document a row
+
+
+class AdamW(NamedTuple):
+    """Hyperparameters of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); decay acts on every parameter."""
+
+    learning_rate: float
+    b1: float  # decay of the first moment, 0 <= b1 < 1
+    b2: float  # decay of the second moment, 0 <= b2 < 1
+    eps: float  # added to the root of the corrected second moment
+    weight_decay: float  # decoupled: times learning_rate per step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The model and the optimiser's moments; the hyperparameters are static."""
+
+    params: eqx.Module
+    moments: Any  # optax state
+    optimizer: AdamW = dataclasses.field(metadata={"static": True})
+
+
+def cross_entropy(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], mask: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    """Return the mean negative log likelihood of the targets where mask is True, in nats per token.
+
+    Computed in at least float32; 0 where no target counts.
+    """
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    picked = jnp.take_along_axis(wide, targets[:, :, None], axis=-1)[:, :, 0]
+    losses = jax.nn.logsumexp(wide, axis=-1) - picked
+    count = jnp.maximum(jnp.sum(mask), 1).astype(wide.dtype)
+    return jnp.sum(jnp.where(mask, losses, jnp.zeros((), wide.dtype))) / count
+
+
+def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
+    """Return the model's loss on a batch, nats per token; dropout is (Philox key, step), None = off."""
+    logits = model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
+    return cross_entropy(logits, batch.targets, batch.mask)
+
+
+def init_state(model: Any, optimizer: AdamW) -> TrainState:
+    """Return the state before the first step, holding the model's parameters."""
+    return TrainState(model, _transform(optimizer).init(model), optimizer)
+
+
+def train_step(
+    state: TrainState, batch: Batch, *, dropout: tuple[Array, Array] | None = None
+) -> tuple[TrainState, Float[Array, ""]]:
+    """Return the state after one AdamW step, and the loss before it."""
+
+    def loss_of(params: eqx.Module) -> Float[Array, ""]:
+        return loss_fn(params, batch, dropout=dropout)
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    updates, moments = _transform(state.optimizer).update(grads, state.moments, state.params)
+    return dataclasses.replace(state, params=optax.apply_updates(state.params, updates), moments=moments), loss
+
+
+def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
+    """Return "params", "first_moment" and "second_moment" by dotted parameter name."""
+    first = optax.tree_utils.tree_get(state.moments, "mu")
+    second = optax.tree_utils.tree_get(state.moments, "nu")
+    trees = {"params": state.params, "first_moment": first, "second_moment": second}
+    return {kind: by_name(tree) for kind, tree in trees.items()}
+
+
+def by_name(tree: eqx.Module) -> dict[str, np.ndarray]:
+    """Return a parameter-shaped model (such as gradients) as arrays by dotted name, at least float32."""
+    return nn.get_params(tree)
+
+
+def _transform(optimizer: AdamW) -> optax.GradientTransformation:
+    return optax.adamw(**optimizer._asdict())

@@ -1,0 +1,23 @@
+"""The Equinox side of the parity engine. Its modules stay closed: logits, gradients, training and decoding are compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxbench.parity import flax_side
+
+NAME = "equinox"
+
+
+class Side(flax_side.Side):
+    """One case's model in one dtype. Float64 needs `jax.enable_x64(True)` around every call."""
+
+    name = NAME
+    package = "jaxbench.eqx"
+    is_captured = False
+
+    def _hold(self, model: Any) -> None:
+        self.model = self.params = model
+
+    def _merge(self, params: Any) -> Any:
+        return params
