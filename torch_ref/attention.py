@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-IMPLEMENTATIONS = ("dense", "blocked", "fused")
+IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
 
 def attention_mask(
@@ -52,7 +52,8 @@ def attention(
     """Attend with grouped key-value heads; softmax in at least float32, result in the query's dtype.
 
     A row that may attend to nothing returns zeros. `dense` holds all scores; `blocked` holds scores of block_size keys
-    at a time, so that memory grows linearly with S; `fused` is scaled_dot_product_attention.
+    at a time, so that memory grows linearly with S; `fused`, and the JAX twins' kernels by name, are
+    scaled_dot_product_attention.
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown.
@@ -70,7 +71,7 @@ def attention(
         mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
     else:
         mask = attention_mask(query_positions, key_positions, **spans)
-        mixed = (_fused if implementation == "fused" else _dense)(grouped, key, value, mask)
+        mixed = (_dense if implementation in ("dense", "blocked") else _fused)(grouped, key, value, mask)
     return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape)
 
 

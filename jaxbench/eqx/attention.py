@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-IMPLEMENTATIONS = ("dense", "blocked", "fused")
+IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
 
 def attention_mask(
@@ -52,8 +52,8 @@ def attention(
     """Attend with grouped key-value heads; softmax in at least float32, result in the query's dtype.
 
     A row that may attend to nothing returns zeros. `dense` holds all scores; `blocked` holds scores of block_size keys
-    at a time, so that memory grows linearly with S; `fused` is the platform's kernel (cuDNN on GPU, splash attention on
-    TPU) and an error elsewhere.
+    at a time, so that memory grows linearly with S; `fused` is this platform's kernel: `cudnn` on GPU, `splash` on TPU
+    (named, they also compile ahead of time for a platform that is not attached).
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown or not available on this platform.
@@ -65,10 +65,12 @@ def attention(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
-    if implementation == "fused":
+    if implementation not in ("dense", "blocked"):
         from jaxbench import fused_attention
 
-        return fused_attention.attention(query, key, value, query_positions, key_positions, **spans)
+        return fused_attention.attention(
+            query, key, value, query_positions, key_positions, kernel=implementation, **spans
+        )
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     if implementation == "blocked" and key.shape[2] > block_size:

@@ -1,0 +1,83 @@
+"""The platform's fused attention kernel: cuDNN on NVIDIA GPUs, splash attention on TPUs.
+
+Only jaxbench.attention calls this, for implementations "fused", "cudnn" and "splash". PyTorch's twin path is scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+LANES = 128  # splash attention's tiles: head width and sequence are padded to multiples of this
+
+
+def attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    *,
+    query_segments: Int[Array, "B T"] | None,
+    key_segments: Int[Array, "B S"] | None,
+    window: int | None,
+    kernel: str,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Attend with kernel "cudnn" or "splash", or with "fused" the one of JAX's default backend.
+
+    interpret=True runs splash attention's program on any platform, slowly, for tests.
+
+    Raises:
+      ValueError: the platform has no fused kernel, or splash attention is asked for a cached call (T != S).
+    """
+    platform = jax.default_backend()
+    if kernel == "fused":
+        kernel = {"gpu": "cudnn", "tpu": "splash"}.get(platform, "none")
+    spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
+    if kernel == "cudnn" and platform == "gpu":
+        return _cudnn(query, key, value, query_positions, key_positions, **spans)
+    if kernel == "splash":
+        return _splash(query, key, value, query_positions, interpret=interpret, **spans)
+    raise ValueError(f"attention: no fused kernel {kernel!r} on platform {platform!r}: use dense or blocked")
+
+
+def _cudnn(query, key, value, query_positions, key_positions, **spans) -> Array:
+    from jaxbench.attention import attention_mask
+
+    mask = attention_mask(query_positions, key_positions, **spans)
+    key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    mixed = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="cudnn")
+    # cuDNN spreads a fully masked row over all keys; here such a row is zero.
+    return jnp.where(jnp.any(mask, axis=-1)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
+
+
+def _splash(query, key, value, positions, *, query_segments, key_segments, window, interpret) -> Array:
+    """Run splash attention on a whole sequence, where order in the row is order in position."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    batch, length, num_heads, head_dim = query.shape
+    if key.shape[2] != length:
+        raise ValueError(f"attention: splash attention needs T = S, got T={length} and S={key.shape[2]}: use dense")
+    padded = -(-length // LANES) * LANES
+    full = splash.LocalMask((padded, padded), (window - 1, 0), 0) if window else splash.CausalMask((padded, padded))
+    kernel = splash.make_splash_mqa_single_device(
+        splash.MultiHeadMask([full] * (num_heads // key.shape[1])), interpret=interpret
+    )
+    segments = jnp.zeros_like(positions) if query_segments is None else query_segments
+    segments = jnp.where(positions >= 0, segments, -1)
+    segments = jnp.pad(segments, ((0, 0), (0, padded - length)), constant_values=-1)
+    widths = ((0, 0), (0, 0), (0, padded - length), (0, -head_dim % LANES))
+    query = jnp.pad(query.transpose(0, 2, 1, 3) / jnp.sqrt(jnp.asarray(head_dim, query.dtype)), widths)
+    grouped = query.reshape(batch, key.shape[1], -1, padded, query.shape[-1])
+    key, value = jnp.pad(key, widths), jnp.pad(value, widths)
+
+    def one_row(query: Array, key: Array, value: Array, segments: Array) -> Array:
+        ids = splash.SegmentIds(q=segments, kv=segments)
+        return jax.vmap(lambda q, k, v: kernel(q, k, v, segment_ids=ids))(query, key, value)
+
+    mixed = jax.vmap(one_row)(grouped, key, value, segments).reshape(query.shape)
+    mixed = mixed[:, :, :length, :head_dim].transpose(0, 2, 1, 3)
+    return jnp.where(positions[:, :, None, None] >= 0, mixed, jnp.zeros((), mixed.dtype))
