@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -35,6 +35,7 @@ class Sampling(NamedTuple):
     repetition_penalty: float = 1.0  # > 0; 1 = none
 
 
+@runtime_checkable
 class LogitProcessor(Protocol):
     """A pure change of logits during generation; with a `draw` method it replaces the draw as well.
 
@@ -203,7 +204,7 @@ class Generator:
 
     def _prefill(self, num_slots, leaves, tokens, lengths, finished, key, row_ids) -> DecodeState:
         model = eqx.combine(jax.tree.unflatten(self._structure, leaves), self._static)
-        index = jnp.arange(tokens.shape[1])[None, :]
+        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = jnp.where(index < lengths[:, None], index, -1)
         hidden, cache = model.features(tokens, positions)
         last = hidden[jnp.arange(tokens.shape[0]), lengths - 1]
