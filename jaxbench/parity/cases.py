@@ -90,12 +90,12 @@ def find(case_id: str) -> Case:
     return table[case_id]
 
 
-def load(case: Case) -> tuple[TransformerConfig, dict[str, np.ndarray]]:
-    """Return a case's configuration and parameters: the default model's own, or distinct random ones."""
-    if case.config is None:
+def load(case: Case, *, model: str | None = None) -> tuple[TransformerConfig, dict[str, np.ndarray]]:
+    """Return a case's configuration and parameters: distinct random ones, the default model's, or those of `model`."""
+    if case.config is None or model is not None:
         from jaxbench import weights
 
-        checkpoint = weights.load_checkpoint(None)
+        checkpoint = weights.load_checkpoint(model)
         return checkpoint.config, dict(checkpoint.params)
     return case.config, initial.initial_params(case.config, case.seed, distinct=True)
 

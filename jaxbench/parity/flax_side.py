@@ -114,7 +114,9 @@ class Side:
 
         A module's own error stays its own: its inputs are the reference's, and so are the results of modules inside.
         """
-        given = {name: capture.Call(*(tuple(map(jnp.asarray, part)) for part in call)) for name, call in reference.items()}
+        given = {
+            name: capture.Call(*(tuple(map(jnp.asarray, part)) for part in call)) for name, call in reference.items()
+        }
 
         @jax.jit
         def run(params: Any, given: dict, batch: Any, dropout: Any) -> dict[str, capture.Call]:
@@ -160,6 +162,14 @@ class Side:
             logits, cache = features(self.params, tokens[:, one], positions[:, one], cache, jnp.int32(slot))
             parts.append(logits)
         return capture.Decoding(np.asarray(full), np.concatenate([np.asarray(part) for part in parts], axis=1))
+
+    def sample(
+        self, prompts: list[list[int]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
+    ) -> np.ndarray:
+        """Return generated tokens [B M]."""
+        lib = importlib.import_module(f"{self.package}.sample")
+        generator = lib.Generator(self.model, eos_id=None, sampling=lib.Sampling(**sampling))
+        return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
 
 
 @contextlib.contextmanager

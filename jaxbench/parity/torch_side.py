@@ -83,6 +83,14 @@ class Side:
             parts.append(self.model.logits(hidden))
         return capture.Decoding(_numpy(full), _numpy(torch.cat(parts, dim=1)))
 
+    def sample(
+        self, prompts: list[list[int]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
+    ) -> np.ndarray:
+        """Return generated tokens [B M]."""
+        lib = importlib.import_module("torch_ref.sample")
+        generator = lib.Generator(self.model, eos_id=None, sampling=lib.Sampling(**sampling))
+        return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
+
 
 @contextlib.contextmanager
 def _hooked(
@@ -122,7 +130,9 @@ def _hooked(
 
 def _floating(tree: Any) -> tuple[torch.Tensor, ...]:
     found: list[torch.Tensor] = []
-    capture.map_floating(tree, found.append, is_floating=lambda x: isinstance(x, torch.Tensor) and x.is_floating_point())
+    capture.map_floating(
+        tree, found.append, is_floating=lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
+    )
     return tuple(found)
 
 

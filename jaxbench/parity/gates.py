@@ -1,0 +1,170 @@
+"""The gates of a parity run; each turns arrays of two backends into passed or failed, with the worst place (S file).
+
+P1 float64 equality, P2 error ratios of float32 and bfloat16, P3 stated precision, P4 first divergence and blame, P5
+weight conversion, P6 shared randomness, P7 training curves, P8 cached decoding, P9 mutation score (mutation.py), P10
+repeatability. Each Gate is one row of the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.parity import capture, distance
+
+# Slack c of the ratio gate, in epsilons of the type: over all cases the largest excess of one backend's error over 1.5x
+# the other's was measured at 0.6 epsilons (float32) and 0.9 (bfloat16); see docs/lab_log.md.
+SLACK_EPSILONS = 2.0
+NOISE_BAND = 4.0  # a float32 curve may leave the reference by this multiple of what one-ulp changes do to it
+
+
+class Gate(NamedTuple):
+    """One check's outcome."""
+
+    id: str  # P1 .. P10
+    what: str
+    passed: bool
+    error: float  # worst error, in the unit of the limit
+    limit: float
+    where: str = ""  # first name over the limit, or the worst one
+    note: str = ""
+
+
+def from_comparison(gate_id: str, comparison: distance.Comparison, *, what: str | None = None) -> Gate:
+    """Return the gate of one comparison; a failure names the first tensor over its tolerance."""
+    shown = comparison.first_failure or comparison.worst
+    error, limit, where = (shown.error, shown.tolerance, shown.name) if shown else (0.0, distance.TOLERANCE_FLOAT64, "")
+    return Gate(gate_id, what or comparison.kind, comparison.passed, error, limit, where)
+
+
+def from_ratio(comparison: distance.RatioComparison, *, what: str) -> Gate:
+    """Return gate P2 of one error-ratio comparison."""
+    shown = comparison.first_failure or comparison.worst
+    if shown is None:
+        return Gate("P2", what, True, 0.0, 0.0)
+    low, high = sorted((shown.error, shown.other_error))
+    note = f"errors {shown.error:.1e} and {shown.other_error:.1e} against float64"
+    return Gate("P2", what, comparison.passed, high, distance.ERROR_RATIO * low + shown.slack, shown.name, note)
+
+
+def precision(settings: Mapping[str, Any]) -> Gate:
+    """Return gate P3: the precision settings are pinned as stated (`highest` products, no TF32)."""
+    wanted = {"jax_default_matmul_precision": "highest", "torch_tf32_matmul": False, "torch_tf32_cudnn": False}
+    wrong = {name: settings.get(name) for name, value in wanted.items() if settings.get(name) != value}
+    note = ", ".join(f"{name}={value}" for name, value in settings.items())
+    return Gate("P3", "precision settings", not wrong, float(len(wrong)), 0.0, ", ".join(wrong), note)
+
+
+def blame(local: Sequence[capture.Local], *, tolerance: float = distance.TOLERANCE_FLOAT64) -> Gate:
+    """Return gate P4: no module computes anything differently by itself."""
+    culprit = capture.blame(local, tolerance=tolerance)
+    shown = culprit or max(local, key=lambda entry: entry.error)
+    what = "every module's own code, given the twin's inputs"
+    return Gate("P4", what, culprit is None, shown.error, tolerance, f"{shown.module} ({shown.part})")
+
+
+def conversion(side: Any, other: Any, params: Mapping[str, np.ndarray]) -> list[Gate]:
+    """Return gates P5: weights travel params -> side -> other -> side unchanged, and wrong sets are refused."""
+    original = side.get_params()
+    wanted = {name: np.asarray(value, dtype=original[name].dtype) for name, value in params.items() if name in original}
+    differing = sorted(wanted.keys() ^ params.keys() | wanted.keys() ^ original.keys())
+    differing += [name for name in wanted if not np.array_equal(wanted[name], original[name])]
+    other.load_params(original)
+    travelled = other.get_params()
+    side.load_params(travelled)
+    returned = side.get_params()
+    differing += [name for name in original if not np.array_equal(original[name], returned.get(name))]
+    trip = Gate("P5", "weights: round trip", not differing, float(len(differing)), 0.0, ", ".join(differing[:3]))
+    accepted = [f"{each.name}: {case}" for each in (side, other) for case in _accepted(each, original)]
+    strict = Gate("P5", "weights: strictness", not accepted, float(len(accepted)), 0.0, ", ".join(accepted))
+    return [trip, strict]
+
+
+def _accepted(side: Any, params: Mapping[str, np.ndarray]) -> list[str]:
+    """Return which wrong sets of parameters a side loads without an error."""
+    first, *_ = params
+    wrong = {
+        "missing": {name: value for name, value in params.items() if name != first},
+        "unused": dict(params) | {"no_such.kernel": np.zeros(1)},
+        "misshapen": dict(params) | {first: np.zeros((*params[first].shape, 1))},
+    }
+    accepted = []
+    for case, values in wrong.items():
+        try:
+            side.load_params(values)
+            accepted.append(case)
+        except ValueError as error:
+            if ("no_such.kernel" if case == "unused" else first) not in str(error):
+                accepted.append(f"{case} (unnamed)")
+    return accepted
+
+
+def sampling(tokens: Mapping[str, np.ndarray]) -> Gate:
+    """Return gate P6: backends draw the same tokens, compared exactly; tokens are [B M] by backend."""
+    (name, first), (other, second) = tokens.items()
+    if first.shape != second.shape:
+        return Gate("P6", "sampled tokens", False, float("inf"), 0.0, f"{name} {first.shape}, {other} {second.shape}")
+    differing = np.argwhere(first != second)
+    where = f"row {differing[0][0]}, step {differing[0][1]}" if len(differing) else ""
+    return Gate("P6", "sampled tokens", not len(differing), float(len(differing)), 0.0, where, f"{first.size} tokens")
+
+
+def training_noise(
+    losses: np.ndarray, other: np.ndarray, perturbed: Sequence[np.ndarray], *, reference: np.ndarray, dtype: str
+) -> Gate:
+    """Return gate P7: two curves differ by no more than one-ulp changes of the initial weights move one of them.
+
+    perturbed are curves of `other` from such weights; the band is NOISE_BAND times the largest gap so far, plus the
+    rounding of the loss itself.
+    """
+    spread = np.max([np.abs(curve - other) for curve in perturbed], axis=0)
+    band = NOISE_BAND * np.maximum.accumulate(spread)
+    band = band + SLACK_EPSILONS * distance.MACHINE_EPSILON[dtype] * np.abs(reference)
+    share = np.abs(losses - other) / band
+    step = int(np.argmax(share))
+    note = f"gap {abs(losses[step] - other[step]):.1e}, band {band[step]:.1e} nats"
+    what = f"training curve, {dtype}: gap within noise"
+    return Gate("P7", what, bool(np.all(share <= 1.0)), float(share[step]), 1.0, f"step {step}", note)
+
+
+def decoding(
+    side: capture.Decoding, other: capture.Decoding, *, names: tuple[str, str], tolerance: float
+) -> list[Gate]:
+    """Return gates P8: cached decoding equals the full call on each backend, and both backends agree."""
+    gates = []
+    for name, result in zip(names, (side, other), strict=True):
+        gates.append(_by_position(f"{name}: cached decode = full call", result.incremental, result.full, tolerance))
+    gates.append(_by_position("cached decode, both backends", side.incremental, other.incremental, tolerance))
+    return gates
+
+
+def _by_position(what: str, values: np.ndarray, reference: np.ndarray, tolerance: float) -> Gate:
+    steps = range(reference.shape[1])
+    by_step = {f"position {t}": reference[:, t] for t in steps}
+    result = distance.compare({f"position {t}": values[:, t] for t in steps}, by_step, kind=what, tolerance=tolerance)
+    return from_comparison("P8", result)
+
+
+def repeatability(
+    first: capture.Trace, second: capture.Trace, *, name: str
+) -> tuple[Gate, dict[str, dict[str, float]]]:
+    """Return gate P10 and, by kind and tensor, how far a backend is from itself: what to widen tolerances by.
+
+    The gate fails only where the repeat error would hide a bug, above the float64 tolerance.
+    """
+    widen: dict[str, dict[str, float]] = {}
+    for kind in ("outputs", "output_gradients", "gradients"):
+        values, reference = getattr(second, kind), getattr(first, kind)
+        if reference:
+            entries = distance.compare(values, reference, kind=kind).entries
+            widen[kind] = {entry.name: entry.error for entry in entries}
+    errors = {f"{kind} {tensor}": error for kind, tensors in widen.items() for tensor, error in tensors.items()}
+    where = max(errors, key=errors.__getitem__)
+    passed = errors[where] <= distance.TOLERANCE_FLOAT64
+    note = "bit for bit" if errors[where] == 0.0 else "tolerances widened by each tensor's repeat error"
+    limit = distance.TOLERANCE_FLOAT64
+    return Gate(
+        "P10", f"{name} repeats itself", passed, errors[where], limit, where if errors[where] else "", note
+    ), widen

@@ -1,0 +1,259 @@
+"""Run one parity case: every gate, every layer, as one JSON-able result.
+
+Command: python -m jaxbench.parity.run --case=transformer/smollm2 --quick --output=parity.json
+Expected: 1 minute on 2 cores, exit code 0; the last line names the worst error (1e-14).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxbench.parity import capture, cases, distance, gates
+from jaxbench.parity.cases import Case
+
+# Learning rate and decay are large, so that 20 steps move every parameter far above the tolerance.
+OPTIMIZER = {"learning_rate": 3e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+SAMPLING = {"temperature": 0.9, "top_k": 24, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
+SEED = 7  # of dropout and sampling
+NUM_BATCHES = 4  # distinct batches that the training steps go round
+NUM_PERTURBED = 4  # curves from weights moved by one ulp
+BACKENDS = ("flax", "equinox")
+REDUCED = ("float32", "bfloat16")
+
+
+@contextlib.contextmanager
+def pinned(dtype: str) -> Iterator[dict[str, Any]]:
+    """Pin products to the highest precision, and JAX's 64-bit mode to what the dtype needs; yield the settings."""
+    import jax
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"):
+        yield {
+            "jax_default_matmul_precision": jax.config.jax_default_matmul_precision,
+            "jax_enable_x64": jax.config.jax_enable_x64,
+            "torch_tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
+            "torch_tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        }
+
+
+def sides(case: Case, config: Any, params: Mapping[str, np.ndarray], *, dtype: str, backend: str) -> tuple[Any, Any]:
+    """Return the JAX side and the PyTorch side of a case.
+
+    Raises:
+      ValueError: no such backend.
+    """
+    from jaxbench.parity import torch_side
+
+    if backend not in BACKENDS:
+        raise ValueError(f"--backend={backend} is not one of {', '.join(BACKENDS)} (PyTorch is always the other side)")
+    if backend == "flax":
+        from jaxbench.parity import flax_side as jax_side
+    else:
+        from jaxbench.parity import equinox_side as jax_side
+    arguments = (case, config, params)
+    return jax_side.Side(*arguments, dtype=dtype), torch_side.Side(*arguments, dtype=dtype)
+
+
+def run(
+    case: Case,
+    *,
+    backend: str = "flax",
+    quick: bool = False,
+    gradients: bool | None = None,
+    dtypes: tuple[str, ...] = REDUCED,
+    model: str | None = None,
+) -> dict[str, Any]:
+    """Return the result of a case: gates, layers, first divergence and blame.
+
+    quick = float64 outputs, blame, weights and decoding only; gradients = None follows the case; model = checkpoint to
+    use in place of the case's own weights.
+    """
+    import torch
+
+    start, threads = time.monotonic(), torch.get_num_threads()
+    config, params = cases.load(case, model=model)
+    work = _Work(case, config, params, backend, case.gradients if gradients is None else gradients)
+    try:
+        if case.config is not None:
+            torch.set_num_threads(1)  # tiny tensors: threads cost more than they give
+        work.float64(is_quick=quick)
+        for dtype in () if quick else dtypes:
+            work.reduced(dtype)
+    finally:
+        torch.set_num_threads(threads)
+    return work.result() | {"seconds": round(time.monotonic() - start, 2)}
+
+
+class _Work:
+    """Gates and layers of one run, as they come."""
+
+    def __init__(self, case: Case, config: Any, params: Mapping[str, np.ndarray], backend: str, gradients: bool):
+        self.case, self.config, self.params, self.backend = case, config, params, backend
+        self.has_gradients = gradients
+        self.arrays = cases.arrays(case, config)
+        self.gates: list[gates.Gate] = []
+        self.comparisons: dict[str, Any] = {}
+        self.local: list[capture.Local] = []
+        self.reference: capture.Trace | None = None
+        self.losses: np.ndarray | None = None
+        self.settings: dict[str, Any] = {}
+
+    def float64(self, *, is_quick: bool) -> None:
+        """Run every float64 gate; keep PyTorch's float64 trace as the reference of the others."""
+        with pinned("float64") as self.settings:
+            side, other = self._sides("float64")
+            self.gates.append(gates.precision(self.settings))
+            self._outputs(side, other, gradients=self.has_gradients and not is_quick)
+            if side.is_captured:
+                calls = other.calls(self.arrays, seed=SEED)
+                forced = side.forced(self.arrays, calls, seed=SEED)
+                self.local = capture.local_errors(forced, calls)
+                self.gates.append(gates.blame(self.local))
+            self.gates += gates.conversion(side, other, self.params)
+            self._decode(side, other)
+            if not is_quick and not self.case.packed:
+                self._sample(side, other)
+            if self.case.steps and not is_quick:
+                self._train(side, other)
+
+    def _outputs(self, side: Any, other: Any, *, gradients: bool) -> None:
+        how = {"gradients": gradients, "seed": SEED}
+        first, reference = side.trace(self.arrays, **how), other.trace(self.arrays, **how)
+        repeats = [
+            gates.repeatability(first, side.trace(self.arrays, **how), name=side.name),
+            gates.repeatability(reference, other.trace(self.arrays, **how), name=other.name),
+        ]
+        for kind in ("outputs", "output_gradients", "gradients"):
+            values, wanted = getattr(first, kind), getattr(reference, kind)
+            if not side.is_captured:
+                wanted = {name: value for name, value in wanted.items() if kind == "gradients" or name in values}
+            if values:
+                widths = [widen.get(kind, {}) for _, widen in repeats]
+                widen = {name: sum(width.get(name, 0.0) for width in widths) for name in wanted}
+                self._compare("P1", kind, distance.compare(values, wanted, kind=kind, widen=widen))
+        self.gates += [gate for gate, _ in repeats]
+        self.reference = reference
+
+    def _compare(self, gate_id: str, key: str, comparison: distance.Comparison) -> None:
+        self.comparisons[key] = comparison
+        what = f"{key.replace('_', ' ')}, float64"
+        self.gates.append(gates.from_comparison(gate_id, comparison, what=what))
+
+    def _decode(self, side: Any, other: Any) -> None:
+        if self.case.packed:
+            return  # decoding continues one document a row
+        results = [each.decode(self.arrays, prompt=self.case.prompt) for each in (side, other)]
+        names = (side.name, other.name)
+        self.gates += gates.decoding(*results, names=names, tolerance=distance.TOLERANCE_FLOAT64)
+
+    def _sample(self, side: Any, other: Any) -> None:
+        rows, lengths = self.arrays.tokens, (self.case.prompt, self.case.prompt // 2)
+        prompts = [row[: lengths[i % 2]].tolist() for i, row in enumerate(rows)]
+        how = {"max_new_tokens": self.case.length - self.case.prompt, "seed": SEED}
+        self.gates.append(gates.sampling({each.name: each.sample(prompts, SAMPLING, **how) for each in (side, other)}))
+
+    def _steps(self) -> list[cases.Arrays]:
+        return [cases.arrays(self.case, self.config, step=i % NUM_BATCHES) for i in range(self.case.steps)]
+
+    def _train(self, side: Any, other: Any) -> None:
+        steps = self._steps()
+        trained, reference = (each.train(steps, OPTIMIZER, seed=SEED) for each in (side, other))
+        curves = [{f"loss {i}": loss for i, loss in enumerate(each.losses)} for each in (trained, reference)]
+        self._compare("P7", "training_curve", distance.compare(*curves, kind="training curve"))
+        for kind, wanted in reference.arrays.items():
+            key = f"{kind}_after_{len(steps)}_steps"
+            self._compare("P1", key, distance.compare(trained.arrays[kind], wanted, kind=key))
+        self.losses = reference.losses
+
+    def reduced(self, dtype: str) -> None:
+        """Run the error-ratio gates of a narrower type, and float32's training curve."""
+        with pinned(dtype):
+            side, other = self._sides(dtype)
+            is_captured = side.is_captured
+            how = {"gradients": self.has_gradients, "seed": SEED}
+            traces = [each.trace(self.arrays, **how) for each in (side, other)]
+            for kind in ("outputs", "gradients"):
+                values, others, wanted = (getattr(trace, kind) for trace in (*traces, self.reference))
+                if not is_captured and kind == "outputs":
+                    others, wanted = ({name: each[name] for name in values} for each in (others, wanted))
+                if values:
+                    slack = {"dtype": dtype, "slack_epsilons": gates.SLACK_EPSILONS}
+                    ratio = distance.compare_errors(values, others, wanted, kind=kind, **slack)
+                    self.comparisons[f"{kind}_{dtype}"] = ratio
+                    self.gates.append(gates.from_ratio(ratio, what=f"{kind.replace('_', ' ')}, {dtype}"))
+            if dtype == "float32" and self.case.steps:
+                self._train_float32(side, other)
+
+    def _train_float32(self, side: Any, other: Any) -> None:
+        steps, sign = self._steps(), np.random.default_rng(self.case.seed)
+        curve = side.train(steps, OPTIMIZER, seed=SEED).losses
+        reference = other.train(steps, OPTIMIZER, seed=SEED).losses
+        perturbed = []
+        for _ in range(NUM_PERTURBED):
+            moved = {name: x * (1.0 + 2.0**-23 * sign.choice((-1.0, 1.0), x.shape)) for name, x in self.params.items()}
+            other.load_params(moved)
+            perturbed.append(other.train(steps, OPTIMIZER, seed=SEED).losses)
+        gate = gates.training_noise(curve, reference, perturbed, reference=self.losses, dtype="float32")
+        self.gates.append(gate)
+
+    def _sides(self, dtype: str) -> tuple[Any, Any]:
+        return sides(self.case, self.config, self.params, dtype=dtype, backend=self.backend)
+
+    def result(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        culprit = capture.blame(self.local, tolerance=distance.TOLERANCE_FLOAT64)
+        failures = {kind: self.comparisons[kind].first_failure for kind in self.comparisons}
+        first = {kind: failure.name for kind, failure in failures.items() if failure is not None}
+        return {
+            "case": self.case.id,
+            "backend": self.backend,
+            "passed": all(gate.passed for gate in self.gates),
+            "worst": self.comparisons["outputs"].worst.error,
+            "gates": [gate._asdict() for gate in self.gates],
+            "first_divergence": first.get("outputs"),
+            "first_divergence_backward": first.get("output_gradients"),
+            "first_divergence_by_kind": first,
+            "blame": None if culprit is None else culprit._asdict(),
+            "layers": self._layers(),
+            "parameters": self._parameters(),
+            "settings": self.settings,
+        }
+
+    def _layers(self) -> list[dict[str, Any]]:
+        columns = {"float64": _errors(self.comparisons.get("outputs"))}
+        columns["gradient"] = _errors(self.comparisons.get("output_gradients"))
+        for dtype in REDUCED:
+            ratio = self.comparisons.get(f"outputs_{dtype}")
+            columns[dtype] = {entry.name: entry.error for entry in ratio.entries} if ratio else {}
+            columns[f"{dtype}_torch"] = {entry.name: entry.other_error for entry in ratio.entries} if ratio else {}
+        columns["own"] = {}
+        for entry in self.local:
+            columns["own"][entry.module] = max(entry.error, columns["own"].get(entry.module, 0.0))
+        return [{"module": name} | {key: c.get(name) for key, c in columns.items()} for name in columns["float64"]]
+
+    def _parameters(self) -> list[dict[str, Any]]:
+        kinds = [kind for kind in self.comparisons if kind == "gradients" or "_after_" in kind]
+        columns = {kind: _errors(self.comparisons[kind]) for kind in kinds}
+        return [{"parameter": name} | {key: c.get(name) for key, c in columns.items()} for name in self.params if kinds]
+
+
+def _errors(comparison: distance.Comparison | None) -> dict[str, float]:
+    return {entry.name: entry.error for entry in comparison.entries} if comparison else {}
+
+
+def write(path: str | Path, result: Any) -> None:
+    """Write a result as JSON: to a temporary name first, so that an interrupted run leaves no half file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.replace(path)
