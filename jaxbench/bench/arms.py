@@ -95,6 +95,22 @@ def shallow(config, params: dict[str, np.ndarray], num_layers: int | None):
     }
 
 
+def generate(generator: Any, inputs: list, workload: Workload, to_host: Callable[[Any], np.ndarray]) -> dict:
+    """Run a twin's Generator once: first token and the tokens after it timed apart, each read back on the host."""
+    new_tokens = max(workload.new_tokens, 1)
+    start = time.perf_counter()
+    state = generator.prefill(inputs, max_new_tokens=new_tokens, seed=0)
+    tokens = to_host(state.tokens)
+    first = time.perf_counter()
+    if new_tokens > 1:
+        state = generator.decode(state, new_tokens)
+        tokens = to_host(state.tokens)
+    last = time.perf_counter()
+    width = workload.prompt_tokens
+    generated = tokens[: workload.batch, width : width + new_tokens]
+    return {"first_s": first - start, "rest_s": last - first, "tokens": as_lists(generated)}
+
+
 def timed(run: Callable[[], Any], repeats: int) -> list[float]:
     """Return the seconds of each of `repeats` calls after one unrecorded call."""
     run()

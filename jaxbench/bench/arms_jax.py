@@ -6,6 +6,8 @@ import importlib
 import os
 import time
 
+import numpy as np
+
 from jaxbench.bench import arms
 from jaxbench.bench.records import Workload
 
@@ -23,7 +25,6 @@ class JaxArm(arms.Arm):
         self.sample = importlib.import_module(f"{self.package}.sample")
         self.train = importlib.import_module(f"{self.package}.train")
         self.model = self.generator = self.state = self.step = None
-        self.programs: dict[Workload, object] = {}
         found = jax.default_backend()
         wanted = {"cpu": "cpu", "gpu": "gpu", "tpu": "tpu"}[self.device]
         return "" if found == wanted else f"JAX runs on {found} here, not on {wanted}"
@@ -42,9 +43,7 @@ class JaxArm(arms.Arm):
             self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.Sampling())
         else:
             b1, b2 = arms.ADAMW["betas"]
-            optimizer = self.train.AdamW(
-                train["learning_rate"], b1, b2, arms.ADAMW["eps"], arms.ADAMW["weight_decay"]
-            )
+            optimizer = self.train.AdamW(train["learning_rate"], b1, b2, arms.ADAMW["eps"], arms.ADAMW["weight_decay"])
             self.state = jax.jit(self.train.init_state, static_argnums=1)(self.model, optimizer)
             self.model = None
         jax.block_until_ready(jax.tree.leaves((self.model, self.state)))
@@ -56,7 +55,6 @@ class JaxArm(arms.Arm):
         start = time.perf_counter()
         programs = self.generator.compile(workload.batch, workload.prompt_tokens, max(workload.new_tokens, 1))
         seconds = time.perf_counter() - start
-        self.programs[workload] = programs
         program = programs.prefill if workload.kind == "prefill" else programs.decode
         return {"compile_s": seconds, **compiler_counts(program)}
 
@@ -64,14 +62,13 @@ class JaxArm(arms.Arm):
         """Run one workload: host token ids in, host token ids out."""
         if workload.kind == "train":
             return self._run_step(inputs)
-        raise NotImplementedError(workload.label())
+        return arms.generate(self.generator, inputs, workload, np.asarray)
 
     def unload(self) -> None:
         """Drop weights and programs."""
         import jax
 
         self.model = self.generator = self.state = self.step = None
-        self.programs.clear()
         jax.clear_caches()
 
     def device_memory(self) -> int | None:
@@ -110,14 +107,11 @@ class JaxArm(arms.Arm):
         return path
 
     def _batch(self, inputs: list):
-        import numpy as np
-
         tokens, wanted, positions = arms.targets(inputs)
         return self.train.Batch(tokens, wanted, positions, np.ones(tokens.shape, bool))
 
     def _prepare_step(self, workload: Workload) -> dict:
         import jax
-        import numpy as np
 
         rows = np.zeros((workload.batch, workload.prompt_tokens + 1), np.int32)
         start = time.perf_counter()

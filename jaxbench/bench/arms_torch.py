@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import time
@@ -123,3 +124,109 @@ class TorchBase(arms.Arm):
 
     def _generate(self, workload: Workload, inputs: list) -> dict:
         raise NotImplementedError(f"{self.name}: generate {workload.label()}")
+
+
+class EagerArm(TorchBase):
+    """The twin in torch_ref, run eagerly."""
+
+    name = "torch_eager"
+
+    def start(self) -> str:
+        """Import the twin's modules."""
+        reason = super().start()
+        self.transformer = importlib.import_module("torch_ref.transformer")
+        self.sample = importlib.import_module("torch_ref.sample")
+        self.train = importlib.import_module("torch_ref.train")
+        self.generator = self.state = None
+        return reason
+
+    def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
+        """Read the checkpoint and build the twin; the optimiser too where asked."""
+        from jaxbench import weights
+
+        self.dtype = dtype
+        checkpoint = weights.load_checkpoint(self.checkpoint)
+        config, params = arms.shallow(checkpoint.config, checkpoint.params, num_layers)
+        self.model = self.transformer.build(config, params, dtype=dtype).to(self.torch_device)
+        if train is None:
+            self.model.eval().requires_grad_(False)
+            self._make_generator()
+        else:
+            b1, b2 = arms.ADAMW["betas"]
+            rest = arms.ADAMW["eps"], arms.ADAMW["weight_decay"]
+            optimizer = self.train.AdamW(train["learning_rate"], b1, b2, *rest)
+            self.state = self.train.init_state(self.model, optimizer)
+        self.synchronize()
+
+    def unload(self) -> None:
+        """Drop model, generator and optimiser."""
+        self.generator = self.state = None
+        super().unload()
+
+    def _make_generator(self) -> None:
+        self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.Sampling())
+
+    def _generate(self, workload: Workload, inputs: list) -> dict:
+        return arms.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy())
+
+    def _step(self, inputs: list) -> dict:
+        import torch
+
+        tokens, wanted, positions = (torch.from_numpy(a.copy()).to(self.torch_device) for a in arms.targets(inputs))
+        batch = self.train.Batch(tokens, wanted, positions, torch.ones_like(tokens, dtype=torch.bool))
+        start = time.perf_counter()
+        self.state, loss = self.train.train_step(self.state, batch)
+        value = float(loss)
+        self.synchronize()
+        return {"step_s": time.perf_counter() - start, "loss": value}
+
+
+class CompiledArm(EagerArm):
+    """The twin under torch.compile (Inductor, default mode, static shapes): model passes and the train step."""
+
+    name = "torch_compile"
+
+    def start(self) -> str:
+        """Check that Inductor can build code here."""
+        reason = super().start()
+        if not reason and self.device == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+            reason = "torch.compile needs a C++ compiler (g++ or clang++), none is on the PATH"
+        return reason
+
+    def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
+        """Load as eager does, then compile layer by layer.
+
+        All layers share one program a shape (PyTorch's "regional compilation"): compiling the whole model at once took
+        25 s a shape instead of 1-2 here, and was no faster to run.
+        """
+        import torch
+
+        torch._dynamo.reset()
+        torch._dynamo.config.recompile_limit = 64  # one program a shape, as the JAX arms have
+        super().load(dtype, num_layers=num_layers, train=train)
+        for layer in self.model.layers:
+            layer.compile(dynamic=False)
+
+    def prepare(self, workload: Workload) -> dict:
+        """Compile by running: torch.compile has no ahead-of-time call, so the second run's time is taken off."""
+        width = workload.prompt_tokens + (1 if workload.kind == "train" else 0)
+        inputs = [[1 + (row + column) % 64 for column in range(width)] for row in range(workload.batch)]
+        seconds = []
+        for _ in range(2):
+            start = time.perf_counter()
+            self.rehearse(workload, inputs)
+            seconds.append(time.perf_counter() - start)
+        return {"compile_s": max(seconds[0] - seconds[1], 0.0)}
+
+    def rehearse(self, workload: Workload, inputs: list) -> None:
+        """Run each of the workload's programs once, two tokens of decoding."""
+        if workload.kind == "train":
+            self._step(inputs)
+            return
+        import torch
+
+        with torch.inference_mode():
+            new_tokens = max(workload.new_tokens, 1)
+            state = self.generator.prefill(inputs, max_new_tokens=new_tokens, seed=0)
+            self.generator.decode(state, min(new_tokens, 2))
+        self.synchronize()

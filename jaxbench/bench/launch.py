@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxbench import launch as process_environment
 from jaxbench.bench import records, roofline, statistics
 from jaxbench.bench.plan import Plan
 from jaxbench.bench.process import Worker, WorkerError
@@ -278,25 +279,22 @@ class Launch:
 
 
 def worker_environment(device: str, *, cache: Path, threads: int) -> dict[str, str]:
-    """Return the environment of every worker: offline, tuned malloc, one platform, the run's own compile cache."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    return environment | {
-        "JAX_PLATFORMS": {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}[device],
-        "MALLOC_MMAP_THRESHOLD_": "8589934592",  # large temporaries stay mapped: research/serving.md section 2, rule 5
-        "MALLOC_TRIM_THRESHOLD_": "8589934592",
-        "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several workers share one accelerator
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
+    """Return the environment of every worker: jaxbench's own, offline, with the run's own compile cache."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    return (
+        inherited
+        | process_environment.environment(device)
+        | {
+            "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),  # the run's own, so that launch 1 is cold
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+        }
+    )
 
 
 def rates(load: Workload, found: list[dict]) -> dict[str, list[float]]:

@@ -106,9 +106,7 @@ def _done(file: RecordFile, work: Plan, metric: str, device: str | None = None) 
     )
 
 
-def _run(
-    command: list[str], environment: dict[str, str], work: Plan, name: str, timeout_s: float, output: Path
-) -> str:
+def _run(command: list[str], environment: dict[str, str], work: Plan, name: str, timeout_s: float, output: Path) -> str:
     """Run a part's process with its log in the workdir; return why it failed, or an empty string."""
     log = work.workdir / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,9 @@ def check_device(device: str) -> None:
         raise ValueError(f"compare: --device={device} is unknown, wanted cpu, gpu or tpu")
     files = {"gpu": ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"), "tpu": ("/dev/accel0", "/dev/vfio/0")}
     if device in files and not any(os.path.exists(path) for path in files[device]):
-        raise ValueError(f"compare: --device={device}, but this machine has none ({', '.join(files[device])} not found)")
+        raise ValueError(
+            f"compare: --device={device}, but this machine has none ({', '.join(files[device])} not found)"
+        )
 
 
 def find_model(suite: Suite, workdir: Path) -> Model:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Literal
 
 import pydantic
 
+from jaxbench import config
 from jaxbench.bench.records import Workload
 from jaxbench.config import Base
 
@@ -169,7 +168,6 @@ def config_id(suite: Suite, *, model_sha256: str, text_sha256: str) -> str:
     Equal for two runs whose results may be compared; the number of launches, the budget and the set of arms do not
     enter (decisions.md), the model's and the text's sha256 do.
     """
-    content = suite.model_dump(mode="json", exclude={"arms", "parity", "tpu", "rounds", "verdicts", "model", "data"})
-    content["rounds"] = {"warmup": suite.rounds.warmup}
-    content |= {"model_sha256": model_sha256, "text_sha256": text_sha256}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    exclude = ["model", "data", "arms", "parity", "tpu", "verdicts"]
+    exclude += [f"rounds.{name}" for name in Rounds.model_fields if name != "warmup"]
+    return config.config_id(suite, exclude=exclude, extra={"model_sha256": model_sha256, "text_sha256": text_sha256})

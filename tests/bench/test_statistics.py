@@ -117,14 +117,17 @@ def test_drift_is_the_spread_of_launch_medians():
     assert statistics.drift([]) == 0.0
 
 
-@pytest.mark.parametrize("call", [
-    lambda: statistics.median([]),
-    lambda: statistics.log_ratio([0.0], [1.0], higher_is_better=True),
-    lambda: statistics.t_interval([]),
-    lambda: statistics.t_interval([math.nan, 1.0]),
-    lambda: statistics.t_interval([1.0], confidence=1.5),
-    lambda: statistics.samples_for_percentile(1.0),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: statistics.median([]),
+        lambda: statistics.log_ratio([0.0], [1.0], higher_is_better=True),
+        lambda: statistics.t_interval([]),
+        lambda: statistics.t_interval([math.nan, 1.0]),
+        lambda: statistics.t_interval([1.0], confidence=1.5),
+        lambda: statistics.samples_for_percentile(1.0),
+    ],
+)
 def test_undefined_statistics_are_errors_with_values(call):
     with pytest.raises(ValueError, match=r"\d|nan|\[\]"):
         call()

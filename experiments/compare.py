@@ -1,0 +1,64 @@
+"""Compare Flax, Equinox and PyTorch on one model: speed, memory, compile time, proof of equality, TPU figures.
+
+    python experiments/compare.py --config=configs/suites/default.yaml        (or: make compare)
+
+Writes results.jsonl, results.csv, report.html and TensorBoard scalars into --workdir. Interrupt at any point: what is
+finished is kept, --resume goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from absl import flags
+
+from jaxbench import cli
+
+
+def main() -> int:
+    """Run the suite that the flags name; 1 when the parity proof failed."""
+    from rich.console import Console
+
+    from jaxbench.bench import records, report, run
+    from jaxbench.bench.suite import Suite
+
+    suite = cli.load_config(Suite)
+    if flags.FLAGS.tpu_topology:
+        topologies = tuple(flags.FLAGS.tpu_topology)
+        suite = suite.model_copy(update={"tpu": suite.tpu.model_copy(update={"topologies": topologies})})
+    suite = suite.model_copy(
+        update={name: flags.FLAGS[name].value for name in ("model", "data") if flags.FLAGS[name].present}
+    )
+    workdir = Path(flags.FLAGS.workdir or Path("out") / Path(flags.FLAGS.config).stem)
+    console, started = Console(stderr=True), time.monotonic()
+    cli.keep(f"finished results are in {workdir / records.RESULTS_NAME}; go on with --resume")
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim] {text}", highlight=False)
+
+    found = run.compare(
+        suite,
+        device=flags.FLAGS.device,
+        workdir=workdir,
+        resume=flags.FLAGS.resume,
+        profile=flags.FLAGS.profile,
+        say=say,
+    )
+    report.write(found, suite, workdir)
+    return cli.EXIT_GATE if run.failed_gates(found) else cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    cli.define_config("configs/suites/default.yaml")
+    cli.define_model()
+    cli.define_data()
+    cli.define_device()
+    cli.define_workdir()
+    flags.DEFINE_bool("resume", False, "go on with the results in --workdir: finished launches and parts are skipped")
+    flags.DEFINE_bool("profile", False, "also write a trace of each workload (xprof for JAX, Chrome for PyTorch)")
+    flags.DEFINE_list("tpu_topology", None, "compile for these TPUs instead of the suite's: v5e:2x2,v6e:2x4")
+    cli.run(main, about=__doc__)
