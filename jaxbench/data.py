@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +21,7 @@ DOCUMENT_SEPARATOR = "\f"  # a form feed in a .txt file
 PADDING_SEGMENT, PADDING_POSITION, NO_TARGET = 0, -1, -1
 
 
+@runtime_checkable
 class Encoder(Protocol):
     """What is needed of a tokenizer."""
 

@@ -177,7 +177,7 @@ def _llama_from_hf(s: _Settings) -> dict[str, Any]:
     attention_bias, mlp_bias = s.get("attention_bias", False), s.get("mlp_bias", False)
     if attention_bias != mlp_bias:
         raise ValueError(
-            f"{s.source}: attention_bias={attention_bias} with mlp_bias={mlp_bias} is not supported, wanted both the same"
+            f"{s.source}: attention_bias={attention_bias} with mlp_bias={mlp_bias} is not supported, wanted them equal"
         )
     d_model, heads = s.need("hidden_size"), s.need("num_attention_heads")
     theta, scaling = _rotary_from_hf(s)
@@ -319,7 +319,8 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     if not is_llama or (c.sliding_window and c.use_bias):
         raise ValueError(
             f"model: no Hugging Face architecture has norm={c.norm}, activation={c.activation}, position={c.position}, "
-            f"use_bias={c.use_bias}, sliding_window={c.sliding_window}, heads {c.num_heads}/{c.num_kv_heads} of {c.head_dim}"
+            f"use_bias={c.use_bias}, sliding_window={c.sliding_window}, "
+            f"num_heads={c.num_heads}, num_kv_heads={c.num_kv_heads}, head_dim={c.head_dim}"
         )
     values = shared | {
         "model_type": "mistral" if c.sliding_window else "llama",

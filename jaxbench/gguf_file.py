@@ -145,6 +145,7 @@ class _Parser:
         end = data_start + offset + size
         if end > len(self.content):
             raise ValueError(
-                f"{self.path}: truncated GGUF file, tensor {name!r} ends at byte {end} of {len(self.content)}; fetch it again"
+                f"{self.path}: truncated GGUF file, tensor {name!r} ends at byte {end} of {len(self.content)}; "
+                "fetch it again"
             )
         return TensorInfo(shape, kind, data_start + offset, size)

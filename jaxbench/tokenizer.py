@@ -1,6 +1,6 @@
 """Text to token ids and back, from a GGUF file's metadata or a Hugging Face folder (S file).
 
-The work is done by `tokenizers`; this adds the pieces that a checkpoint keeps elsewhere: begin and end ids, chat template.
+The work is done by `tokenizers`; this adds what a checkpoint keeps elsewhere: begin and end ids, chat template.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 SPECIAL, USER_DEFINED = 3, 4  # GGUF token types: control tokens, and text kept whole
 # How GGUF's `tokenizer.ggml.pre` splits text before merging: a regular expression or "digits", which takes every digit
 # alone, then GPT-2's. Sources: llama.cpp src/llama-vocab.cpp; SmolLM2's own tokenizer.json (Digits, then ByteLevel).
-LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PRE_TOKENIZERS = {"gpt-2": None, "smollm": "digits", "llama-bpe": LLAMA3_SPLIT}
 
 
@@ -99,8 +102,8 @@ def _from_gguf(path: Path) -> Tokenizer:
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise ValueError(
-            f"{path}: tokenizer model {kind!r} with pre-tokenizer {pre!r} is not supported, wanted model 'gpt2' with one "
-            f"of {', '.join(PRE_TOKENIZERS)}; pass the Hugging Face folder instead"
+            f"{path}: tokenizer model {kind!r} with pre-tokenizer {pre!r} is not supported, wanted model 'gpt2' with "
+            f"one of {', '.join(PRE_TOKENIZERS)}; pass the Hugging Face folder instead"
         )
     try:
         tokens = metadata["tokenizer.ggml.tokens"]

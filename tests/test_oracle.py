@@ -1,0 +1,185 @@
+"""Hugging Face transformers as outside oracle: equal logits and equal greedy text from the same weights.
+
+transformers gets its weights by another way than the backends: the default model through save_checkpoint, the small
+ones from its own random initialisation, which load_checkpoint then reads.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+import jaxbench.eqx.sample
+import jaxbench.eqx.transformer
+import jaxbench.sample
+import jaxbench.transformer
+import torch_ref.sample
+import torch_ref.transformer
+from jaxbench import data, tokenizer, weights
+
+LENGTHS = (8, 31, 100, 256, 512)  # tokens of the prompts
+NEW_TOKENS = 64
+LOGIT_TOLERANCE = 1e-5  # relative 2-norm in float32, the issue's bar
+SAFETY = 10  # a greedy choice counts where its margin is this many times the measured logit error
+BACKENDS = {
+    "flax": (jaxbench.transformer, jaxbench.sample),
+    "equinox": (jaxbench.eqx.transformer, jaxbench.eqx.sample),
+    "torch": (torch_ref.transformer, torch_ref.sample),
+}
+
+
+class Oracle(NamedTuple):
+    """What transformers says about the default model."""
+
+    checkpoint: weights.Checkpoint
+    prompts: list[list[int]]
+    logits: list[np.ndarray]  # [T V] of each prompt
+    continuations: list[np.ndarray]
+    margins: list[np.ndarray]  # top logit minus second at each greedy step
+
+
+class Ours(NamedTuple):
+    """What one backend says."""
+
+    logits: list[np.ndarray]
+    continuations: np.ndarray
+
+
+def _forward(backend: str, model) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Return (tokens, positions) -> logits in numpy, compiled where that is usual."""
+    if backend == "torch":
+
+        def forward(tokens, positions):
+            with torch.no_grad():
+                return model(torch.from_numpy(tokens), torch.from_numpy(positions)).numpy()
+
+        return forward
+    if backend == "equinox":
+        call = eqx.filter_jit(lambda model, tokens, positions: model(tokens, positions))
+        return lambda tokens, positions: np.asarray(call(model, tokens, positions))
+    graph, state = nnx.split(model)
+    call = jax.jit(lambda state, tokens, positions: nnx.merge(graph, state)(tokens, positions))
+    return lambda tokens, positions: np.asarray(call(state, tokens, positions))
+
+
+def _padded(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and positions [B T] of prompts of several lengths, padded on the right."""
+    tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+    positions = np.full_like(tokens, -1)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        positions[row, : len(prompt)] = np.arange(len(prompt))
+    return tokens, positions
+
+
+def _relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted.astype(np.float64)))
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory) -> Oracle:
+    checkpoint = weights.load_checkpoint()
+    prompts = data.real_prompts(tokenizer.load_tokenizer(checkpoint.tokenizer), LENGTHS, data.load_text())
+    folder = weights.save_checkpoint(tmp_path_factory.mktemp("hf") / "default", checkpoint.config, checkpoint.params)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    shutil.rmtree(folder)
+    model.generation_config.eos_token_id = None  # all of NEW_TOKENS are compared
+    logits, continuations, margins = [], [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        how = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+        with torch.no_grad():
+            logits.append(model(ids).logits[0].numpy())
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **how)
+        continuations.append(made.sequences[0, len(prompt) :].numpy())
+        top = torch.stack(made.logits)[:, 0].topk(2).values
+        margins.append((top[:, 0] - top[:, 1]).numpy())
+    return Oracle(checkpoint, prompts, logits, continuations, margins)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def ours(request, oracle) -> Ours:
+    transformer, sample = BACKENDS[request.param]
+    model = transformer.build(oracle.checkpoint.config, oracle.checkpoint.params, dtype="float32")
+    logits = _forward(request.param, model)(*_padded(oracle.prompts))
+    kept = [logits[row, : len(prompt)] for row, prompt in enumerate(oracle.prompts)]
+    generator = sample.Generator(model, eos_id=None, sampling=sample.Sampling(temperature=0.0))
+    made = generator(oracle.prompts, max_new_tokens=NEW_TOKENS, seed=0)
+    return Ours(kept, np.asarray(made.tokens))
+
+
+def test_logits_of_the_default_model_equal_transformers(ours, oracle, record_property):
+    errors = [_relative_error(found, wanted) for found, wanted in zip(ours.logits, oracle.logits, strict=True)]
+    record_property("relative_errors", errors)
+    assert max(errors) <= LOGIT_TOLERANCE, dict(zip(LENGTHS, errors, strict=True))
+
+
+def test_greedy_text_of_the_default_model_equals_transformers(ours, oracle, record_property):
+    error = max(np.abs(found - wanted).max() for found, wanted in zip(ours.logits, oracle.logits, strict=True))
+    compared = []
+    for row, (wanted, margins) in enumerate(zip(oracle.continuations, oracle.margins, strict=True)):
+        unsure = np.flatnonzero(margins < SAFETY * error)
+        count = int(unsure[0]) if len(unsure) else NEW_TOKENS
+        compared.append(count)
+        assert ours.continuations[row][:count].tolist() == wanted[:count].tolist(), f"prompt of {LENGTHS[row]} tokens"
+    record_property("tokens_compared", compared)
+    least = min(float(margins.min()) for margins in oracle.margins)
+    note = f"compared {compared} tokens, logit error {error:.1e}, least margin {least:.1e}"
+    print(note)
+    assert sum(compared) >= 0.9 * NEW_TOKENS * len(LENGTHS), note
+
+
+# --- small random models of every variant, as transformers writes them
+
+SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "bos_token_id": 0}
+SHAPE |= {"eos_token_id": 1, "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2}
+VARIANTS = {
+    "llama grouped untied": transformers.LlamaConfig(**SHAPE, num_key_value_heads=2),
+    "llama tied, one key head, wide heads": transformers.LlamaConfig(
+        **SHAPE, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True
+    ),
+    "llama llama3 rotary": transformers.LlamaConfig(**SHAPE, num_key_value_heads=2, rope_parameters=LLAMA3),
+    "llama linear rotary with biases": transformers.LlamaConfig(
+        **SHAPE,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "mistral window": transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=9),
+    "gpt2": transformers.GPT2Config(**GPT2, bos_token_id=0, eos_token_id=1),
+    "gpt2 untied, narrow": transformers.GPT2Config(
+        **GPT2, n_inner=40, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_small_models_equal_transformers(variant, tmp_path):
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(VARIANTS[variant]).eval()
+    with torch.no_grad():  # norms and biases start at one and zero; a swapped or forgotten one must show
+        for parameter in theirs.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "hf")
+    checkpoint = weights.load_checkpoint(tmp_path / "hf")
+    tokens = np.random.default_rng(0).integers(0, 97, (2, 80), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(80, dtype=np.int32), tokens.shape).copy()
+    with torch.no_grad():
+        wanted = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    for backend, (transformer, _) in BACKENDS.items():
+        model = transformer.build(checkpoint.config, checkpoint.params, dtype="float32")
+        found = _forward(backend, model)(tokens, positions)
+        assert _relative_error(found, wanted) <= LOGIT_TOLERANCE, backend
