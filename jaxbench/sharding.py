@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import jax
 import numpy as np
@@ -22,13 +21,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 DATA, MODEL = "data", "model"
-Layout = Literal["replicated", "fsdp", "tensor", "fsdp_tensor"]
+
 LAYOUTS: tuple[str, ...] = ("replicated", "fsdp", "tensor", "fsdp_tensor")
 Rule = tuple[str, P]
 
 
 def decoder_rules(
-    layout: Layout, *, activation: str, norm: str, position: str, use_bias: bool, tie_embeddings: bool
+    layout: str, *, activation: str, norm: str, position: str, use_bias: bool, tie_embeddings: bool
 ) -> tuple[Rule, ...]:
     """Return the table of one layout for a decoder with these parts.
 

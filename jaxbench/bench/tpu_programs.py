@@ -79,7 +79,7 @@ def decode(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: st
     def run(params: dict, cache: KVCache, token_ids: jax.Array, positions: jax.Array, slot: jax.Array):
         transformer = model.merge(params)
         hidden, cache = transformer.features(token_ids, positions, cache=cache, slot=slot)
-        return jnp.argmax(transformer.logits(hidden[:, -1]), axis=-1).astype(jnp.int32)[:, None], cache
+        return jnp.argmax(transformer.logits(hidden), axis=-1).astype(jnp.int32), cache
 
     params = _placed_params(model, config, mesh, layout)
     rows, everywhere = sharding.batch_sharding(mesh, batch), NamedSharding(mesh, P())

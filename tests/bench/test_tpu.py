@@ -1,0 +1,110 @@
+"""Ahead-of-time compilation for TPU slices, in a process of its own as the comparison runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxbench.bench import chips, hlo, tpu
+from jaxbench.bench.records import Workload, read_lines
+from jaxbench.config import TransformerConfig
+
+TINY = TransformerConfig(
+    vocab_size=512, d_model=128, d_ff=256, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, max_seq_len=256
+)
+needs_libtpu = pytest.mark.skipif(bool(tpu.unavailable()), reason=tpu.unavailable() or "-")
+
+
+def records_of(measured: tpu.Measured, *, flops: int, traffic: int, kind: str = "train"):
+    """Return the records that one made-up compile result gives, by metric."""
+    common = {"workload": Workload(kind=kind, dtype="bfloat16", batch=8, prompt_tokens=512), "device": "v5e:2x2"}
+    topology = chips.parse_topology("v5e:2x2")
+    found = tpu.make_records(measured, flops, traffic, topology, tpu.Settings(), common, 30)
+    return {record.metric: record for record in found}
+
+
+def measured(**changes) -> tpu.Measured:
+    """Return a compile result with round numbers."""
+    memory = {"argument": 2**30, "output": 2**30, "alias": 2**30, "temp": 2**31, "code": 0}
+    reduce = hlo.Collective("all-reduce", 3, 200, int(2e8), 0)
+    return tpu.Measured(1.5, memory, 1.97e12, 5e9, {"all-reduce": reduce})._replace(**changes)
+
+
+def test_roofline_is_the_longest_of_three_published_rates():
+    found = records_of(measured(), flops=int(1.97e12), traffic=int(8.19e8))["tpu_roofline_s"]
+    assert found.value == pytest.approx(0.01)  # 1.97e12 FLOP at 197e12 FLOP/s
+    assert found.detail["memory_s"] == pytest.approx(0.001)  # 8.19e8 bytes at 819e9 bytes/s
+    assert found.detail["interconnect_s"] == pytest.approx(0.001)  # 2e8 bytes at 200e9 bytes/s
+    assert found.detail["bound"] == "compute"
+    assert found.detail["tokens_per_s"] == pytest.approx(8 * 512 / 0.01)
+
+
+def test_memory_counts_donated_buffers_once_and_compares_with_the_chip():
+    fits = records_of(measured(), flops=1, traffic=1)["tpu_memory_bytes"]
+    assert fits.value == 3 * 2**30 and fits.detail["fits"] is True
+    large = measured(memory={"argument": 2**34, "output": 2, "alias": 1, "temp": 0, "code": 0})
+    assert records_of(large, flops=1, traffic=1)["tpu_memory_bytes"].detail["fits"] is False
+
+
+def test_decode_rate_counts_one_token_a_row():
+    found = records_of(measured(), flops=1, traffic=int(8.19e8), kind="decode")["tpu_roofline_s"]
+    assert found.detail["tokens_per_s"] == pytest.approx(8 / 0.001)
+
+
+def test_unknown_topology_and_model_axis_are_refused_before_compiling():
+    with pytest.raises(ValueError, match="unknown topology 'v5e:2x3'.*v5e:2x2"):
+        tpu.check(["v5e:2x2", "v5e:2x3"])
+    with pytest.raises(ValueError, match="model_axis=3 does not divide the 4 chips of v5e:2x2"):
+        tpu.check(["v5e:2x2"], tpu.Settings(model_axis=3))
+
+
+def test_missing_libtpu_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'jaxbench\[tpu\]'"):
+        next(tpu.compile_topology(TINY, chips.parse_topology("v5e:2x2"), tpu.Settings()))
+
+
+def run_module(*arguments: str) -> subprocess.CompletedProcess:
+    """Run `python -m jaxbench.bench.tpu` with the inherited environment."""
+    command = [sys.executable, "-m", "jaxbench.bench.tpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | {"XLA_FLAGS": ""})
+
+
+def test_command_refuses_an_unknown_topology_with_exit_code_2():
+    done = run_module("--topology=v5e:9x9")
+    assert done.returncode == 2
+    assert "unknown topology 'v5e:9x9'" in done.stderr and "Traceback" not in done.stderr
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("topology", "chip_count"), [("v5e:2x2", 4), ("v5p:2x2x1", 4)])
+def test_a_tiny_model_compiles_for_a_slice_and_is_counted(tmp_path, topology, chip_count):
+    from jaxbench import families
+
+    (tmp_path / "config.json").write_text(json.dumps(families.config_to_hf(TINY)))
+    output = tmp_path / "tpu.jsonl"
+    request = {
+        "topology": topology, "checkpoint": str(tmp_path), "num_layers_train": 1, "dtype": "bfloat16",
+        "prefill_tokens": 128, "decode_batch": 6, "train_batch": 4, "train_tokens": 128,
+    }  # fmt: skip
+    done = run_module(json.dumps(request), str(output))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "the compiler's log noise belongs silenced"
+    found = {(record.workload.kind, record.metric): record for record in read_lines(output)}
+    assert {kind for kind, _ in found} == {"prefill", "decode", "train"}
+    assert {record.device for record in found.values()} == {topology}
+    for kind in ("prefill", "decode", "train"):
+        assert found[kind, "tpu_memory_bytes"].detail["fits"] is True
+        # The compiler also counts elementwise work, which weighs more the narrower the model.
+        assert 0.99 < found[kind, "tpu_flops"].detail["compiled_over_analytic"] < 1.4
+    assert found["decode", "tpu_flops"].workload.batch == 8, "6 rows are rounded up to the chips that share them"
+    assert found["train", "tpu_flops"].detail["num_chips"] == chip_count
+    assert found["prefill", "tpu_collective_bytes"].value == 0, "a batch split needs no traffic"
+    kinds = found["train", "tpu_collective_bytes"].detail["kinds"]
+    gathered = 512 * 128 + 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256  # every fsdp kernel once, in bfloat16
+    assert 2 * gathered <= kinds["all-gather"]["result_bytes"] <= 2.2 * gathered
+    assert found["train", "tpu_roofline_s"].value > 0
