@@ -1,0 +1,61 @@
+# make compare   how Flax, Equinox and PyTorch run a real language model here: proof, speed, memory, TPU cost
+# make test      the whole test suite
+#
+# Variables: VENV=folder of the environment, PYTHON=interpreter that creates it, NO_VENV=1 to use the packages of PYTHON,
+#            ARGS="--device=gpu --resume" for the command that runs, CONFIG=configs/suites/full.yaml for make compare.
+VENV ?= .venv
+PYTHON ?= python3
+NO_VENV ?=
+CONFIG ?= configs/suites/default.yaml
+ARGS ?=
+
+ifeq ($(NO_VENV),1)
+  PY := $(PYTHON)
+else
+  PY := $(VENV)/bin/python
+endif
+export NO_VENV
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.DEFAULT_GOAL := help
+.PHONY: help environment assets compare bench parity test lint peers clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 20
+
+environment:  ## create the virtual environment if it is missing
+	@.ci/environment $(VENV) $(PYTHON)
+
+assets: environment  ## fetch the default model into the cache if it is missing
+	@echo "==> default model and text"
+	@$(PY) -m jaxbench.assets
+
+compare: assets  ## the comparison: parity, speed, memory and TPU cost (8 minutes)
+	@echo "==> comparison: $(CONFIG)"
+	@$(PY) experiments/compare.py --config=$(CONFIG) $(ARGS)
+
+bench: assets  ## the long comparison: more launches, sequence and batch grids
+	@echo "==> comparison: configs/suites/full.yaml"
+	@$(PY) experiments/compare.py --config=configs/suites/full.yaml $(ARGS)
+
+parity: assets  ## do the three backends compute the same function? every case
+	@echo "==> parity of every case"
+	@$(PY) experiments/parity.py --all $(ARGS)
+
+test: assets  ## the test suite
+	@echo "==> tests"
+	@$(PY) -m pytest $(ARGS)
+
+lint: environment  ## style and structure, seconds
+	@echo "==> ruff and the structure tests"
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m pytest -q --durations=0 tests/test_layout.py tests/test_mirror.py
+
+peers: environment  ## add the peers of the long comparison (llama.cpp, built from source)
+	@echo "==> peers"
+	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt llama-cpp-python
+
+clean:  ## remove the environment and tool caches (results and downloads stay)
+	rm -rf $(if $(filter .venv,$(VENV)),.venv) .venvs build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

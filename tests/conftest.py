@@ -1,0 +1,89 @@
+"""What holds for every test: one platform, no network, strict shapes, warnings that are errors, fixed seeds.
+
+Float64: everything runs in 32 bits unless a test asks. Put the whole test (arrays made before keep their type) into
+
+    with jax.enable_x64(True):
+        ...
+
+or take the fixture `x64`. PyTorch needs nothing, its float64 is always there.
+
+Subprocesses inherit the environment set here, so they are off the network and on the CPU too. A test that starts a
+command and wants the environment of a user's shell builds it with `shell_environment()` from tests/test_cli.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+# Before anything imports JAX or PyTorch
+os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu is installed; looking for a TPU prints pages of errors
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
+)  # meshes are tested on 8 simulated devices
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # [B D] + [D] must be written out
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["PIP_NO_INDEX"] = "1"  # `make test` fetched the model before
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+
+from jaxbench import launch  # noqa: E402
+
+# Compiling is most of the suite's time; the cache halves a second run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(launch.compile_cache_dir()) + "-tests")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50, print_blob=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+_connect = socket.socket.connect
+
+
+def _refuse_network(self: socket.socket, address):
+    """Stand in for socket.connect: this machine only."""
+    host = address[0] if isinstance(address, tuple) else address
+    if self.family in (socket.AF_INET, socket.AF_INET6) and host not in ("127.0.0.1", "::1", "localhost"):
+        raise OSError(f"tests may not use the network, one asked for {host}")
+    return _connect(self, address)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network():
+    """Fail whatever opens a connection to another machine."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(socket.socket, "connect", _refuse_network)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def torch_settings():
+    """Give PyTorch two threads and a fixed seed, in the tests that use it; imports nothing."""
+    import sys
+
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(min(2, os.cpu_count() or 1))
+        torch.manual_seed(0)
+
+
+@pytest.fixture
+def x64():
+    """Run the test with JAX's 64-bit types."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def strict_dtypes():
+    """Run the test with JAX's strict type promotion (for forwards; optax's AdamW breaks under it)."""
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"):
+        yield
