@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt32
 
 from jaxbench import initial, prng
 
@@ -86,7 +86,7 @@ def rotate(
 
 
 def dropout(
-    x: Float[Array, "B T D"], rate: float, *, key: Array, step: Int[Array, ""], site: int
+    x: Float[Array, "B T D"], rate: float, *, key: Array, step: Int[Array, ""] | int, site: UInt32[Array, ""] | int
 ) -> Float[Array, "B T D"]:
     """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
 

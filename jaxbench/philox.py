@@ -34,8 +34,8 @@ def split_seed(seed: int) -> tuple[int, int]:
     return seed & MASK32, seed >> 32
 
 
-def philox4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Return the four 32-bit words of each counter (four broadcastable arrays) under a key (two 32-bit halves)."""
+def philox4x32(counter: tuple[np.ndarray | np.integer | int, ...], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """Return the four 32-bit words of each counter (four broadcastable arrays or integers) under a key (two 32-bit halves)."""
     c0, c1, c2, c3 = (np.asarray(c).astype(np.uint64) for c in counter)
     k0, k1 = (int(k) for k in key)
     for _ in range(ROUNDS):
@@ -44,7 +44,7 @@ def philox4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> tuple[n
         high1, low1 = product1 >> np.uint64(32), product1 & np.uint64(MASK32)
         c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
         k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
-    return tuple(c.astype(np.uint32) for c in (c0, c1, c2, c3))
+    return tuple(np.asarray(c, dtype=np.uint32) for c in (c0, c1, c2, c3))
 
 
 def words(seed: int, *, step: int, site: str, rows: np.ndarray, num_elements: int) -> np.ndarray:

@@ -45,7 +45,12 @@ def philox4x32(counter: tuple[Array, ...], key: UInt32[Array, "2"]) -> tuple[Arr
 
 
 def words(
-    key: UInt32[Array, "2"], *, step: Int[Array, ""], site: int, rows: Int[Array, " B"], num_elements: int
+    key: UInt32[Array, "2"],
+    *,
+    step: Int[Array, ""] | int,
+    site: UInt32[Array, ""] | int,
+    rows: Int[Array, " B"],
+    num_elements: int,
 ) -> UInt32[Array, "B E"]:
     """Return the random words of elements 0..num_elements-1 of each row; a block of four comes from one counter."""
     blocks = jnp.arange(-(-num_elements // 4), dtype=jnp.uint32)[None, :]

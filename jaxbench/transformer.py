@@ -47,8 +47,8 @@ class Context(NamedTuple):
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
     angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
-    slot: Int[Array, ""] | None  # where the call's first key goes in the cache; None without a cache
-    dropout: tuple[Array, Array] | None  # Philox key, step; None = no dropout
+    slot: Int[Array, ""] | int | None  # where the call's first key goes in the cache; None without a cache
+    dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
 
 
 class Attention(nnx.Module):
@@ -125,7 +125,11 @@ class Block(nnx.Module):
         self.dropout = dropout
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, sites: tuple[int, int], cached: tuple | None = None
+        self,
+        x: Float[Array, "B T D"],
+        context: Context,
+        sites: tuple[int | Array, int | Array],
+        cached: tuple | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
         """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
         mixed, cached = self.attention(self.attention_norm(x), context, cached)
@@ -133,7 +137,7 @@ class Block(nnx.Module):
         x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
         return x, cached
 
-    def _drop(self, x: Array, context: Context, site: int) -> Array:
+    def _drop(self, x: Array, context: Context, site: int | Array) -> Array:
         if context.dropout is None or self.dropout == 0.0:
             return x
         key, step = context.dropout
@@ -173,7 +177,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"],
         *,
         segments: Int[Array, "B T"] | None = None,
-        dropout: tuple[Array, Array] | None = None,
+        dropout: tuple[Array, Array | int] | None = None,
     ) -> Float[Array, "B T V"]:
         """Return next-token logits of every position; position -1 is padding, dropout is (Philox key, step)."""
         hidden, _ = self.features(tokens, positions, segments=segments, dropout=dropout)
@@ -185,9 +189,9 @@ class Transformer(nnx.Module):
         positions: Int[Array, "B T"],
         *,
         cache: KVCache | None = None,
-        slot: Int[Array, ""] | None = None,
+        slot: Int[Array, ""] | int | None = None,
         segments: Int[Array, "B T"] | None = None,
-        dropout: tuple[Array, Array] | None = None,
+        dropout: tuple[Array, Array | int] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Return hidden states after the final norm, and the keys and values attended to.
 

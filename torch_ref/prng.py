@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
@@ -42,7 +42,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: Int64[Tensor, "2"]) -> tuple[Te
 
 
 def words(
-    key: Int64[Tensor, "2"], *, step: int, site: int, rows: Int64[Tensor, " B"], num_elements: int
+    key: Int64[Tensor, "2"], *, step: int, site: int, rows: Int[Tensor, " B"], num_elements: int
 ) -> Int64[Tensor, "B E"]:
     """Return the random words of elements 0..num_elements-1 of each row; a block of four comes from one counter."""
     blocks = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=key.device)[None, :]

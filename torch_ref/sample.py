@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Sampling(NamedTuple):
     repetition_penalty: float = 1.0  # > 0; 1 = none
 
 
+@runtime_checkable
 class LogitProcessor(Protocol):
     """A pure change of logits during generation; with a `draw` method it replaces the draw as well.
 

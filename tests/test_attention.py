@@ -1,0 +1,172 @@
+"""Attention against a loop written from the definition, on every backend and implementation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench import attention, fused_attention
+from jaxbench.eqx import attention as eqx_attention
+from torch_ref import attention as torch_attention
+
+B, T, N, K, H, BLOCK = 2, 12, 4, 2, 8, 4
+
+
+def inputs(seed: int, length: int, cut: int) -> dict[str, np.ndarray]:
+    """Return random tensors; row 0 has two segments cut at `cut`, row 1 is padded from `length` on."""
+    random = np.random.default_rng(seed)
+    positions = np.tile(np.arange(T), (B, 1))
+    positions[0, cut:] -= cut
+    positions[1, length:] = -1
+    segments = np.zeros((B, T), np.int64)
+    segments[0, cut:] = 1
+    shapes = {"query": (B, T, N, H), "key": (B, K, T, H), "value": (B, K, T, H)}
+    tensors = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    return tensors | {"positions": positions, "segments": segments}
+
+
+def definition(query, key, value, positions, segments, window):
+    """Attend one query at a time, in float64, straight from the definition."""
+    out = np.zeros((B, T, N, H))
+    for b, t, n in np.ndindex(B, T, N):
+        allowed = [
+            s
+            for s in range(T)
+            if 0 <= positions[b, s] <= positions[b, t]
+            and segments[b, s] == segments[b, t]
+            and (window is None or positions[b, t] - positions[b, s] < window)
+        ]
+        if allowed:
+            kv = n // (N // K)
+            scores = key[b, kv, allowed].astype(float) @ query[b, t, n].astype(float) / np.sqrt(H)
+            weights = np.exp(scores - scores.max())
+            out[b, t, n] = weights / weights.sum() @ value[b, kv, allowed].astype(float)
+    return out
+
+
+def call(module, implementation, window, query, key, value, positions, segments):
+    return module.attention(
+        query,
+        key,
+        value,
+        query_positions=positions,
+        key_positions=positions,
+        query_segments=segments,
+        key_segments=segments,
+        window=window,
+        implementation=implementation,
+        block_size=BLOCK,
+    )
+
+
+JITTED = {
+    (module, implementation, window): jax.jit(lambda *args, m=module, i=implementation, w=window: call(m, i, w, *args))
+    for module in (attention, eqx_attention)
+    for implementation in ("dense", "blocked")
+    for window in (None, 3)
+}
+
+
+@given(st.integers(0, 1000), st.integers(1, T), st.integers(0, T), st.sampled_from([None, 3]))
+def test_every_implementation_equals_the_definition(seed, length, cut, window):
+    arrays = inputs(seed, length, cut)
+    expected = definition(**arrays, window=window)
+    for (_, _, jitted_window), function in JITTED.items():
+        if jitted_window == window:
+            np.testing.assert_allclose(np.asarray(function(*arrays.values())), expected, atol=2e-6)
+    for implementation in ("dense", "blocked", "fused"):
+        tensors = [torch.from_numpy(x) for x in arrays.values()]
+        actual = call(torch_attention, implementation, window, *tensors)
+        np.testing.assert_allclose(actual.numpy(), expected, atol=2e-6)
+
+
+def test_a_row_that_may_attend_to_nothing_is_zero_with_zero_gradient():
+    arrays = {name: jnp.asarray(x) for name, x in inputs(0, 5, T).items()}
+    for implementation in ("dense", "blocked"):
+        out = np.asarray(JITTED[attention, implementation, None](*arrays.values()))
+        assert (out[1, 5:] == 0).all() and np.isfinite(out).all()
+        grads = jax.jit(
+            jax.grad(
+                lambda q, k, v, i=implementation: jnp.sum(
+                    call(attention, i, None, q, k, v, arrays["positions"], arrays["segments"]) ** 2
+                ),
+                argnums=(0, 1, 2),
+            )
+        )(arrays["query"], arrays["key"], arrays["value"])
+        assert all(np.isfinite(g).all() for g in grads)
+        assert (np.asarray(grads[0])[1, 5:] == 0).all()
+
+
+def test_blocked_attentions_gradient_equals_dense_attentions():
+    arrays = {name: jnp.asarray(x) for name, x in inputs(1, 9, 4).items()}
+
+    def gradient(implementation):
+        def loss(q, k, v):
+            return jnp.sum(
+                jnp.sin(call(attention, implementation, 3, q, k, v, arrays["positions"], arrays["segments"]))
+            )
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(arrays["query"], arrays["key"], arrays["value"])
+
+    for dense, blocked in zip(gradient("dense"), gradient("blocked")):
+        np.testing.assert_allclose(np.asarray(dense), np.asarray(blocked), atol=1e-6)
+
+
+def temp_bytes(implementation: str, length: int, *, with_gradient: bool) -> int:
+    shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+    kv = jax.ShapeDtypeStruct((1, 2, length, 16), jnp.float32)
+    positions = jnp.arange(length)[None]
+
+    def function(q, k, v):
+        return attention.attention(
+            q, k, v, query_positions=positions, key_positions=positions, implementation=implementation, block_size=64
+        )
+
+    if with_gradient:
+        compiled = jax.jit(jax.grad(lambda *x: function(*x).sum(), argnums=(0, 1, 2))).lower(shape, kv, kv).compile()
+    else:
+        compiled = jax.jit(function).lower(shape, kv, kv).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_blocked_attention_memory_grows_linearly_with_length(with_gradient):
+    short, long = (temp_bytes("blocked", n, with_gradient=with_gradient) for n in (1024, 4096))
+    assert long < 4.5 * short
+    dense_short, dense_long = (temp_bytes("dense", n, with_gradient=with_gradient) for n in (1024, 4096))
+    assert dense_long > 12 * dense_short
+    assert long < dense_long / 10
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_splash_attention_computes_the_same_function(window):
+    arrays = inputs(2, 7, 5)
+    positions, segments = jnp.asarray(arrays["positions"]), jnp.asarray(arrays["segments"])
+    q, k, v = (jnp.asarray(arrays[name]) for name in ("query", "key", "value"))
+    spans = {"query_segments": segments, "key_segments": segments, "window": window}
+    with jax.numpy_rank_promotion("allow"):  # the kernel's own code promotes ranks
+        actual = fused_attention.attention(q, k, v, positions, positions, kernel="splash", interpret=True, **spans)
+    np.testing.assert_allclose(np.asarray(actual), definition(**arrays, window=window), atol=2e-6)
+
+
+@pytest.mark.parametrize("module", [attention, eqx_attention, torch_attention])
+def test_wrong_heads_and_unknown_implementations_are_named(module):
+    array = jnp.zeros if module is not torch_attention else torch.zeros
+    query, positions = array((1, 2, 3, 4)), array((1, 2), dtype=(torch if module is torch_attention else jnp).int32)
+    with pytest.raises(ValueError, match="num_heads=3 is not a multiple of num_kv_heads=2"):
+        module.attention(
+            query, array((1, 2, 2, 4)), array((1, 2, 2, 4)), query_positions=positions, key_positions=positions
+        )
+    key = array((1, 3, 2, 4))
+    with pytest.raises(ValueError, match="'flash' is not one of dense, blocked"):
+        module.attention(query, key, key, query_positions=positions, key_positions=positions, implementation="flash")
+
+
+def test_a_missing_fused_kernel_is_named():
+    query, key = jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 3, 2, 4))
+    positions = jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="platform 'cpu': use dense or blocked"):
+        attention.attention(query, key, key, query_positions=positions, key_positions=positions, implementation="fused")

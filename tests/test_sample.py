@@ -1,0 +1,227 @@
+"""Sampling: filters against numpy, equal tokens on three backends, buckets, endings and processors."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench import initial, prompts, sample, transformer
+from jaxbench.config import TransformerConfig
+from jaxbench.eqx import sample as eqx_sample
+from jaxbench.eqx import transformer as eqx_transformer
+from torch_ref import sample as torch_sample
+from torch_ref import transformer as torch_transformer
+
+VOCAB, NEW = 601, 24  # more than NUM_CANDIDATES, so that top-p's fallback can run
+CONFIG = TransformerConfig(
+    vocab_size=VOCAB, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=64
+)
+PARAMS = initial.initial_params(CONFIG, 0, distinct=True)
+BACKENDS = {
+    "flax": (transformer, sample),
+    "equinox": (eqx_transformer, eqx_sample),
+    "torch": (torch_transformer, torch_sample),
+}
+PROMPTS = [[1, 2, 3, 4, 5], [7] * 16, [9, 10]]
+SETTINGS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
+    {"temperature": 1.5, "top_p": 0.95},
+]
+
+
+def make(backend: str, *, eos_id=None, processors=(), **settings):
+    build, sampling = BACKENDS[backend]
+    model = build.build(CONFIG, PARAMS)
+    return sampling.Generator(model, eos_id=eos_id, sampling=sampling.Sampling(**settings), processors=processors)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "plain", "filtered", "nucleus"])
+def test_three_backends_draw_the_same_tokens(settings):
+    reference = make("torch", **settings)(PROMPTS, max_new_tokens=NEW, seed=5)
+    assert reference.tokens.shape == (3, NEW)
+    if settings:
+        assert len(np.unique(reference.tokens)) > 10
+    for backend in ("flax", "equinox"):
+        generation = make(backend, **settings)(PROMPTS, max_new_tokens=NEW, seed=5)
+        np.testing.assert_array_equal(generation.tokens, reference.tokens)
+
+
+@pytest.fixture(scope="module")
+def generators():
+    return {backend: make(backend, temperature=1.0) for backend in ("flax", "torch")}
+
+
+@pytest.mark.parametrize("backend", ["flax", "torch"])
+def test_a_rows_tokens_do_not_depend_on_its_batch(generators, backend):
+    together = generators[backend](PROMPTS, max_new_tokens=NEW, seed=1)
+    alone = generators[backend](PROMPTS[1:2], max_new_tokens=NEW, seed=1, row_ids=[1])
+    np.testing.assert_array_equal(together.tokens[1], alone.tokens[0])
+
+
+@pytest.mark.parametrize("backend", ["flax", "torch"])
+def test_decoding_in_two_calls_equals_one(generators, backend):
+    whole = generators[backend](PROMPTS, max_new_tokens=NEW, seed=1)
+    state = generators[backend].prefill(PROMPTS, max_new_tokens=NEW, seed=1)
+    state = generators[backend].decode(generators[backend].decode(state, 7), NEW)
+    tokens, lengths = prompts.continuations(PROMPTS, np.asarray(state.tokens), np.asarray(state.lengths))
+    np.testing.assert_array_equal(tokens, whole.tokens)
+
+
+def test_calls_of_one_bucket_compile_nothing_new(generators):
+    generator = generators["flax"]
+    generator(PROMPTS, max_new_tokens=NEW, seed=0)
+    before = len(generator.programs)
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
+    try:
+        for seed, lengths in enumerate([(3, 9, 16), (1, 2, 3, 4), (16, 16, 16)]):
+            generator([[1] * n for n in lengths], max_new_tokens=NEW - seed, seed=seed)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert len(generator.programs) == before
+    assert not [name for name in events if "backend_compile" in name]
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_a_row_ends_with_its_end_token_and_the_others_go_on(backend):
+    free = make(backend, temperature=1.0)(PROMPTS, max_new_tokens=NEW, seed=5)
+    end = int(free.tokens[0, 4])
+    assert end not in free.tokens[0, :4]
+    ended = make(backend, temperature=1.0, eos_id=end)(PROMPTS, max_new_tokens=NEW, seed=5)
+    assert ended.lengths[0] == 5 and ended.tokens[0, 4] == end and (ended.tokens[0, 5:] == -1).all()
+    for row in (1, 2):
+        stop = ended.lengths[row]
+        np.testing.assert_array_equal(ended.tokens[row, :stop], free.tokens[row, :stop])
+
+
+def test_the_cache_of_a_used_state_is_donated(generators):
+    state = generators["flax"].prefill(PROMPTS, max_new_tokens=NEW, seed=0)
+    generators["flax"].decode(state, NEW)
+    assert state.cache.keys[0].is_deleted()
+
+
+class Forbid:
+    """A processor that forbids one token after another: token `step` at each step."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def init(self, batch_size):
+        return self.array([0])
+
+    def apply(self, state, logits, tokens, length, step):
+        is_forbidden = self.array(np.arange(VOCAB)[None] < 300)
+        low = logits * 0 - 1e9
+        return state + 1, (jnp.where if self.array is jnp.asarray else torch.where)(is_forbidden, low, logits)
+
+
+class AlwaysThree(Forbid):
+    """A processor whose draw replaces sampling."""
+
+    def draw(self, state, logits, tokens, length, step):
+        return (length * 0 + 3).astype(jnp.int32) if self.array is jnp.asarray else length * 0 + 3
+
+
+@pytest.mark.parametrize(("backend", "array"), [("flax", jnp.asarray), ("torch", torch.tensor)])
+def test_processors_change_the_logits_and_may_replace_the_draw(backend, array):
+    generation = make(backend, temperature=1.0, processors=[Forbid(array)])(PROMPTS, max_new_tokens=8, seed=0)
+    assert generation.tokens.min() >= 300
+    generation = make(backend, temperature=1.0, processors=[AlwaysThree(array)])(PROMPTS, max_new_tokens=8, seed=0)
+    assert (generation.tokens == 3).all()
+
+
+def kept_by_definition(logits, temperature, top_k, top_p, min_p):
+    scaled = logits.astype(np.float64) / temperature
+    kept = np.ones(scaled.shape, bool)
+    if top_k:
+        kept &= scaled >= np.sort(scaled)[-top_k]
+    probabilities = np.where(kept, np.exp(scaled - scaled.max()), 0)
+    probabilities /= probabilities.sum()
+    order = np.argsort(-probabilities)
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    nucleus = np.zeros_like(kept)
+    nucleus[order[before < top_p]] = True
+    kept &= nucleus
+    return kept & (probabilities >= min_p * probabilities.max())
+
+
+@given(st.integers(0, 10_000), st.sampled_from([(0.7, 0, 0.9, 0.0), (2.0, 50, 0.8, 0.01), (30.0, 0, 0.97, 0.0)]))
+def test_filters_keep_what_their_definition_keeps(seed, settings):
+    logits = np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32) * 4
+    sampling = sample.Sampling(*settings)
+    expected = kept_by_definition(logits, *settings)
+    in_jax = np.isfinite(np.asarray(FILTERS[settings](logits[None]))[0])
+    in_torch = torch.isfinite(torch_sample.filter_logits(torch.tensor(logits[None]), sampling))[0].numpy()
+    np.testing.assert_array_equal(in_jax, in_torch)
+    # the nucleus' edge is decided in float32: one token may fall to the other side of it
+    assert (in_jax != expected).sum() <= 1
+
+
+FILTERS = {
+    settings: jax.jit(lambda logits, s=settings: sample.filter_logits(logits, sample.Sampling(*s)))
+    for settings in [(0.7, 0, 0.9, 0.0), (2.0, 50, 0.8, 0.01), (30.0, 0, 0.97, 0.0)]
+}
+
+
+def test_gumbel_draws_follow_the_softmax():
+    logits = np.array([2.0, 1.0, 0.0, -1.0], np.float32)
+    rows = 20_000
+    tokens = jax.jit(
+        lambda ids: sample.draw(
+            jnp.tile(logits[None], (rows, 1)),
+            sample.Sampling(temperature=1.0),
+            key=jnp.array([1, 2], jnp.uint32),
+            step=jnp.int32(0),
+            row_ids=ids,
+        )
+    )(jnp.arange(rows))
+    shares = np.bincount(np.asarray(tokens), minlength=4) / rows
+    expected = np.exp(logits) / np.exp(logits).sum()
+    assert np.abs(shares - expected).max() < 4 * np.sqrt(0.25 / rows)
+
+
+def test_repetition_penalty_touches_only_tokens_in_the_context():
+    logits = np.array([[2.0, -2.0, 3.0, -3.0]], np.float32)
+    tokens, lengths = np.array([[0, 1, 3, 3]], np.int32), np.array([2], np.int32)
+    expected = np.array([[1.0, -4.0, 3.0, -3.0]])
+    in_jax = sample.penalize_repetition(jnp.asarray(logits), jnp.asarray(tokens), jnp.asarray(lengths), penalty=2.0)
+    in_torch = torch_sample.penalize_repetition(*map(torch.tensor, (logits, tokens, lengths)), penalty=2.0)
+    np.testing.assert_array_equal(np.asarray(in_jax), expected)
+    np.testing.assert_array_equal(in_torch.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([[]], "prompt 0 is empty"),
+        ([], "wanted at least one"),
+        ([[1], [VOCAB]], "prompt 1 has a token outside"),
+        ([[1] * 50], "prompt 0 has 50 tokens and max_new_tokens=24, together more than the model's context of 64"),
+    ],
+)
+def test_bad_prompts_are_named(generators, bad, message):
+    for generator in generators.values():
+        with pytest.raises(ValueError, match=message):
+            generator(bad, max_new_tokens=NEW, seed=0)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+def test_settings_out_of_range_are_named(field):
+    sampling = sample.Sampling()._replace(**{field: -1})
+    with pytest.raises(ValueError, match=f"sampling: {field}=-1, wanted"):
+        prompts.check_sampling(SimpleNamespace(**sampling._asdict()))
+
+
+@given(st.integers(1, 40), st.integers(1, 4000), st.integers(1, 500))
+def test_buckets_hold_what_they_are_made_for(batch_size, prompt_length, max_new_tokens):
+    size = prompts.bucket(batch_size, prompt_length, max_new_tokens)
+    assert batch_size <= size.batch_size < 2 * batch_size
+    assert prompt_length <= size.prompt_length < max(2 * prompt_length, prompts.MIN_PROMPT + 1)
+    assert size.prompt_length + max_new_tokens <= size.num_slots < size.prompt_length + max_new_tokens + 64
