@@ -159,9 +159,9 @@ def test_filters_keep_what_their_definition_keeps(seed, settings):
     expected = kept_by_definition(logits, *settings)
     in_jax = np.isfinite(np.asarray(FILTERS[settings](logits[None]))[0])
     in_torch = torch.isfinite(torch_sample.filter_logits(torch.tensor(logits[None]), sampling))[0].numpy()
-    np.testing.assert_array_equal(in_jax, in_torch)
-    # the nucleus' edge is decided in float32: one token may fall to the other side of it
+    # the nucleus' edge is decided by sums in float32: one token may fall to the other side of it
     assert (in_jax != expected).sum() <= 1
+    assert (in_torch != expected).sum() <= 1
 
 
 FILTERS = {
