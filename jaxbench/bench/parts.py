@@ -10,10 +10,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxbench import launch as process_environment
 from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
 from jaxbench.bench.process import Worker, WorkerError
@@ -25,23 +25,27 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def parity(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
-    """Run the float64 proof of the model's forward pass and append its result."""
-    if _done(file, work, "parity"):
-        return
-    say("parity: float64 forward of the model, layer by layer")
-    output = work.workdir / "parity.json"
-    output.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "jaxbench.parity.quick", str(work.model.folder), str(output)]
-    start = time.monotonic()
-    reason = _run(command, {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}, work, "parity", PARITY_TIMEOUT_S, output)
-    if reason:
-        say(f"parity: {reason}")
-        file.append(work.record("parity", status="error", reason=reason))
-        return
-    detail = json.loads(output.read_text())
-    detail["seconds"] = round(time.monotonic() - start, 1)
-    file.append(work.record("parity", value=float(detail["worst"]), unit="ratio", detail=detail))
-    say(f"parity: worst relative difference {detail['worst']:.1e}, {'passed' if detail['passed'] else 'FAILED'}")
+    """Prove each JAX arm's model against PyTorch's in float64, layer by layer, and append the results."""
+    for arm in work.suite.arms:
+        if arm not in ("flax", "equinox") or _done(file, work, "parity", arm=arm):
+            continue
+        say(f"parity: {arm} against torch_ref in float64, layer by layer")
+        output = work.workdir / f"parity-{arm}.json"
+        output.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "jaxbench.parity.run", "--case=transformer/smollm2", "--quick"]
+        command += [f"--backend={arm}", f"--output={output}"]
+        if work.suite.model != "default":
+            command.append(f"--model={work.model.folder}")
+        environment = process_environment.environment("cpu")
+        reason = _run(command, environment, work, f"parity-{arm}", PARITY_TIMEOUT_S, output)
+        if reason:
+            say(f"parity: {arm}: {reason}")
+            file.append(work.record("parity", arm=arm, status="error", reason=reason))
+            continue
+        detail = json.loads(output.read_text())
+        file.append(work.record("parity", value=float(detail["worst"]), unit="ratio", arm=arm, detail=detail))
+        said = "passed" if detail["passed"] else "FAILED"
+        say(f"parity: {arm}: worst relative difference {detail['worst']:.1e}, {said}")
 
 
 def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
@@ -98,11 +102,11 @@ def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
             worker.close()
 
 
-def _done(file: RecordFile, work: Plan, metric: str, device: str | None = None) -> bool:
+def _done(file: RecordFile, work: Plan, metric: str, *, device: str | None = None, arm: str | None = None) -> bool:
     return any(
         record.metric == metric and record.status == "ok" and record.config_id == work.config_id
         for record in file.read()
-        if device is None or record.device == device
+        if device in (None, record.device) and arm in (None, record.arm)
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbench import assets
-from jaxbench.bench import environment, estimate
+from jaxbench.bench import chips, environment, estimate
 from jaxbench.bench import suite as suites
 from jaxbench.bench.records import Record, Workload, now_utc
 from jaxbench.bench.suite import Suite
@@ -53,6 +53,8 @@ class Plan(NamedTuple):
 def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
     """Check every input and return the plan; ValueError before anything is compiled or measured."""
     check_device(device)
+    for topology in suite.tpu.topologies:
+        chips.parse_topology(topology)
     model = find_model(suite, workdir)
     suite.check_context(model.config.max_seq_len)
     if device == "cpu":

@@ -87,6 +87,11 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
         say(f"launch {number} of {rounds.launches}: {time.monotonic() - begun:.0f} s")
 
 
+def failed_gates(found: list[Record]) -> list[str]:
+    """Return the arms whose parity proof ran and failed."""
+    return [r.arm for r in found if r.metric == "parity" and r.status == "ok" and not r.detail.get("passed", False)]
+
+
 def agreement_notes(found: list[Record]) -> list[str]:
     """Return one sentence a workload: whether every arm generated the same tokens, or where they part."""
     notes = []

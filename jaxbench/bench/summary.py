@@ -22,6 +22,7 @@ COMPARED = {
     "compile_warm_s": False,
     "peak_memory_bytes": False,
 }
+NOT_ROWS = ("tokens", "parity", "profile")  # records of an arm that are no measurement
 # Rows that "not slower than torch_ref" is about: compile time has no counterpart in eager code.
 SPEED = ("prefill_tokens_per_s", "first_token_s", "decode_tokens_per_s", "train_tokens_per_s")
 
@@ -48,7 +49,7 @@ def rows(records: Sequence[Record], verdicts: Verdicts) -> list[Row]:
     """Return the table's rows in the order of the records, with Holm's correction over all compared ones."""
     groups: dict[tuple[str, Workload, str], dict[int, Record]] = defaultdict(dict)
     for record in records:
-        if record.arm != SUITE_ARM and record.metric not in ("environment", "tokens"):
+        if record.arm != SUITE_ARM and record.metric not in NOT_ROWS:
             groups[record.metric, record.workload, record.arm][record.launch] = record
     table, p_values = [], {}
     for (metric, workload, arm), launches in groups.items():

@@ -1,4 +1,4 @@
-"""Results on disk: whole lines or nothing, later lines win, torn tails are dropped, a full disk keeps what was there."""
+"""Results on disk: whole lines or nothing, later lines win, a full disk keeps what was there."""
 
 import resource
 import signal

@@ -60,7 +60,7 @@ def test_shifting_every_launch_shifts_the_interval_by_as_much(shift, values):
 
 
 def test_false_alarms_stay_near_the_nominal_rate_when_processes_differ():
-    """No arm is faster; each process has an offset of 10 %, each round noise of 30 %: D1's design holds, pooling fails."""
+    """Equal arms, process offsets of 10 %, round noise of 30 %: the launch design holds, pooling fails."""
     generator = np.random.default_rng(20261121)
     runs, launches, rounds = 2000, 3, 8
     alarms = pooled_alarms = 0

@@ -1,0 +1,168 @@
+"""One launch with stand-in workers: order, records, and what happens when an arm fails."""
+
+import pytest
+
+from jaxbench.bench import launch, plan, records
+from jaxbench.bench.process import WorkerError
+from jaxbench.bench.records import RecordFile, Workload
+from jaxbench.bench.suite import Suite
+
+SUITE = Suite.model_validate(
+    {
+        "model": "tiny",
+        "arms": ["flax", "equinox", "torch_eager"],
+        "prefill": {"dtypes": ["float32"], "prompt_tokens": [32]},
+        "decode": {"dtypes": ["float32"], "batches": [2], "prompt_tokens": [8], "new_tokens": 5},
+        "train": {"num_layers": 1, "seq_len": 16},
+        "rounds": {"launches": 2, "rounds": 2, "warmup": 1},
+        "roofline": {"gemm_sizes": [[8, 8, 8]], "dtypes": ["float32"]},
+        "tpu": {"topologies": []},
+        "parity": False,
+    }
+)
+
+
+class StandIn:
+    """Answers like a worker; `faults` maps (arm, operation) to what happens."""
+
+    log: list[tuple[str, str, str]] = []
+    faults: dict[tuple[str, str], str] = {}
+    closed: list[str] = []
+
+    def __init__(self, arm, *, environment, log, threads):
+        self.arm, self.alive, self.environment = arm, True, environment
+
+    def request(self, operation, *, timeout_s, **arguments):
+        kind = arguments.get("workload", {}).get("kind", "")
+        StandIn.log.append((self.arm, operation, kind))
+        fault = self.faults.get((self.arm, operation))
+        if fault == "dies":
+            self.alive = False
+            raise WorkerError(f"{self.arm}: worker died in {operation} (signal 9)", fatal=True)
+        if fault == "fails":
+            raise WorkerError(f"{self.arm}: {operation}: ValueError: no", fatal=False)
+        if operation == "start":
+            return {"seconds": 1.0, "level_bytes": 10, "skip": fault or "", "versions": {"numpy": "2"}}
+        if operation == "measure":
+            if kind == "train":
+                return {"step_s": 0.5, "loss": 4.0}
+            rows, new = arguments["workload"]["batch"], max(arguments["workload"]["new_tokens"], 1)
+            token = 7 if fault == "differs" else 1
+            return {"first_s": 0.25, "rest_s": 2.0, "tokens": [[1] * (new - 1) + [token]] * rows}
+        return {
+            "load": {"seconds": 0.1}, "prepare": {"compile_s": 3.0, "flops": 100.0, "temp_bytes": 5},
+            "memory": {"peak_bytes": 99}, "unload": {}, "read": {"seconds": [1.0, 0.5]}, "gemm": {"seconds": [1e-6]},
+        }[operation]  # fmt: skip
+
+    def close(self):
+        StandIn.closed.append(self.arm)
+
+
+@pytest.fixture
+def run_launch(tmp_path, monkeypatch):
+    work = plan.make_plan(SUITE, device="cpu", workdir=tmp_path)
+    monkeypatch.setattr(launch, "Worker", StandIn)
+
+    def run(number=1, faults=None):
+        StandIn.log, StandIn.faults, StandIn.closed = [], faults or {}, []
+        file = RecordFile(tmp_path / "results.jsonl")
+        launch.Launch(work, number, file, lambda text: None).run()
+        return [record for record in file.read() if record.launch == number]
+
+    return run
+
+
+def pick(found, metric, arm="flax"):
+    return next(record for record in found if record.metric == metric and record.arm == arm)
+
+
+def test_rates_come_from_seconds_by_one_rule(run_launch):
+    found = run_launch()
+    assert pick(found, "prefill_tokens_per_s").samples == (128.0, 128.0)  # 32 tokens in 0.25 s, two rounds
+    assert pick(found, "decode_tokens_per_s").samples == (4.0, 4.0)  # 2 rows, 4 steps after the first token, 2 s
+    assert pick(found, "train_tokens_per_s").value == 64.0  # 2 x 16 tokens in 0.5 s
+    assert pick(found, "first_token_s").value == 0.25 and pick(found, "peak_memory_bytes").value == 99
+    assert pick(found, "read_bandwidth_bytes_per_s", records.SUITE_ARM).value == 2.0 * SUITE.roofline.read_bytes
+    assert 0 < pick(found, "decode_tokens_per_s").detail["share_of_roofline"] < 1
+    assert pick(found, records.LAUNCH_DONE, records.SUITE_ARM).value == 1
+
+
+def test_order_is_rotated_by_launch_and_reversed_by_round(run_launch):
+    for number, first in ((1, ["flax", "equinox", "torch_eager"]), (2, ["equinox", "torch_eager", "flax"])):
+        run_launch(number)
+        order = [arm for arm, operation, kind in StandIn.log if (operation, kind) == ("measure", "decode")]
+        assert order == first + first + first[::-1]  # warm-up, round 1, round 2
+
+
+def test_launch_one_is_the_cold_compile(run_launch):
+    assert {r.metric for r in run_launch(1) if r.metric.startswith("compile")} == {"compile_cold_s"}
+    assert {r.metric for r in run_launch(2) if r.metric.startswith("compile")} == {"compile_warm_s"}
+
+
+def test_a_dead_worker_is_a_record_and_the_others_go_on(run_launch):
+    found = run_launch(faults={("equinox", "measure"): "dies"})
+    errors = [record for record in found if record.status == "error"]
+    assert errors and all(r.arm == "equinox" and "worker died in measure (signal 9)" in r.reason for r in errors)
+    assert pick(found, "decode_tokens_per_s").value and pick(found, "train_tokens_per_s", "torch_eager").value
+    assert not any(r.arm == "equinox" and r.metric == "decode_tokens_per_s" and r.status == "ok" for r in found)
+    assert sorted(StandIn.closed) == ["equinox", "flax", "torch_eager"]
+
+
+def test_a_failed_load_names_every_workload_it_costs(run_launch):
+    found = run_launch(faults={("flax", "load"): "fails"})
+    lost = {r.metric for r in found if r.arm == "flax" and r.status == "error"}
+    assert {"prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s"} <= lost
+    assert pick(found, "decode_tokens_per_s", "equinox").value
+
+
+def test_an_arm_that_cannot_run_here_is_skipped_with_its_reason(run_launch):
+    found = run_launch(faults={("torch_eager", "start"): "no compiler"})
+    skipped = [record for record in found if record.status == "skipped"]
+    assert {r.reason for r in skipped} == {"no compiler"} and len(skipped) == len(SUITE.workloads())
+
+
+def test_differing_tokens_are_located(run_launch):
+    found = run_launch(faults={("flax", "measure"): "differs"})
+    tokens = next(r for r in found if r.metric == "tokens" and r.arm == "flax" and r.workload.kind == "decode")
+    assert tokens.value == 0.0
+    assert tokens.detail["first_difference"] == [0, 4] and tokens.detail["reference"] == "torch_eager"
+    same = next(r for r in found if r.metric == "tokens" and r.arm == "equinox" and r.workload.kind == "decode")
+    assert same.value == 1.0 and same.detail["first_difference"] is None
+
+
+def test_an_interrupt_closes_every_worker_and_keeps_finished_stages(run_launch, tmp_path, monkeypatch):
+    def interrupted(self, operation, *, timeout_s, **arguments):
+        if arguments.get("workload", {}).get("kind") == "train":
+            raise KeyboardInterrupt
+        return original(self, operation, timeout_s=timeout_s, **arguments)
+
+    original = StandIn.request
+    monkeypatch.setattr(StandIn, "request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_launch()
+    kept = RecordFile(tmp_path / "results.jsonl").read()
+    assert sorted(StandIn.closed) == ["equinox", "flax", "torch_eager"]
+    assert any(r.metric == "decode_tokens_per_s" for r in kept)
+    assert not any(r.metric == records.LAUNCH_DONE for r in kept)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "wanted"),
+    [
+        ([[1, 2], [3, 4]], [[1, 2], [3, 4]], None),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], [1, 1]),
+        ([[1, 2, 3]], [[1, 2]], [0, 2]),
+        ([[1]], [[1], [2]], [1, 0]),
+    ],
+)
+def test_first_difference_names_row_and_step(left, right, wanted):
+    assert launch.first_difference(left, right) == wanted
+
+
+def test_workers_get_tuned_malloc_and_a_compile_cache_of_the_run(tmp_path):
+    environment = launch.worker_environment("cpu", cache=tmp_path, threads=2)
+    assert environment["JAX_PLATFORMS"] == "cpu" and environment["OMP_NUM_THREADS"] == "2"
+    assert environment["MALLOC_MMAP_THRESHOLD_"] and environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["JAX_COMPILATION_CACHE_DIR"].startswith(str(tmp_path))
+    load = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
+    assert launch.rates(load, [{"step_s": 0.5, "loss": 1.0}]) == {"train_tokens_per_s": [32.0]}

@@ -1,0 +1,93 @@
+"""Plans: what cannot run is refused before anything is measured; prompts are equal for equal seeds."""
+
+import numpy as np
+import pytest
+
+from jaxbench.bench import estimate, flops, plan
+from jaxbench.bench.records import Workload
+from jaxbench.bench.suite import Suite
+from jaxbench.config import TransformerConfig
+
+SMOLLM = TransformerConfig(
+    vocab_size=49152, d_model=576, d_ff=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, max_seq_len=8192
+)
+TINY_SUITE = Suite.model_validate(
+    {
+        "model": "tiny",
+        "arms": ["flax"],
+        "prefill": {"dtypes": ["float32"], "prompt_tokens": [32]},
+        "decode": {"dtypes": ["float32"], "batches": [2], "prompt_tokens": [8], "new_tokens": 4},
+        "train": {"num_layers": 1, "seq_len": 16},
+        "tpu": {"topologies": []},
+        "parity": False,
+    }
+)
+
+
+def test_a_plan_of_the_tiny_suite_has_inputs_of_the_stated_shapes(tmp_path):
+    work = plan.make_plan(TINY_SUITE, device="cpu", workdir=tmp_path)
+    shapes = {load.kind: np.shape(rows) for load, rows in work.inputs.items()}
+    assert shapes == {"prefill": (1, 32), "decode": (2, 8), "train": (2, 17)}
+    again = plan.make_plan(TINY_SUITE, device="cpu", workdir=tmp_path)
+    assert again.inputs == work.inputs and again.config_id == work.config_id
+    other = plan.make_plan(TINY_SUITE.model_copy(update={"seed": 5}), device="cpu", workdir=tmp_path)
+    assert other.inputs != work.inputs and other.config_id != work.config_id
+
+
+def test_records_of_a_plan_carry_their_origin(tmp_path):
+    record = plan.make_plan(TINY_SUITE, device="cpu", workdir=tmp_path).record("load_s", value=1.0, unit="s")
+    assert len(record.config_id) == 12 and len(record.host) == 12 and record.device == "cpu"
+    assert len(record.model_sha256) == len(record.text_sha256) == 64 and record.time_utc.endswith("+00:00")
+
+
+def test_rows_are_distinct_windows_of_the_text():
+    load = Workload(kind="decode", dtype="float32", batch=4, prompt_tokens=6, new_tokens=2)
+    rows = plan.draw(np.arange(100), load, seed=3)
+    assert len({tuple(row) for row in rows}) == 4
+    assert all(np.diff(row).tolist() == [1] * 5 for row in rows)
+
+
+def test_an_empty_prompt_and_a_short_text_are_errors():
+    load = Workload(kind="decode", dtype="float32", batch=4, prompt_tokens=0, new_tokens=2)
+    with pytest.raises(ValueError, match="empty prompt"):
+        plan.draw(np.arange(100), load, seed=0)
+    with pytest.raises(ValueError, match=r"needs 4 rows of 99 tokens, the text has 100"):
+        plan.draw(np.arange(100), load.model_copy(update={"prompt_tokens": 99}), seed=0)
+
+
+def test_a_batch_that_cannot_fit_is_refused_from_the_configuration_alone():
+    suite = Suite.model_validate({"decode": {"batches": [100_000]}})
+    with pytest.raises(ValueError, match=r"decode \w+ b100000 p64 n48 with 5 arms needs about [\d.]+ GiB"):
+        estimate.check_fits(suite, SMOLLM, available=24 * 2**30)
+
+
+def test_the_default_suite_is_estimated_under_eight_gib():
+    needed, where = estimate.needed_bytes(Suite(), SMOLLM)
+    assert 3 * 2**30 < needed < 8 * 2**30, where
+    assert estimate.check_fits(Suite(), SMOLLM, available=8 * 2**30) == needed
+
+
+@pytest.mark.parametrize("field", ["batch", "prompt_tokens"])
+def test_estimates_grow_with_batch_and_length(field):
+    load = Workload(kind="decode", dtype="float32", batch=2, prompt_tokens=64, new_tokens=8)
+    larger = load.model_copy(update={field: 4 * getattr(load, field)})
+    assert estimate.inference_bytes(SMOLLM, larger) > estimate.inference_bytes(SMOLLM, load)
+    assert estimate.inference_bytes(SMOLLM, load) > flops.parameter_bytes(SMOLLM, "float32")
+    train = load.model_copy(update={"kind": "train"})
+    wider = larger.model_copy(update={"kind": "train"})
+    assert estimate.train_bytes(SMOLLM, wider) > estimate.train_bytes(SMOLLM, train)
+    assert estimate.train_bytes(SMOLLM, train) > 4 * flops.parameter_bytes(SMOLLM, "float32")
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(plan.os.path, "exists", lambda path: False)
+    with pytest.raises(ValueError, match="--device=gpu, but this machine has none"):
+        plan.check_device("gpu")
+    with pytest.raises(ValueError, match="--device=npu is unknown"):
+        plan.check_device("npu")
+    plan.check_device("cpu")
+
+
+def test_more_threads_than_cores_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"threads=4096, this process may use \d+ cores"):
+        plan.make_plan(TINY_SUITE.model_copy(update={"threads": 4096}), device="cpu", workdir=tmp_path)

@@ -1,0 +1,75 @@
+"""Suites: every file loads, the matrix is what the file says, ids change with what is measured and nothing else."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxbench import config
+from jaxbench.bench.suite import Suite, config_id
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "suites"
+SHA = {"model_sha256": "a" * 64, "text_sha256": "b" * 64}
+
+
+@pytest.mark.parametrize("name", ["default", "full", "tiny"])
+def test_every_suite_loads_and_opens_with_its_command(name):
+    path = FOLDER / f"{name}.yaml"
+    suite = config.load(path, [], Suite)
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert suite.workloads()
+    assert any("Command:" in line for line in head) and any("Expected time:" in line for line in head)
+    assert any("Expected result:" in line for line in head)
+
+
+def test_the_default_suite_is_the_decided_matrix():
+    suite = config.load(FOLDER / "default.yaml", [], Suite)
+    labels = [load.label() for load in suite.workloads()]
+    assert suite.rounds.launches == 3 and suite.rounds.budget_s <= 480
+    assert suite.arms == ("flax", "equinox", "torch_eager", "torch_compile", "transformers")
+    assert [label for label in labels if label.startswith("prefill")] == [
+        "prefill float32 b1 p512",
+        "prefill bfloat16 b1 p512",
+    ]
+    decode = {(load.dtype, load.batch) for load in suite.workloads() if load.kind == "decode"}
+    assert decode == {(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)}
+    assert suite.train.num_layers == 4 and labels[-1].startswith("train float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"arms": ["flax"]}, True),
+        ({"rounds": {"launches": 9, "rounds": 5, "budget_s": 9.0}}, True),
+        ({"tpu": {"topologies": ["v6e:2x4"]}}, True),
+        ({"model": "/another/place/of/the/same/file.gguf"}, True),
+        ({"decode": {"new_tokens": 7}}, False),
+        ({"rounds": {"warmup": 2}}, False),
+        ({"seed": 1}, False),
+    ],
+)
+def test_config_id_changes_exactly_with_what_is_measured(change, same):
+    assert (config_id(Suite.model_validate(change), **SHA) == config_id(Suite(), **SHA)) is same
+
+
+def test_config_id_takes_in_model_and_text():
+    ids = {config_id(Suite(), **{**SHA, name: "c" * 64}) for name in SHA} | {config_id(Suite(), **SHA)}
+    assert len(ids) == 3
+
+
+def test_a_workload_longer_than_the_context_is_named():
+    with pytest.raises(ValueError, match=r"prefill float32 b1 p512 takes 512 positions, the model's context is 256"):
+        Suite().check_context(256)
+
+
+@pytest.mark.parametrize("change", [{"arms": []}, {"arms": ["flax", "flax"]}, {"arms": ["jaxx"]},
+                                    {"decode": {"batches": [0]}}, {"prefill": {"prompt_tokens": [0]}},
+                                    {"train": {"num_layers": -1}}, {"nonsense": 1}])  # fmt: skip
+def test_impossible_suites_are_refused(change):
+    with pytest.raises(ValueError, match="arms|batches|prompt_tokens|num_layers|nonsense"):
+        Suite.model_validate(change)
+
+
+def test_tables_in_yaml_and_defaults_agree_on_field_names():
+    keys = {key for path in FOLDER.glob("*.yaml") for key in yaml.safe_load(path.read_text())}
+    assert keys <= set(Suite.model_fields)

@@ -1,0 +1,96 @@
+"""The table: medians over launches, ratios oriented so that above one is better, verdicts, failures with reasons."""
+
+import math
+
+import pytest
+
+from jaxbench.bench import summary
+from jaxbench.bench.records import Record, Workload
+from jaxbench.bench.suite import Verdicts
+
+DECODE = Workload(kind="decode", dtype="float32", batch=1, prompt_tokens=8, new_tokens=4)
+
+
+def rate(arm: str, values: list[float], *, metric: str = "decode_tokens_per_s", **fields) -> list[Record]:
+    return [
+        Record(
+            metric=metric, value=value, unit="tokens/s", samples=(value,), arm=arm, workload=DECODE, launch=n, **fields
+        )
+        for n, value in enumerate(values, start=1)
+    ]
+
+
+def row(records: list[Record], arm: str, verdicts: Verdicts = Verdicts()) -> summary.Row:
+    return next(r for r in summary.rows(records, verdicts) if r.arm == arm)
+
+
+def test_twice_the_rate_in_every_launch_is_faster_with_ratio_two():
+    found = row(rate("torch_eager", [10, 11, 10.5]) + rate("flax", [20, 22.1, 20.9]), "flax")
+    assert found.verdict == "faster" and found.holm
+    assert found.value == 20.9 and found.launches == (20, 22.1, 20.9)
+    assert found.ratio[0] == pytest.approx(2.0, rel=0.01) and found.ratio[1] > 1.9
+
+
+def test_times_and_bytes_are_oriented_so_that_less_is_better():
+    records = rate("torch_eager", [2.0, 2.1, 1.9], metric="first_token_s")
+    records += rate("flax", [1.0, 1.05, 0.95], metric="first_token_s")
+    assert row(records, "flax").ratio[0] == pytest.approx(2.0)
+    assert row(records, "flax").verdict == "faster"
+
+
+def test_ratios_pair_launches_and_skip_those_without_a_baseline():
+    base = rate("torch_eager", [10, 10, 10])
+    base[1] = base[1].model_copy(update={"value": None, "samples": (), "status": "error", "reason": "died"})
+    found = row(base + rate("flax", [20, 999, 20]), "flax")
+    assert found.log_ratios == (pytest.approx(math.log(2)), pytest.approx(math.log(2)))
+
+
+def test_the_baseline_and_unjudged_metrics_have_no_ratio():
+    records = rate("torch_eager", [10, 11]) + rate("flax", [5e9, 5e9], metric="flops")
+    assert row(records, "torch_eager").verdict == "baseline" and row(records, "torch_eager").ratio is None
+    assert row(records, "flax").verdict == "" and row(records, "flax").ratio is None
+
+
+def test_one_launch_is_undecided_with_infinite_bounds():
+    found = row(rate("torch_eager", [10]) + rate("flax", [30]), "flax")
+    assert found.verdict == "undecided" and found.ratio == (pytest.approx(3), 0.0, math.inf)
+    assert found.launches_needed is None
+
+
+def test_undecided_rows_say_how_many_launches_would_decide():
+    found = row(rate("torch_eager", [10, 10, 10]) + rate("flax", [10.5, 12, 10.2]), "flax")
+    assert found.verdict == "undecided" and found.launches_needed > 3
+
+
+def test_a_failed_arm_keeps_its_reason_and_the_others_their_rows():
+    failed = Record(metric="decode_tokens_per_s", arm="torch_compile", workload=DECODE, launch=1, status="skipped",
+                    reason="no C++ compiler")  # fmt: skip
+    records = [*rate("torch_eager", [10, 10]), failed, *rate("flax", [20, 21])]
+    assert row(records, "torch_compile").value is None
+    assert row(records, "torch_compile").reason == "no C++ compiler"
+    assert row(records, "flax").verdict == "faster"
+
+
+def test_slower_rows_lists_our_slower_speed_rows_only():
+    records = rate("torch_eager", [10, 10.1, 10]) + rate("flax", [5, 5.1, 5]) + rate("transformers", [1, 1.1, 1])
+    records += rate("torch_eager", [1, 1.01, 1], metric="load_s") + rate("flax", [9, 9.1, 9], metric="load_s")
+    table = summary.rows(records, Verdicts())
+    assert [(r.arm, r.metric) for r in summary.slower_rows(table)] == [("flax", "decode_tokens_per_s")]
+
+
+def test_share_of_roofline_is_the_median_over_launches():
+    records = [r.model_copy(update={"detail": {"share_of_roofline": s}})
+               for r, s in zip(rate("flax", [1, 2, 3]), (0.5, 0.7, 0.6))]  # fmt: skip
+    assert row(records, "flax").share_of_roofline == 0.6
+
+
+def test_token_agreement_maps_workload_to_digest_by_arm():
+    tokens = [Record(metric="tokens", arm=arm, workload=DECODE, launch=1, value=1.0, detail={"digest": digest})
+              for arm, digest in (("flax", "aa"), ("torch_eager", "ab"))]  # fmt: skip
+    assert summary.token_agreement(tokens) == {DECODE.label(): {"flax": "aa", "torch_eager": "ab"}}
+    assert summary.rows(tokens, Verdicts()) == []
+
+
+def test_control_drift_compares_launches():
+    records = [Record(metric="control_s", value=v, samples=(v,), launch=n) for n, v in ((1, 1.0), (2, 1.3))]
+    assert summary.control_drift(records) == pytest.approx(0.3)
