@@ -1,1 +1,1 @@
-"""The parity engine: proof that two backends compute the same function, and the name of the module where they do not."""
+"""The parity engine: proof that backends compute the same function, and the name of the module where they do not."""

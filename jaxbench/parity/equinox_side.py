@@ -1,4 +1,4 @@
-"""The Equinox side of the parity engine. Its modules stay closed: logits, gradients, training and decoding are compared."""
+"""The Equinox side of the parity engine: logits, gradients, training and decoding; its modules stay closed."""
 
 from __future__ import annotations
 

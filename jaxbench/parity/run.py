@@ -16,14 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench.parity import capture, cases, distance, gates
+from jaxbench.parity import capture, cases, distance, evidence, gates
 from jaxbench.parity.cases import Case
 
-# Learning rate and decay are large, so that 20 steps move every parameter far above the tolerance.
-OPTIMIZER = {"learning_rate": 3e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-SAMPLING = {"temperature": 0.9, "top_k": 24, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
-SEED = 7  # of dropout and sampling
-NUM_BATCHES = 4  # distinct batches that the training steps go round
 NUM_PERTURBED = 4  # curves from weights moved by one ulp
 BACKENDS = ("flax", "equinox")
 REDUCED = ("float32", "bfloat16")
@@ -103,86 +98,37 @@ class _Work:
         self.gates: list[gates.Gate] = []
         self.comparisons: dict[str, Any] = {}
         self.local: list[capture.Local] = []
-        self.reference: capture.Trace | None = None
-        self.losses: np.ndarray | None = None
+        self.reference: evidence.Evidence | None = None
         self.settings: dict[str, Any] = {}
 
     def float64(self, *, is_quick: bool) -> None:
-        """Run every float64 gate; keep PyTorch's float64 trace as the reference of the others."""
+        """Run every float64 gate; keep PyTorch's float64 results as the reference of the others."""
+        gradients = self.has_gradients and not is_quick
         with pinned("float64") as self.settings:
             side, other = self._sides("float64")
             self.gates.append(gates.precision(self.settings))
-            self._outputs(side, other, gradients=self.has_gradients and not is_quick)
+            self.gates += gates.conversion(side, other, self.params)
             if side.is_captured:
-                calls = other.calls(self.arrays, seed=SEED)
-                forced = side.forced(self.arrays, calls, seed=SEED)
+                calls = other.calls(self.arrays, seed=evidence.SEED)
+                forced = side.forced(self.arrays, calls, seed=evidence.SEED)
                 self.local = capture.local_errors(forced, calls)
                 self.gates.append(gates.blame(self.local))
-            self.gates += gates.conversion(side, other, self.params)
-            self._decode(side, other)
-            if not is_quick and not self.case.packed:
-                self._sample(side, other)
-            if self.case.steps and not is_quick:
-                self._train(side, other)
-
-    def _outputs(self, side: Any, other: Any, *, gradients: bool) -> None:
-        how = {"gradients": gradients, "seed": SEED}
-        first, reference = side.trace(self.arrays, **how), other.trace(self.arrays, **how)
-        repeats = [
-            gates.repeatability(first, side.trace(self.arrays, **how), name=side.name),
-            gates.repeatability(reference, other.trace(self.arrays, **how), name=other.name),
-        ]
-        for kind in ("outputs", "output_gradients", "gradients"):
-            values, wanted = getattr(first, kind), getattr(reference, kind)
-            if not side.is_captured:
-                wanted = {name: value for name, value in wanted.items() if kind == "gradients" or name in values}
-            if values:
-                widths = [widen.get(kind, {}) for _, widen in repeats]
-                widen = {name: sum(width.get(name, 0.0) for width in widths) for name in wanted}
-                self._compare("P1", kind, distance.compare(values, wanted, kind=kind, widen=widen))
-        self.gates += [gate for gate, _ in repeats]
+            how = {"gradients": gradients, "is_quick": is_quick}
+            found, reference = (evidence.gather(each, self.case, self.config, **how) for each in (side, other))
+        findings = evidence.judge(found, reference)
+        self.gates += findings.gates
+        self.comparisons |= findings.comparisons
         self.reference = reference
-
-    def _compare(self, gate_id: str, key: str, comparison: distance.Comparison) -> None:
-        self.comparisons[key] = comparison
-        what = f"{key.replace('_', ' ')}, float64"
-        self.gates.append(gates.from_comparison(gate_id, comparison, what=what))
-
-    def _decode(self, side: Any, other: Any) -> None:
-        if self.case.packed:
-            return  # decoding continues one document a row
-        results = [each.decode(self.arrays, prompt=self.case.prompt) for each in (side, other)]
-        names = (side.name, other.name)
-        self.gates += gates.decoding(*results, names=names, tolerance=distance.TOLERANCE_FLOAT64)
-
-    def _sample(self, side: Any, other: Any) -> None:
-        rows, lengths = self.arrays.tokens, (self.case.prompt, self.case.prompt // 2)
-        prompts = [row[: lengths[i % 2]].tolist() for i, row in enumerate(rows)]
-        how = {"max_new_tokens": self.case.length - self.case.prompt, "seed": SEED}
-        self.gates.append(gates.sampling({each.name: each.sample(prompts, SAMPLING, **how) for each in (side, other)}))
-
-    def _steps(self) -> list[cases.Arrays]:
-        return [cases.arrays(self.case, self.config, step=i % NUM_BATCHES) for i in range(self.case.steps)]
-
-    def _train(self, side: Any, other: Any) -> None:
-        steps = self._steps()
-        trained, reference = (each.train(steps, OPTIMIZER, seed=SEED) for each in (side, other))
-        curves = [{f"loss {i}": loss for i, loss in enumerate(each.losses)} for each in (trained, reference)]
-        self._compare("P7", "training_curve", distance.compare(*curves, kind="training curve"))
-        for kind, wanted in reference.arrays.items():
-            key = f"{kind}_after_{len(steps)}_steps"
-            self._compare("P1", key, distance.compare(trained.arrays[kind], wanted, kind=key))
-        self.losses = reference.losses
 
     def reduced(self, dtype: str) -> None:
         """Run the error-ratio gates of a narrower type, and float32's training curve."""
         with pinned(dtype):
             side, other = self._sides(dtype)
             is_captured = side.is_captured
-            how = {"gradients": self.has_gradients, "seed": SEED}
+            how = {"gradients": self.has_gradients, "seed": evidence.SEED}
             traces = [each.trace(self.arrays, **how) for each in (side, other)]
             for kind in ("outputs", "gradients"):
-                values, others, wanted = (getattr(trace, kind) for trace in (*traces, self.reference))
+                values, others, wanted = (getattr(trace, kind) for trace in (*traces, self.reference.trace))
                 if not is_captured and kind == "outputs":
                     others, wanted = ({name: each[name] for name in values} for each in (others, wanted))
                 if values:
@@ -194,15 +140,17 @@ class _Work:
                 self._train_float32(side, other)
 
     def _train_float32(self, side: Any, other: Any) -> None:
-        steps, sign = self._steps(), np.random.default_rng(self.case.seed)
-        curve = side.train(steps, OPTIMIZER, seed=SEED).losses
-        reference = other.train(steps, OPTIMIZER, seed=SEED).losses
+        steps, sign = evidence.training_steps(self.case, self.config), np.random.default_rng(self.case.seed)
+        curve = side.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses
+        reference = other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses
         perturbed = []
         for _ in range(NUM_PERTURBED):
             moved = {name: x * (1.0 + 2.0**-23 * sign.choice((-1.0, 1.0), x.shape)) for name, x in self.params.items()}
             other.load_params(moved)
-            perturbed.append(other.train(steps, OPTIMIZER, seed=SEED).losses)
-        gate = gates.training_noise(curve, reference, perturbed, reference=self.losses, dtype="float32")
+            perturbed.append(other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses)
+        gate = gates.training_noise(
+            curve, reference, perturbed, reference=self.reference.training.losses, dtype="float32"
+        )
         self.gates.append(gate)
 
     def _sides(self, dtype: str) -> tuple[Any, Any]:
@@ -257,3 +205,37 @@ def write(path: str | Path, result: Any) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     temporary.replace(path)
+
+
+def define_flags() -> None:
+    """Define the flags of this module's command."""
+    from absl import flags
+
+    flags.DEFINE_string("case", "transformer/smollm2", "id of the parity case")
+    flags.DEFINE_string(
+        "model", None, "checkpoint in place of the case's own weights: .gguf file or Hugging Face folder"
+    )
+    flags.DEFINE_string("output", None, "JSON file to write the result to")
+    flags.DEFINE_bool("quick", False, "float64 outputs, blame, weights and decoding only")
+
+
+def main() -> int:
+    """Run the case named by the flags; 0 when every gate passes, else 1."""
+    from absl import flags
+
+    from jaxbench.parity import report
+
+    values = flags.FLAGS
+    result = run(cases.find(values.case), quick=values.quick, model=values.model)
+    if values.output:
+        write(values.output, result)
+    print(report.summary(result))
+    return 0 if result["passed"] else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_ENABLE_X64", "1")
+    from jaxbench import cli
+
+    define_flags()
+    cli.run(main, about=__doc__)

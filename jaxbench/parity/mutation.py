@@ -1,0 +1,350 @@
+"""Gate P9: a table of bugs injected into the PyTorch twin, every one of which the float64 gates must catch.
+
+The first thirteen are those of a published trial of other projects' checks, which caught 0 to 8 of them; the rest came
+with the gates that first needed them. Each bug is a context manager around the unchanged twin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from jaxbench import rotary
+from jaxbench.parity import cases, evidence, gates
+from torch_ref import attention, nn, prng, sample, train, transformer
+
+Change = contextlib.AbstractContextManager[Any]
+
+
+class Mutation(NamedTuple):
+    """One bug and where it shows."""
+
+    name: str
+    case: str  # parity case it is injected into
+    change: Callable[[], Change]
+    module: str | None = None  # module that teacher forcing must blame; None = not a module's output
+    is_published: bool = False  # one of the thirteen of the trial
+
+
+class Outcome(NamedTuple):
+    """What the gates said about one mutation."""
+
+    name: str
+    caught_by: tuple[str, ...]  # failed gates
+
+    @property
+    def is_caught(self) -> bool:
+        """Return True when at least one gate failed."""
+        return bool(self.caught_by)
+
+
+def _replace(target: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Change:
+    """Return a context in which target.name is make(original)."""
+    return mock.patch.object(target, name, make(getattr(target, name)))
+
+
+def _rms_eps() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+            with mock.patch.object(self, "eps", 0.1 * self.eps):
+                return original(self, x)
+
+        return forward
+
+    return _replace(nn.RMSNorm, "forward", make)
+
+
+def _gelu_erf() -> Change:
+    return _replace(F, "gelu", lambda original: lambda x, approximate="none": original(x))
+
+
+def _rope_base() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def angles(positions: Any, frequencies: tuple[float, ...], **how: Any) -> Any:
+            return original(positions, rotary.frequencies(2 * len(frequencies), 1e6, None), **how)
+
+        return angles
+
+    return _replace(nn, "rotary_angles", make)
+
+
+def _rope_interleaved() -> Change:
+    def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        cosine, sine = cosine[:, :, None], sine[:, :, None]
+        return torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).flatten(-2)
+
+    return _replace(nn, "rotate", lambda original: rotate)
+
+
+def _rope_not_on_keys() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *angles: x if x.shape[2] == cases.LLAMA.num_kv_heads else original(x, *angles)
+
+    return _replace(nn, "rotate", make)
+
+
+def _mask(rule: Callable[..., torch.Tensor]) -> Change:
+    """Replace the attention mask by rule(original, query_positions, key_positions, **spans)."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *positions, **spans: rule(original, *positions, **spans)
+
+    return _replace(attention, "attention_mask", make)
+
+
+def _causal_leak() -> Change:
+    return _mask(lambda original, query, key, **spans: original(query + 1, key, **spans))
+
+
+def _window_longer() -> Change:
+    return _mask(lambda original, *p, window, **spans: original(*p, window=window and window + 1, **spans))
+
+
+def _segments_ignored() -> Change:
+    def rule(original: Callable[..., Any], *positions: Any, **spans: Any) -> torch.Tensor:
+        return original(*positions, **(spans | {"query_segments": None}))
+
+    return _mask(rule)
+
+
+def _attention_scale() -> Change:
+    """Scale the scores of the last layer by 1.03."""
+    layer = {"index": 0}
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(query: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+            layer["index"] += 1
+            is_last = layer["index"] % cases.LLAMA.num_layers == 0
+            return original(query * 1.03 if is_last else query, *args, **how)
+
+        return scaled
+
+    return _replace(transformer, "attention", make)
+
+
+def _softmax_bfloat16() -> Change:
+    def dense(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+        scores = attention._scores(query, key, mask).masked_fill(~mask[:, None, None], -1e30)
+        weights = torch.softmax(scores.bfloat16(), dim=-1).to(value.dtype)
+        weights = weights * mask.any(-1)[:, None, None, :, None]
+        return torch.einsum("BKGTS,BKSH->BKGTH", weights, value)
+
+    return _replace(attention, "_dense", lambda original: dense)
+
+
+class _Adam(torch.optim.Optimizer):
+    """AdamW by hand, with one thing wrong."""
+
+    def __init__(self, model: Any, optimizer: train.AdamW, *, eps_inside: bool, is_corrected: bool):
+        self._eps_inside, self._is_corrected, self._steps = eps_inside, is_corrected, 0
+        super().__init__(model.parameters(), optimizer._asdict())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take one step."""
+        self._steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._update(p, self.state[p], group)
+
+    def _update(self, p: torch.Tensor, state: dict, group: dict) -> None:
+        zeros = torch.zeros_like(p)
+        state["exp_avg"] = first = group["b1"] * state.get("exp_avg", zeros) + (1 - group["b1"]) * p.grad
+        state["exp_avg_sq"] = second = group["b2"] * state.get("exp_avg_sq", zeros) + (1 - group["b2"]) * p.grad**2
+        first = first / (1 - group["b1"] ** self._steps)
+        second = second / (1 - group["b2"] ** self._steps) if self._is_corrected else second
+        eps = group["eps"]
+        root = (second + eps).sqrt() if self._eps_inside else second.sqrt() + eps
+        p.sub_(group["learning_rate"] * (first / root + group["weight_decay"] * p))
+
+
+def _optimizer(build: Callable[[Any, train.AdamW], torch.optim.Optimizer]) -> Change:
+    return mock.patch.object(train, "init_state", lambda model, o: train.TrainState(model, build(model, o), o))
+
+
+def _adam_eps_inside() -> Change:
+    return _optimizer(lambda model, o: _Adam(model, o, eps_inside=True, is_corrected=True))
+
+
+def _adam_uncorrected() -> Change:
+    return _optimizer(lambda model, o: _Adam(model, o, eps_inside=False, is_corrected=False))
+
+
+def _adam_eps() -> Change:
+    return _replace(train, "init_state", lambda original: lambda model, o: original(model, o._replace(eps=1e-6)))
+
+
+def _l2_decay() -> Change:
+    def build(model: Any, o: train.AdamW) -> torch.optim.Optimizer:
+        how = {"lr": o.learning_rate, "betas": (o.b1, o.b2), "eps": o.eps}
+        return torch.optim.Adam(model.parameters(), weight_decay=o.weight_decay, **how)
+
+    return _optimizer(build)
+
+
+def _no_decay_on_norms() -> Change:
+    def build(model: Any, o: train.AdamW) -> torch.optim.Optimizer:
+        named = list(model.named_parameters())
+        groups = [
+            {"params": [p for name, p in named if not name.endswith(".scale")], "weight_decay": o.weight_decay},
+            {"params": [p for name, p in named if name.endswith(".scale")], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.b1, o.b2), eps=o.eps)
+
+    return _optimizer(build)
+
+
+def _norm_scale_ignored() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, x: original(self, x) / self.scale
+
+    return _replace(nn.RMSNorm, "forward", make)
+
+
+def _head_groups_swapped() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def swapped(query: torch.Tensor, key: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+            groups = query.shape[2] // key.shape[1]
+            order = torch.arange(query.shape[2]).reshape(groups, -1).T.flatten()
+            return original(query[:, :, order], key, *args, **how)[:, :, torch.argsort(order)]
+
+        return swapped
+
+    return _replace(transformer, "attention", make)
+
+
+def _dropout_not_rescaled() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, rate, **stream: original(x, rate, **stream) * (1.0 - rate)
+
+    return _replace(nn, "dropout", make)
+
+
+def _dropout_one_mask() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda key, *, step, **where: original(key, step=0, **where)
+
+    return _replace(prng, "words", make)
+
+
+def _tied_gradient_lost() -> Change:
+    def attend(self: nn.Embed, x: torch.Tensor) -> torch.Tensor:
+        return nn.matmul(x, self.embedding.detach(), transposed=True)
+
+    return _replace(nn.Embed, "attend", lambda original: attend)
+
+
+def _decode_position_late() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def features(self: Any, tokens: Any, positions: Any, *, cache: Any = None, **how: Any) -> Any:
+            return original(self, tokens, positions if cache is None else positions + 1, cache=cache, **how)
+
+        return features
+
+    return _replace(transformer.Transformer, "features", make)
+
+
+def _loss_mask_ignored() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda logits, targets, mask: original(logits, targets, torch.ones_like(mask))
+
+    return _replace(train, "cross_entropy", make)
+
+
+def _rope_scaling_ignored() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def angles(positions: Any, frequencies: tuple[float, ...], **how: Any) -> Any:
+            unscaled = rotary.frequencies(2 * len(frequencies), cases.LLAMA.rope_theta, None)
+            return original(positions, unscaled, **how)
+
+        return angles
+
+    return _replace(nn, "rotary_angles", make)
+
+
+def _temperature_squared() -> Change:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda logits, sampling: original(logits / math.sqrt(sampling.temperature), sampling)
+
+    return _replace(sample, "filter_logits", make)
+
+
+_LLAMA, _GPT2, _ATTENTION = "transformer/llama-grouped", "transformer/gpt2", "layers.0.attention"
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation("rms-norm-eps", _LLAMA, _rms_eps, "layers.0.attention_norm", True),
+    Mutation("gelu-erf-for-tanh", _GPT2, _gelu_erf, "layers.0.mlp", True),
+    Mutation("rope-base", _LLAMA, _rope_base, "model", True),
+    Mutation("rope-interleaved", _LLAMA, _rope_interleaved, _ATTENTION, True),
+    Mutation("rope-not-on-keys", _LLAMA, _rope_not_on_keys, _ATTENTION, True),
+    Mutation("causal-mask-leaks-one", _LLAMA, _causal_leak, _ATTENTION, True),
+    Mutation("attention-scale-3-percent-in-one-layer", _LLAMA, _attention_scale, "layers.1.attention", True),
+    Mutation("softmax-in-bfloat16", _LLAMA, _softmax_bfloat16, _ATTENTION, True),
+    Mutation("adam-eps-inside-root", _LLAMA, _adam_eps_inside, None, True),
+    Mutation("adam-eps-1e-6", _LLAMA, _adam_eps, None, True),
+    Mutation("adam-second-moment-not-corrected", _LLAMA, _adam_uncorrected, None, True),
+    Mutation("l2-for-decoupled-decay", _LLAMA, _l2_decay, None, True),
+    Mutation("no-decay-on-norms", _LLAMA, _no_decay_on_norms, None, True),
+    Mutation("norm-scale-ignored", _LLAMA, _norm_scale_ignored, "layers.0.attention_norm"),
+    Mutation("query-heads-grouped-in-another-order", _LLAMA, _head_groups_swapped, _ATTENTION),
+    Mutation("window-one-longer", "transformer/llama-window", _window_longer, _ATTENTION),
+    Mutation("segments-ignored", "transformer/llama-packed", _segments_ignored, _ATTENTION),
+    Mutation("rope-scaling-ignored", "transformer/llama-rope-linear", _rope_scaling_ignored, "model"),
+    Mutation("dropout-not-rescaled", _LLAMA, _dropout_not_rescaled, "layers.0"),
+    Mutation("dropout-same-mask-every-step", _LLAMA, _dropout_one_mask),
+    Mutation("tied-head-passes-no-gradient", _LLAMA, _tied_gradient_lost),
+    Mutation("decode-position-one-late", _LLAMA, _decode_position_late),
+    Mutation("loss-mask-ignored", _LLAMA, _loss_mask_ignored),
+    Mutation("sampling-temperature-off", _LLAMA, _temperature_squared),
+)
+
+
+@contextlib.contextmanager
+def injected(name: str) -> Iterator[Mutation]:
+    """Break the PyTorch twin in one named way while the context is open.
+
+    Raises:
+      ValueError: there is no such mutation.
+    """
+    table = {mutation.name: mutation for mutation in MUTATIONS}
+    if name not in table:
+        raise ValueError(f"mutation {name!r} is not one of {', '.join(table)}")
+    with table[name].change():
+        yield table[name]
+
+
+def score(say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
+    """Return what the float64 gates say about every mutation, and first about none ("none", which must pass)."""
+    from jaxbench.parity import run
+
+    outcomes = []
+    for case_id in dict.fromkeys(mutation.case for mutation in MUTATIONS):
+        case = cases.find(case_id)
+        config, params = cases.load(case)
+        with run.pinned("float64"):
+            side, _ = run.sides(case, config, params, dtype="float64", backend="flax")
+            found = evidence.gather(side, case, config, gradients=True)
+            mine = [mutation for mutation in MUTATIONS if mutation.case == case_id]
+            for mutation in (None, *mine):
+                with mutation.change() if mutation else contextlib.nullcontext():
+                    _, other = run.sides(case, config, params, dtype="float64", backend="flax")
+                    reference = evidence.gather(other, case, config, gradients=True)
+                failed = [f"{g.id} {g.what}" for g in evidence.judge(found, reference).gates if not g.passed]
+                outcomes.append(Outcome(mutation.name if mutation else f"none ({case_id})", tuple(failed)))
+                say(f"{outcomes[-1].name}: {', '.join(failed) or 'no gate failed'}")
+    return outcomes
+
+
+def gate(outcomes: list[Outcome]) -> gates.Gate:
+    """Return gate P9: every mutation caught, and no gate fails on the twin as it is."""
+    wrong = [o.name for o in outcomes if o.is_caught == o.name.startswith("none")]
+    injected_bugs = [o for o in outcomes if not o.name.startswith("none")]
+    caught = sum(o.is_caught for o in injected_bugs)
+    note = f"{caught} of {len(injected_bugs)} injected bugs caught"
+    return gates.Gate("P9", "mutation score", not wrong, float(len(wrong)), 0.0, ", ".join(wrong), note)

@@ -1,0 +1,198 @@
+"""Show parity results: a table on the terminal, one HTML page with a heat map of every layer (S file).
+
+A result is what run.run returns. The page holds plotly itself, so it opens offline.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+COLUMNS = {
+    "float64": "output\nfloat64",
+    "gradient": "gradient\nfloat64",
+    "own": "by itself\nfloat64",
+    "float32": "{backend}\nfloat32",
+    "float32_torch": "torch\nfloat32",
+    "bfloat16": "{backend}\nbfloat16",
+    "bfloat16_torch": "torch\nbfloat16",
+}  # "by itself": given the twin's inputs and the twin's results of the modules inside
+MAX_TERMINAL_ROWS = 60  # above, modules of one layer share a row with their worst error
+LOG10_RANGE = (-17.0, 0.0)  # of the heat map's colours
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Return one sentence: passed with the worst error, or where the difference starts and who is to blame."""
+    head = f"{result['case']}, {result['backend']} against torch"
+    if result["passed"]:
+        return f"{head}: equal, worst float64 error of an output {result['worst']:.1e}"
+    failed = [gate for gate in result["gates"] if not gate["passed"]]
+    parts = [f"{head}: NOT equal, {len(failed)} gates failed"]
+    if result["first_divergence"]:
+        parts.append(f"the difference starts at {result['first_divergence']}")
+    elif result["first_divergence_backward"]:
+        parts.append(f"in the backward pass, the difference starts at {result['first_divergence_backward']}")
+    else:
+        first = next(iter(result["first_divergence_by_kind"].items()), None)
+        parts.append(f"first: {first[1]} ({first[0]})" if first else f"first: {failed[0]['what']} {failed[0]['where']}")
+    if result["blame"]:
+        blame = result["blame"]
+        parts.append(f"the cause is in {blame['module']} ({blame['part']}, {blame['error']:.1e} by itself)")
+    return "; ".join(parts)
+
+
+def layer_rows(result: dict[str, Any], *, max_rows: int = MAX_TERMINAL_ROWS) -> list[dict[str, Any]]:
+    """Return the layers' rows; where there are too many, one row a layer with its worst errors."""
+    rows = result["layers"]
+    if len(rows) <= max_rows:
+        return rows
+    merged: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found = re.match(r"(.*?layers\.\d+)", row["module"])
+        name = found.group(1) if found else row["module"]
+        into = merged.setdefault(name, {"module": name})
+        for key, value in row.items():
+            if key != "module" and value is not None:
+                into[key] = max(value, into.get(key, 0.0))
+    return list(merged.values())
+
+
+def columns(result: dict[str, Any]) -> dict[str, str]:
+    """Return the titles of the columns that this result has values for."""
+    present = {key for row in result["layers"] for key, value in row.items() if value is not None}
+    return {key: title.format(backend=result["backend"]) for key, title in COLUMNS.items() if key in present}
+
+
+def show(result: dict[str, Any], console: Any = None) -> None:
+    """Print a result: gates, every layer, and the summary."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = console or Console()
+    table = Table(title=f"{result['case']}  {result['backend']} against torch", box=box.SIMPLE_HEAD)
+    for name in ("gate", "what", "", "error", "limit", "where"):
+        is_short = name not in ("what", "where")
+        justify = "right" if name in ("error", "limit") else "left"
+        table.add_column(name, justify=justify, no_wrap=is_short, overflow="fold")
+    for gate in result["gates"]:
+        verdict = Text("pass", "green") if gate["passed"] else Text("FAIL", "bold red")
+        numbers = (_number(gate["error"]), _number(gate["limit"]))
+        where = gate["where"] if gate["passed"] else f"{gate['where']} {gate['note']}"
+        table.add_row(gate["id"], gate["what"], verdict, *numbers, Text(where))
+    console.print(table)
+    if result["layers"]:
+        console.print(_layer_table(result))
+    style = "green" if result["passed"] else "bold red"
+    console.print(Text(summary(result), style=style))
+
+
+def _layer_table(result: dict[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    titles = columns(result)
+    table = Table(title="relative error of every layer", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for title in titles.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    blamed = (result["blame"] or {}).get("module")
+    for row in layer_rows(result):
+        is_first = row["module"] == result["first_divergence"]
+        marks = [mark for mark, holds in (("starts here", is_first), ("cause", row["module"] == blamed)) if holds]
+        name = Text(" <- ".join([row["module"], *marks]), style="bold red" if marks else "")
+        table.add_row(name, *(_number(row.get(key)) for key in titles))
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def heat_map(result: dict[str, Any]) -> Any:
+    """Return a plotly figure: modules down in order of computation, kinds of error across, colour = log10."""
+    import plotly.graph_objects as go
+
+    titles, rows = columns(result), result["layers"]
+    errors = [[row.get(key) for key in titles] for row in rows]
+    colours = [[None if e is None else math.log10(min(max(e, 1e-17), 1.0)) for e in line] for line in errors]
+    blamed = (result["blame"] or {}).get("module")
+    names = []
+    for row in rows:
+        name, marks = row["module"], []
+        marks += ["starts here"] if name == result["first_divergence"] else []
+        marks += ["cause"] if name == blamed else []
+        names.append(f"<b>{name}</b> ({', '.join(marks)})" if marks else name)
+    figure = go.Figure(
+        go.Heatmap(
+            z=colours,
+            x=[title.replace("\n", "<br>") for title in titles.values()],
+            y=names,
+            text=[[_number(e) for e in line] for line in errors],
+            texttemplate="%{text}",
+            hovertemplate="%{y}<br>%{x}: relative error %{text}<extra></extra>",
+            colorscale="Cividis",
+            zmin=LOG10_RANGE[0],
+            zmax=LOG10_RANGE[1],
+            colorbar={"title": "log10"},
+        )
+    )
+    figure.update_layout(
+        title=summary(result),
+        height=220 + 18 * len(rows),
+        margin={"l": 280, "t": 120},
+        yaxis={"autorange": "reversed", "dtick": 1},
+        xaxis={"side": "top"},
+    )
+    return figure
+
+
+def page(results: Sequence[dict[str, Any]]) -> str:
+    """Return one self-contained HTML page of several results."""
+    failed = [result for result in results if not result["passed"]]
+    head = f"{len(results) - len(failed)} of {len(results)} cases equal"
+    parts = [_STYLE.format(title=html.escape(f"Parity: {head}")), f"<h1>Parity: {head}</h1>"]
+    for index, result in enumerate(results):
+        verdict = "equal" if result["passed"] else "NOT equal"
+        parts.append(f"<details {'open' if len(results) == 1 or not result['passed'] else ''}>")
+        parts.append(f"<summary>{html.escape(result['case'])} ({html.escape(result['backend'])}): {verdict}</summary>")
+        parts.append(f"<p>{html.escape(summary(result))}</p>{_gate_table(result)}")
+        if result["layers"]:
+            parts.append(heat_map(result).to_html(full_html=False, include_plotlyjs=index == 0))
+        parts.append("</details>")
+    return "\n".join([*parts, "</body></html>"])
+
+
+def write_page(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
+    """Write the page, to a temporary name first."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(page(results))
+    temporary.replace(path)
+
+
+def _gate_table(result: dict[str, Any]) -> str:
+    names = ("id", "what", "passed", "error", "limit", "where", "note")
+    lines = ["<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
+    for gate in result["gates"]:
+        shown = {**gate, "passed": "pass" if gate["passed"] else "FAIL"}
+        shown |= {key: _number(gate[key]) for key in ("error", "limit")}
+        cells = "".join(f"<td>{html.escape(str(shown[name]))}</td>" for name in names)
+        lines.append(f'<tr class="{shown["passed"].lower()}">{cells}</tr>')
+    return "\n".join([*lines, "</table>"])
+
+
+_STYLE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 15px system-ui, sans-serif; margin: 2em auto; max-width: 1200px; }}
+table {{ border-collapse: collapse; }} td, th {{ padding: 2px 10px; text-align: left; border-bottom: 1px solid #ddd; }}
+tr.fail td {{ background: #fdd; font-weight: bold; }} summary {{ font-size: 1.2em; cursor: pointer; }}
+</style></head><body>"""
