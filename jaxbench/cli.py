@@ -89,33 +89,6 @@ def load_config(model_class: type[Model]) -> Model:
     return config.load(FLAGS.config, FLAGS.set, model_class)
 
 
-def check_device(device: str) -> None:
-    """Raise ValueError when no such device is attached. Imports JAX, so call it after `launch.ensure`."""
-    if device not in DEVICES:
-        raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(DEVICES)}")
-    if device == "cpu":
-        return
-    import jax
-
-    try:
-        jax.devices(device)
-    except RuntimeError as error:
-        platforms = sorted({found.platform for found in jax.devices()}) if _has_backend() else []
-        raise ValueError(
-            f"--device={device}: JAX sees no {device} on this machine (it sees {', '.join(platforms) or 'nothing'}); "
-            f"use --device=cpu, or install the extra with `pip install 'jaxbench[{device}]'` where one is attached"
-        ) from error
-
-
-def _has_backend() -> bool:
-    import jax
-
-    try:
-        return bool(jax.devices())
-    except RuntimeError:
-        return False
-
-
 # Running a main
 
 
@@ -209,7 +182,8 @@ def help_text(program: str, about: str | None = None) -> str:
         wanted = "|".join(flag.parser.enum_values) if isinstance(flag.parser, flags.EnumParser) else flag.name.upper()
         shape = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}={wanted}"
         default = "" if flag.default in (None, [], "") else f" (default: {flag.default_as_str.strip(chr(39))})"
-        lines += [f"  {shape}", f"      {flag.help}{default}"]
+        text = flag.help.removeprefix(f"<{wanted}>: ").split(";\n")[0]
+        lines += [f"  {shape}", f"      {text}{default}"]
     return "\n".join(lines)
 
 

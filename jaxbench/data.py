@@ -27,7 +27,9 @@ class Encoder(Protocol):
 
     eos_id: int | None
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        ...
 
 
 class Batch(NamedTuple):

@@ -1,0 +1,29 @@
+"""Which devices JAX sees. Import after `launch.ensure`, which fixes the platforms that JAX looks for."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxbench import launch
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError when no such device is attached."""
+    if device not in launch.PLATFORMS:
+        raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(launch.PLATFORMS)}")
+    try:
+        jax.devices(device)
+    except RuntimeError as error:
+        seen = ", ".join(platforms()) or "nothing"
+        raise ValueError(
+            f"--device={device}: JAX sees no {device} on this machine (it sees {seen}); use --device=cpu, or install "
+            f"its packages where one is attached: pip install -c constraints.txt '.[{device}]'"
+        ) from error
+
+
+def platforms() -> list[str]:
+    """Return the kinds of devices that JAX sees, sorted; empty where it cannot start at all."""
+    try:
+        return sorted({found.platform for found in jax.devices()})
+    except RuntimeError:
+        return []

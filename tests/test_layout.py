@@ -1,0 +1,174 @@
+"""The rules of the tree, read from syntax trees: S files, imports, messages, docstrings, sizes, configs, the map."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxbench import config
+from tests.structure import (
+    PACKAGES,
+    ROOT,
+    forbidden_imports,
+    long_functions,
+    relative,
+    silent_raises,
+    sources,
+    tree_of,
+    undocumented,
+)
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+FRAMEWORKS = ("jax", "jaxlib", "flax", "equinox", "optax", "torch")
+# These core files must be S files; any other file becomes one by saying `(S file` in its docstring.
+CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial", "cli", "launch", "bench.statistics")
+# Which model reads the YAML files of a folder under configs/; a new folder is a new row.
+CONFIG_MODELS = {"suites": "jaxbench.bench.suite:Suite"}
+
+CODE = sources(*PACKAGES, "experiments")
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def is_s_file(path) -> bool:
+    return "(S file" in (ast.get_docstring(tree_of(path)) or "")
+
+
+S_FILES = [path for path in sources("jaxbench") if is_s_file(path)]
+
+
+def module_name(path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def run_python(code: str) -> dict:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# Imports
+
+
+def test_core_s_files_say_that_they_are():
+    marked = {module_name(path) for path in S_FILES}
+    assert {f"jaxbench.{name}" for name in CORE_S} <= marked
+
+
+def test_s_files_import_neither_jax_nor_torch():
+    assert [str(place) for path in S_FILES for place in forbidden_imports(path, FRAMEWORKS)] == []
+
+
+def test_importing_every_s_file_loads_neither_jax_nor_torch():
+    names = [module_name(path) for path in S_FILES]
+    code = f"import importlib, json, sys\nfor name in {names}: importlib.import_module(name)\n"
+    loaded = run_python(code + f"print(json.dumps([n for n in {FRAMEWORKS} if n in sys.modules]))")
+    assert loaded == []
+
+
+def test_importing_jaxbench_loads_nothing_and_reads_no_file_of_its_own():
+    code = "import json, sys\nbefore = set(sys.modules)\nimport jaxbench\n"
+    assert run_python(code + "print(json.dumps(sorted(set(sys.modules) - before)))") == ["jaxbench"]
+
+
+def test_importing_every_file_touches_no_device():
+    names = [module_name(path) for path in sources("jaxbench") if path.name != "__main__.py"]
+    names = [name for name in names if name != "jaxbench.assets_data.make_default_text"]
+    code = f"""
+import importlib, json
+for name in {names}:
+    importlib.import_module(name)
+from jax._src import xla_bridge
+print(json.dumps(sorted(xla_bridge._backends)))
+"""
+    assert run_python(code) == []
+    assert run_python(code.replace("from jax._src", "import jax; jax.devices()\nfrom jax._src")) == ["cpu"]
+
+
+# What every file keeps to
+
+
+def test_every_raise_carries_a_value():
+    assert [str(place) for path in CODE for place in silent_raises(tree_of(path), relative(path))] == []
+
+
+def test_every_public_function_has_a_docstring():
+    assert [str(place) for path in CODE for place in undocumented(tree_of(path), relative(path))] == []
+
+
+def test_files_and_functions_stay_short():
+    long = [f"{relative(path)} has {n} lines" for path in CODE if (n := count_lines(path)) > FILE_LINES]
+    long += [str(at) for path in CODE for at in long_functions(tree_of(path), relative(path), FUNCTION_LINES)]
+    assert long == []
+
+
+def count_lines(path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=relative)
+def test_every_config_loads_with_its_model_and_opens_with_its_command(path):
+    folder = path.relative_to(ROOT / "configs").parts[0]
+    assert folder in CONFIG_MODELS, f"name the model of configs/{folder} in CONFIG_MODELS"
+    module, _, name = CONFIG_MODELS[folder].partition(":")
+    model_class = getattr(importlib.import_module(module), name)
+    loaded = config.load(path, (), model_class)
+    assert isinstance(loaded, model_class)
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    for word in ("Command:", "Expected time:", "Expected result:"):
+        assert any(word in line for line in header), f"{relative(path)} does not open with a line `# {word} ...`"
+
+
+def test_the_map_names_every_file():
+    text = (ROOT / "WORKSPACE.md").read_text(encoding="utf-8")
+    missing = [relative(path) for path in CODE if path.name != "__init__.py" and f"{path.name} " not in text]
+    assert missing == [], "add a line for each to the tree in WORKSPACE.md"
+
+
+def test_pins_are_exact_and_portable():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if line.count("==") != 1 or "+" in line] == []
+    assert {"torch==2.13.0", "jax==0.10.2"} <= set(lines)
+    assert any(line.startswith("libtpu==") for line in lines)
+
+
+# The checkers must be able to fail
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ('raise ValueError("bad shape")', 1),
+        ("raise ValueError()", 1),
+        ('raise ValueError(f"bad shape")', 1),
+        ('raise ValueError("bad " + "shape")', 1),
+        ('raise ValueError(f"bad shape {x}")', 0),
+        ('raise ValueError("bad shape %s" % x)', 0),
+        ("raise ValueError(message)", 0),
+        ("raise SystemExit(2)", 0),
+        ("raise", 0),
+    ],
+)
+def test_a_raise_without_a_value_is_found(code, count):
+    assert len(silent_raises(ast.parse(code), "file.py")) == count
+
+
+def test_a_missing_docstring_is_found():
+    code = (
+        '"""Module."""\nclass A:\n    """A."""\n    def f(self): ...\n    def _g(self): ...\ndef h():\n    """H."""\n'
+    )
+    assert [place.what for place in undocumented(ast.parse(code), "file.py")] == ["A.f"]
+    assert [place.what for place in undocumented(ast.parse("x = 1\n"), "file.py")] == ["module"]
+
+
+def test_a_long_function_is_found():
+    code = "def f():\n" + "    x = 1\n" * 60
+    assert [place.what for place in long_functions(ast.parse(code), "file.py", 60)] == ["f has 61 lines"]
+    assert long_functions(ast.parse(code), "file.py", 61) == []

@@ -1,0 +1,102 @@
+"""The twins: same files, same public names, same arguments in jaxbench/, torch_ref/ and jaxbench/eqx/."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.structure import ROOT, differences, forbidden_imports, public_api, relative, sources, tree_of
+
+TORCH_FILES = [path for path in sources("torch_ref") if path.name != "__init__.py"]
+EQUINOX_FILES = [path for path in sources("jaxbench/eqx") if path.name != "__init__.py"]
+FLAX_MODELS = ("jaxbench.nn", "jaxbench.attention", "jaxbench.transformer")
+
+
+@pytest.mark.parametrize("path", TORCH_FILES, ids=relative)
+def test_every_torch_file_has_a_flax_twin_with_equal_names_and_arguments(path):
+    twin = ROOT / "jaxbench" / path.relative_to(ROOT / "torch_ref")
+    assert twin.is_file(), f"{relative(path)} has no twin {relative(twin)}"
+    assert differences(tree_of(twin), tree_of(path)) == []
+
+
+@pytest.mark.parametrize("path", EQUINOX_FILES, ids=relative)
+def test_every_equinox_file_has_a_flax_twin_with_equal_names_and_arguments(path):
+    twin = ROOT / "jaxbench" / path.relative_to(ROOT / "jaxbench" / "eqx")
+    assert twin.is_file(), f"{relative(path)} has no twin {relative(twin)}"
+    assert differences(tree_of(twin), tree_of(path)) == []
+
+
+def test_the_decoder_exists_three_times():
+    for name in ("nn.py", "attention.py", "transformer.py", "sample.py"):
+        for folder in ("jaxbench", "jaxbench/eqx", "torch_ref"):
+            assert (ROOT / folder / name).is_file(), f"{folder}/{name} is missing"
+    assert (ROOT / "torch_ref" / "prng.py").is_file()
+
+
+def test_torch_ref_never_imports_jax():
+    names = ("jax", "jaxlib", "flax", "equinox", "optax", "orbax")
+    assert [str(place) for path in sources("torch_ref") for place in forbidden_imports(path, names)] == []
+
+
+def test_torch_and_its_reference_stay_in_parity_and_bench():
+    allowed = (ROOT / "jaxbench" / "parity", ROOT / "jaxbench" / "bench")
+    others = [path for path in sources("jaxbench") if not path.is_relative_to(allowed[0])]
+    others = [path for path in others if not path.is_relative_to(allowed[1])]
+    assert [str(place) for path in others for place in forbidden_imports(path, ("torch", "torch_ref"))] == []
+
+
+def test_equinox_twin_stands_on_its_own():
+    names = (*FLAX_MODELS, "flax")
+    assert [str(place) for path in EQUINOX_FILES for place in forbidden_imports(path, names)] == []
+
+
+# The checkers must be able to fail
+
+
+LEFT = """
+class Sampling(NamedTuple):
+    temperature: float
+    top_k: int
+class Linear:
+    def __init__(self, kernel, *, dtype): ...
+    def __call__(self, x): ...
+    def _private(self): ...
+def attention(query, key, *, window=None): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("def attention", "def attend", "attention is missing in the second"),
+        ("window", "span", "attention(query, key, *window) against (query, key, *span)"),
+        ("query, key", "key, query", "attention(query, key, *window) against (key, query, *window)"),
+        ("key, *,", "key,", "attention(query, key, *window) against (query, key, window)"),
+        ("    top_k: int\n", "", "Sampling(temperature, top_k) against (temperature)"),
+        ("__call__", "apply", "Linear.__call__ is missing in the second"),
+        ("_private", "public", "Linear.public is missing in the first"),
+        ("self, x", "self, x, mask", "Linear.__call__(x) against (x, mask)"),
+        ("kernel, *, dtype", "kernel", "Linear.__init__(kernel, *dtype) against (kernel)"),
+    ],
+)
+def test_a_difference_between_twins_is_named(old, new, complaint):
+    assert LEFT.count(old) == 1
+    assert complaint in differences(ast.parse(LEFT), ast.parse(LEFT.replace(old, new)))
+
+
+def test_only_forward_and_device_may_differ_between_twins():
+    other = LEFT.replace("__call__", "forward").replace("dtype)", "dtype, device)")
+    assert differences(ast.parse(LEFT), ast.parse(other)) == []
+    assert public_api(ast.parse(LEFT))["Linear.__call__"] == ["x"]
+
+
+def test_forbidden_imports_are_found_at_any_depth(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text("import jax.numpy as jnp\ndef f():\n    from flax import nnx\nimport jaxbench\nimport jaxtyping\n")
+    assert [place.what for place in forbidden_imports(path, ("jax", "flax"))] == [
+        "imports jax.numpy",
+        "imports flax",
+        "imports flax.nnx",
+    ]
+    assert [place.line for place in forbidden_imports(path, ("jax", "flax"), lazy=False)] == [1]
