@@ -1,0 +1,230 @@
+"""Write and print the outcome of a comparison: tables, report.html, results.csv, TensorBoard scalars, picture.svg.
+
+S file. Every file is written under a temporary name and renamed, so that an interrupt or a full disk leaves the
+earlier report whole. Run it again on finished results with
+
+    python -m jaxbench.bench.report --workdir=out/default
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxbench.bench import page, picture, summary, wording
+from jaxbench.bench import view as views
+from jaxbench.bench.records import Record, RecordFile
+from jaxbench.bench.suite import Suite
+from jaxbench.bench.view import View
+
+CSV_COLUMNS = (
+    "metric", "arm", "kind", "dtype", "batch", "prompt_tokens", "new_tokens", "device", "value", "unit", "ratio",
+    "ratio_low", "ratio_high", "verdict", "holm", "launches", "share_of_roofline", "reason", "config_id",
+)  # fmt: skip
+TERMINAL_METRICS = ("prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s", "first_token_s", "load_s",
+                    "compile_cold_s", "compile_warm_s", "peak_memory_bytes")  # fmt: skip
+
+
+def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=None) -> View:
+    """Write every file of the report into `workdir`, print the tables, and return what they show.
+
+    Raises:
+      OSError: a file cannot be written; what was there before is kept.
+    """
+    view = views.gather(records, suite, workdir)
+    replace_file(workdir / "results.csv", csv_text(view))
+    replace_file(workdir / "report.html", page.render(view))
+    replace_file(workdir / "picture.svg", picture.draw(view))
+    write_scalars(view, workdir / "tensorboard")
+    show(view, console=console)
+    _console(console).print(
+        f"[bold]{workdir / 'report.html'}[/bold] (results.csv, picture.svg, tensorboard/ beside it)"
+    )
+    return view
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"report: cannot write {path} ({error.strerror or error}); results.jsonl is kept") from error
+
+
+def csv_text(view: View) -> str:
+    """Return the result rows and the TPU figures as CSV, numbers at full precision."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    device = next((record.device for record in view.records if record.arm in view.arms), "")
+    for row in view.rows:
+        point, low, high = row.ratio or (None, None, None)
+        writer.writerow(
+            row.workload.model_dump()
+            | {
+                "metric": row.metric, "arm": row.arm, "device": device, "value": row.value, "unit": row.unit,
+                "ratio": point, "ratio_low": low, "ratio_high": high, "verdict": row.verdict, "holm": int(row.holm),
+                "launches": len(row.launches), "share_of_roofline": row.share_of_roofline, "reason": row.reason,
+                "config_id": view.config_id,
+            }
+        )  # fmt: skip
+    for record in view.records:
+        if record.metric.startswith("tpu_"):
+            writer.writerow(
+                record.workload.model_dump()
+                | {
+                    "metric": record.metric, "arm": record.arm, "device": record.device, "value": record.value,
+                    "unit": record.unit, "reason": record.reason, "config_id": record.config_id,
+                }
+            )  # fmt: skip
+    return buffer.getvalue()
+
+
+def write_scalars(view: View, folder: Path) -> None:
+    """Write one TensorBoard scalar a launch for every row, and the TPU figures at step 0; replaces the folder."""
+    from tensorboardX import SummaryWriter
+
+    temporary, old = folder.with_name(f".{folder.name}.{os.getpid()}"), folder.with_name(f".{folder.name}.old")
+    for path in (temporary, old):
+        shutil.rmtree(path, ignore_errors=True)
+    try:
+        with SummaryWriter(str(temporary), write_to_disk=True) as writer:
+            for row in view.rows:
+                name = "/".join(part for part in (row.metric, row.workload.label().replace(" ", "_"), row.arm) if part)
+                for launch, value in enumerate(row.launches, start=1):
+                    writer.add_scalar(name, value, launch)
+            for record in view.records:
+                if record.metric.startswith("tpu_") and record.value is not None:
+                    place = f"{record.workload.label()} {record.device}".replace(" ", "_").replace(":", "-")
+                    writer.add_scalar(f"{record.metric}/{place}", record.value, 0)
+        if folder.exists():
+            folder.rename(old)
+        temporary.rename(folder)
+    except OSError as error:
+        raise OSError(f"report: cannot write {folder} ({error.strerror or error}); results.jsonl is kept") from error
+    finally:
+        for path in (temporary, old):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def show(view: View, *, console=None) -> None:
+    """Print the tables for people."""
+    console = _console(console)
+    console.print(_measured_table(view))
+    if view.parity:
+        worst = view.parity.get("worst", float("nan"))
+        color, word = ("green", "passed") if view.parity.get("passed") else ("red", "FAILED")
+        console.print(f"float64 proof [{color}]{word}[/{color}]: worst relative difference of a module {worst:.1e}")
+    for note in view.agreement:
+        console.print(f"tokens, {note}", highlight=False)
+    if views.tpu_rows(view):
+        console.print(_tpu_table(view))
+    undecided = views.undecided(view)
+    if undecided:
+        console.print(
+            f"[dim]{len(undecided)} rows are undecided; report.html lists them with the launches needed[/dim]"
+        )
+    if view.drift > view.suite.verdicts.control_drift:
+        console.print(f"[yellow]the machine moved: the control loop changed by {100 * view.drift:.0f} %[/yellow]")
+
+
+def _measured_table(view: View):
+    from rich.table import Table
+
+    counts = views.verdict_counts(view)
+    confidence = f"{100 * view.suite.verdicts.confidence:.0f} %"
+    title = (
+        f"Medians; ratios to {wording.arm(view.baseline)} (above 1 is better) with {confidence} intervals over launches"
+    )
+    shown = ", ".join(f"{number} {name}" for name, number in counts.items())
+    table = Table(title=title, caption=f"JAX arms, speed rows: {shown}" if sum(counts.values()) else None)
+    table.add_column("", no_wrap=True)
+    for name in view.arms:
+        table.add_column(wording.arm(name), justify="right")
+    groups: dict[tuple, dict[str, summary.Row]] = {}
+    for row in views.find(view, TERMINAL_METRICS):
+        groups.setdefault((row.metric, row.workload), {})[row.arm] = row
+    last = None
+    for (metric, load), cells in groups.items():
+        if last is not None and metric != last:
+            table.add_section()
+        last = metric
+        name = f"[bold]{wording.METRICS.get(metric, metric)}[/bold]\n{wording.short(load)}"
+        table.add_row(name, *(_terminal_cell(cells.get(arm)) for arm in view.arms))
+    return table
+
+
+def _terminal_cell(row: summary.Row | None) -> str:
+    if row is None:
+        return ""
+    if row.value is None:
+        return f"[dim]{row.reason[:24]}[/dim]"
+    text = wording.value(row.value, row.unit)
+    if not row.ratio:
+        return text
+    style = {"faster": "green", "slower": "red"}.get(row.verdict, "dim")
+    shown = wording.ratio(row.ratio).replace("[", r"\[")
+    return f"{text}\n[{style}]{wording.SIGNS[row.verdict]} {shown}[/{style}]"
+
+
+def _tpu_table(view: View):
+    from rich.table import Table
+
+    table = Table(title="TPU slices, compiled ahead of time; per chip")
+    for name in ("slice", "program", "bytes", "FLOPs", "sent to others", "least time", "bound"):
+        table.add_column(name, justify="left" if name in ("slice", "program", "bound") else "right")
+    for row in views.tpu_rows(view):
+        if "roofline_s" not in row.figures:
+            table.add_row(row.topology, row.short, row.problem[:60], "", "", "", "")
+            continue
+        fits = "fits" if row.details["memory_bytes"]["fits"] else "[red]does not fit[/red]"
+        table.add_row(
+            row.topology,
+            row.short,
+            f"{wording.value(row.figures['memory_bytes'], 'bytes')} {fits}",
+            wording.value(row.figures["flops"], "FLOP"),
+            wording.value(row.figures["collective_bytes"], "bytes"),
+            wording.value(row.figures["roofline_s"], "s"),
+            row.details["roofline_s"]["bound"],
+        )
+    return table
+
+
+def _console(console):
+    from rich.console import Console
+
+    if console is not None:
+        return console
+    found = Console()
+    return found if found.is_terminal else Console(width=max(found.width, 150))  # a log file has room
+
+
+def main() -> int:
+    """Write the report of a run again from its folder."""
+    import json
+
+    from absl import flags
+
+    workdir = Path(flags.FLAGS.workdir)
+    settings = workdir / "suite.json"
+    if not settings.exists():
+        raise ValueError(f"report: {settings} does not exist; name the folder of a finished comparison with --workdir")
+    stored = json.loads(settings.read_text())
+    records = [r for r in RecordFile(workdir / "results.jsonl").read() if r.config_id == stored["config_id"]]
+    write(records, Suite.model_validate(stored["suite"]), workdir)
+    return 0
+
+
+if __name__ == "__main__":
+    from jaxbench import cli
+
+    cli.define_workdir("out/default")
+    cli.run(main, about=__doc__)
