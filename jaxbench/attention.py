@@ -1,8 +1,8 @@
 """Attention with grouped heads, in one place for every backend kernel. Twins: torch_ref/attention.py, jaxbench/eqx/attention.py.
 
 Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
-position q when 0 <= p <= q, q - p < window, and both lie in one segment. Position -1 is padding. Keys and values are
-head-major, "B K S H": XLA:CPU then multiplies without transposing the cache.
+position q when 0 <= p <= q, q - p < window, and both lie in one segment. Position -1 is padding. Keys are
+"B K H S" and values "B K S H": XLA:CPU then multiplies both without transposing the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def attention_mask(
 
 def attention(
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B K S H"],
+    key: Float[Array, "B K H S"],
     value: Float[Array, "B K S H"],
     *,
     query_positions: Int[Array, "B T"],
@@ -73,7 +73,7 @@ def attention(
         )
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    if implementation == "blocked" and key.shape[2] > block_size:
+    if implementation == "blocked" and key.shape[3] > block_size:
         mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
     else:
         mixed = _dense(grouped, key, value, attention_mask(query_positions, key_positions, **spans))
@@ -113,10 +113,25 @@ def _einsum(equation: str, left: Array, right: Array) -> Array:
     return (_narrow_einsum if is_narrow else _wide_einsum)(equation, left, right)
 
 
-def _scores(query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]) -> Array:
+def _scores(query: Float[Array, "B K G T H"], key: Float[Array, "B K H S"], mask: Bool[Array, "B T S"]) -> Array:
     """Return scaled scores [B K G T S] with -inf where the mask forbids."""
-    scores = _einsum("BKGTH,BKSH->BKGTS", query, key)
+    merged = _einsum("ERH,EHS->ERS", _merge(query, 2, 2), _merge(key, 2, 1))
+    scores = merged.reshape(*query.shape[:4], key.shape[3])
     return jnp.where(mask[:, None, None], scores / math.sqrt(query.shape[-1]), -jnp.inf)
+
+
+def _mix(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
+    """Return the weighted sums of values, in at least float32."""
+    merged = _einsum("ERS,ESH->ERH", _merge(weights.astype(value.dtype), 2, 2), _merge(value, 2, 1))
+    return merged.reshape(*weights.shape[:4], value.shape[3])
+
+
+def _merge(x: Array, leading: int, middle: int) -> Array:
+    """Merge the first `leading` axes into one and the next `middle` ones into another.
+
+    Products over one batch axis read the cache as it lies; over two, XLA:CPU copies the cache when B is 1.
+    """
+    return x.reshape(math.prod(x.shape[:leading]), math.prod(x.shape[leading : leading + middle]), -1)
 
 
 def _row_max(scores: Array) -> Array:
@@ -127,7 +142,7 @@ def _row_max(scores: Array) -> Array:
 
 def _dense(
     query: Float[Array, "B K G T H"],
-    key: Float[Array, "B K S H"],
+    key: Float[Array, "B K H S"],
     value: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
 ) -> Float[Array, "B K G T H"]:
@@ -135,7 +150,7 @@ def _dense(
     weights = jnp.exp(scores - _row_max(scores))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, jnp.ones((), total.dtype))
-    return _einsum("BKGTS,BKSH->BKGTH", weights.astype(value.dtype), value).astype(query.dtype)
+    return _mix(weights, value).astype(query.dtype)
 
 
 def _blocked(query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, window):
@@ -145,7 +160,7 @@ def _blocked(query, key, value, query_positions, key_positions, *, block_size, q
     """
     length = query.shape[3]
     has_segments = query_segments is not None and key_segments is not None
-    blocks = [_split(key, block_size, axis=2), _split(value, block_size, axis=2)]
+    blocks = [_split(key, block_size, axis=3), _split(value, block_size, axis=2)]
     blocks += [_split(key_positions, block_size, axis=1, fill=-1)]
     span = min(length, block_size)
     parts = [_split(query, span, axis=3), _split(query_positions, span, axis=1, fill=-1)]
@@ -190,5 +205,5 @@ def _absorb(carry: tuple[Array, Array, Array], scores: Array, value: Float[Array
     shrink = jnp.exp(peak - safe_peak)
     weights = jnp.exp(scores - safe_peak)
     total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-    summed = summed * shrink + _einsum("BKGTS,BKSH->BKGTH", weights.astype(value.dtype), value)
+    summed = summed * shrink + _mix(weights, value)
     return new_peak, total, summed

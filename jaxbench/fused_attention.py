@@ -15,7 +15,7 @@ LANES = 128  # splash attention's tiles: head width and sequence are padded to m
 
 def attention(
     query: Float[Array, "B T N H"],
-    key: Float[Array, "B K S H"],
+    key: Float[Array, "B K H S"],
     value: Float[Array, "B K S H"],
     query_positions: Int[Array, "B T"],
     key_positions: Int[Array, "B S"],
@@ -48,7 +48,7 @@ def _cudnn(query, key, value, query_positions, key_positions, **spans) -> Array:
     from jaxbench.attention import attention_mask
 
     mask = attention_mask(query_positions, key_positions, **spans)
-    key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    key, value = key.transpose(0, 3, 1, 2), value.transpose(0, 2, 1, 3)
     mixed = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="cudnn")
     # cuDNN spreads a fully masked row over all keys; here such a row is zero.
     return jnp.where(jnp.any(mask, axis=-1)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
@@ -59,8 +59,8 @@ def _splash(query, key, value, positions, *, query_segments, key_segments, windo
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     batch, length, num_heads, head_dim = query.shape
-    if key.shape[2] != length:
-        raise ValueError(f"attention: splash attention needs T = S, got T={length} and S={key.shape[2]}: use dense")
+    if key.shape[3] != length:
+        raise ValueError(f"attention: splash attention needs T = S, got T={length} and S={key.shape[3]}: use dense")
     padded = -(-length // LANES) * LANES
     full = splash.LocalMask((padded, padded), (window - 1, 0), 0) if window else splash.CausalMask((padded, padded))
     kernel = splash.make_splash_mqa_single_device(
@@ -72,7 +72,7 @@ def _splash(query, key, value, positions, *, query_segments, key_segments, windo
     widths = ((0, 0), (0, 0), (0, padded - length), (0, -head_dim % LANES))
     query = jnp.pad(query.transpose(0, 2, 1, 3) / jnp.sqrt(jnp.asarray(head_dim, query.dtype)), widths)
     grouped = query.reshape(batch, key.shape[1], -1, padded, query.shape[-1])
-    key, value = jnp.pad(key, widths), jnp.pad(value, widths)
+    key, value = jnp.pad(key.swapaxes(2, 3), widths), jnp.pad(value, widths)
 
     def one_row(query: Array, key: Array, value: Array, segments: Array) -> Array:
         ids = splash.SegmentIds(q=segments, kv=segments)

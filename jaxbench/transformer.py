@@ -22,21 +22,22 @@ from jaxbench.config import RotaryScaling, TransformerConfig
 
 
 class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot."""
+    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
 
-    keys: tuple[Float[Array, "B K S H"], ...]
-    values: tuple[Float[Array, "B K S H"], ...]
+    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies (docs/lab_log.md).
+    """
+
+    keys: tuple[Float[Array, "E H S"], ...]
+    values: tuple[Float[Array, "E S H"], ...]
     positions: Int[Array, "B S"]
 
     def padded(self, length: int) -> KVCache:
         """Return the cache with empty slots appended, `length` slots in all."""
         extra = length - self.positions.shape[1]
 
-        def pad(x: Array) -> Array:
-            return jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0)))
-
-        positions = jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1)
-        return KVCache(tuple(map(pad, self.keys)), tuple(map(pad, self.values)), positions)
+        keys = tuple(jnp.pad(key, ((0, 0), (0, 0), (0, extra))) for key in self.keys)
+        values = tuple(jnp.pad(value, ((0, 0), (0, extra), (0, 0))) for value in self.values)
+        return KVCache(keys, values, jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1))
 
 
 class Context(NamedTuple):
@@ -66,7 +67,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "E H S"], Float[Array, "E S H"]]]:
         """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
         batch, length, _ = x.shape
         query = self.q_proj(x).reshape(batch, length, self.num_heads, self.head_dim)
@@ -74,14 +75,15 @@ class Attention(nnx.Module):
         value = self.v_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
         if context.angles is not None:
             query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
-        key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+        key = key.transpose(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
+        value = value.transpose(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
             key = lax.dynamic_update_slice_in_dim(cached[0], key, context.slot, axis=2)
-            value = lax.dynamic_update_slice_in_dim(cached[1], value, context.slot, axis=2)
+            value = lax.dynamic_update_slice_in_dim(cached[1], value, context.slot, axis=1)
         mixed = attention(
             query,
-            key,
-            value,
+            key.reshape(batch, self.num_kv_heads, self.head_dim, -1),
+            value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
             query_positions=context.query_positions,
             key_positions=context.key_positions,
             query_segments=context.query_segments,

@@ -23,7 +23,7 @@ def inputs(seed: int, length: int, cut: int) -> dict[str, np.ndarray]:
     positions[1, length:] = -1
     segments = np.zeros((B, T), np.int64)
     segments[0, cut:] = 1
-    shapes = {"query": (B, T, N, H), "key": (B, K, T, H), "value": (B, K, T, H)}
+    shapes = {"query": (B, T, N, H), "key": (B, K, H, T), "value": (B, K, T, H)}
     tensors = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     return tensors | {"positions": positions, "segments": segments}
 
@@ -41,7 +41,7 @@ def definition(query, key, value, positions, segments, window):
         ]
         if allowed:
             kv = n // (N // K)
-            scores = key[b, kv, allowed].astype(float) @ query[b, t, n].astype(float) / np.sqrt(H)
+            scores = query[b, t, n].astype(float) @ key[b, kv][:, allowed].astype(float) / np.sqrt(H)
             weights = np.exp(scores - scores.max())
             out[b, t, n] = weights / weights.sum() @ value[b, kv, allowed].astype(float)
     return out
@@ -117,7 +117,8 @@ def test_blocked_attentions_gradient_equals_dense_attentions():
 
 def temp_bytes(implementation: str, length: int, *, with_gradient: bool) -> int:
     shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
-    kv = jax.ShapeDtypeStruct((1, 2, length, 16), jnp.float32)
+    key = jax.ShapeDtypeStruct((1, 2, 16, length), jnp.float32)
+    value = jax.ShapeDtypeStruct((1, 2, length, 16), jnp.float32)
     positions = jnp.arange(length)[None]
 
     def function(q, k, v):
@@ -126,9 +127,11 @@ def temp_bytes(implementation: str, length: int, *, with_gradient: bool) -> int:
         )
 
     if with_gradient:
-        compiled = jax.jit(jax.grad(lambda *x: function(*x).sum(), argnums=(0, 1, 2))).lower(shape, kv, kv).compile()
+        compiled = (
+            jax.jit(jax.grad(lambda *x: function(*x).sum(), argnums=(0, 1, 2))).lower(shape, key, value).compile()
+        )
     else:
-        compiled = jax.jit(function).lower(shape, kv, kv).compile()
+        compiled = jax.jit(function).lower(shape, key, value).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -158,15 +161,17 @@ def test_wrong_heads_and_unknown_implementations_are_named(module):
     query, positions = array((1, 2, 3, 4)), array((1, 2), dtype=(torch if module is torch_attention else jnp).int32)
     with pytest.raises(ValueError, match="num_heads=3 is not a multiple of num_kv_heads=2"):
         module.attention(
-            query, array((1, 2, 2, 4)), array((1, 2, 2, 4)), query_positions=positions, key_positions=positions
+            query, array((1, 2, 4, 2)), array((1, 2, 2, 4)), query_positions=positions, key_positions=positions
         )
-    key = array((1, 3, 2, 4))
+    key, value = array((1, 3, 4, 2)), array((1, 3, 2, 4))
     with pytest.raises(ValueError, match="'flash' is not one of dense, blocked"):
-        module.attention(query, key, key, query_positions=positions, key_positions=positions, implementation="flash")
+        module.attention(query, key, value, query_positions=positions, key_positions=positions, implementation="flash")
 
 
 def test_a_missing_fused_kernel_is_named():
-    query, key = jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 3, 2, 4))
+    query, key, value = jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 3, 4, 2)), jnp.zeros((1, 3, 2, 4))
     positions = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="platform 'cpu': use dense or blocked"):
-        attention.attention(query, key, key, query_positions=positions, key_positions=positions, implementation="fused")
+        attention.attention(
+            query, key, value, query_positions=positions, key_positions=positions, implementation="fused"
+        )

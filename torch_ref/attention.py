@@ -1,8 +1,8 @@
 """Attention with grouped heads, in one place for every kernel. Twins: jaxbench/attention.py, jaxbench/eqx/attention.py.
 
 Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
-position q when 0 <= p <= q, q - p < window, and both lie in one segment. Position -1 is padding. Keys and values are
-head-major, "B K S H", as the cache stores them.
+position q when 0 <= p <= q, q - p < window, and both lie in one segment. Position -1 is padding. Keys are
+"B K H S" and values "B K S H", as the cache stores them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def attention_mask(
 
 def attention(
     query: Float[Tensor, "B T N H"],
-    key: Float[Tensor, "B K S H"],
+    key: Float[Tensor, "B K H S"],
     value: Float[Tensor, "B K S H"],
     *,
     query_positions: Int[Tensor, "B T"],
@@ -67,7 +67,7 @@ def attention(
     spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
-    if implementation == "blocked" and key.shape[2] > block_size:
+    if implementation == "blocked" and key.shape[3] > block_size:
         mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
     else:
         mask = attention_mask(query_positions, key_positions, **spans)
@@ -80,9 +80,9 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum(equation, left, right).to(torch.promote_types(left.dtype, torch.float32))
 
 
-def _scores(query: Float[Tensor, "B K G T H"], key: Float[Tensor, "B K S H"], mask: Bool[Tensor, "B T S"]) -> Tensor:
+def _scores(query: Float[Tensor, "B K G T H"], key: Float[Tensor, "B K H S"], mask: Bool[Tensor, "B T S"]) -> Tensor:
     """Return scaled scores [B K G T S] with -inf where the mask forbids."""
-    scores = _einsum("BKGTH,BKSH->BKGTS", query, key)
+    scores = _einsum("BKGTH,BKHS->BKGTS", query, key)
     return torch.where(mask[:, None, None], scores / math.sqrt(query.shape[-1]), -math.inf)
 
 
@@ -94,7 +94,7 @@ def _row_max(scores: Tensor) -> Tensor:
 
 def _dense(
     query: Float[Tensor, "B K G T H"],
-    key: Float[Tensor, "B K S H"],
+    key: Float[Tensor, "B K H S"],
     value: Float[Tensor, "B K S H"],
     mask: Bool[Tensor, "B T S"],
 ) -> Float[Tensor, "B K G T H"]:
@@ -107,7 +107,7 @@ def _dense(
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     flat = query.flatten(1, 2)
-    mixed = F.scaled_dot_product_attention(flat, key, value, attn_mask=mask[:, None], enable_gqa=True)
+    mixed = F.scaled_dot_product_attention(flat, key.transpose(2, 3), value, attn_mask=mask[:, None], enable_gqa=True)
     return torch.nan_to_num(mixed).reshape(query.shape)  # a fully masked row is NaN in some kernels
 
 
@@ -122,7 +122,7 @@ def _blocked(query, key, value, query_positions, key_positions, *, block_size, q
         wide = torch.promote_types(query.dtype, torch.float32)
         peak = query.new_full((*query.shape[:4], 1), -math.inf, dtype=wide)
         carry = (peak, torch.zeros_like(peak), torch.zeros_like(query, dtype=wide))
-        for first in range(0, key.shape[2], block_size):
+        for first in range(0, key.shape[3], block_size):
             block = slice(first, first + block_size)
             mask = attention_mask(
                 query_positions[:, span],
@@ -131,7 +131,7 @@ def _blocked(query, key, value, query_positions, key_positions, *, block_size, q
                 key_segments=None if key_segments is None else key_segments[:, block],
                 window=window,
             )
-            carry = _absorb(carry, _scores(query, key[:, :, block], mask), value[:, :, block])
+            carry = _absorb(carry, _scores(query, key[..., block], mask), value[:, :, block])
         _, total, summed = carry
         return (summed / torch.where(total > 0, total, 1.0)).to(query.dtype)
 

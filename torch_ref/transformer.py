@@ -22,21 +22,22 @@ from torch_ref.attention import attention
 
 
 class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot."""
+    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
 
-    keys: tuple[Float[Tensor, "B K S H"], ...]
-    values: tuple[Float[Tensor, "B K S H"], ...]
+    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies (docs/lab_log.md).
+    """
+
+    keys: tuple[Float[Tensor, "E H S"], ...]
+    values: tuple[Float[Tensor, "E S H"], ...]
     positions: Int[Tensor, "B S"]
 
     def padded(self, length: int) -> KVCache:
         """Return the cache with empty slots appended, `length` slots in all."""
         extra = length - self.positions.shape[1]
 
-        def pad(x: Tensor) -> Tensor:
-            return F.pad(x, (0, 0, 0, extra))
-
-        positions = F.pad(self.positions, (0, extra), value=-1)
-        return KVCache(tuple(map(pad, self.keys)), tuple(map(pad, self.values)), positions)
+        keys = tuple(F.pad(key, (0, extra)) for key in self.keys)
+        values = tuple(F.pad(value, (0, 0, 0, extra)) for value in self.values)
+        return KVCache(keys, values, F.pad(self.positions, (0, extra), value=-1))
 
 
 class Context(NamedTuple):
@@ -67,7 +68,7 @@ class Attention(torch.nn.Module):
 
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, cached: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Float[Tensor, "B T D"], tuple[Float[Tensor, "B K S H"], Float[Tensor, "B K S H"]]]:
+    ) -> tuple[Float[Tensor, "B T D"], tuple[Float[Tensor, "E H S"], Float[Tensor, "E S H"]]]:
         """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
         batch, length, _ = x.shape
         query = self.q_proj(x).reshape(batch, length, self.num_heads, self.head_dim)
@@ -75,13 +76,15 @@ class Attention(torch.nn.Module):
         value = self.v_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
         if context.angles is not None:
             query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
-        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        key = key.permute(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
+        value = value.permute(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
-            key, value = (_write(old, new, context.slot, dim=2) for old, new in zip(cached, (key, value)))
+            key = _write(cached[0], key, context.slot, dim=2)
+            value = _write(cached[1], value, context.slot, dim=1)
         mixed = attention(
             query,
-            key,
-            value,
+            key.reshape(batch, self.num_kv_heads, self.head_dim, -1),
+            value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
             query_positions=context.query_positions,
             key_positions=context.key_positions,
             query_segments=context.query_segments,

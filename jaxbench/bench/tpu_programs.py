@@ -84,9 +84,10 @@ def decode(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: st
     params = _placed_params(model, config, mesh, layout)
     rows, everywhere = sharding.batch_sharding(mesh, batch), NamedSharding(mesh, P())
     dtype = params["embed.embedding"].dtype
-    shape = (batch, config.num_kv_heads, length, config.head_dim)
-    layers = (jax.ShapeDtypeStruct(shape, dtype, sharding=rows),) * config.num_layers
-    cache = KVCache(layers, layers, jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=rows))
+    heads = batch * config.num_kv_heads
+    keys = (jax.ShapeDtypeStruct((heads, config.head_dim, length), dtype, sharding=rows),) * config.num_layers
+    values = (jax.ShapeDtypeStruct((heads, length, config.head_dim), dtype, sharding=rows),) * config.num_layers
+    cache = KVCache(keys, values, jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=rows))
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=rows)
     slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     jitted = jax.jit(run, out_shardings=rows, donate_argnums=1)
