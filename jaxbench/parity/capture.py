@@ -26,10 +26,10 @@ class Trace(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Floating tensors that one module received and returned, in the order of its arguments and results."""
+    """Floating tensors of one module's call."""
 
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    inputs: tuple[Any, ...]  # in the order of its arguments
+    outputs: tuple[Any, ...]  # the first one it returns; what follows, such as a cache, may be laid out as it likes
 
 
 class Training(NamedTuple):

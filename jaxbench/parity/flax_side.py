@@ -126,8 +126,9 @@ class Side:
                 handed = _floating((args, kwargs))
                 args, kwargs = _replace((args, kwargs), given[name].inputs, where=f"input of {name}")
                 result = call(*args, **kwargs)
-                calls[name] = capture.Call(handed, _floating(result))
-                return _replace(result, given[name].outputs, where=f"output of {name}")
+                calls[name] = capture.Call(handed, _floating(result)[:1])
+                rest = _floating(result)[1:]
+                return _replace(result, (*given[name].outputs, *rest), where=f"output of {name}")
 
             with intercepted(model, force):
                 model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)

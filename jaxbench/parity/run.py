@@ -216,6 +216,7 @@ def define_flags() -> None:
         "model", None, "checkpoint in place of the case's own weights: .gguf file or Hugging Face folder"
     )
     flags.DEFINE_string("output", None, "JSON file to write the result to")
+    flags.DEFINE_enum("backend", "flax", list(BACKENDS), "which JAX model is compared with PyTorch's")
     flags.DEFINE_bool("quick", False, "float64 outputs, blame, weights and decoding only")
 
 
@@ -226,7 +227,7 @@ def main() -> int:
     from jaxbench.parity import report
 
     values = flags.FLAGS
-    result = run(cases.find(values.case), quick=values.quick, model=values.model)
+    result = run(cases.find(values.case), backend=values.backend, quick=values.quick, model=values.model)
     if values.output:
         write(values.output, result)
     print(report.summary(result))

@@ -107,7 +107,7 @@ def _hooked(
 
     def after(name: str) -> Any:
         def hook(module: torch.nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
-            outputs = _floating(result)
+            outputs = _floating(result)[:1]
             calls[name] = capture.Call(inputs.pop(name), outputs)
             if gradients is not None:
                 outputs[0].register_hook(lambda gradient: gradients.__setitem__(name, _numpy(gradient)))

@@ -1,0 +1,72 @@
+"""The case table: what it covers, how it answers a wrong id, and the data of its cases."""
+
+import numpy as np
+import pytest
+
+from jaxbench.parity import cases
+
+TINY = [case for case in cases.CASES if case.config is not None]
+
+
+def test_ids_are_unique_and_name_their_workload():
+    ids = [case.id for case in cases.CASES]
+    assert len(set(ids)) == len(ids)
+    assert all(case.id.startswith(f"{case.module}/") for case in cases.CASES)
+
+
+def test_the_table_covers_every_family_and_variant():
+    configs = [case.config for case in TINY]
+    assert {c.norm for c in configs} == {"rmsnorm", "layernorm"}
+    assert {c.position for c in configs} == {"rotary", "learned"}
+    assert {c.activation for c in configs} == {"swiglu", "gelu"}
+    assert {c.tie_embeddings for c in configs} == {c.use_bias for c in configs} == {True, False}
+    assert {c.num_heads // c.num_kv_heads for c in configs} == {1, 2, 4}
+    assert {c.rope_scaling and c.rope_scaling.kind for c in configs} == {None, "linear", "llama3"}
+    assert any(c.sliding_window for c in configs)
+    assert {case.how.get("implementation", "dense") for case in TINY} == {"dense", "blocked"}
+    assert any(case.is_scanned for case in TINY) and any(case.packed for case in TINY)
+    assert all(c.dropout > 0 for c in configs)  # so that twins' masks are compared in every case
+
+
+def test_the_default_model_is_a_case():
+    assert cases.find("transformer/smollm2").config is None
+
+
+def test_an_unknown_id_is_answered_with_the_nearest_ones():
+    with pytest.raises(
+        ValueError, match=r"--case='transformer/lama-grouped' is not a .* nearest: transformer/llama-grou"
+    ):
+        cases.find("transformer/lama-grouped")
+
+
+def test_an_id_like_nothing_is_answered_with_the_whole_list():
+    with pytest.raises(ValueError, match="transformer/smollm2"):
+        cases.find("%%%")
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.id)
+def test_data_has_padding_packing_and_targets_that_follow_the_tokens(case):
+    data = cases.arrays(case, case.config)
+    assert data.tokens.shape == (case.batch, case.length) and data.tokens.max() < case.config.vocab_size
+    np.testing.assert_array_equal(data.tokens[:, 1:], data.targets[:, :-1])
+    assert (data.positions[0] >= 0).all() and (data.positions[1, : case.length // 4] == -1).all()
+    assert not data.mask[data.positions < 0].any() and data.mask.sum() > case.length // 2
+    assert (data.segments is not None) == case.packed
+    if case.packed:
+        assert data.positions[0, case.length // 2] == 0 and data.segments[0, case.length // 2] == 1
+
+
+def test_data_is_fixed_by_case_and_step():
+    case = cases.find("transformer/gpt2")
+    first, again, other = (cases.arrays(case, case.config, step=step) for step in (3, 3, 4))
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert (first.tokens != other.tokens).any()
+
+
+def test_no_two_parameters_of_a_case_are_equal_and_none_is_a_default():
+    config, params = cases.load(cases.find("transformer/gpt2"))
+    assert not any((value == value.flat[0]).all() for value in params.values())
+    for shape in {value.shape for value in params.values()}:
+        same = [value for value in params.values() if value.shape == shape]
+        assert len({value.tobytes() for value in same}) == len(same)
+    assert config.norm == "layernorm"
