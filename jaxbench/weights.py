@@ -88,7 +88,8 @@ def resolve(spec: str | Path | None = None) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"model: {spec} is no file or folder here, and fetching it as a hub id failed "
-            f"({type(error).__name__}: {reason}); check the name and the network, or pass a GGUF file, a folder or `default`"
+            f"({type(error).__name__}: {reason}); check the name and the network, "
+            "or pass a GGUF file, a folder or `default`"
         ) from error
 
 

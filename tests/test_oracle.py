@@ -26,10 +26,11 @@ import torch_ref.sample
 import torch_ref.transformer
 from jaxbench import data, tokenizer, weights
 
+pytestmark = pytest.mark.timeout(900)  # about 90 s on two quiet cores; PyTorch suffers when others compute
 LENGTHS = (8, 31, 100, 256, 512)  # tokens of the prompts
 NEW_TOKENS = 64
 LOGIT_TOLERANCE = 1e-5  # relative 2-norm in float32, the bar
-SAFETY = 10  # a greedy choice counts where its margin is this many times the measured logit error
+SAFETY = 10  # greedy choices may part only where the margin is under this many times the measured logit error
 BACKENDS = {
     "flax": (jaxbench.transformer, jaxbench.sample),
     "equinox": (jaxbench.eqx.transformer, jaxbench.eqx.sample),
@@ -43,8 +44,8 @@ class Oracle(NamedTuple):
     checkpoint: weights.Checkpoint
     prompts: list[list[int]]
     logits: list[np.ndarray]  # [T V] of each prompt
-    continuations: list[np.ndarray]
-    margins: list[np.ndarray]  # top logit minus second at each greedy step
+    continuations: np.ndarray  # [B M] greedy tokens
+    margins: np.ndarray  # [B M] top logit minus second
 
 
 class Ours(NamedTuple):
@@ -93,17 +94,16 @@ def oracle(tmp_path_factory) -> Oracle:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     shutil.rmtree(folder)
     model.generation_config.eos_token_id = None  # all of NEW_TOKENS are compared
-    logits, continuations, margins = [], [], []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        how = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
-        with torch.no_grad():
-            logits.append(model(ids).logits[0].numpy())
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **how)
-        continuations.append(made.sequences[0, len(prompt) :].numpy())
-        top = torch.stack(made.logits)[:, 0].topk(2).values
-        margins.append((top[:, 0] - top[:, 1]).numpy())
-    return Oracle(checkpoint, prompts, logits, continuations, margins)
+    width = max(LENGTHS)
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])  # generate wants left padding
+    is_token = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    how = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    with torch.inference_mode():
+        logits = [model(torch.tensor([prompt])).logits[0].numpy() for prompt in prompts]
+        made = model.generate(ids, attention_mask=is_token, max_new_tokens=NEW_TOKENS, **how)
+    top = torch.stack(made.logits, dim=1).topk(2).values  # [B M 2]
+    margins = (top[..., 0] - top[..., 1]).numpy()
+    return Oracle(checkpoint, prompts, logits, made.sequences[:, width:].numpy(), margins)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -127,13 +127,13 @@ def test_greedy_text_of_the_default_model_equals_transformers(ours, oracle, reco
     error = max(np.abs(found - wanted).max() for found, wanted in zip(ours.logits, oracle.logits, strict=True))
     compared = []
     for row, (wanted, margins) in enumerate(zip(oracle.continuations, oracle.margins, strict=True)):
-        unsure = np.flatnonzero(margins < SAFETY * error)
-        count = int(unsure[0]) if len(unsure) else NEW_TOKENS
-        compared.append(count)
-        assert ours.continuations[row][:count].tolist() == wanted[:count].tolist(), f"prompt of {LENGTHS[row]} tokens"
+        different = np.flatnonzero(ours.continuations[row] != wanted)
+        compared.append(int(different[0]) if len(different) else NEW_TOKENS)
+        if len(different):
+            margin = margins[different[0]]
+            assert margin < SAFETY * error, f"prompt of {LENGTHS[row]} tokens, step {different[0]}, margin {margin:.1e}"
     record_property("tokens_compared", compared)
-    least = min(float(margins.min()) for margins in oracle.margins)
-    note = f"compared {compared} tokens, logit error {error:.1e}, least margin {least:.1e}"
+    note = f"equal for {compared} tokens, logit error {error:.1e}, least margin {oracle.margins.min():.1e}"
     print(note)
     assert sum(compared) >= 0.9 * NEW_TOKENS * len(LENGTHS), note
 
