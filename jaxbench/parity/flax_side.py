@@ -118,6 +118,10 @@ class Side:
             name: capture.Call(*(tuple(map(jnp.asarray, part)) for part in call)) for name, call in reference.items()
         }
 
+        return self._forced(self.params, given, self._batch(arrays), _dropout(seed, 0))
+
+    @functools.cached_property
+    def _forced(self) -> Callable[..., Any]:
         @jax.jit
         def run(params: Any, given: dict, batch: Any, dropout: Any) -> dict[str, capture.Call]:
             model, calls = self._merge(params), {}
@@ -126,15 +130,15 @@ class Side:
                 handed = _floating((args, kwargs))
                 args, kwargs = _replace((args, kwargs), given[name].inputs, where=f"input of {name}")
                 result = call(*args, **kwargs)
-                calls[name] = capture.Call(handed, _floating(result)[:1])
-                rest = _floating(result)[1:]
+                first, *rest = _floating(result)
+                calls[name] = capture.Call(handed, (first,))
                 return _replace(result, (*given[name].outputs, *rest), where=f"output of {name}")
 
             with intercepted(model, force):
                 model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
             return calls
 
-        return run(self.params, given, self._batch(arrays), _dropout(seed, 0))
+        return run
 
     def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
         """Return losses and final state of AdamW steps with dropout on."""

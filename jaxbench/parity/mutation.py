@@ -327,7 +327,7 @@ def score(say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
     for case_id in dict.fromkeys(mutation.case for mutation in MUTATIONS):
         case = cases.find(case_id)
         config, params = cases.load(case)
-        with run.pinned("float64"):
+        with run.pinned("float64"), run.torch_threads(case):
             side, _ = run.sides(case, config, params, dtype="float64", backend="flax")
             found = evidence.gather(side, case, config, gradients=True)
             mine = [mutation for mutation in MUTATIONS if mutation.case == case_id]

@@ -40,6 +40,20 @@ def pinned(dtype: str) -> Iterator[dict[str, Any]]:
         }
 
 
+@contextlib.contextmanager
+def torch_threads(case: Case) -> Iterator[None]:
+    """Run PyTorch on one thread for tiny cases, whose tensors cost less than handing them to threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        if case.config is not None:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def sides(case: Case, config: Any, params: Mapping[str, np.ndarray], *, dtype: str, backend: str) -> tuple[Any, Any]:
     """Return the JAX side and the PyTorch side of a case.
 
@@ -72,19 +86,13 @@ def run(
     quick = float64 outputs, blame, weights and decoding only; gradients = None follows the case; model = checkpoint to
     use in place of the case's own weights.
     """
-    import torch
-
-    start, threads = time.monotonic(), torch.get_num_threads()
+    start = time.monotonic()
     config, params = cases.load(case, model=model)
     work = _Work(case, config, params, backend, case.gradients if gradients is None else gradients)
-    try:
-        if case.config is not None:
-            torch.set_num_threads(1)  # tiny tensors: threads cost more than they give
+    with torch_threads(case):
         work.float64(is_quick=quick)
         for dtype in () if quick else dtypes:
             work.reduced(dtype)
-    finally:
-        torch.set_num_threads(threads)
     return work.result() | {"seconds": round(time.monotonic() - start, 2)}
 
 

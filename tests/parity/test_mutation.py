@@ -1,0 +1,89 @@
+"""Gate P9: the parity gates are tested by injecting bugs, and must catch every one."""
+
+import pytest
+
+from jaxbench.parity import cases, mutation, run
+
+pytestmark = pytest.mark.timeout(900)  # one minute of work, on a machine that may be shared by fifteen
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return {outcome.name: outcome for outcome in mutation.score()}
+
+
+def test_the_float64_gates_catch_every_injected_bug(outcomes):
+    missed = [m.name for m in mutation.MUTATIONS if not outcomes[m.name].is_caught]
+    assert missed == []
+
+
+def test_no_gate_fails_on_the_twins_as_they_are(outcomes):
+    clean = {name: outcome for name, outcome in outcomes.items() if name.startswith("none")}
+    assert len(clean) == len({m.case for m in mutation.MUTATIONS})
+    assert [name for name, outcome in clean.items() if outcome.is_caught] == []
+
+
+def test_the_score_is_a_gate(outcomes):
+    gate = mutation.gate(list(outcomes.values()))
+    assert gate.passed and gate.note == f"{len(mutation.MUTATIONS)} of {len(mutation.MUTATIONS)} injected bugs caught"
+    missed = [*outcomes.values(), mutation.Outcome("new-bug", ())]
+    assert not mutation.gate(missed).passed and mutation.gate(missed).where == "new-bug"
+    alarm = [*outcomes.values(), mutation.Outcome("none (again)", ("P1",))]
+    assert mutation.gate(alarm).where == "none (again)"
+
+
+def test_bugs_of_the_optimiser_show_in_training_alone(outcomes):
+    for name in ("adam-eps-inside-root", "adam-eps-1e-6", "l2-for-decoupled-decay", "no-decay-on-norms"):
+        gates = outcomes[name].caught_by
+        assert all("after" in gate or "training" in gate for gate in gates) and gates
+
+
+def test_a_gradient_that_is_lost_shows_though_every_output_is_right(outcomes):
+    gates = outcomes["tied-head-passes-no-gradient"].caught_by
+    assert "P1 gradients, float64" in gates and "P1 outputs, float64" not in gates
+
+
+def test_a_decoding_bug_shows_though_the_full_call_is_right(outcomes):
+    gates = outcomes["decode-position-one-late"].caught_by
+    assert "P8 torch: cached decode = full call" in gates and "P1 outputs, float64" not in gates
+
+
+def test_the_thirteen_published_bugs_are_in_the_table():
+    assert sum(m.is_published for m in mutation.MUTATIONS) == 13
+    assert len({m.name for m in mutation.MUTATIONS}) == len(mutation.MUTATIONS)
+
+
+def test_an_unknown_mutation_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ValueError, match="'rope' is not one of rms-norm-eps"):
+        with mutation.injected("rope"):
+            pass
+
+
+BLAMED = [m for m in mutation.MUTATIONS if m.module]
+
+
+@pytest.fixture(scope="module")
+def flax_sides():
+    """Build each case's Flax side once: its teacher-forced program takes the twin's tensors as arguments."""
+    sides = {}
+    for case_id in {m.case for m in BLAMED}:
+        case = cases.find(case_id)
+        config, params = cases.load(case)
+        with run.pinned("float64"):
+            sides[case_id] = run.sides(case, config, params, dtype="float64", backend="flax")[0]
+    return sides
+
+
+@pytest.mark.parametrize("bug", BLAMED, ids=lambda bug: bug.name)
+def test_teacher_forcing_blames_the_module_that_has_the_bug(bug, flax_sides):
+    from jaxbench.parity import capture, evidence
+
+    case = cases.find(bug.case)
+    config, params = cases.load(case)
+    arrays = cases.arrays(case, config)
+    with mutation.injected(bug.name), run.pinned("float64"):
+        _, other = run.sides(case, config, params, dtype="float64", backend="flax")
+        calls = other.calls(arrays, seed=evidence.SEED)
+        forced = flax_sides[bug.case].forced(arrays, calls, seed=evidence.SEED)
+        culprit = capture.blame(capture.local_errors(forced, calls), tolerance=1e-9)
+    assert culprit is not None and culprit.module == bug.module

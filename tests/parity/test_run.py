@@ -1,0 +1,118 @@
+"""Every tiny case through the gates: float64 equality of outputs, gradients, training, decoding and sampling."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxbench.parity import cases, distance, gates, mutation, run
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+TINY = [case.id for case in cases.CASES if case.config is not None]
+# One case a family also passes the narrower types' gates; all of them do in `experiments/parity.py --all`.
+WITH_REDUCED = ("transformer/llama-grouped", "transformer/gpt2")
+WITH_EQUINOX = ("transformer/llama-blocked-window", "transformer/gpt2-untied-blocked", "transformer/llama-scan")
+
+
+@functools.cache
+def result(case_id, backend="flax"):
+    dtypes = run.REDUCED if case_id in WITH_REDUCED and backend == "flax" else ()
+    return run.run(cases.find(case_id), backend=backend, dtypes=dtypes)
+
+
+def failures(found):
+    return [gate for gate in found["gates"] if not gate["passed"]]
+
+
+@pytest.mark.parametrize("case_id", TINY)
+def test_flax_and_torch_compute_the_same_function(case_id):
+    found = result(case_id)
+    assert failures(found) == [] and found["passed"]
+    assert found["first_divergence"] is None and found["blame"] is None
+    whats = {gate["what"] for gate in found["gates"]}
+    wanted = {"loss", "outputs", "gradients", "params after 20 steps", "first moment after 20 steps", "training curve"}
+    assert {f"{kind}, float64" for kind in wanted} <= whats
+    case = cases.find(case_id)
+    assert ("sampled tokens" in whats) == ("cached decode, both backends" in whats) == (not case.packed)
+    assert len(found["layers"]) == (1 if case.is_scanned else len(found["layers"])) >= 1
+    assert found["worst"] <= distance.TOLERANCE_FLOAT64
+
+
+@pytest.mark.parametrize("case_id", WITH_EQUINOX)
+def test_equinox_and_torch_compute_the_same_function(case_id):
+    found = result(case_id, backend="equinox")
+    assert failures(found) == []
+    assert {"gradients, float64", "params after 20 steps, float64"} <= {gate["what"] for gate in found["gates"]}
+
+
+@pytest.mark.parametrize("case_id", WITH_REDUCED)
+def test_narrow_types_err_alike_and_float32_training_stays_within_noise(case_id):
+    whats = {gate["what"]: gate for gate in result(case_id)["gates"]}
+    for dtype in run.REDUCED:
+        for kind in ("outputs", "gradients"):
+            assert whats[f"{kind}, {dtype}"]["passed"]
+            # The gate must measure something: errors of the type's own size.
+            epsilon = distance.MACHINE_EPSILON[dtype]
+            assert whats[f"{kind}, {dtype}"]["error"] > 0.1 * epsilon
+    assert whats["training curve, float32: gap within noise"]["passed"]
+
+
+def test_gates_cover_p1_to_p8_and_p10():
+    found = {gate["id"] for gate in result("transformer/llama-grouped")["gates"]}
+    assert found == {"P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P10"}
+
+
+def test_training_lowers_the_loss_of_the_batches_it_sees():
+    case = cases.find("transformer/llama-grouped")
+    config, params = cases.load(case)
+    from jaxbench.parity import evidence
+
+    with run.pinned("float64"):
+        _, side = run.sides(case, config, params, dtype="float64", backend="flax")
+        losses = side.train(evidence.training_steps(case, config), evidence.OPTIMIZER, seed=evidence.SEED).losses
+    assert losses[-4:].mean() < losses[:4].mean() - 0.1
+
+
+def test_a_result_survives_json_and_a_write_leaves_no_temporary_file(tmp_path):
+    found = result("transformer/llama-grouped")
+    run.write(tmp_path / "deep" / "parity.json", found)
+    assert json.loads((tmp_path / "deep" / "parity.json").read_text()) == json.loads(json.dumps(found))
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["parity.json"]
+
+
+def test_an_unknown_backend_is_an_error_that_lists_the_known_ones():
+    case = cases.find("transformer/gpt2")
+    with pytest.raises(ValueError, match="--backend=keras is not one of flax, equinox"):
+        run.run(case, backend="keras")
+
+
+def test_the_default_model_is_equal_in_float64_in_its_own_process(tmp_path):
+    output = tmp_path / "parity.json"
+    command = [sys.executable, "-m", "jaxbench.parity.run", "--quick", f"--output={output}"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_ENABLE_X64": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())
+    assert failures(found) == [] and found["worst"] <= distance.TOLERANCE_FLOAT64
+    whats = {gate["what"] for gate in found["gates"]}
+    assert {"outputs, float64", "flax: cached decode = full call", "cached decode, both backends"} <= whats
+    modules = {row["module"] for row in found["layers"]}
+    assert "layers.29.mlp.down_proj" in modules and len(modules) == 30 * 12 + 3
+
+
+def test_a_broken_twin_fails_its_gates_and_the_module_is_named():
+    with mutation.injected("attention-scale-3-percent-in-one-layer"):
+        found = run.run(cases.find("transformer/llama-grouped"), quick=True)
+    assert not found["passed"]
+    # The output projection is the first module to return something else; the attention around it is the cause.
+    assert found["first_divergence"] == "layers.1.attention.o_proj"
+    assert found["blame"]["module"] == "layers.1.attention"
+    assert found["blame"]["error"] > 1e-4
+    failed = {gate["id"] for gate in failures(found)}
+    assert {"P1", "P4"} <= failed and "P5" not in failed
+
+
+def test_limits_are_those_of_the_design():
+    assert distance.TOLERANCE_FLOAT64 == 1e-9 and distance.ERROR_RATIO == 1.5 and gates.SLACK_EPSILONS <= 4
