@@ -19,6 +19,7 @@ from jaxbench.bench.view import View
 
 Figure = dict[str, Any]
 ROW_HEIGHT = 25  # pixels of one row or heading
+FOREST = ("decode_tokens_per_s", "prefill_tokens_per_s", "train_tokens_per_s", "first_token_s")
 ZERO_ERROR = 1e-17  # exactly equal tensors are drawn as this, below float64's 1.1e-16
 
 
@@ -46,7 +47,7 @@ def sections(groups: Sequence[tuple[str, Sequence[str]]]) -> Layout:
 
 def forest(view: View) -> Figure | None:
     """Return ratios to the baseline with intervals, coloured by verdict; right of 1 is better."""
-    groups = _by_workload([row for row in views.find(view, SPEED) if row.ratio])
+    groups = _by_workload([row for row in views.find(view, FOREST) if row.ratio])
     if not groups:
         return None
     layout = sections([(heading, [wording.arm(row.arm) for row in rows]) for heading, rows in groups])
@@ -63,7 +64,10 @@ def forest(view: View) -> Figure | None:
             trace["customdata"].append(f"{wording.arm(row.arm)}: {wording.ratio(row.ratio)}, {row.verdict}")
     order = ("faster", "undecided", "slower")
     data = [traces[name] for name in order if name in traces]
-    axis = _log_axis([row.ratio[0] for _, rows in groups for row in rows] + [1.0])
+    points = [row.ratio[0] for _, rows in groups for row in rows] + [1.0]
+    ends = [end for _, rows in groups for row in rows for end in row.ratio[1:]]
+    # Two launches can give intervals of any width: what lies beyond twice the points' own range is cut off.
+    axis = _log_axis(points + [end for end in ends if min(points) / 2 <= end <= max(points) * 2])
     axis["title"] = {"text": f"ratio to {wording.arm(view.baseline)} (right is better)"}
     return _rows_figure(data, layout, axis) | {"line": 1.0}
 

@@ -81,7 +81,8 @@ def render(view: View) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(_title(view))}</title>\n<style>{CSS}</style></head>\n<body><main>\n"
         f"{_header(view)}<nav>{contents}</nav>\n{bodies}\n</main>\n"
-        f"<script>{offline.get_plotlyjs()}</script>\n<script>const FIGURES = {data};\n{SCRIPT}</script>\n</body></html>\n"
+        f"<script>{offline.get_plotlyjs()}</script>\n"
+        f"<script>const FIGURES = {data};\n{SCRIPT}</script>\n</body></html>\n"
     )
 
 
@@ -131,9 +132,10 @@ def _ratios(view: View, charts: dict) -> tuple[str, str, str] | None:
         return None
     confidence = f"{100 * view.suite.verdicts.confidence:.0f} %"
     text = (
-        f"<p>Each point is the geometric mean over launches of an arm's rate over {escape(wording.arm(view.baseline))}'s; "
-        f"the bar is its {confidence} interval over launches (fresh processes). <b class='faster'>Faster</b> and "
-        "<b class='slower'>slower</b> mean that the whole interval lies on one side; everything else is undecided.</p>"
+        "<p>Each point is the geometric mean over launches of an arm's rate over that of "
+        f"{escape(wording.arm(view.baseline))}; the bar is its {confidence} interval over launches "
+        "(fresh processes). <b class='faster'>Faster</b> and <b class='slower'>slower</b> mean that the whole "
+        "interval lies on one side; everything else is undecided.</p>"
     )
     return _section("ratios", "Which backend is faster where", text, chart)
 
@@ -198,9 +200,9 @@ def _roofline(view: View, charts: dict) -> tuple[str, str, str] | None:
 
 
 def _startup(view: View, charts: dict) -> tuple[str, str, str] | None:
-    metrics = ("load_s", "compile_cold_s", "compile_warm_s", "first_token_s")
+    metrics = ("load_s", "compile_cold_s", "compile_warm_s")
     chart = _chart(charts, "chart-startup", figures.seconds(view, metrics))
-    return _section("startup", "Load, compile and first token", chart) if chart else None
+    return _section("startup", "Load and compile", chart) if chart else None
 
 
 def _memory(view: View, charts: dict) -> tuple[str, str, str] | None:
@@ -213,18 +215,18 @@ def _tpu(view: View, charts: dict) -> tuple[str, str, str] | None:
     rows = views.tpu_rows(view)
     if not rows:
         return None
-    from jaxbench.bench import page_tpu
+    from jaxbench.bench import page_proofs
 
-    return _section("tpu", "On a TPU slice", *page_tpu.body(rows), _chart(charts, "chart-tpu", figures.tpu(view)))
+    return _section("tpu", "On a TPU slice", *page_proofs.body(rows), _chart(charts, "chart-tpu", figures.tpu(view)))
 
 
 def _parity(view: View, charts: dict) -> tuple[str, str, str] | None:
     if not view.parity:
         return None
-    from jaxbench.bench import page_tpu
+    from jaxbench.bench import page_proofs
 
     chart = _chart(charts, "chart-parity", figures.heat_map(view.parity))
-    return _section("parity", "Proof of equality", page_tpu.parity(view.parity), chart, _items(view.agreement))
+    return _section("parity", "Proof of equality", page_proofs.parity(view.parity), chart, _items(view.agreement))
 
 
 def _open(view: View, charts: dict) -> tuple[str, str, str] | None:

@@ -10,12 +10,13 @@ from html import escape
 
 from jaxbench.bench import view as views
 from jaxbench.bench import wording
+from jaxbench.bench.records import Workload
 from jaxbench.bench.summary import Row
 from jaxbench.bench.view import View
 
-METRICS = ("prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s")
+METRICS = ("prefill_tokens_per_s", "decode_tokens_per_s")
 WIDTH, PANEL_WIDTH, GAP, MARGIN = 960, 288, 24, 24
-BAR, STEP, TITLE = 16, 24, 46  # heights: bar, row, panel title
+BAR, STEP, TITLE = 16, 24, 62  # heights: bar, row, panel title
 STYLE = """
   .card { fill: #ffffff; stroke: #d0d7de; }
   .title { fill: #1f2328; font: 600 19px system-ui, -apple-system, 'Segoe UI', sans-serif; }
@@ -40,8 +41,8 @@ def draw(view: View) -> str:
     top = 88
     for start in range(0, len(panels), columns):
         row = panels[start : start + columns]
-        for index, (title, rows) in enumerate(row):
-            lines += _panel(title, rows, MARGIN + index * (PANEL_WIDTH + GAP), top)
+        for index, (load, rows) in enumerate(row):
+            lines += _panel(load, rows, MARGIN + index * (PANEL_WIDTH + GAP), top)
         top += TITLE + STEP * max(len(rows) for _, rows in row) + GAP
     if not panels:
         lines.append(f'<text class="note" x="{MARGIN}" y="{top + 20}">no rates were measured</text>')
@@ -54,21 +55,24 @@ def draw(view: View) -> str:
     )
 
 
-def _panels(view: View) -> list[tuple[str, list[Row]]]:
+def _panels(view: View) -> list[tuple[Workload, list[Row]]]:
     groups: dict[tuple, list[Row]] = {}
     for row in views.find(view, METRICS):
         if row.value:
             groups.setdefault((row.metric, row.workload), []).append(row)
-    titles = {key: f"{wording.METRICS[key[0]]}, {wording.workload(key[1], with_kind=False)}" for key in groups}
     ordered = sorted(groups, key=lambda key: key[1].dtype != "float32")
-    return [(titles[key], groups[key]) for key in ordered]
+    return [(load, groups[metric, load]) for metric, load in ordered]
 
 
-def _panel(title: str, rows: list[Row], left: float, top: float) -> list[str]:
+def _panel(load: Workload, rows: list[Row], left: float, top: float) -> list[str]:
     """Draw one workload: a bar an arm, its rate at the bar's end."""
     label, room = 112, 62
     largest = max(row.value for row in rows)
-    lines = [f'<text class="head" x="{left}" y="{top + 22}">{escape(title)}</text>']
+    tokens = f"{load.prompt_tokens} + {load.new_tokens}" if load.new_tokens else f"{load.prompt_tokens}"
+    lines = [
+        f'<text class="head" x="{left}" y="{top + 22}">{escape(load.kind.capitalize())}, batch {load.batch}</text>',
+        f'<text class="note" x="{left}" y="{top + 40}">{escape(load.dtype)}, {tokens} tokens</text>',
+    ]
     for index, row in enumerate(rows):
         y = top + TITLE - 8 + index * STEP
         width = max(2.0, (PANEL_WIDTH - label - room) * row.value / largest)

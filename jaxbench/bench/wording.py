@@ -73,7 +73,7 @@ def value(number: float | None, unit: str) -> str:
     if number is None or not math.isfinite(number):
         return "-"
     if unit == "s":
-        return f"{number * 1e3:.3g} ms" if abs(number) < 1 else f"{significant(number)} s"
+        return f"{significant(number * 1e3)} ms" if abs(number) < 1 else f"{significant(number)} s"
     if unit == "bytes":
         return scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
     if unit in ("FLOP", "FLOP/s", "bytes/s"):

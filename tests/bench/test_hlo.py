@@ -52,7 +52,7 @@ ENTRY %main (p0: f32[32,8], p1: bf16[4,8]) -> f32[32,8] {
   %p1 = bf16[4,8]{1,0} parameter(1)
   %all-reduce-start = f32[32,8]{1,0} all-reduce-start(%p0), replica_groups=[2,2]<=[4], to_apply=%add
   %all-reduce-done = f32[32,8]{1,0} all-reduce-done(%all-reduce-start)
-  %all-gather-start = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%p1), replica_groups={{0,1,2,3}}, dimensions={0}
+  %all-gather-start = (bf16[4,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%p1), replica_groups={{0,1,2,3}}
   %all-gather-done = bf16[16,8]{1,0} all-gather-done(%all-gather-start)
   %first = bf16[16,8]{1,0} fusion(%p1), kind=kCustom, calls=%async_collective_fusion.7
   %second = bf16[16,8]{1,0} fusion(%p1), kind=kCustom, calls=%fused_computation.8
