@@ -126,10 +126,21 @@ def test_every_config_loads_with_its_model_and_opens_with_its_command(path):
         assert any(word in line for line in header), f"{relative(path)} does not open with a line `# {word} ...`"
 
 
-def test_the_map_names_every_file():
-    text = (ROOT / "WORKSPACE.md").read_text(encoding="utf-8")
-    missing = [relative(path) for path in CODE if path.name != "__init__.py" and f"{path.name} " not in text]
-    assert missing == [], "add a line for each to the tree in WORKSPACE.md"
+def test_the_map_has_a_line_for_every_file_and_no_other():
+    wanted = {relative(path) for path in CODE if path.name != "__init__.py"}
+    found = {name for name in mapped((ROOT / "WORKSPACE.md").read_text(encoding="utf-8")) if name.endswith(".py")}
+    assert found == wanted, "the tree in WORKSPACE.md has a line for each file of the code"
+
+
+def mapped(text: str) -> list[str]:
+    """Return the paths in the tree of the map: two blanks a level, folders end with a slash."""
+    found, folders = [], []
+    for line in text.split("```")[1].splitlines():
+        if line.strip():
+            depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+            folders[depth:] = [name] if name.endswith("/") else []
+            found.append("".join(folders[:depth]) + name)
+    return found
 
 
 def test_pins_are_exact_and_portable():
@@ -172,3 +183,8 @@ def test_a_long_function_is_found():
     code = "def f():\n" + "    x = 1\n" * 60
     assert [place.what for place in long_functions(ast.parse(code), "file.py", 60)] == ["f has 61 lines"]
     assert long_functions(ast.parse(code), "file.py", 61) == []
+
+
+def test_the_map_is_read_level_by_level():
+    text = "```\na/   first\n  b/  second\n    c.py  third\n  d.py\ne.py S fifth\n```"
+    assert mapped(text) == ["a/", "a/b/", "a/b/c.py", "a/d.py", "e.py"]

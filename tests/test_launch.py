@@ -1,0 +1,74 @@
+"""The environment of processes, and starting anew with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxbench import devices, launch
+from tests.structure import ROOT
+
+
+def run_fresh(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run Python code in a process without this one's JAX and malloc variables."""
+    names = ("JAX_", "XLA_", "MALLOC_", launch.MARKER)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    command = [sys.executable, "-c", code, "argument with space"]
+    return subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=120)
+
+
+def test_platforms_follow_the_device_and_the_rest_respects_the_user(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    found = launch.environment("gpu")
+    assert found["JAX_PLATFORMS"] == "cuda,cpu"
+    assert found["MALLOC_TRIM_THRESHOLD_"] == "1"
+    assert found["MALLOC_MMAP_THRESHOLD_"] == "8589934592"
+    assert launch.environment("cpu")["JAX_PLATFORMS"] == "cpu"
+    assert "TPU_SKIP_MDS_QUERY" not in launch.environment("tpu")
+    with pytest.raises(ValueError, match="'phone'"):
+        launch.environment("phone")
+
+
+def test_a_process_starts_anew_once_with_its_arguments_and_prints_no_library_noise():
+    code = """
+import json, os, sys
+print("start", os.getpid(), flush=True)
+from jaxbench import launch
+launch.ensure("cpu")
+launch.ensure("cpu")
+import jax
+wanted = launch.environment("cpu")
+print(json.dumps([sys.argv[1], jax.default_backend(), {name: os.environ.get(name) for name in wanted} == wanted]))
+"""
+    done = run_fresh(code)
+    assert done.returncode == 0 and done.stderr == ""
+    *starts, last = done.stdout.splitlines()
+    assert len(starts) == 2 and len(set(starts)) == 1  # twice, in the same process
+    assert json.loads(last) == ["argument with space", "cpu", True]
+
+
+def test_starting_anew_after_jax_was_imported_is_an_error():
+    done = run_fresh("import jax\nfrom jaxbench import launch\nlaunch.ensure('cpu')")
+    assert done.returncode == 1 and "launch: ensure('cpu') came after `import jax`" in done.stderr
+
+
+def test_the_compile_cache_is_one_folder_a_jaxlib_and_a_processor(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXBENCH_CACHE", str(tmp_path))
+    first = launch.compile_cache_dir()
+    assert first.parent == tmp_path / "xla" and "jaxlib-" in first.name and not first.exists()
+    monkeypatch.setattr(launch.platform, "machine", lambda: "other")
+    assert launch.compile_cache_dir() != first
+
+
+def test_a_device_that_jax_does_not_see_is_named_with_those_it_sees():
+    devices.check_device("cpu")
+    assert devices.platforms() == ["cpu"]
+    with pytest.raises(ValueError, match="--device=gpu: JAX sees no gpu on this machine .it sees cpu."):
+        devices.check_device("gpu")
+    with pytest.raises(ValueError, match="--device=phone is unknown"):
+        devices.check_device("phone")
