@@ -225,8 +225,11 @@ def _parity(view: View, charts: dict) -> tuple[str, str, str] | None:
         return None
     from jaxbench.bench import page_proofs
 
-    chart = _chart(charts, "chart-parity", figures.heat_map(view.parity))
-    return _section("parity", "Proof of equality", page_proofs.parity(view.parity), chart, _items(view.agreement))
+    parts = [
+        page_proofs.parity(name, detail) + _chart(charts, f"chart-parity-{name}", figures.heat_map(detail))
+        for name, detail in view.parity.items()
+    ]
+    return _section("parity", "Proof of equality", *parts, "<p>Output of every arm:</p>", _items(view.agreement))
 
 
 def _open(view: View, charts: dict) -> tuple[str, str, str] | None:
@@ -238,6 +241,11 @@ def _open(view: View, charts: dict) -> tuple[str, str, str] | None:
     absent = [
         f"{figures.heading(row.metric, row.workload)}, {wording.arm(row.arm)}: {row.reason}"
         for row in views.missing(view)
+    ]
+    absent += [
+        f"{record.metric}, {wording.arm(record.arm)}: {record.reason}"
+        for record in view.records
+        if record.metric in ("parity", "profile") and record.status == "error"
     ]
     parts = ["<p><b>Undecided.</b> The interval holds 1:</p>" + _items(needs)] if needs else []
     parts += ["<p><b>Not measured.</b></p>" + _items(absent)] if absent else []

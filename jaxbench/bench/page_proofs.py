@@ -61,12 +61,12 @@ def _line(row: TpuRow) -> str:
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def parity(detail: dict[str, Any]) -> str:
+def parity(arm: str, detail: dict[str, Any]) -> str:
     """Return the sentence and the gates of a parity result; modules outside layers are listed."""
     worst = detail.get("worst")
     shown = f"{worst:.1e}" if isinstance(worst, int | float) else "-"
     passed = '<b class="faster">passed</b>' if detail.get("passed") else '<b class="slower">failed</b>'
-    what = f"{detail.get('case', 'the model')} on {wording.arm(str(detail.get('backend', 'flax')))} and PyTorch"
+    what = f"{detail.get('case', 'the model')} on {wording.arm(arm)} and PyTorch"
     text = f"<p>{escape(what)} in float64: {passed}, worst relative difference of a module {escape(shown)}.</p>"
     gates = "".join(_gate(gate) for gate in detail.get("gates", []))
     head = '<thead><tr><th>gate</th><th></th><th>worst</th><th>limit</th><th class="left">where</th></tr></thead>'

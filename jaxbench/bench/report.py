@@ -119,10 +119,12 @@ def show(view: View, *, console=None) -> None:
     """Print the tables for people."""
     console = _console(console)
     console.print(_measured_table(view))
-    if view.parity:
-        worst = view.parity.get("worst", float("nan"))
-        color, word = ("green", "passed") if view.parity.get("passed") else ("red", "FAILED")
-        console.print(f"float64 proof [{color}]{word}[/{color}]: worst relative difference of a module {worst:.1e}")
+    for name, detail in view.parity.items():
+        color, word = ("green", "passed") if detail.get("passed") else ("red", "FAILED")
+        worst = f"worst relative difference of a module {float(detail.get('worst', 'nan')):.1e}"
+        console.print(
+            f"{wording.arm(name)} against PyTorch in float64 [{color}]{word}[/{color}]: {worst}", highlight=False
+        )
     for note in view.agreement:
         console.print(f"tokens, {note}", highlight=False)
     if views.tpu_rows(view):

@@ -22,7 +22,7 @@ class View(NamedTuple):
     records: list[Record]
     arms: list[str]  # in the suite's order, those with any record
     baseline: str
-    parity: dict[str, Any] | None  # the parity record's detail
+    parity: dict[str, dict[str, Any]]  # arm -> the parity record's detail
     environment: dict[str, Any]
     suite: Suite
     config_id: str
@@ -45,14 +45,14 @@ def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
     """Return the view of a finished or interrupted run."""
     rows = summary.rows(records, suite.verdicts)
     seen = {row.arm for row in rows}
-    parity = [record.detail for record in records if record.metric == "parity" and record.detail]
+    parity = {record.arm: record.detail for record in records if record.metric == "parity" and record.detail}
     environment = _read_json(workdir / "environment.json")
     return View(
         rows=rows,
         records=list(records),
         arms=[name for name in suite.arms if name in seen],
         baseline=suite.verdicts.baseline,
-        parity=parity[-1] if parity else None,
+        parity=parity,
         environment=environment,
         suite=suite,
         config_id=next((record.config_id for record in records if record.config_id), ""),
@@ -118,10 +118,9 @@ def headline(view: View) -> list[tuple[str, str, str]]:
         if peer:
             cards.append((f"{first.value / peer.value:.2f}×", "Hugging Face generate", f"Flax decode, {shown}"))
     if view.parity:
-        worst = view.parity.get("worst")
-        passed = "passed" if view.parity.get("passed") else "FAILED"
-        shown = f"{worst:.1e}" if isinstance(worst, int | float) else "-"
-        cards.append((shown, f"float64 proof {passed}", "worst relative difference to PyTorch, every module"))
+        passed = "passed" if all(detail.get("passed") for detail in view.parity.values()) else "FAILED"
+        shown = f"{max(float(detail.get('worst', 'nan')) for detail in view.parity.values()):.1e}"
+        cards.append((shown, f"float64 proof {passed}", "worst relative difference to PyTorch of any module"))
     counts = verdict_counts(view)
     if sum(counts.values()):
         text = f"{counts['faster']} / {counts['slower']} / {counts['undecided']}"

@@ -44,6 +44,7 @@ def measured() -> list[Record]:
             found.append(Record(metric="load_s", value=1.5, unit="s", workload=load, **common))
             found.append(Record(metric="tokens", workload=DECODE, value=1.0, detail={"digest": "d1"}, **common))
     reason = "no <train> step & no reason"
+    found.append(Record(metric="parity", arm="equinox", status="error", reason="took longer than 300 s"))
     found.append(Record(metric="train_tokens_per_s", arm="transformers", workload=TRAIN, launch=1, status="skipped",
                         reason=reason, config_id="cafe"))  # fmt: skip
     return found + proofs()
@@ -67,7 +68,7 @@ def proofs() -> list[Record]:
         "tpu_roofline_s": (0.004, times | shape),
     }
     found = [Record(metric=name, value=value, detail=detail, **slice_of) for name, (value, detail) in details.items()]
-    return found + [Record(metric="parity", value=1e-14, unit="ratio", detail=parity, config_id="cafe")]
+    return found + [Record(metric="parity", arm="flax", value=1e-14, unit="ratio", detail=parity, config_id="cafe")]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,7 @@ def test_page_lists_undecided_rows(view, html):
     assert ("transformers", "decode_tokens_per_s") in [(row.arm, row.metric) for row in views.undecided(view)]
     listed = html.split('<section id="open">')[1].split("</section>")[0]
     assert "decode: float32, batch 1, 64 + 48 tokens, HF transformers" in listed
+    assert "parity, Equinox: took longer than 300 s" in listed
 
 
 def test_page_loads_nothing_from_elsewhere(html):
@@ -123,11 +125,11 @@ def test_charts_hold_the_ratio_of_each_verdict(view, html):
     assert "undecided" in by_name and len(by_name["faster"]["y"]) == 1
     embedded = json.loads(re.search(r"const FIGURES = (.*?);\n", html).group(1))
     assert embedded["chart-ratios"]["data"][0]["x"] == by_name["faster"]["x"]
-    assert {"chart-roofline", "chart-startup", "chart-memory", "chart-tpu", "chart-parity"} <= embedded.keys()
+    assert {"chart-roofline", "chart-startup", "chart-memory", "chart-tpu", "chart-parity-flax"} <= embedded.keys()
 
 
 def test_heat_map_colours_by_power_of_ten(view):
-    trace = figures.heat_map(view.parity)["data"][0]
+    trace = figures.heat_map(view.parity["flax"])["data"][0]
     assert [line[0] for line in trace["z"]] == pytest.approx([-16, -15, -14])
     assert trace["y"] == ["layer 0", "layer 1", "layer 2"] and trace["x"] == ["mlp"]
     assert figures.heat_map({"layers": []}) is None
