@@ -146,5 +146,6 @@ def _cgroup_stat(name: str) -> int:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    command = ["git", "--no-optional-locks", *arguments]  # killed by the timeout, `git status` would leave its lock
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
