@@ -163,6 +163,12 @@ class EagerArm(TorchBase):
         self.generator = self.state = None
         super().unload()
 
+    def _batch(self, inputs: list):
+        import torch
+
+        tokens, wanted, positions = (torch.from_numpy(a.copy()).to(self.torch_device) for a in arms.targets(inputs))
+        return self.train.Batch(tokens, wanted, positions, torch.ones_like(tokens, dtype=torch.bool))
+
     def _make_generator(self) -> None:
         self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.Sampling())
 
@@ -170,10 +176,7 @@ class EagerArm(TorchBase):
         return arms.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy())
 
     def _step(self, inputs: list) -> dict:
-        import torch
-
-        tokens, wanted, positions = (torch.from_numpy(a.copy()).to(self.torch_device) for a in arms.targets(inputs))
-        batch = self.train.Batch(tokens, wanted, positions, torch.ones_like(tokens, dtype=torch.bool))
+        batch = self._batch(inputs)
         start = time.perf_counter()
         self.state, loss = self.train.train_step(self.state, batch)
         value = float(loss)
@@ -219,9 +222,10 @@ class CompiledArm(EagerArm):
         return {"compile_s": max(seconds[0] - seconds[1], 0.0)}
 
     def rehearse(self, workload: Workload, inputs: list) -> None:
-        """Run each of the workload's programs once, two tokens of decoding."""
+        """Run each of the workload's programs once: two tokens of decoding, a step's gradients without its update."""
         if workload.kind == "train":
-            self._step(inputs)
+            self.train.loss_fn(self.model, self._batch(inputs)).backward()
+            self.model.zero_grad(set_to_none=True)
             return
         import torch
 

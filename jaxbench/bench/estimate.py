@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxbench import prompts
 from jaxbench.bench import environment, flops
 from jaxbench.bench.records import Workload
 from jaxbench.bench.suite import Suite
@@ -11,15 +12,18 @@ IMPORT_BYTES = 450 * 2**20  # resident set of one worker after its imports: 250 
 
 
 def inference_bytes(config: TransformerConfig, load: Workload) -> int:
-    """Return what one worker needs for a prefill or decode workload: weights, cache, largest activations."""
-    rows = load.batch * load.prompt_tokens
-    scores = load.batch * config.num_heads * load.prompt_tokens**2 * 4  # float32, one layer at a time
+    """Return what one worker needs for a prefill or decode workload: weights, cache, largest activations.
+
+    Sizes are those of the padded bucket. The cache counts twice (prefill's and its padded copy), and so does each
+    layer's widest intermediate (the value and what is computed from it).
+    """
+    size = prompts.bucket(load.batch, load.prompt_tokens, max(load.new_tokens, 1))
+    rows = size.batch_size * size.prompt_length
+    scores = size.batch_size * config.num_heads * size.prompt_length**2 * 4  # float32, one layer at a time
     widest = rows * max(2 * config.d_ff, 4 * config.d_model) * 4
-    logits = load.batch * config.vocab_size * 4
-    cache = flops.kv_cache_bytes(
-        config, batch=load.batch, length=load.prompt_tokens + load.new_tokens, dtype=load.dtype
-    )
-    return flops.parameter_bytes(config, load.dtype) + cache + scores + widest + logits
+    logits = 3 * size.batch_size * config.vocab_size * 4  # as computed, widened, and for the draw
+    cache = flops.kv_cache_bytes(config, batch=size.batch_size, length=size.num_slots, dtype=load.dtype)
+    return flops.parameter_bytes(config, load.dtype) + 2 * (cache + scores + widest) + logits
 
 
 def train_bytes(config: TransformerConfig, load: Workload) -> int:

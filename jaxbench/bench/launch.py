@@ -23,6 +23,7 @@ from jaxbench.bench.plan import Plan
 from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.bench.records import RecordFile, Workload
 
+LOSS_TOLERANCE = 1e-4  # relative, between arms' first float32 losses; bfloat16 losses are shown, not compared
 UNITS = {
     "load_s": "s",
     "compile_cold_s": "s",
@@ -226,8 +227,10 @@ class Launch:
             base = self.plan.suite.verdicts.baseline
             reference = base if base in outputs else next(iter(outputs), None)
             for arm, tokens in outputs.items():
-                difference = first_difference(outputs[reference], tokens)
-                detail = {"digest": digest(tokens), "reference": reference, "first_difference": difference}
+                tolerance = LOSS_TOLERANCE if load.kind == "train" else 0.0
+                difference = first_difference(outputs[reference], tokens, tolerance=tolerance)
+                same_as = outputs[reference] if difference is None else tokens
+                detail = {"digest": digest(same_as), "reference": reference, "first_difference": difference}
                 if load.kind == "train":
                     detail["loss"] = tokens[0][0]
                 same = 1.0 if difference is None else 0.0
@@ -235,7 +238,7 @@ class Launch:
 
     def _note_output(self, arm: str, load: Workload, answer: dict) -> None:
         """Keep an arm's first output: its tokens, or the first loss of the train step."""
-        output = [[round(answer["loss"], 4)]] if load.kind == "train" else answer["tokens"]
+        output = [[answer["loss"]]] if load.kind == "train" else answer["tokens"]
         self.tokens[load].setdefault(arm, output)
 
     # Workers
@@ -314,11 +317,11 @@ def main_metric(load: Workload) -> str:
     return f"{load.kind}_tokens_per_s"
 
 
-def first_difference(reference: list[list], other: list[list]) -> list[int] | None:
-    """Return [row, step] of the first unequal token, None when all are equal."""
+def first_difference(reference: list[list], other: list[list], *, tolerance: float = 0.0) -> list[int] | None:
+    """Return [row, step] of the first unequal token (loss: further apart than `tolerance`, relative), or None."""
     for row, (left, right) in enumerate(zip(reference, other, strict=False)):
         for step, (a, b) in enumerate(zip(left, right, strict=False)):
-            if a != b:
+            if abs(a - b) > tolerance * abs(a):
                 return [row, step]
         if len(left) != len(right):
             return [row, min(len(left), len(right))]
