@@ -1,4 +1,6 @@
-"""Attention with grouped heads, in one place for every backend kernel. Twins: torch_ref/attention.py, jaxbench/eqx/attention.py.
+"""Attention with grouped heads, in one place for every kernel.
+
+Twins: torch_ref/attention.py, jaxbench/eqx/attention.py.
 
 Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
 position q when 0 <= p <= q, q - p < window, and both lie in one segment. Position -1 is padding. Keys are

@@ -1,6 +1,7 @@
 """The platform's fused attention kernel: cuDNN on NVIDIA GPUs, splash attention on TPUs.
 
-Only jaxbench.attention calls this, for implementations "fused", "cudnn" and "splash". PyTorch's twin path is scaled_dot_product_attention.
+Only jaxbench.attention calls this, for implementations "fused", "cudnn" and "splash".
+PyTorch's twin path is scaled_dot_product_attention.
 """
 
 from __future__ import annotations

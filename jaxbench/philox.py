@@ -35,7 +35,7 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 
 def philox4x32(counter: tuple[np.ndarray | np.integer | int, ...], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Return the four 32-bit words of each counter (four broadcastable arrays or integers) under a key (two 32-bit halves)."""
+    """Return the four 32-bit words of each counter (four broadcastable arrays or integers) under a key (two halves)."""
     c0, c1, c2, c3 = (np.asarray(c).astype(np.uint64) for c in counter)
     k0, k1 = (int(k) for k in key)
     for _ in range(ROUNDS):

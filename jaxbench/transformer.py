@@ -1,4 +1,6 @@
-"""The decoder of the Llama and GPT-2 families in Flax NNX. Twins: torch_ref/transformer.py, jaxbench/eqx/transformer.py.
+"""The decoder of the Llama and GPT-2 families in Flax NNX.
+
+Twins: torch_ref/transformer.py, jaxbench/eqx/transformer.py.
 
 Data's way through one call: tokens [B T] -> embed -> blocks (norm, attention, norm, MLP; residual) -> norm -> logits.
 Keys and values of the call come back as a KVCache; padded and handed in again, the next tokens continue from it.

@@ -1,4 +1,6 @@
-"""Logits to tokens: filters, draws, and the generator with its compiled programs. Twins: jaxbench/sample.py, jaxbench/eqx/sample.py.
+"""Logits to tokens: filters, draws, and the generator with its compiled programs.
+
+Twins: jaxbench/sample.py, jaxbench/eqx/sample.py.
 
 A generator has two programs for each bucket of sizes: prefill (prompt -> first token and cache) and decode (a loop over
 tokens, which stops when every row has ended). Sampling is Gumbel-max over the Philox stream
@@ -149,7 +151,7 @@ class Generator:
         self.programs: dict[prompts.Bucket, Programs] = {}
 
     def compile(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> Programs:
-        """Return the programs for these sizes; eager PyTorch has nothing to compile, torch.compile does so when called."""
+        """Return the programs for these sizes; eager PyTorch has none, torch.compile compiles when called."""
         bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)
         if bucket not in self.programs:
             self.programs[bucket] = Programs(functools.partial(self._prefill, bucket.num_slots), self._decode)

@@ -1,4 +1,6 @@
-"""Logits to tokens: filters, draws, and the generator with its compiled programs. Twins: jaxbench/sample.py, torch_ref/sample.py.
+"""Logits to tokens: filters, draws, and the generator with its compiled programs.
+
+Twins: jaxbench/sample.py, torch_ref/sample.py.
 
 A generator compiles two programs for each bucket of sizes: prefill (prompt -> first token and cache) and decode (a loop
 over tokens inside one program, which stops when every row has ended). Sampling is Gumbel-max over the Philox stream
