@@ -80,6 +80,7 @@ def refused(done, *words: str) -> str:
         ("--set=decode.prompt_tokens=[1000]", ("1008 positions", "128", "lower prompt_tokens")),
         ("--set=prefill.batches=[100000000]", ("GiB", "available", "lower the batch")),
         ("--tpu_topology=v5e:3x7", ("v5e:3x7", "v5e:2x2")),
+        ("--data=README.md", ("--data=README.md", "'tiny' has none")),
         ("--model=no/such/model.gguf", ("no/such/model.gguf",)),
     ],
 )

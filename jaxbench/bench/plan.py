@@ -121,6 +121,8 @@ def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:
     """Return the token ids that prompts are cut from, and the sha256 of the text."""
     wanted = 4 * sum(load.batch * (load.prompt_tokens + 1) for load in suite.workloads()) + 4096
     if model.tokenizer is None:
+        if suite.data is not None:
+            raise ValueError(f"compare: --data={suite.data} needs a tokenizer, model {suite.model!r} has none")
         ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=wanted)
         return ids, hashlib.sha256(ids.tobytes()).hexdigest()
     from jaxbench import tokenizer
