@@ -42,6 +42,7 @@ class Case(NamedTuple):
     length: int = 16  # tokens a row
     prompt: int = 10  # tokens of the prefill before single-token decoding
     packed: bool = False  # two documents a row, told apart by segment ids
+    sampled: bool = False  # draw tokens too, and compare them exactly
     steps: int = 20  # AdamW steps; 0 = no training
     gradients: bool = True  # compare gradients by default
     seed: int = 0
@@ -52,28 +53,30 @@ class Case(NamedTuple):
         return bool(self.how.get("scan_layers"))
 
 
-def _llama(name: str, *, how: Mapping[str, Any] | None = None, packed: bool = False, **update: Any) -> Case:
+def _llama(
+    name: str, *, how: Mapping[str, Any] | None = None, packed: bool = False, sampled: bool = False, **update: Any
+) -> Case:
     config = TransformerConfig(**(LLAMA.model_dump() | update))
-    return Case(f"transformer/{name}", config, how=how or {}, packed=packed)
+    return Case(f"transformer/{name}", config, how=how or {}, packed=packed, sampled=sampled)
 
 
 CASES: tuple[Case, ...] = (
-    _llama("llama-grouped"),
+    _llama("llama-grouped", sampled=True),
     _llama("llama-multi-head", num_kv_heads=4),
     _llama("llama-multi-query", num_kv_heads=1),
     _llama("llama-untied", tie_embeddings=False),
     _llama("llama-bias", use_bias=True),
-    _llama("llama-window", sliding_window=5),
+    _llama("llama-window", sampled=True, sliding_window=5),
     _llama("llama-rope-linear", rope_scaling=RotaryScaling(kind="linear", factor=4.0)),
     _llama("llama-rope-llama3", rope_scaling=LLAMA3_SCALING, rope_theta=500000.0),
     _llama("llama-packed", packed=True),
     _llama("llama-blocked", how={"implementation": "blocked", "block_size": 4}),
     _llama("llama-blocked-window", how={"implementation": "blocked", "block_size": 4}, sliding_window=5, packed=True),
     _llama("llama-scan", how={"scan_layers": True}),
-    Case("transformer/gpt2", GPT2),
+    Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),
          how={"implementation": "blocked", "block_size": 4}),
-    Case("transformer/smollm2", None, length=64, prompt=48, steps=0, gradients=False),
+    Case("transformer/smollm2", None, length=64, prompt=48, steps=0, gradients=False, sampled=True),
 )  # fmt: skip
 
 

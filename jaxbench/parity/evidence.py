@@ -49,7 +49,7 @@ def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool,
     # Decoding continues one document a row, so a packed batch has none.
     decoding = None if case.packed else side.decode(arrays, prompt=case.prompt)
     tokens = None
-    if not (case.packed or is_quick):
+    if case.sampled and not is_quick:
         lengths = (case.prompt, case.prompt // 2)
         prompts = [row[: lengths[i % 2]].tolist() for i, row in enumerate(arrays.tokens)]
         count = min(NUM_SAMPLED, config.max_seq_len - case.prompt)

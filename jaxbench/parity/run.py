@@ -185,25 +185,32 @@ class _Work:
         }
 
     def _layers(self) -> list[dict[str, Any]]:
-        columns = {"float64": _errors(self.comparisons.get("outputs"))}
-        columns["gradient"] = _errors(self.comparisons.get("output_gradients"))
-        for dtype in REDUCED:
-            ratio = self.comparisons.get(f"outputs_{dtype}")
-            columns[dtype] = {entry.name: entry.error for entry in ratio.entries} if ratio else {}
-            columns[f"{dtype}_torch"] = {entry.name: entry.other_error for entry in ratio.entries} if ratio else {}
+        columns = {"float64": self._errors("outputs"), "gradient": self._errors("output_gradients")}
+        columns |= self._reduced_errors("outputs_{}")
         columns["own"] = {}
         for entry in self.local:
             columns["own"][entry.module] = max(entry.error, columns["own"].get(entry.module, 0.0))
         return [{"module": name} | {key: c.get(name) for key, c in columns.items()} for name in columns["float64"]]
 
     def _parameters(self) -> list[dict[str, Any]]:
-        kinds = [kind for kind in self.comparisons if kind == "gradients" or "_after_" in kind]
-        columns = {kind: _errors(self.comparisons[kind]) for kind in kinds}
-        return [{"parameter": name} | {key: c.get(name) for key, c in columns.items()} for name in self.params if kinds]
+        columns = {"float64": self._errors("gradients")} | self._reduced_errors("gradients_{}")
+        columns |= {kind: self._errors(kind) for kind in self.comparisons if "_after_" in kind}
+        columns = {key: column for key, column in columns.items() if column}
+        return [
+            {"parameter": name} | {key: c.get(name) for key, c in columns.items()} for name in self.params if columns
+        ]
 
+    def _errors(self, kind: str) -> dict[str, float]:
+        return {entry.name: entry.error for entry in self.comparisons[kind].entries} if kind in self.comparisons else {}
 
-def _errors(comparison: distance.Comparison | None) -> dict[str, float]:
-    return {entry.name: entry.error for entry in comparison.entries} if comparison else {}
+    def _reduced_errors(self, pattern: str) -> dict[str, dict[str, float]]:
+        columns: dict[str, dict[str, float]] = {}
+        for dtype in REDUCED:
+            kind = pattern.format(dtype)
+            entries = self.comparisons[kind].entries if kind in self.comparisons else ()
+            columns[dtype] = {entry.name: entry.error for entry in entries}
+            columns[f"{dtype}_torch"] = {entry.name: entry.other_error for entry in entries}
+        return columns
 
 
 def write(path: str | Path, result: Any) -> None:
