@@ -92,16 +92,24 @@ def decode_traffic(config: TransformerConfig, *, batch: int, cache_length: int, 
 
 
 def train_traffic(
-    config: TransformerConfig, *, batch: int, seq_len: int, dtype: str, stored_parameters: int, used_parameters: int
+    config: TransformerConfig,
+    *,
+    batch: int,
+    seq_len: int,
+    dtype: str,
+    stored_parameters: int,
+    used_parameters: int,
+    vocab_chips: int = 1,
 ) -> int:
     """Return the least memory traffic of a chip that stores and updates some parameters and computes with others.
 
     Used weights are read in forward and backward; stored ones are rewritten, their gradient written and read, both
-    float32 moments read and written; the logits of the chip's `batch` rows are written and read once each way.
+    float32 moments read and written; the logits of the chip's `batch` rows, its share of `vocab_chips`, are written
+    and read once each way.
     """
     size = dtype_bytes(dtype)
     moved = used_parameters * 2 * size + stored_parameters * (3 * size + 4 * dtype_bytes("float32"))
-    return moved + 4 * batch * seq_len * config.vocab_size * size
+    return moved + 4 * batch * seq_len * config.vocab_size // vocab_chips * size
 
 
 def train_cost(config: TransformerConfig, *, batch: int, seq_len: int, dtype: str) -> Cost:

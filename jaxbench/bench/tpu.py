@@ -183,6 +183,7 @@ def per_chip_work(program, config: TransformerConfig, topology: chips.Topology, 
             seq_len=program.tokens,
             stored_parameters=program.stored_parameters,
             used_parameters=program.used_parameters,
+            vocab_chips=settings.model_axis,
             **shape,
         )
     split = cost.parts["mlp"] + cost.parts["head"]

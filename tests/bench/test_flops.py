@@ -43,6 +43,15 @@ def test_train_step_is_three_forwards_with_the_head_everywhere():
     assert cost.flops == 3 * (2 * 3 * 48 + 4 * 3 * 3 * 4 + 2 * 3 * 96 + 2 * 3 * 64)
 
 
+def test_train_traffic_of_a_chip_that_stores_a_quarter_by_hand():
+    shape = {"batch": 2, "seq_len": 3, "dtype": "bfloat16", "stored_parameters": 25, "used_parameters": 100}
+    weights = 100 * 2 * 2 + 25 * (
+        3 * 2 + 4 * 4
+    )  # used: read twice; stored: weight, gradient twice, moments 4 x 4 bytes
+    assert flops.train_traffic(HAND, **shape) == weights + 4 * 2 * 3 * 16 * 2
+    assert flops.train_traffic(HAND, **shape, vocab_chips=4) == weights + 4 * 2 * 3 * 4 * 2
+
+
 def test_smollm2_has_its_published_number_of_parameters():
     assert flops.parameter_count(SMOLLM2_135M) == 134_515_008
     assert flops.parameter_bytes(SMOLLM2_135M, "bfloat16") == 269_030_016
