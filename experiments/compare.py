@@ -38,7 +38,7 @@ def main() -> int:
     cli.keep(f"finished results are in {workdir / records.RESULTS_NAME}; go on with --resume")
 
     def say(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim] {text}", highlight=False)
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim] {text}", highlight=False, soft_wrap=True)
 
     found = run.compare(
         suite,

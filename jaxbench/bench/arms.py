@@ -24,6 +24,7 @@ REGISTRY = {
     "transformers": ("jaxbench.bench.arms_peers", "TransformersArm"),
     "llama_cpp": ("jaxbench.bench.arms_peers", "LlamaCppArm"),
 }
+WARM_TOKENS = 6  # generated in a warm-up
 # AdamW of every arm's train step, stated because the libraries' defaults differ (Loshchilov and Hutter 2019).
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -53,6 +54,10 @@ class Arm:
     def measure(self, workload: Workload, inputs: list) -> dict:
         """Run the workload once: {first_s, rest_s, tokens} for generation, {step_s, loss} for the train step."""
         raise NotImplementedError(f"{self.name}: measure {workload.label()}")
+
+    def warm(self, workload: Workload, inputs: list) -> dict:
+        """Run the workload's programs once, a few tokens of decoding: touches memory and starts threads."""
+        return self.measure(workload, inputs)
 
     def unload(self) -> None:
         """Drop the weights and compiled programs."""
@@ -95,15 +100,20 @@ def shallow(config, params: dict[str, np.ndarray], num_layers: int | None):
     }
 
 
-def generate(generator: Any, inputs: list, workload: Workload, to_host: Callable[[Any], np.ndarray]) -> dict:
-    """Run a twin's Generator once: first token and the tokens after it timed apart, each read back on the host."""
+def generate(
+    generator: Any, inputs: list, workload: Workload, to_host: Callable[[Any], np.ndarray], *, limit: int | None = None
+) -> dict:
+    """Run a twin's Generator once: first token and the tokens after it timed apart, each read back on the host.
+
+    `limit` stops after so many tokens, in the same programs (a warm-up).
+    """
     new_tokens = max(workload.new_tokens, 1)
     start = time.perf_counter()
     state = generator.prefill(inputs, max_new_tokens=new_tokens, seed=0)
     tokens = to_host(state.tokens)
     first = time.perf_counter()
     if new_tokens > 1:
-        state = generator.decode(state, new_tokens)
+        state = generator.decode(state, new_tokens if limit is None else min(limit, new_tokens))
         tokens = to_host(state.tokens)
     last = time.perf_counter()
     width = workload.prompt_tokens

@@ -64,6 +64,12 @@ class JaxArm(arms.Arm):
             return self._run_step(inputs)
         return arms.generate(self.generator, inputs, workload, np.asarray)
 
+    def warm(self, workload: Workload, inputs: list) -> dict:
+        """Run the compiled programs once, a few tokens of decoding."""
+        if workload.kind == "train":
+            return self._run_step(inputs)
+        return arms.generate(self.generator, inputs, workload, np.asarray, limit=arms.WARM_TOKENS)
+
     def unload(self) -> None:
         """Drop weights and programs."""
         import jax

@@ -50,12 +50,12 @@ class TransformersArm(TorchBase):
         logits = self.model(input_ids=inputs.long(), use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten().long())
 
-    def _generate(self, workload: Workload, inputs: list) -> dict:
+    def _generate(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
         import torch
 
         clock = _Clock(self)
         tokens = torch.tensor(inputs, device=self.torch_device)
-        new_tokens = max(workload.new_tokens, 1)
+        new_tokens = min(max(workload.new_tokens, 1), limit or workload.new_tokens + 1)
         settings = self.transformers.GenerationConfig(
             do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, use_cache=True
         )

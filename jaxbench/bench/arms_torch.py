@@ -47,6 +47,15 @@ class TorchBase(arms.Arm):
         with torch.inference_mode():
             return self._generate(workload, inputs)
 
+    def warm(self, workload: Workload, inputs: list) -> dict:
+        """Run the workload once, a few tokens of decoding."""
+        import torch
+
+        if workload.kind == "train":
+            return self._step(inputs)
+        with torch.inference_mode():
+            return self._generate(workload, inputs, limit=arms.WARM_TOKENS)
+
     def unload(self) -> None:
         """Drop the model."""
         self.model = self.optimizer = None
@@ -122,7 +131,7 @@ class TorchBase(arms.Arm):
     def _loss(self, inputs, wanted, positions):
         raise NotImplementedError(f"{self.name}: loss")
 
-    def _generate(self, workload: Workload, inputs: list) -> dict:
+    def _generate(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
         raise NotImplementedError(f"{self.name}: generate {workload.label()}")
 
 
@@ -172,8 +181,8 @@ class EagerArm(TorchBase):
     def _make_generator(self) -> None:
         self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.Sampling())
 
-    def _generate(self, workload: Workload, inputs: list) -> dict:
-        return arms.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy())
+    def _generate(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
+        return arms.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy(), limit=limit)
 
     def _step(self, inputs: list) -> dict:
         batch = self._batch(inputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -45,7 +46,9 @@ UNITS = {
 class Launch:
     """One set of workers and the records they give."""
 
-    def __init__(self, plan: Plan, number: int, file: RecordFile, say: Callable[[str], None]):
+    def __init__(
+        self, plan: Plan, number: int, file: RecordFile, say: Callable[[str], None], *, limit_s: float = math.inf
+    ):
         self.plan, self.number, self.file, self.say = plan, number, file, say
         arms = list(plan.suite.arms)
         turn = (number - 1) % len(arms)
@@ -57,11 +60,15 @@ class Launch:
         self.rates = roofline.Rates(0.0, {})
         self.tokens: dict[Workload, dict[str, list]] = defaultdict(dict)
         self.failed: dict[tuple[str, Workload], str] = {}
+        self.limit_s = limit_s  # time this launch should take: rounds after the first of a stage give way to it
+        self.compile_s = 0.0  # spent compiling so far
         self.timeout_s = plan.suite.rounds.worker_timeout_s
 
     def run(self) -> None:
         """Run every stage and append its records as it ends; workers are closed whatever happens."""
         suite = self.plan.suite
+        begun, num_stages = time.monotonic(), len(suite.dtypes()) + len(suite.train_workloads())
+        self.stage_ends = [begun + self.limit_s * (i + 1) / num_stages for i in range(num_stages)]
         try:
             self._start()
             if suite.roofline.enabled:
@@ -159,13 +166,15 @@ class Launch:
         if facts is None:
             return None
         for _ in range(self.plan.suite.rounds.warmup):
-            answer = self._ask(arm, "measure", load, workload=load.model_dump(), inputs=self.plan.inputs[load])
+            answer = self._ask(arm, "warm", load, workload=load.model_dump(), inputs=self.plan.inputs[load])
             if answer is None:
                 return None
-            self._note_output(arm, load, answer)
+            if load.kind == "train":
+                self._note_output(arm, load, answer)  # the loss of the first step
         if "compile_s" in facts:
             name = "compile_cold_s" if self.number == 1 else "compile_warm_s"
             self._append(arm, name, load, [facts["compile_s"]])
+            self.compile_s += facts["compile_s"]
         for name in ("temp_bytes", "argument_bytes", "flops"):
             if facts.get(name) is not None:
                 self._append(arm, name, load, [facts[name]])
@@ -173,8 +182,12 @@ class Launch:
 
     def _rounds(self, stage: Workload, loads: list[Workload], ready: dict) -> dict[tuple[str, Workload], list[dict]]:
         samples: dict[tuple[str, Workload], list[dict]] = defaultdict(list)
-        control = []
+        control, stage_end, longest = [], self.stage_ends.pop(0), 0.0
         for number in range(self.plan.suite.rounds.rounds):
+            begun = time.monotonic()
+            if number and begun + longest > stage_end:
+                self.say(f"{stage.label()}: {number} of {self.plan.suite.rounds.rounds} rounds, to keep the budget")
+                break
             self.say(f"{stage.label()}: round {number + 1} of {self.plan.suite.rounds.rounds}")
             order = self.order if number % 2 == 0 else self.order[::-1]
             control.append(control_seconds())
@@ -186,6 +199,7 @@ class Launch:
                     if answer is not None:
                         samples[arm, load].append(answer)
                         self._note_output(arm, load, answer)
+            longest = max(longest, time.monotonic() - begun)
         workload = Workload(kind="control", dtype=stage.dtype, batch=int(stage.kind == "train"))
         median = statistics.median(control)
         self.file.append(self._record("control_s", workload, median, "s", samples=tuple(control)))

@@ -68,23 +68,24 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
     """Run the launches that are not finished yet, as far as the budget reaches; the first always runs."""
     rounds = work.suite.rounds
     done = file.finished_launches(work.config_id)
-    longest = 0.0
-    for number in range(1, rounds.launches + 1):
-        if number in done:
-            say(f"launch {number} of {rounds.launches}: already in {file.path.name}")
-            continue
+    missing = [number for number in range(1, rounds.launches + 1) if number not in done]
+    if len(missing) < rounds.launches:
+        say(f"{rounds.launches - len(missing)} of {rounds.launches} launches are already in {file.path.name}")
+    expected = 0.0
+    for number in missing:
         left = rounds.budget_s - (time.monotonic() - started) - REPORT_RESERVE_S
-        if longest and left < longest:
+        if expected and left < expected:
             reason = f"the budget of {rounds.budget_s:.0f} s ends before launch {number} would; raise rounds.budget_s"
             say(reason)
             file.append(work.record("budget", status="skipped", reason=reason, launch=number))
             return
-        begun = time.monotonic()
-        single = launch.Launch(work, number, file, lambda text, n=number: say(f"launch {n}/{rounds.launches} {text}"))
+        begun, name = time.monotonic(), f"launch {number}/{rounds.launches}"
+        limit_s = left / (rounds.launches - number + 1)
+        single = launch.Launch(work, number, file, lambda text, name=name: say(f"{name} {text}"), limit_s=limit_s)
         single.run()
-        # Launch 1 compiles cold; later ones find the cache and are shorter, so the last duration is what counts.
-        longest = time.monotonic() - begun if number > 1 or not longest else longest
-        say(f"launch {number} of {rounds.launches}: {time.monotonic() - begun:.0f} s")
+        took = time.monotonic() - begun
+        expected = took - (single.compile_s if number == 1 else 0.0)  # later launches find what launch 1 compiled
+        say(f"{name}: {took:.0f} s")
 
 
 def failed_gates(found: list[Record]) -> list[str]:

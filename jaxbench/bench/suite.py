@@ -31,7 +31,7 @@ class DecodeGrid(Base):
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     batches: tuple[Batch, ...] = (1, 8)
     prompt_tokens: tuple[pydantic.PositiveInt, ...] = (64,)
-    new_tokens: int = pydantic.Field(default=48, ge=2)  # tokens generated a row, the end of sequence ignored
+    new_tokens: int = pydantic.Field(default=32, ge=2)  # tokens generated a row, the end of sequence ignored
 
 
 class TrainStep(Base):

@@ -74,6 +74,11 @@ class Session:
 
         return self.arm.measure(Workload(**workload), inputs)
 
+    def _warm(self, *, workload: dict, inputs: list) -> dict:
+        from jaxbench.bench.records import Workload
+
+        return self.arm.warm(Workload(**workload), inputs)
+
     def _memory(self) -> dict:
         answer = {"peak_bytes": max(peak_bytes() - self.level_bytes, 0)}
         device = self.arm.device_memory()
@@ -99,7 +104,7 @@ class Session:
         return {"path": self.arm.profile(Workload(**workload), inputs, folder)}
 
 
-_OPERATIONS = ("start", "load", "prepare", "measure", "memory", "unload", "read", "gemm", "profile")
+_OPERATIONS = ("start", "load", "prepare", "warm", "measure", "memory", "unload", "read", "gemm", "profile")
 
 
 def limit_cores(threads: int) -> None:

@@ -72,7 +72,7 @@ def test_the_run_leaves_settings_and_a_report(finished):
 def test_resume_of_a_finished_run_measures_nothing_again(finished):
     workdir, found = finished
     done = compare(workdir, *SHORT, "--resume", limit_s=60)
-    assert done.returncode == 0 and "launch 1 of 1: already in results.jsonl" in done.stderr
+    assert done.returncode == 0 and "1 of 1 launches are already in results.jsonl" in done.stderr
     assert RecordFile(workdir / "results.jsonl").read() == found
 
 

@@ -43,7 +43,7 @@ class StandIn:
             raise WorkerError(f"{self.arm}: {operation}: ValueError: no", fatal=False)
         if operation == "start":
             return {"seconds": 1.0, "level_bytes": 10, "skip": fault or "", "versions": {"numpy": "2"}}
-        if operation == "measure":
+        if operation in ("measure", "warm"):
             if kind == "train":
                 return {"step_s": 0.5, "loss": 4.0}
             rows, new = arguments["workload"]["batch"], max(arguments["workload"]["new_tokens"], 1)
@@ -63,10 +63,10 @@ def run_launch(tmp_path, monkeypatch):
     work = plan.make_plan(SUITE, device="cpu", workdir=tmp_path)
     monkeypatch.setattr(launch, "Worker", StandIn)
 
-    def run(number=1, faults=None):
+    def run(number=1, faults=None, limit_s=1e9):
         StandIn.log, StandIn.faults, StandIn.closed = [], faults or {}, []
         file = RecordFile(tmp_path / "results.jsonl")
-        launch.Launch(work, number, file, lambda text: None).run()
+        launch.Launch(work, number, file, lambda text: None, limit_s=limit_s).run()
         return [record for record in file.read() if record.launch == number]
 
     return run
@@ -91,7 +91,13 @@ def test_order_is_rotated_by_launch_and_reversed_by_round(run_launch):
     for number, first in ((1, ["flax", "equinox", "torch_eager"]), (2, ["equinox", "torch_eager", "flax"])):
         run_launch(number)
         order = [arm for arm, operation, kind in StandIn.log if (operation, kind) == ("measure", "decode")]
-        assert order == first + first + first[::-1]  # warm-up, round 1, round 2
+        assert order == first + first[::-1]  # round 1, round 2
+
+
+def test_rounds_after_the_first_give_way_to_the_time_limit(run_launch):
+    found = run_launch(limit_s=1e-9)
+    assert pick(found, "decode_tokens_per_s").samples == (4.0,)
+    assert pick(found, records.LAUNCH_DONE, records.SUITE_ARM).value == 1
 
 
 def test_launch_one_is_the_cold_compile(run_launch):

@@ -24,7 +24,8 @@ class FakeLaunch:
     clock = [0.0]
     lasts_s = 10.0
 
-    def __init__(self, work, number, file, say):
+    def __init__(self, work, number, file, say, *, limit_s):
+        self.compile_s = 0.0
         self.work, self.number, self.file = work, number, file
 
     def run(self):
