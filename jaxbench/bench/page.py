@@ -163,7 +163,7 @@ def _table(view: View, charts: dict) -> tuple[str, str, str] | None:
         f'<p class="soft">Medians over launches; below, the ratio to {escape(wording.arm(view.baseline))} with its '
         "interval, above 1 is better. A star marks verdicts that hold after Holm's correction over the whole table.</p>"
     )
-    return _section("table", "All measurements", text, table)
+    return _section("table", "All measurements", text, table, _items(views.program_notes(view)))
 
 
 def _cell(row: Row | None) -> str:
@@ -229,13 +229,15 @@ def _parity(view: View, charts: dict) -> tuple[str, str, str] | None:
         page_proofs.parity(name, detail) + _chart(charts, f"chart-parity-{name}", figures.heat_map(detail))
         for name, detail in view.parity.items()
     ]
-    return _section("parity", "Proof of equality", *parts, "<p>Output of every arm:</p>", _items(view.agreement))
+    agreed = "<p>Output of every arm:</p>" + _items(view.agreement) if view.agreement else ""
+    return _section("parity", "Proof of equality", *parts, agreed)
 
 
 def _open(view: View, charts: dict) -> tuple[str, str, str] | None:
     needs = [
         f"{figures.heading(row.metric, row.workload)}, {wording.arm(row.arm)}: {wording.ratio(row.ratio)}"
         + (f", about {row.launches_needed} launches would decide" if row.launches_needed else "")
+        + (", one launch has no interval" if len(row.log_ratios) == 1 else "")
         for row in views.undecided(view)
     ]
     absent = [

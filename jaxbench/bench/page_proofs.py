@@ -40,7 +40,7 @@ def body(rows: Sequence[TpuRow]) -> list[str]:
 def _line(row: TpuRow) -> str:
     if "roofline_s" not in row.figures:
         problem = f'<td colspan="{len(HEADS) - 1}" class="left wrap">{escape(row.problem)}</td>'
-        return f"<tr><td>{escape(row.label)}</td>{problem}</tr>"
+        return f"<tr><td>{escape(row.label or 'every program')}</td>{problem}</tr>"
     fits, times = row.details["memory_bytes"], row.details["roofline_s"]
     kinds = row.details["collective_bytes"]["kinds"]
     counts = "".join(f"<small>{total['count']} {escape(kind)}</small>" for kind, total in kinds.items())

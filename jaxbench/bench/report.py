@@ -125,6 +125,8 @@ def show(view: View, *, console=None) -> None:
         console.print(
             f"{wording.arm(name)} against PyTorch in float64 [{color}]{word}[/{color}]: {worst}", highlight=False
         )
+    for note in views.program_notes(view):
+        console.print(note, highlight=False)
     for note in view.agreement:
         console.print(f"tokens, {note}", highlight=False)
     if views.tpu_rows(view):

@@ -106,6 +106,26 @@ def undecided(view: View) -> list[Row]:
     return [row for row in view.rows if row.verdict == "undecided"]
 
 
+def program_notes(view: View) -> list[str]:
+    """Return what the compiled programs of Flax and Equinox share exactly, and where they differ."""
+    values: dict[tuple, dict[str, float]] = {}
+    for row in view.rows:
+        if row.metric in ("flops", "temp_bytes") and row.value is not None:
+            values.setdefault((row.metric, row.workload), {})[row.arm] = row.value
+    pairs = {key: arms for key, arms in values.items() if {"flax", "equinox"} <= arms.keys()}
+    if not pairs:
+        return []
+    same = sum(arms["flax"] == arms["equinox"] for arms in pairs.values())
+    notes = [
+        f"Flax and Equinox compile to programs of equal FLOPs and temp bytes: {same} of {len(pairs)} figures agree"
+    ]
+    return notes + [
+        f"{wording.METRICS[metric]}, {wording.workload(load)}: Flax {arms['flax']:.0f}, Equinox {arms['equinox']:.0f}"
+        for (metric, load), arms in pairs.items()
+        if arms["flax"] != arms["equinox"]
+    ]
+
+
 def headline(view: View) -> list[tuple[str, str, str]]:
     """Return up to four (figure, what, remark): decode of Flax, its ratio to the user's pick, parity, verdicts."""
     cards = []

@@ -135,6 +135,18 @@ def test_heat_map_colours_by_power_of_ten(view):
     assert figures.heat_map({"layers": []}) is None
 
 
+def test_programs_that_differ_are_named(tmp_path):
+    rows = [("flax", 10.0, 7.0), ("equinox", 10.0, 8.0)]
+    found = []
+    for arm, flops, temp in rows:
+        common = {"arm": arm, "launch": 1, "workload": DECODE}
+        found += [Record(metric="flops", value=flops, **common), Record(metric="temp_bytes", value=temp, **common)]
+    suite = Suite(arms=("flax", "equinox", "torch_eager"))
+    notes = views.program_notes(views.gather(found, suite, tmp_path))
+    assert notes[0].endswith("1 of 2 figures agree")
+    assert notes[1] == f"compiled temp bytes, {wording.workload(DECODE)}: Flax 7, Equinox 8"
+
+
 def test_csv_keeps_full_precision(view):
     lines = list(csv.DictReader(io.StringIO(report.csv_text(view))))
     flax = next(line for line in lines if line["arm"] == "flax" and line["metric"] == "decode_tokens_per_s")

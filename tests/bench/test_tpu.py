@@ -16,6 +16,7 @@ from jaxbench.config import TransformerConfig
 TINY = TransformerConfig(
     vocab_size=512, d_model=128, d_ff=256, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, max_seq_len=256
 )
+SLICES = {"v5e:2x2": 4, "v5p:2x2x1": 4}  # name -> chips
 needs_libtpu = pytest.mark.skipif(bool(tpu.unavailable()), reason=tpu.unavailable() or "-")
 
 
@@ -80,20 +81,39 @@ def test_command_refuses_an_unknown_topology_with_exit_code_2():
     assert "unknown topology 'v5e:9x9'" in done.stderr and "Traceback" not in done.stderr
 
 
-@needs_libtpu
-@pytest.mark.parametrize(("topology", "chip_count"), [("v5e:2x2", 4), ("v5p:2x2x1", 4)])
-def test_a_tiny_model_compiles_for_a_slice_and_is_counted(tmp_path, topology, chip_count):
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Compile the tiny model for two slices at once, as two comparisons on one machine would; return their outputs."""
     from jaxbench import families
 
-    (tmp_path / "config.json").write_text(json.dumps(families.config_to_hf(TINY)))
-    output = tmp_path / "tpu.jsonl"
-    request = {
-        "topology": topology, "checkpoint": str(tmp_path), "num_layers_train": 1, "dtype": "bfloat16",
-        "prefill_tokens": 128, "decode_batch": 6, "train_batch": 4, "train_tokens": 128,
-    }  # fmt: skip
-    done = run_module(json.dumps(request), str(output))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "the compiler's log noise belongs silenced"
+    folder = tmp_path_factory.mktemp("tpu")
+    (folder / "config.json").write_text(json.dumps(families.config_to_hf(TINY)))
+    started = {}
+    for topology in SLICES:
+        request = {
+            "topology": topology, "checkpoint": str(folder), "num_layers_train": 1, "dtype": "bfloat16",
+            "prefill_tokens": 128, "decode_batch": 6, "train_batch": 4, "train_tokens": 128,
+        }  # fmt: skip
+        output = folder / f"{topology.replace(':', '-')}.jsonl"
+        command = [sys.executable, "-m", "jaxbench.bench.tpu", json.dumps(request), str(output)]
+        environment = os.environ | {"XLA_FLAGS": ""}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started[topology] = (subprocess.Popen(command, env=environment, **pipes), output)
+    try:
+        return {
+            name: (process, process.communicate(timeout=280)[1], output) for name, (process, output) in started.items()
+        }
+    finally:
+        for process, _ in started.values():
+            process.kill()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", SLICES)
+def test_a_tiny_model_compiles_for_a_slice_and_is_counted(compiled, topology):
+    process, stderr, output = compiled[topology]
+    assert process.returncode == 0, stderr
+    assert stderr == "", "the compiler's log noise belongs silenced"
     found = {(record.workload.kind, record.metric): record for record in read_lines(output)}
     assert {kind for kind, _ in found} == {"prefill", "decode", "train"}
     assert {record.device for record in found.values()} == {topology}
@@ -102,7 +122,7 @@ def test_a_tiny_model_compiles_for_a_slice_and_is_counted(tmp_path, topology, ch
         # The compiler also counts elementwise work, which weighs more the narrower the model.
         assert 0.99 < found[kind, "tpu_flops"].detail["compiled_over_analytic"] < 1.4
     assert found["decode", "tpu_flops"].workload.batch == 8, "6 rows are rounded up to the chips that share them"
-    assert found["train", "tpu_flops"].detail["num_chips"] == chip_count
+    assert found["train", "tpu_flops"].detail["num_chips"] == SLICES[topology]
     assert found["prefill", "tpu_collective_bytes"].value == 0, "a batch split needs no traffic"
     kinds = found["train", "tpu_collective_bytes"].detail["kinds"]
     gathered = 512 * 128 + 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256  # every fsdp kernel once, in bfloat16
