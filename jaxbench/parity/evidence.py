@@ -24,7 +24,7 @@ class Evidence(NamedTuple):
 
     name: str
     trace: capture.Trace
-    repeat: capture.Trace
+    repeat: tuple[gates.Gate, dict[str, dict[str, float]]]  # gate P10, and how far each tensor was from itself
     decoding: capture.Decoding | None
     tokens: Any | None  # sampled tokens [B M]
     training: capture.Training | None
@@ -45,7 +45,9 @@ def training_steps(case: Case, config: TransformerConfig) -> list[cases.Arrays]:
 def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool, is_quick: bool = False) -> Evidence:
     """Run one side; dropout is on in traces and training. Training comes last, because it moves PyTorch's weights."""
     arrays = cases.arrays(case, config)
-    traces = [side.trace(arrays, gradients=gradients, seed=SEED) for _ in range(2)]
+    trace = side.trace(arrays, gradients=gradients, seed=SEED)
+    # The second trace goes at once: with the default model's gradients it holds a gigabyte.
+    repeat = gates.repeatability(trace, side.trace(arrays, gradients=gradients, seed=SEED), name=side.name)
     # Decoding continues one document a row, so a packed batch has none.
     decoding = None if case.packed else side.decode(arrays, prompt=case.prompt)
     tokens = None
@@ -57,12 +59,11 @@ def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool,
     training = None
     if case.steps and not is_quick:
         training = side.train(training_steps(case, config), OPTIMIZER, seed=SEED)
-    return Evidence(side.name, *traces, decoding, tokens, training)
+    return Evidence(side.name, trace, repeat, decoding, tokens, training)
 
 
 def judge(found: Evidence, reference: Evidence) -> Findings:
     """Compare two backends' evidence: gates P1, P6, P7, P8 and P10 in float64."""
-    repeats = [gates.repeatability(each.trace, each.repeat, name=each.name) for each in (found, reference)]
     losses = [{"loss": each.trace.loss} for each in (found, reference)]
     rows, comparisons = [], {"loss": distance.compare(*losses, kind="loss")}
     for kind in ("outputs", "output_gradients", "gradients"):
@@ -72,7 +73,7 @@ def judge(found: Evidence, reference: Evidence) -> Findings:
         if kind != "gradients":
             # A scanned or closed model shows only its logits.
             wanted = wanted if len(values) > 1 else {name: wanted[name] for name in values}
-        widths = [widen.get(kind, {}) for _, widen in repeats]
+        widths = [widen.get(kind, {}) for _, widen in (found.repeat, reference.repeat)]
         widen = {name: sum(width.get(name, 0.0) for width in widths) for name in wanted}
         comparisons[kind] = distance.compare(values, wanted, kind=kind, widen=widen)
     rows += [_gate("P1", kind, comparison) for kind, comparison in comparisons.items()]
@@ -85,7 +86,7 @@ def judge(found: Evidence, reference: Evidence) -> Findings:
     if found.decoding and reference.decoding:
         both, tolerance = (found.decoding, reference.decoding), distance.TOLERANCE_FLOAT64
         rows += gates.decoding(*both, names=(found.name, reference.name), tolerance=tolerance)
-    return Findings(rows + [gate for gate, _ in repeats], comparisons)
+    return Findings([*rows, found.repeat[0], reference.repeat[0]], comparisons)
 
 
 def _training(found: capture.Training, reference: capture.Training) -> dict[str, distance.Comparison]:

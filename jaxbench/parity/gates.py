@@ -14,9 +14,16 @@ import numpy as np
 
 from jaxbench.parity import capture, distance
 
-# Slack c of the ratio gate, in epsilons of the type: over all cases the largest excess of one backend's error over 1.5x
-# the other's was measured at 0.6 epsilons (float32) and 0.9 (bfloat16); see docs/lab_log.md.
-SLACK_EPSILONS = 2.0
+# Slack c of the ratio gate, in epsilons of the type: twice the largest excess of one backend's error over 1.5x the
+# other's that was measured over all cases, at least 1. Gradients of biases are sums of few cancelling terms, and the
+# two backends add them in different orders.
+SLACK_EPSILONS = {
+    ("outputs", "float32"): 1.0,
+    ("outputs", "bfloat16"): 1.0,
+    ("gradients", "float32"): 4.0,
+    ("gradients", "bfloat16"): 1.0,
+}
+CURVE_EPSILONS = 2.0  # rounding of the loss itself, which is a mean of few terms
 NOISE_BAND = 4.0  # a float32 curve may leave the reference by this multiple of what one-ulp changes do to it
 
 
@@ -68,18 +75,26 @@ def blame(local: Sequence[capture.Local], *, tolerance: float = distance.TOLERAN
 def conversion(side: Any, other: Any, params: Mapping[str, np.ndarray]) -> list[Gate]:
     """Return gates P5: weights travel params -> side -> other -> side unchanged, and wrong sets are refused."""
     original = side.get_params()
-    wanted = {name: np.asarray(value, dtype=original[name].dtype) for name, value in params.items() if name in original}
-    differing = sorted(wanted.keys() ^ params.keys() | wanted.keys() ^ original.keys())
-    differing += [name for name in wanted if not np.array_equal(wanted[name], original[name])]
+    differing = set(_differing(original, params))
     other.load_params(original)
     travelled = other.get_params()
+    differing |= set(_differing(travelled, original))
     side.load_params(travelled)
-    returned = side.get_params()
-    differing += [name for name in original if not np.array_equal(original[name], returned.get(name))]
-    trip = Gate("P5", "weights: round trip", not differing, float(len(differing)), 0.0, ", ".join(differing[:3]))
+    del travelled  # gigabytes with a real model in float64
+    differing |= set(_differing(side.get_params(), original))
+    trip = Gate(
+        "P5", "weights: round trip", not differing, float(len(differing)), 0.0, ", ".join(sorted(differing)[:3])
+    )
     accepted = [f"{each.name}: {case}" for each in (side, other) for case in _accepted(each, original)]
     strict = Gate("P5", "weights: strictness", not accepted, float(len(accepted)), 0.0, ", ".join(accepted))
     return [trip, strict]
+
+
+def _differing(values: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[str]:
+    """Return the names that only one side has, or whose arrays differ after a cast to the first side's type."""
+    shared = values.keys() & reference.keys()
+    unequal = [name for name in shared if not np.array_equal(values[name], reference[name].astype(values[name].dtype))]
+    return sorted(unequal) + sorted(values.keys() ^ reference.keys())
 
 
 def _accepted(side: Any, params: Mapping[str, np.ndarray]) -> list[str]:
@@ -121,7 +136,7 @@ def training_noise(
     """
     spread = np.max([np.abs(curve - other) for curve in perturbed], axis=0)
     band = NOISE_BAND * np.maximum.accumulate(spread)
-    band = band + SLACK_EPSILONS * distance.MACHINE_EPSILON[dtype] * np.abs(reference)
+    band = band + CURVE_EPSILONS * distance.MACHINE_EPSILON[dtype] * np.abs(reference)
     share = np.abs(losses - other) / band
     step = int(np.argmax(share))
     note = f"gap {abs(losses[step] - other[step]):.1e}, band {band[step]:.1e} nats"

@@ -140,7 +140,7 @@ class _Work:
                 if not is_captured and kind == "outputs":
                     others, wanted = ({name: each[name] for name in values} for each in (others, wanted))
                 if values:
-                    slack = {"dtype": dtype, "slack_epsilons": gates.SLACK_EPSILONS}
+                    slack = {"dtype": dtype, "slack_epsilons": gates.SLACK_EPSILONS[kind, dtype]}
                     ratio = distance.compare_errors(values, others, wanted, kind=kind, **slack)
                     self.comparisons[f"{kind}_{dtype}"] = ratio
                     self.gates.append(gates.from_ratio(ratio, what=f"{kind.replace('_', ' ')}, {dtype}"))

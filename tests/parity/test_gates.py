@@ -128,7 +128,7 @@ def test_error_ratio_gate_reports_both_errors():
         reference,
         kind="outputs",
         dtype="float32",
-        slack_epsilons=gates.SLACK_EPSILONS,
+        slack_epsilons=gates.SLACK_EPSILONS["outputs", "float32"],
     )
     gate = gates.from_ratio(ratio, what="outputs, float32")
     assert not gate.passed and gate.where == "x" and "1.0e-02 and 1.0e-03" in gate.note
