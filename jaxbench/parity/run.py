@@ -40,6 +40,23 @@ def pinned(dtype: str) -> Iterator[dict[str, Any]]:
         }
 
 
+def unit_positions(
+    outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], positions: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return outputs [B T ...] at real positions [R D], each divided by the norm of its reference.
+
+    Rounding errors are compared so that every position counts alike: real models put most of a layer's norm on one
+    token (Sun et al. 2024, arXiv:2402.17762), whose rounding is a single draw; and padding reaches nobody.
+    """
+    scaled = {}
+    for name, value in outputs.items():
+        rows = np.asarray(reference[name])[positions >= 0].reshape(np.count_nonzero(positions >= 0), -1)
+        norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
+        mine = np.asarray(value)[positions >= 0].reshape(rows.shape).astype(np.float64)
+        scaled[name] = mine / np.where(norms > 0, norms, 1.0)
+    return scaled
+
+
 @contextlib.contextmanager
 def torch_threads(case: Case) -> Iterator[None]:
     """Run PyTorch on one thread for tiny cases, whose tensors cost less than handing them to threads."""
@@ -139,6 +156,9 @@ class _Work:
                 values, others, wanted = (getattr(trace, kind) for trace in (*traces, self.reference.trace))
                 if not is_captured and kind == "outputs":
                     others, wanted = ({name: each[name] for name in values} for each in (others, wanted))
+                if kind == "outputs":
+                    scaled = (unit_positions(each, wanted, self.arrays.positions) for each in (values, others, wanted))
+                    values, others, wanted = scaled
                 if values:
                     slack = {"dtype": dtype, "slack_epsilons": gates.SLACK_EPSILONS[kind, dtype]}
                     ratio = distance.compare_errors(values, others, wanted, kind=kind, **slack)

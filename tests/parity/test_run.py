@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from jaxbench.parity import cases, distance, gates, mutation, run
@@ -59,6 +60,13 @@ def test_narrow_types_err_alike_and_float32_training_stays_within_noise(case_id)
             epsilon = distance.MACHINE_EPSILON[dtype]
             assert whats[f"{kind}, {dtype}"]["error"] > 0.1 * epsilon
     assert whats["training curve, float32: gap within noise"]["passed"]
+
+
+def test_rounding_errors_are_compared_at_real_positions_that_count_alike():
+    reference = {"x": np.array([[[3.0, 4.0], [0.0, 1e-3], [7.0, 7.0]]])}
+    value = {"x": np.array([[[3.0, 4.5], [0.0, 2e-3], [0.0, 0.0]]])}
+    scaled = run.unit_positions(value, reference, np.array([[0, 1, -1]]))
+    np.testing.assert_allclose(scaled["x"], [[0.6, 0.9], [0.0, 2.0]])
 
 
 def test_gates_cover_p1_to_p8_and_p10():
