@@ -199,8 +199,9 @@ class CompiledArm(EagerArm):
     name = "torch_compile"
 
     def start(self) -> str:
-        """Check that Inductor can build code here."""
+        """Import the compiler and check that Inductor can build code here."""
         reason = super().start()
+        importlib.import_module("torch._dynamo")  # seconds, and no part of loading a model
         if not reason and self.device == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             reason = "torch.compile needs a C++ compiler (g++ or clang++), none is on the PATH"
         return reason
