@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def parity(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     """Prove each JAX arm's model against PyTorch's in float64, layer by layer, and append the results."""
-    for arm in work.suite.arms:
-        if arm not in ("flax", "equinox") or _done(file, work, "parity", arm=arm):
+    for arm in work.suite.parity:
+        if _done(file, work, "parity", arm=arm):
             continue
         say(f"parity: {arm} against torch_ref in float64, layer by layer")
         output = work.workdir / f"parity-{arm}.json"

@@ -41,8 +41,7 @@ def compare(
     records.write_json(workdir / "environment.json", facts)
     resolved = {"config_id": work.config_id, "device": device, "suite": suite.model_dump(mode="json")}
     records.write_json(workdir / "suite.json", resolved)
-    if suite.parity:
-        parts.parity(work, file, say)
+    parts.parity(work, file, say)
     parts.tpu(work, file, say)
     run_launches(work, file, started=started, say=say)
     if profile:

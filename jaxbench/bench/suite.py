@@ -99,7 +99,7 @@ class Suite(Base):
     rounds: Rounds = Rounds()
     verdicts: Verdicts = Verdicts()
     roofline: Roofline = Roofline()
-    parity: bool = True  # run the float64 proof of the model first
+    parity: tuple[Literal["flax", "equinox"], ...] = ("flax",)  # whose model to prove equal to PyTorch's in float64
     tpu: Tpu = Tpu()
     seed: int = pydantic.Field(default=0, ge=0)  # picks the prompts and the order of arms
     threads: int = pydantic.Field(default=0, ge=0)  # threads of every arm; 0 = all cores of this process

@@ -17,7 +17,7 @@ SUITE = Suite.model_validate(
         "rounds": {"launches": 2, "rounds": 2, "warmup": 1},
         "roofline": {"gemm_sizes": [[8, 8, 8]], "dtypes": ["float32"]},
         "tpu": {"topologies": []},
-        "parity": False,
+        "parity": [],
     }
 )
 

@@ -19,7 +19,7 @@ TINY_SUITE = Suite.model_validate(
         "decode": {"dtypes": ["float32"], "batches": [2], "prompt_tokens": [8], "new_tokens": 4},
         "train": {"num_layers": 1, "seq_len": 16},
         "tpu": {"topologies": []},
-        "parity": False,
+        "parity": [],
     }
 )
 

@@ -11,7 +11,7 @@ SUITE = Suite.model_validate(
         "model": "tiny", "arms": ["flax"], "prefill": {"dtypes": ["float32"], "prompt_tokens": [32]},
         "decode": {"dtypes": ["float32"], "batches": [1], "prompt_tokens": [8], "new_tokens": 4},
         "train": {"num_layers": 1, "seq_len": 16}, "rounds": {"launches": 3, "budget_s": 100},
-        "tpu": {"topologies": []}, "parity": False,
+        "tpu": {"topologies": []}, "parity": [],
     }
 )  # fmt: skip
 
