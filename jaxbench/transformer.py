@@ -26,7 +26,7 @@ from jaxbench.config import RotaryScaling, TransformerConfig
 class KVCache(NamedTuple):
     """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
 
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies (docs/lab_log.md).
+    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies (docs/xla_cpu.md, rule 4).
     """
 
     keys: tuple[Float[Array, "E H S"], ...]
