@@ -47,7 +47,7 @@ class Side:
         grads = {}
         if gradients:
             loss.backward()
-            grads = train.by_name({name: p.grad for name, p in self.model.named_parameters()})
+            grads = {name: _numpy(p.grad, copy=False) for name, p in self.model.named_parameters()}
             self.model.zero_grad(set_to_none=True)
         outputs = {name: _numpy(call.outputs[0]) for name, call in calls.items()}
         return capture.Trace(_numpy(loss), outputs, output_gradients, grads)
@@ -144,6 +144,7 @@ def _dropout(seed: int | None, step: int) -> tuple[torch.Tensor, int] | None:
     return None if seed is None else (prng.key_from_seed(seed), step)
 
 
-def _numpy(x: torch.Tensor) -> np.ndarray:
+def _numpy(x: torch.Tensor, *, copy: bool = True) -> np.ndarray:
     x = x.detach()
-    return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy().copy()
+    array = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
+    return array.copy() if copy else array
