@@ -10,6 +10,7 @@ the batch it is in.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -73,10 +74,10 @@ class Generation(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The two compiled programs of a bucket."""
+    """The two compiled programs of a bucket; None is not compiled."""
 
-    prefill: Callable
-    decode: Callable
+    prefill: Callable | None
+    decode: Callable | None
 
 
 def penalize_repetition(
@@ -150,19 +151,26 @@ class Generator:
         self.programs: dict[prompts.Bucket, Programs] = {}
 
     def compile(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> Programs:
-        """Return the programs for these sizes, compiling them unless their bucket has been compiled before."""
+        """Return the programs for these sizes, compiling what their bucket does not have yet.
+
+        For a single new token nothing is decoded, and `decode` is None.
+        """
         bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)
-        if bucket not in self.programs:
-            tokens = jax.ShapeDtypeStruct((bucket.batch_size, bucket.prompt_length), jnp.int32)
-            row = jax.ShapeDtypeStruct((bucket.batch_size,), jnp.int32)
-            key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-            prefill = jax.jit(lambda *args: self._prefill(bucket.num_slots, *args))
-            arguments = (self._leaves, tokens, row, jax.ShapeDtypeStruct(row.shape, bool), key, row)
-            state = jax.eval_shape(prefill, *arguments)
-            limit = jax.ShapeDtypeStruct((), jnp.int32)
+        known = self.programs.get(bucket, Programs(None, None))
+        prefill, arguments = jax.jit(functools.partial(self._prefill, bucket.num_slots)), self._shapes(bucket)
+        decode = known.decode
+        if decode is None and max_new_tokens > 1:
+            state, limit = jax.eval_shape(prefill, *arguments), jax.ShapeDtypeStruct((), jnp.int32)
             decode = jax.jit(self._decode, donate_argnums=1).lower(self._leaves, state, limit).compile()
-            self.programs[bucket] = Programs(prefill.lower(*arguments).compile(), decode)
+        self.programs[bucket] = Programs(known.prefill or prefill.lower(*arguments).compile(), decode)
         return self.programs[bucket]
+
+    def _shapes(self, bucket: prompts.Bucket) -> tuple:
+        """Return the arguments of a bucket's prefill, shapes in place of all but the weights."""
+        tokens = jax.ShapeDtypeStruct((bucket.batch_size, bucket.prompt_length), jnp.int32)
+        row = jax.ShapeDtypeStruct((bucket.batch_size,), jnp.int32)
+        key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        return self._leaves, tokens, row, jax.ShapeDtypeStruct(row.shape, bool), key, row
 
     def prefill(
         self,
@@ -181,9 +189,11 @@ class Generator:
 
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
         """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up."""
-        batch_size, width = state.tokens.shape
-        bucket = next(b for b in self.programs if b.batch_size == batch_size and b.num_slots == width)
-        return self.programs[bucket].decode(self._leaves, state, jnp.int32(max_new_tokens))
+        if max_new_tokens <= 1:
+            return state
+        sizes = tuple(state.tokens.shape)
+        fitting = (p.decode for b, p in self.programs.items() if p.decode and (b.batch_size, b.num_slots) == sizes)
+        return next(fitting)(self._leaves, state, jnp.int32(max_new_tokens))
 
     def __call__(
         self,

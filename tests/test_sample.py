@@ -101,6 +101,15 @@ def test_a_row_ends_with_its_end_token_and_the_others_go_on(backend):
         np.testing.assert_array_equal(ended.tokens[row, :stop], free.tokens[row, :stop])
 
 
+def test_one_new_token_needs_no_decode_program():
+    generator = make("flax")
+    first = generator(PROMPTS, max_new_tokens=1, seed=0)
+    assert first.tokens.shape == (3, 1) and [p.decode for p in generator.programs.values()] == [None]
+    both = generator(PROMPTS, max_new_tokens=2, seed=0)  # the same bucket, now with its decode program
+    np.testing.assert_array_equal(both.tokens[:, :1], first.tokens)
+    assert len(generator.programs) == 1
+
+
 def test_the_cache_of_a_used_state_is_donated(generators):
     state = generators["flax"].prefill(PROMPTS, max_new_tokens=NEW, seed=0)
     generators["flax"].decode(state, NEW)

@@ -74,10 +74,10 @@ class Generation(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The two compiled programs of a bucket."""
+    """The two compiled programs of a bucket; None is not compiled."""
 
-    prefill: Callable
-    decode: Callable
+    prefill: Callable | None
+    decode: Callable | None
 
 
 def penalize_repetition(
@@ -151,10 +151,14 @@ class Generator:
         self.programs: dict[prompts.Bucket, Programs] = {}
 
     def compile(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> Programs:
-        """Return the programs for these sizes; eager PyTorch has none, torch.compile compiles when called."""
+        """Return the programs for these sizes; eager PyTorch has nothing to compile, torch.compile does so when called.
+
+        For a single new token nothing is decoded, and `decode` is None.
+        """
         bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)
-        if bucket not in self.programs:
-            self.programs[bucket] = Programs(functools.partial(self._prefill, bucket.num_slots), self._decode)
+        known = self.programs.get(bucket, Programs(None, None))
+        prefill = known.prefill or functools.partial(self._prefill, bucket.num_slots)
+        self.programs[bucket] = Programs(prefill, self._decode if max_new_tokens > 1 else known.decode)
         return self.programs[bucket]
 
     @torch.no_grad()
@@ -177,9 +181,11 @@ class Generator:
     @torch.no_grad()
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
         """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up."""
-        batch_size, width = state.tokens.shape
-        bucket = next(b for b in self.programs if b.batch_size == batch_size and b.num_slots == width)
-        return self.programs[bucket].decode(state, max_new_tokens)
+        if max_new_tokens <= 1:
+            return state
+        sizes = tuple(state.tokens.shape)
+        fitting = (p.decode for b, p in self.programs.items() if p.decode and (b.batch_size, b.num_slots) == sizes)
+        return next(fitting)(state, max_new_tokens)
 
     def __call__(
         self,
