@@ -76,7 +76,7 @@ class Side:
         tokens, positions = torch.tensor(arrays.tokens), torch.tensor(arrays.positions)
         full = self.model(tokens, positions)
         hidden, cache = self.model.features(tokens[:, :prompt], positions[:, :prompt])
-        parts, cache = [self.model.logits(hidden)], cache.padded(tokens.shape[1])
+        parts, cache = [self.model.logits(hidden)], cache.padded(tokens.shape[1], dtype=self.model.dtype)
         for slot in range(prompt, tokens.shape[1]):
             one = slice(slot, slot + 1)
             hidden, cache = self.model.features(tokens[:, one], positions[:, one], cache=cache, slot=slot)
