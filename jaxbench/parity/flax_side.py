@@ -161,7 +161,7 @@ class Side:
         tokens, positions = jnp.asarray(arrays.tokens), jnp.asarray(arrays.positions)
         full, _ = features(self.params, tokens, positions, None, None)
         logits, cache = features(self.params, tokens[:, :prompt], positions[:, :prompt], None, None)
-        parts, cache = [logits], cache.padded(tokens.shape[1], dtype=self.model.dtype)
+        parts, cache = [logits], cache.padded(tokens.shape[1], dtype=str(cache.keys[0].dtype))
         for slot in range(prompt, tokens.shape[1]):
             one = slice(slot, slot + 1)
             logits, cache = features(self.params, tokens[:, one], positions[:, one], cache, jnp.int32(slot))
