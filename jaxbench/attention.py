@@ -53,6 +53,8 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Attend with grouped key-value heads; softmax in at least float32, result in the query's dtype.
 
+    Products are of the keys' type, so that a cache may be kept wider than the model.
+
     A row that may attend to nothing returns zeros. `dense` holds all scores; `blocked` holds scores of block_size keys
     at a time, so that memory grows linearly with S; `fused` is this platform's kernel: `cudnn` on GPU, `splash` on TPU
     (named, they also compile ahead of time for a platform that is not attached).
@@ -74,12 +76,13 @@ def attention(
             query, key, value, query_positions, key_positions, kernel=implementation, **spans
         )
     batch, length, _, head_dim = query.shape
-    grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = grouped.transpose(0, 2, 3, 1, 4).astype(key.dtype)
     if implementation == "blocked" and key.shape[3] > block_size:
         mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
     else:
         mixed = _dense(grouped, key, value, attention_mask(query_positions, key_positions, **spans))
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
 def _wide_einsum(equation: str, left: Array, right: Array) -> Array:

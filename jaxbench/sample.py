@@ -146,6 +146,9 @@ class Generator:
         prompts.check_sampling(sampling)
         self._graph, state = nnx.split(model)
         self._leaves, self._structure = jax.tree.flatten(state)
+        # XLA:CPU widens a bfloat16 cache, updates it, and narrows all of it at every step (docs/xla_cpu.md, rule 4).
+        is_narrow_on_cpu = jax.default_backend() == "cpu" and model.dtype in ("bfloat16", "float16")
+        self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
         self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
         self.programs: dict[prompts.Bucket, Programs] = {}
@@ -224,7 +227,7 @@ class Generator:
         tokens = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
         counters = {"step": jnp.int32(0), "slot": jnp.max(lengths)}
         state = DecodeState(
-            cache.padded(num_slots),
+            cache.padded(num_slots, dtype=self._cache_dtype),
             tokens,
             lengths,
             finished,

@@ -96,7 +96,7 @@ def test_prefill_then_cached_steps_equal_the_whole_pass(config):
     tokens = random_tokens(3)
     whole = jax.jit(lambda t, p: nnx.merge(graph, state)(t, p))(tokens, POSITIONS)
     _, cache = jax.jit(lambda t, p: nnx.merge(graph, state).features(t, p))(tokens[:, :10], POSITIONS[:, :10])
-    cache = cache.padded(20)
+    cache = cache.padded(20, dtype="float32")
     for t in range(10, T):
         logits, cache = step(tokens[:, t : t + 1], POSITIONS[:, t : t + 1], cache, t)
         np.testing.assert_allclose(np.asarray(logits[:, 0]), np.asarray(whole[:, t]), atol=2e-5)

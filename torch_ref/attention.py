@@ -51,6 +51,8 @@ def attention(
 ) -> Float[Tensor, "B T N H"]:
     """Attend with grouped key-value heads; softmax in at least float32, result in the query's dtype.
 
+    Products are of the keys' type, so that a cache may be kept wider than the model.
+
     A row that may attend to nothing returns zeros. `dense` holds all scores; `blocked` holds scores of block_size keys
     at a time, so that memory grows linearly with S; `fused`, and the JAX twins' kernels by name, are
     scaled_dot_product_attention.
@@ -67,12 +69,13 @@ def attention(
     spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
+    grouped = grouped.to(key.dtype)
     if implementation == "blocked" and key.shape[3] > block_size:
         mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
     else:
         mask = attention_mask(query_positions, key_positions, **spans)
         mixed = (_dense if implementation in ("dense", "blocked") else _fused)(grouped, key, value, mask)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
 def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:

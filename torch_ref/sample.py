@@ -146,6 +146,8 @@ class Generator:
         prompts.check_sampling(sampling)
         self._model = model
         self._device = model.embed.embedding.device
+        is_narrow_on_cpu = self._device.type == "cpu" and model.dtype in ("bfloat16", "float16")
+        self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
         self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
         self.programs: dict[prompts.Bucket, Programs] = {}
@@ -215,7 +217,7 @@ class Generator:
         states = tuple(processor.init(tokens.shape[0]) for processor in self._processors)
         tokens = F.pad(tokens, (0, num_slots - tokens.shape[1]))
         state = DecodeState(
-            cache.padded(num_slots),
+            cache.padded(num_slots, dtype=self._cache_dtype),
             tokens,
             lengths,
             finished,

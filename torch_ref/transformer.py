@@ -24,19 +24,20 @@ from torch_ref.attention import attention
 class KVCache(NamedTuple):
     """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
 
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies (docs/xla_cpu.md, rule 4).
+    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
+    (docs/xla_cpu.md, rule 4).
     """
 
     keys: tuple[Float[Tensor, "E H S"], ...]
     values: tuple[Float[Tensor, "E S H"], ...]
     positions: Int[Tensor, "B S"]
 
-    def padded(self, length: int) -> KVCache:
-        """Return the cache with empty slots appended, `length` slots in all."""
+    def padded(self, length: int, *, dtype: str) -> KVCache:
+        """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
         extra = length - self.positions.shape[1]
 
-        keys = tuple(F.pad(key, (0, extra)) for key in self.keys)
-        values = tuple(F.pad(value, (0, 0, 0, extra)) for value in self.values)
+        keys = tuple(F.pad(key.to(getattr(torch, dtype)), (0, extra)) for key in self.keys)
+        values = tuple(F.pad(value.to(getattr(torch, dtype)), (0, 0, 0, extra)) for value in self.values)
         return KVCache(keys, values, F.pad(self.positions, (0, extra), value=-1))
 
 
@@ -99,7 +100,7 @@ class Attention(torch.nn.Module):
 def _write(cached: Tensor, new: Tensor, slot: Tensor | int, *, dim: int) -> Tensor:
     """Write `new` into the slots from `slot` on: in place, as the JAX program does with its donated cache."""
     index = torch.arange(new.shape[dim], device=new.device) + slot
-    return cached.index_copy_(dim, index, new)
+    return cached.index_copy_(dim, index, new.to(cached.dtype))
 
 
 class MLP(torch.nn.Module):

@@ -6,6 +6,7 @@ where the dtype is narrower. Kernels are (in, out). Axis letters: WORKSPACE.md; 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import equinox as eqx
@@ -30,19 +31,20 @@ def _contract(x: Array, kernel: Array, axis: int) -> Array:
     return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
 
 
-@jax.custom_vjp
-def _narrow_matmul(x: Float[Array, "R I"], kernel: Float[Array, "I O"]) -> Float[Array, "R O"]:
-    return _contract(x, kernel, 0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _narrow_matmul(x: Float[Array, "R I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "R O"]:
+    return _contract(x, kernel, axis)
 
 
-def _narrow_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _contract(x, kernel, 0), (x, kernel)
+def _narrow_forward(x: Array, kernel: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
+    return _contract(x, kernel, axis), (x, kernel)
 
 
-def _narrow_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _narrow_backward(axis: int, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     # The default rule would multiply the wide cotangent with the narrow kernel, and XLA:CPU copies the kernel for that.
     x, kernel = residuals
-    return _contract(grad, kernel, 1), _contract(x.T, grad, 0)
+    kernel_grad = _contract(x.T, grad, 0) if axis == 0 else _contract(grad.T, x, 0)
+    return _contract(grad, kernel, 1 - axis), kernel_grad
 
 
 _narrow_matmul.defvjp(_narrow_forward, _narrow_backward)
@@ -62,7 +64,7 @@ def matmul(
     else:
         padding = max(0, MIN_ROWS - rows.shape[0])
         padded = jnp.pad(rows, ((0, padding), (0, 0))) if padding else rows
-        product = _narrow_matmul(padded, kernel.T if transposed else kernel)[: rows.shape[0]]
+        product = _narrow_matmul(padded, kernel, int(transposed))[: rows.shape[0]]
     return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
@@ -71,8 +73,18 @@ def rotary_angles(
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
     """Return cosine and sine of position times frequency, in at least float32; h is half of the head width."""
     wide = _wide(jnp.dtype(dtype))
-    angles = positions.astype(wide)[:, :, None] * jnp.asarray(frequencies, wide)[None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+
+    def table(positions: Array) -> tuple[Array, Array]:
+        angles = positions.astype(wide)[:, :, None] * jnp.asarray(frequencies, wide)[None, None, :]
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def table_once(positions: Array) -> tuple[Array, Array]:
+        # XLA:CPU fuses cosine and sine into every layer and head that uses them; the result of a branch is computed
+        # once (docs/xla_cpu.md, rule 11). The condition always holds.
+        zeros = jnp.zeros((*positions.shape, len(frequencies)), wide)
+        return lax.cond(positions[0, 0] >= -1, table, lambda _: (zeros, zeros), positions)
+
+    return lax.platform_dependent(positions, cpu=table_once, default=table)
 
 
 def rotate(
@@ -124,7 +136,11 @@ class Embed(eqx.Module):
 
     def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return the vector of each index."""
-        return self.embedding[index]
+        table = self.embedding
+        if jnp.finfo(table.dtype).bits < 32:
+            # Keeps XLA:CPU from widening the whole table ahead of a loop that takes rows (docs/xla_cpu.md, rule 10).
+            table, index = lax.optimization_barrier((table, index))
+        return table[index]
 
     def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Return the dot product of x with every vector."""

@@ -25,19 +25,20 @@ from jaxbench.eqx.attention import attention
 class KVCache(NamedTuple):
     """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
 
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies (docs/xla_cpu.md, rule 4).
+    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
+    (docs/xla_cpu.md, rule 4).
     """
 
     keys: tuple[Float[Array, "E H S"], ...]
     values: tuple[Float[Array, "E S H"], ...]
     positions: Int[Array, "B S"]
 
-    def padded(self, length: int) -> KVCache:
-        """Return the cache with empty slots appended, `length` slots in all."""
+    def padded(self, length: int, *, dtype: str) -> KVCache:
+        """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
         extra = length - self.positions.shape[1]
 
-        keys = tuple(jnp.pad(key, ((0, 0), (0, 0), (0, extra))) for key in self.keys)
-        values = tuple(jnp.pad(value, ((0, 0), (0, extra), (0, 0))) for value in self.values)
+        keys = tuple(jnp.pad(key.astype(dtype), ((0, 0), (0, 0), (0, extra))) for key in self.keys)
+        values = tuple(jnp.pad(value.astype(dtype), ((0, 0), (0, extra), (0, 0))) for value in self.values)
         return KVCache(keys, values, jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1))
 
 
@@ -90,8 +91,8 @@ class Attention(eqx.Module):
         key = key.transpose(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
         value = value.transpose(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
-            key = lax.dynamic_update_slice_in_dim(cached[0], key, context.slot, axis=2)
-            value = lax.dynamic_update_slice_in_dim(cached[1], value, context.slot, axis=1)
+            key = lax.dynamic_update_slice_in_dim(cached[0], key.astype(cached[0].dtype), context.slot, axis=2)
+            value = lax.dynamic_update_slice_in_dim(cached[1], value.astype(cached[1].dtype), context.slot, axis=1)
         mixed = attention(
             query,
             key.reshape(batch, self.num_kv_heads, self.head_dim, -1),
