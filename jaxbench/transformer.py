@@ -109,9 +109,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return the transformed rows."""
+        up = self.up_proj(x)
+        wide = jnp.promote_types(x.dtype, jnp.float32)  # as PyTorch: one rounding for the whole activation
         if self.gate_proj is None:
-            return self.down_proj(jax.nn.gelu(self.up_proj(x), approximate=True))
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+            return self.down_proj(jax.nn.gelu(up.astype(wide), approximate=True).astype(x.dtype))
+        return self.down_proj(jax.nn.silu(self.gate_proj(x).astype(wide)).astype(x.dtype) * up)
 
 
 class Block(nnx.Module):
