@@ -192,7 +192,7 @@ def test_help_lists_the_projects_own_flags_only():
     ("error", "words"),
     [
         (OSError(28, "No space left on device", "out/x"), ("out/x", "No space left", "--workdir")),
-        (PermissionError(13, "Permission denied", "/root/x"), ("/root/x", "Permission denied", "--workdir")),
+        (PermissionError(13, "Permission denied", "/folder/x"), ("/folder/x", "Permission denied", "--workdir")),
         (FileNotFoundError(2, "No such file or directory", "a.txt"), ("No such file", "a.txt")),
         (MemoryError(), ("out of memory", "lower the batch")),
         (ValueError(""), ("ValueError",)),

@@ -32,7 +32,7 @@ from jaxbench.config import Base, TransformerConfig
 # libtpu asks the cloud's metadata server for these, waits, and complains on stderr where there is none.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is refused over /tmp/libtpu_lockfile
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is refused over its lock file
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_STDERR_LOG_LEVEL": "3",
