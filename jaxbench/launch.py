@@ -1,8 +1,8 @@
 """The environment that a process needs before Python, JAX or PyTorch start (S file: neither JAX nor PyTorch).
 
 Three things can only be set from outside: which platforms JAX looks for (with libtpu installed and no TPU attached,
-looking prints pages of errors), glibc's malloc thresholds (large temporaries are page-fault bound otherwise: 33 MB
-gather 30.6 -> 3.2 ms, research/serving.md section 2 rule 5), and where compiled programs are cached.
+looking prints pages of errors), glibc's malloc thresholds (large temporaries are page-fault bound otherwise,
+docs/xla_cpu.md rule 8), and where compiled programs are cached.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The unit of replication is a launch: one set of fresh worker processes, one per arm, run in turn. A launch gives one
 log ratio an arm (arm over baseline, oriented so that > 0 is better), and the interval is a t-interval over launches.
 More rounds inside a launch never narrow it, because each process has its own offset that rounds do not average out.
-Rules D1-D7 of research/harness.md section 3.3; percentiles only where their bound exists.
+A percentile is given only where its 95 % bound exists.
 """
 
 from __future__ import annotations

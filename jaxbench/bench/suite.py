@@ -166,7 +166,7 @@ def config_id(suite: Suite, *, model_sha256: str, text_sha256: str) -> str:
     """Return the stable id of what is measured: 12 hex digits.
 
     Equal for two runs whose results may be compared; the number of launches, the budget and the set of arms do not
-    enter (decisions.md), the model's and the text's sha256 do.
+    enter, the model's and the text's sha256 do.
     """
     exclude = ["model", "data", "arms", "parity", "tpu", "verdicts"]
     exclude += [f"rounds.{name}" for name in Rounds.model_fields if name != "warmup"]
