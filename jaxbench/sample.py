@@ -191,12 +191,22 @@ class Generator:
         return programs.prefill(self._leaves, *arrays)
 
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
-        """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up."""
+        """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up.
+
+        Raises:
+          ValueError: the state was prefilled for fewer new tokens.
+        """
         if max_new_tokens <= 1:
             return state
         sizes = tuple(state.tokens.shape)
+        room = sizes[1] - int(state.slot) + int(state.step) - 1
+        if max_new_tokens > room:
+            raise ValueError(f"decode: max_new_tokens={max_new_tokens}, but prefill made room for {room}")
         fitting = (p.decode for b, p in self.programs.items() if p.decode and (b.batch_size, b.num_slots) == sizes)
-        return next(fitting)(self._leaves, state, jnp.int32(max_new_tokens))
+        program = next(fitting, None)
+        if program is None:
+            raise ValueError(f"decode: no program for a state of {sizes}: prefill it with max_new_tokens above 1")
+        return program(self._leaves, state, jnp.int32(max_new_tokens))
 
     def __call__(
         self,

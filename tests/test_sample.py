@@ -110,6 +110,18 @@ def test_one_new_token_needs_no_decode_program():
     assert len(generator.programs) == 1
 
 
+@pytest.mark.parametrize("backend", ["flax", "torch"])
+def test_decoding_past_the_room_that_prefill_made_is_refused(backend):
+    generator = make(backend)
+    state = generator.prefill(PROMPTS, max_new_tokens=1, seed=0)
+    with pytest.raises(ValueError, match="prefill it with max_new_tokens above 1"):
+        generator.decode(state, 2)
+    with pytest.raises(ValueError, match="max_new_tokens=500, but prefill made room for 48"):
+        generator.decode(state, 500)
+    full = generator.decode(generator.prefill(PROMPTS, max_new_tokens=48, seed=0), 48)
+    assert np.asarray(full.lengths)[1] == 64  # the longest row fills its 64 slots
+
+
 def test_the_cache_of_a_used_state_is_donated(generators):
     state = generators["flax"].prefill(PROMPTS, max_new_tokens=NEW, seed=0)
     generators["flax"].decode(state, NEW)
