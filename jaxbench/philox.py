@@ -34,16 +34,19 @@ def split_seed(seed: int) -> tuple[int, int]:
     return seed & MASK32, seed >> 32
 
 
-def philox4x32(counter: tuple[np.ndarray | np.integer | int, ...], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Return the four 32-bit words of each counter (four broadcastable arrays or integers) under a key (two halves)."""
+Words = np.ndarray | np.integer | int
+
+
+def philox4x32(counter: tuple[Words, ...], key: tuple[Words, Words]) -> tuple[np.ndarray, ...]:
+    """Return the four 32-bit words of each counter under a key (two halves); arrays or integers that broadcast."""
     c0, c1, c2, c3 = (np.asarray(c).astype(np.uint64) for c in counter)
-    k0, k1 = (int(k) for k in key)
+    k0, k1 = (np.asarray(k).astype(np.uint64) for k in key)
     for _ in range(ROUNDS):
         product0, product1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
         high0, low0 = product0 >> np.uint64(32), product0 & np.uint64(MASK32)
         high1, low1 = product1 >> np.uint64(32), product1 & np.uint64(MASK32)
-        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(k0), low1, high0 ^ c3 ^ np.uint64(k1), low0
-        k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + np.uint64(WEYL[0])) & np.uint64(MASK32), (k1 + np.uint64(WEYL[1])) & np.uint64(MASK32)
     return tuple(np.asarray(c, dtype=np.uint32) for c in (c0, c1, c2, c3))
 
 

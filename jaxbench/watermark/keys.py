@@ -1,0 +1,108 @@
+"""Watermark keys: 64 bits that are never shown, and files that only their owner may read (S file)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+import string
+from pathlib import Path
+
+from jaxbench import philox
+
+SALT = b"jaxbench/watermark/key/v1"  # one key a passphrase, on every machine
+SCRYPT = {"n": 2**14, "r": 8, "p": 1}  # 16 MB and tens of milliseconds a guess (RFC 7914)
+
+
+class Key:
+    """A secret of 64 bits; its text forms hide it, and only `halves` gives it out."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: int):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
+            raise ValueError(f"key: wanted an integer in [0, 2**64), got one of another {_kind(value)} (not shown)")
+        self._value = value
+
+    @property
+    def halves(self) -> tuple[int, int]:
+        """Return the low and the high 32 bits."""
+        return self._value & philox.MASK32, self._value >> 32
+
+    @classmethod
+    def random(cls) -> Key:
+        """Return a fresh key from the operating system's randomness."""
+        return cls(secrets.randbits(64))
+
+    @classmethod
+    def from_passphrase(cls, text: str) -> Key:
+        """Return the key of a passphrase (scrypt, RFC 7914; the same on every machine).
+
+        Raises:
+          ValueError: the passphrase is empty.
+        """
+        if not text:
+            raise ValueError(f"key: the passphrase has {len(text)} characters, wanted at least one")
+        return cls(int.from_bytes(hashlib.scrypt(text.encode(), salt=SALT, dklen=8, **SCRYPT), "big"))
+
+    def derive(self, label: str) -> Key:
+        """Return the key that belongs to a label: the first 8 bytes of sha256(label, key), big-endian.
+
+        With labels "key_a" and "key_b" these are the two keys of vLLM's dual-key Gumbel watermark.
+        """
+        digest = hashlib.sha256(label.encode() + self._value.to_bytes(8, "big")).digest()
+        return Key(int.from_bytes(digest[:8], "big"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __repr__(self) -> str:
+        return "Key(hidden)"
+
+
+def read_key_file(path: str | Path) -> Key:
+    """Return the key in a file: one line, `jaxbench-key ` and 16 hexadecimal digits, as write_key_file makes it.
+
+    Raises:
+      ValueError: there is no such file, others may read it, or it holds something else. The content is never shown.
+    """
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise ValueError(f"key file: {path} is no file")
+        if os.name == "posix" and mode & 0o077:
+            allowed = f"{stat.S_IMODE(mode):03o}"
+            raise ValueError(f"key file: {path} may be used by others (mode {allowed}); run chmod 600 {path}")
+        words = path.read_bytes().decode("ascii", errors="replace").split()
+    except OSError as error:
+        raise ValueError(f"key file: {path} cannot be read: {error.strerror}") from error
+    digits = words[1] if len(words) == 2 and words[0] == "jaxbench-key" else ""
+    if len(digits) != 16 or set(digits) - set(string.hexdigits):
+        wanted = "wanted one line, `jaxbench-key ` and 16 hexadecimal digits"
+        raise ValueError(f"key file: {path} holds no key (content not shown), {wanted}")
+    return Key(int(digits, 16))
+
+
+def write_key_file(path: str | Path, key: Key) -> None:
+    """Write a key to a new file that only its owner may read.
+
+    Raises:
+      ValueError: the file exists (a key written over is a watermark lost), or its folder does not.
+    """
+    path = Path(path)
+    low, high = key.halves
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ValueError(f"key file: {path} cannot be made: {error.strerror}") from error
+    with os.fdopen(handle, "w") as file:
+        file.write(f"jaxbench-key {high:08x}{low:08x}\n")
+
+
+def _kind(value: object) -> str:
+    return "size" if isinstance(value, int) and not isinstance(value, bool) else f"type, {type(value).__name__}"
