@@ -1,0 +1,279 @@
+"""Attacks on watermarked text: seeded, composable, each with a strength (S file).
+
+An attack is a frozen configuration; `apply` runs it on texts. The result is a function of (seed, index of the text,
+place in a chain) through Philox, whatever the batch. attack_words.py, attack_characters.py and attack_documents.py have
+the edits; rewriting by a language model is a callable in `Tools` (rewrite.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from jaxbench import philox
+from jaxbench.config import Base
+from jaxbench.watermark import attack_characters, attack_documents, attack_words
+
+SITE = "watermark/attack/"
+
+
+class WordEdit(Base):
+    """Edits of words or tokens at random places."""
+
+    attack: Literal["delete", "insert", "substitute", "swap"]
+    strength: float = Field(ge=0, le=1)  # probability of each word; swap: of each pair of neighbours
+    unit: Literal["word", "token"] = "word"
+
+
+class Synonym(Base):
+    """Replaces words by WordNet synonyms, in the same inflection and case."""
+
+    attack: Literal["synonym"] = "synonym"
+    strength: float = Field(ge=0, le=1)  # probability of each word that has a synonym
+
+
+class CharacterEdit(Base):
+    """Edits of characters: typos and case by word, look-alikes and invisible characters by character, emoji by gap."""
+
+    attack: Literal["typo", "case", "homoglyph", "zero_width", "emoji"]
+    strength: float = Field(ge=0, le=1)  # probability of each place where the edit can happen
+
+
+class Truncate(Base):
+    """Cuts words off."""
+
+    attack: Literal["truncate"] = "truncate"
+    strength: float = Field(ge=0, le=1)  # share of the words cut off
+    side: Literal["end", "start", "both"] = "end"  # both: a window at a random place is left
+
+
+class CopyPaste(Base):
+    """Hides the marked text, whole, in human text."""
+
+    attack: Literal["copy_paste"] = "copy_paste"
+    strength: float = Field(ge=0, lt=1)  # share of human words in the result: 0.9 leaves 10 % marked
+    spans: int = Field(default=1, ge=1, le=16)  # pieces the marked text is cut into
+
+
+class Rewrite(Base):
+    """Rewriting by a language model, block by block."""
+
+    attack: Literal["paraphrase", "back_translate"]
+    strength: float = Field(default=1.0, ge=0, le=1)  # probability of each block of sentences
+    pivot: str = "French"  # back_translate: the language in between
+    temperature: float = Field(default=0.7, ge=0)
+    block_words: int = Field(default=48, ge=8, le=400)  # words rewritten at once
+
+
+class Chain(Base):
+    """Several attacks, one after the other."""
+
+    attack: Literal["chain"] = "chain"
+    steps: tuple[Attack, ...] = Field(min_length=1)
+
+    @property
+    def strength(self) -> float:
+        """Return the greatest strength of a step."""
+        return max(step.strength for step in self.steps)
+
+
+Attack = Annotated[
+    WordEdit | Synonym | CharacterEdit | Truncate | CopyPaste | Rewrite | Chain, Field(discriminator="attack")
+]
+_ADAPTER: pydantic.TypeAdapter = pydantic.TypeAdapter(Attack)
+KINDS = (WordEdit, Synonym, CharacterEdit, Truncate, CopyPaste, Rewrite, Chain)
+NAMES = tuple(name for kind in KINDS for name in get_args(kind.model_fields["attack"].annotation))
+
+
+class Tools(NamedTuple):
+    """What some attacks need besides the text."""
+
+    tokenizer: Any = None  # unit="token": encode(text, add_special=...) -> ids, decode(ids) -> text, vocab_size
+    human: Sequence[str] = ()  # carriers of copy_paste; words to insert
+    rewrite: Callable[..., list[str]] | None = None  # rewrite(attack, texts, seed=, indices=) -> texts
+
+
+class Attacked(NamedTuple):
+    """Attacked texts and the share that was really changed [N]: edit distance over the original's length."""
+
+    texts: list[str]
+    word_edits: np.ndarray
+    character_edits: np.ndarray
+
+
+def parse_attack(value: str | Mapping[str, Any] | Base) -> Any:
+    """Return the attack of a name with its strength (`delete:0.3`), a mapping or an attack.
+
+    Raises:
+      ValueError: unknown attack (the nearest name is given), a strength outside its range, or an unknown key.
+    """
+    if isinstance(value, KINDS):
+        return value
+    if isinstance(value, str):
+        name, colon, strength = value.partition(":")
+        try:
+            value = {"attack": name} | ({"strength": float(strength)} if colon else {})
+        except ValueError as error:
+            raise ValueError(f"attack {name!r}: strength {strength!r} is not a number") from error
+    name = value.get("attack") if isinstance(value, Mapping) else value
+    if name not in NAMES:
+        close = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.5)
+        hint = f"the nearest is {close[0]}" if close else f"wanted one of {', '.join(NAMES)}"
+        raise ValueError(f"attack {name!r} is unknown, {hint}")
+    try:
+        return _ADAPTER.validate_python(dict(value))
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"] if part != name)
+        raise ValueError(f"attack {name!r}: {key} is {first['input']!r}: {first['msg'].lower()}") from error
+
+
+def compose(attacks: Sequence[Any]) -> Chain:
+    """Return one attack that runs several in order (each as parse_attack takes it)."""
+    return Chain(steps=tuple(parse_attack(attack) for attack in attacks))
+
+
+def label(attack: Any) -> str:
+    """Return how an attack is called in a report, e.g. `delete 30 %` or `copy paste, 25 % marked`."""
+    if isinstance(attack, Chain):
+        return " + ".join(label(step) for step in attack.steps)
+    name = attack.attack.replace("_", " ")
+    if isinstance(attack, CopyPaste):
+        pieces = f" in {attack.spans} spans" if attack.spans > 1 else ""
+        return f"{name}, {100 * (1 - attack.strength):.3g} % marked{pieces}"
+    unit = " tokens" if getattr(attack, "unit", "word") == "token" else ""
+    language = f" via {attack.pivot}" if name == "back translate" else ""
+    return f"{name}{unit}{language} {100 * attack.strength:.3g} %"
+
+
+def apply(
+    attack: Any, texts: Sequence[str], *, seed: int, tools: Tools | None = None, indices: Sequence[int] | None = None
+) -> Attacked:
+    """Attack texts and measure what changed; an empty text stays empty.
+
+    Args:
+      attack: as parse_attack takes it.
+      texts: one string each.
+      seed: of the attack's random stream.
+      tools: tokenizer, human texts and rewriter where the attack needs them.
+      indices: the texts' numbers in the stream, 0, 1, ... by default.
+
+    Raises:
+      ValueError: the attack needs a tool that is not given, or indices do not fit.
+    """
+    attack, tools = parse_attack(attack), tools or Tools()
+    numbers = list(range(len(texts))) if indices is None else list(indices)
+    if len(numbers) != len(texts):
+        raise ValueError(f"attacks: {len(numbers)} indices for {len(texts)} texts")
+    steps = attack.steps if isinstance(attack, Chain) else (attack,)
+    changed = list(texts)
+    for place, step in enumerate(steps):
+        changed = _step(step, changed, numbers, seed=seed, place=place, tools=tools)
+    words = [edit_rate(one.split(), other.split()) for one, other in zip(texts, changed)]
+    characters = [edit_rate(one, other) for one, other in zip(texts, changed)]
+    return Attacked(changed, np.array(words), np.array(characters))
+
+
+def _step(attack: Any, texts: list[str], numbers: list[int], *, seed: int, place: int, tools: Tools) -> list[str]:
+    """Run one attack of a chain."""
+    if isinstance(attack, Chain):
+        for inner, step in enumerate(attack.steps):
+            texts = _step(step, texts, numbers, seed=seed, place=1000 * (place + 1) + inner, tools=tools)
+        return texts
+    if isinstance(attack, Rewrite):
+        if tools.rewrite is None:
+            raise ValueError(f"attack {attack.attack!r} needs a language model: give Tools(rewrite=Rewriter(...))")
+        return tools.rewrite(attack, texts, seed=seed, indices=numbers)
+    out = []
+    for text, number in zip(texts, numbers):
+        draws = Draws(seed, step=place, site=SITE + attack.attack, row=number)
+        out.append(_edit(attack, text, draws, tools) if text.strip() else text)
+    return out
+
+
+def _edit(attack: Any, text: str, draws: Draws, tools: Tools) -> str:
+    if isinstance(attack, WordEdit) and attack.unit == "token":
+        if tools.tokenizer is None:
+            raise ValueError(f"attack {attack.attack!r} with unit='token' needs Tools(tokenizer=...)")
+        ids = tools.tokenizer.encode(text, add_special=False)
+        pool = range(tools.tokenizer.vocab_size)
+        return tools.tokenizer.decode(attack_words.edit(attack.attack, ids, attack.strength, draws, pool=pool))
+    if isinstance(attack, WordEdit):
+        return attack_words.edit_text(attack.attack, text, attack.strength, draws, human=tools.human)
+    if isinstance(attack, Synonym):
+        return attack_words.synonyms_for(text, attack.strength, draws)
+    if isinstance(attack, CharacterEdit):
+        return attack_characters.EDITS[attack.attack](text, attack.strength, draws)
+    if isinstance(attack, Truncate):
+        return attack_documents.truncate(text, attack.strength, draws, side=attack.side)
+    return attack_documents.copy_paste(text, attack.strength, draws, human=tools.human, spans=attack.spans)
+
+
+def edit_ids(name: str, ids: Sequence[int], strength: float, *, seed: int, index: int, vocab_size: int) -> list[int]:
+    """Delete, insert, substitute or swap token ids themselves, without a way through text.
+
+    Raises:
+      ValueError: another name, or a strength outside [0, 1].
+    """
+    attack = parse_attack({"attack": name, "strength": strength, "unit": "token"})
+    draws = Draws(seed, step=0, site=SITE + attack.attack, row=index)
+    return attack_words.edit(attack.attack, list(ids), attack.strength, draws, pool=range(vocab_size))
+
+
+class Draws:
+    """The random numbers of one text under one attack; each call gives a fresh part of the stream."""
+
+    def __init__(self, seed: int, *, step: int, site: str, row: int):
+        philox.split_seed(seed)  # a seed outside the range fails here
+        self._seed, self._step, self._site, self._row, self._calls = seed, step, site, row, 0
+
+    def uniform(self, count: int) -> np.ndarray:
+        """Return `count` float64 uniforms in (0, 1)."""
+        site = f"{self._site}/{self._calls}"
+        self._calls += 1
+        rows = np.array([self._row])
+        return philox.uniform(philox.words(self._seed, step=self._step, site=site, rows=rows, num_elements=count)[0])
+
+    def integers(self, count: int, limit: int) -> np.ndarray:
+        """Return `count` integers in [0, limit)."""
+        return np.floor(self.uniform(count) * limit).astype(np.int64)
+
+
+def edit_rate(original: Sequence, changed: Sequence) -> float:
+    """Return Levenshtein's distance over the original's length (0 for an empty original).
+
+    Source: Wagner and Fischer 1974, one row at a time.
+    """
+    if not len(original):
+        return 0.0
+    codes: dict = {}
+    one, other = (np.array([codes.setdefault(item, len(codes)) for item in items], np.int64)
+                  for items in (original, changed))  # fmt: skip
+    start = _common(one, other)
+    one, other = one[start:], other[start:]
+    end = _common(one[::-1], other[::-1])
+    one, other = one[: len(one) - end], other[: len(other) - end]
+    ramp = np.arange(len(other) + 1)
+    row = ramp.copy()
+    for item in one:
+        best = np.minimum(row + 1, np.concatenate([row[:1] + 1, row[:-1] + (other != item)]))
+        row = np.minimum.accumulate(best - ramp) + ramp  # insertions, left to right
+    return float(row[-1]) / len(original)
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Return how many leading items are equal."""
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+def slug(attack: Any) -> str:
+    """Return an attack as a part of a file name, e.g. `delete-30`."""
+    return re.sub(r"[^a-z0-9.]+", "-", label(attack).lower()).strip("-")
