@@ -23,7 +23,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8, UInt32
@@ -38,16 +38,8 @@ CHUNK_ROWS = 512
 SPOT_CHECKS = 3  # rows computed anew when a cached table is opened
 
 
-class Observed(NamedTuple):
-    """What the lists say about tokens as they stand in texts."""
-
-    is_green: Bool[np.ndarray, "B T"]
-    has_context: Bool[np.ndarray, "B T"]  # False: not scored, and is_green is False
-    seeds: Int[np.ndarray, "B T"]  # seed of the list that decides each token: equal (seed, token) = equal evidence
-
-
 class Tables:
-    """The green lists of one scheme and vocabulary; rows are computed when they are asked for and then kept.
+    """The green lists of one scheme and vocabulary; rows are computed when asked for and kept (one thread at a time).
 
     Attributes:
       scheme, vocab_size, list_size: what the lists are of, V, and tokens on each list.
@@ -55,8 +47,9 @@ class Tables:
       width, lag: tokens that must precede a position; how far back `skip` looks.
       per_candidate: each candidate token has its own list (window scheme self, selfhash): detection only.
       values: int64 [V], the number that a context token enters the combination with.
-      rows: int64 [V], the row that a combined context selects (V rows; not for transformers' selfhash).
-      seeds: int64 [R], the generator's seed of each row.
+      rows: int64 [V], the row that a combined context selects, where not per_candidate.
+      row_seeds: int64 [R], the generator's seed of each row; R = V. None for transformers' selfhash, whose seeds have
+        32 bits.
     """
 
     def __init__(self, scheme: Any, *, vocab_size: int):
@@ -76,129 +69,140 @@ class Tables:
             raise ValueError(f"tables: the share of green tokens is {gamma}, wanted strictly between 0 and 1")
         self.scheme, self.vocab_size, self.list_size = scheme, vocab_size, int(vocab_size * gamma)
         self.width = config.context_length(scheme)
-        identity = np.arange(vocab_size)
         if name == "kgw_markllm":
-            _check_name("f_scheme", scheme.f_scheme, ("time", "additive", "skip", "min"))
-            _check_name("window_scheme", scheme.window_scheme, ("left", "self"))
-            self.combine, self.lag, self.per_candidate = (
-                scheme.f_scheme,
-                scheme.prefix_length,
-                scheme.window_scheme == "self",
-            )
-            self.prf = permutation(scheme.hash_key, vocab_size)
-            is_min = self.combine == "min"
-            self.values = self.prf if is_min else identity
-            self._hashed = identity if is_min else self.prf  # MarkLLM's _f of a combined context
-            self.rows = (self._hashed * (scheme.hash_key % vocab_size)) % vocab_size
-            self.seeds = identity
+            self._prepare_markllm(scheme)
         else:
-            _check_name("seeding_scheme", scheme.seeding_scheme, ("lefthash", "selfhash"))
-            self.combine, self.lag, self.per_candidate = "skip", 1, scheme.seeding_scheme == "selfhash"
-            self.values = self.rows = identity
-            wrapped = (scheme.hashing_key * token % (2**64 - 1) & philox.MASK32 for token in range(vocab_size))
-            self.seeds = np.fromiter(wrapped, np.int64, vocab_size)
-            if self.per_candidate:
-                self.prf = permutation(scheme.hashing_key, HASH_TABLE_SIZE)
+            self._prepare_transformers(scheme)
         self._shuffle = Shuffle(vocab_size, self.list_size)
-        self._known: dict[int, UInt8[np.ndarray, " W"]] = {}
-        self._whole: np.ndarray | None = None
+        self._table: UInt8[np.ndarray, "R W"] | None = None
+        self._is_known = np.zeros(vocab_size, bool)
 
-    def context_values(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-        """Return the combined context of every position, -1 where fewer than `width` tokens precede it."""
-        return _combined(self, np.asarray(tokens, np.int64))
+    def _prepare_markllm(self, scheme: Any) -> None:
+        _check_name("f_scheme", scheme.f_scheme, ("time", "additive", "skip", "min"))
+        _check_name("window_scheme", scheme.window_scheme, ("left", "self"))
+        self.combine, self.lag, self.per_candidate = (
+            scheme.f_scheme,
+            scheme.prefix_length,
+            scheme.window_scheme == "self",
+        )
+        self.row_seeds = np.arange(self.vocab_size)
+        self.prf = permutation(scheme.hash_key, self.vocab_size)
+        is_min = self.combine == "min"
+        self.values = self.prf if is_min else self.row_seeds
+        self._hashed = self.row_seeds if is_min else self.prf  # MarkLLM's _f of a combined context
+        self.rows = self._hashed * (scheme.hash_key % self.vocab_size) % self.vocab_size
 
-    def list_seeds(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-        """Return the 32-bit seed of the list that decides each observed token, -1 without context."""
-        tokens = np.asarray(tokens, np.int64)
-        if self.per_candidate and self.scheme.scheme == "kgw_transformers":
-            return _selfhash_seeds(self.scheme, self.prf, tokens)
-        values = self.context_values(tokens)
+    def _prepare_transformers(self, scheme: Any) -> None:
+        _check_name("seeding_scheme", scheme.seeding_scheme, ("lefthash", "selfhash"))
+        self.combine, self.lag, self.per_candidate = "skip", 1, scheme.seeding_scheme == "selfhash"
+        self.values = self.rows = np.arange(self.vocab_size)
+        if self.per_candidate:
+            self.row_seeds, self.prf = None, permutation(scheme.hashing_key, HASH_TABLE_SIZE)
+        else:
+            seeds = (scheme.hashing_key * token % (2**64 - 1) & philox.MASK32 for token in range(self.vocab_size))
+            self.row_seeds = np.fromiter(seeds, np.int64, self.vocab_size)
+
+    def row_index(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
+        """Return the row of the list that decides each token of texts, -1 where fewer than `width` tokens precede it.
+
+        Raises:
+          ValueError: a token lies outside the vocabulary, or the scheme has no rows (transformers' selfhash).
+        """
+        if self.row_seeds is None:
+            raise ValueError(f"tables: seeding_scheme={self.scheme.seeding_scheme} has 2**32 lists, so it has no rows")
+        tokens = self._checked(tokens)
+        values = _combined(self, tokens)
         if self.per_candidate:
             found = self._hashed[values] * self.prf[tokens] % self.vocab_size
         else:
-            found = self.seeds[self.rows[values]]
+            found = self.rows[values]
         return np.where(values < 0, -1, found)
 
-    def observe(self, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, " B"]) -> Observed:
-        """Look every token of every text up in the list that its context selects.
+    def seeds(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
+        """Return the 32-bit seed of the list that decides each token, -1 without context.
 
-        Args:
-          tokens: ids; what lies past a row's length may hold anything.
-          lengths: tokens of each row.
+        Equal (seed, token) is equal evidence.
+        """
+        if self.row_seeds is None:
+            return _selfhash_seeds(self.scheme, self.prf, self._checked(tokens))
+        index = self.row_index(tokens)
+        return np.where(index < 0, -1, self.row_seeds[index])
+
+    def green(self, tokens: Int[np.ndarray, "B T"]) -> Bool[np.ndarray, "B T"]:
+        """Return which tokens are on the list that their context selects; False without context.
 
         Raises:
           ValueError: a token lies outside the vocabulary.
         """
+        tokens = self._checked(tokens)
+        if self.row_seeds is None:
+            return self._green_of_seeds(self.seeds(tokens), tokens)
+        index = self.row_index(tokens)
+        table = self._rows(np.unique(index[index >= 0]))
+        return (table[index, tokens >> 3] >> (tokens & 7).astype(np.uint8) & 1).astype(bool) & (index >= 0)
+
+    def green_lists(self, contexts: Int[np.ndarray, "B h"]) -> Bool[np.ndarray, "B V"]:
+        """Return the green list that follows each context of `width` tokens.
+
+        With a list per candidate this takes a list for each distinct seed: for small vocabularies and for tests.
+        """
+        contexts = np.asarray(contexts, np.int64).reshape(-1, self.width)
+        candidates = np.arange(self.vocab_size)
+        if not self.per_candidate:
+            index = self.row_index(np.pad(contexts, ((0, 0), (0, 1))))[:, -1]
+            packed = self._rows(np.unique(index))[index]
+            return np.unpackbits(packed, axis=1, count=self.vocab_size, bitorder="little").astype(bool)
+        shape = (self.vocab_size, self.width)
+        texts = (np.column_stack([np.broadcast_to(context, shape), candidates]) for context in contexts)
+        return np.stack([self.green(text)[:, -1] for text in texts])
+
+    def bits(self, *, show: Callable[[int, int], None] | None = None) -> UInt8[np.ndarray, "R W"]:
+        """Return all rows as packed bits: token v of row r is green iff bits[r, v >> 3] >> (v & 7) & 1.
+
+        The table is built once (49,152 tokens: 302 MB, tens of seconds) and memory-mapped from the cache afterwards.
+
+        Args:
+          show: called with (rows finished, rows in all) while the table is built.
+
+        Raises:
+          ValueError: transformers' selfhash has no table.
+        """
+        if self.row_seeds is None:
+            raise ValueError(f"tables: seeding_scheme={self.scheme.seeding_scheme} has 2**32 lists: detection only")
+        if not self._is_known.all():
+            self._table = _cached(self.row_seeds, self._shuffle, show)
+            self._is_known[:] = True
+        return self._table
+
+    def _checked(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
         tokens = np.asarray(tokens, np.int64)
-        is_token = np.arange(tokens.shape[1])[None, :] < np.asarray(lengths)[:, None]
-        tokens = np.where(is_token, tokens, 0)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             wrong = int(tokens.max() if tokens.max() >= self.vocab_size else tokens.min())
             raise ValueError(
                 f"tables: token {wrong} is outside the vocabulary of {self.vocab_size}; "
                 "detect with the tokenizer and vocabulary size that generated"
             )
-        seeds = self.list_seeds(tokens)
-        has_context = is_token & (seeds >= 0)
-        is_green = np.zeros(tokens.shape, bool)
-        is_green[has_context] = self._lookup(seeds[has_context], tokens[has_context])
-        return Observed(is_green, has_context, np.where(has_context, seeds, -1))
+        return tokens
 
-    def is_green(self, contexts: Int[np.ndarray, "B h"]) -> Bool[np.ndarray, "B V"]:
-        """Return the green list that follows each context of `width` tokens.
+    def _rows(self, wanted: Int[np.ndarray, " N"]) -> UInt8[np.ndarray, "R W"]:
+        """Return the table with at least the wanted rows filled in."""
+        if self._table is None:
+            self._table = _sound_table(self.row_seeds, self._shuffle)
+            self._is_known[:] = self._table is not None
+        if self._table is None:  # untouched pages of zeros take no memory
+            self._table = np.zeros((self.vocab_size, -(-self.vocab_size // 8)), np.uint8)
+        for row in wanted[~self._is_known[wanted]]:
+            self._table[row] = self._shuffle.packed(int(self.row_seeds[row]))
+            self._is_known[row] = True
+        return self._table
 
-        With a list per candidate this takes a list for each distinct seed: for small vocabularies and for tests.
-        """
-        contexts = np.asarray(contexts, np.int64).reshape(-1, self.width)
-        if not self.per_candidate:
-            seeds = self.seeds[self.rows[self.context_values(np.pad(contexts, ((0, 0), (0, 1))))[:, -1]]]
-            return np.stack([self._unpacked(int(seed)) for seed in seeds])
-        candidates = np.arange(self.vocab_size)
-        rows = []
-        for context in contexts:
-            texts = np.concatenate(
-                [np.broadcast_to(context, (len(candidates), self.width)), candidates[:, None]], axis=1
-            )
-            rows.append(self._lookup(self.list_seeds(texts)[:, -1], candidates))
-        return np.stack(rows)
-
-    def bits(self, *, show: Callable[[int, int], None] | None = None) -> UInt8[np.ndarray, "R W"]:
-        """Return all V rows as packed bits: token v of row r is green iff bits[r, v >> 3] >> (v & 7) & 1.
-
-        The table is built once (about 12 s for 49,152 tokens, 302 MB) and memory-mapped from the cache afterwards.
-
-        Args:
-          show: called with (rows finished, rows in all) while the table is built.
-
-        Raises:
-          ValueError: lists per candidate on 32-bit seeds (transformers' selfhash) have no table.
-        """
-        if self.per_candidate and self.scheme.scheme == "kgw_transformers":
-            raise ValueError(f"tables: seeding_scheme={self.scheme.seeding_scheme} has 2**32 lists: detection only")
-        if self._whole is None:
-            self._whole = _cached(self.seeds, self.vocab_size, self.list_size, show)
-        return self._whole
-
-    def _lookup(self, seeds: Int[np.ndarray, " N"], tokens: Int[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-        order = np.argsort(seeds, kind="stable")
-        distinct, starts = np.unique(seeds[order], return_index=True)
-        is_green = np.empty(len(seeds), bool)
-        for seed, places in zip(distinct, np.split(order, starts[1:])):
-            row = self._row(int(seed))
-            is_green[places] = row[tokens[places] >> 3] >> (tokens[places] & 7) & 1
-        return is_green
-
-    def _row(self, seed: int) -> UInt8[np.ndarray, " W"]:
-        if self._whole is not None and self.scheme.scheme == "kgw_markllm":
-            return self._whole[seed]
-        if seed not in self._known:
-            if len(self._known) >= self.vocab_size:  # 2**32 possible seeds must not fill the memory
-                self._known.clear()
-            self._known[seed] = np.packbits(self._shuffle.is_early(seed), bitorder="little")
-        return self._known[seed]
-
-    def _unpacked(self, seed: int) -> Bool[np.ndarray, " V"]:
-        return np.unpackbits(self._row(seed), count=self.vocab_size, bitorder="little").astype(bool)
+    def _green_of_seeds(self, seeds: Int[np.ndarray, "B T"], tokens: Int[np.ndarray, "B T"]) -> Bool[np.ndarray, "B T"]:
+        is_green, places = np.zeros(tokens.size, bool), np.flatnonzero(seeds >= 0)
+        places = places[np.argsort(seeds.flat[places], kind="stable")]
+        distinct, starts = np.unique(seeds.flat[places], return_index=True)
+        for seed, group in zip(distinct, np.split(places, starts[1:])):
+            is_green[group] = self._shuffle.is_early(int(seed))[tokens.flat[group]]
+        return is_green.reshape(tokens.shape)
 
 
 # The permutation
@@ -208,7 +212,7 @@ class Shuffle:
     """The first `steps` steps of torch.randperm(size); it keeps work arrays, so one thread at a time."""
 
     def __init__(self, size: int, steps: int):
-        self.size = size
+        self.size, self.steps = size, steps
         self._generator = np.random.RandomState(0)
         self._left = np.arange(size, size - steps, -1, dtype=np.uint32)
         self._steps = np.arange(steps, dtype=np.int32)
@@ -252,6 +256,10 @@ class Shuffle:
         is_early[len(self._steps) :] = is_swapped
         is_early[origins[late[is_swapped]]] = False
         return is_early
+
+    def packed(self, seed: int) -> UInt8[np.ndarray, " W"]:
+        """Return `is_early` as bits, eight to a byte, lowest bit first."""
+        return np.packbits(self.is_early(seed), bitorder="little")
 
 
 def green_list(seed: int, vocab_size: int, list_size: int) -> Bool[np.ndarray, " V"]:
@@ -323,22 +331,21 @@ def table_path(seeds: Int[np.ndarray, " R"], vocab_size: int, list_size: int) ->
 
 
 def _cached(
-    seeds: Int[np.ndarray, " R"], vocab_size: int, list_size: int, show: Callable[[int, int], None] | None
+    seeds: Int[np.ndarray, " R"], shuffle: Shuffle, show: Callable[[int, int], None] | None
 ) -> UInt8[np.ndarray, "R W"]:
-    path, shape = table_path(seeds, vocab_size, list_size), (len(seeds), -(-vocab_size // 8))
-    if (found := _opened(path, shape)) is not None and _is_sound(found, seeds, vocab_size, list_size):
+    if (found := _sound_table(seeds, shuffle)) is not None:
         return found
+    path = table_path(seeds, shuffle.size, shuffle.steps)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".npy")
     os.close(handle)
-    shuffle = Shuffle(vocab_size, list_size)
     try:
+        shape = (len(seeds), -(-shuffle.size // 8))
         table = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
-        for start in range(0, len(seeds), CHUNK_ROWS):
-            lists = [shuffle.is_early(int(seed)) for seed in seeds[start : start + CHUNK_ROWS]]
-            table[start : start + CHUNK_ROWS] = np.packbits(np.stack(lists), axis=1, bitorder="little")
-            if show is not None:
-                show(min(start + CHUNK_ROWS, len(seeds)), len(seeds))
+        for row, seed in enumerate(seeds):
+            table[row] = shuffle.packed(int(seed))
+            if show is not None and (row % CHUNK_ROWS == CHUNK_ROWS - 1 or row == len(seeds) - 1):
+                show(row + 1, len(seeds))
         table.flush()
         del table
         os.replace(temporary, path)
@@ -348,18 +355,13 @@ def _cached(
     return np.load(path, mmap_mode="r")
 
 
-def _opened(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
-    """Return the memory-mapped table, or None where the file is missing or is not one."""
+def _sound_table(seeds: Int[np.ndarray, " R"], shuffle: Shuffle) -> UInt8[np.ndarray, "R W"] | None:
+    """Return the memory-mapped table, or None where the file is missing, cut short, or holds other lists."""
     try:
-        found = np.load(path, mmap_mode="r")
+        found = np.load(table_path(seeds, shuffle.size, shuffle.steps), mmap_mode="r")
     except (OSError, ValueError, EOFError):
         return None
-    return found if found.shape == shape and found.dtype == np.uint8 else None
-
-
-def _is_sound(table: np.ndarray, seeds: Int[np.ndarray, " R"], vocab_size: int, list_size: int) -> bool:
-    for row in np.linspace(0, len(seeds) - 1, SPOT_CHECKS, dtype=int):
-        wanted = np.packbits(green_list(int(seeds[row]), vocab_size, list_size), bitorder="little")
-        if not np.array_equal(table[row], wanted):
-            return False
-    return True
+    if found.shape != (len(seeds), -(-shuffle.size // 8)) or found.dtype != np.uint8:
+        return None
+    rows = np.linspace(0, len(seeds) - 1, SPOT_CHECKS, dtype=int)
+    return found if all(np.array_equal(found[row], shuffle.packed(int(seeds[row]))) for row in rows) else None
