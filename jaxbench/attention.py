@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from jaxbench import prompts
+
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
 
@@ -48,6 +50,7 @@ def attention(
     query_segments: Int[Array, "B T"] | None = None,
     key_segments: Int[Array, "B S"] | None = None,
     window: int | None = None,
+    is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
 ) -> Float[Array, "B T N H"]:
@@ -55,9 +58,11 @@ def attention(
 
     Products are of the keys' type, so that a cache may be kept wider than the model.
 
-    A row that may attend to nothing returns zeros. `dense` holds all scores; `blocked` holds scores of block_size keys
-    at a time, so that memory grows linearly with S; `fused` is this platform's kernel: `cudnn` on GPU, `splash` on TPU
-    (named, they also compile ahead of time for a platform that is not attached).
+    A row that may attend to nothing returns zeros. Where query i is the token of key i and positions rise along a row
+    within a segment, `is_ordered` lets `dense` leave out keys that come after a query. `dense` holds all scores;
+    `blocked` holds scores of block_size keys at a time, so that memory grows linearly with S; `fused` is this
+    platform's kernel: `cudnn` on GPU, `splash` on TPU (named, they also compile ahead of time for a platform that is
+    not attached).
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown or not available on this platform.
@@ -81,7 +86,8 @@ def attention(
     if implementation == "blocked" and key.shape[3] > block_size:
         mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
     else:
-        mixed = _dense(grouped, key, value, attention_mask(query_positions, key_positions, **spans))
+        dense = _ordered if is_ordered else _dense
+        mixed = dense(grouped, key, value, attention_mask(query_positions, key_positions, **spans))
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
@@ -156,6 +162,20 @@ def _dense(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, jnp.ones((), total.dtype))
     return _mix(weights, value).astype(query.dtype)
+
+
+def _ordered(
+    query: Float[Array, "B K G T H"],
+    key: Float[Array, "B K H T"],
+    value: Float[Array, "B K T H"],
+    mask: Bool[Array, "B T T"],
+) -> Float[Array, "B K G T H"]:
+    """Attend one part of the queries after another, each to the keys up to its own end."""
+    parts = []
+    for start, end in prompts.query_parts(query.shape[3]):
+        visible = (key[..., :end], value[:, :, :end], mask[:, start:end, :end])
+        parts.append(_dense(query[:, :, :, start:end], *visible))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=3)
 
 
 def _blocked(query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, window):

@@ -9,6 +9,7 @@ import numpy as np
 
 MIN_PROMPT = 16  # tokens; shorter prompts share one bucket
 SLOT_MULTIPLE = 64  # cache slots come in multiples of this
+MAX_PARTS, MIN_PART = 4, 128  # parts of ordered queries: more save little more and compile longer (docs/xla_cpu.md)
 
 
 class Bucket(NamedTuple):
@@ -33,6 +34,12 @@ def bucket(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
     prompt_length = 1 << (max(prompt_length, MIN_PROMPT) - 1).bit_length()
     num_slots = -(-(prompt_length + max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
     return Bucket(1 << (batch_size - 1).bit_length(), prompt_length, num_slots)
+
+
+def query_parts(length: int) -> list[tuple[int, int]]:
+    """Return (start, end) of the parts that ordered queries are attended in: keys after a part's end are left out."""
+    size = max(MIN_PART, -(-length // MAX_PARTS))
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def pad(
@@ -104,3 +111,40 @@ def check_sampling(sampling: Any) -> None:
     for field, (is_fine, wanted) in ranges.items():
         if not is_fine:
             raise ValueError(f"sampling: {field}={getattr(sampling, field)}, wanted {wanted}")
+
+
+def check_drawing(sampling: Any, drawing: Sequence) -> None:
+    """Check that a processor that draws tokens has a distribution to draw from.
+
+    Raises:
+      ValueError: the temperature is 0, so there is nothing to draw.
+    """
+    if drawing and sampling.temperature == 0:
+        names = ", ".join(type(processor).__name__ for processor in drawing)
+        raise ValueError(
+            f"sampling: temperature={sampling.temperature} with a processor that draws ({names}): greedy decoding "
+            "leaves nothing to draw, so the text carries no mark; wanted a temperature above 0"
+        )
+
+
+def check_states(states: Sequence, processors: Sequence) -> None:
+    """Check that there is one state a processor.
+
+    Raises:
+      ValueError: there are more or fewer.
+    """
+    if len(states) != len(processors):
+        raise ValueError(f"processor_states: {len(states)} states for {len(processors)} processors")
+
+
+def fill_rows(array: np.ndarray, num_rows: int, batch_size: int) -> np.ndarray:
+    """Return a copy of a state's array [num_rows or batch_size ..] with rows of zeros up to batch_size.
+
+    Raises:
+      ValueError: its first axis is neither.
+    """
+    if array.ndim == 0 or array.shape[0] not in (num_rows, batch_size):
+        raise ValueError(f"processor_states: an array has shape {array.shape}, wanted {num_rows} rows, one a prompt")
+    filled = np.zeros((batch_size, *array.shape[1:]), array.dtype)
+    filled[: array.shape[0]] = array
+    return filled

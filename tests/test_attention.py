@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench import attention, fused_attention
+from jaxbench import attention, fused_attention, prompts
 from jaxbench.eqx import attention as eqx_attention
 from torch_ref import attention as torch_attention
 
@@ -175,3 +175,24 @@ def test_a_missing_fused_kernel_is_named():
         attention.attention(
             query, key, value, query_positions=positions, key_positions=positions, implementation="fused"
         )
+
+
+@pytest.mark.parametrize("module", [attention, eqx_attention, torch_attention], ids=["flax", "equinox", "torch"])
+def test_leaving_out_the_keys_that_come_later_changes_nothing(module, monkeypatch):
+    monkeypatch.setattr(prompts, "MIN_PART", 2)
+    assert prompts.query_parts(T) == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    arrays = inputs(0, 9, 5)
+    whole, parts = (_ordered(module, arrays, is_ordered=is_ordered) for is_ordered in (False, True))
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
+    # Values that come later are never read: poison in the last one reaches the last part only.
+    arrays["value"][:, :, -1] = np.nan
+    assert np.isfinite(_ordered(module, arrays, is_ordered=True)[:, :9]).all()
+
+
+def _ordered(module, arrays, *, is_ordered):
+    convert = torch.as_tensor if module is torch_attention else jnp.asarray
+    given = {name: convert(array) for name, array in arrays.items()}
+    positions, segments = given["positions"], given["segments"]
+    spans = {"query_segments": segments, "key_segments": segments, "query_positions": positions}
+    tensors = (given["query"], given["key"], given["value"])
+    return np.asarray(module.attention(*tensors, key_positions=positions, is_ordered=is_ordered, **spans))

@@ -15,6 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from jaxbench import prompts
+
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
 
@@ -46,6 +48,7 @@ def attention(
     query_segments: Int[Tensor, "B T"] | None = None,
     key_segments: Int[Tensor, "B S"] | None = None,
     window: int | None = None,
+    is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
 ) -> Float[Tensor, "B T N H"]:
@@ -53,9 +56,10 @@ def attention(
 
     Products are of the keys' type, so that a cache may be kept wider than the model.
 
-    A row that may attend to nothing returns zeros. `dense` holds all scores; `blocked` holds scores of block_size keys
-    at a time, so that memory grows linearly with S; `fused`, and the JAX twins' kernels by name, are
-    scaled_dot_product_attention.
+    A row that may attend to nothing returns zeros. Where query i is the token of key i and positions rise along a row
+    within a segment, `is_ordered` lets `dense` leave out keys that come after a query. `dense` holds all scores;
+    `blocked` holds scores of block_size keys at a time, so that memory grows linearly with S; `fused`, and the JAX
+    twins' kernels by name, are scaled_dot_product_attention.
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown.
@@ -74,7 +78,8 @@ def attention(
         mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
     else:
         mask = attention_mask(query_positions, key_positions, **spans)
-        mixed = (_dense if implementation in ("dense", "blocked") else _fused)(grouped, key, value, mask)
+        dense = _ordered if is_ordered else _dense
+        mixed = (dense if implementation in ("dense", "blocked") else _fused)(grouped, key, value, mask)
     return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
@@ -106,6 +111,20 @@ def _dense(
     total = torch.sum(weights, dim=-1, keepdim=True)
     weights = weights / torch.where(total > 0, total, 1.0)
     return _einsum("BKGTS,BKSH->BKGTH", weights.to(value.dtype), value).to(query.dtype)
+
+
+def _ordered(
+    query: Float[Tensor, "B K G T H"],
+    key: Float[Tensor, "B K H T"],
+    value: Float[Tensor, "B K T H"],
+    mask: Bool[Tensor, "B T T"],
+) -> Float[Tensor, "B K G T H"]:
+    """Attend one part of the queries after another, each to the keys up to its own end."""
+    parts = []
+    for start, end in prompts.query_parts(query.shape[3]):
+        visible = (key[..., :end], value[:, :, :end], mask[:, start:end, :end])
+        parts.append(_dense(query[:, :, :, start:end], *visible))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

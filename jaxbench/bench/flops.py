@@ -2,7 +2,8 @@
 
 One multiply-add is two FLOPs. Only matrix products are counted: norms, rotary embedding, softmax, activations and the
 optimiser are elementwise and left out (measured against the compiler's count in tests/bench/test_flops.py).
-Causal attention is counted as the dense reference computes it: every query against every key slot, masked or not.
+Attention is counted as the dense reference computes it: queries of a whole sequence against the keys up to the end of
+their part (prompts.query_parts), masked or not; a decoded token against every cache slot.
 Prefill needs the head at the last position only. Bytes are the least that memory must move when nothing but weights,
 key-value cache and logits crosses it: a lower bound, so that a share of the roofline is never above one by accounting.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from jaxbench import prompts
 from jaxbench.config import TransformerConfig
 from jaxbench.initial import parameter_shapes
 
@@ -60,10 +62,10 @@ def prefill_cost(
 ) -> Cost:
     """Return the cost of filling the cache from a prompt; the head runs at the last position only.
 
-    `cache_length` is the number of key slots attention reads (the prompt's own when None).
+    `cache_length` is the number of key slots every query reads (its part of the prompt when None).
     """
-    key_slots = prompt_tokens if cache_length is None else cache_length
-    parts = _forward_flops(config, batch=batch, tokens=prompt_tokens, key_slots=key_slots, head_tokens=1)
+    pairs = _ordered_pairs(prompt_tokens) if cache_length is None else prompt_tokens * cache_length
+    parts = _forward_flops(config, batch=batch, tokens=prompt_tokens, pairs=pairs, head_tokens=1)
     moved = _weight_bytes(config, batch * prompt_tokens, dtype)
     moved += kv_cache_bytes(config, batch=batch, length=prompt_tokens, dtype=dtype)
     moved += batch * config.vocab_size * dtype_bytes(dtype)
@@ -72,7 +74,7 @@ def prefill_cost(
 
 def decode_cost(config: TransformerConfig, *, batch: int, cache_length: int, dtype: str) -> Cost:
     """Return the cost of one decode step that attends to `cache_length` key slots and writes one."""
-    parts = _forward_flops(config, batch=batch, tokens=1, key_slots=cache_length, head_tokens=1)
+    parts = _forward_flops(config, batch=batch, tokens=1, pairs=cache_length, head_tokens=1)
     moved = _weight_bytes(config, batch, dtype)
     moved += kv_cache_bytes(config, batch=batch, length=cache_length + 1, dtype=dtype)
     moved += batch * config.vocab_size * dtype_bytes(dtype)
@@ -117,7 +119,7 @@ def train_cost(config: TransformerConfig, *, batch: int, seq_len: int, dtype: st
 
     No recomputation of activations; bytes as in `train_traffic` on one chip.
     """
-    forward = _forward_flops(config, batch=batch, tokens=seq_len, key_slots=seq_len, head_tokens=seq_len)
+    forward = _forward_flops(config, batch=batch, tokens=seq_len, pairs=_ordered_pairs(seq_len), head_tokens=seq_len)
     parts = {name: 3 * flops for name, flops in forward.items()}
     count = parameter_count(config)
     moved = train_traffic(
@@ -126,17 +128,22 @@ def train_cost(config: TransformerConfig, *, batch: int, seq_len: int, dtype: st
     return Cost(sum(parts.values()), moved, parts)
 
 
+def _ordered_pairs(length: int) -> int:
+    """Return the query-key pairs of one row whose queries are attended part by part."""
+    return sum((end - start) * end for start, end in prompts.query_parts(length))
+
+
 def _forward_flops(
-    config: TransformerConfig, *, batch: int, tokens: int, key_slots: int, head_tokens: int
+    config: TransformerConfig, *, batch: int, tokens: int, pairs: int, head_tokens: int
 ) -> dict[str, int]:
-    """Count the matrix products of one forward pass."""
+    """Count the matrix products of one forward pass; `pairs` are the query-key pairs of a row."""
     rows = batch * tokens
     query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     projections = config.d_model * (2 * query + 2 * key_value)
     num_matrices = 3 if config.activation == "swiglu" else 2
     return {
         "projections": 2 * rows * projections * config.num_layers,
-        "scores": 4 * rows * key_slots * query * config.num_layers,
+        "scores": 4 * batch * pairs * query * config.num_layers,
         "mlp": 2 * rows * num_matrices * config.d_model * config.d_ff * config.num_layers,
         "head": 2 * batch * head_tokens * config.d_model * config.vocab_size,
     }

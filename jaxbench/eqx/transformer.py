@@ -102,6 +102,7 @@ class Attention(eqx.Module):
             query_segments=context.query_segments,
             key_segments=context.key_segments,
             window=self.sliding_window,
+            is_ordered=cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
         )
@@ -216,7 +217,10 @@ class Transformer(eqx.Module):
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Return next-token logits of every position; position -1 is padding, dropout is (Philox key, step)."""
+        """Return next-token logits of every position; dropout is (Philox key, step).
+
+        Position -1 is padding; positions rise along a row, within each segment.
+        """
         hidden, _ = self.features(tokens, positions, segments=segments, dropout=dropout)
         return self.logits(hidden)
 

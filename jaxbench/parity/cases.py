@@ -1,12 +1,18 @@
 """The table of parity cases: one row a case; unit tests, the parity command and every workload share it (S file).
 
 A row names the module that holds `build(config, params, dtype=..., **how)` in jaxbench/, torch_ref/ and jaxbench/eqx/,
-by their common relative path. To add a workload's case, add a row.
+by their common relative path. To add a workload's case, add a row; where its model is no decoder, the row also names
+
+    task    the module, beside `module` in every package, with Batch, predict, loss_of and loss_fn, as train.py has them
+    data    the S module with initial_params(config, seed, distinct=True) and parity_arrays(config, batch=, length=,
+            seed=, step=), whose result has the fields of Batch and `positions` [B T], -1 = padding
+    exact   a module of jaxbench/parity/ with `gates(case)`, for what has no model: bits, lists, counts, tokens
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +20,7 @@ import numpy as np
 
 from jaxbench import initial
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.watermark.features import NeuralConfig
 
 LLAMA = TransformerConfig(
     vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=64,
@@ -35,17 +42,21 @@ class Case(NamedTuple):
     """One configuration that every backend must compute alike."""
 
     id: str  # <workload>/<variant>
-    config: TransformerConfig | None  # None = the default model with its own weights
+    config: Any  # the configuration that `build` takes; None = the default model with its own weights
     module: str = "transformer"  # relative path of the module with `build`
     how: Mapping[str, Any] = {}  # further arguments of build: implementation, block_size, scan_layers
     batch: int = 2  # rows; every second one starts with padding
     length: int = 16  # tokens a row
-    prompt: int = 10  # tokens of the prefill before single-token decoding
+    prompt: int = 10  # tokens of the prefill before single-token decoding; 0 = the model does not decode
     packed: bool = False  # two documents a row, told apart by segment ids
     sampled: bool = False  # draw tokens too, and compare them exactly
     steps: int = 20  # AdamW steps; 0 = no training
     gradients: bool = True  # compare gradients by default
     seed: int = 0
+    task: str = "train"  # relative path of the module with Batch, predict, loss_of, loss_fn
+    data: str | None = None  # S module of a workload's parameters and batches; None = the decoder's, here
+    exact: str | None = None  # module of jaxbench/parity/ whose gates(case) take the place of all others
+    backends: tuple[str, ...] = ("flax", "equinox")  # JAX backends that have the case
 
     @property
     def is_scanned(self) -> bool:
@@ -73,9 +84,13 @@ CASES: tuple[Case, ...] = (
     _llama("llama-blocked", how={"implementation": "blocked", "block_size": 4}),
     _llama("llama-blocked-window", how={"implementation": "blocked", "block_size": 4}, sliding_window=5, packed=True),
     _llama("llama-scan", how={"scan_layers": True}),
+    Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),
          how={"implementation": "blocked", "block_size": 4}),
+    Case("watermark/neural", NeuralConfig(num_rows=64, d_model=16, num_pooled=8, d_hidden=12, dilations=(1, 2, 4)),
+         module="watermark.neural", task="watermark.neural", data="watermark.features", batch=4, prompt=0,
+         backends=("flax",)),
     Case("transformer/smollm2", None, length=64, prompt=48, steps=0, gradients=False, sampled=True),
 )  # fmt: skip
 
@@ -93,8 +108,11 @@ def find(case_id: str) -> Case:
     return table[case_id]
 
 
-def load(case: Case, *, model: str | None = None) -> tuple[TransformerConfig, dict[str, np.ndarray]]:
+def load(case: Case, *, model: str | None = None) -> tuple[Any, dict[str, np.ndarray]]:
     """Return a case's configuration and parameters: distinct random ones, the default model's, or those of `model`."""
+    if case.data is not None:
+        source = importlib.import_module(f"jaxbench.{case.data}")
+        return case.config, source.initial_params(case.config, case.seed, distinct=True)
     if case.config is None or model is not None:
         from jaxbench import weights
 
@@ -113,8 +131,11 @@ class Arrays(NamedTuple):
     segments: np.ndarray | None = None
 
 
-def arrays(case: Case, config: TransformerConfig, *, step: int = 0) -> Arrays:
+def arrays(case: Case, config: Any, *, step: int = 0) -> Any:
     """Return the data of one step: random tokens, every second row starting with a quarter of padding."""
+    if case.data is not None:
+        source = importlib.import_module(f"jaxbench.{case.data}")
+        return source.parity_arrays(config, batch=case.batch, length=case.length, seed=case.seed, step=step)
     random = np.random.default_rng((case.seed, step))
     shape = (case.batch, case.length)
     tokens = random.integers(0, config.vocab_size, (case.batch, case.length + 1), dtype=np.int32)
