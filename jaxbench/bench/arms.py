@@ -48,7 +48,10 @@ class Arm:
         raise NotImplementedError(f"{self.name}: load {dtype}")
 
     def prepare(self, workload: Workload) -> dict:
-        """Compile what the workload needs and return facts: compile_s, temp_bytes, flops, where they exist."""
+        """Compile what the workload needs and return facts: compile_s, temp_bytes, flops, where they exist.
+
+        {"skip": reason} says that this arm has no such workload.
+        """
         raise NotImplementedError(f"{self.name}: prepare {workload.label()}")
 
     def measure(self, workload: Workload, inputs: list) -> dict:

@@ -106,19 +106,22 @@ class LlamaCppArm(arms.Arm):
         return ""
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Open the GGUF file; dtype is that of the row it is listed in, the weights stay Q4_1."""
+        """Open the GGUF file; the weights stay Q4_1 whatever the dtype of the rows."""
         import llama_cpp
 
-        if train is not None:
-            raise ValueError(f"llama_cpp: has no train step (asked for {train})")
-        self.model = llama_cpp.Llama(
-            str(self.path), n_ctx=2048, n_threads=self.threads, n_threads_batch=self.threads, verbose=False
-        )
+        self.model = None
+        if train is None and dtype == "float32":
+            threads = {"n_threads": self.threads, "n_threads_batch": self.threads}
+            self.model = llama_cpp.Llama(str(self.path), n_ctx=2048, verbose=False, **threads)
 
     def prepare(self, workload: Workload) -> dict:
-        """Nothing to compile; only single rows are supported."""
+        """Nothing to compile; say which rows this arm has no part in."""
+        if workload.kind == "train":
+            return {"skip": "llama.cpp has no train step"}
+        if workload.dtype != "float32":
+            return {"skip": f"llama.cpp computes with its Q4_1 weights, listed under float32, not {workload.dtype}"}
         if workload.batch != 1:
-            raise ValueError(f"llama_cpp: batch={workload.batch} is not supported by this binding, wanted 1")
+            return {"skip": f"llama-cpp-python generates one row at a time, not {workload.batch}"}
         return {}
 
     def measure(self, workload: Workload, inputs: list) -> dict:

@@ -165,6 +165,10 @@ class Launch:
         facts = self._ask(arm, "prepare", load, workload=load.model_dump())
         if facts is None:
             return None
+        if "skip" in facts:
+            row = self._record(main_metric(load), load, arm=arm, status="skipped", reason=facts["skip"])
+            self.file.append(row)
+            return None
         for _ in range(self.plan.suite.rounds.warmup):
             answer = self._ask(arm, "warm", load, workload=load.model_dump(), inputs=self.plan.inputs[load])
             if answer is None:
