@@ -1,0 +1,126 @@
+"""What the neural detector sees: evidence on one scale for every scheme, its parameters, its batches (S file).
+
+Evidence e lies in (0, 1), larger means more marked, and its mean is 1/2 without a mark, whatever the scheme:
+
+    kgw, unigram, lists   1 - gamma/2 where green, (1 - gamma)/2 where red: the middle of what the token's word can say
+    dip                   the same with gamma = 1/2
+    gumbel                the word's uniform; of a dual key the first key's
+    synthid               Phi(z), z = the weighted sum of the word's bits, standardised
+
+So a detector trained on some schemes can be asked about others. F = 3 numbers a token (`FEATURES`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+from scipy import special
+
+from jaxbench import philox
+from jaxbench.config import Base
+from jaxbench.watermark import definition
+
+FEATURES = 3  # centred evidence, its exponential score, whether the token is scored
+NO_EVIDENCE = 0.5  # of a token that is not scored
+SYNTHID_WEIGHTS = (10.0, 1.0)  # of the first and the last layer (Dathathri et al. 2024, weighted mean)
+
+
+class NeuralConfig(Base):
+    """Shape of the neural detector."""
+
+    num_rows: int = Field(default=4096, ge=2)  # rows of the token table; half of them belong to one token each
+    d_model: int = Field(default=32, ge=1)  # width of a token's vector
+    dilations: tuple[int, ...] = (1, 2, 4)  # tokens between a convolution's three taps, one for each layer
+    num_pooled: int = Field(default=16, ge=1)  # numbers a token hands to the pooling
+    d_hidden: int = Field(default=32, ge=1)  # width of the layer behind the pooling
+    norm_eps: float = Field(default=1e-5, gt=0)
+
+
+class Arrays(NamedTuple):
+    """One batch in numpy; the fields of a backend's Batch."""
+
+    tokens: np.ndarray  # int32 [B T], -1 = padding
+    evidence: np.ndarray  # float [B T], in (0, 1)
+    scored: np.ndarray  # bool [B T], True where the evidence counts
+    labels: np.ndarray  # float [B], 1 = marked
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Return the place of each token in its row [B T], -1 = padding."""
+        place = np.broadcast_to(np.arange(self.tokens.shape[1]), self.tokens.shape)
+        return np.where(self.tokens >= 0, place, -1)
+
+
+def evidence(scheme: Any, found: definition.Evidence) -> np.ndarray:
+    """Return evidence e [B T] (float64) of what `definition.evidence` or a Detector found; 1/2 where not scored."""
+    words = found.words
+    if scheme.scheme == "gumbel":
+        value = ((words >> np.uint32(8)).astype(np.float64) + 0.5) * 2.0**-24
+    elif scheme.scheme == "synthid":
+        value = _synthid(words, scheme.depth)
+    else:
+        gamma = {"dip": 0.5, "kgw_transformers": getattr(scheme, "greenlist_ratio", None)}.get(scheme.scheme)
+        gamma = scheme.gamma if gamma is None else gamma
+        value = np.where(definition.is_green(scheme, words), 1.0 - gamma / 2, (1.0 - gamma) / 2)
+    return np.where(found.scored, value, NO_EVIDENCE)
+
+
+def _synthid(words: np.ndarray, depth: int) -> np.ndarray:
+    weights = np.linspace(*SYNTHID_WEIGHTS, depth)
+    total = np.zeros(words.shape)
+    for i, weight in enumerate(weights):
+        total += weight * (((words >> np.uint32(i)) & np.uint32(1)) - 0.5)
+    return special.ndtr(total / (0.5 * np.sqrt(np.square(weights).sum())))
+
+
+def table_rows(tokens: np.ndarray, num_rows: int) -> np.ndarray:
+    """Return the row of the token table that each token reads: tokens below num_rows / 2 their own, others share.
+
+    Ids of a byte-pair vocabulary are in the order of its merges, so frequent tokens are the small ones.
+    """
+    half = num_rows // 2
+    return np.where(tokens < half, np.maximum(tokens, 0), half + np.maximum(tokens, 0) % (num_rows - half))
+
+
+# Parameters
+
+
+def parameter_shapes(config: NeuralConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by its dotted name; kernels are (in, out)."""
+    c = config
+    linear = {"evidence": (FEATURES, c.d_model)}
+    linear |= {f"layers.{i}.conv": (3 * c.d_model, c.d_model) for i in range(len(c.dilations))}
+    linear |= {"pool": (c.d_model, c.num_pooled), "hidden": (3 * c.num_pooled, c.d_hidden), "head": (c.d_hidden, 1)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.embedding": (c.num_rows, c.d_model)}
+    shapes |= {f"layers.{i}.norm.scale": (c.d_model,) for i in range(len(c.dilations))}
+    for name, shape in linear.items():
+        shapes |= {f"{name}.kernel": shape, f"{name}.bias": shape[1:]}
+    return shapes
+
+
+def initial_params(config: NeuralConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+    """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
+
+    Kernels have variance 1 / fan-in, the token table standard deviation 0.1, scales are 1 and biases 0; with
+    distinct=True these two are random as well (scales 1 +- 0.1, biases +- 0.1), so that a swapped one shows.
+    """
+    params = {}
+    for name, shape in parameter_shapes(config).items():
+        kind = name.rsplit(".", 1)[1]
+        noise = philox.normal(seed, step=0, site=name, num_elements=int(np.prod(shape))).reshape(shape)
+        width = {"kernel": shape[0] ** -0.5, "embedding": 0.1}.get(kind, 0.1 * distinct)
+        params[name] = (kind == "scale") + width * noise
+    return params
+
+
+def parity_arrays(config: NeuralConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
+    """Return random data of one step for the parity engine: every second row ends in a quarter of padding."""
+    random = np.random.default_rng((seed, step))
+    tokens = random.integers(0, 4 * config.num_rows, (batch, length), dtype=np.int32)
+    tokens[1::2, length - length // 4 :] = -1
+    scored = (tokens >= 0) & (random.random(tokens.shape) < 0.8)
+    labels = (np.arange(batch) % 2).astype(np.float64)
+    value = random.random(tokens.shape) ** np.where(labels, 0.5, 1.0)[:, None]  # marked rows lean to 1
+    return Arrays(tokens, np.where(scored, value, NO_EVIDENCE), scored, labels)
