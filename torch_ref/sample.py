@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -40,9 +41,15 @@ class Sampling(NamedTuple):
 
 @runtime_checkable
 class LogitProcessor(Protocol):
-    """A pure change of logits during generation; with a `draw` method it replaces the draw as well.
+    """A pure change of logits during generation. Its state is a pytree of tensors whose first axis is the rows.
 
-    draw(state, logits [B V], tokens [B W], length [B], step) returns tokens [B].
+    `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
+    tokens, unless its attribute `draws` is False: draw(state, logits [B V], tokens [B W], length [B], step, sample)
+    returns the next state and tokens [B], -1 for a row it leaves to others. It sees logits after temperature and
+    filters; sample(logits) is an ordinary draw of them. Rows that no processor draws are drawn by `sample`.
+
+    A processor's attribute `shared`, where it has one, is a pytree of tensors that every row reads, such as a table;
+    `apply` and `draw` then get the pair (shared, state) in place of the state, and return the state alone.
     """
 
     def init(self, batch_size: int) -> Any:
@@ -127,9 +134,16 @@ def draw(
     """Return a token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
     if sampling.temperature == 0.0:
         return torch.argmax(logits, dim=-1)
+    return gumbel_max(filter_logits(logits, sampling), key=key, step=step, row_ids=row_ids)
+
+
+def gumbel_max(
+    logits: Float[Tensor, "B V"], *, key: Tensor, step: int, row_ids: Int[Tensor, " B"]
+) -> Int[Tensor, " B"]:
+    """Return a token of each row, drawn from softmax(logits) by the largest sum of logit and Gumbel noise."""
     words = prng.words(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
     noise = -torch.log(prng.exponential(words, dtype=str(logits.dtype).removeprefix("torch.")))
-    return torch.argmax(filter_logits(logits, sampling) + noise, dim=-1)
+    return torch.argmax(logits + noise, dim=-1)
 
 
 class Generator:
@@ -150,18 +164,34 @@ class Generator:
         self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
         self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
+        self._drawing = [i for i, p in enumerate(self._processors) if getattr(p, "draws", hasattr(p, "draw"))]
+        prompts.check_drawing(sampling, [self._processors[i] for i in self._drawing])
+        self._shared = tuple(getattr(processor, "shared", None) for processor in self._processors)
         self.programs: dict[prompts.Bucket, Programs] = {}
 
-    def compile(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> Programs:
+    def compile(
+        self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
+    ) -> Programs:
         """Return the programs for these sizes; eager PyTorch has nothing to compile, torch.compile does so when called.
 
-        For a single new token nothing is decoded, and `decode` is None.
+        For a single new token nothing is decoded, and `decode` is None. States have no influence.
         """
         bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)
         known = self.programs.get(bucket, Programs(None, None))
         prefill = known.prefill or functools.partial(self._prefill, bucket.num_slots)
         self.programs[bucket] = Programs(prefill, self._decode if max_new_tokens > 1 else known.decode)
         return self.programs[bucket]
+
+    def _padded_states(self, processor_states: Sequence | None, num_rows: int, batch_size: int) -> tuple:
+        """Return copies of the processors' states, filled up with rows of zeros; none given: their own."""
+        if processor_states is None:
+            return tuple(processor.init(batch_size) for processor in self._processors)
+        prompts.check_states(processor_states, self._processors)
+
+        def fill(leaf: Tensor) -> Tensor:
+            return torch.from_numpy(prompts.fill_rows(leaf.cpu().numpy(), num_rows, batch_size)).to(self._device)
+
+        return pytree.tree_map(fill, tuple(processor_states))
 
     @torch.no_grad()
     def prefill(
@@ -171,6 +201,7 @@ class Generator:
         max_new_tokens: int,
         seed: int,
         row_ids: Sequence[int] | None = None,
+        processor_states: Sequence | None = None,
     ) -> DecodeState:
         """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
         limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
@@ -178,7 +209,8 @@ class Generator:
         programs = self.compile(len(prompt_tokens), batch.tokens.shape[1], max_new_tokens)
         tokens, lengths, is_padding, row_ids = (torch.from_numpy(x).to(self._device) for x in batch)
         key = prng.key_from_seed(seed, device=str(self._device))
-        return programs.prefill(tokens, lengths.to(torch.int64), is_padding, key, row_ids)
+        states = self._padded_states(processor_states, len(prompt_tokens), len(tokens))
+        return programs.prefill(tokens, lengths.to(torch.int64), is_padding, key, row_ids, states)
 
     @torch.no_grad()
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
@@ -206,25 +238,27 @@ class Generator:
         max_new_tokens: int,
         seed: int,
         row_ids: Sequence[int] | None = None,
+        processor_states: Sequence | None = None,
     ) -> Generation:
         """Continue each prompt (token ids) by at most max_new_tokens.
 
-        Rows draw from the streams of their row_ids (0, 1, ... by default).
+        Rows draw from the streams of their row_ids (0, 1, ... by default). Each processor starts from its state in
+        processor_states, whose rows are the prompts; unset, from what its `init` returns.
 
         Raises:
-          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context.
+          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context; states do not fit.
         """
-        state = self.prefill(prompt_tokens, max_new_tokens=max_new_tokens, seed=seed, row_ids=row_ids)
+        options = {"max_new_tokens": max_new_tokens, "row_ids": row_ids, "processor_states": processor_states}
+        state = self.prefill(prompt_tokens, seed=seed, **options)
         state = self.decode(state, max_new_tokens)
         arrays = (state.tokens.cpu().numpy(), state.lengths.cpu().numpy())
         return Generation(*prompts.continuations(prompt_tokens, *arrays))
 
-    def _prefill(self, num_slots, tokens, lengths, finished, key, row_ids) -> DecodeState:
+    def _prefill(self, num_slots, tokens, lengths, finished, key, row_ids, states) -> DecodeState:
         index = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
         positions = torch.where(index < lengths[:, None], index, -1)
         hidden, cache = self._model.features(tokens, positions)
         last = hidden[torch.arange(tokens.shape[0]), lengths - 1]
-        states = tuple(processor.init(tokens.shape[0]) for processor in self._processors)
         tokens = F.pad(tokens, (0, num_slots - tokens.shape[1]))
         state = DecodeState(
             cache.padded(num_slots, dtype=self._cache_dtype),
@@ -237,7 +271,7 @@ class Generator:
             step=0,
             slot=int(lengths.max()),
         )
-        return self._append(state, self._model.logits(last[:, None])[:, 0])
+        return self._append(state, self._model.logits(last[:, None])[:, 0], self._shared)
 
     def _decode(self, state: DecodeState, limit: int) -> DecodeState:
         rows = torch.arange(state.tokens.shape[0])
@@ -246,25 +280,31 @@ class Generator:
             tokens = state.tokens[rows[:, None], last]
             slot = torch.tensor(state.slot, device=self._device)  # a tensor, so that torch.compile sees no new constant
             hidden, cache = self._model.features(tokens, last, cache=state.cache, slot=slot)
-            state = self._append(state._replace(cache=cache, slot=state.slot + 1), self._model.logits(hidden)[:, 0])
+            state = state._replace(cache=cache, slot=state.slot + 1)
+            state = self._append(state, self._model.logits(hidden)[:, 0], self._shared)
         return state
 
-    def _append(self, state: DecodeState, logits: Float[Tensor, "B V"]) -> DecodeState:
+    def _append(self, state: DecodeState, logits: Float[Tensor, "B V"], shared: tuple) -> DecodeState:
         """Turn logits into the next token of every unfinished row."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self._sampling.repetition_penalty != 1.0:
             penalty = self._sampling.repetition_penalty
             logits = penalize_repetition(logits, state.tokens, state.lengths, penalty=penalty)
         context = (state.tokens, state.lengths, state.step)
-        states = []
-        for processor, processor_state in zip(self._processors, state.processor_states):
-            processor_state, logits = processor.apply(processor_state, logits, *context)
-            states.append(processor_state)
-        drawing = [i for i, processor in enumerate(self._processors) if hasattr(processor, "draw")]
-        if drawing:
-            token = self._processors[drawing[-1]].draw(states[drawing[-1]], logits, *context)
+        states = list(state.processor_states)
+        for i, processor in enumerate(self._processors):
+            states[i], logits = processor.apply(_with_shared(shared[i], states[i]), logits, *context)
+        where = {"key": state.key, "step": state.step, "row_ids": state.row_ids}
+        if not self._drawing:
+            token = draw(logits, self._sampling, **where)
         else:
-            token = draw(logits, self._sampling, key=state.key, step=state.step, row_ids=state.row_ids)
+            logits, sample = filter_logits(logits, self._sampling), functools.partial(gumbel_max, **where)
+            token = torch.full_like(state.lengths, -1)
+            for i in self._drawing:
+                given = (_with_shared(shared[i], states[i]), logits, *context, sample)
+                states[i], drawn = self._processors[i].draw(*given)
+                token = torch.where(token < 0, drawn.to(token.dtype), token)
+            token = _fill(token, state.finished, lambda: sample(logits))
         is_end = torch.zeros_like(state.finished) if self._eos_id is None else token == self._eos_id
         tokens = state.tokens.scatter(1, state.lengths[:, None], token[:, None].to(state.tokens.dtype))
         return state._replace(
@@ -274,3 +314,14 @@ class Generator:
             step=state.step + 1,
             processor_states=tuple(states),
         )
+
+
+def _with_shared(shared: Any, state: Any) -> Any:
+    return state if shared is None else (shared, state)
+
+
+def _fill(token: Int[Tensor, " B"], finished: Bool[Tensor, " B"], sample: Callable[[], Tensor]) -> Int[Tensor, " B"]:
+    """Draw the unfinished rows that no processor drew; nothing is computed where there are none."""
+    is_missing = (token < 0) & ~finished
+    token = torch.clamp(token, min=0)
+    return torch.where(is_missing, sample().to(token.dtype), token) if is_missing.any() else token

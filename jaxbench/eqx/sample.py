@@ -40,9 +40,15 @@ class Sampling(NamedTuple):
 
 @runtime_checkable
 class LogitProcessor(Protocol):
-    """A pure change of logits during generation; with a `draw` method it replaces the draw as well.
+    """A pure change of logits during generation. Its state is a pytree of arrays whose first axis is the rows.
 
-    draw(state, logits [B V], tokens [B W], length [B], step) returns tokens [B].
+    `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
+    tokens, unless its attribute `draws` is False: draw(state, logits [B V], tokens [B W], length [B], step, sample)
+    returns the next state and tokens [B], -1 for a row it leaves to others. It sees logits after temperature and
+    filters; sample(logits) is an ordinary draw of them. Rows that no processor draws are drawn by `sample`.
+
+    A processor's attribute `shared`, where it has one, is a pytree of arrays that every row reads, such as a table;
+    `apply` and `draw` then get the pair (shared, state) in place of the state, and return the state alone.
     """
 
     def init(self, batch_size: int) -> Any:
@@ -127,9 +133,16 @@ def draw(
     """Return a token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
     if sampling.temperature == 0.0:
         return lax.top_k(logits, 1)[1][:, 0]
+    return gumbel_max(filter_logits(logits, sampling), key=key, step=step, row_ids=row_ids)
+
+
+def gumbel_max(
+    logits: Float[Array, "B V"], *, key: Array, step: Int[Array, ""], row_ids: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Return a token of each row, drawn from softmax(logits) by the largest sum of logit and Gumbel noise."""
     words = prng.words(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
     noise = -jnp.log(prng.exponential(words, dtype=str(logits.dtype)))
-    return lax.top_k(filter_logits(logits, sampling) + noise, 1)[1][:, 0]
+    return lax.top_k(logits + noise, 1)[1][:, 0]
 
 
 class Generator:
@@ -151,29 +164,50 @@ class Generator:
         self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
         self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
+        self._drawing = [i for i, p in enumerate(self._processors) if getattr(p, "draws", hasattr(p, "draw"))]
+        prompts.check_drawing(sampling, [self._processors[i] for i in self._drawing])
+        self._shared = tuple(getattr(processor, "shared", None) for processor in self._processors)
         self.programs: dict[prompts.Bucket, Programs] = {}
 
-    def compile(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> Programs:
+    def compile(
+        self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
+    ) -> Programs:
         """Return the programs for these sizes, compiling what their bucket does not have yet.
 
-        For a single new token nothing is decoded, and `decode` is None.
+        For a single new token nothing is decoded, and `decode` is None. States count for their shapes only.
         """
         bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)
+        states = self._padded_states(processor_states, batch_size, bucket.batch_size)
+        return self._compile(bucket, states, decodes=max_new_tokens > 1)
+
+    def _compile(self, bucket: prompts.Bucket, states: tuple, *, decodes: bool) -> Programs:
         known = self.programs.get(bucket, Programs(None, None))
-        prefill, arguments = jax.jit(functools.partial(self._prefill, bucket.num_slots)), self._shapes(bucket)
+        prefill, arguments = jax.jit(functools.partial(self._prefill, bucket.num_slots)), self._shapes(bucket, states)
         decode = known.decode
-        if decode is None and max_new_tokens > 1:
+        if decode is None and decodes:
             state, limit = jax.eval_shape(prefill, *arguments), jax.ShapeDtypeStruct((), jnp.int32)
-            decode = jax.jit(self._decode, donate_argnums=1).lower(self._leaves, state, limit).compile()
+            decode = jax.jit(self._decode, donate_argnums=1).lower(self._weights, state, limit).compile()
         self.programs[bucket] = Programs(known.prefill or prefill.lower(*arguments).compile(), decode)
         return self.programs[bucket]
 
-    def _shapes(self, bucket: prompts.Bucket) -> tuple:
+    @property
+    def _weights(self) -> tuple:
+        """What both programs read and neither changes: the model's arrays and those of the processors."""
+        return self._leaves, self._shared
+
+    def _padded_states(self, processor_states: Sequence | None, num_rows: int, batch_size: int) -> tuple:
+        """Return fresh copies of the processors' states, filled up with rows of zeros; none given: their own."""
+        if processor_states is None:
+            return jax.tree.map(np.array, tuple(processor.init(batch_size) for processor in self._processors))
+        prompts.check_states(processor_states, self._processors)
+        return jax.tree.map(lambda x: prompts.fill_rows(np.asarray(x), num_rows, batch_size), tuple(processor_states))
+
+    def _shapes(self, bucket: prompts.Bucket, states: tuple) -> tuple:
         """Return the arguments of a bucket's prefill, shapes in place of all but the weights."""
         tokens = jax.ShapeDtypeStruct((bucket.batch_size, bucket.prompt_length), jnp.int32)
         row = jax.ShapeDtypeStruct((bucket.batch_size,), jnp.int32)
         key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        return self._leaves, tokens, row, jax.ShapeDtypeStruct(row.shape, bool), key, row
+        return self._weights, tokens, row, jax.ShapeDtypeStruct(row.shape, bool), key, row, states
 
     def prefill(
         self,
@@ -182,13 +216,16 @@ class Generator:
         max_new_tokens: int,
         seed: int,
         row_ids: Sequence[int] | None = None,
+        processor_states: Sequence | None = None,
     ) -> DecodeState:
         """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
         limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
         batch = prompts.pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, **limits)
-        programs = self.compile(len(prompt_tokens), batch.tokens.shape[1], max_new_tokens)
+        states = self._padded_states(processor_states, len(prompt_tokens), len(batch.tokens))
+        bucket = prompts.bucket(*batch.tokens.shape, max_new_tokens)
+        programs = self._compile(bucket, states, decodes=max_new_tokens > 1)
         arrays = (batch.tokens, batch.lengths, batch.is_padding, prng.key_from_seed(seed), batch.row_ids)
-        return programs.prefill(self._leaves, *arrays)
+        return programs.prefill(self._weights, *arrays, states)
 
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
         """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up.
@@ -206,7 +243,7 @@ class Generator:
         program = next(fitting, None)
         if program is None:
             raise ValueError(f"decode: no program for a state of {sizes}: prefill it with max_new_tokens above 1")
-        return program(self._leaves, state, jnp.int32(max_new_tokens))
+        return program(self._weights, state, jnp.int32(max_new_tokens))
 
     def __call__(
         self,
@@ -215,25 +252,27 @@ class Generator:
         max_new_tokens: int,
         seed: int,
         row_ids: Sequence[int] | None = None,
+        processor_states: Sequence | None = None,
     ) -> Generation:
         """Continue each prompt (token ids) by at most max_new_tokens.
 
-        Rows draw from the streams of their row_ids (0, 1, ... by default).
+        Rows draw from the streams of their row_ids (0, 1, ... by default). Each processor starts from its state in
+        processor_states, whose rows are the prompts; unset, from what its `init` returns.
 
         Raises:
-          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context.
+          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context; states do not fit.
         """
-        state = self.prefill(prompt_tokens, max_new_tokens=max_new_tokens, seed=seed, row_ids=row_ids)
+        options = {"max_new_tokens": max_new_tokens, "row_ids": row_ids, "processor_states": processor_states}
+        state = self.prefill(prompt_tokens, seed=seed, **options)
         state = self.decode(state, max_new_tokens)
         return Generation(*prompts.continuations(prompt_tokens, np.asarray(state.tokens), np.asarray(state.lengths)))
 
-    def _prefill(self, num_slots, leaves, tokens, lengths, finished, key, row_ids) -> DecodeState:
-        model = eqx.combine(jax.tree.unflatten(self._structure, leaves), self._static)
+    def _prefill(self, num_slots, weights, tokens, lengths, finished, key, row_ids, states) -> DecodeState:
+        model = eqx.combine(jax.tree.unflatten(self._structure, weights[0]), self._static)
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = jnp.where(index < lengths[:, None], index, -1)
         hidden, cache = model.features(tokens, positions)
         last = hidden[jnp.arange(tokens.shape[0]), lengths - 1]
-        states = tuple(processor.init(tokens.shape[0]) for processor in self._processors)
         tokens = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
         counters = {"step": jnp.int32(0), "slot": jnp.max(lengths)}
         state = DecodeState(
@@ -246,36 +285,42 @@ class Generator:
             processor_states=states,
             **counters,
         )
-        return self._append(state, model.logits(last[:, None])[:, 0])
+        return self._append(state, model.logits(last[:, None])[:, 0], weights[1])
 
-    def _decode(self, leaves, state: DecodeState, limit) -> DecodeState:
-        model = eqx.combine(jax.tree.unflatten(self._structure, leaves), self._static)
+    def _decode(self, weights, state: DecodeState, limit) -> DecodeState:
+        model = eqx.combine(jax.tree.unflatten(self._structure, weights[0]), self._static)
         rows = jnp.arange(state.tokens.shape[0])
 
         def step(state: DecodeState) -> DecodeState:
             last = (state.lengths - 1)[:, None]
             tokens = state.tokens[rows[:, None], last]
             hidden, cache = model.features(tokens, last, cache=state.cache, slot=state.slot)
-            return self._append(state._replace(cache=cache, slot=state.slot + 1), model.logits(hidden)[:, 0])
+            state = state._replace(cache=cache, slot=state.slot + 1)
+            return self._append(state, model.logits(hidden)[:, 0], weights[1])
 
         return lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.finished), step, state)
 
-    def _append(self, state: DecodeState, logits: Float[Array, "B V"]) -> DecodeState:
+    def _append(self, state: DecodeState, logits: Float[Array, "B V"], shared: tuple) -> DecodeState:
         """Turn logits into the next token of every unfinished row."""
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         if self._sampling.repetition_penalty != 1.0:
             penalty = self._sampling.repetition_penalty
             logits = penalize_repetition(logits, state.tokens, state.lengths, penalty=penalty)
         context = (state.tokens, state.lengths, state.step)
-        states = []
-        for processor, processor_state in zip(self._processors, state.processor_states):
-            processor_state, logits = processor.apply(processor_state, logits, *context)
-            states.append(processor_state)
-        drawing = [i for i, processor in enumerate(self._processors) if hasattr(processor, "draw")]
-        if drawing:
-            token = self._processors[drawing[-1]].draw(states[drawing[-1]], logits, *context)
+        states = list(state.processor_states)
+        for i, processor in enumerate(self._processors):
+            states[i], logits = processor.apply(_with_shared(shared[i], states[i]), logits, *context)
+        where = {"key": state.key, "step": state.step, "row_ids": state.row_ids}
+        if not self._drawing:
+            token = draw(logits, self._sampling, **where)
         else:
-            token = draw(logits, self._sampling, key=state.key, step=state.step, row_ids=state.row_ids)
+            logits, sample = filter_logits(logits, self._sampling), functools.partial(gumbel_max, **where)
+            token = jnp.full(logits.shape[:1], -1, jnp.int32)
+            for i in self._drawing:
+                given = (_with_shared(shared[i], states[i]), logits, *context, sample)
+                states[i], drawn = self._processors[i].draw(*given)
+                token = jnp.where(token < 0, drawn, token)
+            token = _fill(token, state.finished, lambda: sample(logits))
         is_end = jnp.zeros_like(state.finished) if self._eos_id is None else token == self._eos_id
         return state._replace(
             tokens=state.tokens.at[jnp.arange(token.shape[0]), state.lengths].set(token.astype(jnp.int32)),
@@ -284,3 +329,18 @@ class Generator:
             step=state.step + 1,
             processor_states=tuple(states),
         )
+
+
+def _with_shared(shared: Any, state: Any) -> Any:
+    return state if shared is None else (shared, state)
+
+
+def _fill(token: Int[Array, " B"], finished: Bool[Array, " B"], sample: Callable[[], Array]) -> Int[Array, " B"]:
+    """Draw the unfinished rows that no processor drew; nothing is computed where there are none."""
+    is_missing = (token < 0) & ~finished
+    token = jnp.maximum(token, 0)
+
+    def filled() -> Array:
+        return jnp.where(is_missing, sample().astype(jnp.int32), token)
+
+    return lax.cond(jnp.any(is_missing), filled, lambda: token)
