@@ -52,9 +52,8 @@ lint: environment  ## style and structure, seconds
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pytest -q --durations=0 tests/test_layout.py tests/test_mirror.py
 
-peers: environment  ## add the peers of the long comparison (llama.cpp, built from source)
-	@echo "==> peers"
-	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt llama-cpp-python
+peers: environment  ## add what jaxbench is compared with: MarkLLM (an environment of its own), llama.cpp (built from source)
+	@.ci/peers/install $(VENV) $(PYTHON)
 
 clean:  ## remove the environment and tool caches (results and downloads stay)
 	rm -rf $(if $(filter .venv,$(VENV)),.venv) .venvs build dist .pytest_cache .ruff_cache .hypothesis
