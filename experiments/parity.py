@@ -48,7 +48,7 @@ def selected() -> list[cases.Case]:
     if not (values.all or values.mutations):
         known = ", ".join(case.id for case in cases.CASES)
         raise ValueError(f"name a case with --case=ID, or pass --all; the {len(cases.CASES)} cases are {known}")
-    return list(cases.CASES) if values.all else []
+    return [case for case in cases.CASES if values.backend in case.backends] if values.all else []
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,10 +55,19 @@ def cross_entropy(
     return torch.where(mask, losses, losses.new_zeros(())).sum() / count
 
 
+def predict(model: Any, batch: Batch, *, dropout: tuple[Tensor, int] | None = None) -> Float[Tensor, "B T V"]:
+    """Return the model's logits on a batch; dropout is (Philox key, step), None = off."""
+    return model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
+
+
+def loss_of(output: Float[Tensor, "B T V"], batch: Batch) -> Float[Tensor, ""]:
+    """Return the loss of what `predict` returned, nats per token."""
+    return cross_entropy(output, batch.targets, batch.mask)
+
+
 def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Tensor, int] | None = None) -> Float[Tensor, ""]:
     """Return the model's loss on a batch, nats per token; dropout is (Philox key, step), None = off."""
-    logits = model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
-    return cross_entropy(logits, batch.targets, batch.mask)
+    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def init_state(model: Any, optimizer: AdamW) -> TrainState:
@@ -70,9 +80,16 @@ def init_state(model: Any, optimizer: AdamW) -> TrainState:
 
 
 def train_step(
-    state: TrainState, batch: Batch, *, dropout: tuple[Tensor, int] | None = None
+    state: TrainState,
+    batch: Any,
+    *,
+    dropout: tuple[Tensor, int] | None = None,
+    loss_fn: Callable[..., Tensor] = loss_fn,
 ) -> tuple[TrainState, Float[Tensor, ""]]:
-    """Return the state after one AdamW step, and the loss before it."""
+    """Return the state after one AdamW step, and the loss before it.
+
+    loss_fn(model, batch, dropout=...) is the loss to descend: a workload passes its own, with a batch of its own.
+    """
     state.moments.zero_grad(set_to_none=True)
     loss = loss_fn(state.params, batch, dropout=dropout)
     loss.backward()

@@ -6,6 +6,7 @@ A model is a pytree of its parameters, so it is its own state. Compile with `jax
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -63,10 +64,19 @@ def cross_entropy(
     return jnp.sum(jnp.where(mask, losses, jnp.zeros((), wide.dtype))) / count
 
 
+def predict(model: Any, batch: Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, "B T V"]:
+    """Return the model's logits on a batch; dropout is (Philox key, step), None = off."""
+    return model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
+
+
+def loss_of(output: Float[Array, "B T V"], batch: Batch) -> Float[Array, ""]:
+    """Return the loss of what `predict` returned, nats per token."""
+    return cross_entropy(output, batch.targets, batch.mask)
+
+
 def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
     """Return the model's loss on a batch, nats per token; dropout is (Philox key, step), None = off."""
-    logits = model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
-    return cross_entropy(logits, batch.targets, batch.mask)
+    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def init_state(model: Any, optimizer: AdamW) -> TrainState:
@@ -75,14 +85,21 @@ def init_state(model: Any, optimizer: AdamW) -> TrainState:
 
 
 def train_step(
-    state: TrainState, batch: Batch, *, dropout: tuple[Array, Array] | None = None
+    state: TrainState,
+    batch: Any,
+    *,
+    dropout: tuple[Array, Array] | None = None,
+    loss_fn: Callable[..., Array] = loss_fn,
 ) -> tuple[TrainState, Float[Array, ""]]:
-    """Return the state after one AdamW step, and the loss before it."""
+    """Return the state after one AdamW step, and the loss before it.
 
-    def loss_of(params: eqx.Module) -> Float[Array, ""]:
+    loss_fn(model, batch, dropout=...) is the loss to descend: a workload passes its own, with a batch of its own.
+    """
+
+    def loss_at(params: eqx.Module) -> Float[Array, ""]:
         return loss_fn(params, batch, dropout=dropout)
 
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    loss, grads = jax.value_and_grad(loss_at)(state.params)
     updates, moments = _transform(state.optimizer).update(grads, state.moments, state.params)
     return dataclasses.replace(state, params=optax.apply_updates(state.params, updates), moments=moments), loss
 

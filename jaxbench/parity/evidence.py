@@ -49,7 +49,7 @@ def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool,
     # The second trace goes at once: with the default model's gradients it holds a gigabyte.
     repeat = gates.repeatability(trace, side.trace(arrays, gradients=gradients, seed=SEED), name=side.name)
     # Decoding continues one document a row, so a packed batch has none.
-    decoding = None if case.packed else side.decode(arrays, prompt=case.prompt)
+    decoding = None if case.packed or not case.prompt else side.decode(arrays, prompt=case.prompt)
     tokens = None
     if case.sampled and not is_quick:
         lengths = (case.prompt, case.prompt // 2)

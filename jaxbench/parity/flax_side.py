@@ -36,6 +36,7 @@ class Side:
         self.case = case
         self.nn = importlib.import_module(f"{self.package}.nn")
         self.lib = importlib.import_module(f"{self.package}.train")
+        self.task = importlib.import_module(f"{self.package}.{case.task}")
         module = importlib.import_module(f"{self.package}.{case.module}")
         self._hold(module.build(config, params, dtype=dtype, **case.how))
 
@@ -72,7 +73,7 @@ class Side:
         return capture.Trace(np.asarray(loss), _numpy(outputs), _numpy(output_grads), self.lib.by_name(grads))
 
     def _batch(self, arrays: Arrays) -> Any:
-        return self.lib.Batch(*(None if x is None else jnp.asarray(x) for x in arrays))
+        return self.task.Batch(*(None if x is None else jnp.asarray(x) for x in arrays))
 
     @functools.cached_property
     def _forward(self) -> Callable[..., Any]:
@@ -95,7 +96,7 @@ class Side:
             return result + deltas[name]
 
         def logits_and_outputs(model: nnx.Module) -> tuple[Any, dict]:
-            logits = model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
+            logits = self.task.predict(model, batch, dropout=dropout)
             return logits, {capture.ROOT: logits}
 
         if not self.is_captured:
@@ -105,7 +106,7 @@ class Side:
             with intercepted(model, shift):
                 (logits, _), captured = run(model)
             outputs = _outputs(captured)
-        return self.lib.cross_entropy(logits, batch.targets, batch.mask), outputs
+        return self.task.loss_of(logits, batch), outputs
 
     def forced(
         self, arrays: Arrays, reference: Mapping[str, capture.Call], *, seed: int | None
@@ -135,14 +136,14 @@ class Side:
                 return _replace(result, (*given[name].outputs, *rest), where=f"output of {name}")
 
             with intercepted(model, force):
-                model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
+                self.task.predict(model, batch, dropout=dropout)
             return calls
 
         return run
 
     def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
         """Return losses and final state of AdamW steps with dropout on."""
-        step_fn = jax.jit(self.lib.train_step)
+        step_fn = jax.jit(functools.partial(self.lib.train_step, loss_fn=self.task.loss_fn))
         state, losses = self.lib.init_state(self.model, self.lib.AdamW(**optimizer)), []
         for step, arrays in enumerate(steps):
             state, loss = step_fn(state, self._batch(arrays), dropout=_dropout(seed, step))

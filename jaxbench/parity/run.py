@@ -7,6 +7,7 @@ Expected: 1 minute on 2 cores, exit code 0; the last line names the worst error 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import time
@@ -46,13 +47,16 @@ def unit_positions(
     """Return outputs [B T ...] at real positions [R D], each divided by the norm of its reference.
 
     Rounding errors are compared so that every position counts alike: real models put most of a layer's norm on one
-    token (Sun et al. 2024, arXiv:2402.17762), whose rounding is a single draw; and padding reaches nobody.
+    token (Sun et al. 2024, arXiv:2402.17762), whose rounding is a single draw; and padding reaches nobody. Outputs of
+    a whole row [B ...] count by row.
     """
     scaled = {}
     for name, value in outputs.items():
-        rows = np.asarray(reference[name])[positions >= 0].reshape(np.count_nonzero(positions >= 0), -1)
+        wanted = np.asarray(reference[name])
+        kept = positions >= 0 if wanted.shape[:2] == positions.shape else np.ones(len(wanted), bool)
+        rows = wanted[kept].reshape(np.count_nonzero(kept), -1)
         norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
-        mine = np.asarray(value)[positions >= 0].reshape(rows.shape).astype(np.float64)
+        mine = np.asarray(value)[kept].reshape(rows.shape).astype(np.float64)
         scaled[name] = mine / np.where(norms > 0, norms, 1.0)
     return scaled
 
@@ -71,16 +75,23 @@ def torch_threads(case: Case) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def check_backend(case: Case, backend: str) -> None:
+    """Raise a ValueError where there is no such backend, or the case has no twin in it."""
+    if backend not in BACKENDS:
+        raise ValueError(f"--backend={backend} is not one of {', '.join(BACKENDS)} (PyTorch is always the other side)")
+    if backend not in case.backends:
+        raise ValueError(f"--backend={backend} has no twin of {case.id}, only {', '.join(case.backends)}")
+
+
 def sides(case: Case, config: Any, params: Mapping[str, np.ndarray], *, dtype: str, backend: str) -> tuple[Any, Any]:
     """Return the JAX side and the PyTorch side of a case.
 
     Raises:
-      ValueError: no such backend.
+      ValueError: no such backend, or the case has no twin in it.
     """
     from jaxbench.parity import torch_side
 
-    if backend not in BACKENDS:
-        raise ValueError(f"--backend={backend} is not one of {', '.join(BACKENDS)} (PyTorch is always the other side)")
+    check_backend(case, backend)
     if backend == "flax":
         from jaxbench.parity import flax_side as jax_side
     else:
@@ -104,6 +115,8 @@ def run(
     use in place of the case's own weights.
     """
     start = time.monotonic()
+    if case.exact is not None:
+        return _exact(case, backend) | {"seconds": round(time.monotonic() - start, 2)}
     config, params = cases.load(case, model=model)
     work = _Work(case, config, params, backend, case.gradients if gradients is None else gradients)
     with torch_threads(case):
@@ -111,6 +124,28 @@ def run(
         for dtype in () if quick else dtypes:
             work.reduced(dtype)
     return work.result() | {"seconds": round(time.monotonic() - start, 2)}
+
+
+def _exact(case: Case, backend: str) -> dict[str, Any]:
+    """Return the result of a case without a model, from its own gates, which compare numpy, JAX and PyTorch."""
+    check_backend(case, backend)
+    with pinned("float64") as settings:
+        found = importlib.import_module(f"jaxbench.parity.{case.exact}").gates(case)
+    failed = next((gate for gate in found if not gate.passed), None)
+    return {
+        "case": case.id,
+        "backend": backend,
+        "passed": failed is None,
+        "worst": max(gate.error for gate in found),
+        "gates": [gate._asdict() for gate in found],
+        "first_divergence": None,
+        "first_divergence_backward": None,
+        "first_divergence_by_kind": {} if failed is None else {failed.what: failed.where},
+        "blame": None,
+        "layers": [],
+        "parameters": [],
+        "settings": settings,
+    }
 
 
 class _Work:

@@ -26,6 +26,7 @@ class Side:
     def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
         self.case = case
         module = importlib.import_module(f"torch_ref.{case.module}")
+        self.task = importlib.import_module(f"torch_ref.{case.task}")
         self.model = module.build(config, params, dtype=dtype, **case.how)
 
     def get_params(self) -> dict[str, np.ndarray]:
@@ -36,6 +37,9 @@ class Side:
         """Load parameters strictly."""
         nn.load_params(self.model, params)
 
+    def _batch(self, arrays: Arrays) -> Any:
+        return self.task.Batch(*(None if x is None else torch.tensor(x) for x in arrays))
+
     def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
         """Return outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
         calls: dict[str, capture.Call] = {}
@@ -43,7 +47,7 @@ class Side:
         self.model.zero_grad(set_to_none=True)
         watch = output_gradients if gradients else None
         with torch.set_grad_enabled(gradients), _hooked(self.model, calls, watch):
-            loss = train.loss_fn(self.model, _batch(arrays), dropout=_dropout(seed, 0))
+            loss = self.task.loss_fn(self.model, self._batch(arrays), dropout=_dropout(seed, 0))
         grads = {}
         if gradients:
             loss.backward()
@@ -56,7 +60,7 @@ class Side:
         """Return every module's floating inputs and outputs in the order of completion."""
         calls: dict[str, capture.Call] = {}
         with torch.no_grad(), _hooked(self.model, calls, None):
-            train.loss_fn(self.model, _batch(arrays), dropout=_dropout(seed, 0))
+            self.task.loss_fn(self.model, self._batch(arrays), dropout=_dropout(seed, 0))
         return {
             name: capture.Call(tuple(map(_numpy, call.inputs)), tuple(map(_numpy, call.outputs)))
             for name, call in calls.items()
@@ -66,7 +70,9 @@ class Side:
         """Return losses and final state of AdamW steps with dropout on; the model's parameters move."""
         state, losses = train.init_state(self.model, train.AdamW(**optimizer)), []
         for step, arrays in enumerate(steps):
-            state, loss = train.train_step(state, _batch(arrays), dropout=_dropout(seed, step))
+            state, loss = train.train_step(
+                state, self._batch(arrays), dropout=_dropout(seed, step), loss_fn=self.task.loss_fn
+            )
             losses.append(_numpy(loss))
         return capture.Training(np.array(losses), train.state_arrays(state))
 
@@ -134,10 +140,6 @@ def _floating(tree: Any) -> tuple[torch.Tensor, ...]:
         tree, found.append, is_floating=lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
     )
     return tuple(found)
-
-
-def _batch(arrays: Arrays) -> train.Batch:
-    return train.Batch(*(None if x is None else torch.tensor(x) for x in arrays))
 
 
 def _dropout(seed: int | None, step: int) -> tuple[torch.Tensor, int] | None:
