@@ -1,0 +1,83 @@
+"""How well a detector separates marked from human text, from p-values alone (S file).
+
+N is the number of texts. All rates come with Wilson's interval (1927), which keeps its coverage near 0 and 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+FPRS = (1e-2, 1e-3, 1e-5)
+
+
+class Rate(NamedTuple):
+    """A share with its interval and how many texts it is of."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+def rate(successes: int, count: int, *, confidence: float = 0.95) -> Rate:
+    """Return a share and Wilson's interval; of nothing it is nan, 0 to 1."""
+    from scipy import stats
+
+    if count == 0:
+        return Rate(float("nan"), 0.0, 1.0, 0)
+    z = float(stats.norm.isf((1 - confidence) / 2))
+    share = successes / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return Rate(share, max(0.0, float(middle - half)), min(1.0, float(middle + half)), count)
+
+
+def detected(p_values: Sequence[float], fpr: float) -> Rate:
+    """Return the share of texts with p <= fpr: power on marked texts, realised false positive rate on human ones."""
+    p = np.asarray(p_values, np.float64)
+    return rate(int((p <= fpr).sum()), p.size)
+
+
+def auroc(marked: Sequence[float], human: Sequence[float]) -> float:
+    """Return P(p of a marked text < p of a human text), ties half (Mann and Whitney 1947); nan without texts."""
+    from scipy import stats
+
+    marked, human = np.asarray(marked, np.float64), np.asarray(human, np.float64)
+    if not marked.size or not human.size:
+        return float("nan")
+    ranks = stats.rankdata(-np.concatenate([marked, human]))
+    wins = ranks[: marked.size].sum() - marked.size * (marked.size + 1) / 2
+    return float(wins / (marked.size * human.size))
+
+
+def roc(marked: Sequence[float], human: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return false and true positive rates as the threshold on p rises, one point for each change, from (0, 0)."""
+    marked, human = np.sort(np.asarray(marked, np.float64)), np.sort(np.asarray(human, np.float64))
+    thresholds = np.unique(np.concatenate([marked, human]))
+    false = np.searchsorted(human, thresholds, side="right") / max(human.size, 1)
+    true = np.searchsorted(marked, thresholds, side="right") / max(marked.size, 1)
+    keep = np.ones(len(thresholds), bool)
+    if len(thresholds) > 2:  # points inside a straight run add nothing
+        same = (np.diff(false)[:-1] == 0) & (np.diff(false)[1:] == 0)
+        flat = (np.diff(true)[:-1] == 0) & (np.diff(true)[1:] == 0)
+        keep[1:-1] = ~(same | flat)
+    return [0.0, *false[keep].tolist()], [0.0, *true[keep].tolist()]
+
+
+def tokens_needed(lengths: Sequence[int], p_values: np.ndarray, fpr: float) -> float:
+    """Return the median over texts of the shortest length at which p <= fpr, inf where most are not found.
+
+    Args:
+      lengths: ascending, in tokens.
+      p_values: [N, lengths]; nan where a text is shorter.
+      fpr: the level.
+    """
+    p = np.asarray(p_values, np.float64).reshape(-1, len(lengths))
+    if not p.size:
+        return float("inf")
+    hits = p <= fpr
+    first = np.where(hits.any(axis=1), np.asarray(lengths, np.float64)[hits.argmax(axis=1)], np.inf)
+    return float(np.sort(first)[(len(first) - 1) // 2])  # the lower median: never between a number and inf

@@ -1,0 +1,92 @@
+"""Prompts, their natural continuations and human text for an evaluation (S file)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench import data
+from jaxbench.watermark import passages
+
+
+class Material(NamedTuple):
+    """What an evaluation reads."""
+
+    prompts: list[list[int]]  # token ids
+    natural: list[str]  # what a person wrote after each prompt
+    human: list[str]  # texts that test the detector's false alarms, and carriers of copy-paste
+    source: str
+    sha256: str
+
+
+def load(
+    path: str | None, tokenizer: Any, *, prompts: int, prompt_tokens: int, natural_tokens: int, human_texts: int
+) -> Material:
+    """Read prompts and human text.
+
+    Args:
+      path: None is the packaged text; a file as data.load_text takes it; or a folder with one `*prompts*.json` (a list
+        of {"prompt", "natural_text"}) and one `*documents*.json[.gz]` (a list of {"text"}).
+      tokenizer: of the generating model.
+      prompts: how many.
+      prompt_tokens: the last this many tokens of each prompt are used.
+      natural_tokens: length of what follows a prompt, where it is cut out of running text.
+      human_texts: at most this many.
+
+    Raises:
+      ValueError: files are missing or damaged, or there is too little text.
+    """
+    if path is not None and Path(path).expanduser().is_dir():
+        return _folder(Path(path).expanduser(), tokenizer, prompts, prompt_tokens, human_texts)
+    documents = passages.read_texts(path)
+    pieces = data.real_prompts(tokenizer, [prompt_tokens + natural_tokens] * prompts, documents)
+    human = passages.cut(tokenizer, documents, num_tokens=natural_tokens, max_passages=human_texts)
+    return Material(
+        [ids[:prompt_tokens] for ids in pieces],
+        [tokenizer.decode(ids[prompt_tokens:]) for ids in pieces],
+        [tokenizer.decode(ids) for ids in human.tokens],
+        Path(path).name if path else "packaged text",
+        data.text_sha256(path),
+    )
+
+
+def _folder(folder: Path, tokenizer: Any, prompts: int, prompt_tokens: int, human_texts: int) -> Material:
+    files = [_only(folder, pattern) for pattern in ("*prompts*.json", "*documents*.json*")]
+    starts = passages.read_texts(files[0], key="prompt")
+    natural = passages.read_texts(files[0], key="natural_text")
+    if len(starts) < prompts:
+        raise ValueError(f"data: {files[0]} has {len(starts)} prompts, {prompts} are wanted")
+    ids = [tokenizer.encode(text)[-prompt_tokens:] for text in starts[:prompts]]
+    empty = [i for i, own in enumerate(ids) if not own]
+    if empty:
+        raise ValueError(f"data: {files[0]} entry {empty[0]} has an empty prompt")
+    human = [text for text in passages.read_texts(files[1]) if text.strip()][:human_texts]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    return Material(ids, natural[:prompts], human, " and ".join(path.name for path in files), digest)
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise ValueError(f"data: {folder} must have one file {pattern}, it has {names}")
+    return found[0]
+
+
+def to_json(material: Material) -> str:
+    """Return the material as JSON."""
+    return json.dumps(material._asdict(), ensure_ascii=False)
+
+
+def from_json(content: dict[str, Any]) -> Material:
+    """Return the material that to_json wrote."""
+    return Material(**content)
+
+
+def first_tokens(tokenizer: Any, texts: Sequence[str], limit: int) -> list[str]:
+    """Return texts cut to at most `limit` tokens."""
+    encoded = tokenizer.encode_batch(list(texts), add_special=False)
+    return [text if len(ids) <= limit else tokenizer.decode(ids[:limit]) for text, ids in zip(texts, encoded)]
