@@ -1,0 +1,124 @@
+"""Undo what changes a text's tokens but not its look: homoglyphs, invisible characters, styled letters (S file).
+
+Run before the tokenizer sees a text to be tested. What a model writes itself stays: letters of other scripts in words
+of their own script, joiners in emoji and in scripts that need them, accents, typographic quotes and dashes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Always removed: soft hyphen, grapheme joiner, zero-width space, bidirectional controls, word joiner and invisible
+# operators, byte order mark, interlinear marks, tags.
+INVISIBLE = (
+    "\u00ad\u034f\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
+)
+# Removed after Latin text only: other scripts and emoji need joiners and variation selectors.
+JOINERS = "\u200c\u200d\ufe00-\ufe0f\U000e0100-\U000e01ef"
+SPACES = "\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000"
+STYLED = "\uff01-\uff5e\U0001d400-\U0001d7ff"  # full-width forms, mathematical letters and digits
+LATIN_END = 0x250  # code points below are Latin, digits and punctuation
+LATIN_SHARE = 0.6  # of a text's letters: a word made of look-alikes only is then meant as Latin
+
+_invisible = re.compile(f"[{INVISIBLE}]")
+_joiners = re.compile(f"[{JOINERS}]+")
+_spaces = re.compile(f"[{SPACES}]")
+_styled = re.compile(f"[{STYLED}]+")
+_word = re.compile(r"[^\W\d_]+")
+
+
+class Canonical(NamedTuple):
+    """A canonical text, and how many characters were changed to get there."""
+
+    text: str
+    homoglyphs: int  # letters of other scripts replaced by the Latin letter they look like
+    invisible: int  # zero-width characters and direction controls removed
+    compatibility: int  # full-width and mathematical letters and unusual spaces replaced
+
+    @property
+    def num_changed(self) -> int:
+        """Return the number of characters that were replaced or removed."""
+        return self.homoglyphs + self.invisible + self.compatibility
+
+
+def canonicalize(text: str) -> Canonical:
+    """Return the canonical form of a text; doing it twice changes nothing more.
+
+    Source of the look-alikes: Unicode Technical Standard 39, confusables.txt, as `confusable-homoglyphs` packs it.
+    """
+    if text.isascii() or not _suspicious().search(text):
+        return Canonical(text, 0, 0, 0)
+    text, invisible = _invisible.subn("", text)
+    text, joined = _remove_joiners(text)
+    text, spaces = _spaces.subn(" ", text)
+    styled = sum(len(found) for found in _styled.findall(text))
+    text = _styled.sub(lambda found: unicodedata.normalize("NFKC", found.group()), text)
+    text, homoglyphs = _latinize(text)
+    return Canonical(text, homoglyphs, invisible + joined, spaces + styled)
+
+
+def canonicalize_batch(texts: Sequence[str]) -> list[Canonical]:
+    """Return the canonical form of each text."""
+    return [canonicalize(text) for text in texts]
+
+
+@functools.cache
+def look_alikes() -> dict[str, str]:
+    """Return letter -> ASCII letter for the letters of other scripts that look like one."""
+    from confusable_homoglyphs import confusables
+
+    found = {}
+    for letter, others in confusables.confusables_data.items():
+        if len(letter) != 1 or not letter.isalpha() or unicodedata.name(letter, "LATIN").startswith("LATIN"):
+            continue
+        ascii_letters = [one["c"] for one in others if len(one["c"]) == 1 and one["c"].isascii() and one["c"].isalpha()]
+        if ascii_letters and not re.match(f"[{STYLED}]", letter):
+            # confusables.txt gives small l for every capital I
+            found[letter] = "I" if ascii_letters[0] == "l" and letter.isupper() else ascii_letters[0]
+    return found
+
+
+@functools.cache
+def _suspicious() -> re.Pattern[str]:
+    letters = "".join(sorted(look_alikes()))
+    return re.compile(f"[{INVISIBLE}{JOINERS}{SPACES}{STYLED}{letters}]")
+
+
+def _remove_joiners(text: str) -> tuple[str, int]:
+    removed = 0
+
+    def replace(found: re.Match[str]) -> str:
+        nonlocal removed
+        before = text[found.start() - 1] if found.start() else "a"
+        if ord(before) >= LATIN_END and before not in look_alikes():
+            return found.group()
+        removed += len(found.group())
+        return ""
+
+    return _joiners.sub(replace, text), removed
+
+
+def _latinize(text: str) -> tuple[str, int]:
+    table = look_alikes()
+    letters = [letter for letter in text if letter.isalpha()]
+    likely = sum(ord(letter) < LATIN_END for letter in letters) >= LATIN_SHARE * len(letters)
+    changed = 0
+
+    def replace(found: re.Match[str]) -> str:
+        nonlocal changed
+        word = found.group()
+        alike = [letter in table for letter in word]
+        if not any(alike):
+            return word
+        mixed = any(ord(letter) < LATIN_END for letter in word)
+        whole = likely and all(alike) and not (len(word) == 1 and unicodedata.name(word).startswith("GREEK"))
+        if not (mixed or whole):
+            return word
+        changed += sum(alike)
+        return "".join(table.get(letter, letter) for letter in word)
+
+    return _word.sub(replace, text), changed

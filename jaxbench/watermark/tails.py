@@ -1,0 +1,210 @@
+"""Upper tails of the null distributions of watermark scores, in float64 (S file).
+
+Every function is vectorised and returns Tail(upper, above): P(X >= x) and P(X > x), which are equal for a continuous X.
+No tail is ever below FLOOR: where float64 underflows, FLOOR is an upper bound, so that a p-value stays valid.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+
+FLOOR = float(np.finfo(np.float64).tiny)
+LATTICE_EXACT = 1e-10  # below, the Fourier transform's rounding shows; a Chernoff bound takes over
+LATTICE_WIDTH = 19.0  # standard deviations that the Fourier grid spans; beyond lies less than 1e-17
+SERIES_WINDOW = 4096  # terms of a series that are added up one by one
+
+
+class Tail(NamedTuple):
+    """P(X >= x) and P(X > x), float64 [N]."""
+
+    upper: np.ndarray
+    above: np.ndarray
+
+
+def binomial(count: np.ndarray, trials: np.ndarray, probability: float) -> Tail:
+    """Return the tail of Binomial(trials [N], probability) at count [N]: regularised incomplete beta functions."""
+
+    def upper(x: np.ndarray, n: np.ndarray) -> np.ndarray:
+        inside = np.clip(x, 1, np.maximum(n, 1))
+        value = special.betainc(inside, np.maximum(n, inside) - inside + 1.0, probability)
+        return np.where(x <= 0, 1.0, np.where(x > n, 0.0, value))
+
+    def pair(x: np.ndarray, n: np.ndarray) -> Tail:
+        return Tail(upper(x, n), upper(x + 1, n))
+
+    return _floored(_on_unique(pair, count, trials))
+
+
+def hypergeometric(count: np.ndarray, draws: np.ndarray, *, population: int, successes: int) -> Tail:
+    """Return the tail of the number of successes in draws [N] without replacement, at count [N]."""
+
+    def pair(x: np.ndarray, n: np.ndarray) -> Tail:
+        found = np.empty((2, len(x)))
+        for number in np.unique(n):
+            rows = n == number
+            table = _hypergeometric_table(int(number), population, successes)
+            found[0, rows] = table[np.clip(x[rows], 0, number + 1)]
+            found[1, rows] = table[np.clip(x[rows] + 1, 0, number + 1)]
+        return Tail(*found)
+
+    return _floored(_on_unique(pair, count, draws))
+
+
+def gamma(total: np.ndarray, number: np.ndarray) -> Tail:
+    """Return the tail of the sum of number [N] standard exponentials at total [N]; number = 0 gives 1."""
+    value = np.where(number > 0, special.gammaincc(np.maximum(number, 1), np.maximum(total, 0.0)), 1.0)
+    return _floored(Tail(value, value))
+
+
+def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float, *, method: str = "exact") -> Tail:
+    """Return the tail of (1 - alpha) A + alpha B at total [N]; A, B are independent sums of number [N] exponentials.
+
+    exact: the heavier sum is a negative-binomial mixture of gammas of the lighter one's scale, so that the tail is
+    P(Poisson(x / light) < 2 number + NegativeBinomial(number, light / heavy)), a series of positive terms.
+    vllm: one gamma with equal mean and variance, as vLLM's detector computes it.
+
+    Raises:
+      ValueError: unknown method.
+    """
+    if method not in ("exact", "vllm"):
+        raise ValueError(f"dual_gamma: method={method!r} is unknown, wanted exact or vllm")
+    light, heavy = sorted((alpha, 1.0 - alpha))
+    if light == 0.0:
+        return gamma(total, number)
+    n, x = np.maximum(number, 1), np.maximum(total, 0.0)
+    if method == "vllm" or light == heavy:
+        share = light**2 + heavy**2
+        value = special.gammaincc(n / share, x / share)
+    else:
+        value = np.array([_mixture_tail(float(a), int(b), light, heavy) for a, b in zip(x, n)])
+    value = np.where(number > 0, value, 1.0)
+    return _floored(Tail(value, value))
+
+
+def lattice(total: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> Tail:
+    """Return the tail of sum_i weights[i] Binomial(trials, 1/2), all independent, at total [N] (integers).
+
+    Exact by a Fourier transform down to LATTICE_EXACT; below, the smaller of that and of the Chernoff bound
+    min_s exp(-s x) E[exp(s X)]: valid, and too large by a factor of about 10.
+    """
+
+    def pair(x: np.ndarray, n: np.ndarray) -> Tail:
+        upper, above = np.empty(len(x)), np.empty(len(x))
+        for number in np.unique(n):
+            rows = n == number
+            upper[rows] = _lattice_upper(x[rows], int(number), weights)
+            above[rows] = _lattice_upper(x[rows] + 1, int(number), weights)
+        most = n * sum(weights)
+        deep = (upper < LATTICE_EXACT) & (x <= most)
+        if deep.any():
+            upper[deep] = above[deep] = np.minimum(chernoff(x[deep], n[deep], weights), LATTICE_EXACT)
+        above[x >= most] = 0.0
+        return Tail(upper, above)
+
+    return _floored(_on_unique(pair, total, trials))
+
+
+def chernoff(total: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> np.ndarray:
+    """Return min_s exp(-s x) E[exp(s X)] >= P(X >= x) of the lattice sum, for x [N] above the mean (1 elsewhere)."""
+    scaled = np.array(weights, np.float64) / max(weights)
+    x = total.astype(np.float64) / max(weights)
+    low, high = np.zeros(len(x)), np.full(len(x), 64.0)
+    for _ in range(50):  # bisect for the slope; any s gives a valid bound
+        s = 0.5 * (low + high)
+        slope = trials * (special.expit(s[:, None] * scaled) * scaled).sum(axis=1)
+        low, high = np.where(slope < x, s, low), np.where(slope < x, high, s)
+    s = low
+    exponent = trials * (np.logaddexp(0.0, s[:, None] * scaled) - np.log(2.0)).sum(axis=1) - s * x
+    return np.exp(np.minimum(exponent, 0.0))
+
+
+def _floored(tail: Tail) -> Tail:
+    return Tail(np.clip(tail.upper, FLOOR, 1.0), np.clip(tail.above, 0.0, 1.0))
+
+
+def _on_unique(function, x: np.ndarray, n: np.ndarray) -> Tail:
+    """Apply a tail to the distinct pairs (x, n) only: a corpus has few of them."""
+    x, n = np.asarray(x, np.int64), np.asarray(n, np.int64)
+    if not len(x):
+        return Tail(np.zeros(0), np.zeros(0))
+    codes, back = np.unique(n * (x.max() + 2) + x, return_inverse=True)
+    found = function(codes % (x.max() + 2), codes // (x.max() + 2))
+    return Tail(found.upper[back], found.above[back])
+
+
+@functools.lru_cache(maxsize=4096)
+def _hypergeometric_table(draws: int, population: int, successes: int) -> np.ndarray:
+    """Return P(X >= x) for x = 0..draws + 1, from the exact ratios of neighbouring probabilities."""
+    low, high = max(0, draws - (population - successes)), min(draws, successes)
+    k = np.arange(low, high, dtype=np.float64)
+    ratio = (successes - k) * (draws - k) / ((k + 1) * (population - successes - draws + k + 1))
+    logs = np.concatenate([[0.0], np.cumsum(np.log(ratio))])
+    mass = np.exp(logs - logs.max())
+    upper = np.cumsum(mass[::-1])[::-1] / mass.sum()
+    table = np.zeros(draws + 2)
+    table[: low + 1] = 1.0
+    table[low : high + 1] = upper
+    return table
+
+
+def _mixture_tail(x: float, n: int, light: float, heavy: float) -> float:
+    """Return P(heavy A + light B > x): the terms j < 2n have a closed form, the others are added around their peak."""
+    mean, failure = x / light, 1.0 - light / heavy
+    last = int(mean + 12.0 * np.sqrt(mean) + 60.0)
+
+    def terms(j: np.ndarray) -> np.ndarray:
+        poisson = np.exp(special.xlogy(j, mean) - mean - special.gammaln(j + 1.0))
+        return poisson * special.betainc(j - 2.0 * n + 1.0, float(n), failure)
+
+    start, stop = 2 * n, max(last, 2 * n)
+    if stop - start > SERIES_WINDOW:  # log-concave terms, no wider than a Poisson distribution at its peak
+        grid = np.linspace(start, stop, 512).astype(np.int64).astype(np.float64)
+        peak, gap = grid[int(np.argmax(terms(grid)))], (stop - start) / 500
+        reach = gap + 12.0 * np.sqrt(peak)
+        start, stop = max(start, int(peak - reach)), min(stop, int(peak + reach))
+    series = terms(np.arange(start, stop + 1, dtype=np.float64)).sum()
+    return float(min(1.0, special.gammaincc(2 * n, mean) + series))
+
+
+# Sums of weighted fair bits on an integer lattice
+
+
+@functools.lru_cache(maxsize=8)
+def _characteristic(weights: tuple[int, ...], size: int) -> np.ndarray:
+    """Return prod_i cos(weights[i] theta / 2) at theta = 2 pi k / size, k = 0..size / 2."""
+    theta = np.arange(size // 2 + 1) * (np.pi / size)
+    product = np.ones_like(theta)
+    for weight in weights:
+        product *= np.cos(weight * theta)
+    return product
+
+
+@functools.lru_cache(maxsize=256)
+def _lattice_null(number: int, weights: tuple[int, ...]) -> np.ndarray:
+    """Return P(X >= c + y) for y = 0, 1, .., c = floor(mean), as far as the grid reaches."""
+    squares, total = sum(w * w for w in weights), number * sum(weights)
+    spread = LATTICE_WIDTH * 0.5 * np.sqrt(number * squares)
+    size = 1 << int(np.ceil(np.log2(min(total + 2, spread + 2 * max(weights) + 64))))
+    values = _characteristic(weights, size) ** number
+    if total % 2:  # the mean lies half a step above c
+        values = values * np.exp(-1j * np.pi * np.arange(size // 2 + 1) / size)
+    mass = np.fft.irfft(values, size)[: size // 2]
+    if total + 2 <= size:  # the grid holds the whole distribution
+        mass = mass[: total - total // 2 + 1]
+    return np.cumsum(np.maximum(mass, 0.0)[::-1])[::-1]
+
+
+def _lattice_upper(x: np.ndarray, number: int, weights: tuple[int, ...]) -> np.ndarray:
+    """Return P(X >= x); the distribution is symmetric, so the half above the mean is enough."""
+    if number == 0:
+        return np.where(x <= 0, 1.0, 0.0)
+    total, null = number * sum(weights), _lattice_null(number, weights)
+    centre = total // 2
+    mirrored = total - x + 1  # P(X >= x) = 1 - P(X >= total - x + 1)
+    y = np.where(x >= centre, x, mirrored) - centre
+    upper = np.where(y < len(null), null[np.clip(y, 0, len(null) - 1)], 0.0)
+    return np.where(x >= centre, upper, 1.0 - upper)

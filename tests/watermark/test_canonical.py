@@ -1,0 +1,69 @@
+"""Canonicalisation: attacks on the look are undone, what models write stays."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench.watermark import canonical
+
+PLAIN = "The quick brown fox jumps over a lazy dog, I say: Xylophones Play Jazz in EACH BIG ROOM."
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_cyrillic_and_greek_look_alikes_become_latin_again(step):
+    table = str.maketrans("aceijopsxyABCEHIJKMNOPSTXYZ", "асеіјорѕхуАВСЕНІЈΚМΝОРЅТХΥΖ")
+    attacked = "".join(c.translate(table) if i % step == 0 else c for i, c in enumerate(PLAIN))
+    if step == 1:  # a text that is mostly replaced no longer counts as Latin, words keep a Latin letter here
+        attacked = "Therefore we think that this remains a mostly Latin piece of writing. " + attacked
+        assert canonical.canonicalize(attacked).text.endswith(PLAIN)
+        return
+    found = canonical.canonicalize(attacked)
+    assert found.text == PLAIN
+    assert found.homoglyphs == sum(a != b for a, b in zip(attacked, PLAIN)) > 0
+    assert (found.invisible, found.compatibility) == (0, 0)
+
+
+@pytest.mark.parametrize("sign", ["\u200b", "\u200c", "\u200d", "\u2060", "\ufeff", "\u00ad", "\u202e", "\ufe0f"])
+def test_invisible_characters_vanish_from_latin_text(sign):
+    found = canonical.canonicalize(sign.join(PLAIN))
+    assert found.text == PLAIN
+    assert found.invisible == found.num_changed == len(PLAIN) - 1
+
+
+def test_styled_letters_and_unusual_spaces_become_plain():
+    found = canonical.canonicalize(
+        "\uff28\uff45\uff4c\uff4c\uff4f\u00a0\U0001d430\U0001d428\U0001d42b\U0001d425\U0001d41d"
+    )
+    assert found.text == "Hello world"
+    assert found.compatibility == 11
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Оса сосала сок, а рак рос.",  # Russian of letters that all look Latin
+        "Привет, мир. Это обычный русский текст.",
+        "Το ποτάμι είναι μεγάλο",
+        "The parameter α lies between β and γ.",
+        "Family: \U0001f468\u200d\U0001f469\u200d\U0001f467, heart: \u2764\ufe0f",
+        "می\u200cخواهم",  # Persian needs its non-joiner
+        "“Quotes” — dashes… naïve café, Straße, ½",
+        "",
+    ],
+)
+def test_what_a_model_writes_itself_stays(text):
+    assert canonical.canonicalize(text) == (text, 0, 0, 0)
+
+
+@given(st.text(max_size=60))
+def test_doing_it_twice_changes_nothing_more(text):
+    once = canonical.canonicalize(text)
+    assert canonical.canonicalize(once.text) == (once.text, 0, 0, 0)
+    assert (once.num_changed == 0) == (once.text == text)
+
+
+def test_a_batch_keeps_the_order():
+    found = canonical.canonicalize_batch(["a\u200bb", "plain"])
+    assert [one.text for one in found] == ["ab", "plain"]
