@@ -1,0 +1,228 @@
+"""Green lists of MarkLLM and transformers; golden/markllm.json comes from MarkLLM itself (golden/make_markllm.py)."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxbench.watermark import definition, statistics, tables
+from jaxbench.watermark.config import MarkLlmKgw, TransformersKgw
+from jaxbench.watermark.keys import Key
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "markllm.json").read_text())
+FIELDS = ("gamma", "hash_key", "f_scheme", "window_scheme", "prefix_length")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Keep tables of tests out of the user's cache."""
+    monkeypatch.setenv("JAXBENCH_CACHE", str(tmp_path))
+    return tmp_path / "watermark"
+
+
+def markllm_flags(lists: tables.Tables, ids: np.ndarray) -> list[int]:
+    """Return MarkLLM's flags: 1 green, 0 red, -1 without context."""
+    return np.where(lists.seeds(ids) < 0, -1, lists.green(ids))[0].tolist()
+
+
+# The permutation
+
+
+@pytest.mark.parametrize(("size", "steps"), [(2, 1), (3, 0), (7, 7), (100, 25), (4099, 2000)])
+@pytest.mark.parametrize("seed", [0, 1, 15485863, 2**32 - 1, 2**32 + 7, 2**63 - 1])
+def test_permutation_is_torchs(size, steps, seed):
+    torch = pytest.importorskip("torch")
+    wanted = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).numpy()
+    assert np.array_equal(tables.permutation(seed, size), wanted)
+    assert np.flatnonzero(tables.green_list(seed, size, steps)).tolist() == sorted(wanted[:steps].tolist())
+
+
+def test_a_shuffle_used_again_gives_the_same_list():
+    shuffle = tables.Shuffle(1000, 250)
+    first = shuffle.is_early(3)
+    shuffle.is_early(4)
+    assert np.array_equal(shuffle.is_early(3), first)
+    assert np.array_equal(np.unpackbits(shuffle.packed(3), count=1000, bitorder="little").astype(bool), first)
+    assert first.sum() == 250
+
+
+# MarkLLM
+
+
+@pytest.mark.parametrize("window_scheme", ["left", "self"])
+@pytest.mark.parametrize("f_scheme", ["time", "additive", "skip", "min"])
+def test_lists_and_flags_are_markllms(f_scheme, window_scheme):
+    rows = [row for row in GOLDEN if row["f_scheme"] == f_scheme and row["window_scheme"] == window_scheme]
+    assert len(rows) >= 12
+    for row in rows:
+        lists = tables.Tables(MarkLlmKgw(**{name: row[name] for name in FIELDS}), vocab_size=row["vocab_size"])
+        ids = np.array([row["ids"]])
+        assert markllm_flags(lists, ids) == row["flags"]
+        assert np.flatnonzero(lists.green_lists(ids[:, -row["prefix_length"] :])[0]).tolist() == row["green"]
+
+
+def test_evidence_counts_what_markllm_counts_where_nothing_repeats():
+    row = next(row for row in GOLDEN if row["window_scheme"] == "left" and row["vocab_size"] == 600)
+    scheme, ids = MarkLlmKgw(**{name: row[name] for name in FIELDS}), np.array([row["ids"]])
+    lists = tables.Tables(scheme, vocab_size=600)
+    arguments = {"vocab_size": 600, "tables": lists, "deduplicate": False}
+    found = definition.evidence(scheme, Key(0), ids, np.array([len(row["ids"])]), **arguments)
+    detected = statistics.score(scheme, found, vocab_size=600)
+    assert detected.num_green.tolist() == [row["flags"].count(1)]
+    assert detected.num_scored.tolist() == [len(row["ids"]) - row["flags"].count(-1)]
+    assert detected.score[0] == pytest.approx(row["z"], abs=1e-12)
+
+
+# transformers
+
+
+@pytest.mark.parametrize("key", [15485863, 2**40 + 12345])
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("seeding", ["lefthash", "selfhash"])
+def test_lists_are_those_of_transformers(seeding, width, key):
+    torch = pytest.importorskip("torch")
+    from transformers.generation.logits_process import WatermarkLogitsProcessor
+
+    scheme = TransformersKgw(seeding_scheme=seeding, context_width=width, hashing_key=key)
+    lists = tables.Tables(scheme, vocab_size=311)
+    processor = WatermarkLogitsProcessor(311, "cpu", 0.25, 2.0, key, seeding, width)
+    ids = np.random.default_rng(width).integers(0, 311, (2, 24))
+    found, seeds = lists.green(ids), lists.seeds(ids)
+    is_self = seeding == "selfhash"
+    for row, place in np.ndindex(*ids.shape):
+        if place < width - is_self:
+            assert seeds[row, place] == -1 and not found[row, place]
+            continue
+        window = torch.tensor(ids[row, place - width + is_self : place + is_self])
+        assert found[row, place] == (int(ids[row, place]) in processor._get_greenlist_ids(window).tolist())
+
+
+def test_lefthash_bits_bias_what_transformers_biases():
+    torch = pytest.importorskip("torch")
+    from transformers.generation.logits_process import WatermarkLogitsProcessor
+
+    lists = tables.Tables(TransformersKgw(context_width=2), vocab_size=311)
+    processor = WatermarkLogitsProcessor(311, "cpu", 0.25, 2.0, context_width=2)
+    contexts = np.array([[5, 7], [310, 0]])
+    biased = processor(torch.tensor(contexts), torch.zeros(2, 311)).numpy() > 0
+    assert np.array_equal(lists.green_lists(contexts), biased)
+
+
+@pytest.mark.parametrize("seeding", ["lefthash", "selfhash"])
+def test_counts_are_those_of_transformers_detector(seeding):
+    torch = pytest.importorskip("torch")
+    from transformers import WatermarkDetector, WatermarkingConfig
+
+    ids = np.random.default_rng(0).integers(0, 40, (3, 60))
+    watermarking = WatermarkingConfig(seeding_scheme=seeding, context_width=2)
+    model = SimpleNamespace(vocab_size=311, bos_token_id=310, is_encoder_decoder=False)
+    detector = WatermarkDetector(model, "cpu", watermarking, ignore_repeated_ngrams=False)
+    wanted = detector(torch.tensor(ids), return_dict=True)
+    scheme = TransformersKgw(seeding_scheme=seeding, context_width=2)
+    lists = tables.Tables(scheme, vocab_size=311)
+    arguments = {"vocab_size": 311, "tables": lists, "deduplicate": False}
+    found = definition.evidence(scheme, Key(0), ids, np.full(3, 60), **arguments)
+    detected = statistics.score(scheme, found, vocab_size=311)
+    assert detected.num_green.tolist() == wanted.num_green_tokens.tolist()
+    assert detected.num_scored.tolist() == wanted.num_tokens_scored.tolist()
+
+
+# Tables
+
+
+@pytest.mark.parametrize("scheme", [MarkLlmKgw(f_scheme="min", prefix_length=3), TransformersKgw(context_width=2)])
+def test_rows_computed_one_by_one_and_the_whole_table_agree(scheme):
+    ids = np.random.default_rng(1).integers(0, 203, (4, 50))
+    lazily = tables.Tables(scheme, vocab_size=203)
+    one_by_one = lazily.green(ids)
+    whole = tables.Tables(scheme, vocab_size=203)
+    bits = whole.bits()
+    assert bits.shape == (203, 26) and isinstance(bits, np.memmap)
+    assert np.array_equal(whole.green(ids), one_by_one)
+    index = whole.row_index(ids)
+    looked_up = (bits[index, ids >> 3] >> (ids & 7).astype(np.uint8)) & 1
+    assert np.array_equal((looked_up == 1) & (index >= 0), one_by_one)
+
+
+def test_rows_follow_from_values_as_a_device_computes_them():
+    lists = tables.Tables(MarkLlmKgw(prefix_length=2), vocab_size=203)
+    ids = np.array([[3, 9, 1]])
+    value = lists.values[3] * lists.values[9] % 203
+    assert lists.row_index(ids)[0].tolist() == [-1, -1, lists.rows[value]]
+
+
+def test_a_table_is_built_once_and_a_damaged_one_again(cache):
+    seen = []
+    scheme = TransformersKgw()
+    tables.Tables(scheme, vocab_size=101).bits(show=lambda done, total: seen.append((done, total)))
+    assert seen == [(101, 101)]
+    (path,) = cache.iterdir()
+    wanted = path.read_bytes()
+    tables.Tables(scheme, vocab_size=101).bits(show=lambda done, total: seen.append((done, total)))
+    assert len(seen) == 1
+    for damaged in (wanted[:-200], wanted[:-1] + bytes([wanted[-1] ^ 1]), b"no table"):
+        path.write_bytes(damaged)
+        lists = tables.Tables(scheme, vocab_size=101)
+        assert np.array_equal(lists.bits()[100], tables.Shuffle(101, 25).packed(int(lists.row_seeds[100])))
+        assert path.read_bytes() == wanted
+    assert [found.name for found in cache.iterdir()] == [path.name]
+
+
+def test_an_interrupted_build_leaves_nothing(cache):
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tables.Tables(TransformersKgw(), vocab_size=101).bits(show=stop)
+    assert list(cache.iterdir()) == []
+
+
+def test_the_name_of_a_table_tells_parameters_apart():
+    seeds = np.arange(10)
+    names = {tables.table_path(seeds, 10, 5), tables.table_path(seeds, 10, 4), tables.table_path(seeds + 1, 10, 5)}
+    assert len(names) == 3 and all(os.environ["JAXBENCH_CACHE"] in str(name) for name in names)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("scheme", "vocab_size", "message"),
+    [
+        (SimpleNamespace(scheme="kgw"), 100, "scheme='kgw' has no list tables"),
+        (MarkLlmKgw(), 1, r"vocab_size=1 is outside \[2, "),
+        (
+            MarkLlmKgw.model_construct(**MarkLlmKgw().model_dump() | {"f_scheme": "tme"}),
+            100,
+            "f_scheme='tme' is unknown",
+        ),
+        (
+            MarkLlmKgw.model_construct(**MarkLlmKgw().model_dump() | {"window_scheme": "right"}),
+            100,
+            "window_scheme='ri",
+        ),
+        (MarkLlmKgw.model_construct(**MarkLlmKgw().model_dump() | {"gamma": 1.5}), 100, "green tokens is 1.5"),
+        (
+            TransformersKgw.model_construct(**TransformersKgw().model_dump() | {"seeding_scheme": "hash"}),
+            100,
+            "seeding_scheme='hash' is unknown",
+        ),
+    ],
+)
+def test_bad_parameters_are_named(scheme, vocab_size, message):
+    with pytest.raises(ValueError, match=message):
+        tables.Tables(scheme, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("scheme", [MarkLlmKgw(), TransformersKgw(seeding_scheme="selfhash")])
+def test_a_token_outside_the_vocabulary_names_both(scheme):
+    with pytest.raises(ValueError, match="token 100 is outside the vocabulary of 100"):
+        tables.Tables(scheme, vocab_size=100).green(np.array([[1, 100]]))
+
+
+def test_selfhash_of_transformers_has_no_table():
+    with pytest.raises(ValueError, match="selfhash has 2"):
+        tables.Tables(TransformersKgw(seeding_scheme="selfhash"), vocab_size=100).bits()
