@@ -29,7 +29,7 @@ FUNCTION_LINES = 60
 FRAMEWORKS = ("jax", "jaxlib", "flax", "equinox", "optax", "torch")
 # These core files must be S files; any other file becomes one by saying `(S file` in its docstring.
 CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial", "cli", "launch", "bench.statistics")
-# Which model reads the YAML files of a folder under configs/; a new folder is a new row.
+# Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
 CONFIG_MODELS = {"suites": "jaxbench.bench.suite:Suite"}
 
 CODE = sources(*PACKAGES, "experiments")
@@ -115,9 +115,10 @@ def count_lines(path) -> int:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=relative)
 def test_every_config_loads_with_its_model_and_opens_with_its_command(path):
-    folder = path.relative_to(ROOT / "configs").parts[0]
-    assert folder in CONFIG_MODELS, f"name the model of configs/{folder} in CONFIG_MODELS"
-    module, _, name = CONFIG_MODELS[folder].partition(":")
+    place = path.relative_to(ROOT / "configs").with_suffix("")
+    row = CONFIG_MODELS.get(str(place), CONFIG_MODELS.get(place.parts[0]))
+    assert row, f"name the model of configs/{place} in CONFIG_MODELS"
+    module, _, name = row.partition(":")
     model_class = getattr(importlib.import_module(module), name)
     loaded = config.load(path, (), model_class)
     assert isinstance(loaded, model_class)
