@@ -1,0 +1,121 @@
+"""Tokenizers that need no vocabulary file: one id a byte, or one id a character (S file).
+
+Both encode a text of any length to an array at once, and say how many UTF-8 bytes each id stands for, which is what
+turns nats per token into bits per byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxbench.tokenizer import Tokenizer
+
+BYTES = 256
+KINDS = ("byte", "character")
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255; 256 ends a document."""
+
+    eos_id: int | None = BYTES
+    vocab_size = BYTES + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return the bytes of a text, [T] uint8."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; end tokens vanish, bytes that are no UTF-8 become U+FFFD."""
+        return bytes(int(i) for i in ids if int(i) != BYTES).decode(errors="replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return the UTF-8 bytes that each id stands for, [V] int64."""
+        return np.array([1] * BYTES + [0], np.int64)
+
+
+class CharacterTokenizer:
+    """One id a character, in the order of code points; no end token (nanoGPT's data/shakespeare_char/prepare.py)."""
+
+    eos_id: int | None = None
+
+    def __init__(self, characters: str):
+        """Keep the vocabulary: every character once, sorted.
+
+        Raises:
+          ValueError: characters are repeated, not sorted, or none.
+        """
+        if not characters or list(characters) != sorted(set(characters)):
+            raise ValueError(
+                f"tokenizer: {len(characters)} characters must be distinct and sorted: {characters[:40]!r}"
+            )
+        self.characters = characters
+        self.vocab_size = len(characters)
+        self._codes = _codes(characters)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return the ids of a text, [T] int64.
+
+        Raises:
+          ValueError: a character that is not in the vocabulary, with its place.
+        """
+        codes = _codes(text)
+        ids = np.minimum(np.searchsorted(self._codes, codes), self.vocab_size - 1)
+        wrong = np.flatnonzero(self._codes[ids] != codes)
+        if len(wrong):
+            raise ValueError(
+                f"tokenizer: character {text[wrong[0]]!r} at place {wrong[0]} is none of the {self.vocab_size} known "
+                "ones; build the vocabulary from all texts, or use the byte tokenizer"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        return "".join(self.characters[int(i)] for i in ids)
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return the UTF-8 bytes that each id stands for, [V] int64."""
+        return np.array([len(c.encode()) for c in self.characters], np.int64)
+
+
+def encode_array(tokenizer: Any, text: str) -> np.ndarray:
+    """Return a text's ids with any tokenizer, without the end token, [T]."""
+    if hasattr(tokenizer, "encode_array"):
+        return tokenizer.encode_array(text)
+    return np.asarray(tokenizer.encode(text), np.int64)
+
+
+def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> np.ndarray | None:
+    """Return the UTF-8 bytes that each id of a tokenizer stands for, [V]; None where its tokens do not tell.
+
+    A byte-level BPE writes one printable character a byte; control tokens stand for no text.
+    """
+    if hasattr(tokenizer, "byte_lengths"):
+        return tokenizer.byte_lengths()
+    from tokenizers import decoders
+
+    if not isinstance(tokenizer.core.decoder, decoders.ByteLevel):
+        return None
+    special = tokenizer.core.get_added_tokens_decoder()
+    lengths = np.zeros(tokenizer.vocab_size, np.int64)
+    for token, index in tokenizer.core.get_vocab(with_added_tokens=True).items():
+        if index not in special:
+            lengths[index] = len(token)
+        elif not special[index].special:
+            lengths[index] = len(token.encode())
+    return lengths
+
+
+def _codes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
