@@ -30,7 +30,12 @@ FRAMEWORKS = ("jax", "jaxlib", "flax", "equinox", "optax", "torch")
 # These core files must be S files; any other file becomes one by saying `(S file` in its docstring.
 CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial", "cli", "launch", "bench.statistics")
 # Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
-CONFIG_MODELS = {"suites": "jaxbench.bench.suite:Suite"}
+CONFIG_MODELS = {
+    "suites": "jaxbench.bench.suite:Suite",
+    "watermark/evaluate": "jaxbench.watermark.evaluate_config:Evaluate",
+    "watermark/evaluate-robustness": "jaxbench.watermark.evaluate_config:Evaluate",
+    "watermark/evaluate-tiny": "jaxbench.watermark.evaluate_config:Evaluate",
+}
 
 CODE = sources(*PACKAGES, "experiments")
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

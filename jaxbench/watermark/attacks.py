@@ -71,11 +71,14 @@ class Rewrite(Base):
     block_words: int = Field(default=48, ge=8, le=400)  # words rewritten at once
 
 
+Step = Annotated[WordEdit | Synonym | CharacterEdit | Truncate | CopyPaste | Rewrite, Field(discriminator="attack")]
+
+
 class Chain(Base):
-    """Several attacks, one after the other."""
+    """Several attacks, one after the other; not nested, so that a configuration has finitely many keys."""
 
     attack: Literal["chain"] = "chain"
-    steps: tuple[Attack, ...] = Field(min_length=1)
+    steps: tuple[Step, ...] = Field(min_length=1)
 
     @property
     def strength(self) -> float:
@@ -135,8 +138,17 @@ def parse_attack(value: str | Mapping[str, Any] | Base) -> Any:
 
 
 def compose(attacks: Sequence[Any]) -> Chain:
-    """Return one attack that runs several in order (each as parse_attack takes it)."""
-    return Chain(steps=tuple(parse_attack(attack) for attack in attacks))
+    """Return one attack that runs several in order (each as parse_attack takes it; a chain gives its steps).
+
+    Raises:
+      ValueError: as parse_attack, or there is no attack.
+    """
+    steps: list[Any] = []
+    for attack in map(parse_attack, attacks):
+        steps += attack.steps if isinstance(attack, Chain) else (attack,)
+    if not steps:
+        raise ValueError(f"compose: wanted at least one attack, got {list(attacks)}")
+    return Chain(steps=tuple(steps))
 
 
 def label(attack: Any) -> str:
@@ -182,10 +194,6 @@ def apply(
 
 def _step(attack: Any, texts: list[str], numbers: list[int], *, seed: int, place: int, tools: Tools) -> list[str]:
     """Run one attack of a chain."""
-    if isinstance(attack, Chain):
-        for inner, step in enumerate(attack.steps):
-            texts = _step(step, texts, numbers, seed=seed, place=1000 * (place + 1) + inner, tools=tools)
-        return texts
     if isinstance(attack, Rewrite):
         if tools.rewrite is None:
             raise ValueError(f"attack {attack.attack!r} needs a language model: give Tools(rewrite=Rewriter(...))")

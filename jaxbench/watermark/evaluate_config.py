@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
 from jaxbench.config import Base
-from jaxbench.watermark import attacks
-from jaxbench.watermark.config import Scheme
+from jaxbench.watermark import attacks as attacking
+from jaxbench.watermark.config import Scheme, parse_scheme
 
 UNMARKED, HUMAN, CLEAN = "unmarked", "human", "none"  # arms beside the schemes; the attack that does nothing
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -63,10 +63,6 @@ class Rewriting(Base):
     batch_size: int = Field(default=16, ge=1)
 
 
-def _parse(value: Any) -> Any:
-    return attacks.parse_attack(value)
-
-
 class Evaluate(Base):
     """One evaluation; every file of it is a function of this and of the data."""
 
@@ -76,8 +72,12 @@ class Evaluate(Base):
     passphrase: str = "jaxbench evaluation"  # of the evaluation's keys, which protect nothing
     num_keys: int = Field(default=10, ge=1, le=1000)  # row i of an arm is marked with key i modulo this
     generate: Generate = Generate()
-    schemes: dict[str, Scheme] = Field(min_length=1)  # name in the report -> scheme
-    attacks: tuple[Annotated[attacks.Attack, pydantic.BeforeValidator(_parse)], ...] = ()  # `delete:0.3` or a mapping
+    schemes: dict[str, Annotated[Scheme, pydantic.BeforeValidator(parse_scheme)]] = Field(
+        min_length=1
+    )  # name in the report -> scheme
+    attacks: tuple[
+        Annotated[attacking.Attack, pydantic.BeforeValidator(attacking.parse_attack)], ...
+    ] = ()  # `delete:0.3` or a mapping
     attack_tokens: int = Field(default=200, ge=1)  # tokens of a text that attacks and quality see
     detect: Detect = Detect()
     quality: Quality = Quality()
@@ -90,7 +90,7 @@ class Evaluate(Base):
         wrong = [name for name in self.schemes if not NAME.fullmatch(name) or name in (UNMARKED, HUMAN)]
         if wrong:
             raise ValueError(f"schemes: the name {wrong[0]!r} is taken or not made of a-z, 0-9, dot, dash, underscore")
-        slugs = [attacks.slug(attack) for attack in self.attacks]
+        slugs = [attacking.slug(attack) for attack in self.attacks]
         twice = [slug for slug in slugs if slugs.count(slug) > 1 or slug == CLEAN]
         if twice:
             raise ValueError(f"attacks: {twice[0]!r} is given twice")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,12 +48,30 @@ def load(
         [tokenizer.decode(ids[prompt_tokens:]) for ids in pieces],
         [tokenizer.decode(ids) for ids in human.tokens],
         Path(path).name if path else "packaged text",
-        data.text_sha256(path),
+        fingerprint(path),
     )
 
 
+def fingerprint(path: str | None) -> str:
+    """Return the sha256 of the text that `load` reads, without reading it as text.
+
+    Raises:
+      ValueError: no such file.
+    """
+    if path is None or Path(path).expanduser().is_file():
+        return data.text_sha256(path and Path(path).expanduser())
+    if not Path(path).expanduser().is_dir():
+        raise ValueError(f"data: {path} is neither a file nor a folder")
+    files = _files(Path(path).expanduser())
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return [_only(folder, pattern) for pattern in ("*prompts*.json", "*documents*.json*")]
+
+
 def _folder(folder: Path, tokenizer: Any, prompts: int, prompt_tokens: int, human_texts: int) -> Material:
-    files = [_only(folder, pattern) for pattern in ("*prompts*.json", "*documents*.json*")]
+    files = _files(folder)
     starts = passages.read_texts(files[0], key="prompt")
     natural = passages.read_texts(files[0], key="natural_text")
     if len(starts) < prompts:
@@ -64,8 +81,8 @@ def _folder(folder: Path, tokenizer: Any, prompts: int, prompt_tokens: int, huma
     if empty:
         raise ValueError(f"data: {files[0]} entry {empty[0]} has an empty prompt")
     human = [text for text in passages.read_texts(files[1]) if text.strip()][:human_texts]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    return Material(ids, natural[:prompts], human, " and ".join(path.name for path in files), digest)
+    source = " and ".join(path.name for path in files)
+    return Material(ids, natural[:prompts], human, source, fingerprint(str(folder)))
 
 
 def _only(folder: Path, pattern: str) -> Path:
@@ -74,16 +91,6 @@ def _only(folder: Path, pattern: str) -> Path:
         names = ", ".join(path.name for path in found) or "none"
         raise ValueError(f"data: {folder} must have one file {pattern}, it has {names}")
     return found[0]
-
-
-def to_json(material: Material) -> str:
-    """Return the material as JSON."""
-    return json.dumps(material._asdict(), ensure_ascii=False)
-
-
-def from_json(content: dict[str, Any]) -> Material:
-    """Return the material that to_json wrote."""
-    return Material(**content)
 
 
 def first_tokens(tokenizer: Any, texts: Sequence[str], limit: int) -> list[str]:

@@ -12,7 +12,6 @@ A scheme that replaces the draw (Gumbel, SynthID, DiP) has no logits of its own;
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from jaxbench import prompts
 from jaxbench.transformer import Transformer
 
 CHUNK = 16  # positions whose logits exist at once: 8 rows of them over 49,152 tokens are 25 MB
@@ -71,7 +71,7 @@ class Scorer:
         *,
         prompt_lengths: Sequence[int] | None = None,
         processor: Any = None,
-        states: Callable[[Sequence[int], int], Any] | None = None,
+        states: Callable[[Sequence[int]], Any] | None = None,
         temperature: float = 1.0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Scores:
@@ -81,7 +81,7 @@ class Scorer:
           token_ids: one text each; what is beyond the model's context is left out.
           prompt_lengths: tokens of each text that are not scored, 0 by default.
           processor: a logit processor with `apply`: also measure its divergence.
-          states: states(rows, batch_size) gives the processor's state for these texts, padded to batch_size rows.
+          states: states(rows) gives the processor's state for these texts; unset, from its `init`.
           temperature: of the draw, for the divergence.
           progress: called with (texts done, texts in all).
 
@@ -98,8 +98,10 @@ class Scorer:
             tokens, lengths, first = self._pad([token_ids[i] for i in rows], [starts[i] for i in rows])
             sums = np.array(self._score(self._leaves, tokens, lengths, first), np.float64)
             if processor is not None:
-                state = states(rows, self._batch_size) if states else processor.init(self._batch_size)
-                arrays = (self._leaves, tokens, lengths, first, state, jnp.float32(temperature))
+                state = states(rows) if states else processor.init(len(rows))
+                state = _fill(state, len(rows), self._batch_size)
+                shared = getattr(processor, "shared", None)
+                arrays = (self._leaves, tokens, lengths, first, shared, state, np.float32(temperature))
                 sums[2] = np.asarray(self._diverge(processor, *arrays), np.float64)
             out[:, rows] = sums[:, : len(rows)]
             if progress:
@@ -155,6 +157,7 @@ class Scorer:
         tokens: Int[Array, "B T"],
         lengths: Int[Array, " B"],
         first: Int[Array, " B"],
+        shared: Any,
         state: Any,
         temperature: Float[Array, ""],
     ) -> Float[Array, " B"]:
@@ -167,7 +170,8 @@ class Scorer:
             logits = model.logits(lax.dynamic_slice_in_dim(hidden, t, 1, axis=1))[:, 0]
             logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
             length = jnp.full(tokens.shape[:1], t + 1, jnp.int32)
-            state, changed = processor.apply(state, logits, tokens, length, t)
+            given = state if shared is None else (shared, state)
+            state, changed = processor.apply(given, logits, tokens, length, t)
             plain = jax.nn.log_softmax(logits / temperature, axis=-1)
             marked = jax.nn.log_softmax(changed / temperature, axis=-1)
             divergence = jnp.sum(jnp.exp(marked) * (marked - plain), axis=-1)
@@ -177,7 +181,10 @@ class Scorer:
         return lax.scan(position, (state, zeros), jnp.arange(tokens.shape[1], dtype=jnp.int32))[0][1]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+def _fill(state: Any, num_rows: int, batch_size: int) -> Any:
+    return jax.tree.map(lambda x: prompts.fill_rows(np.asarray(x), num_rows, batch_size), state)
+
+
 def _is_scored(size: int, lengths: Int[Array, " B"], first: Int[Array, " B"]) -> Array:
     """Return where the next token is scored [B T]: position t predicts token t + 1."""
     target = jnp.arange(1, size + 1)[None, :]

@@ -1,0 +1,85 @@
+"""Detection as the evaluation uses it: texts under their own keys, at several lengths.
+
+Axis letters: N texts, T tokens. No twin: it calls the detector of one backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.watermark import canonical, definition, detect, keys, statistics
+
+
+class Found(NamedTuple):
+    """What the detector says about N texts at each length."""
+
+    p_values: np.ndarray  # [N, lengths], nan where a text is shorter than the length
+    mid_p: np.ndarray  # likewise
+    num_scored: np.ndarray  # [N, lengths], 0 there
+
+
+class Bench:
+    """One scheme's detector over texts or token ids."""
+
+    def __init__(self, scheme: Any, *, tokenizer: Any, vocab_size: int, canonicalize: bool = True):
+        """Make the detector."""
+        self.scheme, self.vocab_size = scheme, vocab_size
+        self._tokenizer, self._canonicalize = tokenizer, canonicalize
+        self._detector = detect.Detector(scheme, vocab_size=vocab_size)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids that the detector sees: canonical text, without special tokens."""
+        if self._canonicalize:
+            texts = [canonical.canonicalize(text).text for text in texts]
+        return self._tokenizer.encode_batch(list(texts), add_special=False)
+
+    def evidence(self, token_ids: Sequence[Sequence[int]], key: keys.Key | Sequence[keys.Key]) -> definition.Evidence:
+        """Return the evidence of texts under one key, or each under its own."""
+        tokens, lengths = pad(token_ids)
+        return self._detector.evidence(tokens, lengths, key)
+
+    def score(self, token_ids: Sequence[Sequence[int]], key: keys.Key | Sequence[keys.Key]) -> statistics.Detections:
+        """Return scores and p-values of texts under one key, or each under its own."""
+        return statistics.score(self.scheme, self.evidence(token_ids, key), vocab_size=self.vocab_size)
+
+    def at_lengths(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        key: keys.Key | Sequence[keys.Key],
+        lengths: Sequence[int | None],
+    ) -> Found:
+        """Test the beginning of each text at each length; a length of None is the whole text."""
+        found = np.full((3, len(token_ids), len(lengths)), np.nan)
+        found[2] = 0
+        for column, length in enumerate(lengths):
+            kept = [row for row, ids in enumerate(token_ids) if len(ids) >= (length or 0)]
+            if kept:
+                own = key if isinstance(key, keys.Key) else [key[row] for row in kept]
+                result = self.score([token_ids[row][:length] for row in kept], own)
+                for part, values in zip(found, (result.p_value, result.mid_p, result.num_scored)):
+                    part[kept, column] = values
+        return Found(found[0], found[1], found[2].astype(np.int64))
+
+
+def pad(token_ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids as one array [N T] int32, zeros after each text's end, and their lengths [N] int32."""
+    lengths = np.array([len(ids) for ids in token_ids], np.int32)
+    tokens = np.zeros((len(token_ids), max(1, int(lengths.max(initial=1)))), np.int32)
+    for row, ids in enumerate(token_ids):
+        tokens[row, : len(ids)] = ids
+    return tokens, lengths
+
+
+def shades(scheme: Any, words: np.ndarray) -> np.ndarray:
+    """Return how much each token speaks for a mark, in [0, 1]: 1 or 0 for green or not, else uniform under the null.
+
+    Gumbel: the token's own uniform. SynthID: the mean of its bits.
+    """
+    if scheme.scheme == "gumbel":
+        return 1.0 - statistics.evidence_uniforms(scheme, words)
+    if scheme.scheme == "synthid":
+        return np.bitwise_count(words & np.uint32((1 << scheme.depth) - 1)) / scheme.depth
+    return definition.is_green(scheme, words).astype(np.float64)
