@@ -45,10 +45,9 @@ def _multiply_halves(constant: int, x: Array) -> tuple[Array, Array]:
 
 def philox4x32(counter: tuple[Array, ...], key: UInt32[Array, "2"] | tuple[Array, Array]) -> tuple[Array, ...]:
     """Return the four 32-bit words of each counter (four broadcastable uint32 arrays); a key's halves may be arrays."""
-    arrays = jnp.broadcast_arrays(*counter, *(key[0], key[1])) if jnp.ndim(key[0]) else (*counter, key[0], key[1])
     wide, halves = (functools.partial(_rounds, multiply) for multiply in (_multiply_wide, _multiply_halves))
     # XLA:CPU does the halves' sixteen operations at a fifth of the speed of one 64-bit product (docs/xla_cpu.md).
-    return lax.platform_dependent(*arrays, tpu=halves, default=wide)
+    return lax.platform_dependent(*counter, key[0], key[1], tpu=halves, default=wide)
 
 
 def _rounds(multiply: Callable, c0: Array, c1: Array, c2: Array, c3: Array, k0: Array, k1: Array) -> tuple[Array, ...]:
@@ -71,8 +70,7 @@ def words(
     """Return the random words of elements 0..num_elements-1 of each row; a block of four comes from one counter."""
     blocks = jnp.arange(-(-num_elements // 4), dtype=jnp.uint32)[None, :]
     rows = rows.astype(jnp.uint32)[:, None]
-    blocks, rows = jnp.broadcast_arrays(blocks, rows)
-    counter = (blocks, rows, jnp.full_like(blocks, step), jnp.full_like(blocks, site))
+    counter = (blocks, rows, jnp.full((1, 1), step, jnp.uint32), jnp.full((1, 1), site, jnp.uint32))
     stacked = jnp.stack(philox4x32(counter, key), axis=-1)
     return stacked.reshape(rows.shape[0], -1)[:, :num_elements]
 
