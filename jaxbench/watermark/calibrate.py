@@ -87,7 +87,7 @@ class Row(NamedTuple):
     @property
     def passed(self) -> bool:
         """Return True when the exact rate is not above the band and the randomised rate lies inside."""
-        return self.rate <= self.band.high and self.band.low <= self.randomized_rate <= self.band.high
+        return bool(self.rate <= self.band.high and self.band.low <= self.randomized_rate <= self.band.high)
 
 
 def rejection(p_value: np.ndarray, mid_p: np.ndarray, level: float) -> np.ndarray:
@@ -113,7 +113,7 @@ def band(phi: np.ndarray, level: float, *, confidence: float = 0.99) -> Band:
     effect = max(1.0, (texts + keys - cells) / cells) if cells > 0 else 1.0
     quantile = stats.t.ppf(0.5 + confidence / 2, num_keys - 1)
     half = quantile * np.sqrt(effect * level * (1.0 - level) / phi.size)
-    return Band(max(0.0, level - half), level + half, float(effect))
+    return Band(max(0.0, float(level - half)), float(level + half), float(effect))
 
 
 def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: int, **how: Any) -> np.ndarray:
