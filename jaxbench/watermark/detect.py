@@ -1,0 +1,186 @@
+"""Evidence and detection in JAX, compiled for padded sizes; equal to definition.evidence, bit for bit.
+
+Twin: torch_ref/watermark/detect.py. Inside, arrays are [T B]: a text is a column, so that shifting and comparing
+positions runs over whole rows of the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int, UInt32
+
+from jaxbench import philox
+from jaxbench.watermark import definition, pipeline, prf
+from jaxbench.watermark.keys import Key
+from jaxbench.watermark.statistics import Detections
+
+Words = tuple[Array, ...]  # uint32 [T B] each
+FIRST_BLOCKS = 4  # the triangle of earlier positions is cut into this many slabs
+
+
+def detect_batch(
+    texts_or_ids: Any,
+    scheme: Any,
+    key: Key,
+    *,
+    vocab_size: int,
+    tokenizer: Any = None,
+    prompt_lengths: np.ndarray | int | None = None,
+    payload: int = 0,
+    canonicalize: bool = True,
+    tables: Any = None,
+    device: str = "cpu",
+) -> Detections:
+    """Return scores and p-values of texts under one key.
+
+    Args:
+      texts_or_ids: strings, lists of ids, an array [B T] of ids, or pipeline.Ragged.
+      tokenizer: turns strings into ids; wanted for strings only.
+      prompt_lengths: tokens at the beginning of each text that are not scored.
+      canonicalize: undo look-alikes and invisible characters before tokenising (canonical.py).
+      tables: green lists of kgw_markllm and kgw_transformers.
+
+    Raises:
+      ValueError: strings without a tokenizer, a tokenizer of another vocabulary, or a token outside the vocabulary.
+    """
+    detector = Detector(scheme, vocab_size=vocab_size, tables=tables, device=device)
+    ids = pipeline.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
+    return pipeline.detect(detector, ids, key, prompt_lengths=prompt_lengths, payload=payload)
+
+
+class Detector:
+    """A scheme's evidence on one device. Programs are shared between detectors: keys and sizes are arguments."""
+
+    def __init__(self, scheme: Any, *, vocab_size: int, tables: Any = None, device: str = "cpu"):
+        self.scheme = scheme
+        self.vocab_size = vocab_size
+        self.tables = tables
+        self._device = jax.local_devices(backend={"cpu": "cpu", "gpu": "cuda"}.get(device, device))[0]
+        self._lists: dict[Key, np.ndarray] = {}
+
+    def evidence(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        key: Key | Sequence[Key],
+        *,
+        prompt_lengths: np.ndarray | int | None = None,
+        payload: int = 0,
+    ) -> definition.Evidence:
+        """Return the words of tokens [B T] and which of them are scored; see definition.evidence.
+
+        Raises:
+          ValueError: a token lies outside the vocabulary, or a scheme of lists comes without its tables.
+        """
+        tokens, lengths, prompt = pipeline.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
+        if self.scheme.scheme in pipeline.TABLE_SCHEMES or tokens.shape[1] > pipeline.MAX_DEVICE_LENGTH:
+            return definition.evidence(
+                self.scheme, key, tokens, lengths,
+                vocab_size=self.vocab_size, prompt_lengths=prompt, payload=payload, tables=self.tables,
+            )  # fmt: skip
+        rows, columns = tokens.shape
+        shape = pipeline.padded_shape(rows, columns)
+        pad = ((0, shape[0] - rows), (0, shape[1] - columns))
+        keys = pipeline.key_arrays(self.scheme, key, rows, pad[0][1])
+        arguments = (
+            np.pad(tokens, pad), np.pad(lengths, pad[0]), np.pad(prompt, pad[0]), keys,
+            np.uint32(payload % self.vocab_size), self._green(key, rows, pad[0][1]),
+        )  # fmt: skip
+        arguments = jax.device_put(arguments, self._device)
+        found = _evidence(*arguments, form=pipeline.form(self.scheme), vocab_size=self.vocab_size)
+        words, scored, second = (None if x is None else np.asarray(x)[:rows, :columns] for x in found)
+        return definition.Evidence(words, scored, second)
+
+    def _green(self, key: Key | Sequence[Key], rows: int, extra: int) -> Any:
+        """Return unigram's lists [K V] and the list of each row [B], None for other schemes."""
+        if self.scheme.scheme != "unigram":
+            return None
+        keys = [key] if isinstance(key, Key) else list(key)
+        for one in set(keys) - set(self._lists):
+            self._lists[one] = definition.unigram_list(self.scheme.gamma, one, self.vocab_size)
+        distinct = list(dict.fromkeys(keys))
+        index = np.array([distinct.index(one) for one in keys], np.int32)
+        return np.stack([self._lists[one] for one in distinct]), np.pad(np.resize(index, rows), (0, extra))
+
+
+@functools.partial(jax.jit, static_argnames=("form", "vocab_size"))
+def _evidence(
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    prompt: Int[Array, " B"],
+    keys: UInt32[Array, "K 2 B"],
+    payload: UInt32[Array, ""],
+    green: Any,
+    *,
+    form: pipeline.Form,
+    vocab_size: int,
+) -> tuple[UInt32[Array, "B T"], Bool[Array, "B T"], UInt32[Array, "B T"] | None]:
+    tokens = tokens.T.astype(jnp.uint32)
+    place = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    in_text = place < lengths[None]
+    tokens = jnp.where(in_text, tokens, 0)
+    valid = in_text & (place >= jnp.maximum(prompt, form.context)[None])
+    pairs = [(keys[i, 0][None], keys[i, 1][None]) for i in range(keys.shape[0])]
+    if form.scheme.scheme == "unigram":
+        lists, index = green
+        words = jnp.where(lists[index[None], tokens], jnp.uint32(0), jnp.uint32(definition.RED))
+        seeds: Words = ()
+    else:
+        words, seeds = _observed(form, pairs[0], tokens, prompt, payload, vocab_size)
+    scored = valid & _is_first((*seeds, tokens), valid)
+    second = _observed(form, pairs[1], tokens, prompt, payload, vocab_size)[0].T if len(pairs) > 1 else None
+    return words.T, scored.T, second
+
+
+def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:
+    """Return True where no earlier valid position of the column has equal inputs: every pair is compared."""
+    length = valid.shape[0]
+    step = -(-length // FIRST_BLOCKS)
+    repeated, found = jnp.zeros(valid.shape, bool), []
+    for start in range(0, length, step):
+        later = [x[start:] for x in inputs]
+        place = jnp.arange(start, length, dtype=jnp.int32)[:, None]
+
+        def compare(s: Array, repeated: Array, later=later, place=place) -> Array:
+            same = (place > s) & valid[s][None]
+            for x, rest in zip(inputs, later):
+                same &= rest == x[s][None]
+            return repeated | same
+
+        repeated = jax.lax.fori_loop(start, min(start + step, length), compare, repeated)
+        found.append(repeated[:step])
+        repeated = repeated[step:]
+    return ~jnp.concatenate(found)
+
+
+def _observed(form, pair, tokens, prompt, payload, vocab_size: int) -> tuple[Array, Words]:
+    """Return words [T B] of the observed tokens, and the words of their seeds."""
+    rule = form.rule
+    if form.scheme.scheme == "gumbel" and form.scheme.prf == "vllm":
+        place = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+        inside = [place - distance >= jnp.maximum(prompt, 0)[None] for distance in range(rule.width, 0, -1)]
+        context = [jnp.where(i, c, jnp.uint32(philox.MASK32)) for i, c in zip(inside, _earlier(tokens, rule.width))]
+        states = prf.vllm_state(jnp.stack(context, axis=-1), pair)
+        return prf.vllm_token_words(states, tokens, pair), _columns(states)
+    context = _earlier(tokens, rule.length)
+    contexts = jnp.stack(context, axis=-1) if context else jnp.zeros((*tokens.shape, 0), jnp.uint32)
+    seeds = prf.seeds_after(rule, pair, contexts, tokens)
+    words = prf.token_words(form.scheme, pair, seeds, tokens, vocab_size=vocab_size, payload=payload)
+    return words, _columns(seeds)
+
+
+def _earlier(tokens: UInt32[Array, "T B"], length: int) -> list[UInt32[Array, "T B"]]:
+    """Return the tokens `length`, .., 2, 1 places before each position, 0 where there is none."""
+    padded = jnp.pad(tokens, ((length, 0), (0, 0)))
+    return [padded[i : i + tokens.shape[0]] for i in range(length)]
+
+
+def _columns(seeds: UInt32[Array, "T B S"]) -> Words:
+    return tuple(seeds[..., i] for i in range(seeds.shape[-1]))

@@ -1,0 +1,140 @@
+"""Texts to token ids in bulk (S file).
+
+`fastokens` (extra `fast`) is used where it is installed and agrees with `tokenizers` on probe texts; the ids are the
+same either way. Axis letters: N texts, T tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.watermark import canonical
+
+PROBES = (
+    "The 12 quick foxes' jumps aren't over;  lazy\n\n\tdogs \u2014 na\u00efve caf\u00e9 \u00bd \u4e00 \U0001f600.",
+    " \u00a0x\u200by\u2028z 3.14159  ''' <|im_start|>user\r\n",
+    "",
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ragged:
+    """The ids of N texts, end to end."""
+
+    ids: np.ndarray  # int32
+    offsets: np.ndarray  # int64 [N + 1]; text i is ids[offsets[i]:offsets[i + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each text [N]."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[int]]) -> Ragged:
+        """Return lists or arrays of ids end to end."""
+        offsets = np.zeros(len(lists) + 1, np.int64)
+        np.cumsum([len(one) for one in lists], out=offsets[1:])
+        parts = [np.asarray(one, np.int32).reshape(-1) for one in lists]
+        return cls(np.concatenate(parts) if parts else np.zeros(0, np.int32), offsets)
+
+    @classmethod
+    def from_array(cls, tokens: np.ndarray, lengths: np.ndarray | None = None) -> Ragged:
+        """Return the rows of tokens [N T], cut to their lengths [N] if given."""
+        rows, columns = tokens.shape
+        if lengths is None:
+            return cls(
+                np.ascontiguousarray(tokens, np.int32).reshape(-1), np.arange(rows + 1, dtype=np.int64) * columns
+            )
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        return cls(tokens[np.arange(columns) < np.asarray(lengths)[:, None]].astype(np.int32), offsets)
+
+    def text(self, row: int) -> np.ndarray:
+        """Return the ids of one text."""
+        return self.ids[self.offsets[row] : self.offsets[row + 1]]
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Return the ids of some texts as [B T] int32, zeros after each text's end."""
+        lengths = self.lengths[rows]
+        width = int(lengths.max(initial=0))
+        starts = self.offsets[:-1][rows]
+        if len(rows) and (lengths == width).all() and (np.diff(rows) == 1).all():
+            return self.ids[starts[0] : starts[0] + width * len(rows)].reshape(len(rows), width)
+        tokens = np.zeros((len(rows), width), np.int32)
+        inside = np.arange(width) < lengths[:, None]
+        places = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        tokens[inside] = self.ids[places]
+        return tokens
+
+
+class Encoded(NamedTuple):
+    """Ids, and how many characters of each text canonicalisation changed."""
+
+    ids: Ragged
+    num_changed: np.ndarray  # int64 [N]
+
+
+class TextEncoder:
+    """Encodes texts as detection wants them: canonical, without special tokens around."""
+
+    def __init__(self, tokenizer: Any, *, vocab_size: int | None = None, canonicalize: bool = True, fast: bool = True):
+        """Keep the tokenizer (jaxbench.tokenizer.Tokenizer, or anything with encode_batch).
+
+        Raises:
+          ValueError: the tokenizer has more tokens than the detector's vocabulary.
+        """
+        size = getattr(tokenizer, "vocab_size", None)
+        if None not in (size, vocab_size) and size > vocab_size:
+            raise ValueError(
+                f"detect: the tokenizer has {size} tokens and the detector's vocabulary {vocab_size}; "
+                "use the tokenizer and vocab_size of the model that wrote the texts"
+            )
+        self.tokenizer = tokenizer
+        self.canonicalize = canonicalize
+        self._fast = _fast_tokenizer(tokenizer) if fast else None
+
+    @property
+    def engine(self) -> str:
+        """Return which library splits the texts: fastokens or tokenizers."""
+        return "tokenizers" if self._fast is None else "fastokens"
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of texts."""
+        changed = np.zeros(len(texts), np.int64)
+        if self.canonicalize:
+            found = canonical.canonicalize_batch(texts)
+            texts = [one.text for one in found]
+            changed[:] = [one.num_changed for one in found]
+        if self._fast is None:
+            return Encoded(Ragged.from_lists(self.tokenizer.encode_batch(texts, add_special=False)), changed)
+        return Encoded(_encode_fast(self._fast, texts), changed)
+
+
+def _encode_fast(core: Any, texts: Sequence[str]) -> Ragged:
+    ids, offsets = core.encode_batch_flat(list(texts))
+    return Ragged(np.frombuffer(ids, np.uint32).astype(np.int32), np.frombuffer(offsets, np.uint64).astype(np.int64))
+
+
+def _fast_tokenizer(tokenizer: Any) -> Any:
+    """Return fastokens' tokenizer where it is installed, takes this vocabulary, and gives equal ids; else None."""
+    core = getattr(tokenizer, "core", None)
+    try:
+        import fastokens
+    except ImportError:
+        return None
+    if core is None:
+        return None
+    try:
+        fast = fastokens.Tokenizer.from_json_str(core.to_str())
+        found = _encode_fast(fast, PROBES)
+    except Exception:  # fastokens raises bare exceptions for kinds of tokenizers that it lacks
+        return None
+    wanted = Ragged.from_lists(tokenizer.encode_batch(PROBES, add_special=False))
+    same = np.array_equal(found.ids, wanted.ids) and np.array_equal(found.offsets, wanted.offsets)
+    return fast if same else None
