@@ -12,13 +12,16 @@ So a detector trained on some schemes can be asked about others. F = 3 numbers a
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
 from scipy import special
 
-from jaxbench import philox
+from jaxbench import assets, initial, philox
 from jaxbench.config import Base
 from jaxbench.watermark import definition
 
@@ -124,3 +127,47 @@ def parity_arrays(config: NeuralConfig, *, batch: int, length: int, seed: int, s
     labels = (np.arange(batch) % 2).astype(np.float64)
     value = random.random(tokens.shape) ** np.where(labels, 0.5, 1.0)[:, None]  # marked rows lean to 1
     return Arrays(tokens, np.where(scored, value, NO_EVIDENCE), scored, labels)
+
+
+# Trained detectors on disk
+
+
+def save(folder: str | Path, config: NeuralConfig, params: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> Path:
+    """Write detector.safetensors and detector.json (shape, record, checksum) into a folder; each file whole or not."""
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    initial.check_params(parameter_shapes(config), params)
+    weights, temporary = folder / "detector.safetensors", folder / ".detector.safetensors.tmp"
+    save_file({name: np.ascontiguousarray(value, np.float32) for name, value in params.items()}, temporary)
+    values = {"config": config.model_dump(mode="json"), "sha256": assets.sha256_file(temporary), **record}
+    temporary.replace(weights)
+    described = folder / ".detector.json.tmp"
+    described.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    described.replace(folder / "detector.json")
+    return weights
+
+
+def load(folder: str | Path) -> tuple[NeuralConfig, dict[str, np.ndarray], dict[str, Any]]:
+    """Return shape, parameters and record of a detector that `save` wrote.
+
+    Raises:
+      ValueError: a file is missing or damaged, the checksum differs, or parameters are missing, unused or misshapen.
+    """
+    import safetensors
+    from safetensors.numpy import load_file
+
+    path = Path(folder) / "detector.safetensors"
+    try:
+        record = json.loads((Path(folder) / "detector.json").read_text(encoding="utf-8"))
+        config, wanted = NeuralConfig.model_validate(record["config"]), record["sha256"]
+        found = assets.sha256_file(path)
+        if found != wanted:
+            raise ValueError(f"detector: {path} has sha256 {found}, its record says {wanted}; train or copy it again")
+        params = load_file(path)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, safetensors.SafetensorError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"detector: {folder} cannot be read ({reason}); run train-detector first") from error
+    initial.check_params(parameter_shapes(config), params)
+    return config, params, record

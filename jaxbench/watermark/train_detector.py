@@ -1,0 +1,289 @@
+"""Train the neural detector, calibrate it on held-out human text, and report it beside the exact test.
+
+Marked texts come from the model (power.generate: no end token, a key for each text), human text from the packaged prose
+or --data, its documents split in three: training, calibration, test. Schemes and keys of the test are not those of the
+training. The detector's p-value is conformal (Vovk et al. 2005, chapter 2): with n null scores, of held-out human
+passages of the text's length under random keys, it is (1 + number of null scores >= the text's) / (n + 1), so that it
+cannot be below 1 / (n + 1). It promises its level on average over texts and keys; the exact test promises it for every
+text, and to any level.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from pydantic import Field
+
+from jaxbench import data, tokenizer, train, transformer, weights
+from jaxbench.config import Base, config_id
+from jaxbench.watermark import (
+    calibrate,
+    config,
+    definition,
+    detectability,
+    features,
+    neural,
+    passages,
+    power,
+    statistics,
+)
+from jaxbench.watermark import training_data as examples
+from jaxbench.watermark.keys import Key
+
+SCORING_ROWS = 256  # texts of one call; fewer are filled up
+
+
+class Training(Base):
+    """What trains the neural detector: configs/watermark/neural.yaml."""
+
+    train_schemes: dict[str, config.Scheme] = Field(min_length=1)
+    test_schemes: dict[str, config.Scheme] = Field(min_length=1)
+    detector: features.NeuralConfig = features.NeuralConfig()
+    model: str = "default"  # writes the marked texts
+    num_train_texts: int = Field(default=256, ge=1)  # of each training scheme
+    num_test_texts: int = Field(default=128, ge=1)  # of each test scheme
+    prompt_tokens: int = Field(default=32, ge=1)
+    num_tokens: int = Field(default=200, ge=8)  # of every text
+    generation_batch: int = Field(default=32, ge=1)
+    steps: int = Field(default=1500, ge=1)
+    batch_size: int = Field(default=128, ge=4)
+    learning_rate: float = Field(default=2e-3, gt=0)  # constant
+    weight_decay: float = Field(default=0.01, ge=0)
+    min_tokens: int = Field(default=25, ge=1)  # shortest text shown in training
+    max_edited: float = Field(default=0.4, ge=0, lt=1)  # largest share of replaced tokens in training
+    pasted_share: float = Field(default=0.25, ge=0, le=1)  # of training examples that are a passage in human text
+    test_lengths: tuple[int, ...] = (25, 50, 100, 200)
+    test_edits: tuple[float, ...] = (0.1, 0.3)  # shares of replaced tokens, at the greatest length
+    test_pasted: tuple[float, ...] = (0.5, 0.25)  # shares of marked tokens inside human text
+    num_null: int = Field(default=4000, ge=100)  # null scores behind each conformal p-value
+    levels: tuple[float, ...] = (1e-2, 1e-3)
+    seed: int = Field(default=0, ge=0)
+    passphrase: str = "neural"  # keys of training and test texts are derived from it
+
+
+class Corpus(NamedTuple):
+    """Human passages [N T] of the three parts."""
+
+    train: np.ndarray
+    calibration: np.ndarray
+    test: np.ndarray
+
+
+class Scorer:
+    """A trained detector with its compiled program."""
+
+    def __init__(self, shape: features.NeuralConfig, params: Mapping[str, np.ndarray]):
+        self.model = neural.build(shape, params)
+        self._graph, self._state = nnx.split(self.model)
+        self._program = jax.jit(self._predict)
+
+    def _predict(self, state: Any, batch: neural.Batch) -> Any:
+        return neural.predict(nnx.merge(self._graph, state), batch)
+
+    def __call__(self, arrays: features.Arrays) -> np.ndarray:
+        """Return the logits [N] (float64) of texts, SCORING_ROWS at a time."""
+        found, rows = [], len(arrays.tokens)
+        for start in range(0, rows, SCORING_ROWS):
+            part = [field[start : start + SCORING_ROWS] for field in arrays]
+            missing = SCORING_ROWS - len(part[0])
+            part = [np.pad(field, [(0, missing)] + [(0, 0)] * (field.ndim - 1)) for field in part]
+            part[1] = np.asarray(part[1], np.float32)
+            found.append(
+                np.asarray(self._program(self._state, neural.Batch(*part)), np.float64)[: SCORING_ROWS - missing]
+            )
+        return np.concatenate(found) if found else np.zeros(0)
+
+
+def conformal_p(scores: np.ndarray, null: np.ndarray) -> np.ndarray:
+    """Return (1 + #{null >= score}) / (n + 1) of each score [N] against n null scores."""
+    ordered = np.sort(null)
+    return (1.0 + len(ordered) - np.searchsorted(ordered, scores, side="left")) / (len(ordered) + 1.0)
+
+
+def null_scores(
+    scorer: Scorer, scheme: Any, human: np.ndarray, *, length: int, count: int, vocab_size: int, seed: int
+) -> np.ndarray:
+    """Return scores [count] of human passages [N T], cut to a length, under random keys of a scheme."""
+    random = np.random.default_rng((seed, length))
+    pool = examples.human_pool(scheme, human, vocab_size=vocab_size)
+    return scorer(examples.null_arrays(pool, np.arange(count) % len(human), length, random))
+
+
+def split(found: passages.Passages) -> Corpus:
+    """Split passages in three by document: half for training, a quarter each for calibration and test.
+
+    Raises:
+      ValueError: fewer than four documents.
+    """
+    documents = np.unique(found.documents)
+    if len(documents) < 4:
+        raise ValueError(
+            f"train-detector: {len(documents)} documents of human text, wanted at least 4; pass more with --data"
+        )
+    part = {document: (0, 1, 0, 2)[i % 4] for i, document in enumerate(documents)}
+    parts = np.array([part[document] for document in found.documents])
+    return Corpus(*(found.tokens[parts == i] for i in range(3)))
+
+
+def fit(
+    settings: Training, marked: list[examples.Pool], human: list[examples.Pool],
+    *, say: Callable[[str], None] = lambda line: None,
+) -> tuple[dict[str, np.ndarray], list[float]]:  # fmt: skip
+    """Return trained parameters by name and the loss of every step, nats per text."""
+    params = features.initial_params(settings.detector, settings.seed)
+    model = neural.build(settings.detector, params)
+    adamw = {"learning_rate": settings.learning_rate, "b1": 0.9, "b2": 0.99, "eps": 1e-8}
+    state = train.init_state(model, train.AdamW(**adamw, weight_decay=settings.weight_decay))
+    step_fn = jax.jit(functools.partial(train.train_step, loss_fn=neural.loss_fn), donate_argnums=0)
+    how = examples.Example(settings.min_tokens, settings.max_edited, settings.pasted_share)
+    random, losses = np.random.default_rng(settings.seed), []
+    for step in range(settings.steps):
+        arrays = examples.batch(marked, human, size=settings.batch_size, how=how, random=random)
+        state, loss = step_fn(state, neural.Batch(*map(jnp.asarray, arrays)))
+        losses.append(float(loss))
+        if (step + 1) % 100 == 0:
+            say(f"step {step + 1} of {settings.steps}: loss {np.mean(losses[-100:]):.4f} nats per text")
+    return train.state_arrays(state)["params"], losses
+
+
+def conditions(
+    settings: Training, tokens: np.ndarray, human: np.ndarray, seed: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the names and tokens of every test condition of marked texts [N T]."""
+    random = np.random.default_rng((settings.seed, seed))
+    for length in settings.test_lengths:
+        yield f"{length} tokens", tokens[:, :length]
+    for share in settings.test_edits:
+        yield f"{share:.0%} replaced", examples.replaced(tokens, share, human, random)
+    for share in settings.test_pasted:
+        yield f"{share:.0%} in human text", examples.pasted(tokens, share, human, random)
+
+
+def judge(
+    settings: Training,
+    scorer: Scorer,
+    name: str,
+    tokens: np.ndarray,
+    keys: list[Key],
+    human: Corpus,
+    *,
+    vocab_size: int,
+) -> list[dict[str, Any]]:
+    """Return rows of true-positive rates of one test scheme, the neural detector beside the exact test."""
+    scheme, out, null = settings.test_schemes[name], [], {}
+    for condition, texts in conditions(settings, tokens, human.test, seed=len(name)):
+        length = texts.shape[1]
+        if length not in null:
+            how = {"length": length, "count": settings.num_null, "vocab_size": vocab_size, "seed": settings.seed}
+            null[length] = null_scores(scorer, scheme, human.calibration, **how)
+        found, exact = evidence(scheme, texts, keys, vocab_size=vocab_size)
+        p = conformal_p(scorer(found), null[length])
+        for level in settings.levels:
+            row = {"scheme": name, "condition": condition, "level": level}
+            row["neural"] = detectability.detected(p, level)._asdict()
+            row["exact"] = detectability.detected(exact, level)._asdict()
+            out.append(row)
+    random = np.random.default_rng((settings.seed, 99))
+    pool = examples.human_pool(scheme, human.test, vocab_size=vocab_size)
+    rows = np.arange(settings.num_null) % len(human.test)
+    length = max(settings.test_lengths)
+    p = conformal_p(scorer(examples.null_arrays(pool, rows, length, random)), null[length])
+    for level in settings.levels:
+        realised = detectability.detected(p, level)._asdict()
+        out.append({"scheme": name, "condition": "human text, held out", "level": level, "neural": realised})
+    return out
+
+
+def evidence(
+    scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: int
+) -> tuple[features.Arrays, np.ndarray]:
+    """Return the detector's inputs of texts [N T] with a key each, and the exact test's p-values [N]."""
+    lengths = np.full(len(tokens), tokens.shape[1], np.int32)
+    found = definition.evidence(scheme, keys, tokens, lengths, vocab_size=vocab_size)
+    value = features.evidence(scheme, found).astype(np.float32)
+    arrays = features.Arrays(tokens, value, found.scored, np.zeros(len(tokens), np.float32))
+    return arrays, statistics.score(scheme, found, vocab_size=vocab_size).p_value
+
+
+def run(
+    settings: Training,
+    *,
+    path: str | Path | None = None,
+    workdir: str | Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Generate, train, save and test; write detector.safetensors, detector.json and neural.json into workdir.
+
+    Args:
+      path: human texts, which also give the prompts (passages.read_texts); None = the packaged default text.
+      say: is told the progress.
+
+    Raises:
+      ValueError: a training scheme is also a test scheme, or there are too few human documents.
+    """
+    workdir, begun = Path(workdir), time.process_time()
+    shared = [name for name, scheme in settings.test_schemes.items() if scheme in settings.train_schemes.values()]
+    if shared:
+        raise ValueError(f"train-detector: test schemes {shared} are also trained on; their keys alone would differ")
+    checkpoint = weights.load_checkpoint(settings.model)
+    encoder, vocab_size = tokenizer.load_tokenizer(settings.model), checkpoint.config.vocab_size
+    texts = passages.read_texts(path)
+    human = split(passages.cut(encoder, texts, num_tokens=settings.num_tokens, max_passages=100_000))
+    model = transformer.build(checkpoint.config, checkpoint.params)
+    made = {}
+    for part, schemes, count in (
+        ("train", settings.train_schemes, settings.num_train_texts),
+        ("test", settings.test_schemes, settings.num_test_texts),
+    ):
+        plan = _generation(settings, part, schemes, count)
+        given = power.prompts(plan, encoder, path)
+        for name in schemes:
+            tokens = power.generate(plan, name, given, model=model, workdir=workdir / part, say=say)
+            root = Key.from_passphrase(plan.passphrase)
+            made[part, name] = tokens, [power.text_key(root, name, i) for i in range(len(tokens))]
+    marked = [
+        examples.marked_pool(scheme, *made["train", name], vocab_size=vocab_size)
+        for name, scheme in settings.train_schemes.items()
+    ]
+    plain = [
+        examples.human_pool(scheme, human.train, vocab_size=vocab_size) for scheme in settings.train_schemes.values()
+    ]
+    params, losses = fit(settings, marked, plain, say=say)
+    extra = {"text_sha256": data.text_sha256(path), "model_sha256": checkpoint.sha256, "vocab_size": vocab_size}
+    record = {"training": settings.model_dump(mode="json"), "config_id": config_id(settings, extra=extra), **extra}
+    features.save(workdir, settings.detector, params, record)
+    scorer, rows = Scorer(settings.detector, params), []
+    for name in settings.test_schemes:
+        rows += judge(settings, scorer, name, *made["test", name], human, vocab_size=vocab_size)
+    result = {**record, "cpu_s": round(time.process_time() - begun, 1), "losses": losses, "rows": rows}
+    calibrate.write(workdir / "neural.json", json.dumps(result, indent=1) + "\n")
+    for row in rows:
+        say(line(row))
+    return result
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Return one row as text."""
+    shown = [f"{name} {_rate(row[name])}" for name in ("neural", "exact") if name in row]
+    return f"{row['scheme']:<20} {row['condition']:<22} FPR {row['level']:<6g} " + "  ".join(shown)
+
+
+def _rate(value: Mapping[str, float]) -> str:
+    return f"{value['value']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
+
+
+def _generation(settings: Training, part: str, schemes: Mapping[str, Any], count: int) -> power.Power:
+    return power.Power(
+        schemes=schemes, model=settings.model, num_texts=count, prompt_tokens=settings.prompt_tokens,
+        lengths=(settings.num_tokens,), batch_size=settings.generation_batch, seed=settings.seed + (part == "test"),
+        passphrase=f"{settings.passphrase} {part}",
+    )  # fmt: skip
