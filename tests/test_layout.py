@@ -32,6 +32,7 @@ CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial
 # Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
 CONFIG_MODELS = {
     "suites": "jaxbench.bench.suite:Suite",
+    "watermark/benchmark": "jaxbench.watermark.benchmark:Benchmark",
     "watermark/evaluate": "jaxbench.watermark.evaluate_config:Evaluate",
     "watermark/evaluate-robustness": "jaxbench.watermark.evaluate_config:Evaluate",
     "watermark/evaluate-tiny": "jaxbench.watermark.evaluate_config:Evaluate",

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -25,15 +26,15 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """One live worker process of one arm."""
+    """One live worker process of one arm; `command` is what to run where that is not bench/worker.py."""
 
-    def __init__(self, arm: str, *, environment: dict[str, str], log: Path, threads: int):
+    def __init__(self, arm: str, *, environment: dict[str, str], log: Path, threads: int, command: Sequence[str] = ()):
         self.arm, self.log = arm, log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._buffer = b""
         with open(log, "ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jaxbench.bench.worker", arm, str(threads)],
+                command or [sys.executable, "-m", "jaxbench.bench.worker", arm, str(threads)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -1,0 +1,300 @@
+"""Records of the watermark benchmark to tables: terminal, JSON, CSV, HTML (S file)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench.bench import statistics
+
+ANY = None
+# (engines, part, scheme or ANY, texts a second to reach on one core)
+RATE_BARS = (
+    ("ids", ("kgw", "gumbel", "unigram"), 50_000.0),
+    ("text", ("kgw", "gumbel", "unigram"), 3_000.0),
+    ("identify", ANY, 5_000.0),
+    ("neural", ANY, 2_000.0),
+)
+
+
+class Pair(NamedTuple):
+    """A comparison with a peer in the same launches: jaxbench's scheme and the peer's, and the ratio to reach."""
+
+    scheme: str
+    peer: str
+    peer_scheme: str
+    part: str
+    bar: float | None
+
+
+PAIRS = (
+    Pair("kgw", "markllm", "KGW", "text", 80.0),
+    Pair("kgw", "markllm", "KGW", "ids", 1000.0),
+    Pair("kgw_markllm", "markllm", "KGW", "text", 80.0),
+    Pair("kgw_markllm", "markllm", "KGW", "ids", 1000.0),
+    Pair("unigram", "markllm", "Unigram", "text", 1.8),
+    Pair("unigram", "markllm", "Unigram", "ids", None),
+    Pair("kgw", "transformers", "transformers", "text", None),
+    Pair("kgw_transformers", "transformers", "transformers", "ids", None),
+)
+
+
+def label(scheme: dict) -> str:
+    """Return the short name of a scheme's configuration, e.g. `kgw-min4` or `gumbel-vllm-left4`."""
+    if "scheme" not in scheme:
+        return scheme.get("algorithm_name", "transformers")
+    parts = [scheme["scheme"]]
+    if scheme.get("prf") == "vllm":
+        parts.append("vllm")
+    if scheme.get("dual_key_alpha"):
+        parts.append("dual")
+    if context := scheme.get("context"):
+        parts.append(f"{context['kind']}{context['width']}")
+    if scheme.get("payload_bits"):
+        parts.append(f"payload{scheme['payload_bits']}")
+    if scheme["scheme"] == "kgw_markllm":
+        parts.append(f"{scheme['f_scheme']}{scheme['prefix_length']}")
+    return "-".join(parts)
+
+
+def overhead_bar(scheme: dict) -> float | None:
+    """Return the share of a plain step that a watermark may add, None where none was set."""
+    kind = (scheme.get("context") or {}).get("kind")
+    if scheme["scheme"] == "synthid":
+        return 0.05
+    if scheme["scheme"] == "kgw" and kind == "self":
+        return 0.10
+    return 0.02 if scheme["scheme"] in ("kgw", "gumbel", "unigram") and kind in (None, "left", "min") else None
+
+
+def summarise(records: Sequence[dict], settings: dict, about: dict) -> dict[str, Any]:
+    """Return rates, ratios to peers, overheads and verdicts as plain JSON."""
+    detection = [row for row in records if row["kind"] == "detection"]
+    table = _launch_rates(detection, "seconds")
+    return {
+        "about": about,
+        "settings": settings,
+        "rates": _rates(table, _launch_rates(detection, "cpu_seconds")),
+        "ratios": _ratios(table),
+        "overhead": [_overhead(row) for row in records if row["kind"] == "generation"],
+        "verdicts": _verdicts([row for row in records if row["kind"] == "verdict"]),
+    }
+
+
+def write(summary: dict[str, Any], workdir: Path) -> None:
+    """Write summary.json, benchmark.csv and report.html, each whole or not at all, and print the tables."""
+    from rich.console import Console
+
+    _replace(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
+    _replace(workdir / "benchmark.csv", _csv(summary))
+    page = Console(record=True, width=140, file=io.StringIO())
+    screen = Console()
+    for table in tables(summary):
+        screen.print(table)
+        page.print(table)
+    _replace(workdir / "report.html", page.export_html())
+
+
+def tables(summary: dict[str, Any]) -> list[Any]:
+    """Return the tables that a reader sees, as rich renderables."""
+    found = [_table("Detection, texts a second on one core", _rate_cells(summary["rates"]))]
+    found.append(_table("Against peers in the same run", _ratio_cells(summary["ratios"])))
+    found.append(_table("What a watermark adds to a decode step", _overhead_cells(summary["overhead"])))
+    found.append(_table("Texts marked with the same lists: what both detectors say", [summary["verdicts"]]))
+    for peer, reason in summary["about"].get("missing", {}).items():
+        found.append(f"{peer} was left out: {reason}")
+    return [one for one in found if one is not None]
+
+
+# Numbers
+
+
+def _launch_rates(records: Sequence[dict], field: str) -> dict[tuple, dict[int, float]]:
+    """Return texts a second of each (arm, scheme, part, batch size) and launch."""
+    samples: dict[tuple, dict[int, list[float]]] = {}
+    for row in records:
+        case = row["case"]
+        batch_size = case.get("batch_size", 1)
+        name = (row["arm"], label(case["scheme"]), case["scheme"].get("scheme", ""), case["part"], batch_size)
+        rates = [row["texts"] / seconds for seconds in row[field] if seconds > 0]
+        samples.setdefault(name, {}).setdefault(row["launch"], []).extend(rates)
+    return {
+        name: {number: statistics.median(rates) for number, rates in launches.items() if rates}
+        for name, launches in samples.items()
+    }
+
+
+def _rates(table: dict[tuple, dict[int, float]], cpu: dict[tuple, dict[int, float]]) -> list[dict]:
+    rows = []
+    for name, launches in table.items():
+        arm, scheme, kind, part, batch_size = name
+        point, low, high = _interval(list(launches.values()))
+        own = arm not in ("markllm", "transformers")
+        bar = next((b for p, kinds, b in RATE_BARS if p == part and (kinds is ANY or kind in kinds)), None)
+        row = {"arm": arm, "scheme": scheme, "part": part, "batch_size": batch_size, "texts_per_s": point}
+        row |= {"low": low, "high": high, "texts_per_cpu_s": _interval(list(cpu[name].values()))[0]}
+        row["bar"] = bar if own and batch_size >= 64 else None
+        rows.append(row)
+    return sorted(rows, key=lambda row: (row["arm"], row["part"], row["scheme"], row["batch_size"]))
+
+
+def _ratios(table: dict[tuple, dict[int, float]]) -> list[dict]:
+    """Return every engine's ratio to a peer: the t-interval over launches of the log ratio of their rates."""
+    rows = []
+    for pair in PAIRS:
+        peer = [name for name in table if name[0] == pair.peer and name[1] == pair.peer_scheme and name[3] == pair.part]
+        for name in table:
+            arm, scheme, kind, part, batch_size = name
+            is_whole = batch_size == max(other[4] for other in table if other[:4] == name[:4])
+            if (
+                not peer
+                or arm in ("markllm", "transformers")
+                or (kind, part) != (pair.scheme, pair.part)
+                or not is_whole
+            ):
+                continue
+            shared = sorted(set(table[name]) & set(table[peer[0]]))
+            logs = [math.log(table[name][number] / table[peer[0]][number]) for number in shared]
+            point, low, high = statistics.t_interval(logs).ratio()
+            versus = f"{pair.peer} {pair.peer_scheme}" if pair.peer == "markllm" else "transformers WatermarkDetector"
+            row = {"arm": arm, "scheme": scheme, "peer": versus, "part": part, "ratio": point}
+            rows.append(row | {"low": low, "high": high, "bar": pair.bar})
+    return rows
+
+
+def _interval(values: list[float]) -> tuple[float, float, float]:
+    """Return point, low and high of a rate over launches."""
+    return statistics.t_interval([math.log(value) for value in values]).ratio()
+
+
+def _overhead(record: dict) -> dict:
+    """Return what a watermark adds to a step, isolated and end to end.
+
+    End to end, the unit of replication is a pair of decode calls, plain and marked one after the other.
+    """
+    plain, added = statistics.median(record["plain_step"]), _paired_difference(record)
+    logs = [math.log(marked / alone) for marked, alone in zip(record["marked_step"], record["plain_step"])]
+    point, low, high = statistics.t_interval(logs).ratio()
+    return {
+        "scheme": label(record["scheme"]),
+        "batch_size": record["batch_size"],
+        "plain_step_ms": 1e3 * plain,
+        "added_ms": 1e3 * added,
+        "overhead": added / plain,
+        "bar": overhead_bar(record["scheme"]),
+        "end_to_end": point - 1,
+        "end_to_end_low": low - 1,
+        "end_to_end_high": high - 1,
+    }
+
+
+def _paired_difference(record: dict) -> float:
+    pairs = zip(record["marked_loop"], record["plain_loop"])
+    return float(sorted(marked - plain for marked, plain in pairs)[len(record["plain_loop"]) // 2])
+
+
+def _verdicts(records: Sequence[dict]) -> dict[str, Any]:
+    found = [row for row in records if "missing" not in row]
+    if not found:
+        return {"texts": 0}
+    equal = [row for row in found if all(row["ours"][name] == row["theirs"][name] for name in ("green", "scored"))]
+    summary: dict[str, Any] = {"texts": len(found), "equal counts": len(equal)}
+    for author in ("markllm", "jaxbench", "human"):
+        rows = [row for row in found if row["author"] == author]
+        summary[f"by {author}"] = len(rows)
+        summary[f"by {author}: MarkLLM says marked"] = sum(row["theirs"]["is_marked"] for row in rows)
+        summary[f"by {author}: jaxbench, z > 4"] = sum(row["ours"]["z"] > 4.0 for row in rows)
+        summary[f"by {author}: jaxbench, p < 1e-3"] = sum(row["ours"]["p_value"] < 1e-3 for row in rows)
+    return summary
+
+
+# Text
+
+
+def _rate_cells(rows: list[dict]) -> list[dict]:
+    return [
+        {
+            "engine": row["arm"],
+            "scheme": row["scheme"],
+            "part": row["part"],
+            "texts a call": f"{row['batch_size']:,}",
+            "texts/s": f"{row['texts_per_s']:,.0f}{_range(row)}",
+            "texts/cpu-s": f"{row['texts_per_cpu_s']:,.0f}",
+            "wanted": _wanted(row["texts_per_s"], row["bar"], f"{row['bar'] or 0:,.0f}"),
+        }
+        for row in rows
+    ]
+
+
+def _ratio_cells(rows: list[dict]) -> list[dict]:
+    return [
+        {
+            "engine": row["arm"],
+            "scheme": row["scheme"],
+            "peer": row["peer"],
+            "part": row["part"],
+            "ratio": f"{row['ratio']:,.3g}{_range(row)}",
+            "wanted": _wanted(row["ratio"], row["bar"], f"{row['bar'] or 0:g}"),
+        }
+        for row in rows
+    ]
+
+
+def _overhead_cells(rows: list[dict]) -> list[dict]:
+    return [
+        {
+            "scheme": row["scheme"],
+            "batch": str(row["batch_size"]),
+            "plain step": f"{row['plain_step_ms']:.2f} ms",
+            "added": f"{row['added_ms']:.3f} ms",
+            "share": f"{row['overhead']:.2%}",
+            "wanted": _wanted(-row["overhead"], None if row["bar"] is None else -row["bar"], f"{row['bar'] or 0:.0%}"),
+            "end to end": f"{row['end_to_end']:+.1%} [{row['end_to_end_low']:+.1%}, {row['end_to_end_high']:+.1%}]",
+        }
+        for row in rows
+    ]
+
+
+def _wanted(value: float, bar: float | None, text: str) -> str:
+    return "" if bar is None else f"{text} {'reached' if value >= bar else 'MISSED'}"
+
+
+def _range(row: dict) -> str:
+    return f" [{row['low']:,.3g}, {row['high']:,.3g}]" if math.isfinite(row["high"]) else ""
+
+
+def _table(title: str, rows: list[dict]) -> Any:
+    """Return a rich table of dictionaries with equal keys, None without rows."""
+    from rich.table import Table
+
+    if not rows or not rows[0] or rows[0] == {"texts": 0}:
+        return None
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    return table
+
+
+def _csv(summary: dict[str, Any]) -> str:
+    """Return all numbers as one long table: table, then the columns that each row has."""
+    rows = [{"table": name, **row} for name in ("rates", "ratios", "overhead") for row in summary[name]]
+    columns = list(dict.fromkeys(name for row in rows for name in row)) or ["table"]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
