@@ -92,7 +92,7 @@ class Ours:
         """Time one part of detection over the first `count` texts in calls of `batch_size`.
 
         Parts: ids (evidence and statistics), text (all), tokenise (with canonicalisation), split (without), evidence,
-        statistics, identify (which of `keys` keys).
+        statistics, identify (which of `keys` keys), neural (evidence and the trained detector's network).
         """
         chunks = [slice(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
         call = getattr(self, f"_{part}")(scheme, chunks, keys)
@@ -155,6 +155,21 @@ class Ours:
         detector, parts = self._detector(scheme), [self._ragged(self.ids[chunk]) for chunk in chunks]
         candidates = [identify.Candidate(f"key {i}", detector, self._key(i)) for i in range(keys)]
         return lambda: [identify.identify(part, candidates) for part in parts]
+
+    def _neural(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        from jaxbench.watermark import features, train_detector
+
+        shape = features.NeuralConfig()  # untrained: the weights' values do not change the work
+        score = train_detector.Scorer(shape, features.initial_params(shape, seed=0))
+        detector, batches = self._detector(scheme), self._batches(chunks)
+
+        def call() -> None:
+            for tokens, lengths in batches:
+                found = detector.evidence(tokens, lengths, self._key())
+                labels = np.zeros(len(tokens), np.float32)
+                score(features.Arrays(tokens, features.evidence(detector.scheme, found), found.scored, labels))
+
+        return call
 
     def _batches(self, chunks: list[slice]) -> list:
         from jaxbench.watermark import pipeline

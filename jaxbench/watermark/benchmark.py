@@ -217,12 +217,24 @@ class _Run:
                 self._start(live, arm, path)
             for turn in range(wanted.rounds):
                 for arm in list(live)[:: 1 if turn % 2 == 0 else -1]:
-                    for case in cases(arm, wanted):
-                        found = _ask(live[arm], "measure", **case, repeats=wanted.repeats)
-                        rows.append({"kind": "detection", "arm": arm, "launch": number, "case": case, **found})
+                    rows += self._measured(live[arm], number)
         finally:
             for one in live.values():
                 one.close()
+        return rows
+
+    def _measured(self, worker: Worker, number: int) -> list[dict]:
+        """Return the records of one pass; a case that an arm cannot do is named among what is missing."""
+        wanted, rows = self.settings.detection, []
+        for case in cases(worker.arm, wanted):
+            try:
+                found = _ask(worker, "measure", **case, repeats=wanted.repeats)
+            except WorkerError as error:
+                if error.fatal:
+                    raise
+                self.missing[f"{worker.arm} {benchmark_report.label(case['scheme'])} {case['part']}"] = str(error)
+                continue
+            rows.append({"kind": "detection", "arm": worker.arm, "launch": number, "case": case, **found})
         return rows
 
     def _start(self, live: dict[str, Worker], arm: str, path: str) -> None:
@@ -309,6 +321,7 @@ def cases(arm: str, wanted: Detection) -> list[dict]:
             continue
         found += [{**case, "part": part} for part in ("tokenise", "split")]
         found.append({**case, "part": "identify", "keys": wanted.identify_keys})
+        found += [{**case, "part": "neural"}] if arm == "jax" else []
         for size in sorted(set(wanted.batch_sizes) - {wanted.texts}):
             count = min(wanted.texts, 64 * size)
             found.append({**case, "part": "ids", "batch_size": size, "count": count})
