@@ -40,14 +40,13 @@ def copy_paste(text: str, strength: float, draws: Draws, *, human: Sequence[str]
     pieces = min(spans, len(marked))
     cuts = np.linspace(0, len(marked), pieces + 1).round().astype(int)
     places = np.sort(draws.integers(pieces, wanted + 1))
-    out, last = [], 0
-    for i, place in enumerate(places):
-        piece = "".join(marked[cuts[i] : cuts[i + 1]])
-        if (place or i) and not piece[0].isspace():
-            piece = " " + piece
-        out += [*carrier[last:place], piece]
+    out: list[str] = []
+    last = 0
+    for i, place in enumerate([*places.tolist(), wanted]):
+        out += carrier[last:place]
+        out += marked[cuts[i] : cuts[i + 1]] if i < pieces else []
         last = place
-    return "".join(out + carrier[last:])
+    return out[0] + "".join(unit if unit[0].isspace() else " " + unit for unit in out[1:])
 
 
 def _carrier(human: Sequence[str], wanted: int, first: int) -> list[str]:

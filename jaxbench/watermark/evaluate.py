@@ -22,6 +22,7 @@ from jaxbench.watermark import (
     detectability,
     evaluate_data,
     evaluate_models,
+    evaluate_parts,
     spoofing,
     text_quality,
 )
@@ -172,21 +173,16 @@ class Evaluation:
         """Return p-values: marked and unmarked text by length, attacked text whole, human text under every key."""
         bench, lengths = self.parts.bench(arm), list(self.settings.detect.lengths)
         found: dict[str, Any] = {"lengths": lengths, "attacks": {}}
-        for name in (arm, UNMARKED):
+        cut = self.settings.attack_tokens
+        for place, name in (("marked", arm), (UNMARKED, UNMARKED)):
             ids = bench.encode(texts[name]["text"])
-            found["marked" if name == arm else UNMARKED] = _json(
-                bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), lengths)
-            )
+            found[place] = _json(bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), lengths, cut=cut))
         for slug, changed in attacked.items():
             ids = bench.encode(changed)
-            found["attacks"][slug] = _json(bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), [None]))
-        human = bench.encode(self.material.human)
-        for place, cut, wanted in (
-            ("human", lengths[-1], lengths),
-            ("human_short", self.settings.attack_tokens, [None]),
-        ):
-            ids = [own[:cut] for own in human]
-            found[place] = [_json(bench.at_lengths(ids, key, wanted)) for key in self.parts.keys[arm]]
+            keys = self.parts.row_keys(arm, len(ids))
+            found["attacks"][slug] = _json(bench.at_lengths(ids, keys, [], cut=max(map(len, ids), default=1)))
+        ids = bench.encode(self.material.human)
+        found["human"] = [_json(bench.at_lengths(ids, key, lengths, cut=cut)) for key in self.parts.keys[arm]]
         return found
 
     def _show(self, arm: str, texts: list[str]) -> list[dict[str, Any]]:

@@ -14,11 +14,11 @@ from jaxbench.watermark import canonical, definition, detect, keys, statistics
 
 
 class Found(NamedTuple):
-    """What the detector says about N texts at each length."""
+    """What the detector says about N texts at each length, and in a last column about all of each text."""
 
-    p_values: np.ndarray  # [N, lengths], nan where a text is shorter than the length
+    p_values: np.ndarray  # [N, lengths + 1], nan where a text is shorter than the length
     mid_p: np.ndarray  # likewise
-    num_scored: np.ndarray  # [N, lengths], 0 there
+    num_scored: np.ndarray  # likewise, 0 there
 
 
 class Bench:
@@ -49,18 +49,26 @@ class Bench:
         self,
         token_ids: Sequence[Sequence[int]],
         key: keys.Key | Sequence[keys.Key],
-        lengths: Sequence[int | None],
+        lengths: Sequence[int],
+        *,
+        cut: int,
     ) -> Found:
-        """Test the beginning of each text at each length; a length of None is the whole text."""
-        found = np.full((3, len(token_ids), len(lengths)), np.nan)
+        """Test the beginning of each text at each length, and in a last column all of it up to `cut` tokens.
+
+        A position's evidence depends on what precedes it only, so that one pass serves every length.
+        """
+        sizes = np.array([len(ids) for ids in token_ids])
+        found = np.full((3, len(token_ids), len(lengths) + 1), np.nan)
         found[2] = 0
-        for column, length in enumerate(lengths):
-            kept = [row for row, ids in enumerate(token_ids) if len(ids) >= (length or 0)]
-            if kept:
-                own = key if isinstance(key, keys.Key) else [key[row] for row in kept]
-                result = self.score([token_ids[row][:length] for row in kept], own)
-                for part, values in zip(found, (result.p_value, result.mid_p, result.num_scored)):
-                    part[kept, column] = values
+        if len(sizes):
+            longest = max([cut, *lengths])
+            whole = self.evidence([ids[:longest] for ids in token_ids], key)
+            for column, length in enumerate([*lengths, cut]):
+                part = definition.Evidence(*(None if x is None else x[:, :length] for x in whole))
+                result = statistics.score(self.scheme, part, vocab_size=self.vocab_size)
+                kept = sizes >= (length if column < len(lengths) else 0)
+                for values, new in zip(found, (result.p_value, result.mid_p, result.num_scored)):
+                    values[kept, column] = new[kept]
         return Found(found[0], found[1], found[2].astype(np.int64))
 
 

@@ -34,9 +34,9 @@ def _scheme(settings: Evaluate, name: str, results: dict[str, Any]) -> dict[str,
     detect, fprs = own["detect"], settings.detect.fprs
     marked = array(detect["marked"]["p_values"])
     unmarked = array(detect[UNMARKED]["p_values"])
-    human = np.stack([array(part["p_values"]) for part in detect["human"]])  # [keys, texts, lengths]
-    human_short = np.stack([array(part["p_values"]) for part in detect["human_short"]])[:, :, 0]
-    clean = array(detect["attacks"][CLEAN]["p_values"])[:, 0]
+    human = np.stack([array(part["p_values"]) for part in detect["human"]])  # [keys, texts, lengths + 1]
+    human_short = human[:, :, -1]
+    clean = array(detect["attacks"][CLEAN]["p_values"])[:, -1]
     lengths = {}
     for i, length in enumerate(detect["lengths"]):
         p, null = present(marked[:, i]), present(human[:, :, i])
@@ -52,7 +52,7 @@ def _scheme(settings: Evaluate, name: str, results: dict[str, Any]) -> dict[str,
         "scheme": settings.schemes[name].model_dump(mode="json"),
         "lengths": lengths,
         "tokens_needed": {
-            str(fpr): detectability.tokens_needed(detect["lengths"], marked, fpr) for fpr in fprs
+            str(fpr): detectability.tokens_needed(detect["lengths"], marked[:, :-1], fpr) for fpr in fprs
         },
         "roc": detectability.roc(present(clean), present(human_short)),
         "attacks": {slug: _attack(settings, name, slug, results, human_short) for slug in detect["attacks"]},
@@ -66,7 +66,7 @@ def _scheme(settings: Evaluate, name: str, results: dict[str, Any]) -> dict[str,
 def _attack(settings: Evaluate, name: str, slug: str, results: dict[str, Any], human: np.ndarray) -> dict[str, Any]:
     own = results["arms"][name]
     part = own["detect"]["attacks"][slug]
-    p = present(array(part["p_values"])[:, 0])
+    p = present(array(part["p_values"])[:, -1])
     attack = next((one for one in settings.attacks if attacks.slug(one) == slug), None)
     realised = results["realised"][name].get(slug, {})
     judged = own["quality"].get(slug)
@@ -79,7 +79,7 @@ def _attack(settings: Evaluate, name: str, slug: str, results: dict[str, Any], h
         "median_log10_p": _median(np.log10(p)),
         "word_edits": mean(realised.get("word_edits", [0.0])),
         "character_edits": mean(realised.get("character_edits", [0.0])),
-        "scored_tokens": mean(array(part["num_scored"])[:, 0]),
+        "scored_tokens": mean(array(part["num_scored"])[:, -1]),
         "quality": None if judged is None else _quality(judged),
     }
 

@@ -4,10 +4,11 @@ Axis letters: B rows, T tokens, V vocabulary, C positions of one chunk of logits
 backend.
 
 A text's perplexity is exp of the mean of -log p over its tokens; tokens without any context are not scored.
-`excess` is the mean of (-log p(token) - entropy), in nats: its expectation is 0 for text drawn from the model itself,
-so it shows a distortion of any scheme. The divergence along a text is the mean over its positions of
+`excess` is the mean of (-log p(token) - entropy), in nats. Its expectation is 0 for text drawn from the model itself: a
+departure from 0 shows that a scheme favours probable or improbable tokens; 0 alone proves nothing. The divergence along
+a text is the mean over its positions of
 KL(marked || plain) of the two next-token distributions, in nats, for schemes that change logits under a given key.
-A scheme that replaces the draw (Gumbel, SynthID, DiP) has no logits of its own; it is left out, and `excess` judges it.
+A scheme that replaces the draw (Gumbel, SynthID, DiP) has no logits of its own; it is left out.
 """
 
 from __future__ import annotations

@@ -124,8 +124,10 @@ def inflect(word: str, ending: str) -> str:
         if re.search(r"(s|x|z|ch|sh)$", word):
             return word + "es"
         return word[:-1] + "ies" if re.search(r"[^aeiou]y$", word) else word + "s"
+    if word.endswith("e") and ending == "ed":
+        return word + "d"
     if word.endswith("e") and not word.endswith(("ee", "oe", "ye")):
-        return word + "d" if ending == "ed" else word[:-1] + ending
+        return word[:-1] + ending
     if ending == "ed" and re.search(r"[^aeiou]y$", word):
         return word[:-1] + "ied"
     if re.fullmatch(r"[^aeiou]*[aeiou][^aeiouwxy]", word):  # one syllable, one vowel: stop, stopped
