@@ -72,27 +72,25 @@ class Detector:
         key: Key | Sequence[Key],
         *,
         prompt_lengths: np.ndarray | int | None = None,
-        payload: int = 0,
+        payload: int | np.ndarray = 0,
     ) -> definition.Evidence:
         """Return the words of tokens [B T] and which of them are scored; see definition.evidence.
+
+        One payload, or one for each text.
 
         Raises:
           ValueError: a token lies outside the vocabulary, or a scheme of lists comes without its tables.
         """
         tokens, lengths, prompt = pipeline.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
         if self.scheme.scheme in pipeline.TABLE_SCHEMES or tokens.shape[1] > pipeline.MAX_DEVICE_LENGTH:
-            return definition.evidence(
-                self.scheme, key, tokens, lengths,
-                vocab_size=self.vocab_size, prompt_lengths=prompt, payload=payload, tables=self.tables,
-            )  # fmt: skip
+            return pipeline.reference(self, key, tokens, lengths, prompt, payload)
         rows, columns = tokens.shape
         shape = pipeline.padded_shape(rows, columns)
         pad = ((0, shape[0] - rows), (0, shape[1] - columns))
         keys = pipeline.key_arrays(self.scheme, key, rows, pad[0][1])
-        arguments = (
-            np.pad(tokens, pad), np.pad(lengths, pad[0]), np.pad(prompt, pad[0]), keys,
-            np.uint32(payload % self.vocab_size), self._green(key, rows, pad[0][1]),
-        )  # fmt: skip
+        payload = np.broadcast_to(np.asarray(payload % self.vocab_size, np.uint32), rows)
+        arrays = (np.pad(x, pad if x.ndim == 2 else pad[0]) for x in (tokens, lengths, prompt, payload))
+        arguments = (*arrays, keys, self._green(key, rows, pad[0][1]))
         arguments = jax.device_put(arguments, self._device)
         found = _evidence(*arguments, form=pipeline.form(self.scheme), vocab_size=self.vocab_size)
         words, scored, second = (None if x is None else np.asarray(x)[:rows, :columns] for x in found)
@@ -102,12 +100,8 @@ class Detector:
         """Return unigram's lists [K V] and the list of each row [B], None for other schemes."""
         if self.scheme.scheme != "unigram":
             return None
-        keys = [key] if isinstance(key, Key) else list(key)
-        for one in set(keys) - set(self._lists):
-            self._lists[one] = definition.unigram_list(self.scheme.gamma, one, self.vocab_size)
-        distinct = list(dict.fromkeys(keys))
-        index = np.array([distinct.index(one) for one in keys], np.int32)
-        return np.stack([self._lists[one] for one in distinct]), np.pad(np.resize(index, rows), (0, extra))
+        lists, index = pipeline.unigram_lists(self.scheme, key, rows, self._lists, vocab_size=self.vocab_size)
+        return lists, np.pad(index, (0, extra))
 
 
 @functools.partial(jax.jit, static_argnames=("form", "vocab_size"))
@@ -115,8 +109,8 @@ def _evidence(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     prompt: Int[Array, " B"],
+    payload: UInt32[Array, " B"],
     keys: UInt32[Array, "K 2 B"],
-    payload: UInt32[Array, ""],
     green: Any,
     *,
     form: pipeline.Form,
@@ -133,9 +127,9 @@ def _evidence(
         words = jnp.where(lists[index[None], tokens], jnp.uint32(0), jnp.uint32(definition.RED))
         seeds: Words = ()
     else:
-        words, seeds = _observed(form, pairs[0], tokens, prompt, payload, vocab_size)
+        words, seeds = _observed(form, pairs[0], tokens, prompt, payload[None], vocab_size)
     scored = valid & _is_first((*seeds, tokens), valid)
-    second = _observed(form, pairs[1], tokens, prompt, payload, vocab_size)[0].T if len(pairs) > 1 else None
+    second = _observed(form, pairs[1], tokens, prompt, payload[None], vocab_size)[0].T if len(pairs) > 1 else None
     return words.T, scored.T, second
 
 

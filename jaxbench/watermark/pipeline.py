@@ -55,13 +55,17 @@ class NumpyDetector:
         key: Key | Sequence[Key],
         *,
         prompt_lengths: np.ndarray | int | None = None,
-        payload: int = 0,
+        payload: int | np.ndarray = 0,
     ) -> definition.Evidence:
         """Return definition.evidence."""
-        return definition.evidence(
-            self.scheme, key, tokens, lengths,
-            vocab_size=self.vocab_size, prompt_lengths=prompt_lengths, payload=payload, tables=self.tables,
-        )  # fmt: skip
+        return reference(self, key, tokens, lengths, prompt_lengths, payload)
+
+
+def reference(detector: Any, key: Any, tokens: Any, lengths: Any, prompt: Any, payload: Any) -> definition.Evidence:
+    """Return definition.evidence for a detector's scheme, vocabulary and tables; payload may be one for each text."""
+    payload = payload if isinstance(payload, int) else np.asarray(payload)[:, None]
+    fixed = {"vocab_size": detector.vocab_size, "tables": detector.tables}
+    return definition.evidence(detector.scheme, key, tokens, lengths, prompt_lengths=prompt, payload=payload, **fixed)
 
 
 def form(scheme: Any) -> Form:
@@ -183,3 +187,15 @@ def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int) -> 
     halves = np.array([[one.halves for one in pair] for pair in pairs], np.uint32)
     halves = np.ascontiguousarray(halves.transpose(1, 2, 0))
     return halves if len(keys) == 1 else np.pad(halves, ((0, 0), (0, 0), (0, extra)))
+
+
+def unigram_lists(
+    scheme: Any, key: Key | Sequence[Key], rows: int, cache: dict[Key, np.ndarray], *, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the green lists bool [K V] of the distinct keys, and the list of each row int32 [B]; fill the cache."""
+    keys = [key] if isinstance(key, Key) else list(key)
+    for one in set(keys) - set(cache):
+        cache[one] = definition.unigram_list(scheme.gamma, one, vocab_size)
+    distinct = list(dict.fromkeys(keys))
+    index = np.array([distinct.index(one) for one in keys], np.int32)
+    return np.stack([cache[one] for one in distinct]), np.resize(index, rows)

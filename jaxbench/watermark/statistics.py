@@ -58,19 +58,21 @@ def score(
     Raises:
       ValueError: the vocabulary does not fit a unigram list, or an unknown method.
     """
-    number = count(evidence.scored)
+    number, total = count(evidence.scored), _totals(scheme, evidence)
+    tail = tail_of(scheme, total, number, vocab_size=vocab_size, dual_key_method=dual_key_method)
     if scheme.scheme == "gumbel":
-        return _gumbel(scheme, evidence, number, dual_key_method)
-    if scheme.scheme == "synthid":
-        statistic, z, tail, green = _synthid(scheme, evidence, number)
+        p_values = (tail.upper,) * 3
     else:
-        statistic, z, tail, green = _lists(scheme, evidence, number, vocab_size)
-    identity = text_identity(evidence.words, evidence.scored) if identity is None else identity
-    share = randomizer(identity)
-    equal = tail.upper - tail.above
-    return _detections(
-        scheme, statistic, number, green, z, tail.upper, tail.above + 0.5 * equal, tail.above + share * equal
-    )
+        identity = text_identity(evidence.words, evidence.scored) if identity is None else identity
+        equal = tail.upper - tail.above
+        p_values = tail.upper, tail.above + 0.5 * equal, tail.above + randomizer(identity) * equal
+    mean, variance = token_moments(scheme, vocab_size=vocab_size)
+    variance = number * variance
+    if scheme.scheme == "unigram":  # drawn without replacement
+        variance = variance * (vocab_size - number) / max(1, vocab_size - 1)
+    green = total if scheme.scheme not in ("gumbel", "synthid") else np.full(len(number), -1, np.int64)
+    z = _standard(total - number * mean, variance)
+    return _detections(scheme, _statistic(scheme, total, number), number, green, z, *p_values)
 
 
 def count(mask: np.ndarray) -> np.ndarray:
@@ -151,32 +153,77 @@ def synthid_weights(depth: int, kind: str) -> tuple[int, ...]:
     return tuple(w // math.gcd(*whole) for w in whole)
 
 
-def _lists(scheme: Any, evidence: definition.Evidence, number: np.ndarray, vocab_size: int) -> tuple:
-    green = count(definition.is_green(scheme, evidence.words) & evidence.scored)
+def token_scores(scheme: Any, evidence: definition.Evidence) -> np.ndarray:
+    """Return what each position adds to the statistic [N T]: float64 for gumbel, else int64; 0 where not scored.
+
+    1 for a green token; -log(1 - u) for gumbel; the weighted bits for synthid.
+    """
+    words, scored = evidence.words, evidence.scored
+    if scheme.scheme == "gumbel":
+        value = -np.log(evidence_uniforms(scheme, words))
+        if evidence.second_words is not None:
+            alpha = scheme.dual_key_alpha
+            value = (1.0 - alpha) * value - alpha * np.log(evidence_uniforms(scheme, evidence.second_words))
+        return np.where(scored, value, 0.0)
+    if scheme.scheme == "synthid":
+        weights = synthid_weights(scheme.depth, scheme.score)
+        bits = ((words >> np.uint32(i)) & np.uint32(1) for i in range(scheme.depth))
+        value = sum(weight * bit.astype(np.int64) for weight, bit in zip(weights, bits))
+        return np.where(scored, value, 0)
+    return (definition.is_green(scheme, words) & scored).astype(np.int64)
+
+
+def token_moments(scheme: Any, *, vocab_size: int) -> tuple[float, float]:
+    """Return the mean and the variance of one scored position's score under the null."""
+    if scheme.scheme == "gumbel":
+        alpha = scheme.dual_key_alpha
+        return 1.0, (1.0 - alpha) ** 2 + alpha**2
+    if scheme.scheme == "synthid":
+        weights = synthid_weights(scheme.depth, scheme.score)
+        return 0.5 * sum(weights), 0.25 * sum(w * w for w in weights)
     share = green_share(scheme, vocab_size)
-    variance = number * share * (1.0 - share)
+    return share, share * (1.0 - share)
+
+
+def tail_of(
+    scheme: Any, total: np.ndarray, number: np.ndarray, *, vocab_size: int, dual_key_method: str = "exact"
+) -> tails.Tail:
+    """Return the tail of the sum of the scores of number [N] positions with distinct inputs, at total [N].
+
+    Raises:
+      ValueError: more distinct tokens than the vocabulary has (unigram), or an unknown method.
+    """
+    if scheme.scheme == "gumbel":
+        if scheme.dual_key_alpha > 0:
+            return tails.dual_gamma(total, number, scheme.dual_key_alpha, method=dual_key_method)
+        return tails.gamma(total, number)
+    if scheme.scheme == "synthid":
+        if scheme.score == "mean":
+            return tails.binomial(total, number * scheme.depth, 0.5)
+        return tails.lattice(total, number, synthid_weights(scheme.depth, scheme.score))
     if scheme.scheme == "unigram":
         if number.max(initial=0) > vocab_size:
             raise ValueError(f"unigram: {number.max()} distinct tokens in a vocabulary of vocab_size={vocab_size}")
-        tail = tails.hypergeometric(green, number, population=vocab_size, successes=int(scheme.gamma * vocab_size))
-        variance = variance * (vocab_size - number) / max(1, vocab_size - 1)
-    else:
-        tail = tails.binomial(green, number, share)
-    return green.astype(np.float64), _standard(green - number * share, variance), tail, green
+        return tails.hypergeometric(total, number, population=vocab_size, successes=int(scheme.gamma * vocab_size))
+    return tails.binomial(total, number, green_share(scheme, vocab_size))
 
 
-def _gumbel(scheme: Any, evidence: definition.Evidence, number: np.ndarray, method: str) -> Detections:
-    total, alpha = _exponentials(scheme, evidence.words, evidence.scored), scheme.dual_key_alpha
-    spread = number.astype(np.float64)
-    if evidence.second_words is None:
-        tail = tails.gamma(total, number)
-    else:
-        total = (1.0 - alpha) * total + alpha * _exponentials(scheme, evidence.second_words, evidence.scored)
-        tail = tails.dual_gamma(total, number, alpha, method=method)
-        spread = number * ((1.0 - alpha) ** 2 + alpha**2)
-    none = np.full(len(number), -1, np.int64)
-    z = _standard(total - number, spread)
-    return _detections(scheme, total, number, none, z, tail.upper, tail.upper, tail.upper)
+def _totals(scheme: Any, evidence: definition.Evidence) -> np.ndarray:
+    """Return the sum of token_scores over each row [N], in less time."""
+    words, scored = evidence.words, evidence.scored
+    if scheme.scheme == "gumbel":
+        total = _exponentials(scheme, words, scored)
+        if evidence.second_words is None:
+            return total
+        alpha = scheme.dual_key_alpha
+        return (1.0 - alpha) * total + alpha * _exponentials(scheme, evidence.second_words, scored)
+    if scheme.scheme != "synthid":
+        return count(definition.is_green(scheme, words) & scored)
+    if scheme.score == "mean":
+        bits = np.bitwise_count(words & np.uint32((1 << scheme.depth) - 1))
+        return np.where(scored, bits, 0).sum(axis=1, dtype=np.int64)
+    ones = (count(((words >> np.uint32(i)) & np.uint32(1)).astype(bool) & scored) for i in range(scheme.depth))
+    return sum(weight * one for weight, one in zip(synthid_weights(scheme.depth, scheme.score), ones))
 
 
 def _exponentials(scheme: Any, words: np.ndarray, scored: np.ndarray) -> np.ndarray:
@@ -186,23 +233,15 @@ def _exponentials(scheme: Any, words: np.ndarray, scored: np.ndarray) -> np.ndar
     return -np.log(values.reshape(len(values), -1, 8).prod(axis=2)).sum(axis=1)
 
 
-def _synthid(scheme: Any, evidence: definition.Evidence, number: np.ndarray) -> tuple:
-    weights, layers = synthid_weights(scheme.depth, scheme.score), range(scheme.depth)
-    none = np.full(len(number), -1, np.int64)
-    if scheme.score == "mean":
-        bits = np.bitwise_count(evidence.words & np.uint32((1 << scheme.depth) - 1))
-        ones = np.where(evidence.scored, bits, 0).sum(axis=1, dtype=np.int64)
-        total, tail = ones, tails.binomial(ones, number * scheme.depth, 0.5)
-    else:
-        ones = [count(((evidence.words >> np.uint32(i)) & np.uint32(1)).astype(bool) & evidence.scored) for i in layers]
-        total = sum(w * one for w, one in zip(weights, ones))
-        tail = tails.lattice(total, number, weights)
-    whole = sum(weights)
-    z = _standard(total - 0.5 * number * whole, 0.25 * number * sum(w * w for w in weights))
-    if scheme.score == "bayesian":  # log P(bits | marked) / P(bits | not), with the rounded log-odds
+def _statistic(scheme: Any, total: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """Return the total in the unit that the field's literature reports."""
+    if scheme.scheme != "synthid":
+        return total.astype(np.float64)
+    weights = synthid_weights(scheme.depth, scheme.score)
+    if scheme.score == "bayesian":  # log P(bits | marked) / P(bits | not marked)
         constant = sum(math.log1p(-math.tanh(0.5 * w / BAYESIAN_STEPS_PER_NAT)) for w in weights)
-        return total / BAYESIAN_STEPS_PER_NAT + number * constant, z, tail, none
-    return np.where(number > 0, total / np.maximum(1, number * whole), 0.0), z, tail, none
+        return total / BAYESIAN_STEPS_PER_NAT + number * constant
+    return np.where(number > 0, total / np.maximum(1, number * sum(weights)), 0.0)
 
 
 def _standard(deviation: np.ndarray, variance: np.ndarray) -> np.ndarray:
