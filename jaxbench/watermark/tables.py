@@ -23,7 +23,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8, UInt32
@@ -36,6 +36,14 @@ LARGEST = (2**32 - 1) // 20  # torch.randperm uses another algorithm from here o
 HASH_TABLE_SIZE = 1_000_003  # transformers' fixed table for selfhash
 CHUNK_ROWS = 512
 SPOT_CHECKS = 3  # rows computed anew when a cached table is opened
+
+
+class Observed(NamedTuple):
+    """What the lists say about the tokens of texts."""
+
+    is_green: Bool[np.ndarray, "B T"]
+    has_context: Bool[np.ndarray, "B T"]  # False: not to be scored, is_green is False and the seed -1
+    seeds: Int[np.ndarray, "B T"]  # of the list that decides each token: equal (seed, token) is equal evidence
 
 
 class Tables:
@@ -140,6 +148,13 @@ class Tables:
         index = self.row_index(tokens)
         table = self._rows(np.unique(index[index >= 0]))
         return (table[index, tokens >> 3] >> (tokens & 7).astype(np.uint8) & 1).astype(bool) & (index >= 0)
+
+    def observe(self, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, " B"]) -> Observed:
+        """Return green, seeds and where they count, of texts whose tokens from `lengths` on may hold anything."""
+        is_token = np.arange(np.shape(tokens)[1])[None, :] < np.asarray(lengths)[:, None]
+        tokens = np.where(is_token, tokens, 0)
+        seeds = np.where(is_token, self.seeds(tokens), -1)
+        return Observed(self.green(tokens) & is_token, seeds >= 0, seeds)
 
     def green_lists(self, contexts: Int[np.ndarray, "B h"]) -> Bool[np.ndarray, "B V"]:
         """Return the green list that follows each context of `width` tokens.
