@@ -77,11 +77,12 @@ def summarise(records: Sequence[dict], settings: dict, about: dict) -> dict[str,
     """Return rates, ratios to peers, overheads and verdicts as plain JSON."""
     detection = [row for row in records if row["kind"] == "detection"]
     table = _launch_rates(detection, "seconds")
+    main = ((settings.get("detection") or {}).get("engines") or ["jax"])[0]  # the engine that the bars are for
     return {
         "about": about,
         "settings": settings,
-        "rates": _rates(table, _launch_rates(detection, "cpu_seconds")),
-        "ratios": _ratios(table),
+        "rates": _rates(table, _launch_rates(detection, "cpu_seconds"), main),
+        "ratios": _ratios(table, main),
         "overhead": [_overhead(row) for row in records if row["kind"] == "generation"],
         "verdicts": _verdicts([row for row in records if row["kind"] == "verdict"]),
     }
@@ -95,6 +96,8 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
     _replace(workdir / "benchmark.csv", _csv(summary))
     page = Console(record=True, width=140, file=io.StringIO())
     screen = Console()
+    if not screen.is_terminal:
+        screen = Console(width=140)
     for table in tables(summary):
         screen.print(table)
         page.print(table)
@@ -130,21 +133,20 @@ def _launch_rates(records: Sequence[dict], field: str) -> dict[tuple, dict[int, 
     }
 
 
-def _rates(table: dict[tuple, dict[int, float]], cpu: dict[tuple, dict[int, float]]) -> list[dict]:
+def _rates(table: dict[tuple, dict[int, float]], cpu: dict[tuple, dict[int, float]], main: str) -> list[dict]:
     rows = []
     for name, launches in table.items():
         arm, scheme, kind, part, batch_size = name
         point, low, high = _interval(list(launches.values()))
-        own = arm not in ("markllm", "transformers")
         bar = next((b for p, kinds, b in RATE_BARS if p == part and (kinds is ANY or kind in kinds)), None)
         row = {"arm": arm, "scheme": scheme, "part": part, "batch_size": batch_size, "texts_per_s": point}
         row |= {"low": low, "high": high, "texts_per_cpu_s": _interval(list(cpu[name].values()))[0]}
-        row["bar"] = bar if own and batch_size >= 64 else None
+        row["bar"] = bar if arm == main and batch_size >= 64 else None
         rows.append(row)
     return sorted(rows, key=lambda row: (row["arm"], row["part"], row["scheme"], row["batch_size"]))
 
 
-def _ratios(table: dict[tuple, dict[int, float]]) -> list[dict]:
+def _ratios(table: dict[tuple, dict[int, float]], main: str) -> list[dict]:
     """Return every engine's ratio to a peer: the t-interval over launches of the log ratio of their rates."""
     rows = []
     for pair in PAIRS:
@@ -164,7 +166,7 @@ def _ratios(table: dict[tuple, dict[int, float]]) -> list[dict]:
             point, low, high = statistics.t_interval(logs).ratio()
             versus = f"{pair.peer} {pair.peer_scheme}" if pair.peer == "markllm" else "transformers WatermarkDetector"
             row = {"arm": arm, "scheme": scheme, "peer": versus, "part": part, "ratio": point}
-            rows.append(row | {"low": low, "high": high, "bar": pair.bar})
+            rows.append(row | {"low": low, "high": high, "bar": pair.bar if arm == main else None})
     return rows
 
 

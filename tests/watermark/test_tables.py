@@ -147,6 +147,16 @@ def test_rows_computed_one_by_one_and_the_whole_table_agree(scheme):
     assert np.array_equal((looked_up == 1) & (index >= 0), one_by_one)
 
 
+def test_what_lies_behind_a_text_does_not_count():
+    lists = tables.Tables(MarkLlmKgw(prefix_length=2), vocab_size=203)
+    ids = np.array([[3, 9, 1, 4, 999], [3, 9, -1, -1, -1]])
+    found = lists.observe(ids, np.array([4, 2]))
+    assert found.has_context.tolist() == [[False, False, True, True, False], [False] * 5]
+    assert np.array_equal(found.is_green[:1, :4], lists.green(ids[:1, :4]))
+    assert np.array_equal(found.seeds[:1, :4], lists.seeds(ids[:1, :4]))
+    assert not found.is_green[~found.has_context].any() and (found.seeds[~found.has_context] == -1).all()
+
+
 def test_rows_follow_from_values_as_a_device_computes_them():
     lists = tables.Tables(MarkLlmKgw(prefix_length=2), vocab_size=203)
     ids = np.array([[3, 9, 1]])
