@@ -152,9 +152,10 @@ class Ours:
     def _identify(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         from jaxbench.watermark import identify
 
-        detector, parts = self._detector(scheme), [self._ragged(self.ids[chunk]) for chunk in chunks]
-        candidates = [identify.Candidate(f"key {i}", detector, self._key(i)) for i in range(keys)]
-        return lambda: [identify.identify(part, candidates) for part in parts]
+        parsed, parts = self._detector(scheme).scheme, [self._ragged(self.ids[chunk]) for chunk in chunks]
+        candidates = [identify.Candidate(f"key {number}", parsed, self._key(number)) for number in range(keys)]
+        options = {"vocab_size": self.vocab_size, "make_detector": self._make()}
+        return lambda: [identify.identify(candidates, part, **options) for part in parts]
 
     def _neural(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         from jaxbench.watermark import features, train_detector
@@ -187,14 +188,22 @@ class Ours:
             if parsed.scheme in pipeline.TABLE_SCHEMES:
                 lists = tables.Tables(parsed, vocab_size=self.vocab_size)
                 lists.bits()
-            if self.engine == "numpy":
-                make = pipeline.NumpyDetector
-            elif self.engine == "jax":
-                from jaxbench.watermark.detect import Detector as make
-            else:
-                from torch_ref.watermark.detect import Detector as make
-            self.detectors[name] = make(parsed, vocab_size=self.vocab_size, tables=lists)
+            self.detectors[name] = self._make()(parsed, vocab_size=self.vocab_size, tables=lists)
         return self.detectors[name]
+
+    def _make(self) -> Any:
+        """Return the engine's class of detectors."""
+        if self.engine == "numpy":
+            from jaxbench.watermark.pipeline import NumpyDetector as Detector
+        elif self.engine == "jax":
+            from jaxbench.watermark.detect import Detector
+        else:
+            import torch
+
+            from torch_ref.watermark.detect import Detector
+
+            torch.set_num_threads(1)
+        return Detector
 
     def _ragged(self, ids: list) -> Any:
         from jaxbench.watermark.texts import Ragged
