@@ -309,8 +309,9 @@ def evidence(
     if scheme.scheme in ("kgw_markllm", "kgw_transformers"):
         if tables is None:
             raise ValueError(f"evidence: scheme {scheme.scheme} needs the tables of its green lists, got {tables}")
-        seeds = np.asarray(tables.seeds(tokens)).astype(np.uint64)[..., None]
-        words = np.where(tables.green(tokens), np.uint32(0), np.uint32(RED))
+        observed = tables.observe(tokens, lengths)
+        words, seeds = np.where(observed.is_green, np.uint32(0), np.uint32(RED)), observed.seeds[..., None]
+        valid &= observed.has_context
         return Evidence(words, is_first(seeds, tokens, valid) if deduplicate else valid)
     first, second = _dual(scheme, key)
     words, seeds = _observed(scheme, first, tokens, prompt, vocab_size, payload)

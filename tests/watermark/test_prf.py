@@ -1,0 +1,134 @@
+"""The pseudo-random functions of JAX and PyTorch against the numpy definition, bit for bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxbench.watermark import config, definition, prf
+from jaxbench.watermark.keys import Key
+from torch_ref.watermark import prf as torch_prf
+
+VOCAB, BATCH, TOKENS = 103, 2, 12  # not a multiple of four
+KEYS = st.lists(st.integers(0, 2**64 - 1).map(Key), min_size=BATCH, max_size=BATCH)
+TEXTS = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=TOKENS, max_size=TOKENS), min_size=BATCH, max_size=BATCH)
+RULES = [(kind, width) for kind in ("left", "skip", "min", "self") for width in (1, 4, 5)]
+
+
+def arrays(keys):
+    return np.array([key.halves for key in keys], np.uint32)
+
+
+def in_jax(function, *inputs):
+    return np.asarray(function(*(jnp.asarray(x) for x in inputs)))
+
+
+def in_torch(function, *inputs):
+    wide = (x.astype(np.int64) if x.dtype == np.uint32 else x for x in inputs)
+    return function(*(torch.from_numpy(x) for x in wide)).numpy()
+
+
+@functools.cache
+def jitted(name, *options):
+    def of(module):
+        if name == "seeds":
+            rule = config.ContextRule(kind=options[0], width=options[1])
+            return lambda key, tokens: module.context_seeds(rule, module.halves(key, 2), tokens)
+        if name == "words":
+            scheme = config.parse_scheme(options[0])
+            return lambda key, seeds, tokens, payload: module.token_words(
+                scheme, module.halves(key, 2), seeds, tokens, vocab_size=VOCAB, payload=payload
+            )
+        if name == "vllm":
+            return lambda key, contexts, tokens: module.vllm_token_words(
+                module.vllm_state(contexts, module.halves(key, 2)), tokens, module.halves(key, 2)
+            )
+        if name == "order":
+            return lambda keys, values: (
+                module.unpermute(module.permute(values, keys, options[0]), keys, options[0]) * 2 ** options[0]
+                + module.permute(values, keys, options[0])
+            )
+        assert name == "lanes"
+        return lambda key, seeds: module.interleave(
+            module.lanes(module.halves(key, 2), seeds, site=77, num_elements=VOCAB), VOCAB
+        )
+
+    return jax.jit(of(prf)), of(torch_prf)
+
+
+@pytest.mark.parametrize(("kind", "width"), RULES)
+@settings(max_examples=12)
+@given(keys=KEYS, tokens=TEXTS)
+def test_context_seeds_are_equal_in_bits(kind, width, keys, tokens):
+    tokens = np.array(tokens, np.int32)
+    rule = config.ContextRule(kind=kind, width=width)
+    expected = definition.context_seeds(rule, keys, tokens)[:, rule.length :]
+    one, other = jitted("seeds", kind, width)
+    np.testing.assert_array_equal(in_jax(one, arrays(keys), tokens)[:, rule.length :], expected)
+    np.testing.assert_array_equal(in_torch(other, arrays(keys), tokens)[:, rule.length :], expected)
+
+
+@pytest.mark.parametrize("scheme", ["kgw", "gumbel", "synthid", "dip"])
+@settings(max_examples=12)
+@given(keys=KEYS, tokens=TEXTS, seed=st.integers(0, 10**6), payload=st.integers(0, VOCAB - 1))
+def test_words_of_tokens_are_equal_in_bits(scheme, keys, tokens, seed, payload):
+    tokens, payload = np.array(tokens, np.int32), np.array([[payload], [0]], np.int32)
+    seeds = np.random.default_rng(seed).integers(0, 2**32, (BATCH, TOKENS, 2), dtype=np.uint32)
+    expected = definition.token_words(
+        config.parse_scheme(scheme), definition.halves(keys, 2), seeds, tokens, vocab_size=VOCAB, payload=payload
+    )
+    one, other = jitted("words", scheme)
+    np.testing.assert_array_equal(in_jax(one, arrays(keys), seeds, tokens, payload), expected)
+    np.testing.assert_array_equal(in_torch(other, arrays(keys), seeds, tokens, payload), expected)
+
+
+@given(keys=KEYS, seed=st.integers(0, 10**6))
+def test_lanes_hold_the_words_of_the_whole_vocabulary(keys, seed):
+    seeds = np.random.default_rng(seed).integers(0, 2**32, (BATCH, 2), dtype=np.uint32)
+    pair, tokens = definition.halves(keys, 2), np.arange(VOCAB, dtype=np.uint32)[None]
+    blocks = definition.philox.philox4x32((tokens >> 2, seeds[:, :1], seeds[:, 1:], 77), pair)
+    expected = np.take_along_axis(
+        np.stack(blocks, -1), np.broadcast_to((tokens & 3)[..., None], (BATCH, VOCAB, 1)), -1
+    )[..., 0]
+    one, other = jitted("lanes")
+    np.testing.assert_array_equal(in_jax(one, arrays(keys), seeds), expected)
+    np.testing.assert_array_equal(in_torch(other, arrays(keys), seeds), expected)
+
+
+@pytest.mark.parametrize("width", [1, 4, 6])
+@settings(max_examples=12)
+@given(keys=KEYS, tokens=TEXTS, seed=st.integers(0, 10**6))
+def test_vllms_words_are_equal_in_bits(width, keys, tokens, seed):
+    tokens = np.array(tokens, np.int32)
+    contexts = np.random.default_rng(seed).integers(-1, VOCAB, (BATCH, TOKENS, width), dtype=np.int32)
+    pair = definition.halves(keys, 2)
+    expected = definition.vllm_prf.token_words(definition.vllm_prf.state(contexts, pair), tokens, pair)
+    one, other = jitted("vllm", width)
+    np.testing.assert_array_equal(in_jax(one, arrays(keys), contexts, tokens), expected)
+    np.testing.assert_array_equal(in_torch(other, arrays(keys), contexts, tokens), expected)
+
+
+@settings(max_examples=12)
+@given(keys=KEYS, seed=st.integers(0, 10**6))
+def test_the_keyed_order_is_equal_in_bits_and_its_inverse_inverts_it(keys, seed):
+    seeds = np.random.default_rng(seed).integers(0, 2**32, (BATCH, 2), dtype=np.uint32)
+    rounds = definition.round_keys(definition.halves(keys, 1), seeds)
+    values = np.broadcast_to(np.arange(2**8, dtype=np.uint32), (BATCH, 2**8))
+    expected = values * 2**8 + definition.permute(values, rounds[:, None], 8)
+    one, other = jitted("order", 8)
+    np.testing.assert_array_equal(in_jax(one, rounds[:, None], values), expected)
+    np.testing.assert_array_equal(in_torch(other, rounds[:, None], values), expected)
+
+
+@pytest.mark.parametrize(("module", "convert"), [(prf, jnp.asarray), (torch_prf, torch.from_numpy)])
+def test_own_lanes_are_the_words_of_a_token_with_itself(module, convert):
+    key = convert(np.array([[5, 6]], np.uint32 if module is prf else np.int64))
+    lanes = np.asarray(module.own_lanes(module.halves(key, 2), num_elements=VOCAB))
+    tokens = np.arange(104, dtype=np.uint32)
+    expected = definition.pair_words(tokens, tokens, (np.uint32(5), np.uint32(6)))
+    np.testing.assert_array_equal(lanes[0].T.reshape(-1), expected)

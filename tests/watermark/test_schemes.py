@@ -1,0 +1,266 @@
+"""Watermarks during generation: equal tokens on three backends, marked as the definition says, keys row by row."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxbench import initial, philox, sample, transformer
+from jaxbench.config import TransformerConfig
+from jaxbench.eqx import sample as eqx_sample
+from jaxbench.eqx import transformer as eqx_transformer
+from jaxbench.watermark import config, definition, schemes
+from jaxbench.watermark.keys import Key
+from torch_ref import sample as torch_sample
+from torch_ref import transformer as torch_transformer
+from torch_ref.watermark import schemes as torch_schemes
+
+VOCAB, NEW = 150, 32
+MODEL = TransformerConfig(
+    vocab_size=VOCAB, d_model=32, d_ff=48, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, max_seq_len=64
+)
+PARAMS = initial.initial_params(MODEL, 0, distinct=True)
+BACKENDS = {
+    "flax": (transformer, sample, schemes),
+    "equinox": (eqx_transformer, eqx_sample, schemes),
+    "torch": (torch_transformer, torch_sample, torch_schemes),
+}
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9, 10, 11, 12], [9, 10]]
+KEYS = [Key(2**63 + 12345), None, Key(99)]
+
+
+class Lists:
+    """Stand-in for tables.Tables of MarkLLM's lists: random lists of a small vocabulary."""
+
+    def __init__(self, combine, width):
+        self.combine, self.width, self.lag, self.vocab_size, self.per_candidate = combine, width, width, VOCAB, False
+        random = np.random.default_rng(0)
+        self.values = random.permutation(VOCAB) if combine == "min" else np.arange(VOCAB)
+        self.rows = random.permutation(VOCAB)
+        self.green = random.random((VOCAB, VOCAB)) < 0.5
+
+    def bits(self):
+        return np.packbits(self.green, axis=1, bitorder="little")
+
+    def observe(self, tokens, lengths):
+        values = self.values[tokens].astype(np.int64)
+        before = definition.windows(values, self.width)
+        found = {
+            "time": lambda: functools.reduce(lambda a, b: a * b % VOCAB, np.moveaxis(before, -1, 0)),
+            "additive": lambda: before.sum(-1) % VOCAB,
+            "skip": lambda: before[..., 0],
+            "min": lambda: before.min(-1),
+        }[self.combine]()
+        place = np.arange(tokens.shape[1])[None]
+        return SimpleNamespace(
+            is_green=self.green[self.rows[found], tokens], has_context=place >= self.width, seeds=self.rows[found]
+        )
+
+
+SCHEMES = {
+    "kgw left": {"scheme": "kgw", "delta": 6.0},
+    "kgw min": {"scheme": "kgw", "delta": 6.0, "context": {"kind": "min", "width": 4}},
+    "kgw skip": {"scheme": "kgw", "delta": 6.0, "context": {"kind": "skip", "width": 2}},
+    "kgw self": {"scheme": "kgw", "delta": 6.0, "context": {"kind": "self", "width": 4}},
+    "kgw self alone": {"scheme": "kgw", "delta": 6.0, "context": {"kind": "self", "width": 1}},
+    "kgw payload": {"scheme": "kgw", "delta": 6.0, "payload_bits": 5},
+    "kgw self payload": {"scheme": "kgw", "delta": 6.0, "payload_bits": 5, "context": {"kind": "self", "width": 3}},
+    "unigram": {"scheme": "unigram", "delta": 6.0},
+    "gumbel": {"scheme": "gumbel", "context": {"width": 2}},
+    "gumbel payload": {"scheme": "gumbel", "payload_bits": 4},
+    "gumbel dual": {"scheme": "gumbel", "dual_key_alpha": 0.3, "deduplicate": False},
+    "gumbel vllm": {"scheme": "gumbel", "prf": "vllm"},
+    "gumbel vllm dual": {"scheme": "gumbel", "prf": "vllm", "dual_key_alpha": 0.1},
+    "synthid": {"scheme": "synthid", "context": {"width": 2}},
+    "dip": {"scheme": "dip", "context": {"width": 2}},
+    "markllm time": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 2},
+    "markllm additive": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 3, "f_scheme": "additive"},
+    "markllm skip": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 2, "f_scheme": "skip"},
+    "markllm min": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 2, "f_scheme": "min"},
+    "transformers": {"scheme": "kgw_transformers", "bias": 6.0},
+}
+
+
+def tables_of(scheme):
+    if scheme.scheme == "kgw_markllm":
+        return Lists(scheme.f_scheme, scheme.prefix_length)
+    return Lists("skip", 1) if scheme.scheme == "kgw_transformers" else None
+
+
+@functools.cache
+def generate(backend, name, *, temperature=1.0, top_k=0):
+    build, sampling, marks = BACKENDS[backend]
+    scheme = config.parse_scheme(SCHEMES[name])
+    watermark = marks.Watermark(scheme, vocab_size=VOCAB, tables=tables_of(scheme))
+    generator = sampling.Generator(
+        build.build(MODEL, PARAMS),
+        eos_id=None,
+        sampling=sampling.Sampling(temperature=temperature, top_k=top_k),
+        processors=[watermark],
+    )
+    payloads = [3, 0, 9] if config.num_payloads(scheme) > 1 else None
+    states = [watermark.state(KEYS, payloads=payloads, seed=5)]
+    return generator(PROMPTS, max_new_tokens=NEW, seed=5, processor_states=states).tokens
+
+
+@functools.cache
+def plain(backend="torch"):
+    build, sampling, _ = BACKENDS[backend]
+    model = build.build(MODEL, PARAMS)
+    generator = sampling.Generator(model, eos_id=None, sampling=sampling.Sampling(temperature=1.0))
+    return generator(PROMPTS, max_new_tokens=NEW, seed=5).tokens
+
+
+def texts(tokens):
+    rows = [prompt + list(row) for prompt, row in zip(PROMPTS, tokens)]
+    padded = np.zeros((3, max(map(len, rows))), np.int32)
+    for row, ids in enumerate(rows):
+        padded[row, : len(ids)] = ids
+    return padded, np.array([len(ids) for ids in rows]), np.array([len(prompt) for prompt in PROMPTS])
+
+
+def evidence_of(name, tokens, keys, payload=0):
+    scheme = config.parse_scheme(SCHEMES[name])
+    padded, lengths, starts = texts(tokens)
+    options = {"prompt_lengths": starts, "payload": payload, "tables": tables_of(scheme)}
+    return scheme, definition.evidence(scheme, keys, padded, lengths, vocab_size=VOCAB, **options)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_three_backends_generate_the_same_tokens(name):
+    reference = generate("torch", name)
+    assert reference.shape == (3, NEW) and len(np.unique(reference[0])) > 5
+    for backend in ("flax", "equinox") if name in ("kgw left", "gumbel", "synthid") else ("flax",):
+        np.testing.assert_array_equal(generate(backend, name), reference)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_row_without_a_key_is_drawn_as_ever_and_the_others_are_not(name):
+    tokens = generate("torch", name)
+    np.testing.assert_array_equal(tokens[1], plain()[1])
+    assert (tokens[0] != plain()[0]).any() and (tokens[2] != plain()[2]).any()
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name.startswith(("kgw", "uni", "mark", "trans"))])
+def test_marked_tokens_are_green_under_the_rows_own_key_and_payload(name):
+    keys = [key or Key(1) for key in KEYS]
+    for row, payload in ((0, 3), (2, 9)):
+        scheme, found = evidence_of(name, generate("torch", name), keys, payload if "payload" in name else 0)
+        green = definition.is_green(scheme, found.words)[row][found.scored[row]]
+        assert len(green) > NEW / 2
+        assert green.mean() > 0.9  # a bias of 6 nats; few tokens are not green, for few lists of 150 tokens are bare
+    if scheme.scheme in ("kgw", "unigram"):
+        _, found = evidence_of(name, generate("torch", name), [Key(7)] * 3)
+        assert definition.is_green(scheme, found.words)[found.scored].mean() < 0.7
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name.startswith("gumbel")])
+def test_gumbel_marks_have_large_uniforms_under_the_rows_own_key(name):
+    tokens, keys = generate("torch", name), [key or Key(1) for key in KEYS]
+    scheme, found = evidence_of(name, tokens, keys, 3 if "payload" in name else 0)
+    words = found.words if found.second_words is None else np.maximum(found.words, found.second_words)
+    scores = [-np.log1p(-philox.uniform(words[row][found.scored[row]])).mean() for row in range(3)]
+    assert scores[0] > 2.5 and scores[1] < 2.2  # 1 without a mark, 1.5 for the larger of two
+    assert "payload" in name or scores[2] > 2.5
+
+
+@pytest.mark.parametrize(("name", "floor"), [("synthid", 0.55), ("dip", 0.6)])
+def test_tournaments_and_reweighting_leave_their_mark(name, floor):
+    tokens, keys = generate("torch", name), [key or Key(1) for key in KEYS]
+    scheme, found = evidence_of(name, tokens, keys)
+    for row in (0, 2):
+        words = found.words[row][found.scored[row]]
+        if name == "dip":
+            assert definition.is_green(scheme, words).mean() > floor
+        else:
+            assert np.mean([(words >> np.uint32(i)) & 1 for i in range(10)]) > floor
+
+
+def test_a_context_seen_before_is_drawn_with_ordinary_randomness():
+    logits = jnp.zeros((1, VOCAB))
+    watermark = schemes.Watermark({"scheme": "gumbel", "context": {"width": 1}}, vocab_size=VOCAB)
+    state = watermark.state([Key(5)])
+    draw = jax.jit(lambda state, tokens, length, step: watermark.draw(state, logits, tokens, length, step, None))
+    drawn = []
+    for step, last in enumerate([3, 4, 3, 5, 4]):
+        tokens = jnp.array([[last, 0, 0]], jnp.int32)
+        state, token = draw(state, tokens, jnp.array([1]), jnp.int32(step))
+        drawn.append(int(token[0]))
+    assert [token >= 0 for token in drawn] == [True, True, False, True, False]
+    assert drawn[0] != drawn[1]
+
+
+def test_kgw_without_a_bias_is_no_watermark():
+    watermark = torch_schemes.Watermark({"scheme": "kgw", "delta": 0.0}, vocab_size=VOCAB)
+    model = torch_transformer.build(MODEL, PARAMS)
+    generator = torch_sample.Generator(
+        model, eos_id=None, sampling=torch_sample.Sampling(temperature=1.0), processors=[watermark]
+    )
+    states = [watermark.state([Key(1), Key(2), Key(3)])]
+    tokens = generator(PROMPTS, max_new_tokens=NEW, seed=5, processor_states=states).tokens
+    np.testing.assert_array_equal(tokens, plain())
+
+
+def test_schemes_of_one_batch_chain():
+    kgw = torch_schemes.Watermark({"scheme": "kgw", "delta": 6.0}, vocab_size=VOCAB)
+    gumbel = torch_schemes.Watermark(SCHEMES["gumbel"], vocab_size=VOCAB)
+    synthid = torch_schemes.Watermark(SCHEMES["synthid"], vocab_size=VOCAB)
+    model = torch_transformer.build(MODEL, PARAMS)
+    settings = torch_sample.Sampling(temperature=1.0)
+    generator = torch_sample.Generator(model, eos_id=None, sampling=settings, processors=[kgw, gumbel, synthid])
+    states = [w.state([key if i == row else None for row in range(3)]) for i, (w, key) in
+              enumerate([(kgw, KEYS[0]), (gumbel, Key(4)), (synthid, KEYS[2])])]  # fmt: skip
+    tokens = generator(PROMPTS, max_new_tokens=NEW, seed=5, processor_states=states).tokens
+    np.testing.assert_array_equal(tokens[0], generate("torch", "kgw left")[0])
+    np.testing.assert_array_equal(tokens[2], generate("torch", "synthid")[2])
+    assert (tokens[1] != plain()[1]).any()
+
+
+def test_filters_hold_for_marked_tokens():
+    build, sampling, marks = BACKENDS["flax"]
+    model = build.build(MODEL, PARAMS)
+    for name in ("gumbel", "synthid", "dip"):
+        watermark = marks.Watermark(SCHEMES[name], vocab_size=VOCAB)
+        generator = sampling.Generator(
+            model, eos_id=None, sampling=sampling.Sampling(temperature=0.7, top_k=1), processors=[watermark]
+        )
+        states = [watermark.state(KEYS)]
+        tokens = generator(PROMPTS, max_new_tokens=4, seed=5, processor_states=states).tokens
+        greedy = sampling.Generator(model, eos_id=None, sampling=sampling.Sampling())
+        np.testing.assert_array_equal(tokens, greedy(PROMPTS, max_new_tokens=4, seed=5).tokens)
+
+
+def test_no_key_is_a_constant_of_a_program():
+    watermark = schemes.Watermark("kgw", vocab_size=VOCAB)
+    low, high = Key(0x1234567887654321).halves
+    state = watermark.state([Key(0x1234567887654321)])
+    context = (jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.int32(0))
+    text = jax.jit(watermark.apply).lower(state, jnp.zeros((1, VOCAB)), *context).as_text()
+    assert str(low) not in text and str(high) not in text
+
+
+@pytest.mark.parametrize("marks", [schemes, torch_schemes])
+def test_bad_input_is_named(marks):
+    watermark = marks.Watermark({"scheme": "kgw", "payload_bits": 3}, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match=r"payloads=\[8\] for 1 rows, wanted one a row in \[0, 8\)"):
+        watermark.state([Key(1)], payloads=[8])
+    with pytest.raises(ValueError, match=r"processor_states=\[watermark.state\(keys\)\]"):
+        watermark.init(4)
+    with pytest.raises(ValueError, match="wanted at least one row"):
+        watermark.state([])
+    with pytest.raises(ValueError, match="kgw_markllm: wanted the tables"):
+        marks.Watermark("kgw_markllm", vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="tables of 150 tokens for a model of 151"):
+        marks.Watermark("kgw_markllm", vocab_size=151, tables=Lists("time", 1))
+    with pytest.raises(ValueError, match="'gumbell' is unknown, the nearest is gumbel"):
+        marks.Watermark("gumbell", vocab_size=VOCAB)
+
+
+def test_torch_tensors_on_the_cpu_are_what_states_hold():
+    state = torch_schemes.Watermark("unigram", vocab_size=VOCAB).state([Key(1), None], batch_size=4)
+    assert {name: tuple(x.shape) for name, x in state.items()} == {"marked": (4,), "keys": (4, 4), "green": (4, VOCAB)}
+    assert all(isinstance(x, torch.Tensor) for x in state.values()) and state["marked"].tolist() == [True] + [False] * 3
