@@ -31,11 +31,15 @@ FRAMEWORKS = ("jax", "jaxlib", "flax", "equinox", "optax", "torch")
 CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial", "cli", "launch", "bench.statistics")
 # Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
 CONFIG_MODELS = {
+    "lm": "jaxbench.train_config:TrainConfig",
     "suites": "jaxbench.bench.suite:Suite",
     "watermark/benchmark": "jaxbench.watermark.benchmark:Benchmark",
+    "watermark/calibrate": "jaxbench.watermark.calibrate:Calibration",
     "watermark/evaluate": "jaxbench.watermark.evaluate_config:Evaluate",
     "watermark/evaluate-robustness": "jaxbench.watermark.evaluate_config:Evaluate",
     "watermark/evaluate-tiny": "jaxbench.watermark.evaluate_config:Evaluate",
+    "watermark/neural": "jaxbench.watermark.train_detector:Training",
+    "watermark/power": "jaxbench.watermark.power:Power",
 }
 
 CODE = sources(*PACKAGES, "experiments")

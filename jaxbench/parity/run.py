@@ -130,7 +130,7 @@ def _exact(case: Case, backend: str) -> dict[str, Any]:
     """Return the result of a case without a model, from its own gates, which compare numpy, JAX and PyTorch."""
     check_backend(case, backend)
     with pinned("float64") as settings:
-        found = importlib.import_module(f"jaxbench.parity.{case.exact}").gates(case)
+        found = importlib.import_module(f"jaxbench.parity.{case.exact}").gates_of(case)
     failed = next((gate for gate in found if not gate.passed), None)
     return {
         "case": case.id,

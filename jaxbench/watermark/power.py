@@ -97,7 +97,6 @@ def generate(
 ) -> np.ndarray:  # fmt: skip
     """Return the continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
     scheme, size = settings.schemes[name], max(settings.lengths)
-    vocab_size = model.embed.embedding.shape[0]
     root, chunks = Key.from_passphrase(settings.passphrase), []
     generator = processor = None
     for start in range(0, len(given), settings.batch_size):
@@ -105,6 +104,7 @@ def generate(
         path = workdir / "chunks" / f"{slug(name)}-{start:06d}-{len(rows)}.npy"
         if not path.is_file():
             if generator is None:
+                vocab_size = model.embed.embedding.shape[0]
                 lists = tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in calibrate.LISTS else None
                 processor = schemes.Watermark(scheme, vocab_size=vocab_size, tables=lists)
                 sampling = sample.Sampling(temperature=settings.temperature)

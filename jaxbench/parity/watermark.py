@@ -1,0 +1,120 @@
+"""Parity of the watermarks, which have no weights: the same bits, tokens and p-values in numpy, JAX and PyTorch.
+
+For one scheme: the evidence of texts (words and scored positions, with prompts, padding and a key for each row) is
+equal bit for bit in definition.py and both detectors; scores and p-values computed from it agree to 1e-12; and both
+generators draw the same tokens from one model, marked and unmarked rows in one batch, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxbench import initial, sample, transformer
+from jaxbench.parity import cases, gates
+from jaxbench.watermark import definition, detect, schemes, statistics, tables
+from jaxbench.watermark.keys import Key
+
+TOLERANCE = 1e-12  # of float64 scores and p-values, relative
+NUM_TEXTS, NUM_NEW = 12, 24
+KEYS = [Key.from_passphrase("parity").derive(str(i)) for i in range(NUM_TEXTS)]
+
+
+def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.Gate]:
+    """Return the gates of words, scored positions, scores and p-values."""
+    from torch_ref.watermark import detect as torch_detect
+
+    tokens, lengths, prompts = texts(vocab_size, seed)
+    lists = tables_of(scheme, vocab_size)
+    reference = definition.evidence(
+        scheme, KEYS, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompts, tables=lists
+    )
+    wanted = statistics.score(scheme, reference, vocab_size=vocab_size)
+    found = []
+    for name, library in (("flax", detect), ("torch", torch_detect)):
+        detector = library.Detector(scheme, vocab_size=vocab_size, tables=lists)
+        evidence = detector.evidence(tokens, lengths, KEYS, prompt_lengths=prompts)
+        found.append(_equal(f"{name}: scored positions", evidence.scored, reference.scored))
+        pairs = [(evidence.words, reference.words)]
+        if reference.second_words is not None:
+            pairs.append((evidence.second_words, reference.second_words))
+        mine, theirs = (np.stack([np.where(reference.scored, pair[i], 0) for pair in pairs]) for i in (0, 1))
+        found.append(_equal(f"{name}: words of scored tokens", mine, theirs))
+        scores = statistics.score(scheme, evidence, vocab_size=vocab_size)
+        found.append(_equal(f"{name}: counts", scores.num_scored, wanted.num_scored))
+        for field in ("statistic", "score", "p_value", "mid_p", "randomized_p"):
+            found.append(_close(f"{name}: {field}", getattr(scores, field), getattr(wanted, field)))
+    return found
+
+
+def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
+    """Return the gate of generated tokens: every second row is marked, each with its own key."""
+    import torch_ref.transformer
+    from torch_ref import sample as torch_sample
+    from torch_ref.watermark import schemes as torch_schemes
+
+    shape = cases.LLAMA
+    params = initial.initial_params(shape, seed, distinct=True)
+    tokens, _, _ = texts(shape.vocab_size, seed)
+    given = [row[: 5 + i % 4].tolist() for i, row in enumerate(tokens[:6])]
+    keys = [KEYS[i] if i % 2 == 0 else None for i in range(len(given))]
+    drawn = {}
+    for name, models, sampling, marks in (
+        ("flax", transformer, sample, schemes),
+        ("torch", torch_ref.transformer, torch_sample, torch_schemes),
+    ):
+        lists = tables_of(scheme, shape.vocab_size)
+        watermark = marks.Watermark(scheme, vocab_size=shape.vocab_size, tables=lists)
+        generator = sampling.Generator(
+            models.build(shape, params),
+            eos_id=None,
+            sampling=sampling.Sampling(temperature=1.0),
+            processors=[watermark],
+        )
+        states = [watermark.state(keys, seed=seed)]
+        drawn[name] = np.asarray(generator(given, max_new_tokens=NUM_NEW, seed=seed, processor_states=states).tokens)
+    return [gates.sampling(drawn)._replace(what="generated tokens, float32")]
+
+
+def is_detection_only(scheme: Any) -> bool:
+    """Return True for lists per candidate, which nobody can generate with at once."""
+    return "self" in (getattr(scheme, "window_scheme", ""), getattr(scheme, "seeding_scheme", "").removesuffix("hash"))
+
+
+def tables_of(scheme: Any, vocab_size: int) -> tables.Tables | None:
+    """Return the green lists of the schemes that have them."""
+    is_listed = scheme.scheme in ("kgw_markllm", "kgw_transformers")
+    return tables.Tables(scheme, vocab_size=vocab_size) if is_listed else None
+
+
+def texts(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return tokens [B T] that repeat themselves, lengths [B] from 0 on, and prompt lengths [B]."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, vocab_size, (NUM_TEXTS, 40), dtype=np.int32)
+    tokens[:, 20:30] = tokens[:, 5:15]
+    tokens[::3] %= 3
+    lengths = np.linspace(0, 40, NUM_TEXTS).astype(np.int32)
+    return tokens, lengths, random.integers(0, 12, NUM_TEXTS).astype(np.int32)
+
+
+def gates_of(case: cases.Case) -> list[gates.Gate]:
+    """Return every gate of a case, whose configuration is the scheme."""
+    found = gates_of_evidence(case.config, vocab_size=cases.LLAMA.vocab_size, seed=case.seed)
+    return found if is_detection_only(case.config) else found + gates_of_generation(case.config, seed=case.seed)
+
+
+def _equal(what: str, value: np.ndarray, reference: np.ndarray) -> gates.Gate:
+    value, reference = np.asarray(value), np.asarray(reference)
+    if value.shape != reference.shape:
+        return gates.Gate("P6", what, False, float("inf"), 0.0, f"{value.shape}, wanted {reference.shape}")
+    wrong = np.argwhere(value != reference)
+    where = f"at {tuple(int(i) for i in wrong[0])}" if len(wrong) else ""
+    return gates.Gate("P6", what, not len(wrong), float(len(wrong)), 0.0, where, f"{value.size} values, bit for bit")
+
+
+def _close(what: str, value: np.ndarray, reference: np.ndarray) -> gates.Gate:
+    scale = np.maximum(np.abs(reference), np.finfo(np.float64).tiny)
+    error = np.where(value == reference, 0.0, np.abs(value - reference) / scale)
+    worst = int(np.argmax(error))
+    return gates.Gate("P1", what, bool(error[worst] <= TOLERANCE), float(error[worst]), TOLERANCE, f"text {worst}")
