@@ -15,6 +15,10 @@ A main declares its flags with the functions below, then hands its work to `run`
         cli.define_device()
         cli.run(main, about=__doc__)
 
+A main of several commands, `watermark.py detect --input=FILE`, gives each its own flags:
+
+    cli.run_commands({"detect": cli.Command(define_detect, detect, "find a watermark")}, about=__doc__)
+
 Exit codes: 0 success, 1 a gate failed, 2 bad input (one line on stderr that says what and how to mend it), 130
 interrupted. JAXBENCH_DEBUG=1 shows the whole traceback of bad input.
 """
@@ -25,9 +29,9 @@ import difflib
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from absl import flags
 
@@ -110,6 +114,37 @@ def run(main: Callable[[], int | None], *, about: str | None = None, argv: Seque
         print(help_text(Path(argv[0]).name, about))
         raise SystemExit(EXIT_OK)
     raise SystemExit(_call(main, argv))
+
+
+class Command(NamedTuple):
+    """One command of a main: its flags are defined when it is chosen."""
+
+    define: Callable[[], None]
+    main: Callable[[], int | None]
+    about: str  # on top of its --help; the first line stands in the list of commands
+
+
+def run_commands(commands: Mapping[str, Command], *, about: str, argv: Sequence[str] | None = None) -> None:
+    """Run the command that the first word names, with its own flags; end the process with its exit code."""
+    program, *words = list(sys.argv if argv is None else argv)
+    name = words[0] if words else ""
+    if name in ("", "--help", "-h", "-help", "--helpfull"):
+        print(commands_text(Path(program).name, commands, about))
+        raise SystemExit(EXIT_OK if name else EXIT_USAGE)
+    if name not in commands:
+        close = difflib.get_close_matches(name, commands, n=1, cutoff=0.5)
+        hint = f"the nearest is {close[0]}" if close else f"wanted one of {', '.join(commands)}"
+        raise SystemExit(_complain(f"{name!r} is no command of {Path(program).name}, {hint}", EXIT_USAGE))
+    commands[name].define()
+    run(commands[name].main, about=commands[name].about, argv=[f"{program} {name}", *words[1:]])
+
+
+def commands_text(program: str, commands: Mapping[str, Command], about: str) -> str:
+    """Return what --help prints without a command: the main's own text, then one line a command."""
+    width = max(map(len, commands))
+    lines = [f"  {name:<{width}}  {command.about.strip().splitlines()[0]}" for name, command in commands.items()]
+    usage = f"usage: {program} COMMAND [--flag=value ...]; {program} COMMAND --help lists its flags"
+    return "\n".join([about.strip(), "", usage, "", *lines])
 
 
 def _call(main: Callable[[], int | None], argv: list[str]) -> int:

@@ -87,8 +87,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), model_class: type[Mode
     Raises:
       ValueError: one line that names file, key, value and what was wanted; an unknown key gets the nearest known one.
     """
-    content = _read_yaml(Path(path))
-    changed = {_override(content, text): text for text in overrides}
+    content = read_yaml(Path(path))
+    changed = {override(content, text): text for text in overrides}
     try:
         model = model_class.model_validate(content)
     except pydantic.ValidationError as error:
@@ -162,7 +162,8 @@ def _refuse_switches(given: Any, resolved: Any, place: str) -> None:
         _refuse_switches(one, other, where)
 
 
-def _read_yaml(path: Path) -> dict:
+def read_yaml(path: Path) -> dict:
+    """Return the mapping in a YAML file; ValueError names file and place where it is none."""
     import yaml
 
     if not path.is_file():
@@ -201,8 +202,8 @@ def _yaml_loader() -> type:
     return Loader
 
 
-def _override(content: dict, text: str) -> tuple[str, ...]:
-    """Set one `a.b=value` in place and return its path."""
+def override(content: dict, text: str) -> tuple[str, ...]:
+    """Set one `a.b=value` in a mapping, in place, and return its path."""
     import yaml
 
     key, equals, value = text.partition("=")

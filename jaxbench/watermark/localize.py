@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.watermark import definition, statistics, tails
+from jaxbench.watermark import definition, statistics
 
 SIZES = (25, 50, 100, 200, 400)  # scored positions in a window
 STRIDE = 8  # windows of one size start every size / STRIDE positions
@@ -56,7 +56,7 @@ def localize(
 ) -> list[Localization]:
     """Return the marked spans of each text: windows whose exact p, times the number of windows, is at most `level`.
 
-    Windows that reach the level and touch are one span. The whole text counts as a window, so that a text marked from
+    Spans are disjoint, and neighbours are one span. The whole text counts as a window, so that a text marked from
     end to end loses little. Valid because the number of windows depends on the number of scored positions only.
 
     Raises:
@@ -125,21 +125,19 @@ def _windows(number: int, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]
 
 
 def _spans(places, starts, ends, p_values, level: float) -> tuple[Span, ...]:
-    """Return disjoint spans: the strongest window first, each widened by the weaker ones that overlap it by half."""
-    taken = np.zeros(int(ends.max()), np.int64)  # number of the span of each scored position, 0 = none
-    best: list[float] = []
+    """Return disjoint spans: the strongest window first, then those that touch none before; neighbours are joined."""
+    taken = np.ones(int(ends.max()), np.float64)  # p-value of the window that holds each scored position, 1 = none
     for window in np.argsort(p_values, kind="stable"):
+        inside = taken[starts[window] : ends[window]]
         if p_values[window] > level:
             break
-        inside = taken[starts[window] : ends[window]]
-        if not inside.any():
-            best.append(float(p_values[window]))
-            inside[:] = len(best)
-    found = []
-    for number, p_value in enumerate(best, start=1):
-        held = np.flatnonzero(taken == number)
-        found.append(Span(int(places[held[0]]), int(places[held[-1]]) + 1, p_value, len(held)))
-    return tuple(sorted(found))
+        if inside.min() > level:
+            inside[:] = p_values[window]
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (taken <= level).astype(np.int8), [0]])))
+    return tuple(
+        Span(int(places[first]), int(places[last - 1]) + 1, float(taken[first:last].min()), int(last - first))
+        for first, last in edges.reshape(-1, 2)
+    )
 
 
 def _window_z(standard: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -179,8 +177,3 @@ def _null_scores(scheme: Any, generator: np.random.Generator, shape: tuple[int, 
     second = second if getattr(scheme, "dual_key_alpha", 0.0) > 0 else None
     evidence = definition.Evidence(words, np.ones(shape, bool), second)
     return statistics.token_scores(scheme, evidence).astype(np.float64)
-
-
-def floor_p(num_draws: int) -> float:
-    """Return the smallest p-value that num_draws simulated nulls can give."""
-    return max(tails.FLOOR, 1.0 / (1 + num_draws))

@@ -5,7 +5,7 @@ Axis letters: B texts of one batch, T tokens, N all texts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from jaxbench.watermark.texts import Ragged, TextEncoder
 
 TABLE_SCHEMES = ("kgw_markllm", "kgw_transformers")  # their lists are read in numpy, on the host
 MAX_DEVICE_LENGTH = 4096  # tokens; longer texts are sorted on the host instead of comparing all pairs
+FEW_ROWS = 128
 MANY_TEXTS = 2048  # from here on, tighter padding is worth more programs to compile
 BATCH_TOKENS = 2**18  # padded tokens of one call: fits the cache, and keeps the devices busy
 
@@ -117,16 +118,26 @@ def detect(
     return join(parts, places)
 
 
-def batches(ids: Ragged) -> Any:
+def batches(ids: Ragged) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield (rows [B], tokens [B T] int32, lengths [B]) of all texts, grouped by padded length."""
     lengths = ids.lengths
     padded = padded_lengths(lengths, steps=8 if len(ids) >= MANY_TEXTS else 1)
-    for width in np.unique(padded):
-        rows = np.flatnonzero(padded == width)
+    for width, rows in _groups(padded):
         size = 1 << max(0, int(np.log2(BATCH_TOKENS / width)))
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             yield part, ids.take(part), lengths[part].astype(np.int32)
+
+
+def _groups(padded: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (width, rows) with at least FEW_ROWS rows: fewer join the next width, for fewer programs to compile."""
+    held = np.zeros(0, np.int64)
+    widths = np.unique(padded)
+    for width in widths:
+        held = np.concatenate([held, np.flatnonzero(padded == width)])
+        if len(held) >= FEW_ROWS or width == widths[-1]:
+            yield int(width), np.sort(held)
+            held = np.zeros(0, np.int64)
 
 
 def join(parts: Sequence[statistics.Detections], places: Sequence[np.ndarray]) -> statistics.Detections:

@@ -89,12 +89,8 @@ class TextEncoder:
         Raises:
           ValueError: the tokenizer has more tokens than the detector's vocabulary.
         """
-        size = getattr(tokenizer, "vocab_size", None)
-        if None not in (size, vocab_size) and size > vocab_size:
-            raise ValueError(
-                f"detect: the tokenizer has {size} tokens and the detector's vocabulary {vocab_size}; "
-                "use the tokenizer and vocab_size of the model that wrote the texts"
-            )
+        if vocab_size is not None:
+            check_sizes(getattr(tokenizer, "vocab_size", 0), vocab_size)
         self.tokenizer = tokenizer
         self.canonicalize = canonicalize
         self._fast = _fast_tokenizer(tokenizer) if fast else None
@@ -114,6 +110,15 @@ class TextEncoder:
         if self._fast is None:
             return Encoded(Ragged.from_lists(self.tokenizer.encode_batch(texts, add_special=False)), changed)
         return Encoded(_encode_fast(self._fast, texts), changed)
+
+
+def check_sizes(tokenizer_size: int, vocab_size: int) -> None:
+    """Raise a ValueError where a tokenizer has more tokens than the detector's vocabulary."""
+    if tokenizer_size > vocab_size:
+        raise ValueError(
+            f"detect: the tokenizer has {tokenizer_size} tokens and the detector's vocabulary {vocab_size}; "
+            "use the tokenizer and vocab_size of the model that wrote the texts"
+        )
 
 
 def _encode_fast(core: Any, texts: Sequence[str]) -> Ragged:

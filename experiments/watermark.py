@@ -1,0 +1,331 @@
+"""Watermark text, find the mark again, attack it, and measure all of it.
+
+    watermark.py keygen   --output=key                                             a new secret key
+    watermark.py detect   --scheme=kgw --key_file=key --text="..."                 one text, its tokens coloured
+    watermark.py detect   --scheme=kgw --key_file=key --input=corpus.jsonl.gz --output=scores.parquet
+    watermark.py identify --schemes=kgw,gumbel --key_files=key1,key2 --text="..."  which scheme and key, if any
+    watermark.py attack   --attack=typo --strength=0.1 --input=texts.jsonl --output=attacked.jsonl
+    watermark.py evaluate --config=configs/watermark/evaluate.yaml                 detectability, quality, robustness
+    watermark.py calibrate --config=configs/watermark/calibrate.yaml               realised false-positive rates
+
+A detect or identify run over files that is killed goes on with the same command. Bad input ends with exit code 2 and
+one line; calibrate and power end with 1 when a gate fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from absl import flags
+
+from jaxbench import cli, launch
+
+VALUES = flags.FLAGS
+DETECTORS = {
+    "flax": ("jaxbench.watermark.detect", "Detector"),
+    "torch": ("torch_ref.watermark.detect", "Detector"),
+    "numpy": ("jaxbench.watermark.pipeline", "NumpyDetector"),
+}
+
+
+# Keys
+
+
+def define_keygen() -> None:
+    """Define the flags of keygen."""
+    flags.DEFINE_string("output", None, "file for the key; an existing one is never written over")
+    flags.DEFINE_bool("passphrase", False, "ask for a passphrase and derive the key from it")
+
+
+def keygen() -> int:
+    """Write a key file."""
+    from jaxbench.watermark import keys
+
+    if VALUES.output is None:
+        raise ValueError(f"--output={VALUES.output}: name a file for the key")
+    if VALUES.passphrase:
+        import getpass
+
+        key = keys.Key.from_passphrase(getpass.getpass("passphrase: "))
+    else:
+        key = keys.Key.random()
+    keys.write_key_file(VALUES.output, key)
+    print(f"written: {VALUES.output} (keep it secret: whoever has it can find and forge the mark)")
+    return cli.EXIT_OK
+
+
+# Detection
+
+
+def define_texts() -> None:
+    """Define what detect and identify share."""
+    flags.DEFINE_string("text", None, "one text to test; shown on the terminal")
+    flags.DEFINE_string("input", None, "file or glob: .jsonl or .txt (one text a line), plain or .gz")
+    flags.DEFINE_string("output", None, "scores of --input: a .parquet, .jsonl or .csv file")
+    flags.DEFINE_string("field", "text", "key of the text, or of a list of token ids, in a line of .jsonl")
+    flags.DEFINE_string("prompt_field", None, "key of the number of tokens that are prompt and not scored")
+    flags.DEFINE_integer("vocab_size", None, "logits of the model that wrote the texts (unset: its tokenizer's size)")
+    flags.DEFINE_bool("canonicalize", True, "undo look-alikes and invisible characters before tokenising")
+    flags.DEFINE_float("level", 0.01, "p-value that counts as found", lower_bound=0.0, upper_bound=1.0)
+    flags.DEFINE_integer("processes", 1, "processes of one thread each, or Ray actors", lower_bound=1)
+    flags.DEFINE_enum("engine", "local", ["local", "ray"], "where they run: this machine, or a Ray cluster")
+    flags.DEFINE_bool("overwrite", False, "replace an output, or what an earlier run left of one")
+    flags.DEFINE_multi_string("set", [], "change one field of the scheme: --set gamma=0.5 --set context.width=4")
+    cli.define_model()
+    cli.define_backend(choices=tuple(DETECTORS))
+    cli.define_device()
+
+
+def define_detect() -> None:
+    """Define the flags of detect."""
+    flags.DEFINE_string("scheme", "kgw", "name of a scheme, or a YAML file with its fields")
+    flags.DEFINE_string("key_file", None, "file of the secret key (watermark.py keygen)")
+    flags.DEFINE_integer("prompt_tokens", 0, "first tokens of --text that are not scored", lower_bound=0)
+    define_texts()
+
+
+def define_identify() -> None:
+    """Define the flags of identify."""
+    flags.DEFINE_list("schemes", ["kgw", "gumbel", "unigram", "synthid"], "names of schemes, or YAML files")
+    flags.DEFINE_list("key_files", [], "files of secret keys; every scheme is tried under every key")
+    flags.DEFINE_enum("correction", "holm", ["holm", "bonferroni"], "how the family's error rate is held")
+    define_texts()
+
+
+def check_where() -> None:
+    """Raise unless either --text, or --input and --output are given."""
+    given = [name for name in ("text", "input") if VALUES[name].value is not None]
+    if len(given) != 1:
+        raise ValueError(f"give either --text or --input, got {' and '.join(given) or 'none'}")
+    if given == ["input"] and VALUES.output is None:
+        raise ValueError(f"--input={VALUES.input} needs --output=FILE.parquet (or .jsonl, .csv)")
+
+
+def detector_maker() -> Callable[..., Any]:
+    """Return the detector class of --backend on --device; JAX starts here."""
+    if VALUES.backend == "flax":
+        launch.ensure(VALUES.device)
+        importlib.import_module("jaxbench.devices").check_device(VALUES.device)
+    module, name = DETECTORS[VALUES.backend]
+    maker = getattr(importlib.import_module(module), name)
+    return maker if VALUES.backend == "numpy" else functools.partial(maker, device=VALUES.device)
+
+
+def make_job(candidates: tuple[Any, ...], **how: Any) -> Any:
+    """Return the job that the flags describe."""
+    from jaxbench.watermark import bulk
+
+    check_vocab_size(model := None if VALUES.model == "default" else VALUES.model)
+    return bulk.Job(
+        candidates,
+        detector_maker(),
+        model=model,
+        vocab_size=VALUES.vocab_size,
+        canonicalize=VALUES.canonicalize,
+        field=VALUES.field,
+        prompt_field=VALUES.prompt_field,
+        **how,
+    )
+
+
+def check_vocab_size(model: str | None) -> None:
+    """Raise where --vocab_size is smaller than the tokenizer of --model."""
+    if VALUES.vocab_size is not None:
+        from jaxbench.tokenizer import load_tokenizer
+        from jaxbench.watermark.texts import check_sizes
+
+        check_sizes(load_tokenizer(model).vocab_size, VALUES.vocab_size)
+
+
+def score_files(job: Any) -> int:
+    """Score --input into --output."""
+    from rich.console import Console
+
+    from jaxbench.watermark import run
+
+    engine = importlib.import_module("jaxbench.watermark.ray_engine").engine if VALUES.engine == "ray" else None
+    cli.keep(f"finished parts are in {VALUES.output}.parts; the same command goes on")
+    run.detect_file(
+        VALUES.input, VALUES.output, job, level=VALUES.level, console=Console(),
+        processes=VALUES.processes, overwrite=VALUES.overwrite, engine=engine,
+    )  # fmt: skip
+    return cli.EXIT_OK
+
+
+def detect() -> int:
+    """Find the mark of one scheme and key."""
+    from jaxbench.watermark import identify, run
+
+    check_where()
+    scheme = run.read_scheme(VALUES.scheme, VALUES.set)
+    key = run.read_key(scheme, VALUES.key_file)
+    job = make_job((identify.Candidate(scheme.scheme, scheme, key),))
+    if VALUES.input is not None:
+        return score_files(job)
+    from rich.console import Console
+
+    from jaxbench.tokenizer import load_tokenizer
+
+    run.detect_text(
+        VALUES.text, scheme, key, tokenizer=load_tokenizer(job.model), vocab_size=job.vocab_size,
+        make_detector=job.make_detector, canonicalize=job.canonicalize, level=VALUES.level,
+        prompt_tokens=VALUES.prompt_tokens, console=Console(highlight=False),
+    )  # fmt: skip
+    return cli.EXIT_OK
+
+
+def identify_family() -> int:
+    """Find which of several schemes and keys marked a text."""
+    from jaxbench.watermark import run
+
+    check_where()
+    schemes = [run.read_scheme(name, VALUES.set) for name in VALUES.schemes]
+    job = make_job(run.candidates(schemes, VALUES.key_files), correction=VALUES.correction)
+    if VALUES.input is not None:
+        return score_files(job)
+    from rich.console import Console
+
+    from jaxbench.tokenizer import load_tokenizer
+
+    run.identify_text(
+        VALUES.text, job, tokenizer=load_tokenizer(job.model), console=Console(highlight=False), level=VALUES.level
+    )
+    return cli.EXIT_OK
+
+
+# What a configuration describes
+
+
+def configured(default: str, workdir: str, *, data: bool = True) -> Callable[[], None]:
+    """Return the function that defines --config, --set, --workdir and, with data, --data."""
+
+    def define() -> None:
+        cli.define_config(f"configs/watermark/{default}.yaml")
+        cli.define_workdir(f"out/{workdir}")
+        if data:
+            cli.define_data()
+
+    return define
+
+
+def say(line: str) -> None:
+    """Print one line of progress."""
+    print(line, flush=True)
+
+
+def power_or_training(module: str, settings: str) -> Callable[[], int]:
+    """Return the main of a module with run(settings, path=, workdir=, say=)."""
+
+    def main() -> int:
+        launch.ensure("cpu")
+        part = importlib.import_module(f"jaxbench.watermark.{module}")
+        config = cli.load_config(getattr(part, settings))
+        cli.keep(f"finished parts in {VALUES.workdir} are kept; the same command goes on")
+        result = part.run(config, path=VALUES.data, workdir=VALUES.workdir, say=say)
+        say(f"written: {VALUES.workdir}")
+        return cli.EXIT_OK if result.get("passed", True) else cli.EXIT_GATE
+
+    return main
+
+
+def calibrate() -> int:
+    """Measure realised false-positive rates."""
+    from jaxbench.tokenizer import load_tokenizer
+    from jaxbench.watermark import calibrate as part
+
+    settings = cli.load_config(part.Calibration)
+    result = part.run(settings, load_tokenizer(), path=VALUES.data, workdir=VALUES.workdir, say=say)
+    say(f"{result['num_outside']} rows outside their band, {result['expected_outside']} expected by chance")
+    say(f"written: {VALUES.workdir}/calibration.json, {VALUES.workdir}/calibration.html")
+    return cli.EXIT_OK if result["passed"] else cli.EXIT_GATE
+
+
+def define_evaluate() -> None:
+    """Define the flags of evaluate."""
+    configured("evaluate", "evaluate", data=False)()
+    flags.DEFINE_string("data", None, "folder of prompts and human documents (unset: the packaged English prose)")
+    flags.DEFINE_bool("resume", True, "go on with the finished stages in --workdir")
+
+
+def evaluate() -> int:
+    """Run the evaluation."""
+    launch.ensure("cpu")
+    from rich.console import Console
+
+    from jaxbench.watermark import evaluate as part
+    from jaxbench.watermark.evaluate_config import Evaluate
+
+    settings = cli.load_config(Evaluate)
+    cli.keep(f"finished stages in {VALUES.workdir} are kept; the same command goes on")
+    part.run(settings, VALUES.workdir, resume=VALUES.resume, data=VALUES.data, console=Console())
+    return cli.EXIT_OK
+
+
+def benchmark() -> int:
+    """Measure rates against peers."""
+    from jaxbench.watermark import benchmark as part
+
+    settings = cli.load_config(part.Benchmark)
+    cli.keep(f"finished measurements in {VALUES.workdir} are kept; the same command goes on")
+    part.run(settings, VALUES.workdir)
+    say(f"written: {VALUES.workdir}")
+    return cli.EXIT_OK
+
+
+# Attacks
+
+
+def define_attack() -> None:
+    """Define the flags of attack."""
+    flags.DEFINE_string("attack", None, "name of an attack, e.g. delete, synonym, typo, homoglyph, truncate")
+    flags.DEFINE_float("strength", 0.1, "share of the text that is attacked", lower_bound=0.0, upper_bound=1.0)
+    flags.DEFINE_string("input", None, "texts: .jsonl or .txt (one a line), plain or .gz")
+    flags.DEFINE_string("output", None, "the attacked texts: a .jsonl file")
+    flags.DEFINE_string("field", "text", "key of the text in a line of .jsonl")
+    flags.DEFINE_integer("seed", 0, "of the attack's random stream")
+
+
+def attack() -> int:
+    """Attack the texts of a file."""
+    from jaxbench.watermark import attacks, run
+
+    if None in (VALUES.attack, VALUES.input, VALUES.output):
+        raise ValueError(
+            f"attack needs --attack, --input and --output, got {VALUES.attack}, {VALUES.input}, {VALUES.output}"
+        )
+    chosen = attacks.parse_attack({"attack": VALUES.attack, "strength": VALUES.strength})
+    total, edits = run.attack_file(VALUES.input, VALUES.output, chosen, seed=VALUES.seed, field=VALUES.field)
+    say(f"{total:,} texts attacked, {edits:.1%} of the words changed on average; written: {VALUES.output}")
+    return cli.EXIT_OK
+
+
+COMMANDS = {
+    "keygen": cli.Command(define_keygen, keygen, "Make a secret key."),
+    "detect": cli.Command(define_detect, detect, "Find the mark of one scheme and key, in one text or in files."),
+    "identify": cli.Command(define_identify, identify_family, "Find which of several schemes and keys marked a text."),
+    "attack": cli.Command(define_attack, attack, "Attack the texts of a file."),
+    "evaluate": cli.Command(define_evaluate, evaluate, "Generate, attack, detect, judge quality: one report."),
+    "calibrate": cli.Command(
+        configured("calibrate", "calibrate"), calibrate, "Measure realised false-positive rates on human text."
+    ),
+    "power": cli.Command(
+        configured("power", "power"), power_or_training("power", "Power"), "Measure detection rates by length."
+    ),
+    "train-detector": cli.Command(
+        configured("neural", "neural"), power_or_training("train_detector", "Training"), "Train the neural detector."
+    ),
+    "benchmark": cli.Command(
+        configured("benchmark", "watermark-benchmark", data=False), benchmark, "Measure rates against peers."
+    ),
+}
+
+
+if __name__ == "__main__":
+    cli.run_commands(COMMANDS, about=__doc__)

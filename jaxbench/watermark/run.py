@@ -1,0 +1,226 @@
+"""What the commands detect and identify do: files through bulk.py, single texts onto the terminal (S file)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxbench import config as core
+from jaxbench.watermark import attacks, bulk, identify, lines, localize, pipeline, statistics
+from jaxbench.watermark import tables as lists
+from jaxbench.watermark.config import num_payloads, parse_scheme
+from jaxbench.watermark.keys import Key, read_key_file
+from jaxbench.watermark.texts import Ragged, TextEncoder
+
+PUBLIC_KEY = Key(0)  # for schemes whose own field is the key
+
+
+def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
+    """Return the scheme of a name or of a YAML file (its fields, or a configuration with a key `scheme`), changed.
+
+    Raises:
+      ValueError: an unknown scheme or field, a value out of range, or a file that cannot be read.
+    """
+    content: dict[str, Any] = {"scheme": given}
+    if given.endswith((".yaml", ".yml")):
+        content = core.read_yaml(Path(given))
+        if isinstance(content.get("scheme"), dict):
+            content = content["scheme"]
+    for change in changes:
+        core.override(content, change)
+    return parse_scheme(content)
+
+
+def read_key(scheme: Any, path: str | None) -> Key:
+    """Return the key of a key file; list schemes carry theirs in their own fields and need none.
+
+    Raises:
+      ValueError: no key file for a scheme that needs one, or one that cannot be read.
+    """
+    if path is not None:
+        return read_key_file(path)
+    if scheme.scheme in pipeline.TABLE_SCHEMES:
+        return PUBLIC_KEY
+    raise ValueError(f"--key_file is missing: scheme {scheme.scheme} needs the key that the texts were marked with")
+
+
+def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identify.Candidate, ...]:
+    """Return every scheme under every key, named scheme/key file; schemes of one kind are numbered.
+
+    Raises:
+      ValueError: no scheme, or a key file that cannot be read.
+    """
+    if not schemes:
+        raise ValueError(f"--schemes is empty and --key_files names {len(key_files)}; wanted at least one of each")
+    kinds = [scheme.scheme for scheme in schemes]
+    labels = [kind if kinds.count(kind) == 1 else f"{kind}{kinds[:i].count(kind) + 1}" for i, kind in enumerate(kinds)]
+    found = []
+    for label, scheme in zip(labels, schemes):
+        if scheme.scheme in pipeline.TABLE_SCHEMES:
+            found.append(identify.Candidate(label, scheme, PUBLIC_KEY))
+            continue
+        found += [
+            identify.Candidate(f"{label}/{Path(path).stem}", scheme, read_key(scheme, path)) for path in key_files
+        ]
+    return tuple(found)
+
+
+def make_tables(scheme: Any, vocab_size: int) -> Any:
+    """Return the green lists of a scheme that has tables, None for others."""
+    return lists.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in pipeline.TABLE_SCHEMES else None
+
+
+def detect_file(pattern: str, output: str, job: bulk.Job, *, level: float, console: Any, **how: Any) -> dict[str, Any]:
+    """Score the texts of files into one output, with a progress bar, and print what was found."""
+    from rich import progress
+
+    bar = progress.Progress(
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.TextColumn("{task.fields[texts]:,} texts"),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+    )
+    with bar:
+        task = bar.add_task("", total=None, texts=0)
+
+        def say(report: dict[str, Any], total_bytes: int) -> None:
+            texts = bar.tasks[0].fields["texts"] + report["texts"]
+            bar.update(task, total=total_bytes, advance=report["bytes"], texts=texts)
+
+        summary = bulk.run(pattern, output, job, say=say, **how)
+    rate = summary["texts"] / max(summary["seconds"], 1e-9)
+    line = f"{summary['texts']:,} texts of {summary['tokens']:,} tokens in {summary['seconds']:.1f} s"
+    console.print(f"{line} ({rate:,.0f} texts/s)", highlight=False)
+    console.print(f"{_found(output, level):,} texts at p <= {level:g}", highlight=False)
+    if summary["changed"]:
+        console.print(f"{summary['changed']:,} texts were canonicalised (--nocanonicalize keeps them)", highlight=False)
+    if summary["bad"]:
+        console.print(f"{summary['bad']:,} bad lines were left out:", style="yellow", highlight=False)
+        for path, number, problem in summary["first_bad"][:5]:
+            console.print(f"  {path} line {number}: {problem}", style="yellow", highlight=False, markup=False)
+    console.print(f"written: {output}, {output}.report.json", highlight=False, soft_wrap=True)
+    return summary
+
+
+def _found(output: str, level: float) -> int:
+    import csv
+
+    if output.endswith(".parquet"):
+        import pyarrow.parquet as pq
+
+        batches = pq.ParquetFile(output).iter_batches(columns=["p_value"])
+        return sum(int((batch.column(0).to_numpy() <= level).sum()) for batch in batches)
+    with open(output, encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file) if output.endswith(".csv") else map(json.loads, file)
+        return sum(float(row["p_value"]) <= level for row in rows)
+
+
+def detect_text(
+    text: str,
+    scheme: Any,
+    key: Key,
+    *,
+    tokenizer: Any,
+    vocab_size: int | None,
+    make_detector: Any,
+    canonicalize: bool,
+    level: float,
+    prompt_tokens: int,
+    console: Any,
+) -> statistics.Detections:
+    """Test one text and print its p-values, its tokens coloured by their evidence, spans and payload."""
+    vocab_size = vocab_size or tokenizer.vocab_size
+    encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
+    encoded = encoder.encode([text])
+    detector = make_detector(scheme, vocab_size=vocab_size, tables=make_tables(scheme, vocab_size))
+    payload = 0
+    if num_payloads(scheme) > 1:
+        decoded = identify.decode_payload(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
+        payload = int(decoded.payload[0])
+        console.print(f"payload {payload}, corrected p = {decoded.p_value[0]:.3g}", highlight=False)
+    ids = encoded.ids.text(0)
+    evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)
+    found = statistics.score(scheme, evidence, vocab_size=vocab_size)
+    _print_scores(found, len(ids), int(encoded.num_changed[0]), console)
+    spans = localize.localize(scheme, evidence, vocab_size=vocab_size, level=level)[0].spans
+    console.print(highlighted(tokenizer, ids, scheme, evidence, spans))
+    for span in spans:
+        where = f"tokens {span.start}..{span.end - 1}"
+        console.print(f"marked: {where}, p = {span.p_value:.3g} over all windows", highlight=False)
+    return found
+
+
+def _print_scores(found: statistics.Detections, num_tokens: int, num_changed: int, console: Any) -> None:
+    changed = f", {num_changed} characters canonicalised" if num_changed else ""
+    green = f", {found.num_green[0]} green" if found.num_green[0] >= 0 else ""
+    console.print(f"{num_tokens} tokens, {found.num_scored[0]} scored{green}{changed}", highlight=False)
+    line = f"p = {found.p_value[0]:.3g}   mid-p = {found.mid_p[0]:.3g}   z = {found.score[0]:.2f}"
+    console.print(line + (f"   ({found.reason[0]})" if found.reason[0] else ""), style="bold", highlight=False)
+
+
+def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spans: Sequence[Any]) -> Any:
+    """Return a text whose tokens are coloured: green speaks for the mark, red against, dim is not scored."""
+    from rich.text import Text
+
+    mean, _ = statistics.token_moments(scheme, vocab_size=max(2, int(ids.max(initial=1)) + 1))
+    scores, line = statistics.token_scores(scheme, evidence)[0], Text()
+    for i, token in enumerate(ids):
+        inside = any(span.start <= i < span.end for span in spans)
+        colour = "dim" if not evidence.scored[0, i] else "green" if scores[i] > mean else "red"
+        line.append(tokenizer.decode([token]), style=colour + (" underline" if inside else ""))
+    return line
+
+
+def identify_text(text: str, job: bulk.Job, *, tokenizer: Any, console: Any, level: float) -> identify.Identification:
+    """Test one text against every candidate and print the table, the most likely first."""
+    from rich.table import Table
+
+    vocab_size = job.vocab_size or tokenizer.vocab_size
+    ids: Ragged = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=job.canonicalize).encode([text]).ids
+
+    def make(scheme: Any, *, vocab_size: int, tables: Any) -> pipeline.Evidencer:
+        return job.make_detector(scheme, vocab_size=vocab_size, tables=tables or make_tables(scheme, vocab_size))
+
+    found = identify.identify(job.candidates, ids, vocab_size=vocab_size, make_detector=make, correction=job.correction)
+    table = Table("candidate", "p", f"p ({job.correction})", "")
+    for i in np.argsort(found.p_values[0], kind="stable"):
+        verdict = "found" if found.corrected[0, i] <= level else ""
+        table.add_row(found.names[i], f"{found.p_values[0, i]:.3g}", f"{found.corrected[0, i]:.3g}", verdict)
+    console.print(table)
+    return found
+
+
+def attack_file(pattern: str, output: str, attack: Any, *, seed: int, field: str = "text") -> tuple[int, float]:
+    """Attack the texts of files and write one object a line; return their number and the mean share of edited words.
+
+    Raises:
+      ValueError: a line cannot be used, or the output is no .jsonl file.
+    """
+    if not output.endswith(".jsonl"):
+        raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
+    total, edits, target = 0, 0.0, Path(output)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            for chunk in (chunk for path in lines.find(pattern) for chunk in lines.chunks(path)):
+                records, bad = lines.read(chunk, field=field)
+                if bad or any(not isinstance(record.content, str) for record in records):
+                    where = f"{chunk.path} line {bad[0].line}: {bad[0].problem}" if bad else f"{chunk.path}: token ids"
+                    raise ValueError(f"attack: {where}; wanted texts")
+                texts = [record.content for record in records]
+                found = attacks.apply(attack, texts, seed=seed, indices=range(total, total + len(texts)))
+                for record, text, share in zip(records, found.texts, found.word_edits):
+                    row = {"id": record.id, "text": text, "original": record.content, "word_edits": float(share)}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                total, edits = total + len(texts), edits + float(found.word_edits.sum())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return total, edits / max(1, total)
