@@ -1,0 +1,49 @@
+"""Number types of a training run by name, and dynamic loss scaling (S file: neither JAX nor PyTorch)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pydantic
+
+from jaxbench.config import Base
+
+
+class Policy(NamedTuple):
+    """What is kept, computed, added up and handed out in which type."""
+
+    parameter: str  # weights and moments
+    compute: str  # activations and matrix products, whose own sums are at least float32
+    accumulation: str  # gradients of micro-batches, their norm, the update
+    output: str  # the loss; logits are widened to it before the softmax
+    is_scaled: bool  # gradients are scaled against underflow
+
+
+# Micikevicius et al. 2018, arXiv:1710.03740 (float16 with float32 weights and loss scaling); Kalamkar et al. 2019,
+# arXiv:1905.12322 (bfloat16, which has float32's range and needs no scaling).
+POLICIES = {
+    "float64": Policy("float64", "float64", "float64", "float64", False),
+    "float32": Policy("float32", "float32", "float32", "float32", False),
+    "bfloat16": Policy("float32", "bfloat16", "float32", "float32", False),
+    "float16": Policy("float32", "float16", "float32", "float32", True),
+}
+
+
+class LossScaling(Base):
+    """Dynamic loss scaling with the defaults and rules of torch.amp.GradScaler."""
+
+    initial: float = pydantic.Field(default=65536.0, gt=0)
+    growth: float = pydantic.Field(default=2.0, gt=1)  # factor after `interval` finite steps in a row
+    backoff: float = pydantic.Field(default=0.5, gt=0, lt=1)  # factor after a step that was not finite
+    interval: int = pydantic.Field(default=2000, ge=1)  # steps
+
+
+def policy(name: str) -> Policy:
+    """Return the policy of a name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"precision: {name!r} is unknown, wanted one of {', '.join(POLICIES)}")
+    return POLICIES[name]

@@ -1,0 +1,49 @@
+"""What one optimiser step does: the part of a training configuration that both backends compile (S file)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+
+from jaxbench.config import Base
+from jaxbench.precision import LossScaling
+
+TWIN_OPTIMIZERS = ("adamw", "sgd")  # those that torch_ref has too
+
+
+class OptimizerConfig(Base):
+    """An optimiser and its hyperparameters; those that a kind does not have are ignored.
+
+    adamw (Loshchilov and Hutter 2019, arXiv:1711.05101), adafactor (Shazeer and Stern 2018, arXiv:1804.04235), lion
+    (Chen et al. 2023, arXiv:2302.06675), sgd, muon (Jordan et al. 2024; the layers' kernels, AdamW for the rest).
+    """
+
+    kind: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
+    b1: float = pydantic.Field(default=0.9, ge=0, lt=1)  # first moment: adamw, lion, muon's AdamW
+    b2: float = pydantic.Field(default=0.95, ge=0, lt=1)  # second moment: adamw, lion, muon's AdamW
+    eps: float = pydantic.Field(default=1e-8, gt=0)  # adamw: added to the root of the corrected second moment
+    momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)  # sgd, muon; 0 = none
+    weight_decay: float = pydantic.Field(default=0.1, ge=0)  # decoupled, times the learning rate; sgd: L2
+    decay: Literal["all", "matrices"] = "matrices"  # which parameters decay: all, or those of two axes
+    muon_ratio: float = pydantic.Field(default=1.0, gt=0)  # muon: rate of the kernels over AdamW's rate for the rest
+
+
+class RematConfig(Base):
+    """What the backward pass computes again instead of keeping it (Chen et al. 2016, arXiv:1604.06174)."""
+
+    policy: Literal["none", "block", "group", "names"] = "none"
+    group: int = pydantic.Field(default=2, ge=1)  # group: blocks computed again together
+    names: tuple[str, ...] = ("attention", "mlp")  # names: outputs kept all the same; of both branches of a block
+
+
+class StepConfig(Base):
+    """One optimiser step."""
+
+    precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # the tests' float64 needs 64-bit mode
+    loss_scaling: LossScaling = LossScaling()  # float16 only
+    accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches a step; divides the batch
+    clip_norm: float | None = pydantic.Field(default=1.0, gt=0)  # largest global gradient norm; null = not clipped
+    nonfinite: Literal["skip", "stop"] = "stop"  # a loss or gradient that is not finite: skip the step, or end the run
+    remat: RematConfig = RematConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()

@@ -1,0 +1,201 @@
+"""One optimiser step of a training run: precision, micro-batches, clipping, loss scaling. Twin: torch_ref/update.py.
+
+`train_step` is a pure function of its arrays: compile it with `jax.jit(functools.partial(train_step, how=...),
+donate_argnums=0)`, with shardings where there is a mesh. Parameters and moments lie in flat dictionaries by dotted
+name, so that rules, checkpoints and reports address them alike. A step that is not finite changes nothing but counters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from jaxbench import initial, optimizers, precision, train
+from jaxbench import remat as remat_module
+from jaxbench.step_config import StepConfig
+
+CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
+
+
+class Metrics(NamedTuple):
+    """What one step reports."""
+
+    loss: Float[Array, ""]  # before the update, nats per token
+    grad_norm: Float[Array, ""]  # global, unscaled, before clipping
+    is_finite: Bool[Array, ""]  # False: the step was not taken
+    loss_scale: Float[Array, ""]  # the one that this step used
+    skipped: Int[Array, ""]  # steps not taken so far, this one included
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes; the model's graph is static."""
+
+    params: dict[str, Array]
+    moments: Any  # optax state
+    step: Int[Array, ""]  # steps tried
+    scale: Float[Array, ""]  # loss scale, 1 without loss scaling
+    good_steps: Int[Array, ""]  # finite steps since the scale changed
+    skipped: Int[Array, ""]
+    is_halted: Bool[Array, ""]  # a step was not finite, and the run is to stop: nothing changes any more
+    graph: Any = dataclasses.field(metadata={"static": True})
+
+
+def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) -> TrainState:
+    """Return the state before the first step.
+
+    Args:
+      model: built in the policy's compute type; its parameters' values are not used.
+      params: initial values by name, stored in the policy's parameter type.
+      how: the step's configuration.
+
+    Raises:
+      ValueError: parameters do not fit the model, remat does not, or float64 is off.
+    """
+    policy = precision.policy(how.precision)
+    if policy.parameter == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError(f"update: precision={how.precision} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
+    graph, abstract = nnx.split(remat_module.apply(model, how.remat), nnx.Param)
+    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(abstract)}
+    initial.check_params(shapes, params)
+    placed = {name: jnp.array(params[name], policy.parameter) for name in shapes}
+    moments = optimizers.transform(how.optimizer, 0.0, placed).init(placed)
+    scale = how.loss_scaling.initial if policy.is_scaled else 1.0
+    counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
+    return TrainState(
+        placed,
+        jax.tree.map(jnp.array, moments),
+        counters[0],
+        jnp.array(scale, jnp.float32),
+        counters[1],
+        counters[2],
+        jnp.zeros((), bool),
+        graph,
+    )
+
+
+def train_step(
+    state: TrainState,
+    batch: Any,
+    learning_rate: Float[Array, ""],
+    dropout_key: Array | None = None,
+    *,
+    how: StepConfig,
+    loss_fn: Callable[..., Array] = train.loss_fn,
+) -> tuple[TrainState, Metrics]:
+    """Return the state after one step, and what happened.
+
+    Micro-batch k of n takes rows k, k + n, ... and weighs as many targets as it has, so that the loss and its gradient
+    are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
+    """
+    policy = precision.policy(how.precision)
+
+    def loss_at(params: dict, micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
+        narrow = jax.tree.map(lambda value: value.astype(policy.compute), params)
+        dropout = None if dropout_key is None else (dropout_key, state.step * how.accumulation + index)
+        loss = loss_fn(merge(state.graph, narrow), micro, dropout=dropout).astype(policy.output) * weight
+        return loss * state.scale.astype(policy.output), loss
+
+    grad_fn = jax.value_and_grad(loss_at, has_aux=True)
+    loss, grads = _accumulated(grad_fn, state.params, batch, how.accumulation, policy)
+    grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
+    norm = optax.tree.norm(grads)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    if how.clip_norm is not None:
+        factor = jnp.minimum(1.0, how.clip_norm / (norm + CLIP_EPS))
+        grads = jax.tree.map(lambda grad: grad * factor, grads)
+    rate = jnp.asarray(learning_rate, policy.accumulation)
+    updates, moments = optimizers.transform(how.optimizer, rate, state.params).update(
+        grads, state.moments, state.params
+    )
+    taken = is_finite & ~state.is_halted
+    new, old = (optax.apply_updates(state.params, updates), moments), (state.params, state.moments)
+    params, moments = jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)
+    # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
+    is_broken = ~jnp.isfinite(loss) if policy.is_scaled else ~is_finite
+    next_state = dataclasses.replace(
+        state,
+        params=params,
+        moments=moments,
+        step=state.step + 1,
+        skipped=state.skipped + (~taken).astype(jnp.int32),
+        is_halted=state.is_halted | (is_broken & (how.nonfinite == "stop")),
+        **_rescaled(state, is_finite, how, is_scaled=policy.is_scaled),
+    )
+    return next_state, Metrics(loss, norm, is_finite, state.scale, next_state.skipped)
+
+
+def eval_step(
+    params: dict[str, Array], batch: Any, *, graph: Any, how: StepConfig
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Return the sum of the losses of a batch's targets in nats, and how many targets there are."""
+    policy = precision.policy(how.precision)
+    narrow = jax.tree.map(lambda value: value.astype(policy.compute), params)
+    count = jnp.sum(batch.mask)
+    mean = train.loss_fn(merge(graph, narrow), batch).astype(policy.output)
+    return mean * count.astype(policy.output), count
+
+
+def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
+    """Return "params" and the moments that the optimiser has, "first_moment" and "second_moment", by dotted name."""
+    kinds = {"mu": "first_moment", "trace": "first_moment", "nu": "second_moment"}
+    trees = {"params": state.params}
+    for name, kind in kinds.items():
+        found = optax.tree_utils.tree_get(state.moments, name)
+        trees |= {} if found is None else {kind: found}
+    return {kind: {name: np.asarray(value) for name, value in tree.items()} for kind, tree in trees.items()}
+
+
+def merge(graph: Any, params: Mapping[str, Array]) -> Any:
+    """Return the model of a graph with these parameters."""
+    paths = {name: tuple(int(part) if part.isdigit() else part for part in name.split(".")) for name in params}
+    return nnx.merge(graph, nnx.from_flat_state([(paths[name], nnx.Param(value)) for name, value in params.items()]))
+
+
+def _accumulated(
+    grad_fn: Callable[..., Any], params: dict[str, Array], batch: Any, count: int, policy: precision.Policy
+) -> tuple[Array, dict[str, Array]]:
+    """Return the loss and its gradients, in the accumulation type, over `count` micro-batches one after another."""
+    if count == 1:
+        (_, loss), grads = grad_fn(params, batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
+        return loss, jax.tree.map(lambda grad: grad.astype(policy.accumulation), grads)
+    rows = batch.tokens.shape[0]
+    if rows % count:
+        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
+    # Strided, so that a batch split over devices stays where it is.
+    micros = jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
+    total = jnp.maximum(jnp.sum(batch.mask), 1).astype(policy.output)
+    weights = jnp.sum(micros.mask, axis=(1, 2)).astype(policy.output) / total
+
+    def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
+        (_, loss), grads = grad_fn(params, *xs)
+        summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry[1], grads)
+        return (carry[0] + loss, summed), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, policy.accumulation), params)
+    start = (jnp.zeros((), policy.output), zeros)
+    (loss, grads), _ = lax.scan(body, start, (micros, weights, jnp.arange(count, dtype=jnp.int32)))
+    return loss, grads
+
+
+def _rescaled(state: TrainState, is_finite: Array, how: StepConfig, *, is_scaled: bool) -> dict[str, Array]:
+    """Return the next scale and count of good steps, by the rules of torch.amp.GradScaler."""
+    if not is_scaled:
+        return {}
+    rules, good = how.loss_scaling, state.good_steps + 1
+    grown = state.scale * rules.growth
+    grows = (good == rules.interval) & jnp.isfinite(grown)
+    raised = jnp.where(grows, grown, state.scale)
+    scale = jnp.where(is_finite, raised, state.scale * rules.backoff)
+    good_steps = jnp.where(is_finite & (good != rules.interval), good, 0)
+    return {"scale": scale, "good_steps": good_steps}

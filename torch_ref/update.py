@@ -1,0 +1,185 @@
+"""One optimiser step of a training run: precision, micro-batches, clipping, loss scaling. Twin: jaxbench/update.py.
+
+AdamW and SGD only; narrow types by autocast, float16 with PyTorch's own GradScaler. A step that is not finite changes
+nothing but counters. Differs from the twin: autocast keeps the residual stream and norms in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from jaxbench import precision
+from jaxbench.step_config import TWIN_OPTIMIZERS, StepConfig
+from torch_ref import nn, train
+
+CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
+
+
+class Metrics(NamedTuple):
+    """What one step reports."""
+
+    loss: Float[Tensor, ""]  # before the update, nats per token
+    grad_norm: Float[Tensor, ""]  # global, unscaled, before clipping
+    is_finite: Bool[Tensor, ""]  # False: the step was not taken
+    loss_scale: Float[Tensor, ""]  # the one that this step used
+    skipped: Int[Tensor, ""]  # steps not taken so far, this one included
+
+
+@dataclasses.dataclass
+class TrainState:
+    """Everything that a step changes, in place."""
+
+    params: torch.nn.Module
+    moments: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    step: int = 0  # steps tried
+    skipped: int = 0
+    is_halted: bool = False  # a step was not finite, and the run is to stop: nothing changes any more
+
+
+def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) -> TrainState:
+    """Return the state before the first step.
+
+    Args:
+      model: built in the policy's parameter type; its parameters' values are replaced.
+      params: initial values by name.
+      how: the step's configuration.
+
+    Raises:
+      ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat.
+    """
+    if how.optimizer.kind not in TWIN_OPTIMIZERS or how.remat.policy != "none":
+        raise ValueError(
+            f"update: optimizer {how.optimizer.kind!r} with remat {how.remat.policy!r} is not in torch_ref, which has "
+            f"{', '.join(TWIN_OPTIMIZERS)} without remat; use --backend=flax"
+        )
+    device = next(model.parameters()).device
+    model = nn.load_params(model, params, device=str(device))
+    rules = how.loss_scaling
+    scaler = torch.amp.GradScaler(
+        device.type, init_scale=rules.initial, growth_factor=rules.growth, backoff_factor=rules.backoff,
+        growth_interval=rules.interval, enabled=precision.policy(how.precision).is_scaled,
+    )  # fmt: skip
+    return TrainState(model, _optimizer(model, how), scaler)
+
+
+def train_step(
+    state: TrainState,
+    batch: Any,
+    learning_rate: float,
+    dropout_key: Tensor | None = None,
+    *,
+    how: StepConfig,
+    loss_fn: Callable[..., Tensor] = train.loss_fn,
+) -> tuple[TrainState, Metrics]:
+    """Return the state after one step, and what happened.
+
+    Micro-batch k of n takes rows k, k + n, ... and weighs as many targets as it has, so that the loss and its gradient
+    are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
+    """
+    policy, scale = precision.policy(how.precision), state.scaler.get_scale()
+    state.moments.zero_grad(set_to_none=True)
+    loss = _accumulate(state, batch, dropout_key, how, loss_fn)
+    state.scaler.unscale_(state.moments)
+    parameters = list(state.params.parameters())
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    is_finite = torch.isfinite(loss) & torch.isfinite(norm)
+    taken = bool(is_finite) and not state.is_halted
+    if taken:
+        if how.clip_norm is not None:
+            factor = torch.clamp(how.clip_norm / (norm + CLIP_EPS), max=1.0)
+            for parameter in parameters:
+                parameter.grad.mul_(factor)
+        for group in state.moments.param_groups:
+            group["lr"] = float(learning_rate)
+        state.scaler.step(state.moments)
+    state.scaler.update()
+    # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
+    is_broken = not torch.isfinite(loss) if policy.is_scaled else not is_finite
+    state.step, state.skipped = state.step + 1, state.skipped + (not taken)
+    state.is_halted = state.is_halted or (is_broken and how.nonfinite == "stop")
+    return state, Metrics(loss, norm, is_finite, torch.tensor(scale), torch.tensor(state.skipped))
+
+
+@torch.no_grad()
+def eval_step(params: Any, batch: Any, *, graph: Any, how: StepConfig) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+    """Return the sum of the losses of a batch's targets in nats, and how many targets there are; graph is unused."""
+    count = batch.mask.sum()
+    with _autocast(params, how):
+        mean = train.loss_fn(params, batch)
+    return mean * count, count
+
+
+def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
+    """Return "params" and the moments that the optimiser has, "first_moment" and "second_moment", by dotted name."""
+    named = dict(state.params.named_parameters())
+    trees: dict[str, dict[str, Tensor]] = {"params": named}
+    kinds = {"first_moment": ("exp_avg", "momentum_buffer"), "second_moment": ("exp_avg_sq",)}
+    for (kind, keys), (name, parameter) in itertools.product(kinds.items(), named.items()):
+        held = state.moments.state.get(parameter, {})
+        for key in keys:
+            if held.get(key) is not None:
+                trees.setdefault(kind, {})[name] = held[key]
+    return {kind: {name: x.detach().cpu().numpy().copy() for name, x in tree.items()} for kind, tree in trees.items()}
+
+
+def merge(graph: Any, params: Mapping[str, Tensor]) -> Any:
+    """Return a model (here `graph` itself) with these parameters."""
+    for name, parameter in graph.named_parameters():
+        parameter.data.copy_(params[name])
+    return graph
+
+
+def _accumulate(
+    state: TrainState, batch: Any, dropout_key: Tensor | None, how: StepConfig, loss_fn: Callable[..., Tensor]
+) -> Float[Tensor, ""]:
+    """Add up the scaled gradients of all micro-batches, and return the loss."""
+    rows, count = batch.tokens.shape[0], how.accumulation
+    if rows % count:
+        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
+    total, summed = batch.mask.sum().clamp(min=1), None
+    for k in range(count):
+        micro = type(batch)(*(None if x is None else x[k::count] for x in batch))
+        dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
+        with _autocast(state.params, how):
+            loss = loss_fn(state.params, micro, dropout=dropout)
+        if count > 1:
+            loss = loss * (micro.mask.sum().to(loss.dtype) / total)
+        state.scaler.scale(loss).backward()
+        summed = loss.detach() if summed is None else summed + loss.detach()
+    return summed
+
+
+def _autocast(model: torch.nn.Module, how: StepConfig) -> torch.autocast:
+    policy = precision.policy(how.precision)
+    device = next(model.parameters()).device.type
+    dtype = getattr(torch, policy.compute)
+    is_narrow = policy.compute != policy.parameter
+    return torch.autocast(device, dtype=dtype if is_narrow else torch.bfloat16, enabled=is_narrow)
+
+
+def _optimizer(model: torch.nn.Module, how: StepConfig) -> torch.optim.Optimizer:
+    o = how.optimizer
+    decayed = [p for p in model.parameters() if o.decay == "all" or p.ndim >= 2]
+    rest = [p for p in model.parameters() if not (o.decay == "all" or p.ndim >= 2)]
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    # Zeros are what PyTorch itself starts from at the first step; made here, the state has one shape from the start.
+    if o.kind == "sgd":
+        optimizer, kinds = torch.optim.SGD(groups, lr=0.0, momentum=o.momentum), ("momentum_buffer",)
+    else:
+        betas, kinds = (o.b1, o.b2), ("exp_avg", "exp_avg_sq")
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=o.eps)
+    for parameter in model.parameters() if o.kind == "adamw" or o.momentum else ():
+        optimizer.state[parameter] = {kind: torch.zeros_like(parameter) for kind in kinds}
+        if o.kind == "adamw":
+            optimizer.state[parameter]["step"] = torch.tensor(0.0)
+    return optimizer
