@@ -39,7 +39,7 @@ from jaxbench.watermark import (
 from jaxbench.watermark import training_data as examples
 from jaxbench.watermark.keys import Key
 
-SCORING_ROWS = 256  # texts of one call; fewer are filled up
+SCORING_ROWS = 64  # texts of one call, which fit the cache; fewer are filled up
 
 
 class Training(Base):
