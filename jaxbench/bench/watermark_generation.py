@@ -42,17 +42,23 @@ class Generation:
     def overhead(
         self, *, scheme: dict, prompts: list, new_tokens: int, rounds: int, loop_steps: int, loop_rounds: int
     ) -> dict:
-        """Return seconds a step, one number a round: plain and marked decoding, plain and marked isolated loops."""
-        watermark, state = self._watermark(scheme, len(prompts))
-        marked = self._generator((watermark,))
+        """Return seconds a step, one number a round: plain and marked decoding, plain and marked isolated loops.
+
+        The scheme `control` marks nothing: plain against plain.
+        """
+        states: tuple = ()
+        marked = self._generator(())
+        if scheme["scheme"] != "control":
+            watermark, state = self._watermark(scheme, len(prompts))
+            marked, states = self._generator((watermark,)), (state,)
         calls = {
             "plain_step": functools.partial(_decode, self.plain, prompts, new_tokens, None),
-            "marked_step": functools.partial(_decode, marked, prompts, new_tokens, (state,)),
+            "marked_step": functools.partial(_decode, marked, prompts, new_tokens, states or None),
         }
         found = _in_turn(calls, rounds)
         loops = {
             "plain_loop": _loop(self.plain, len(prompts), self.vocab_size, (), loop_steps),
-            "marked_loop": _loop(marked, len(prompts), self.vocab_size, (state,), loop_steps),
+            "marked_loop": _loop(marked, len(prompts), self.vocab_size, states, loop_steps),
         }
         return found | _in_turn(loops, loop_rounds)
 

@@ -73,8 +73,8 @@ class Ours:
     def __init__(self, engine: str):
         self.engine = engine
 
-    def start(self, *, model: str, vocab_size: int, path: str) -> dict:
-        """Import the engine, load the tokenizer and read the texts."""
+    def start(self, *, model: str, vocab_size: int, path: str | None = None) -> dict:
+        """Import the engine, load the tokenizer and read the texts, if there are any."""
         from jaxbench.bench import environment
         from jaxbench.tokenizer import load_tokenizer
         from jaxbench.watermark import texts
@@ -82,9 +82,10 @@ class Ours:
         self.vocab_size = vocab_size
         self.encoder = texts.TextEncoder(load_tokenizer(model), vocab_size=vocab_size)
         self.plain_encoder = texts.TextEncoder(load_tokenizer(model), vocab_size=vocab_size, canonicalize=False)
-        with open(path) as file:
-            content = json.load(file)
-        self.texts, self.ids = content["texts"], content["ids"]
+        if path is not None:
+            with open(path) as file:
+                content = json.load(file)
+            self.texts, self.ids = content["texts"], content["ids"]
         self.detectors: dict[str, Any] = {}
         return {"versions": environment.versions(), "tokenizer": self.encoder.engine}
 

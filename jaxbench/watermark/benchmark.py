@@ -69,6 +69,7 @@ class Generation(Base):
     rounds: int = Field(default=10, ge=2)  # pairs of plain and marked decode calls
     loop_steps: int = Field(default=32, ge=2)  # steps of an isolated loop
     loop_rounds: int = Field(default=9, ge=2)  # pairs of plain and marked loops
+    control: bool = True  # also measure plain against plain, which shows the noise of the figures
 
 
 class Verdicts(Base):
@@ -104,10 +105,11 @@ def run(settings: Benchmark, workdir: str | Path) -> dict[str, Any]:
         for number in range(settings.launches):
             bench.once(f"detection-{number}", lambda number=number: bench.detection_launch(number))
     if settings.generation is not None:
-        for scheme in settings.generation.schemes:
+        schemes = [scheme.model_dump(mode="json") for scheme in settings.generation.schemes]
+        for scheme in schemes + [{"scheme": "control"}] * settings.generation.control:
             for batch_size in settings.generation.batch_sizes:
-                part = f"generation-{benchmark_report.label(scheme.model_dump())}-{batch_size}"
-                bench.once(part, lambda s=scheme, b=batch_size: bench.overhead(s.model_dump(mode="json"), b))
+                part = f"generation-{benchmark_report.label(scheme)}-{batch_size}"
+                bench.once(part, lambda s=scheme, b=batch_size: bench.overhead(s, b))
         bench.close()
     if settings.verdicts is not None:
         bench.once("verdicts", bench.verdicts)
@@ -284,13 +286,12 @@ class _Run:
             return [{"kind": "verdict", "missing": self.missing["markllm"]}]
         ours = self.worker("numpy", threads=1)
         maker = self.worker("generation", threads=environment.usable_cores())
-        sizes = {"vocab_size": self.vocab_size, "path": self.inputs()}
         texts = data.real_prompts(self.tokenizer, [32 + wanted.new_tokens] * wanted.texts, data.load_text())
         human = [[int(token) for token in text] for text in texts]
         prompts = {"prompts": [text[:32] for text in human], "new_tokens": wanted.new_tokens, "seed": 0}
         try:
             _ask(peer, "start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
-            _ask(ours, "start", model=self.settings.model, **sizes)
+            _ask(ours, "start", model=self.settings.model, vocab_size=self.vocab_size)
             _ask(maker, "start", model=self.settings.model)
             by_peer = _ask(peer, "generate", scheme=MARKLLM_KGW, model=self.model_folder(), **prompts)["ids"]
             by_us = _ask(maker, "generate", scheme=scheme, **prompts)["ids"]

@@ -109,7 +109,7 @@ def tables(summary: dict[str, Any]) -> list[Any]:
     found = [_table("Detection, texts a second on one core", _rate_cells(summary["rates"]))]
     found.append(_table("Against peers in the same run", _ratio_cells(summary["ratios"])))
     found.append(_table("What a watermark adds to a decode step", _overhead_cells(summary["overhead"])))
-    found.append(_table("Texts marked with the same lists: what both detectors say", [summary["verdicts"]]))
+    found.append(_table("Texts marked with the same lists: what both detectors say", summary["verdicts"]))
     for peer, reason in summary["about"].get("missing", {}).items():
         found.append(f"{peer} was left out: {reason}")
     return [one for one in found if one is not None]
@@ -201,18 +201,23 @@ def _paired_difference(record: dict) -> float:
     return float(sorted(marked - plain for marked, plain in pairs)[len(record["plain_loop"]) // 2])
 
 
-def _verdicts(records: Sequence[dict]) -> dict[str, Any]:
+def _verdicts(records: Sequence[dict]) -> list[dict]:
+    """Return one row an author: texts, those whose counts agree, and what each side says."""
     found = [row for row in records if "missing" not in row]
-    if not found:
-        return {"texts": 0}
-    equal = [row for row in found if all(row["ours"][name] == row["theirs"][name] for name in ("green", "scored"))]
-    summary: dict[str, Any] = {"texts": len(found), "equal counts": len(equal)}
-    for author in ("markllm", "jaxbench", "human"):
+    summary = []
+    for author in dict.fromkeys(row["author"] for row in found):
         rows = [row for row in found if row["author"] == author]
-        summary[f"by {author}"] = len(rows)
-        summary[f"by {author}: MarkLLM says marked"] = sum(row["theirs"]["is_marked"] for row in rows)
-        summary[f"by {author}: jaxbench, z > 4"] = sum(row["ours"]["z"] > 4.0 for row in rows)
-        summary[f"by {author}: jaxbench, p < 1e-3"] = sum(row["ours"]["p_value"] < 1e-3 for row in rows)
+        equal = [all(row["ours"][name] == row["theirs"][name] for name in ("green", "scored")) for row in rows]
+        summary.append(
+            {
+                "written by": author,
+                "texts": len(rows),
+                "equal counts": sum(equal),
+                "MarkLLM: z > 4": sum(row["theirs"]["is_marked"] for row in rows),
+                "jaxbench: z > 4": sum(row["ours"]["z"] > 4.0 for row in rows),
+                "jaxbench: p < 1e-3": sum(row["ours"]["p_value"] < 1e-3 for row in rows),
+            }
+        )
     return summary
 
 
@@ -275,7 +280,7 @@ def _table(title: str, rows: list[dict]) -> Any:
     """Return a rich table of dictionaries with equal keys, None without rows."""
     from rich.table import Table
 
-    if not rows or not rows[0] or rows[0] == {"texts": 0}:
+    if not rows:
         return None
     table = Table(title=title, title_justify="left")
     for name in rows[0]:
@@ -287,7 +292,7 @@ def _table(title: str, rows: list[dict]) -> Any:
 
 def _csv(summary: dict[str, Any]) -> str:
     """Return all numbers as one long table: table, then the columns that each row has."""
-    rows = [{"table": name, **row} for name in ("rates", "ratios", "overhead") for row in summary[name]]
+    rows = [{"table": name, **row} for name in ("rates", "ratios", "overhead", "verdicts") for row in summary[name]]
     columns = list(dict.fromkeys(name for row in rows for name in row)) or ["table"]
     file = io.StringIO()
     writer = csv.DictWriter(file, columns, lineterminator="\n")

@@ -97,9 +97,10 @@ def test_verdicts_count_texts_with_equal_counts():
         {"kind": "verdict", "author": "markllm", "theirs": theirs, "ours": ours},
         {"kind": "verdict", "author": "human", "theirs": theirs, "ours": {**ours, "green": 29.0, "z": 1.0}},
     ]
-    found = benchmark_report.summarise(rows, {}, {})["verdicts"]
-    assert (found["texts"], found["equal counts"]) == (2, 1)
-    assert found["by markllm: jaxbench, z > 4"] == 1 and found["by human: jaxbench, z > 4"] == 0
+    marked, human = benchmark_report.summarise(rows, {}, {})["verdicts"]
+    assert (marked["written by"], marked["equal counts"], marked["jaxbench: z > 4"]) == ("markllm", 1, 1)
+    assert (human["written by"], human["equal counts"], human["jaxbench: z > 4"]) == ("human", 0, 0)
+    assert human["MarkLLM: z > 4"] == 1
 
 
 def test_files_hold_every_number(tmp_path, capsys):
