@@ -1,0 +1,221 @@
+"""Checkpoints of a training run with Orbax: asynchronous, whole or not there, checked when read.
+
+A checkpoint is a flat {name: array} and a JSON object. Orbax writes into a temporary folder and renames it, so that a
+killed process leaves no half checkpoint under a step's number; every array's CRC-32 lies in the JSON object, so that a
+damaged file is noticed even where it can be read. Both backends use the same format.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+STATE, META = "state", "meta"
+MAX_LISTED = 8  # names shown of each kind of difference
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not finished
+DAMAGED = "damaged"  # suffix that a damaged checkpoint's folder gets
+
+
+class Checkpoint(NamedTuple):
+    """What was saved after a step."""
+
+    step: int
+    arrays: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder, a sub-folder a step. One process at a time may write."""
+
+    def __init__(self, folder: str | Path, *, keep: int, say: Callable[[str], None] = print):
+        """Open or make the folder.
+
+        Args:
+          folder: where the checkpoints lie.
+          keep: how many of the newest stay; the one with the lowest metric stays too.
+          say: takes a sentence when a damaged checkpoint is passed over.
+
+        Raises:
+          ValueError: keep is below 1.
+        """
+        if keep < 1:
+            raise ValueError(f"checkpoint: keep={keep} must be at least 1")
+        self.folder, self.keep, self.say = Path(folder).absolute(), keep, say
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._open()
+
+    def _open(self) -> None:
+        import orbax.checkpoint as ocp
+        from orbax.checkpoint import checkpoint_managers as policies
+
+        for half in self.folder.glob(f"*{TEMPORARY}*"):
+            shutil.rmtree(half)  # of a process that was killed while it saved
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every phase of every save
+        newest = policies.LatestN(self.keep)
+        best = policies.BestN(
+            get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=1, keep_checkpoints_without_metrics=False
+        )
+        self._ocp = ocp
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policies.AnyPreservationPolicy([newest, best]),
+                enable_async_checkpointing=True,
+            ),
+            item_names=(STATE, META),
+        )
+
+    def steps(self) -> list[int]:
+        """Return the steps of the finished checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, arrays: Mapping[str, Any], meta: Mapping[str, Any], *, loss: float | None = None) -> None:
+        """Start to save the state after a step; returns when the arrays are copied, the rest happens in a thread.
+
+        Args:
+          step: its number.
+          arrays: state by name; arrays are copied, so they may change or be donated afterwards.
+          meta: what can be written as JSON.
+          loss: metric of the best checkpoint, lowest wins; None = not measured at this step.
+
+        Raises:
+          OSError: this or the save before it could not be written; earlier checkpoints are kept.
+        """
+        copied = {name: _host_copy(value) for name, value in arrays.items()}
+        sums = {name: _sum(value) for name, value in copied.items() if isinstance(value, np.ndarray)}
+        shapes = {name: [list(value.shape), str(value.dtype)] for name, value in copied.items()}
+        entry = dict(meta) | {"arrays": shapes, "crc32": sums}
+        items = self._ocp.args.Composite(
+            **{STATE: self._ocp.args.StandardSave(copied), META: self._ocp.args.JsonSave(entry)}
+        )
+        metrics = None if loss is None else {"loss": float(loss)}
+        self._guarded(lambda: self._manager.save(step, args=items, metrics=metrics, force=True))
+
+    def wait(self) -> None:
+        """Return when everything is on disk.
+
+        Raises:
+          OSError: the last save could not be written.
+        """
+        self._guarded(self._manager.wait_until_finished)
+
+    def close(self) -> None:
+        """Wait, and free the threads."""
+        self._guarded(self._manager.close)
+
+    def restore(self, wanted: Mapping[str, Any], *, check_meta: Callable[[dict], None]) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole, None where there is none; damaged ones are named and set aside.
+
+        Args:
+          wanted: arrays, or their shapes and types, by name.
+          check_meta: raises where a checkpoint's JSON object belongs to another run.
+
+        Raises:
+          ValueError: the checkpoint is of another model; the differing names and shapes are listed.
+        """
+        for step in reversed(self.steps()):
+            try:
+                meta = self._manager.restore(step, args=self._ocp.args.Composite(meta=self._ocp.args.JsonRestore()))
+                meta = dict(meta[META])
+                shapes, sums = meta.pop("arrays"), meta.pop("crc32")
+            except Exception as error:  # Orbax and TensorStore raise many types for a damaged file
+                self._set_aside(step, error)
+                continue
+            self._refuse_other_model(step, shapes, wanted)
+            check_meta(meta)
+            try:
+                arrays = self._read(step, wanted)
+                broken = [name for name in sums if _sum(arrays[name]) != sums[name]]
+                if broken:
+                    raise ValueError(f"checksums differ for {', '.join(broken[:MAX_LISTED])}")
+            except Exception as error:
+                self._set_aside(step, error)
+                continue
+            return Checkpoint(step, arrays, meta)
+        return None
+
+    def _read(self, step: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        target = {name: np.zeros(value.shape, _numpy_dtype(value.dtype)) for name, value in wanted.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about shardings of arrays that have none
+            items = self._ocp.args.Composite(**{STATE: self._ocp.args.StandardRestore(target)})
+            return dict(self._manager.restore(step, args=items)[STATE])
+
+    def _refuse_other_model(self, step: int, shapes: Mapping[str, list], wanted: Mapping[str, Any]) -> None:
+        found = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
+        needed = {name: (tuple(value.shape), str(value.dtype)) for name, value in wanted.items()}
+        parts = {
+            "missing in it": sorted(needed.keys() - found.keys()),
+            "unknown here": sorted(found.keys() - needed.keys()),
+            "different": [
+                f"{name} is {found[name][0]} {found[name][1]}, wanted {needed[name][0]} {needed[name][1]}"
+                for name in sorted(needed.keys() & found.keys())
+                if found[name] != needed[name]
+            ],
+        }
+        if any(parts.values()):
+            listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts.items() if names)
+            raise ValueError(
+                f"checkpoint: {self.folder / str(step)} is of another model or optimiser; {listed}; "
+                "use another --workdir, or the configuration that the checkpoint was made with"
+            )
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        """Name a damaged checkpoint and move it out of the way of the saves to come."""
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        place, number = self.folder / str(step), 0
+        while (aside := self.folder.parent / f"{self.folder.name}-{DAMAGED}" / f"{step}-{number}").exists():
+            number += 1
+        aside.parent.mkdir(exist_ok=True)
+        os.rename(place, aside)
+        self._manager.close()
+        self._open()
+        before = [other for other in self.steps() if other < step]
+        then = f"going on from step {before[-1]}" if before else "no earlier one is left, starting anew"
+        self.say(f"checkpoint {place} is damaged ({reason}), kept as {aside}; {then}")
+
+    def _guarded(self, action: Callable[[], Any]) -> None:
+        """Run an action of Orbax; a full disk becomes an OSError that says what is kept."""
+        try:
+            action()
+        except Exception as error:  # the writing thread's own, or TensorStore's
+            message = " ".join(str(error).split())
+            signs = {"File too large": errno.EFBIG, "No space left": errno.ENOSPC, "quota": errno.EDQUOT}
+            code = getattr(error, "errno", None) or next((c for sign, c in signs.items() if sign in message), None)
+            if code is None:
+                raise
+            kept = [step for step in self._finished() if step >= 0]
+            last = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was finished"
+            raise OSError(code, f"{os.strerror(code)}, {last}", str(self.folder)) from error
+
+    def _finished(self) -> list[int]:
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+
+
+def _host_copy(value: Any) -> Any:
+    """Copy an array to the host; one that other processes hold parts of is left to Orbax."""
+    if getattr(value, "is_fully_addressable", True):
+        return np.array(value)
+    return value
+
+
+def _numpy_dtype(dtype: Any) -> np.dtype:
+    return np.dtype(dtype)
+
+
+def _sum(value: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
