@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxbench import initial
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.watermark.features import NeuralConfig
 
 LLAMA = TransformerConfig(
@@ -71,6 +72,13 @@ def _llama(
     return Case(f"transformer/{name}", config, how=how or {}, packed=packed, sampled=sampled)
 
 
+def _memory(name: str, *, seed: int = 0, **update: Any) -> Case:
+    """Return a case of a neural memory whose last chunk is not full; odd seeds have padding."""
+    config = NeuralMemoryConfig(d_model=20, num_heads=2, head_dim=8, chunk_size=4, **update)
+    path = {"module": "memory.neural", "task": "memory.neural", "data": "memory.config"}
+    return Case(f"memory/{name}", config, **path, length=18, prompt=0, seed=seed, backends=("flax",))
+
+
 CASES: tuple[Case, ...] = (
     _llama("llama-grouped", sampled=True),
     _llama("llama-multi-head", num_kv_heads=4),
@@ -91,6 +99,11 @@ CASES: tuple[Case, ...] = (
     Case("watermark/neural", NeuralConfig(num_rows=64, d_model=16, num_pooled=8, d_hidden=12, dilations=(1, 2, 4)),
          module="watermark.neural", task="watermark.neural", data="watermark.features", batch=4, prompt=0,
          backends=("flax",)),
+    _memory("neural", num_persistent=3),
+    _memory("neural-padded", seed=1, depth=4, residual_norm=True, activation="silu", loss_reduction="mean",
+            max_update_norm=0.5),
+    _memory("neural-linear", depth=1, read="chunk", forgetting=False, qkv_activation="none", qk_norm=False,
+            max_theta=0.1),
     Case("transformer/smollm2", None, length=64, prompt=48, steps=0, gradients=False, sampled=True),
 )  # fmt: skip
 

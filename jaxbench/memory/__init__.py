@@ -1,0 +1,1 @@
+"""Long-term memory: Titans' neural memory."""

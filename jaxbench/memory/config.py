@@ -1,0 +1,148 @@
+"""Shape of the memories, their parameters and initial values, and their parity batches (S file).
+
+docs/memory.md derives the formulas; where Titans (Behrouz et al. 2024, arXiv:2501.00663) says something, that is the
+default.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from jaxbench import initial, philox
+from jaxbench.config import Base
+
+
+class NeuralMemoryConfig(Base):
+    """A neural memory: a small network whose weights are trained, token by token, on what it reads."""
+
+    d_model: int = Field(gt=0)  # width of the stream it reads and writes
+    num_heads: int = Field(gt=0)  # memories side by side
+    head_dim: int = Field(gt=0)  # width of keys, values and queries of one memory
+    chunk_size: int = Field(default=64, gt=0)  # tokens whose gradients are taken at the same weights; 1 = recurrence
+    depth: int = Field(default=2, ge=1, le=4)  # layers of the network; 1 = a matrix
+    hidden_factor: int = Field(default=2, gt=0)  # width of its hidden layers / head_dim
+    activation: Literal["gelu", "silu"] = "gelu"  # between its layers; gelu is the tanh approximation
+    residual_norm: bool = False  # M(x) = LayerNorm(network(x)) (1 + gain) + x, of Sun et al. 2024; the paper is silent
+    loss_reduction: Literal["sum", "mean"] = "sum"  # over the head's width; mean = a learning rate / head_dim
+    read: Literal["token", "chunk"] = "token"  # which weights answer token t: M_t, or those before its chunk
+    momentum: bool = True  # False: eta = 0
+    forgetting: bool = True  # False: alpha = 0
+    max_theta: float = Field(default=1.0, gt=0)  # theta lies in (0, max_theta)
+    max_update_norm: float | None = Field(default=None, gt=0)  # longest gradient of one token and head; None = any
+    conv_size: int = Field(default=4, ge=1)  # taps of the depthwise convolutions of q, k and v; 1 = none
+    qkv_activation: Literal["silu", "none"] = "silu"
+    qk_norm: bool = True  # queries and keys of length 1
+    output: Literal["gated", "linear"] = "gated"  # gated = RMSNorm of each head, times SiLU of a projection of x
+    num_persistent: int = Field(default=0, ge=0)  # learned tokens read before every sequence
+    norm_eps: float = Field(default=1e-5, gt=0)
+    initial_eta: float = Field(default=0.5, gt=0, lt=1)  # decay of momentum where the gate's input is 0
+    initial_theta: float = Field(default=0.005, gt=0)  # inner learning rate there; below max_theta
+    initial_alpha: float = Field(default=0.01, gt=0, lt=1)  # share forgotten at each token there
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> NeuralMemoryConfig:
+        if self.initial_theta >= self.max_theta:
+            raise ValueError(
+                f"memory: initial_theta={self.initial_theta} is not below max_theta={self.max_theta}, its upper limit"
+            )
+        return self
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the widths of the network's layers, input first."""
+        return (self.head_dim, *(self.depth - 1) * (self.hidden_factor * self.head_dim,), self.head_dim)
+
+    @property
+    def weights_per_row(self) -> int:
+        """Return how many numbers one row's network weights are, all heads together."""
+        gain = self.head_dim if self.residual_norm else 0
+        return self.num_heads * (sum(a * b for a, b in zip(self.widths, self.widths[1:])) + gain)
+
+
+def parameter_shapes(config: NeuralMemoryConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a neural memory by its dotted name; kernels are (in, out)."""
+    c, width = config, config.num_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.kernel": (c.d_model, width) for x in "qkv"}
+    if c.conv_size > 1:
+        shapes |= {f"{x}_conv.kernel": (c.conv_size, width) for x in "qkv"}
+    for gate in gate_names(c):
+        shapes |= {f"{gate}.kernel": (c.d_model, c.num_heads), f"{gate}.bias": (c.num_heads,)}
+    pairs = zip(c.widths, c.widths[1:])
+    shapes |= {f"memory.layers.{i}.kernel": (c.num_heads, *pair) for i, pair in enumerate(pairs)}
+    if c.residual_norm:
+        shapes["memory.gain"] = (c.num_heads, c.head_dim)
+    if c.output == "gated":
+        shapes |= {"out_norm.scale": (c.head_dim,), "g_proj.kernel": (c.d_model, width)}
+    if c.num_persistent:
+        shapes["persistent"] = (c.num_persistent, c.d_model)
+    shapes["o_proj.kernel"] = (width, c.d_model)
+    return shapes
+
+
+def gate_names(config: NeuralMemoryConfig) -> tuple[str, ...]:
+    """Return the gates that a configuration has, of eta, theta and alpha."""
+    used = {"eta": config.momentum, "theta": True, "alpha": config.forgetting}
+    return tuple(name for name, is_used in used.items() if is_used)
+
+
+def initial_params(config: NeuralMemoryConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+    """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
+
+    Projections are normal with standard deviation 0.02, the network's kernels with fan-in scaling, persistent tokens
+    with 1, like the normalised stream that they join; convolutions pass on their own token, gates open at the
+    configured values. distinct = every tensor random, so that a swapped or ignored one shows.
+    """
+    params = {}
+    for name, shape in parameter_shapes(config).items():
+        noise = philox.normal(seed, step=0, site=name, num_elements=math.prod(shape)).reshape(shape)
+        centre, spread = _distribution(config, name, shape)
+        params[name] = centre + (max(spread, 0.1) if distinct else spread) * noise
+    return params
+
+
+def _distribution(config: NeuralMemoryConfig, name: str, shape: tuple[int, ...]) -> tuple[Any, float]:
+    """Return the mean and the standard deviation of a parameter's initial values."""
+    module, _, kind = name.rpartition(".")
+    if module.startswith("memory.layers"):
+        return 0.0, shape[1] ** -0.5
+    if module.endswith("_conv"):
+        return np.eye(1, shape[0], shape[0] - 1).T * np.ones(shape), 0.0
+    if kind == "scale":
+        return 1.0, 0.0
+    if kind == "bias":
+        share = {"eta": config.initial_eta, "alpha": config.initial_alpha}.get(module)
+        share = config.initial_theta / config.max_theta if share is None else share
+        return math.log(share / (1.0 - share)), 0.0
+    fixed = {"gain": 0.0, "persistent": 1.0}
+    return 0.0, fixed.get(kind, initial.STANDARD_DEVIATION)
+
+
+class Arrays(NamedTuple):
+    """One parity batch in numpy; the fields of a backend's Batch."""
+
+    x: np.ndarray  # float [B T D]
+    target: np.ndarray  # float [B T D]
+    is_token: np.ndarray | None  # bool [B T]; None = no padding
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Return the place of each token in its row [B T], -1 = padding."""
+        shape = self.x.shape[:2]
+        is_token = np.ones(shape, bool) if self.is_token is None else self.is_token
+        return np.where(is_token, np.cumsum(is_token, axis=1) - 1, -1)
+
+
+def parity_arrays(config: NeuralMemoryConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
+    """Return random data of one step for the parity engine; with an odd seed every second row starts with padding."""
+    random = np.random.default_rng((seed, step))
+    x, target = random.standard_normal((2, batch, length, config.d_model))
+    is_token = None
+    if seed % 2:
+        is_token = np.ones((batch, length), bool)
+        is_token[1::2, : length // 4] = False
+    return Arrays(x, target, is_token)

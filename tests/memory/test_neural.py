@@ -1,0 +1,343 @@
+"""The neural memory against Titans' recurrence written out token by token, in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxbench.memory import chunk, layout, neural
+from jaxbench.memory.chunk import Rule, Tokens, Weights
+from jaxbench.memory.config import NeuralMemoryConfig, initial_params
+from torch_ref.memory import layout as torch_layout
+from torch_ref.memory import neural as torch_neural
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+TINY = NeuralMemoryConfig(d_model=12, num_heads=2, head_dim=6, chunk_size=4, num_persistent=3)
+LENGTH = 11
+
+
+# The oracle: one memory, one token after the other, gradients by autodiff
+
+
+def network(weights, x, rule):
+    hidden = x
+    for i, kernel in enumerate(weights.kernels):
+        if i:
+            hidden = jax.nn.silu(hidden) if rule.activation == "silu" else jax.nn.gelu(hidden, approximate=True)
+        hidden = hidden @ kernel
+    if weights.gain is None:
+        return hidden
+    return jax.nn.standardize(hidden, epsilon=rule.norm_eps) * (1.0 + weights.gain) + x
+
+
+def recurrence(weights, momentum, tokens, *, size, rule):
+    """Read tokens [T ...] of one memory: S = eta S - theta u, W = (1 - alpha) W + S, y = M_W(q)."""
+
+    def loss(weights, key, value):
+        return rule.loss_scale * jnp.sum((network(weights, key, rule) - value) ** 2)
+
+    def step(carry, each):
+        weights, momentum, anchor = carry
+        index, token = each
+        anchor = jax.tree.map(lambda a, w: jnp.where(index % size == 0, w, a), anchor, weights)
+        update = jax.grad(loss)(anchor, token.key, token.value)
+        if rule.max_update_norm is not None:
+            norm = jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(update)))
+            update = jax.tree.map(lambda u: u * jnp.minimum(1.0, rule.max_update_norm / norm), update)
+        eta = 0.0 if token.log_eta is None else jnp.exp(token.log_eta)
+        keep = 1.0 if token.log_keep is None else jnp.exp(token.log_keep)
+        momentum = jax.tree.map(lambda s, u: eta * s - token.theta * u, momentum, update)
+        weights = jax.tree.map(lambda w, s: keep * w + s, weights, momentum)
+        answer = network(weights if rule.read == "token" else anchor, token.query, rule)
+        return (weights, momentum, anchor), answer
+
+    index = jnp.arange(tokens.key.shape[0])
+    (weights, momentum, _), answers = jax.lax.scan(step, (weights, momentum, weights), (index, tokens))
+    return answers, weights, momentum
+
+
+@functools.partial(jax.jit, static_argnames=("size", "rule"))
+def recurrences(weights, momentum, tokens, *, size, rule):
+    return jax.vmap(functools.partial(recurrence, size=size, rule=rule))(weights, momentum, tokens)
+
+
+def problem(length, *, widths=(5, 7, 5), gain=False, momentum=True, forgetting=True, seed=0):
+    """Return weights, momentum and tokens of three memories, far from any special value."""
+    random = np.random.default_rng(seed)
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * random.standard_normal(shape))
+
+    def weights(scale):
+        kernels = tuple(normal(3, i, o, scale=scale * i**-0.5) for i, o in zip(widths, widths[1:]))
+        return Weights(kernels, normal(3, widths[-1], scale=0.3 * scale) if gain else None)
+
+    query, key, value = (normal(3, length, widths[0]) for _ in range(3))
+    key, query = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (key, query))
+    theta, eta, keep = (jnp.asarray(random.uniform(low, 0.999, (3, length))) for low in (0.0, 0.1, 0.8))
+    logs = (jnp.log(eta) if momentum else None, jnp.log(keep) if forgetting else None)
+    tokens = Tokens(query, key, value, 0.05 * theta, *logs, None)
+    return weights(1.0), weights(0.1) if momentum else jax.tree.map(jnp.zeros_like, weights(0.1)), tokens
+
+
+@functools.partial(jax.jit, static_argnames=("size", "rule"))
+def by_chunks(weights, momentum, tokens, *, size, rule):
+    answers, length = [], tokens.key.shape[1]
+    for start in range(0, length, size):
+        part = layout.tree_map(lambda x, at=slice(start, start + size): x[:, at], tokens)
+        answer, weights, momentum = chunk.learn(weights, weights, momentum, part, rule)
+        answers.append(answer)
+    return jnp.concatenate(answers, axis=1), weights, momentum
+
+
+def worst(one, other):
+    """Return the largest difference of two trees, relative to the largest value of each leaf."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max(float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-3)) for a, b in map(_arrays, pairs))
+
+
+def _arrays(pair):
+    return [np.asarray(x, np.float64) for x in pair]
+
+
+RULE = Rule(activation="gelu", loss_scale=1.0, read="token", max_update_norm=None, norm_eps=1e-5)
+
+
+CASES = [
+    (1, 5, {}, {}),
+    (4, 11, {"widths": (5, 5)}, {}),
+    (16, 37, {"widths": (5, 7, 6, 5), "gain": True}, {"activation": "silu"}),
+    (64, 150, {}, {"loss_scale": 0.2}),
+    (4, 10, {"momentum": False, "forgetting": False}, {"read": "chunk"}),
+    (4, 10, {"momentum": False}, {}),
+    (4, 11, {"widths": (5, 7, 7, 7, 5), "gain": True}, {"max_update_norm": 0.7}),
+]
+
+
+@pytest.mark.parametrize(("size", "length", "shape", "rule"), CASES)
+def test_the_closed_chunk_equals_the_recurrence(size, length, shape, rule):
+    how = {"size": size, "rule": RULE._replace(**rule)}
+    given = problem(length, **shape)
+    assert worst(by_chunks(*given, **how), recurrences(*given, **how)) < 1e-12
+
+
+def test_the_recurrence_sees_each_of_its_rules():
+    """Each rule moves the oracle's answers far beyond the tolerance, so the test above cannot pass without it."""
+    given = problem(6, gain=True)
+    first = recurrences(*given, size=4, rule=RULE)
+    changed = [{"activation": "silu"}, {"loss_scale": 0.9}, {"read": "chunk"}, {"max_update_norm": 0.1}]
+    assert min(worst(recurrences(*given, size=4, rule=RULE._replace(**one)), first) for one in changed) > 1e-4
+    assert worst(recurrences(*given, size=3, rule=RULE), first) > 1e-4
+
+
+def test_gradients_through_the_closed_chunk_equal_those_through_the_recurrence():
+    given = problem(7, gain=True)
+
+    def loss(run, weights, momentum, tokens):
+        leaves = jax.tree.leaves(run(weights, momentum, tokens, size=4, rule=RULE))
+        return sum(jnp.sum(jnp.sin(x)) for x in leaves)
+
+    found, wanted = (
+        jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1, 2)))(*given) for run in (by_chunks, recurrences)
+    )
+    assert worst(found, wanted) < 1e-12
+
+
+def test_long_chunks_neither_overflow_nor_underflow_in_float32():
+    """exp(-2000) is 0 in float32: coefficients from ratios of cumulated products would be 0 / 0."""
+    tokens = problem(64)[2]
+    tokens = tokens._replace(log_keep=jnp.full((3, 64), -40.0), log_eta=jnp.full((3, 64), -30.0))
+    tokens = jax.tree.map(lambda x: x.astype(jnp.float32), tokens)
+    value, grad = jax.value_and_grad(lambda t: jnp.sum(chunk.coefficients(t).c))(tokens)
+    assert float(value) == pytest.approx(3 * 64) and np.isfinite(np.asarray(grad.log_keep)).all()
+
+
+# The layer
+
+
+@functools.cache
+def layer(config=TINY, dtype="float64"):
+    """Return a compiled layer as read(x, state, is_token, learn=True), the model, and its PyTorch twin."""
+    params = initial_params(config, 0, distinct=True)
+    model = neural.build(config, params, dtype=dtype)
+
+    @functools.partial(jax.jit, static_argnames="learn")
+    def read(x, state=None, is_token=None, *, learn=True):
+        return model(x, state, is_token=is_token, learn=learn)
+
+    return read, model, torch_neural.build(config, params, dtype=dtype)
+
+
+def stream(length=LENGTH, rows=3, dtype="float64", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((rows, length, TINY.d_model)), dtype)
+
+
+def token_by_token(read, x, state):
+    """Return answers and state of single-token calls; state = None starts anew."""
+    answers = []
+    for t in range(x.shape[1]):
+        answer, state = read(x[:, t : t + 1], state)
+        answers.append(answer)
+    return jnp.concatenate(answers, axis=1), state
+
+
+def test_token_by_token_equals_the_parallel_pass():
+    read, _, _ = layer(TINY.model_copy(update={"read": "chunk"}))
+    assert worst(token_by_token(read, stream(), None), read(stream())) < 1e-12
+
+
+def test_token_by_token_equals_the_parallel_pass_in_float32():
+    read, _, _ = layer(TINY, "float32")
+    x = stream(dtype="float32")
+    assert worst(token_by_token(read, x, None), read(x)) < 1e-5
+
+
+def test_a_sequence_may_be_cut_anywhere():
+    read, _, _ = layer()
+    first, state = read(stream()[:, :6])  # behind 3 persistent tokens the cut lies inside a chunk of 4
+    rest, state = read(stream()[:, 6:], state)
+    assert worst((jnp.concatenate([first, rest], axis=1), state), read(stream())) < 1e-12
+
+
+def test_padding_changes_nothing_and_is_answered_with_zeros():
+    read, _, _ = layer()
+    is_token = np.ones((3, LENGTH), bool)
+    is_token[1, :4] = is_token[1, [7, 10]] = is_token[2, ::2] = False  # 5 tokens are left in rows 1 and 2
+    x = jnp.where(is_token[:, :, None], stream(), 1e3)
+    answers, state = read(x, None, jnp.asarray(is_token))
+    assert float(jnp.abs(answers[~is_token]).max()) == 0.0
+    kept = jnp.stack([x[row, is_token[row]] for row in (1, 2)])
+    alone, alone_state = read(kept)
+    assert worst([answers[row, is_token[row]] for row in (1, 2)], [alone[0], alone[1]]) < 1e-12
+    assert worst(jax.tree.map(lambda s: s[1:], state), alone_state) < 1e-12
+    assert worst(answers[0], read(stream())[0][0]) < 1e-12
+
+
+def test_a_token_changes_no_answer_before_it_and_every_answer_from_it_on():
+    read, _, _ = layer(TINY.model_copy(update={"max_update_norm": 0.1}))
+    x = stream(rows=1)
+    answers, _ = read(jnp.concatenate([x, *(x.at[:, t].add(0.5) for t in range(LENGTH))]))
+    change = jnp.abs(answers[1:] - answers[:1]).max(axis=-1)  # [changed token, answer]
+    before = np.tril(np.ones((LENGTH, LENGTH), bool), -1)
+    assert float(change[before].max()) == 0.0
+    assert float(change[~before].min()) > 1e-7
+
+
+def test_rows_are_independent_and_reset_one_by_one():
+    read, model, _ = layer()
+    x = stream()
+    _, state = read(x)
+    state = model.reset(state, jnp.asarray([False, True, False]))
+    answers, _ = read(x, state)
+    assert worst(answers[1:2], read(x[1:2])[0]) < 1e-12
+    other = read(x.at[1].set(7.0), state)[0]
+    assert bool((other[jnp.asarray([0, 2])] == answers[jnp.asarray([0, 2])]).all())
+    assert float(jnp.abs(answers[0] - read(x)[0][0]).max()) > 1e-4
+
+
+def test_the_memory_goes_on_learning_at_inference_unless_it_is_told_not_to():
+    read, _, _ = layer()
+    _, start = read(stream())
+    frozen, still = read(stream(seed=1), start, learn=False)
+    assert all(map(np.array_equal, jax.tree.leaves(still[:4]), jax.tree.leaves(start[:4])))
+    learning, moved = read(stream(seed=1), start)
+    assert float(jnp.abs(learning - frozen).max()) > 1e-3
+    assert worst(moved.weights, start.weights) > 1e-3
+    # Frozen token by token is frozen at once, and a frozen pass leaves learning able to go on.
+    assert worst(token_by_token(functools.partial(read, learn=False), stream(seed=1), start)[0], frozen) < 1e-12
+
+
+def test_what_was_read_is_remembered():
+    """The loss of the same tokens is lower at the second reading, and that is the inner learning's doing."""
+    weights, momentum, tokens = problem(16)
+    tokens = tokens._replace(log_keep=None, theta=4.0 * tokens.theta)
+    _, after, _ = by_chunks(weights, momentum, tokens, size=16, rule=RULE)
+
+    def loss(weights):
+        return float(jnp.mean((chunk.recall(weights, tokens.key, RULE) - tokens.value) ** 2))
+
+    assert loss(after) < 0.9 * loss(weights)
+
+
+def test_many_chunks_are_read_in_groups_with_equal_results(monkeypatch):
+    plain = {"depth": 1, "num_persistent": 0, "conv_size": 1, "output": "linear", "read": "chunk"}
+    _, model, twin = layer(TINY.model_copy(update=plain))
+    x = stream(length=4 * 7, rows=1)
+
+    def run():
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(model(x)[0]))))(x)
+
+    flat = run()
+    monkeypatch.setattr(layout, "NESTED_FROM", 3)
+    monkeypatch.setattr(torch_layout, "NESTED_FROM", 3)
+    jax.clear_caches()
+    assert worst(run(), flat) < 1e-12
+    given = torch.tensor(np.asarray(x), requires_grad=True)
+    value = twin(given)[0].sin().sum()
+    value.backward()
+    assert worst((value.item(), jnp.asarray(given.grad.numpy())), flat) < 1e-12
+
+
+# The twin
+
+
+def as_torch(tree):
+    return layout.tree_map(lambda x: torch.tensor(np.asarray(x)), tree)
+
+
+def as_numpy(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x.detach().numpy()), tree)
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_the_twin_agrees_on_answers_and_state_from_any_state_and_padding(learn):
+    config = TINY.model_copy(update={"momentum": learn, "output": "gated" if learn else "linear", "read": "chunk"})
+    read, _, twin = layer(config)
+    _, state = read(stream(length=5))
+    is_token = jnp.asarray(np.random.default_rng(0).random((3, LENGTH)) < 0.7)
+    with torch.no_grad():
+        found = twin(as_torch(stream()), as_torch(state), is_token=as_torch(is_token), learn=learn)
+        step = twin(as_torch(stream()[:, :1]), found[1], learn=learn)
+    wanted = read(stream(), state, is_token, learn=learn)
+    assert worst(as_numpy(tuple(found)), wanted) < 1e-12
+    assert worst(as_numpy(tuple(step)), read(stream()[:, :1], wanted[1], learn=learn)) < 1e-12
+
+
+# What is refused
+
+
+def test_a_state_of_another_batch_or_model_is_refused():
+    plain = TINY.model_copy(update={"num_persistent": 0})
+    _, model, twin = layer(plain)
+    state = model.init_state(2)
+    with pytest.raises(ValueError, match=r"kernels are \[\(2, 2, 6, 12\).* wanted \[\(3, 2, 6, 12\)"):
+        model(stream(), state)
+    with pytest.raises(ValueError, match=r"kernels are \[\(2, 2, 6, 12\).* wanted \[\(3, 2, 6, 12\)"):
+        twin(as_torch(stream()), as_torch(state))
+    other = layer(plain.model_copy(update={"depth": 1}))[1]
+    with pytest.raises(ValueError, match=r"wanted \[\(2, 2, 6, 6\)\]"):
+        other(stream(rows=2), state)
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"depth": 5}, "less than or equal to 4"),
+        ({"chunk_size": 0}, "greater than 0"),
+        ({"initial_theta": 1.0}, "initial_theta=1.0 is not below max_theta=1.0"),
+        ({"read": "row"}, "'token' or 'chunk'"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(update, message):
+    with pytest.raises(ValueError, match=message):
+        NeuralMemoryConfig(**(TINY.model_dump() | update))
+
+
+def test_the_configuration_counts_the_weights_of_a_row():
+    config = TINY.model_copy(update={"depth": 3, "residual_norm": True, "num_persistent": 0})
+    state = layer(config)[1].init_state(1)
+    assert config.weights_per_row == sum(x.size for x in jax.tree.leaves(state.weights))

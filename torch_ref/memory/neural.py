@@ -1,0 +1,351 @@
+"""Titans' neural memory as a layer, in PyTorch. Twin: jaxbench/memory/neural.py.
+
+Data's way: x -> q, k, v (projection, depthwise causal convolution, SiLU; q and k of length 1) and the gates eta, theta,
+alpha of every token and head -> chunks, whose closed form is chunk.py's -> normalised, gated, projected. Chunks are
+counted in a row's own tokens, so padding and batch neighbours change nothing, and a state carries a half-read chunk
+from call to call. Source: Behrouz et al. 2024, arXiv:2501.00663, sections 3.1, 3.2 and 4.4. Axis letters: chunk.py's,
+C = the convolutions' channels (q, k and v side by side), K = their taps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from jaxbench.memory.config import NeuralMemoryConfig
+from torch_ref import nn
+from torch_ref.memory import chunk, layout
+from torch_ref.memory.chunk import Rule, Tokens, Weights
+
+QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2norm
+
+
+class NeuralState(NamedTuple):
+    """What a row's memories know; its size does not depend on what was read. Kernels are [B N I O], gains [B N H]."""
+
+    weights: Weights
+    momentum: Weights
+    anchor: Weights  # the weights where the current chunk began
+    count: Int[Tensor, " B"]  # tokens of the current chunk that were read
+    tail: Float[Tensor, "B K-1 C"]  # what the convolutions still look back on
+
+
+class Asked(NamedTuple):
+    """What tokens ask of the memories, before it is cut into chunks: fields of Tokens are [B T N ...]."""
+
+    tokens: Tokens
+    gate: Float[Tensor, "B T I"] | None  # of the output
+    tail: Float[Tensor, "B K-1 C"]
+
+
+class Conv(torch.nn.Module):
+    """Depthwise convolution over a token and those before it."""
+
+    def __init__(self, size: int, features: int, *, dtype: str):
+        super().__init__()
+        self.kernel = _zeros(size, features, dtype=dtype)
+
+    def forward(self, x: Float[Tensor, "B S I"]) -> Float[Tensor, "B T I"]:
+        """Return the convolution of x, whose first size - 1 tokens come before the first answer."""
+        size = self.kernel.shape[0]
+        length = x.shape[1] - size + 1
+        return sum(self.kernel[i] * x[:, i : i + length] for i in range(size))
+
+
+class Kernel(torch.nn.Module):
+    """One layer of a memory network as it is before anything is read, for each head."""
+
+    def __init__(self, num_heads: int, shape: tuple[int, int], *, dtype: str):
+        super().__init__()
+        self.kernel = _zeros(num_heads, *shape, dtype=dtype)
+
+
+class Network(torch.nn.Module):
+    """A memory network's first weights M_0."""
+
+    def __init__(self, num_heads: int, widths: tuple[int, ...], *, residual_norm: bool, dtype: str):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Kernel(num_heads, pair, dtype=dtype) for pair in zip(widths, widths[1:])])
+        self.gain = _zeros(num_heads, widths[-1], dtype=dtype) if residual_norm else None
+
+    def weights(self, batch_size: int) -> Weights:
+        """Return the weights [B N ...], the same for every row, in at least float32."""
+
+        def spread(x: Tensor) -> Tensor:
+            return x.to(torch.promote_types(x.dtype, torch.float32)).expand(batch_size, *x.shape)
+
+        kernels = tuple(spread(layer.kernel) for layer in self.layers)
+        return Weights(kernels, None if self.gain is None else spread(self.gain))
+
+
+class NeuralMemory(torch.nn.Module):
+    """A memory that goes on learning wherever it reads: training and inference are the same computation."""
+
+    def __init__(self, config: NeuralMemoryConfig, *, dtype: str):
+        super().__init__()
+        c, width = config, config.num_heads * config.head_dim
+        linear = functools.partial(nn.Linear, c.d_model, use_bias=False, dtype=dtype)
+        self.q_proj, self.k_proj, self.v_proj = linear(width), linear(width), linear(width)
+        has_conv = c.conv_size > 1
+        self.q_conv = Conv(c.conv_size, width, dtype=dtype) if has_conv else None
+        self.k_conv = Conv(c.conv_size, width, dtype=dtype) if has_conv else None
+        self.v_conv = Conv(c.conv_size, width, dtype=dtype) if has_conv else None
+        gate = functools.partial(nn.Linear, c.d_model, c.num_heads, use_bias=True, dtype=dtype)
+        self.eta = gate() if c.momentum else None
+        self.theta = gate()
+        self.alpha = gate() if c.forgetting else None
+        self.memory = Network(c.num_heads, c.widths, residual_norm=c.residual_norm, dtype=dtype)
+        self.persistent = _zeros(c.num_persistent, c.d_model, dtype=dtype) if c.num_persistent else None
+        is_gated = c.output == "gated"
+        self.out_norm = nn.RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if is_gated else None
+        self.g_proj = linear(width) if is_gated else None
+        self.o_proj = nn.Linear(width, c.d_model, use_bias=False, dtype=dtype)
+        self.num_heads, self.head_dim = c.num_heads, c.head_dim
+        self.chunk_size, self.conv_size = c.chunk_size, c.conv_size
+        self.has_silu, self.qk_norm, self.max_theta = c.qkv_activation == "silu", c.qk_norm, c.max_theta
+        scale = 1.0 if c.loss_reduction == "sum" else 1.0 / c.head_dim
+        self.rule = Rule(c.activation, scale, c.read, c.max_update_norm, c.norm_eps)
+        self.dtype = dtype
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: NeuralState | None = None,
+        *,
+        is_token: Bool[Tensor, "B T"] | None = None,
+        learn: bool = True,
+    ) -> tuple[Float[Tensor, "B T D"], NeuralState]:
+        """Read tokens: return the memory's answer to each, and the state behind the last one.
+
+        Args:
+          x: the stream, normalised.
+          state: the state behind the tokens before; None = nothing was read but the persistent tokens.
+          is_token: False = padding, which is answered with zeros and changes nothing; None = no padding.
+          learn: False = the weights stay as they are, and answer from there.
+
+        Raises:
+          ValueError: the state is of another model or batch size.
+        """
+        if state is not None:
+            self._check(state, len(x))
+        if learn and state is None and is_token is None:
+            return self._read_whole(x)
+        state = self.init_state(len(x)) if state is None else state
+        if is_token is None:
+            is_token = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        # Tokens are moved to the left of their row, so that those before a token are its neighbours.
+        order = torch.argsort((~is_token).to(torch.int32), dim=1, stable=True)
+        number = is_token.sum(dim=1)
+        asked = self._ask(layout.gathered(x, order), state.tail, number)
+        if learn:
+            answer, state = self._learn(asked.tokens, state, number)
+        else:
+            answer = self._recall(asked.tokens.query, state)
+        out = self._answer(answer, asked.gate)
+        out = layout.gathered(out, (torch.cumsum(is_token, dim=1) - 1).clamp(min=0))
+        out = torch.where(is_token[:, :, None], out, out.new_zeros(()))
+        return out, state._replace(tail=asked.tail)
+
+    def init_state(self, batch_size: int) -> NeuralState:
+        """Return the state of rows that have read nothing but the persistent tokens."""
+        state = self._blank(batch_size)
+        if self.persistent is None:
+            return state
+        return self._run(self._persistent(batch_size), state)[1]
+
+    def reset(self, state: NeuralState, is_reset: Bool[Tensor, " B"]) -> NeuralState:
+        """Return the state with some rows as they are before anything is read."""
+        blank = self.init_state(len(is_reset))
+        return layout.tree_map(functools.partial(layout.chosen, is_reset), blank, state)
+
+    def _blank(self, batch_size: int) -> NeuralState:
+        weights = self.memory.weights(batch_size)
+        momentum = layout.tree_map(torch.zeros_like, weights)
+        like = self.o_proj.kernel
+        tail = like.new_zeros((batch_size, self.conv_size - 1, 3 * self.num_heads * self.head_dim))
+        count = torch.zeros((batch_size,), dtype=torch.int32, device=like.device)
+        return NeuralState(weights, momentum, weights, count, tail)
+
+    def _persistent(self, batch_size: int) -> Tensor:
+        return self.persistent.expand(batch_size, *self.persistent.shape)
+
+    def _by_memory(self, state: NeuralState) -> tuple[Weights, ...]:
+        """Return weights, momentum and anchor with heads side by side."""
+        return tuple(layout.tree_map(layout.merged, each) for each in state[:3])
+
+    def _by_row(self, *trees: Weights) -> tuple[Weights, ...]:
+        """Undo `_by_memory`."""
+        return tuple(layout.tree_map(lambda x: layout.split(x, self.num_heads), each) for each in trees)
+
+    def _check(self, state: NeuralState, batch_size: int) -> None:
+        wanted = [(batch_size, *layer.kernel.shape) for layer in self.memory.layers]
+        found = [tuple(kernel.shape) for kernel in state.weights.kernels]
+        if found != wanted:
+            raise ValueError(f"memory: the state's kernels are {found}, wanted {wanted} (rows, heads, in, out)")
+
+    def _read_whole(self, x: Tensor) -> tuple[Tensor, NeuralState]:
+        """Read sequences from their start, behind the persistent tokens."""
+        state = self._blank(len(x))
+        if self.persistent is None:
+            return self._run(x, state)
+        out, state = self._run(torch.cat([self._persistent(len(x)), x], dim=1), state)
+        return out[:, self.persistent.shape[0] :], state
+
+    def _run(self, x: Tensor, state: NeuralState) -> tuple[Tensor, NeuralState]:
+        """Read full rows from a blank state, whose chunks are where they lie in memory; the last may be shorter."""
+        batch_size, length, _ = x.shape
+        size = self.chunk_size
+        asked = self._ask(x, state.tail, None)
+        tokens = layout.tree_map(layout.by_memory, asked.tokens)
+        weights, momentum, _ = self._by_memory(state)
+
+        def read(carry: tuple, tokens: Tokens) -> tuple[tuple, Tensor]:
+            answer, *carry = chunk.learn(carry[0], *carry, tokens, self.rule)
+            return tuple(carry), answer
+
+        carry, parts, whole = (weights, momentum), [], length // size * size
+        if whole:
+            chunks = layout.tree_map(lambda x: layout.cut(x[:, :whole], size), tokens)
+            carry, answers = layout.walk(read, carry, chunks)
+            parts.append(layout.joined(answers))
+        anchor = carry[0]
+        if whole < length:
+            carry, answer = layout.rematerialised(read, carry, layout.tree_map(lambda x: x[:, whole:], tokens))
+            parts.append(answer)
+        answer = layout.by_row(torch.cat(parts, dim=1), self.num_heads)
+        count = torch.full((batch_size,), length - whole, dtype=torch.int32, device=x.device)
+        state = NeuralState(*self._by_row(*carry, anchor), count, asked.tail)
+        return self._answer(answer, asked.gate), state
+
+    def _learn(self, tokens: Tokens, state: NeuralState, number: Tensor) -> tuple[Tensor, NeuralState]:
+        """Read the first `number` tokens of each row from any state; every row's chunks begin where its own do."""
+        length = tokens.theta.shape[1]
+        # A single token cannot cross the end of a chunk; more than one may lie anywhere.
+        size = 1 if length == 1 else self.chunk_size
+        num_chunks = 1 if length == 1 else -(-(length + size - 1) // size)
+        offset = torch.zeros_like(state.count) if length == 1 else state.count
+        source = torch.arange(num_chunks * size, device=number.device)[None, :] - offset[:, None]
+        is_token = (source >= 0) & (source < number[:, None])
+        source = source.clamp(0, length - 1)
+        tokens = layout.tree_map(lambda x: layout.gathered(x, source), tokens)
+        spread = is_token[:, :, None].expand(*is_token.shape, self.num_heads)
+        tokens = layout.tree_map(layout.by_memory, tokens._replace(is_token=spread))
+        chunks = layout.tree_map(lambda x: layout.cut(x, size), tokens)
+        is_begun = chunks.is_token.any(dim=2) & (torch.arange(num_chunks, device=number.device)[:, None] > 0)
+
+        def read(carry: tuple, inputs: tuple) -> tuple[tuple, Tensor]:
+            (weights, momentum, anchor), (tokens, is_begun) = carry, inputs
+            anchor = layout.tree_map(functools.partial(layout.chosen, is_begun), weights, anchor)
+            answer, weights, momentum = chunk.learn(anchor, weights, momentum, tokens, self.rule)
+            return (weights, momentum, anchor), answer
+
+        carry, answers = layout.walk(read, self._by_memory(state), (chunks, is_begun))
+        answer = layout.by_row(layout.joined(answers), self.num_heads)
+        weights, momentum, anchor = self._by_row(*carry)
+        count = (state.count + number.to(torch.int32)) % self.chunk_size
+        anchor = layout.tree_map(functools.partial(layout.chosen, count == 0), weights, anchor)
+        answer = layout.gathered(answer, torch.arange(length, device=number.device)[None, :] + offset[:, None])
+        return answer, NeuralState(weights, momentum, anchor, count, state.tail)
+
+    def _recall(self, query: Tensor, state: NeuralState) -> Tensor:
+        """Return the answers of the weights as they are."""
+        weights = state.anchor if self.rule.read == "chunk" else state.weights
+        answer = chunk.recall(layout.tree_map(layout.merged, weights), layout.by_memory(query), self.rule)
+        return layout.by_row(answer, self.num_heads)
+
+    def _ask(self, x: Tensor, tail: Tensor, number: Tensor | None) -> Asked:
+        """Return what tokens ask of the memories; `number` = tokens of each row, None = all of them."""
+        inputs = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        mixed, tail = self._convolve(inputs, tail, number)
+        if self.has_silu:
+            mixed = chunk.activate("silu", mixed)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        heads = mixed.to(wide).reshape(*x.shape[:2], 3, self.num_heads, self.head_dim)
+        query, key, value = (heads[:, :, i] for i in range(3))
+        if self.qk_norm:
+            query, key = (x * torch.rsqrt(torch.sum(x * x, dim=-1, keepdim=True) + QK_EPS) for x in (query, key))
+        theta = self.max_theta * torch.sigmoid(self.theta(x).to(wide))
+        log_eta = None if self.eta is None else F.logsigmoid(self.eta(x).to(wide))
+        log_keep = None if self.alpha is None else F.logsigmoid(-self.alpha(x).to(wide))
+        gate = None if self.g_proj is None else chunk.activate("silu", self.g_proj(x))
+        return Asked(Tokens(query, key, value, theta, log_eta, log_keep, None), gate, tail)
+
+    def _convolve(self, inputs: Tensor, tail: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the convolved projections, and the last conv_size - 1 inputs for the call that follows."""
+        if self.q_conv is None:
+            return inputs, tail
+        inputs = torch.cat([tail.to(inputs.dtype), inputs], dim=1)
+        parts = inputs.chunk(3, dim=-1)
+        convs = (self.q_conv, self.k_conv, self.v_conv)
+        mixed = torch.cat([conv(x) for conv, x in zip(convs, parts, strict=True)], dim=-1)
+        length = inputs.shape[1] - tail.shape[1]
+        if number is None:
+            return mixed, inputs[:, length:]
+        return mixed, layout.gathered(
+            inputs, number[:, None] + torch.arange(tail.shape[1], device=number.device)[None, :]
+        )
+
+    def _answer(self, answer: Tensor, gate: Tensor | None) -> Tensor:
+        """Return the heads' answers [B T N H] as the stream's [B T D]."""
+        flat = answer.to(self.o_proj.kernel.dtype).reshape(*answer.shape[:2], -1)
+        if gate is not None:
+            normal = self.out_norm(flat.reshape(len(flat), -1, self.head_dim))
+            flat = normal.reshape(flat.shape) * gate
+        return self.o_proj(flat)
+
+
+def _zeros(*shape: int, dtype: str) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype)))
+
+
+# Training on a target, as the parity table does it
+
+
+class Batch(NamedTuple):
+    """One step's data."""
+
+    x: Float[Tensor, "B T D"]
+    target: Float[Tensor, "B T D"]
+    is_token: Bool[Tensor, "B T"] | None  # None = no padding
+
+
+def predict(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> tuple[Float[Tensor, "B T D"], NeuralState]:
+    """Return the memory's answers to a batch and the state behind it; there is no dropout."""
+    return model(batch.x.to(model.o_proj.kernel.dtype), is_token=batch.is_token)
+
+
+def loss_of(output: tuple[Float[Tensor, "B T D"], NeuralState], batch: Batch) -> Float[Tensor, ""]:
+    """Return the mean squared error at tokens plus the mean square of the last weights and momentum."""
+    answer, state = output
+    wide = torch.promote_types(answer.dtype, torch.float32)
+    squares = torch.square(answer.to(wide) - batch.target.to(wide)).mean(dim=-1)
+    is_token = torch.ones(squares.shape, dtype=torch.bool) if batch.is_token is None else batch.is_token
+    loss = torch.where(is_token, squares, squares.new_zeros(())).sum() / is_token.sum().to(wide)
+    for kernel in (*state.weights.kernels, *state.momentum.kernels):
+        loss = loss + torch.square(kernel).mean().to(wide)
+    return loss
+
+
+def loss_fn(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
+    """Return the model's loss on a batch."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
+
+
+def build(
+    config: NeuralMemoryConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
+) -> NeuralMemory:
+    """Return the memory of a configuration holding `params`, cast to dtype.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    with torch.device("meta"):
+        model = NeuralMemory(config, dtype=dtype)
+    return nn.load_params(model, params, device=device)
