@@ -204,7 +204,7 @@ class Evaluation:
                         "text": i,
                         "p_value": float(result.p_value[0]),
                         "num_scored": int(result.num_scored[0]),
-                        "tokens": [self.parts.tokenizer.decode([token]) for token in ids],
+                        "tokens": pieces(self.parts.tokenizer, ids),
                         "shades": [round(float(shade[t]), 3) if scored[t] else None for t in range(len(ids))],
                     }
                 )
@@ -337,6 +337,17 @@ def write(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return what each token adds to the text; the first of several that make one character add nothing."""
+    found, before = [], ""
+    for end in range(1, len(ids) + 1):
+        whole = tokenizer.decode(ids[:end])
+        is_open = whole.endswith("\ufffd") and end < len(ids)
+        found.append("" if is_open else whole[len(before) :])
+        before = before if is_open else whole
+    return found
 
 
 def _rewrites(attack: Any) -> bool:

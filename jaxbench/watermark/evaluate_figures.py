@@ -64,7 +64,7 @@ def roc(summary: dict) -> Figure:
     data = []
     for name, own in summary["schemes"].items():
         false, true = own["roc"]
-        floor = min((x for x in false if x > 0), default=1e-3) / 2  # a rate of 0 has no place on a logarithmic axis
+        floor = 0.5 / max(1, own["human_tests"])  # a rate of 0 has no place on a logarithmic axis
         data.append({
             "type": "scatter", "mode": "lines", "name": name, "x": [max(x, floor) for x in false], "y": true,
             "line": {"shape": "hv", "color": color(summary, name), "width": 2},

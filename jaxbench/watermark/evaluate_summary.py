@@ -55,6 +55,7 @@ def _scheme(settings: Evaluate, name: str, results: dict[str, Any]) -> dict[str,
             str(fpr): detectability.tokens_needed(detect["lengths"], marked[:, :-1], fpr) for fpr in fprs
         },
         "roc": detectability.roc(present(clean), present(human_short)),
+        "human_tests": int(present(human_short).size),
         "attacks": {slug: _attack(settings, name, slug, results, human_short) for slug in detect["attacks"]},
         "quality": _quality(own["quality"][CLEAN]),
         "generation": _means(own["generation"]),
