@@ -22,7 +22,7 @@ from jaxbench.watermark.keys import Key
 from jaxbench.watermark.statistics import Detections
 
 Words = tuple[Array, ...]  # uint32 [T B] each
-FIRST_BLOCKS = 4  # the triangle of earlier positions is cut into this many slabs
+SLABS, SLAB_TOKENS = 4, 2**14  # large batches cut the triangle of earlier positions into slabs: a third less work
 
 
 def detect_batch(
@@ -136,7 +136,7 @@ def _evidence(
 def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:
     """Return True where no earlier valid position of the column has equal inputs: every pair is compared."""
     length = valid.shape[0]
-    step = -(-length // FIRST_BLOCKS)
+    step = -(-length // SLABS) if valid.size >= SLAB_TOKENS else length
     repeated, found = jnp.zeros(valid.shape, bool), []
     for start in range(0, length, step):
         later = [x[start:] for x in inputs]

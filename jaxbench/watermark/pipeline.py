@@ -184,8 +184,8 @@ def padded_shape(rows: int, columns: int) -> tuple[int, int]:
     return max(8, 1 << max(0, rows - 1).bit_length()), int(padded_lengths(np.array([columns]))[0])
 
 
-def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int) -> np.ndarray:
-    """Return the halves of each row's key as uint32 [K 2 B]: K = 2 for a dual-key scheme; B = 1 for one key.
+def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int = 0) -> np.ndarray:
+    """Return the halves of each row's key as uint32 [K 2 B], `extra` zero rows behind; K = 2 for a dual-key scheme.
 
     Raises:
       ValueError: neither one key nor one for each row.
@@ -195,9 +195,8 @@ def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int) -> 
         raise ValueError(f"evidence: {len(keys)} keys for {rows} texts, wanted one key or one for each text")
     dual = getattr(scheme, "dual_key_alpha", 0.0) > 0
     pairs = [definition.generation_keys(scheme, one) if dual else (one,) for one in keys]
-    halves = np.array([[one.halves for one in pair] for pair in pairs], np.uint32)
-    halves = np.ascontiguousarray(halves.transpose(1, 2, 0))
-    return halves if len(keys) == 1 else np.pad(halves, ((0, 0), (0, 0), (0, extra)))
+    halves = np.array([[one.halves for one in pair] for pair in pairs], np.uint32).transpose(1, 2, 0)
+    return np.pad(np.broadcast_to(halves, (*halves.shape[:2], rows)), ((0, 0), (0, 0), (0, extra)))
 
 
 def unigram_lists(

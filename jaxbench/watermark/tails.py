@@ -131,8 +131,10 @@ def _on_unique(function, x: np.ndarray, n: np.ndarray) -> Tail:
     x, n = np.asarray(x, np.int64), np.asarray(n, np.int64)
     if not len(x):
         return Tail(np.zeros(0), np.zeros(0))
-    codes, back = np.unique(n * (x.max() + 2) + x, return_inverse=True)
-    found = function(codes % (x.max() + 2), codes // (x.max() + 2))
+    least = x.min()
+    span = x.max() - least + 1
+    codes, back = np.unique(n * span + (x - least), return_inverse=True)
+    found = function(codes % span + least, codes // span)
     return Tail(found.upper[back], found.above[back])
 
 

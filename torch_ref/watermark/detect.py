@@ -82,7 +82,7 @@ class Detector:
         tokens, lengths, prompt = pipeline.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
         if self.scheme.scheme in pipeline.TABLE_SCHEMES:
             return pipeline.reference(self, key, tokens, lengths, prompt, payload)
-        keys = pipeline.key_arrays(self.scheme, key, len(tokens), 0).astype(np.int64)
+        keys = pipeline.key_arrays(self.scheme, key, len(tokens)).astype(np.int64)
         payload = np.broadcast_to(np.asarray(payload % self.vocab_size, np.int64), len(tokens))
         arrays = (torch.tensor(x, device=self._device) for x in (tokens, lengths, prompt, payload, keys))
         green = self._green(key, len(tokens))
