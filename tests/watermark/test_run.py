@@ -1,0 +1,171 @@
+"""The commands keygen, detect, identify and attack, as a user runs them; and their pieces."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxbench.watermark import attacks, bulk, pipeline, run
+from jaxbench.watermark.config import parse_scheme
+from jaxbench.watermark.definition import Evidence
+from jaxbench.watermark.keys import Key, write_key_file
+from jaxbench.watermark.texts import Ragged
+from tests.test_cli import command, refused
+
+
+def watermark(*arguments: str, **options):
+    return command("watermark.py", *arguments, **options)
+
+
+@pytest.fixture
+def key_file(tmp_path) -> str:
+    path = tmp_path / "key"
+    write_key_file(path, Key(0xFEDCBA9876543210))
+    return str(path)
+
+
+@pytest.fixture
+def corpus(tmp_path) -> str:
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(b'{"text": "One small text of some words, and then a few more of them."}\n{"text": "\xff"}\n')
+    return str(path)
+
+
+def test_a_key_is_made_and_used_to_score_a_file(tmp_path, corpus):
+    key, out = str(tmp_path / "new_key"), str(tmp_path / "scores.jsonl")
+    assert watermark("keygen", f"--output={key}").returncode == 0
+    done = watermark("detect", "--backend=numpy", f"--key_file={key}", f"--input={corpus}", f"--output={out}")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "1 texts of" in done.stdout
+        and "1 bad lines were left out" in done.stdout
+        and "line 2: not UTF-8" in done.stdout
+    )
+    row = json.loads((tmp_path / "scores.jsonl").read_text())
+    assert row["num_scored"] > 10 and 0 < row["p_value"] <= 1
+    refused(watermark("keygen", f"--output={key}"), "new_key", "File exists")
+
+
+def test_one_text_is_shown_with_its_scores(key_file):
+    done = watermark("detect", f"--key_file={key_file}", "--text=Words of a sm\u0430ll text.", "--set=context.width=2")
+    assert done.returncode == 0, done.stderr
+    assert "1 characters canonicalised" in done.stdout and "p = " in done.stdout and "small text" in done.stdout
+    done = watermark("detect", "--backend=torch", f"--key_file={key_file}", "--text=Hi", "--scheme=gumbel")
+    assert done.returncode == 0 and "p = 1 " in done.stdout and "too short" in done.stdout, done.stderr
+
+
+def test_identify_shows_every_candidate(key_file):
+    family = ("--schemes=kgw,unigram,kgw_transformers", f"--key_files={key_file}")
+    done = watermark("identify", *family, "--backend=numpy", "--text=Words of a text.")
+    assert done.returncode == 0, done.stderr
+    for name in ("kgw/key", "unigram/key", "kgw_transformers", "p (holm)"):
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["detct"], ("'detct'", "nearest is detect")),
+        (["detect"], ("--text or --input", "none")),
+        (["detect", "--text=a", "--input=b"], ("text and input",)),
+        (["detect", "--text=a"], ("--key_file is missing", "kgw")),
+        (["detect", "--text=a", "--key_file=KEY", "--scheme=kgv"], ("'kgv'", "nearest is kgw")),
+        (["detect", "--text=a", "--key_file=KEY", "--set=gamma=1.5"], ("gamma=1.5", "less than 1")),
+        (["detect", "--text=a", "--key_file=KEY", "--set=gama=0.5"], ("'gama'", "nearest is gamma")),
+        (["detect", "--text=a", "--key_file=KEY", "--vocab_size=1000"], ("49152 tokens", "vocabulary 1000")),
+        (["detect", "--text=a", "--key_file=no_key"], ("no_key", "No such file")),
+        (["detect", "--text=a", "--key_file=OPEN"], ("may be used by others", "chmod 600")),
+        (["detect", "--text=a", "--key_file=WRONG"], ("holds no key", "16 hexadecimal digits")),
+        (["detect", "--input=CORPUS", "--key_file=KEY"], ("--input", "--output=FILE.parquet")),
+        (["detect", "--input=EMPTY", "--output=o.csv", "--key_file=KEY"], ("empty.txt is empty",)),
+        (["detect", "--input=CORPUS", "--output=o.xls", "--key_file=KEY"], ("o.xls", ".parquet")),
+        (["identify", "--text=a"], ("candidates ()",)),
+        (["attack", "--attack=typoo", "--input=CORPUS", "--output=o.jsonl"], ("typoo", "typo")),
+        (["attack", "--attack=typo", "--input=CORPUS", "--output=o.jsonl"], ("line 2", "not UTF-8")),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_that_names_it(arguments, words, tmp_path, key_file, corpus):
+    (tmp_path / "open").write_text("jaxbench-key 0123456789abcdef\n")
+    (tmp_path / "open").chmod(0o644)
+    (tmp_path / "wrong").write_text("hello\n")
+    (tmp_path / "wrong").chmod(0o600)
+    (tmp_path / "empty.txt").write_text("")
+    places = {"KEY": key_file, "OPEN": tmp_path / "open", "WRONG": tmp_path / "wrong", "CORPUS": corpus}
+    places["EMPTY"] = tmp_path / "empty.txt"
+    filled = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        filled.append(f"{name}={places[value]}" if equals and value in places else argument)
+    backend = ["--backend=numpy"] if arguments[0] in ("detect", "identify") else []
+    done = watermark(*filled, *backend, cwd=tmp_path)
+    refused(done, *words)
+    assert "0123456789abcdef" not in done.stderr
+
+
+def test_help_lists_the_commands_and_each_commands_flags():
+    done = watermark("--help")
+    assert done.returncode == 0
+    for name in ("keygen", "detect", "identify", "attack", "evaluate", "calibrate", "power", "benchmark"):
+        assert f"\n  {name} " in done.stdout
+    assert watermark().returncode == 2
+    done = watermark("identify", "--help")
+    assert "--correction=holm|bonferroni" in done.stdout and "--key_file=" not in done.stdout
+
+
+# The pieces
+
+
+def test_a_scheme_is_a_name_or_a_file_with_changes(tmp_path):
+    assert run.read_scheme("kgw", ["context.width=3", "gamma=0.5"]).context.width == 3
+    path = tmp_path / "mine.yaml"
+    path.write_text("scheme: gumbel\ncontext: {width: 2}\n")
+    assert run.read_scheme(str(path)).context.width == 2
+    path.write_text("scheme: {scheme: synthid, depth: 5}\nmodel: tiny\n")
+    assert run.read_scheme(str(path), ["depth=6"]).depth == 6
+
+
+def test_candidates_are_every_scheme_under_every_key(tmp_path, key_file):
+    schemes = [run.read_scheme("kgw"), run.read_scheme("kgw", ["context.width=2"]), run.read_scheme("kgw_markllm")]
+    found = run.candidates(schemes, [key_file])
+    assert [one.name for one in found] == ["kgw1/key", "kgw2/key", "kgw_markllm"]
+
+
+def test_the_number_found_is_read_from_every_kind_of_output(tmp_path):
+    path, rows = tmp_path / "a.jsonl", [list(range(i, i + 30)) for i in range(40)]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    scheme = parse_scheme("kgw_transformers")
+    detector = pipeline.NumpyDetector(scheme, vocab_size=101, tables=run.make_tables(scheme, 101))
+    p_values = pipeline.detect(detector, Ragged.from_lists(rows), run.PUBLIC_KEY).p_value
+    for kind in ("parquet", "jsonl", "csv"):
+        job = bulk.Job(run.candidates([scheme], []), vocab_size=101)
+        out, screen = str(tmp_path / f"o.{kind}"), Console(file=io.StringIO(), width=100)
+        run.detect_file(str(path), out, job, level=0.5, console=screen)
+        assert f"{(p_values <= 0.5).sum()} texts at p <= 0.5" in screen.file.getvalue()
+
+
+def test_tokens_are_coloured_by_their_evidence():
+    class Words:
+        def decode(self, ids):
+            return f"w{ids[0]} "
+
+    scheme = parse_scheme("kgw")
+    words = np.array([[0, 0, 2**31]], np.uint32)
+    text = run.highlighted(Words(), np.array([5, 6, 7]), scheme, Evidence(words, np.array([[False, True, True]])), [])
+    assert text.plain == "w5 w6 w7 " and [str(span.style) for span in text.spans] == ["dim", "green", "red"]
+
+
+def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
+    path, out = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    path.write_text("Some words of one text here.\nAnd these are the words of another one.\n")
+    total, edits = run.attack_file(
+        str(path), str(out), attacks.parse_attack({"attack": "case", "strength": 1.0}), seed=1
+    )
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert total == len(rows) == 2 and edits > 0
+    assert [row["original"] for row in rows] == path.read_text().splitlines()
+    assert all(row["text"].lower() == row["original"].lower() != row["text"] for row in rows)
