@@ -1,0 +1,104 @@
+"""Train a decoder on a text: resumable, measured, on any backend.
+
+    python experiments/train.py --config=configs/lm/tiny.yaml                        seconds, a first look
+    python experiments/train.py --config=configs/lm/shakespeare_char.yaml --data=input.txt
+    python experiments/train.py --config=configs/lm/books_bpe.yaml --backend=torch
+
+Writes records.jsonl, checkpoints/, tensorboard/, summary.json and export/ (a Hugging Face folder) into --workdir.
+Kill it at any moment: the same command goes on from the newest whole checkpoint, and ends with the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from absl import flags
+
+from jaxbench import cli, launch
+
+
+def main() -> int:
+    """Run the configuration that the flags name."""
+    from jaxbench.train_config import TrainConfig
+
+    values = flags.FLAGS
+    settings = cli.load_config(TrainConfig)
+    launch.ensure(values.device)
+    from jaxbench import train_run
+
+    if values.backend == "flax":
+        importlib.import_module("jaxbench.devices").check_device(values.device)
+        make_engine = importlib.import_module("jaxbench.engine").Engine
+    else:
+        device = {"gpu": "cuda"}.get(values.device, values.device)
+        make_engine = functools.partial(importlib.import_module("torch_ref.engine").Engine, device=device)
+    workdir = values.workdir or Path("out") / f"{Path(values.config).stem}-{values.backend}"
+    if values.find_batch_size:
+        return find_batch_size(settings, make_engine)
+    cli.keep(f"finished checkpoints in {workdir} are kept; the same command goes on")
+    places = {"workdir": workdir, "data_path": values.data, "profile_steps": profiled(values.profile_steps, settings)}
+    train_run.run(settings, make_engine, backend=values.backend, **places)
+    return cli.EXIT_OK
+
+
+def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:
+    """Return the steps of --profile_steps=10:13.
+
+    Raises:
+      ValueError: the text is no such range inside the run.
+    """
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last) <= settings.steps):
+        raise ValueError(f"--profile_steps={text} is not a:b with a < b <= steps={settings.steps}")
+    return int(first), int(last)
+
+
+def find_batch_size(settings: Any, make_engine: Any) -> int:
+    """Print the largest batch whose compiled step fits, after taking one step with it.
+
+    Raises:
+      ValueError: another backend than flax, or a limit that no batch fits in.
+    """
+    values = flags.FLAGS
+    if values.backend != "flax":
+        raise ValueError(f"--find_batch_size reads XLA's memory analysis; --backend={values.backend} has none")
+    from jaxbench import batch_size, initial, train_run
+
+    data = train_run.prepare_data(settings, values.data)
+    model = settings.model.resolved(None if data.tokenizer is None else data.tokenizer.vocab_size)
+    names = ("implementation", "block_size", "scan_layers")
+    how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
+    limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
+    found = batch_size.find_optimal_batch_size(
+        lambda rows: batch_size.step_bytes(model, settings.step, rows, **how),
+        limit_bytes=limit,
+        multiple=settings.step.accumulation,
+    )
+    params = initial.initial_params(model, settings.seed)
+    engine = make_engine(model, params, settings.step, batch_size=found.batch_size, seed=settings.seed, **how)
+    metrics = engine.fetch(engine.step(data.train.batch(0, found.batch_size), settings.learning_rate))
+    print(
+        f"batch_size={found.batch_size}: {found.step_bytes / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB, "
+        f"{len(found.tried)} sizes compiled; one step was taken with it, loss {metrics.loss:.4f}"
+    )
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    cli.define_config("configs/lm/tiny.yaml")
+    cli.define_data()
+    cli.define_backend(choices=("flax", "torch"))
+    cli.define_device()
+    cli.define_workdir()
+    flags.DEFINE_string("profile_steps", None, "a:b writes a trace of steps a + 1 to b into profile/ of the workdir")
+    flags.DEFINE_bool("find_batch_size", False, "print the largest batch_size whose compiled step fits, and end")
+    flags.DEFINE_integer("memory_mib", None, "limit for --find_batch_size (unset: what the device has)", lower_bound=1)
+    cli.run(main, about=__doc__)

@@ -1,0 +1,92 @@
+"""The largest batch that fits, from the compiled step's memory analysis: nothing runs out of memory to find it.
+
+Works wherever the step compiles, TPU topologies without a TPU included (pass their devices' sharding in `lower`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from jaxbench import initial, precision, prng, train, update
+from jaxbench.config import TransformerConfig
+from jaxbench.step_config import StepConfig
+from jaxbench.transformer import Transformer
+
+
+class Found(NamedTuple):
+    """The outcome of a search."""
+
+    batch_size: int  # rows, a multiple of the micro-batches
+    step_bytes: int  # what its step needs: state, batch, temporaries
+    limit_bytes: int
+    tried: dict[int, int]  # batch size -> bytes
+
+
+def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int, multiple: int = 1) -> Found:
+    """Return the largest batch size, a multiple of `multiple`, whose step needs at most limit_bytes.
+
+    Doubles until a batch is too large, then halves the gap; bytes_of must not fall as the batch grows.
+
+    Raises:
+      ValueError: limit_bytes does not hold even the smallest batch.
+    """
+    tried: dict[int, int] = {}
+
+    def fits(count: int) -> bool:
+        tried[count * multiple] = bytes_of(count * multiple)
+        return tried[count * multiple] <= limit_bytes
+
+    if not fits(1):
+        raise ValueError(
+            f"batch size: a step of {multiple} rows needs {tried[multiple]} bytes, the limit is {limit_bytes}; shorten "
+            "data.seq_len, or set step.remat.policy=block"
+        )
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return Found(low * multiple, tried[low * multiple], limit_bytes, tried)
+
+
+def step_bytes(
+    config: TransformerConfig,
+    how: StepConfig,
+    batch_size: int,
+    *,
+    seq_len: int,
+    implementation: str = "dense",
+    block_size: int = 128,
+    scan_layers: bool = False,
+) -> int:
+    """Return the bytes that one compiled step needs on one device; compiles with shapes only, no array is made."""
+    fields = {name: getattr(config, name) for name in type(config).model_fields}
+    kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
+    dtype = precision.policy(how.precision).compute
+    shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in initial.parameter_shapes(config).items()}
+
+    def state_of(params: dict) -> update.TrainState:
+        return update.init_state(Transformer(**fields, dtype=dtype, **kind), params, how)
+
+    ids = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
+    mask = jax.ShapeDtypeStruct((batch_size, seq_len), bool)
+    rate = jax.ShapeDtypeStruct((), "float32")
+    key = jax.eval_shape(lambda: prng.key_from_seed(0)) if config.dropout else None
+    step = jax.jit(functools.partial(update.train_step, how=how), donate_argnums=0)
+    lowered = step.lower(jax.eval_shape(state_of, shapes), train.Batch(ids, ids, ids, mask, ids), rate, key)
+    analysis = lowered.compile().memory_analysis()
+    kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + kept)
+
+
+def device_bytes() -> int:
+    """Return the memory of the first device, or what the host has free where the device is the CPU."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return int(stats.get("bytes_limit") or psutil.virtual_memory().available)

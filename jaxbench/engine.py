@@ -1,0 +1,192 @@
+"""The training run's backend in JAX: state on devices, compiled step and evaluation. Twin: torch_ref/engine.py.
+
+The run (train_run.py) deals in numpy and names only. On a mesh, `parallel` says what lies where: the step's mathematics
+(update.py) stays the same, and this is the one place that compiles it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbench import precision, prng, train, transformer, update
+from jaxbench.config import TransformerConfig
+from jaxbench.mesh import ParallelConfig
+from jaxbench.step_config import StepConfig
+
+GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
+
+
+class Engine:
+    """One model in training."""
+
+    name = "flax"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        params: Mapping[str, np.ndarray],
+        how: StepConfig,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        implementation: str = "dense",
+        block_size: int = 128,
+        scan_layers: bool = False,
+        parallel: ParallelConfig | None = None,
+    ):
+        """Place the parameters and compile the step.
+
+        Raises:
+          ValueError: sizes, mesh, optimiser or rematerialisation do not fit each other; the message names the values.
+        """
+        self.how, self.policy = how, precision.policy(how.precision)
+        kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
+        model = transformer.build(config, params, dtype=self.policy.compute, **kind)
+        self.state = update.init_state(model, params, how)
+        self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
+        self.plan, loss_fn, placing = None, train.loss_fn, {}
+        if parallel is not None:
+            self.plan, loss_fn, placing = self._on_mesh(config, parallel, batch_size, seq_len)
+        step = jax.jit(functools.partial(update.train_step, how=how, loss_fn=loss_fn), donate_argnums=0, **placing)
+        shape = (batch_size, seq_len)
+        ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
+        started = time.perf_counter()
+        arguments = (self.state, train.Batch(ids, ids, ids, mask, ids), jnp.asarray(0.0), self.dropout_key)
+        self._step = step.lower(*arguments).compile()
+        self.compile_seconds = time.perf_counter() - started
+        self._eval = jax.jit(functools.partial(update.eval_step, graph=self.state.graph, how=how))
+
+    def _on_mesh(
+        self, config: TransformerConfig, parallel: ParallelConfig, batch_size: int, seq_len: int
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Place the state on a mesh; returns the plan, the loss as it is computed there, and jit's arguments."""
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from jaxbench import parallel as mesh
+
+        plan = mesh.make_plan(config, parallel, batch=batch_size // self.how.accumulation, tokens=seq_len)
+        if plan.is_pipelined:
+            raise ValueError(f"engine: a pipeline of {dict(plan.mesh.shape)} has no training run yet; set stage to 1")
+        placed = mesh.state_shardings(plan, self.state)
+        self.state = jax.device_put(self.state, placed, may_alias=False)
+        everywhere = NamedSharding(plan.mesh, PartitionSpec())
+        if self.dropout_key is not None:
+            self.dropout_key = jax.device_put(self.dropout_key, everywhere)
+        shardings = {
+            "in_shardings": (placed, plan.batch, everywhere, everywhere),
+            "out_shardings": (placed, everywhere),
+        }
+        return plan, mesh.loss_on(plan), shardings
+
+    def step(self, batch: Any, learning_rate: float) -> update.Metrics:
+        """Start one step; what it measures arrives later (see `fetch`)."""
+        rate = jnp.asarray(learning_rate)
+        if self.plan is not None:
+            rate = jax.device_put(rate, jax.sharding.NamedSharding(self.plan.mesh, jax.sharding.PartitionSpec()))
+        self.state, metrics = self._step(self.state, self._batch(batch), rate, self.dropout_key)
+        return metrics
+
+    def fetch(self, metrics: update.Metrics) -> update.Metrics:
+        """Wait for a step and return its metrics as Python numbers."""
+        return update.Metrics(*(np.asarray(value).item() for value in metrics))
+
+    def evaluate(self, batch: Any) -> tuple[float, int]:
+        """Return the sum of a batch's losses in nats and its number of targets."""
+        total, count = self._eval(self.state.params, self._batch(batch))
+        return float(total), int(count)
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the whole state by name, for a checkpoint."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self.state)
+        return {_name(path): leaf for path, leaf in leaves}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put a checkpoint's state in place, on whatever mesh this engine has."""
+        leaves, structure = jax.tree_util.tree_flatten_with_path(self.state)
+        # A copy that JAX owns: the step donates its state.
+        loaded = [jax.device_put(jnp.array(arrays[_name(path)]), leaf.sharding) for path, leaf in leaves]
+        self.state = jax.tree_util.tree_unflatten(structure, loaded)
+
+    def params(self) -> dict[str, np.ndarray]:
+        """Return the parameters by name."""
+        return {name: np.asarray(value) for name, value in self.state.params.items()}
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes on devices: `live` now, and `step`, what the compiled step needs in all."""
+        stats = jax.devices()[0].memory_stats() or {}
+        live = stats.get("bytes_in_use") or sum(array.nbytes for array in jax.live_arrays())
+        analysis = self._step.memory_analysis()
+        needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+        needed += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        return {"live": int(live), "step": int(needed)}
+
+    def device_kind(self) -> str:
+        """Return the device's name, such as cpu or NVIDIA H200."""
+        return jax.devices()[0].device_kind
+
+    def matmul_rate(self) -> float:
+        """Measure FLOP/s of a square product in the compute type."""
+        x = jnp.ones((GEMM_SIZE, GEMM_SIZE), self.policy.compute)
+        product = jax.jit(jnp.matmul)
+        product(x, x).block_until_ready()
+        seconds = []
+        for _ in range(GEMM_REPEATS):
+            started = time.perf_counter()
+            product(x, x).block_until_ready()
+            seconds.append(time.perf_counter() - started)
+        return 2 * GEMM_SIZE**3 / min(seconds)
+
+    def diagnose(self, batch: Any, step: int) -> str:
+        """Name what is first not finite in a step: a parameter, a module's output, or a gradient.
+
+        Modules are watched through the parity engine's interception, in the order in which they finish.
+        """
+        from jaxbench.parity import capture, flax_side
+
+        broken = [name for name, value in self.state.params.items() if not bool(jnp.isfinite(value).all())]
+        if broken:
+            return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
+        narrow = {name: value.astype(self.policy.compute) for name, value in self.state.params.items()}
+        found: list[str] = []
+
+        def watch(name: str, call: Any, args: tuple, kwargs: dict) -> Any:
+            result = call(*args, **kwargs)
+            value = result[0] if isinstance(result, tuple) else result
+            if not found and not bool(jnp.isfinite(value).all()):
+                found.append(f"the output of module {name} is the first that is not finite")
+            return result
+
+        model, count = update.merge(self.state.graph, narrow), self.how.accumulation
+        model.remat, model.scan_layers = 0, False
+        for k in range(count):
+            micro = train.Batch(*(None if x is None else x[k::count] for x in self._batch(batch)))
+            dropout = None if self.dropout_key is None else (self.dropout_key, jnp.int32(step * count + k))
+            with flax_side.intercepted(model, watch):
+                loss = train.loss_fn(model, micro, dropout=dropout)
+            if not found and not bool(jnp.isfinite(loss)):
+                found.append(f"every module is finite, the loss over {capture.ROOT}'s logits is not")
+        return found[0] if found else "every module's output is finite: a gradient overflowed in the backward pass"
+
+    def start_profile(self, folder: str) -> None:
+        """Begin a trace, for TensorBoard's profile page."""
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        """End the trace and write it."""
+        jax.profiler.stop_trace()
+
+    def _batch(self, batch: Any) -> train.Batch:
+        arrays = train.Batch(*batch)
+        return arrays if self.plan is None else jax.device_put(arrays, self.plan.batch)
+
+
+def _name(path: tuple) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path)

@@ -1,0 +1,193 @@
+"""What a training run shows and leaves behind: records, TensorBoard, throughput, MFU, memory (S file).
+
+Records are JSON lines that hold nothing but what is a function of the configuration, so that two runs of it can be
+compared byte for byte; times and memory go to TensorBoard and the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxbench.config import TransformerConfig
+from jaxbench.initial import parameter_shapes
+
+# Dense peak rates, TFLOP/s. Sources: NVIDIA's data sheets of A100 (2020), H100 SXM and H200 (2023, 2024).
+PEAK_TFLOPS = {
+    "A100": {"bfloat16": 312.0, "float16": 312.0, "float32": 19.5},
+    "H100": {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9},
+    "H200": {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9},
+}
+
+
+# Records
+
+
+class Records:
+    """A file of JSON lines with a step each, whose end can be taken back."""
+
+    def __init__(self, path: Path):
+        """Name the file; nothing is opened."""
+        self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the whole lines; one that a crash cut off is left out."""
+        found = []
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
+
+    def keep_until(self, step: int) -> None:
+        """Drop what was written after this many steps: a run that resumes there writes it again."""
+        kept = [record for record in self.read() if record["step"] <= step]
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def add(self, records: list[dict[str, Any]]) -> None:
+        """Append whole lines and wait until they are on disk, so that no checkpoint is ahead of them."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write("".join(map(_line, records)))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in record.items()}
+    return json.dumps(plain) + "\n"
+
+
+# Throughput and FLOPs
+
+
+class Throughput:
+    """Tokens a second over the time spent in steps: compiling, evaluating and saving are left out by `pause`."""
+
+    def __init__(self, clock: Any = time.perf_counter):
+        """Start paused."""
+        self._clock, self._started = clock, None
+        self.tokens, self.seconds = 0, 0.0  # in all
+        self.rate = 0.0  # of the last window, tokens/s
+
+    def start(self) -> None:
+        """Begin a window, if none is open."""
+        self._started = self._clock() if self._started is None else self._started
+
+    def pause(self, tokens: int) -> None:
+        """Close the window in which `tokens` were trained on; the device must have finished them."""
+        seconds = self._clock() - self._started
+        self._started = None
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.rate = tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def mean(self) -> float:
+        """Return tokens a second over all windows."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def flops_per_token(config: TransformerConfig, seq_len: int, *, is_causal: bool) -> float:
+    """Return FLOPs of forward and backward for one token: 6 N + 12 L (heads * head_dim) T.
+
+    N are the parameters that are multiplied: all but a position table and an untied embedding. is_causal counts half of
+    the attention, what a causal mask leaves (both conventions are in use; Chowdhery et al. 2022, arXiv:2204.02311,
+    appendix B counts it whole). Rematerialisation counts nothing.
+    """
+    shapes = parameter_shapes(config)
+    left_out = {"position.embedding"} | (set() if config.tie_embeddings else {"embed.embedding"})
+    multiplied = sum(math.prod(shape) for name, shape in shapes.items() if name not in left_out)
+    attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    return 6 * multiplied + attention / (2 if is_causal else 1)
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """Return a known device's dense peak rate, FLOP/s; None where it is not known."""
+    rates = next((rates for name, rates in PEAK_TFLOPS.items() if name in device_kind), {})
+    return rates[dtype] * 1e12 if dtype in rates else None
+
+
+def host_bytes() -> int:
+    """Return this process's resident memory."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+# TensorBoard and terminal
+
+
+class Board:
+    """TensorBoard scalars of a run."""
+
+    def __init__(self, folder: Path, *, start: int):
+        """Open the folder; scalars of an earlier process from step `start` on are discarded by the reader."""
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=start, write_to_disk=True)
+
+    def add(self, step: int, values: Mapping[str, float | int | None]) -> None:
+        """Write scalars."""
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write out and close."""
+        self._writer.close()
+
+
+class Display:
+    """A progress bar with time left on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, total: int):
+        """Prepare for a run of `total` steps; `say` works at once, the bar shows from `start` on."""
+        from rich import progress
+        from rich.console import Console
+
+        self.console = Console(stderr=True)
+        columns = (
+            progress.TextColumn("step"), progress.MofNCompleteColumn(), progress.BarColumn(),
+            progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[text]}"),
+        )  # fmt: skip
+        self._bar = progress.Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._task = self._bar.add_task("train", total=total, text="")
+
+    def start(self, step: int) -> None:
+        """Show the bar, with this many steps done."""
+        self.update(step, "")
+        self._bar.start()
+
+    def update(self, step: int, text: str) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, completed=step, text=text)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.stop()
+
+
+def reading(description: str) -> Any:
+    """Return (context, callback) that show how far a file is read: `with context: prepare(..., progress=callback)`."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    bar = progress.Progress(
+        progress.TextColumn(description), progress.BarColumn(), progress.DownloadColumn(),
+        progress.TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True,
+    )  # fmt: skip
+    task = bar.add_task(description, total=None)
+    return bar, lambda done, total: bar.update(task, completed=done, total=total)

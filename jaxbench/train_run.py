@@ -1,0 +1,375 @@
+"""A training run from configuration to exported model, on any backend (S file: neither JAX nor PyTorch).
+
+    result = run(config, make_engine, workdir="out/shakespeare", backend="flax")
+
+The backend is an Engine (jaxbench/engine.py, torch_ref/engine.py). Everything that decides what is computed is in the
+configuration, in (seed, step), or in the checkpoint: a run that is killed at any moment and started again with the same
+command ends with the same losses and parameters, bit for bit, on the same machine and mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench import cli, config, dataset, initial, observe, schedules, small_tokenizers, weights
+from jaxbench.checkpoint import Checkpoints
+from jaxbench.config import TransformerConfig
+from jaxbench.train_config import TrainConfig
+
+RECORDS, SUMMARY, CONFIG, LOCK = "records.jsonl", "summary.json", "config.yaml", ".lock"
+CHECKPOINTS, EXPORT, BOARD, PROFILE = "checkpoints", "export", "tensorboard", "profile"
+MAY_CHANGE = ("steps", "evaluation", "checkpoints", "logging", "parallel")  # between one start of a run and the next
+
+
+class Data(NamedTuple):
+    """Rows to train on and rows held out."""
+
+    train: dataset.PackedDataset
+    held_out: dataset.PackedDataset
+    tokenizer: Any
+    byte_lengths: np.ndarray | None  # UTF-8 bytes of each id
+    sha256: str
+
+
+class Result(NamedTuple):
+    """What a finished run leaves."""
+
+    steps: int  # taken in all
+    validation_loss: float  # nats per token, after the last step
+    bits_per_byte: float | None
+    tokens_per_s: float  # of this process, without compiling, evaluation and saving
+
+
+def prepare_data(settings: TrainConfig, path: str | None = None) -> Data:
+    """Return the rows of a configuration, tokenising its text on first use.
+
+    Raises:
+      ValueError: a bad file (see dataset.prepare), or token ids outside the vocabulary.
+    """
+    source, data = path or settings.data.path, settings.data
+    bar, progress = observe.reading("tokenising")
+    with bar:
+        corpus = dataset.prepare(source, tokenizer=data.tokenizer, progress=progress)
+    if data.validation_path is not None:
+        first, last = corpus, dataset.prepare(data.validation_path, tokenizer=corpus.tokenizer or data.tokenizer)
+    else:
+        first, last = dataset.split(corpus, data.validation_fraction)
+    tokenizer = corpus.tokenizer
+    lengths = None if tokenizer is None else small_tokenizers.byte_lengths(tokenizer)
+    rows = dataset.PackedDataset(first, data.seq_len, seed=settings.seed)
+    held_out = dataset.PackedDataset(last, data.seq_len, seed=settings.seed)
+    return Data(rows, held_out, tokenizer, lengths, corpus.sha256 + (last.sha256 if data.validation_path else ""))
+
+
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[None]:
+    """Hold a folder for this process; the system lets go of it however the process ends.
+
+    Raises:
+      ValueError: another live process holds it.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    with open(workdir / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise ValueError(
+                f"train: {workdir} is in use by process {file.read().strip() or 'unknown'}; wait for it, or name "
+                "another folder with --workdir"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def run(
+    settings: TrainConfig,
+    make_engine: Callable[..., Any],
+    *,
+    workdir: str | Path,
+    backend: str,
+    data_path: str | None = None,
+    profile_steps: tuple[int, int] | None = None,
+) -> Result:
+    """Train, evaluate, save and export; continues what the folder holds.
+
+    Args:
+      settings: the run.
+      make_engine: Engine, with the device bound where it has one.
+      workdir: folder for everything that is written.
+      backend: its name, kept with the checkpoint.
+      data_path: text instead of settings.data.path.
+      profile_steps: (a, b) writes a trace of steps a + 1 to b into profile/.
+
+    Raises:
+      ValueError: bad input, a folder in use, or a checkpoint of another run.
+      GateFailed: the loss was not finite and step.nonfinite is stop; the message names the first bad module.
+      OSError: full disk; the last good checkpoint stays.
+    """
+    workdir = Path(workdir)
+    with locked(workdir):
+        data = prepare_data(settings, data_path)
+        model = settings.model.resolved(None if data.tokenizer is None else data.tokenizer.vocab_size)
+        _check_ids(data, model)
+        engine = make_engine(
+            model, initial.initial_params(model, settings.seed), settings.step, batch_size=settings.batch_size,
+            seq_len=settings.data.seq_len, seed=settings.seed, implementation=settings.implementation,
+            block_size=settings.block_size, scan_layers=settings.scan_layers, parallel=settings.parallel,
+        )  # fmt: skip
+        trainer = _Trainer(settings, engine, model, data, workdir, backend)
+        try:
+            return trainer.run(profile_steps or (-1, -1))
+        finally:
+            trainer.close()
+
+
+def _check_ids(data: Data, model: TransformerConfig) -> None:
+    highest = max(int(rows.corpus.ids.max()) for rows in (data.train, data.held_out)) if data.tokenizer is None else 0
+    if highest >= model.vocab_size:
+        raise ValueError(f"train: the data has token id {highest}, but model.vocab_size={model.vocab_size}")
+
+
+class _Trainer:
+    """One run in progress: the engine, what is written, and where the run stands."""
+
+    def __init__(
+        self, settings: TrainConfig, engine: Any, model: TransformerConfig, data: Data, workdir: Path, backend: str
+    ):
+        self.settings, self.engine, self.model, self.data = settings, engine, model, data
+        self.workdir, self.backend = workdir, backend
+        self.records = observe.Records(workdir / RECORDS)
+        self.progress = {"best_loss": None, "best_step": 0, "without_gain": 0}
+        self.throughput = observe.Throughput()
+        self.validation: dict[str, float] = {}
+        self.measured_at = -1  # the step after which it was measured
+        self.pending: list[tuple[int, float, Any]] = []
+        self.display = observe.Display(settings.steps)
+        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=settings.checkpoints.keep, say=self.display.say)
+        self.start = self._resume()
+        config.dump(settings, workdir / CONFIG)
+        self.records.keep_until(self.start)
+        self.board = observe.Board(workdir / BOARD, start=self.start)
+        self.peak = self._peak()
+        scaling = (settings.learning_rate, settings.learning_rate_scaling)
+        self.rate = schedules.scaled_peak(*scaling, batch=settings.batch_size, base_batch=settings.base_batch)
+
+    def _resume(self) -> int:
+        """Load the newest whole checkpoint, and return how many steps are done."""
+        found = self.checkpoints.restore(self.engine.arrays(), check_meta=self._check_meta)
+        if found is None:
+            return 0
+        self.engine.load(found.arrays)
+        self.progress = found.meta["progress"]
+        return found.step
+
+    def _check_meta(self, meta: dict[str, Any]) -> None:
+        """Raise where a checkpoint was made by another run."""
+        ours, theirs = self._identity(), meta["identity"]
+        flat = [_flat(each) for each in (ours, theirs)]
+        keys = [key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key)]
+        if keys:
+            listed = ", ".join(f"{key} was {flat[1].get(key)}, is {flat[0].get(key)}" for key in sorted(keys)[:6])
+            raise ValueError(f"train: {self.workdir} holds another run: {listed}; use another --workdir")
+
+    def _identity(self) -> dict[str, Any]:
+        content = self.settings.model_dump(mode="json", exclude=set(MAY_CHANGE))
+        content["data"].pop("path")  # the text itself counts, not where it lies
+        return {"config": content, "text_sha256": self.data.sha256, "backend": self.backend}
+
+    def _peak(self) -> float | None:
+        """Return the device's rate for MFU, FLOP/s: the configuration's, a data sheet's, or a measured product's."""
+        if self.settings.logging.peak_tflops is not None:
+            return self.settings.logging.peak_tflops * 1e12
+        known = observe.peak_flops(self.engine.device_kind(), self.engine.policy.compute)
+        return known or self.engine.matmul_rate()
+
+    def run(self, profile_steps: tuple[int, int]) -> Result:
+        """Take the steps that are left, and trace some of them."""
+        s, batch = self.settings, self.settings.batch_size
+        self.display.say(
+            f"{self.backend} on {self.engine.device_kind()}: {self._size() / 1e6:.2f} M parameters, "
+            f"{self.data.train.num_tokens} tokens, {s.steps} steps of {batch} x {s.data.seq_len}; "
+            f"compiled in {self.engine.compile_seconds:.1f} s; starts at step {self.start}"
+        )
+        self.display.start(self.start)
+        done, early, is_traced = self.start, self._is_early(), False
+        with ThreadPoolExecutor(1) as ahead:  # the next batch is packed while the device works
+            upcoming = ahead.submit(self.data.train.batch, done, batch)
+            while done < s.steps and not early:
+                arrays, upcoming = upcoming.result(), ahead.submit(self.data.train.batch, done + 1, batch)
+                if done == profile_steps[0]:
+                    self.engine.start_profile(str(self.workdir / PROFILE))
+                    is_traced = True
+                self.throughput.start()
+                rate = schedules.learning_rate(s.schedule, done, peak=self.rate, steps=s.steps)
+                self.pending.append((done, rate, self.engine.step(arrays, rate)))
+                done += 1
+                if is_traced and done == profile_steps[1]:
+                    self._flush(done)
+                    self.engine.stop_profile()
+                early = self._after_step(done)
+        return self._finish(done)
+
+    def _after_step(self, done: int) -> bool:
+        """Log, evaluate and save where it is time; True when the run stops early."""
+        s, is_last = self.settings, done == self.settings.steps
+        evaluates = is_last or done % s.evaluation.every_steps == 0
+        saves = is_last or done % s.checkpoints.every_steps == 0
+        if evaluates or saves or done % s.logging.every_steps == 0:
+            self._flush(done)
+        if evaluates:
+            self._evaluate(done)
+        early = evaluates and self._is_early()
+        if saves or early:
+            self._save(done)
+        return early
+
+    def _flush(self, done: int) -> None:
+        """Fetch and write what the steps since the last flush measured; stop where one was not finite."""
+        if not self.pending:
+            return
+        fetched = [(step, rate, self.engine.fetch(metrics)) for step, rate, metrics in self.pending]
+        self.throughput.pause(len(self.pending) * self.settings.batch_size * self.settings.data.seq_len)
+        self.pending = []
+        records = []
+        for step, rate, m in fetched:
+            records.append({"step": step + 1, "loss": m.loss, "grad_norm": m.grad_norm, "learning_rate": rate})
+            records[-1] |= {"loss_scale": m.loss_scale, "skipped": m.skipped}
+            halts = self.settings.step.nonfinite == "stop" and not m.is_finite
+            if halts and not (self.engine.policy.is_scaled and math.isfinite(m.loss)):
+                self.records.add(records)
+                self._stop(step, m)
+        self.records.add(records)
+        for record in records:
+            self.board.add(record["step"], {f"train/{k}": v for k, v in record.items() if k != "step"})
+        rate, seq_len, peak = self.throughput.rate, self.settings.data.seq_len, self.peak
+        mfu = [rate * observe.flops_per_token(self.model, seq_len, is_causal=causal) / peak for causal in (False, True)]
+        memory = self.engine.memory()
+        self.board.add(done, {"speed/tokens_per_s": rate, "speed/mfu": mfu[0], "speed/mfu_causal": mfu[1]})
+        self.board.add(done, {"memory/device_live_bytes": memory["live"], "memory/step_bytes": memory["step"]})
+        self.board.add(done, {"memory/host_bytes": observe.host_bytes()})
+        shown = f" held-out {self.validation['loss']:.4f}" if self.validation else ""
+        self.display.update(
+            done, f"loss {records[-1]['loss']:.4f}{shown} {rate:,.0f} tokens/s MFU {100 * mfu[0]:.1f} %"
+        )
+
+    def _stop(self, step: int, metrics: Any) -> None:
+        """End a run whose loss or gradient is not finite; nothing of it was taken over or is saved."""
+        batch = self.data.train.batch(step, self.settings.batch_size)
+        why = self.engine.diagnose(batch, step)
+        kept = self.checkpoints.steps()
+        raise cli.GateFailed(
+            f"step {step + 1}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: {why}; the parameters before it "
+            f"are kept (checkpoints at {kept or 'no step'}); lower learning_rate, or pass --set=step.nonfinite=skip"
+        )
+
+    def _evaluate(self, done: int) -> None:
+        """Measure the held-out loss on the same rows every time."""
+        s, rows = self.settings, self.data.held_out
+        batches = -(-rows.rows_per_epoch // s.batch_size)
+        batches = batches if s.evaluation.batches is None else min(batches, s.evaluation.batches)
+        total, count, size = 0.0, 0, 0
+        for index in range(batches):
+            batch = rows.batch(index, s.batch_size)
+            # The last batch would begin the next epoch.
+            inside = np.arange(s.batch_size) + index * s.batch_size < rows.rows_per_epoch
+            batch = batch._replace(mask=batch.mask & inside[:, None])
+            part, targets = self.engine.evaluate(batch)
+            total, count = total + part, count + targets
+            if self.data.byte_lengths is not None:
+                size += int(self.data.byte_lengths[batch.targets[batch.mask]].sum())
+        loss = total / max(count, 1)
+        self.measured_at = done
+        self.validation = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        if size:
+            self.validation["bits_per_byte"] = total / size / math.log(2.0)
+        gained = self.progress["best_loss"] is None or loss < self.progress["best_loss"] - s.evaluation.min_gain
+        if gained:
+            self.progress = {"best_loss": loss, "best_step": done, "without_gain": 0}
+        else:
+            self.progress = self.progress | {"without_gain": self.progress["without_gain"] + 1}
+        self.records.add([{"step": done} | {f"validation_{k}": v for k, v in self.validation.items()}])
+        self.board.add(done, {f"validation/{k}": v for k, v in self.validation.items()})
+        words = ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in self.validation.items())
+        self.display.say(f"step {done}: held-out {words}; {self.throughput.rate:,.0f} tokens/s")
+
+    def _is_early(self) -> bool:
+        patience = self.settings.evaluation.patience
+        return patience is not None and self.progress["without_gain"] >= patience
+
+    def _save(self, done: int) -> None:
+        s = self.settings
+        meta = {
+            "identity": self._identity(),
+            "config": s.model_dump(mode="json"),
+            "data": {"next_step": done, "next_row": done * s.batch_size},
+            "random": {"seed": s.seed, "dropout_step": done * s.step.accumulation},
+            "progress": self.progress,
+        }
+        loss = self.validation["loss"] if self.measured_at == done else None
+        self.checkpoints.save(done, self.engine.arrays(), meta, loss=loss)
+        cli.keep(f"the checkpoint of step {done} is kept in {self.workdir}; the same command goes on")
+
+    def _finish(self, done: int) -> Result:
+        """Wait for the last save, export the model and write the summary."""
+        self.checkpoints.wait()
+        if not self.validation:  # started again after its last step
+            self.validation = {
+                key.removeprefix("validation_"): value
+                for record in self.records.read()
+                for key, value in record.items()
+                if key.startswith("validation_")
+            }
+        loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
+        result = Result(done, loss, size, self.throughput.mean)
+        summary = result._asdict() | {"backend": self.backend, "parameters": self._size()} | self.progress
+        (self.workdir / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        exported = f", {self._export()}" if self.settings.checkpoints.export else ""
+        self.display.say(
+            f"finished {done} steps: held-out loss {loss:.4f}"
+            + (f", {size:.4f} bits per byte" if size else "")
+            + f", {self.throughput.mean:,.0f} tokens/s; in {self.workdir}: {SUMMARY}, {RECORDS}, {BOARD}/{exported}"
+        )
+        return result
+
+    def _export(self) -> str:
+        """Write the Hugging Face folder, or say why there is none."""
+        folder = self.workdir / EXPORT
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            weights.save_checkpoint(folder, self.model, self.engine.params())
+        except ValueError as error:  # no Hugging Face architecture is this decoder
+            return f"not exported ({error})"
+        if hasattr(self.data.tokenizer, "save"):
+            self.data.tokenizer.save(folder)
+        return f"{EXPORT}/"
+
+    def _size(self) -> int:
+        return sum(math.prod(shape) for shape in initial.parameter_shapes(self.model).values())
+
+    def close(self) -> None:
+        """Stop the display and free the threads of the checkpoints."""
+        self.display.close()
+        self.board.close()
+        with contextlib.suppress(OSError):  # told already
+            self.checkpoints.close()
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested dictionaries as one with dotted keys."""
+    if not isinstance(tree, dict):
+        return {prefix: tree if not isinstance(tree, list | tuple) else list(tree)}
+    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

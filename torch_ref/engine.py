@@ -1,0 +1,171 @@
+"""The training run's backend in PyTorch: model, optimiser, step and evaluation. Twin: jaxbench/engine.py.
+
+One device, eager. The run (jaxbench/train_run.py) deals in numpy and names only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jaxbench import precision
+from jaxbench.config import TransformerConfig
+from jaxbench.mesh import ParallelConfig
+from jaxbench.step_config import StepConfig
+from torch_ref import prng, train, transformer, update
+
+GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
+
+
+class Engine:
+    """One model in training."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        params: Mapping[str, np.ndarray],
+        how: StepConfig,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        implementation: str = "dense",
+        block_size: int = 128,
+        scan_layers: bool = False,
+        parallel: ParallelConfig | None = None,
+        device: str = "cpu",
+    ):
+        """Place the parameters; batch_size, seq_len and scan_layers matter to the JAX twin only.
+
+        Raises:
+          ValueError: a mesh, optimiser or rematerialisation that this twin does not have.
+        """
+        if parallel is not None:
+            raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
+        self.how, self.policy, self.device = how, precision.policy(how.precision), device
+        kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
+        model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
+        self.state = update.init_state(model, params, how)
+        self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
+        self.compile_seconds = 0.0
+
+    def step(self, batch: Any, learning_rate: float) -> update.Metrics:
+        """Run one step."""
+        self.state, metrics = update.train_step(
+            self.state, self._batch(batch), learning_rate, self.dropout_key, how=self.how
+        )
+        return metrics
+
+    def fetch(self, metrics: update.Metrics) -> update.Metrics:
+        """Wait for a step and return its metrics as Python numbers."""
+        return update.Metrics(*(value.item() for value in metrics))
+
+    def evaluate(self, batch: Any) -> tuple[float, int]:
+        """Return the sum of a batch's losses in nats and its number of targets."""
+        total, count = update.eval_step(self.state.params, self._batch(batch), graph=None, how=self.how)
+        return float(total), int(count)
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the whole state by name, for a checkpoint."""
+        state, found = self.state, {}
+        for name, parameter in state.params.named_parameters():
+            found[f"params.{name}"] = parameter
+            for kind, value in state.moments.state[parameter].items():
+                found[f"moments.{kind}.{name}"] = value
+        scaler = state.scaler.state_dict()
+        numbers = {"step": state.step, "skipped": state.skipped, "good_steps": scaler.get("_growth_tracker", 0)}
+        arrays = {name: value.detach().cpu().numpy().copy() for name, value in found.items()}
+        arrays |= {name: np.array(value, np.int32) for name, value in numbers.items()}
+        return arrays | {"scale": np.array(scaler.get("scale", 1.0)), "is_halted": np.array(state.is_halted)}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put a checkpoint's state in place."""
+        state = self.state
+        with torch.no_grad():
+            for name, parameter in state.params.named_parameters():
+                parameter.copy_(torch.tensor(arrays[f"params.{name}"]))
+                for kind, value in state.moments.state[parameter].items():
+                    value.copy_(torch.tensor(arrays[f"moments.{kind}.{name}"]))
+        if state.scaler.is_enabled():
+            values = {"scale": float(arrays["scale"]), "_growth_tracker": int(arrays["good_steps"])}
+            state.scaler.load_state_dict(state.scaler.state_dict() | values)
+        state.step, state.skipped = int(arrays["step"]), int(arrays["skipped"])
+        state.is_halted = bool(arrays["is_halted"])
+
+    def params(self) -> dict[str, np.ndarray]:
+        """Return the parameters by name."""
+        return {name: p.detach().cpu().numpy().copy() for name, p in self.state.params.named_parameters()}
+
+    def memory(self) -> dict[str, int]:
+        """Return bytes on the device: `live` now, and `step`, the most that was needed so far; 0 on a CPU."""
+        if self.device == "cpu":
+            return {"live": 0, "step": 0}
+        return {"live": torch.cuda.memory_allocated(), "step": torch.cuda.max_memory_allocated()}
+
+    def device_kind(self) -> str:
+        """Return the device's name, such as cpu or NVIDIA H200."""
+        return "cpu" if self.device == "cpu" else torch.cuda.get_device_name()
+
+    def matmul_rate(self) -> float:
+        """Measure FLOP/s of a square product in the compute type."""
+        x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, self.policy.compute), device=self.device)
+        seconds = []
+        for _ in range(GEMM_REPEATS + 1):
+            started = time.perf_counter()
+            (x @ x).sum().item()
+            seconds.append(time.perf_counter() - started)
+        return 2 * GEMM_SIZE**3 / min(seconds[1:])
+
+    def diagnose(self, batch: Any, step: int) -> str:
+        """Name what is first not finite in a step: a parameter, a module's output, or a gradient.
+
+        Modules are watched by hooks, in the order in which they finish.
+        """
+        model, count, found = self.state.params, self.how.accumulation, []
+        broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+        if broken:
+            return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
+
+        def watch(name: str) -> Any:
+            def hook(module: Any, args: Any, result: Any) -> None:
+                value = result[0] if isinstance(result, tuple) else result
+                if not found and not bool(torch.isfinite(value).all()):
+                    found.append(f"the output of module {name} is the first that is not finite")
+
+            return hook
+
+        modules = [(path, module) for path, module in model.named_modules() if type(module) is not torch.nn.ModuleList]
+        handles = [module.register_forward_hook(watch(path or "model")) for path, module in modules]
+        arrays = self._batch(batch)
+        for k in range(count):
+            micro = train.Batch(*(None if x is None else x[k::count] for x in arrays))
+            dropout = None if self.dropout_key is None else (self.dropout_key, step * count + k)
+            with torch.no_grad(), update._autocast(model, self.how):
+                loss = train.loss_fn(model, micro, dropout=dropout)
+            if not found and not bool(torch.isfinite(loss)):
+                found.append("every module is finite, the loss over model's logits is not")
+        for handle in handles:
+            handle.remove()
+        return found[0] if found else "every module's output is finite: a gradient overflowed in the backward pass"
+
+    def start_profile(self, folder: str) -> None:
+        """Begin a trace, for chrome://tracing or ui.perfetto.dev."""
+        self._profile = (torch.profiler.profile(), folder)
+        self._profile[0].start()
+
+    def stop_profile(self) -> None:
+        """End the trace and write it."""
+        profiler, folder = self._profile
+        profiler.stop()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(Path(folder) / "trace.json"))
+
+    def _batch(self, batch: Any) -> train.Batch:
+        return train.Batch(*(None if x is None else torch.as_tensor(x).to(self.device) for x in batch))
