@@ -27,6 +27,7 @@ from jaxbench.watermark import definition
 
 FEATURES = 3  # centred evidence, its exponential score, whether the token is scored
 NO_EVIDENCE = 0.5  # of a token that is not scored
+SMALLEST = 2.0**-24  # evidence stays this far from 0 and 1: float32 has nothing between 1 and 1 - 2**-24
 SYNTHID_WEIGHTS = (10.0, 1.0)  # of the first and the last layer (Dathathri et al. 2024, weighted mean)
 
 
@@ -67,7 +68,7 @@ def evidence(scheme: Any, found: definition.Evidence) -> np.ndarray:
         gamma = {"dip": 0.5, "kgw_transformers": getattr(scheme, "greenlist_ratio", None)}.get(scheme.scheme)
         gamma = scheme.gamma if gamma is None else gamma
         value = np.where(definition.is_green(scheme, words), 1.0 - gamma / 2, (1.0 - gamma) / 2)
-    return np.where(found.scored, value, NO_EVIDENCE)
+    return np.where(found.scored, np.clip(value, SMALLEST, 1.0 - SMALLEST), NO_EVIDENCE)
 
 
 def _synthid(words: np.ndarray, depth: int) -> np.ndarray:

@@ -150,6 +150,10 @@ def fit(
         arrays = examples.batch(marked, human, size=settings.batch_size, how=how, random=random)
         state, loss = step_fn(state, neural.Batch(*map(jnp.asarray, arrays)))
         losses.append(float(loss))
+        if not np.isfinite(losses[-1]):
+            raise ValueError(
+                f"train-detector: loss {losses[-1]} at step {step}; lower learning_rate={settings.learning_rate}"
+            )
         if (step + 1) % 100 == 0:
             say(f"step {step + 1} of {settings.steps}: loss {np.mean(losses[-100:]):.4f} nats per text")
     return train.state_arrays(state)["params"], losses

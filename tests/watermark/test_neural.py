@@ -103,6 +103,16 @@ def test_evidence_is_centred_under_another_key_and_stays_inside_the_unit_interva
     assert (hidden == 0.5).all()
 
 
+def test_the_largest_word_keeps_a_finite_score_in_float32():
+    words = np.array([[0, 2**32 - 1]], np.uint32)
+    for scheme in ("gumbel", "synthid"):
+        found = definition.Evidence(words, np.ones(words.shape, bool))
+        value = features.evidence(config.parse_scheme(scheme), found).astype(np.float32)
+        assert 0 < value.min() and value.max() < 1
+        scores = neural.token_features(jnp.asarray(value), jnp.ones((1, 2), bool), dtype="float32")
+        assert np.isfinite(scores).all()
+
+
 def test_a_green_token_is_evidence_for_the_mark_and_a_red_one_against_it():
     scheme = config.parse_scheme({"scheme": "kgw", "gamma": 0.25})
     words = np.array([[0, 2**30 - 1, 2**30, 2**32 - 1]], np.uint32)
