@@ -6,7 +6,7 @@ by their common relative path. To add a workload's case, add a row; where its mo
     task    the module, beside `module` in every package, with Batch, predict, loss_of and loss_fn, as train.py has them
     data    the S module with initial_params(config, seed, distinct=True) and parity_arrays(config, batch=, length=,
             seed=, step=), whose result has the fields of Batch and `positions` [B T], -1 = padding
-    exact   a module of jaxbench/parity/ with `gates(case)`, for what has no model: bits, lists, counts, tokens
+    exact   a module of jaxbench/parity/ with `gates_of(case)`, for what has no model: bits, lists, counts, tokens
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from jaxbench import initial
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.features import NeuralConfig
 
 LLAMA = TransformerConfig(
@@ -56,7 +57,7 @@ class Case(NamedTuple):
     seed: int = 0
     task: str = "train"  # relative path of the module with Batch, predict, loss_of, loss_fn
     data: str | None = None  # S module of a workload's parameters and batches; None = the decoder's, here
-    exact: str | None = None  # module of jaxbench/parity/ whose gates(case) take the place of all others
+    exact: str | None = None  # module of jaxbench/parity/ whose gates_of(case) take the place of all others
     backends: tuple[str, ...] = ("flax", "equinox")  # JAX backends that have the case
 
     @property
@@ -79,6 +80,12 @@ def _memory(name: str, *, seed: int = 0, **update: Any) -> Case:
     return Case(f"memory/{name}", config, **path, length=18, prompt=0, seed=seed, backends=("flax",))
 
 
+def _mark(name: str, **scheme: Any) -> Case:
+    """Return a case of a watermarking scheme: bits, p-values and generated tokens."""
+    return Case(f"watermark/{name}", parse_scheme(scheme), module="watermark.schemes", exact="watermark",
+                backends=("flax",))  # fmt: skip
+
+
 CASES: tuple[Case, ...] = (
     _llama("llama-grouped", sampled=True),
     _llama("llama-multi-head", num_kv_heads=4),
@@ -96,6 +103,20 @@ CASES: tuple[Case, ...] = (
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),
          how={"implementation": "blocked", "block_size": 4}),
+    _mark("kgw", scheme="kgw"),
+    _mark("kgw-left-5", scheme="kgw", context={"kind": "left", "width": 5}),
+    _mark("kgw-min", scheme="kgw", context={"kind": "min", "width": 4}),
+    _mark("kgw-skip", scheme="kgw", context={"kind": "skip", "width": 3}),
+    _mark("kgw-self", scheme="kgw", context={"kind": "self", "width": 4}),
+    _mark("unigram", scheme="unigram"),
+    _mark("gumbel", scheme="gumbel"),
+    _mark("gumbel-dual-key", scheme="gumbel", dual_key_alpha=0.25),
+    _mark("gumbel-vllm", scheme="gumbel", prf="vllm"),
+    _mark("synthid", scheme="synthid"),
+    _mark("dip", scheme="dip"),
+    _mark("markllm", scheme="kgw_markllm", prefix_length=2),
+    _mark("markllm-self", scheme="kgw_markllm", window_scheme="self"),
+    _mark("transformers", scheme="kgw_transformers"),
     Case("watermark/neural", NeuralConfig(num_rows=64, d_model=16, num_pooled=8, d_hidden=12, dilations=(1, 2, 4)),
          module="watermark.neural", task="watermark.neural", data="watermark.features", batch=4, prompt=0,
          backends=("flax",)),
