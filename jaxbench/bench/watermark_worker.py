@@ -87,7 +87,7 @@ class Ours:
                 content = json.load(file)
             self.texts, self.ids = content["texts"], content["ids"]
         self.detectors: dict[str, Any] = {}
-        return {"versions": environment.versions(), "tokenizer": self.encoder.engine}
+        return {"versions": environment.versions()}
 
     def measure(self, *, scheme: dict, part: str, count: int, batch_size: int, repeats: int, keys: int = 1) -> dict:
         """Time one part of detection over the first `count` texts in calls of `batch_size`.
@@ -97,7 +97,7 @@ class Ours:
         """
         chunks = [slice(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
         call = getattr(self, f"_{part}")(scheme, chunks, keys)
-        return {**timed(call, repeats), "texts": count}
+        return {**timed(call, repeats), "texts": count, "tokenizer": self.encoder.engine}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
         """Return p-values of texts given as ids, and what a detector that counts repeated positions too would say."""

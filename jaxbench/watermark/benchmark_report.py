@@ -78,8 +78,9 @@ def summarise(records: Sequence[dict], settings: dict, about: dict) -> dict[str,
     detection = [row for row in records if row["kind"] == "detection"]
     table = _launch_rates(detection, "seconds")
     main = ((settings.get("detection") or {}).get("engines") or ["jax"])[0]  # the engine that the bars are for
+    tokenizers = sorted({row["tokenizer"] for row in detection if "tokenizer" in row})
     return {
-        "about": about,
+        "about": about | {"tokenizers": tokenizers},
         "settings": settings,
         "rates": _rates(table, _launch_rates(detection, "cpu_seconds"), main),
         "ratios": _ratios(table, main),
@@ -110,6 +111,8 @@ def tables(summary: dict[str, Any]) -> list[Any]:
     found.append(_table("Against peers in the same run", _ratio_cells(summary["ratios"])))
     found.append(_table("What a watermark adds to a decode step", _overhead_cells(summary["overhead"])))
     found.append(_table("Texts marked with the same lists: what both detectors say", summary["verdicts"]))
+    if summary["about"].get("tokenizers"):
+        found.append(f"jaxbench splits text with {', '.join(summary['about']['tokenizers'])}, peers with tokenizers")
     for peer, reason in summary["about"].get("missing", {}).items():
         found.append(f"{peer} was left out: {reason}")
     return [one for one in found if one is not None]
