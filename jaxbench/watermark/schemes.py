@@ -48,20 +48,26 @@ class Watermark:
             self.shared["rows"] = jnp.asarray(tables.rows, jnp.int32)
 
     def state(
-        self, keys: Sequence[Key | None], *, payloads: Sequence[int] | None = None, seed: int = 0, batch_size: int = 0
+        self,
+        keys: Sequence[Key | None],
+        *,
+        payloads: Sequence[int] | None = None,
+        seed: int = 0,
+        row_ids: Sequence[int] | None = None,
+        batch_size: int = 0,
     ) -> State:
         """Return the state of a batch before its first token: arrays with a row for each key, None = not marked.
 
         Args:
           payloads: the message of each row, 0 <= payload < 2**payload_bits.
-          seed: of the ordinary randomness that chooses between the two keys of a dual-key scheme.
+          seed, row_ids: of the ordinary randomness that chooses between the two keys of a dual-key scheme.
           batch_size: fill up with unmarked rows to this many.
 
         Raises:
           ValueError: there is no row, or a payload does not fit the scheme.
         """
         keys = [*keys, *[None] * (batch_size - len(keys))]
-        options = {"vocab_size": self.vocab_size, "payloads": payloads, "seed": seed}
+        options = {"vocab_size": self.vocab_size, "payloads": payloads, "seed": seed, "row_ids": row_ids}
         arrays = states.generation_state(self.scheme, keys, **options)
         state = {name: jnp.asarray(array) for name, array in arrays.items()}
         if self._is_self:

@@ -41,13 +41,20 @@ def check_generation(scheme: Any, vocab_size: int, tables: Any) -> None:
 
 
 def generation_state(
-    scheme: Any, keys: Sequence[Key | None], *, vocab_size: int, payloads: Sequence[int] | None, seed: int
+    scheme: Any,
+    keys: Sequence[Key | None],
+    *,
+    vocab_size: int,
+    payloads: Sequence[int] | None,
+    seed: int,
+    row_ids: Sequence[int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a batch; a key of None is a row that is not marked.
 
     Returns:
       marked bool [B]; keys uint32 [B 4], both halves of the first and of the second key; and where the scheme has them:
-      payload int32 [B]; route uint32 [B 3], the seed's halves and the row; green bool [B V].
+      payload int32 [B]; route uint32 [B 3], the seed's halves and the row's
+      number; green bool [B V].
 
     Raises:
       ValueError: there is no row, or a payload does not fit the scheme.
@@ -72,7 +79,8 @@ def generation_state(
     if limit > 1:
         state["payload"] = np.array(messages, np.int32)
     if getattr(scheme, "dual_key_alpha", 0.0) > 0:
-        rows = [(*philox.split_seed(seed), row) for row in range(len(keys))]
+        numbers = range(len(keys)) if row_ids is None else [*row_ids, *[0] * (len(keys) - len(row_ids))]
+        rows = [(*philox.split_seed(seed), row) for row in numbers]
         state["route"] = np.array(rows, np.uint32)
     if scheme.scheme == "unigram":
         lists = {key: definition.unigram_list(scheme.gamma, key, vocab_size) for key in set(own)}

@@ -1,0 +1,212 @@
+"""Marked continuations of prompts, in batches whose rows have schemes and keys of their own.
+
+Rows take the marks of a run in turn; a row's tokens depend on the seed and its number, not on its batch. Results are
+one JSON line a row, without keys; a run that was stopped goes on after its last whole line.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from jaxbench import config, data, sample, transformer, weights
+from jaxbench import tokenizer as tokenizers
+from jaxbench.config import Base
+from jaxbench.watermark import keys as key_files
+from jaxbench.watermark import schemes, tables
+from jaxbench.watermark.config import Scheme
+from jaxbench.watermark.keys import Key
+
+
+class Mark(Base):
+    """What one row in turn is marked with."""
+
+    name: str  # of the mark, in the records
+    scheme: Scheme | None = None  # None: not marked
+    key_file: str | None = None  # made by `watermark.py keygen`
+    payload: int = Field(default=0, ge=0)  # message of schemes with payload_bits
+
+
+class Sampling(Base):
+    """How tokens are drawn; fields of sample.Sampling."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+
+
+class GenerateConfig(Base):
+    """A run of marked generation."""
+
+    marks: tuple[Mark, ...] = Field(min_length=1)  # row r takes mark r mod their number
+    model: str = "default"  # as jaxbench.weights.load_checkpoint takes it
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    prompts: str | None = None  # a file of prompts (.txt parted by form feeds, .jsonl); None: the default text
+    num_prompts: int = Field(default=8, ge=1)  # of the default text; of a file, at most this many
+    prompt_tokens: int = Field(default=32, ge=1)  # length of the default text's prompts; a file's are cut to it
+    chat: bool = False  # put each prompt into the model's chat template
+    new_tokens: int = Field(default=200, ge=1)  # at most
+    batch_size: int = Field(default=8, ge=1)  # rows generated together
+    sampling: Sampling = Sampling()
+    seed: int = Field(default=0, ge=0, lt=2**64)  # of the ordinary randomness
+
+
+class Backend(NamedTuple):
+    """The modules that generate: those of jaxbench, jaxbench.eqx or torch_ref."""
+
+    transformer: types.ModuleType = transformer
+    sample: types.ModuleType = sample
+    schemes: types.ModuleType = schemes
+
+
+def run(
+    settings: GenerateConfig,
+    output: str | Path,
+    *,
+    keys: Sequence[Key | None] | None = None,
+    backend: Backend = Backend(),
+    overwrite: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Generate, write one JSON line a row, and return the file's path.
+
+    A line has: row, run (the configuration's id), mark, scheme, prompt, prompt_ids, continuation_ids, ids (both),
+    prompt_tokens (how many of them are the prompt), text (the continuation).
+
+    Args:
+      keys: one for each mark, in place of key files; None where the mark has no scheme.
+      overwrite: start anew where the file holds rows.
+
+    Raises:
+      ValueError: a key is missing, prompts do not fit the model, or the file holds rows of another run.
+    """
+    output, text = Path(output), {"text_sha256": data.text_sha256(settings.prompts)}
+    run_id = config.config_id(settings, exclude=["batch_size"], extra=text)
+    found = [_key(mark) for mark in settings.marks] if keys is None else list(keys)
+    if [key is not None for key in found] != [mark.scheme is not None for mark in settings.marks]:
+        raise ValueError(f"generate: {len(found)} keys for {len(settings.marks)} marks, wanted one for each scheme")
+    done = 0 if overwrite else _finished(output, run_id)
+    tokenizer = tokenizers.load_tokenizer(settings.model)
+    prompts = read_prompts(settings, tokenizer)
+    if done >= len(prompts):
+        say(f"{output} has all {len(prompts)} rows")
+        return output
+    checkpoint = weights.load_checkpoint(settings.model)
+    model = backend.transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
+    writer = Writer(settings, found, model=model, eos_id=tokenizer.eos_id, backend=backend)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w" if done == 0 else "a", encoding="utf-8") as file:
+        for start in range(done, len(prompts), settings.batch_size):
+            rows = range(start, min(start + settings.batch_size, len(prompts)))
+            for row, made in zip(rows, writer([prompts[row] for row in rows], rows)):
+                file.write(json.dumps(_record(settings, tokenizer, run_id, row, prompts[row], made)) + "\n")
+            file.flush()
+            say(f"{rows.stop} of {len(prompts)} rows")
+    return output
+
+
+class Writer:
+    """Continues prompts; each row is marked with the mark and key of its number."""
+
+    def __init__(
+        self,
+        settings: GenerateConfig,
+        keys: Sequence[Key | None],
+        *,
+        model: Any,
+        eos_id: int | None,
+        backend: Backend = Backend(),
+    ):
+        """Prepare one processor for each different scheme."""
+        self._settings, self._keys = settings, list(keys)
+        vocab_size = model.embed.embedding.shape[0]
+        self._schemes = list({mark.scheme: None for mark in settings.marks if mark.scheme is not None})
+        self._processors = [
+            backend.schemes.Watermark(scheme, vocab_size=vocab_size, tables=_tables(scheme, vocab_size))
+            for scheme in self._schemes
+        ]
+        sampling = backend.sample.Sampling(**settings.sampling.model_dump())
+        self._generator = backend.sample.Generator(model, eos_id=eos_id, sampling=sampling, processors=self._processors)
+
+    def __call__(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[list[int]]:
+        """Return the continuation of each prompt, whose numbers in the run are `rows`."""
+        settings = self._settings
+        numbers = [row % len(settings.marks) for row in rows]
+        states = []
+        for scheme, processor in zip(self._schemes, self._processors):
+            chosen = [settings.marks[i] if settings.marks[i].scheme == scheme else None for i in numbers]
+            keys = [None if mark is None else self._keys[i] for i, mark in zip(numbers, chosen)]
+            payloads = [0 if mark is None else mark.payload for mark in chosen]
+            states.append(processor.state(keys, payloads=payloads, seed=settings.seed, row_ids=rows))
+        how = {"max_new_tokens": settings.new_tokens, "seed": settings.seed, "row_ids": list(rows)}
+        made = self._generator(prompts, processor_states=states, **how)
+        return [[int(token) for token in ids[:length]] for ids, length in zip(made.tokens, made.lengths)]
+
+
+def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
+    """Return the prompts of a run as token ids.
+
+    Raises:
+      ValueError: the file has no text, or the model has no chat template.
+    """
+    documents = data.load_text(settings.prompts)
+    if settings.prompts is None and not settings.chat:
+        return data.real_prompts(tokenizer, [settings.prompt_tokens] * settings.num_prompts, documents)
+    texts = [document.strip() for document in documents[: settings.num_prompts]]
+    if settings.chat:
+        chats = (tokenizer.chat([{"role": "user", "content": text}]) for text in texts)
+        return [tokenizer.encode(chat, add_special=False) for chat in chats]
+    return [tokenizer.encode(text)[: settings.prompt_tokens] for text in texts]
+
+
+def _key(mark: Mark) -> Key | None:
+    if mark.scheme is None:
+        return None
+    if mark.key_file is None:
+        raise ValueError(f"generate: mark {mark.name!r} names no key_file; make one with `watermark.py keygen`")
+    return key_files.read_key_file(mark.key_file)
+
+
+def _tables(scheme: Any, vocab_size: int) -> tables.Tables | None:
+    is_listed = scheme.scheme in ("kgw_markllm", "kgw_transformers")
+    return tables.Tables(scheme, vocab_size=vocab_size) if is_listed else None
+
+
+def _finished(output: Path, run_id: str) -> int:
+    """Return how many rows a file holds, after cutting off what follows its last whole line."""
+    if not output.is_file():
+        return 0
+    content = output.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    for line in whole.splitlines():
+        found = json.loads(line).get("run") if line.startswith(b"{") else None
+        if found != run_id:
+            raise ValueError(f"generate: {output} holds rows of run {found}, this is run {run_id}; name another file")
+    if len(whole) < len(content):
+        output.write_bytes(whole)
+    return len(whole.splitlines())
+
+
+def _record(
+    settings: GenerateConfig, tokenizer: Any, run_id: str, row: int, prompt: list[int], made: list[int]
+) -> dict:
+    mark = settings.marks[row % len(settings.marks)]
+    return {
+        "row": row,
+        "run": run_id,
+        "mark": mark.name,
+        "scheme": None if mark.scheme is None else mark.scheme.scheme,
+        "prompt": tokenizer.decode(prompt),
+        "prompt_ids": prompt,
+        "continuation_ids": made,
+        "ids": prompt + made,
+        "prompt_tokens": len(prompt),
+        "text": tokenizer.decode(made, skip_special=True),
+    }

@@ -1,0 +1,102 @@
+"""Runs of marked generation: rows with marks of their own, records, going on after a stop, bad input."""
+
+import json
+
+import pytest
+
+from jaxbench import config, initial, weights
+from jaxbench import tokenizer as tokenizers
+from jaxbench.config import TransformerConfig
+from jaxbench.watermark import generate
+from jaxbench.watermark.keys import Key, write_key_file
+
+MODEL = TransformerConfig(
+    vocab_size=300, d_model=32, d_ff=48, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, max_seq_len=64
+)
+MARKS = [
+    {"name": "kgw", "scheme": {"scheme": "kgw", "delta": 4.0}},
+    {"name": "gumbel", "scheme": {"scheme": "gumbel", "payload_bits": 3}, "payload": 5},
+    {"name": "plain"},
+]
+KEYS = [Key(1), Key(2), None]
+
+
+class Letters:
+    """A tokenizer of bytes."""
+
+    eos_id, bos_id = None, None
+
+    def encode(self, text, *, add_special=True):
+        return list(text.encode())
+
+    def decode(self, ids, *, skip_special=False):
+        return "".join(chr(i) for i in ids)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    params = initial.initial_params(MODEL, 0, distinct=True)
+    checkpoint = weights.Checkpoint(config=MODEL, params=params, tokenizer=None, source="tiny", sha256="0")
+    monkeypatch.setattr(weights, "load_checkpoint", lambda spec: checkpoint)
+    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda spec: Letters())
+
+
+def settings(**changes):
+    given = {"marks": MARKS, "num_prompts": 7, "prompt_tokens": 9, "new_tokens": 12, "batch_size": 4, **changes}
+    return generate.GenerateConfig.model_validate(given)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_take_marks_in_turn_and_records_hold_no_key(tiny, tmp_path):
+    path = generate.run(settings(), tmp_path / "new" / "out.jsonl", keys=KEYS)
+    records = lines(path)
+    assert [record["mark"] for record in records] == ["kgw", "gumbel", "plain"] * 2 + ["kgw"]
+    assert [record["row"] for record in records] == list(range(7))
+    for record in records:
+        assert record["ids"] == record["prompt_ids"] + record["continuation_ids"]
+        assert record["prompt_tokens"] == 9 and len(record["continuation_ids"]) == 12
+        assert not [name for name in record if "key" in name]
+    assert records[2]["scheme"] is None
+
+
+def test_tokens_do_not_depend_on_the_batch_and_a_stopped_run_goes_on(tiny, tmp_path):
+    whole = lines(generate.run(settings(), tmp_path / "whole.jsonl", keys=KEYS))
+    path = tmp_path / "parts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in whole[:2]) + '{"torn')
+    assert lines(generate.run(settings(batch_size=2), path, keys=KEYS)) == whole
+    before = path.stat().st_mtime_ns
+    generate.run(settings(), path, keys=KEYS)  # nothing left to do
+    assert path.stat().st_mtime_ns == before
+
+
+def test_rows_of_another_run_are_not_touched(tiny, tmp_path):
+    path = generate.run(settings(num_prompts=1), tmp_path / "out.jsonl", keys=KEYS)
+    with pytest.raises(ValueError, match=r"out.jsonl holds rows of run \w+, this is run \w+; name another file"):
+        generate.run(settings(num_prompts=1, seed=1), path, keys=KEYS)
+    generate.run(settings(num_prompts=1, seed=1), path, keys=KEYS, overwrite=True)
+    assert len(lines(path)) == 1
+
+
+def test_keys_come_from_their_files(tiny, tmp_path):
+    write_key_file(tmp_path / "key", Key(1))
+    one = [{**MARKS[0], "key_file": str(tmp_path / "key")}]
+    by_file = lines(generate.run(settings(marks=one, num_prompts=1), tmp_path / "a.jsonl"))
+    by_key = lines(generate.run(settings(marks=MARKS[:1], num_prompts=1), tmp_path / "b.jsonl", keys=[Key(1)]))
+    assert by_file[0]["ids"] == by_key[0]["ids"]
+
+
+def test_missing_keys_are_named(tiny, tmp_path):
+    with pytest.raises(ValueError, match="mark 'kgw' names no key_file; make one with"):
+        generate.run(settings(), tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match="2 keys for 3 marks"):
+        generate.run(settings(), tmp_path / "out.jsonl", keys=KEYS[:2])
+
+
+def test_unknown_schemes_and_fields_are_named(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("marks: [{name: a, scheme: {scheme: kgw, gama: 0.5}}]\n")
+    with pytest.raises(ValueError, match="gama"):
+        config.load(path, (), generate.GenerateConfig)

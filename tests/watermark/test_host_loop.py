@@ -1,0 +1,76 @@
+"""Watermarks in other decoding loops: transformers' generate, and equal logits from both twins."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxbench.watermark import config, definition, host_loop, schemes
+from jaxbench.watermark.keys import Key
+from torch_ref.watermark import host_loop as torch_host_loop
+from torch_ref.watermark import schemes as torch_schemes
+
+VOCAB = 120
+KEYS = [Key(1), None, Key(3)]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, eos_token_id=None, bos_token_id=None, **shape)).eval()
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"scheme": "kgw", "delta": 8.0},
+        {"scheme": "gumbel", "context": {"width": 2}},
+        {"scheme": "gumbel", "prf": "vllm"},
+        {"scheme": "dip", "alpha": 0.5},
+    ],
+)
+def test_transformers_generate_marks_each_row_under_its_key(llama, scheme):
+    from transformers import LogitsProcessorList
+
+    scheme = config.parse_scheme(scheme)
+    watermark = torch_schemes.Watermark(scheme, vocab_size=VOCAB)
+    processor = torch_host_loop.HostLoop(watermark, KEYS, temperature=0.9)
+    prompt = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+    settings = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 40, "pad_token_id": 0}
+    made = llama.generate(
+        prompt, attention_mask=torch.ones_like(prompt), logits_processor=LogitsProcessorList([processor]), **settings
+    ).numpy()
+    keys = [key or Key(1) for key in KEYS]
+    found = definition.evidence(
+        scheme, keys, made, np.full(3, made.shape[1]), vocab_size=VOCAB, prompt_lengths=prompt.shape[1]
+    )
+    for row, key in enumerate(KEYS):
+        words = found.words[row][found.scored[row]]
+        marked = words > 0.8 * 2**32 if scheme.scheme == "gumbel" else definition.is_green(scheme, words)
+        assert (marked.mean() > 0.75) == (key is not None)
+
+
+@pytest.mark.parametrize("name", ["kgw", "synthid", "dip", "gumbel"])
+def test_both_twins_change_the_logits_alike(name):
+    random = np.random.default_rng(0)
+    loops = [
+        host_loop.HostLoop(schemes.Watermark(name, vocab_size=VOCAB), KEYS, temperature=0.7),
+        torch_host_loop.HostLoop(torch_schemes.Watermark(name, vocab_size=VOCAB), KEYS, temperature=0.7),
+    ]
+    tokens = random.integers(0, VOCAB, (3, 12))
+    for length in (2, 6, 12):
+        logits = random.standard_normal((3, VOCAB)).astype(np.float32)
+        one = np.asarray(loops[0](jnp.asarray(tokens[:, :length]), jnp.asarray(logits)))
+        other = loops[1](torch.tensor(tokens[:, :length]), torch.tensor(logits)).numpy()
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(one[1], logits[1])
+        np.testing.assert_array_equal(other[1], logits[1])
+
+
+def test_a_temperature_of_zero_is_refused_for_schemes_that_draw():
+    watermark = torch_schemes.Watermark("gumbel", vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="gumbel: temperature=0.0 leaves nothing to draw"):
+        torch_host_loop.HostLoop(watermark, [Key(1)], temperature=0.0)
