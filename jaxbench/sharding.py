@@ -1,9 +1,8 @@
-"""Where every parameter of the decoder lives on a mesh: tables of (parameter-name regex, PartitionSpec).
+"""Where every parameter and activation of the decoder lives on a mesh: tables of (parameter-name regex, PartitionSpec).
 
 Models know nothing of meshes. A table must account for every parameter and every rule must match at least one, so that
-a renamed parameter cannot fall back to replication unseen. Mesh axes: `data` splits the batch and (fsdp) the weights;
-`model` splits the feed-forward width and the vocabulary. Heads are not split: SmolLM2 has 9 query and 3 key-value
-heads, which no power of two divides.
+a renamed parameter cannot fall back to replication unseen. Activations are placed at named points: a model says
+`constrain(x, "residual")`, which does nothing until a step runs under `activations(...)`. Axes: jaxbench/mesh.py.
 
 A size that an axis does not divide is settled the same way every time: the axis moves to the largest dim of that
 parameter that it divides and that no axis splits (the first of equals), else the parameter is replicated over it.
@@ -11,53 +10,97 @@ parameter that it divides and that no axis splits (the first of equals), else th
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-DATA, MODEL = "data", "model"
+from jaxbench.mesh import DATA, MODEL
 
 LAYOUTS: tuple[str, ...] = ("replicated", "fsdp", "tensor", "fsdp_tensor")
+POINTS = (
+    "residual",  # the residual stream [B T D]: after the embedding and after each branch is added
+    "attention_in",  # what a block's attention gets [B T D]: the norm's output
+    "attention_out",  # what it returns [B T D]
+    "mlp_in",  # the same of its feed-forward layer
+    "mlp_out",
+)
+RING = "ring"  # the point where attention over parts of the tokens takes the place of attention
 Rule = tuple[str, P]
+Axes = str | tuple[str, ...] | None  # mesh axes that split one dim, the outermost first
 
 
 def decoder_rules(
     layout: str, *, activation: str, norm: str, position: str, use_bias: bool, tie_embeddings: bool
 ) -> tuple[Rule, ...]:
-    """Return the table of one layout for a decoder with these parts.
+    """Return the table of one layout for a decoder with these parts: weights over `data`, no head is split.
 
     replicated: every chip holds all weights. fsdp: every kernel split over `data`. tensor: feed-forward width and
     vocabulary split over `model`. fsdp_tensor: both.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"sharding: unknown layout={layout!r}, known: {', '.join(LAYOUTS)}")
-    data = DATA if layout in ("fsdp", "fsdp_tensor") else None
-    model = MODEL if layout in ("tensor", "fsdp_tensor") else None
+    parts = {"activation": activation, "norm": norm, "position": position, "use_bias": use_bias}
+    stored = DATA if layout in ("fsdp", "fsdp_tensor") else None
+    out = MODEL if layout in ("tensor", "fsdp_tensor") else None
+    return decoder_table(stored=stored, out=out, heads=None, width=None, tie_embeddings=tie_embeddings, **parts)
+
+
+def decoder_table(
+    *,
+    stored: Axes,
+    out: Axes,
+    heads: Axes,
+    width: Axes,
+    activation: str,
+    norm: str,
+    position: str,
+    use_bias: bool,
+    tie_embeddings: bool,
+) -> tuple[Rule, ...]:
+    """Return the table of a decoder with these parts.
+
+    Args:
+      stored: splits what is stored of every kernel; gathered where it is used (fsdp).
+      out: splits feed-forward width and vocabulary (Shoeybi et al. 2019, arXiv:1909.08053).
+      heads: splits query and key-value heads; None leaves attention whole.
+      width: splits the residual width, the 2d form (Pope et al. 2022, arXiv:2211.05102, section 3.2.2).
+      activation, norm, position, use_bias, tie_embeddings: fields of TransformerConfig.
+    """
     layer = r"layers\.\d+\."
     wide = "(gate_proj|up_proj)" if activation == "swiglu" else "up_proj"
+    rows = joined(width, stored)
     rules = [
-        (r"embed\.embedding", P(model, data)),
-        (layer + r"attention\.(q_proj|k_proj|v_proj)\.kernel", P(data, None)),
-        (layer + r"attention\.o_proj\.kernel", P(None, data)),
-        (layer + rf"mlp\.{wide}\.kernel", P(data, model)),
-        (layer + r"mlp\.down_proj\.kernel", P(model, data)),
-        (rf"({layer}(attention_norm|mlp_norm)|final_norm)\.scale", P(None)),
+        (r"embed\.embedding", P(out, rows)),
+        (layer + r"attention\.(q_proj|k_proj|v_proj)\.kernel", P(rows, heads)),
+        (layer + r"attention\.o_proj\.kernel", P(heads, rows)),
+        (layer + rf"mlp\.{wide}\.kernel", P(rows, out)),
+        (layer + r"mlp\.down_proj\.kernel", P(out, rows)),
+        (rf"({layer}(attention_norm|mlp_norm)|final_norm)\.scale", P(width)),
     ]
     if norm == "layernorm":
-        rules.append((rf"({layer}(attention_norm|mlp_norm)|final_norm)\.bias", P(None)))
+        rules.append((rf"({layer}(attention_norm|mlp_norm)|final_norm)\.bias", P(width)))
     if position == "learned":
-        rules.append((r"position\.embedding", P(None, data)))
+        rules.append((r"position\.embedding", P(None, rows)))
     if use_bias:
-        rules.append((layer + rf"mlp\.{wide}\.bias", P(model)))
-        rules.append((layer + r"(attention\.(q_proj|k_proj|v_proj|o_proj)|mlp\.down_proj)\.bias", P(None)))
+        rules.append((layer + rf"mlp\.{wide}\.bias", P(out)))
+        rules.append((layer + r"attention\.(q_proj|k_proj|v_proj)\.bias", P(heads)))
+        rules.append((layer + r"(attention\.o_proj|mlp\.down_proj)\.bias", P(width)))
     if not tie_embeddings:
-        rules.append((r"head\.kernel", P(data, model)))
+        rules.append((r"head\.kernel", P(rows, out)))
     return tuple(rules)
+
+
+def joined(*axes: Axes) -> Axes:
+    """Return several axes as one entry of a PartitionSpec; None entries are left out."""
+    flat = tuple(one for entry in axes for one in ((entry,) if isinstance(entry, str) else entry or ()))
+    return flat[0] if len(flat) == 1 else flat or None
 
 
 def parameter_specs(
@@ -91,15 +134,16 @@ def fit_spec(spec: P, shape: tuple[int, ...], axis_sizes: Mapping[str, int], *, 
     if len(spec) > len(shape):
         raise ValueError(f"sharding: the rule for {name} has {len(spec)} dims, {spec}, but its shape is {shape}")
     wanted = list(spec) + [None] * (len(shape) - len(spec))
-    placed: list[str | None] = [None] * len(shape)
+    placed: list[Axes] = [None] * len(shape)
+    left = list(shape)  # size of each dim's part
     homeless = []
-    for dim, axis in enumerate(wanted):
-        if axis is None or axis_sizes.get(axis, 1) == 1:
-            continue
-        if shape[dim] % axis_sizes[axis] == 0:
-            placed[dim] = axis
-        else:
-            homeless.append(axis)
+    for dim, entry in enumerate(wanted):
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            size = axis_sizes.get(axis, 1)
+            if size > 1 and left[dim] % size == 0:
+                placed[dim], left[dim] = joined(placed[dim], axis), left[dim] // size
+            elif size > 1:
+                homeless.append(axis)
     for axis in homeless:
         free = [d for d, size in enumerate(shape) if placed[d] is None and size % axis_sizes[axis] == 0 and size]
         if free:
@@ -123,9 +167,10 @@ def batch_sharding(mesh: Mesh, batch: int) -> NamedSharding:
     return NamedSharding(mesh, P(DATA))
 
 
-def gathered(stored: NamedSharding) -> NamedSharding:
-    """Return the sharding without its split over `data`."""
-    return NamedSharding(stored.mesh, P(*(None if axis == DATA else axis for axis in stored.spec)))
+def gathered(stored: NamedSharding, axes: Sequence[str] = (DATA,)) -> NamedSharding:
+    """Return the sharding without its splits over `axes`."""
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in stored.spec]
+    return NamedSharding(stored.mesh, P(*(joined(tuple(a for a in entry if a not in axes)) for entry in entries)))
 
 
 def gather_weights(params: Mapping[str, jax.Array], shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
@@ -135,7 +180,7 @@ def gather_weights(params: Mapping[str, jax.Array], shardings: Mapping[str, Name
     v5e:2x2, batch 8 x 512: 1,186 MB sent a chip and 1,135 MiB of temporaries without, 160 MB and 355 MiB with.
     Splits over `model` stay.
     """
-    return {name: _gather(value, shardings[name]) for name, value in params.items()}
+    return {name: place_both_ways(v, gathered(shardings[name]), shardings[name]) for name, v in params.items()}
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -148,17 +193,55 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(value: jax.Array, stored: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(value, gathered(stored))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def place_both_ways(value: jax.Array, used: NamedSharding, gradient: NamedSharding) -> jax.Array:
+    """Return the value placed as `used`; its gradient is placed as `gradient`."""
+    return jax.lax.with_sharding_constraint(value, used)
 
 
-def _gather_forward(value: jax.Array, stored: NamedSharding) -> tuple[jax.Array, None]:
-    return _gather(value, stored), None
+def _place_forward(value: jax.Array, used: NamedSharding, gradient: NamedSharding) -> tuple[jax.Array, None]:
+    return jax.lax.with_sharding_constraint(value, used), None  # not itself: rematerialisation looks for this primitive
 
 
-def _gather_backward(stored: NamedSharding, _: None, grad: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(grad, stored),)
+def _place_backward(used: NamedSharding, gradient: NamedSharding, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(grad, gradient),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+place_both_ways.defvjp(_place_forward, _place_backward)
+
+
+def ring_attention() -> Callable[..., jax.Array] | None:
+    """Return the running step's attention over a row that is split over `sequence`, None outside such a step."""
+    return _actions.get().get(RING)
+
+
+_actions: contextvars.ContextVar[Mapping[str, Callable]] = contextvars.ContextVar("activations", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def activations(actions: Mapping[str, Callable[..., jax.Array]]) -> Iterator[None]:
+    """Apply an action at each named point of whatever is traced inside; enter it within the function to compile.
+
+    Raises:
+      ValueError: an action for a point that does not exist.
+    """
+    unknown = sorted(set(actions) - {*POINTS, RING})
+    if unknown:
+        raise ValueError(f"sharding: no activation points {unknown}, known: {', '.join((*POINTS, RING))}")
+    token = _actions.set(actions)
+    try:
+        yield
+    finally:
+        _actions.reset(token)
+
+
+def constrain(x: jax.Array, point: str) -> jax.Array:
+    """Return x placed as the running step wants it at this point; x itself where no step says anything.
+
+    Raises:
+      ValueError: the point is not one of POINTS.
+    """
+    if point not in POINTS:
+        raise ValueError(f"sharding: no activation point {point!r}, known: {', '.join(POINTS)}")
+    action = _actions.get().get(point)
+    return x if action is None else action(x)

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from jaxbench import nn, philox, rotary
+from jaxbench import nn, philox, remat, rotary
 from jaxbench.attention import attention
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.sharding import constrain
 
 
 class KVCache(NamedTuple):
@@ -140,9 +142,12 @@ class Block(nnx.Module):
         cached: tuple | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
         """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
-        mixed, cached = self.attention(self.attention_norm(x), context, cached)
-        x = x + self._drop(mixed, context, sites[0])
-        x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
+        mixed, cached = self.attention(constrain(self.attention_norm(x), "attention_in"), context, cached)
+        mixed = checkpoint_name(constrain(mixed, "attention_out"), "attention")
+        x = constrain(x + self._drop(mixed, context, sites[0]), "residual")
+        fed = self.mlp(constrain(self.mlp_norm(x), "mlp_in"))
+        fed = checkpoint_name(constrain(fed, "mlp_out"), "mlp")
+        x = constrain(x + self._drop(fed, context, sites[1]), "residual")
         return x, cached
 
     def _drop(self, x: Array, context: Context, site: int | Array) -> Array:
@@ -178,6 +183,7 @@ class Transformer(nnx.Module):
         is_rotary = position == "rotary"
         self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+        self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
 
     def __call__(
         self,
@@ -219,7 +225,7 @@ class Transformer(nnx.Module):
             hidden = hidden + self.position(jnp.maximum(positions, 0))
         context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
         run = self._scan if self.scan_layers else self._unroll
-        hidden, keys, values = run(hidden, context, cache)
+        hidden, keys, values = run(constrain(hidden, "residual"), context, cache)
         return self.final_norm(hidden), KVCache(keys, values, key_positions)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -234,6 +240,10 @@ class Transformer(nnx.Module):
         ]
 
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
+        if self.remat and cache is None:
+            how = {"group": self.remat, "names": self.remat_names}
+            hidden, made = remat.run_blocks(list(self.layers), self._sites(), hidden, context, **how)
+            return hidden, *zip(*made)
         cached = [None] * len(self.layers) if cache is None else list(zip(cache.keys, cache.values))
         for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
@@ -251,7 +261,8 @@ class Transformer(nnx.Module):
             state, sites, cached = xs
             return nnx.merge(graphs[0], state)(hidden, context, (sites[0], sites[1]), cached)
 
-        hidden, (keys, values) = lax.scan(body, hidden, (stacked, sites, cached))
+        run = remat.checkpointed(body, self.remat_names) if self.remat and cache is None else body
+        hidden, (keys, values) = lax.scan(run, hidden, (stacked, sites, cached))
         return hidden, tuple(keys), tuple(values)
 
 

@@ -1,0 +1,258 @@
+"""One training step over a mesh: which device holds what, and the compiled step.
+
+The mathematics is train.train_step's. A Plan says where parameters, gradients, optimiser state, batch and activations
+live; `make_step` compiles the step with these placements in and out and the state donated. The pipeline (stage > 1, or
+micro-batches) brings its own loss, jaxbench/pipeline.py, whose gradient is the schedule's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxbench import initial, pipeline, sharding, train
+from jaxbench.config import TransformerConfig
+from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
+
+ROWS = (STAGE, DATA, FSDP)  # the axes that split the batch; its micro-batches lie split over the stages
+Shardings = Mapping[str, NamedSharding]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where everything of one training run lives."""
+
+    mesh: Mesh
+    config: ParallelConfig
+    model: TransformerConfig
+    params: Shardings  # parameters between steps, by dotted name
+    used: Shardings  # parameters as the model computes with them
+    gradients: Shardings  # gradients as the optimiser gets them
+    moments: Shardings  # optimiser state of each parameter's shape
+    batch: NamedSharding  # every array [B T] of a batch
+    points: Mapping[str, NamedSharding]  # activations at named points
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Return True where the step runs a pipeline schedule."""
+        return self.mesh.shape[STAGE] > 1 or self.config.micro_batches > 1
+
+
+def make_plan(
+    model: TransformerConfig,
+    parallel: ParallelConfig,
+    *,
+    batch: int,
+    tokens: int,
+    devices: Sequence[jax.Device] | None = None,
+) -> Plan:
+    """Return the plan for batches of `batch` rows of `tokens` tokens on these devices (all where None).
+
+    Raises:
+      ValueError: the mesh does not fit the devices, the model or the batch; the message names the values.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = parallel.mesh.sizes(len(devices))
+    check(model, parallel, sizes, batch=batch, tokens=tokens)
+    mesh = sharding.make_mesh(sizes, devices)
+    out = MODEL_Y if parallel.mesh.is_2d else MODEL
+    width = MODEL_X if parallel.mesh.is_2d else None
+    heads = out if parallel.heads == "split" else None
+    shapes = initial.parameter_shapes(model)
+
+    def placed(stored: sharding.Axes) -> dict[str, NamedSharding]:
+        rules = sharding.decoder_table(stored=stored, out=out, heads=heads, width=width, **_parts(model))
+        return sharding.parameter_shardings(shapes, rules, mesh)
+
+    whole, split = placed(STAGE), placed((STAGE, FSDP))
+    params = split if parallel.zero == 3 else whole
+    tokens_axes = sharding.joined(SEQUENCE, out if parallel.sequence_parallel else None)
+    points = {"residual": P(ROWS, tokens_axes, width)}
+    points |= {name: P(ROWS, SEQUENCE, width) for name in ("attention_in", "mlp_in")}
+    return Plan(
+        mesh,
+        parallel,
+        model,
+        params=params,
+        used={name: sharding.gathered(where, (STAGE, FSDP)) for name, where in split.items()},
+        gradients=split if parallel.zero >= 2 else whole,
+        moments=split if parallel.zero >= 1 else whole,
+        batch=NamedSharding(mesh, P(ROWS, SEQUENCE)),
+        points={name: NamedSharding(mesh, spec) for name, spec in points.items()},
+    )
+
+
+def check(
+    model: TransformerConfig, parallel: ParallelConfig, sizes: Mapping[str, int], *, batch: int, tokens: int
+) -> None:
+    """Check that a mesh of these sizes fits the model and the batch.
+
+    Raises:
+      ValueError: it does not; the message names the values and what would fit.
+    """
+    stages, micro = sizes[STAGE], parallel.micro_batches
+    rows = sizes[DATA] * sizes[FSDP] * micro
+    if batch % rows:
+        raise ValueError(
+            f"parallel: batch={batch} is not a multiple of data={sizes[DATA]} * fsdp={sizes[FSDP]} * "
+            f"micro_batches={micro} = {rows}"
+        )
+    out = MODEL_Y if parallel.mesh.is_2d else MODEL
+    if parallel.heads == "split" and (model.num_heads % sizes[out] or model.num_kv_heads % sizes[out]):
+        raise ValueError(
+            f"parallel: num_heads={model.num_heads} and num_kv_heads={model.num_kv_heads} are not both multiples of "
+            f"{out}={sizes[out]}; heads=replicated keeps attention whole on every device of that axis"
+        )
+    parts = sizes[SEQUENCE] * (sizes[out] if parallel.sequence_parallel else 1)
+    if tokens % parts:
+        raise ValueError(f"parallel: rows of {tokens} tokens do not split into the {parts} parts of axis sequence")
+    if stages > 1 or micro > 1:
+        _check_pipeline(model, parallel, sizes, tokens=tokens)
+
+
+def _check_pipeline(
+    model: TransformerConfig, parallel: ParallelConfig, sizes: Mapping[str, int], *, tokens: int
+) -> None:
+    stages, micro, split = sizes[STAGE], parallel.micro_batches, sizes.get(MODEL, 1)
+    if stages > model.num_layers or model.num_layers % stages:
+        raise ValueError(f"parallel: num_layers={model.num_layers} do not split evenly into stage={stages} stages")
+    if micro % stages:
+        raise ValueError(f"parallel: micro_batches={micro} is not a multiple of stage={stages}")
+    if parallel.mesh.is_2d or sizes[SEQUENCE] > 1 or parallel.sequence_parallel:
+        raise ValueError(
+            f"parallel: stage={stages} with micro_batches={micro} goes with data, fsdp and model only, not with "
+            f"sequence={sizes[SEQUENCE]}, sequence_parallel={parallel.sequence_parallel} or the 2d form"
+        )
+    if model.d_ff % split or tokens % split:
+        raise ValueError(
+            f"parallel: in a pipeline, model={split} must divide d_ff={model.d_ff} and the {tokens} tokens of a row"
+        )
+    if model.dropout:
+        raise ValueError(f"parallel: dropout={model.dropout} is not supported over micro-batches, use dropout=0")
+
+
+def _parts(model: TransformerConfig) -> dict[str, Any]:
+    names = ("activation", "norm", "position", "use_bias", "tie_embeddings")
+    return {name: getattr(model, name) for name in names}
+
+
+# Placing a state
+
+
+def state_shardings(plan: Plan, state: train.TrainState) -> Any:
+    """Return the state's tree with a NamedSharding for every array.
+
+    Optimiser state of a parameter's name and shape lives where that parameter's moments do; other arrays (counters,
+    factored moments) are on every device.
+    """
+    shapes = initial.parameter_shapes(plan.model)
+
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        words = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]
+        dotted = [".".join(words[start:]).removesuffix(".value") for start in range(len(words))]
+        name = next((one for one in dotted if one in shapes), None)
+        if name is None or tuple(leaf.shape) != shapes[name]:
+            return NamedSharding(plan.mesh, P())
+        return (plan.params if words[0] == "params" else plan.moments)[name]
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def place_state(plan: Plan, state: train.TrainState) -> train.TrainState:
+    """Return a copy of the state with every array where the plan wants it."""
+    return jax.device_put(state, state_shardings(plan, state), may_alias=False)
+
+
+def place_batch(plan: Plan, batch: Any) -> Any:
+    """Return the batch, arrays [B T], where the plan wants it."""
+    return jax.device_put(batch, plan.batch)
+
+
+# The step
+
+
+def make_step(
+    plan: Plan,
+    state: Any,
+    *,
+    step: Callable[..., tuple[Any, Any]] = train.train_step,
+    loss_fn: Callable[..., Array] = train.loss_fn,
+) -> Any:
+    """Return jax.jit of run(state, batch, extras) -> (state, what the step measures); the state is used up.
+
+    Args:
+      plan: where everything lives.
+      state: the state, or its shapes.
+      step: the step's mathematics, called as step(state, batch, loss_fn=..., **extras).
+      loss_fn: the loss to descend, loss_fn(model, batch, dropout=...).
+    """
+    placed, everywhere = state_shardings(plan, state), NamedSharding(plan.mesh, P())
+
+    def run(state: Any, batch: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
+        return step(state, batch, loss_fn=loss_on(plan, loss_fn), **extras)
+
+    shardings = {"in_shardings": (placed, plan.batch, everywhere), "out_shardings": (placed, everywhere)}
+    return jax.jit(run, donate_argnums=0, **shardings)
+
+
+def loss_on(plan: Plan, loss_fn: Callable[..., Array] = train.loss_fn) -> Callable[..., Array]:
+    """Return loss_fn as the plan computes it: weights gathered where they are used, activations at named points.
+
+    In a pipeline, the gradient is the schedule's; the loss alone is computed without it, every stage on its rows.
+    """
+    actions = {name: _placing(where) for name, where in plan.points.items()}
+
+    def loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Array:
+        graph, params = nnx.split(model, nnx.Param)
+
+        def at(params: nnx.State) -> Array:
+            with sharding.activations(actions):
+                return loss_fn(nnx.merge(graph, used_params(plan, params)), batch, dropout=dropout)
+
+        if plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1:
+            return jax.checkpoint(at, policy=_all_but(plan.used))(params)
+        return at(params)
+
+    if not plan.is_pipelined:
+        return loss
+    return pipeline.make_loss(
+        plan.mesh,
+        schedule=plan.config.schedule,
+        micro_batches=plan.config.micro_batches,
+        stored=plan.params,
+        gradients=plan.gradients,
+        is_attention_split=plan.config.heads == "split",
+        loss_fn=loss,
+    )
+
+
+def used_params(plan: Plan, params: nnx.State) -> nnx.State:
+    """Return parameters placed as the model computes with them; their gradients go where the optimiser reads them."""
+    flat = []
+    for path, leaf in nnx.to_flat_state(params):
+        name = ".".join(map(str, path))
+        value = sharding.place_both_ways(leaf[...], plan.used[name], plan.gradients[name])
+        flat.append((path, leaf.replace(value)))
+    return nnx.from_flat_state(flat)
+
+
+def _all_but(used: Shardings) -> Callable[..., bool]:
+    """Return the rematerialisation policy that keeps everything but gathered weights: the backward pass gathers anew.
+
+    ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.3): no device holds all gathered weights at once.
+    """
+    gathered = set(used.values())
+    return lambda primitive, *_, **how: (
+        not (primitive.name == "sharding_constraint" and how.get("sharding") in gathered)
+    )
+
+
+def _placing(where: NamedSharding) -> Callable[[Array], Array]:
+    return lambda x: jax.lax.with_sharding_constraint(x, where)
