@@ -28,7 +28,9 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -148,6 +150,8 @@ def commands_text(program: str, commands: Mapping[str, Command], about: str) -> 
 
 
 def _call(main: Callable[[], int | None], argv: list[str]) -> int:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)  # what a batch system sends; the default would orphan the workers
     try:
         parse(argv)
         return main() or EXIT_OK
@@ -159,6 +163,10 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
         if os.environ.get("JAXBENCH_DEBUG"):
             raise
         return _complain(explain(error), EXIT_USAGE)
+
+
+def _interrupt(number: int, _: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _complain(message: str, code: int, prefix: str = "error: ") -> int:

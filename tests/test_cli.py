@@ -147,7 +147,8 @@ def test_a_full_disk_loses_nothing_and_resume_goes_on(tmp_path):
     assert {row["launch"] for row in rows if row["metric"] == "decode_tokens_per_s"} == {1, 2}
 
 
-def test_an_interrupt_says_what_is_kept(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
+def test_an_interrupt_says_what_is_kept(tmp_path, number):
     results = tmp_path / "results.jsonl"
     process = subprocess.Popen(
         [sys.executable, "experiments/compare.py", f"--config={TINY}", *QUICK, f"--workdir={tmp_path}"],
@@ -161,7 +162,7 @@ def test_an_interrupt_says_what_is_kept(tmp_path):
         deadline = time.monotonic() + 120
         while not results.exists() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
