@@ -110,7 +110,7 @@ class LlamaCppArm(arms.Arm):
         import llama_cpp
 
         self.model = None
-        if train is None and dtype == "float32":
+        if train is None:
             threads = {"n_threads": self.threads, "n_threads_batch": self.threads}
             self.model = llama_cpp.Llama(str(self.path), n_ctx=2048, verbose=False, **threads)
 
