@@ -60,6 +60,7 @@ class Rewriting(Base):
     """The model of paraphrase and back-translation."""
 
     model: str = "default"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     batch_size: int = Field(default=16, ge=1)
 
 

@@ -20,8 +20,9 @@ class Parts:
         """Load the tokenizer and derive the keys; models wait."""
         self.settings, self.workdir = settings, workdir
         self.tokenizer = tokenizers.load_tokenizer(evaluate_models.resolve(settings.model, workdir))
+        rewriting = settings.rewriting
         self.rewriter = rewrite.Rewriter(
-            evaluate_models.resolve(settings.rewriting.model, workdir), batch_size=settings.rewriting.batch_size
+            evaluate_models.resolve(rewriting.model, workdir), dtype=rewriting.dtype, batch_size=rewriting.batch_size
         )
         base, numbers = Key.from_passphrase(settings.passphrase), range(settings.num_keys)
         self.keys = {name: [base.derive(f"{name}/{i}") for i in numbers] for name in settings.schemes}
