@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import prompts
+from jaxbench import prompts, sharding
 
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
@@ -74,6 +74,9 @@ def attention(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
+    if is_ordered and (on_mesh := sharding.around_attention()) is not None:
+        how = {"implementation": implementation, "block_size": block_size}
+        return on_mesh(query, key, value, query_positions=query_positions, key_positions=key_positions, **spans, **how)
     if implementation not in ("dense", "blocked"):
         from jaxbench import fused_attention
 

@@ -83,6 +83,7 @@ class ParallelConfig(Base):
     zero: Literal[0, 1, 2, 3] = 3  # what fsdp splits: 1 = optimiser state, 2 = + gradients, 3 = + parameters
     heads: Literal["split", "replicated"] = "split"  # attention over model; split needs head counts that it divides
     sequence_parallel: bool = False  # split norm and residual regions over model too, along the tokens
+    sequence_attention: Literal["ring", "gathered"] = "ring"  # keys and values over `sequence`: passed on, or gathered
     schedule: Literal["gpipe", "1f1b"] = "1f1b"  # of the pipeline; unused with stage = 1 and micro_batches = 1
     micro_batches: int = pydantic.Field(default=1, ge=1)  # parts of the batch; a multiple of stage
 

@@ -8,6 +8,8 @@ micro-batches) brings its own loss, jaxbench/pipeline.py, whose gradient is the 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import initial, pipeline, sharding, train
+from jaxbench import attention, initial, pipeline, ring_attention, sharding, train
 from jaxbench.config import TransformerConfig
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
 
@@ -208,6 +210,7 @@ def loss_on(plan: Plan, loss_fn: Callable[..., Array] = train.loss_fn) -> Callab
     In a pipeline, the gradient is the schedule's; the loss alone is computed without it, every stage on its rows.
     """
     actions = {name: _placing(where) for name, where in plan.points.items()}
+    actions[sharding.ATTENTION] = functools.partial(attend, plan)
 
     def loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Array:
         graph, params = nnx.split(model, nnx.Param)
@@ -231,6 +234,54 @@ def loss_on(plan: Plan, loss_fn: Callable[..., Array] = train.loss_fn) -> Callab
         is_attention_split=plan.config.heads == "split",
         loss_fn=loss,
     )
+
+
+def attend(
+    plan: Plan,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    query_positions: Array,
+    key_positions: Array,
+    query_segments: Array | None,
+    key_segments: Array | None,
+    window: int | None,
+    **how: Any,
+) -> Array:
+    """Compute jaxbench.attention.attention over the mesh; arguments, letters and result are its own.
+
+    Every device attends for its rows, heads and tokens, so any kernel runs as on one device. Devices of an axis that
+    splits no head share the rows, where their number allows. `sequence_attention` says how other tokens' keys arrive.
+    """
+    out, width = (MODEL_Y, MODEL_X) if plan.config.mesh.is_2d else (MODEL, None)
+    is_split = plan.config.heads == "split"
+    rows = tuple(sharding.joined(ROWS, width, None if is_split else out))
+    count = math.prod(plan.mesh.shape[axis] for axis in rows)
+    rows, heads = rows if query.shape[0] % count == 0 else ROWS, out if is_split else None
+    is_ring = plan.mesh.shape[SEQUENCE] > 1 and plan.config.sequence_attention == "ring"
+    keys_over = SEQUENCE if is_ring else None
+
+    def local(query: Array, key: Array, value: Array, spans: dict[str, Array | None]) -> Array:
+        with sharding.activations({}):
+            if is_ring:
+                return ring_attention.ring_attention(query, key, value, window=window, axis=SEQUENCE, **spans)
+            is_whole = plan.mesh.shape[SEQUENCE] == 1
+            return attention.attention(query, key, value, window=window, is_ordered=is_whole, **spans, **how)
+
+    spans = {"query_positions": query_positions, "key_positions": key_positions}
+    spans |= {"query_segments": query_segments, "key_segments": key_segments}
+    of_queries, of_keys = P(rows, SEQUENCE), P(rows, keys_over)
+    specs = (
+        P(rows, SEQUENCE, heads),
+        P(rows, heads, None, keys_over),
+        P(rows, heads, keys_over),
+        {name: of_queries if name.startswith("query") else of_keys for name in spans},
+    )
+    over_mesh = jax.shard_map(
+        local, mesh=plan.mesh, in_specs=specs, out_specs=P(rows, SEQUENCE, heads), check_vma=False
+    )
+    return over_mesh(query, key, value, spans)
 
 
 def used_params(plan: Plan, params: nnx.State) -> nnx.State:

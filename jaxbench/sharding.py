@@ -31,7 +31,7 @@ POINTS = (
     "mlp_in",  # the same of its feed-forward layer
     "mlp_out",
 )
-RING = "ring"  # the point where attention over parts of the tokens takes the place of attention
+ATTENTION = "attention"  # attention itself over a whole row: an action here takes its arguments and computes it
 Rule = tuple[str, P]
 Axes = str | tuple[str, ...] | None  # mesh axes that split one dim, the outermost first
 
@@ -210,11 +210,6 @@ def _place_backward(used: NamedSharding, gradient: NamedSharding, _: None, grad:
 place_both_ways.defvjp(_place_forward, _place_backward)
 
 
-def ring_attention() -> Callable[..., jax.Array] | None:
-    """Return the running step's attention over a row that is split over `sequence`, None outside such a step."""
-    return _actions.get().get(RING)
-
-
 _actions: contextvars.ContextVar[Mapping[str, Callable]] = contextvars.ContextVar("activations", default={})  # noqa: B039
 
 
@@ -225,9 +220,9 @@ def activations(actions: Mapping[str, Callable[..., jax.Array]]) -> Iterator[Non
     Raises:
       ValueError: an action for a point that does not exist.
     """
-    unknown = sorted(set(actions) - {*POINTS, RING})
+    unknown = sorted(set(actions) - {*POINTS, ATTENTION})
     if unknown:
-        raise ValueError(f"sharding: no activation points {unknown}, known: {', '.join((*POINTS, RING))}")
+        raise ValueError(f"sharding: no activation points {unknown}, known: {', '.join((*POINTS, ATTENTION))}")
     token = _actions.set(actions)
     try:
         yield
@@ -245,3 +240,8 @@ def constrain(x: jax.Array, point: str) -> jax.Array:
         raise ValueError(f"sharding: no activation point {point!r}, known: {', '.join(POINTS)}")
     action = _actions.get().get(point)
     return x if action is None else action(x)
+
+
+def around_attention() -> Callable[..., jax.Array] | None:
+    """Return what computes attention in the running step, None where the model does."""
+    return _actions.get().get(ATTENTION)

@@ -1,0 +1,153 @@
+"""Attention over a row whose tokens are split over devices: keys and values go round a ring (context parallelism).
+
+Call it within shard_map, each device with its part of the tokens. In step r a device attends to the part of the device
+r places before it, while keys and values move on by one (ppermute); the online softmax puts the steps together. The
+backward pass goes round once more, the gradients of keys and values travelling with them, so that no device ever holds
+more than one part of anything. A step none of whose keys a query may see is skipped.
+
+Source: Liu et al. 2023, arXiv:2310.01889, algorithm 1; Dao 2023, arXiv:2307.08691, algorithm 2, for the gradient.
+Differs from the paper: parts are contiguous, so later devices of a causal row do more of the work.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from jaxbench.attention import attention_mask
+
+
+class Spans(NamedTuple):
+    """The integers from which follows who may attend to whom; see jaxbench/attention.py."""
+
+    query_positions: Int[Array, "B T"]
+    key_positions: Int[Array, "B S"]
+    query_segments: Int[Array, "B T"] | None
+    key_segments: Int[Array, "B S"] | None
+
+
+def ring_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K H S"],
+    value: Float[Array, "B K S H"],
+    *,
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    query_segments: Int[Array, "B T"] | None = None,
+    key_segments: Int[Array, "B S"] | None = None,
+    window: int | None = None,
+    axis: str,
+) -> Float[Array, "B T N H"]:
+    """Attend to the tokens of all devices of mesh axis `axis`; every argument is this device's part.
+
+    A row that may attend to nothing returns zeros. Scores and sums are of at least float32.
+    """
+    batch, length, num_heads, head_dim = query.shape
+    grouped = query.reshape(batch, length, key.shape[1], num_heads // key.shape[1], head_dim).transpose(0, 2, 3, 1, 4)
+    spans = Spans(query_positions, key_positions, query_segments, key_segments)
+    mixed = _ring(axis, window, grouped, key, value, spans)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+
+
+def _einsum(equation: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.promote_types(left.dtype, jnp.float32))
+
+
+def _scores(query: Array, key: Array, mask: Bool[Array, "B T S"]) -> Float[Array, "B K G T S"]:
+    scores = _einsum("BKGTH,BKHS->BKGTS", query, key) / math.sqrt(query.shape[-1])
+    return jnp.where(mask[:, None, None], scores, -jnp.inf)
+
+
+def _mask(spans: Spans, window: int | None) -> Bool[Array, "B T S"]:
+    return attention_mask(
+        spans.query_positions,
+        spans.key_positions,
+        query_segments=spans.query_segments,
+        key_segments=spans.key_segments,
+        window=window,
+    )
+
+
+def _round(axis: str, step, start: tuple, moving: tuple, spans: Spans) -> tuple[tuple, tuple]:
+    """Run step(carry, moving, spans) -> (carry, moving) with every device's keys; all come home in the end."""
+    size = lax.axis_size(axis)
+    pairs = [(device, (device + 1) % size) for device in range(size)]
+
+    def body(state: tuple, _: None) -> tuple[tuple, None]:
+        carry, moving, positions, segments = state
+        carry, moving = step(carry, moving, spans._replace(key_positions=positions, key_segments=segments))
+        moved = jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), (moving, positions, segments))
+        return (carry, *moved), None
+
+    state = (start, moving, spans.key_positions, spans.key_segments)
+    (carry, moving, _, _), _ = lax.scan(body, state, length=size)
+    return carry, moving
+
+
+def _forward(axis: str, window: int | None, query: Array, key: Array, value: Array, spans: Spans):
+    """Return the mixed values and the logarithm of each query's normaliser, -inf where it has no key."""
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+
+    def absorb(carry: tuple, key: Array, value: Array, mask: Array) -> tuple:
+        peak, total, summed = carry
+        scores = _scores(query, key, mask)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
+        safe_peak = jnp.where(jnp.isfinite(new_peak), new_peak, jnp.zeros((), wide))
+        shrink, weights = jnp.exp(peak - safe_peak), jnp.exp(scores - safe_peak)
+        mixed = _einsum("BKGTS,BKSH->BKGTH", weights.astype(value.dtype), value)
+        return new_peak, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), summed * shrink + mixed
+
+    def step(carry: tuple, moving: tuple, spans: Spans) -> tuple[tuple, tuple]:
+        mask = _mask(spans, window)
+        carry = lax.cond(jnp.any(mask), absorb, lambda carry, *_: carry, carry, *moving, mask)
+        return carry, moving
+
+    column = (*query.shape[:4], 1)
+    start = (jnp.full(column, -jnp.inf, wide), jnp.zeros(column, wide), jnp.zeros(query.shape, wide))
+    (peak, total, summed), _ = _round(axis, step, start, (key, value), spans)
+    mixed = summed / jnp.where(total > 0, total, jnp.ones((), wide))
+    return mixed, peak + jnp.log(total)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ring(axis: str, window: int | None, query: Array, key: Array, value: Array, spans: Spans) -> Array:
+    return _forward(axis, window, query, key, value, spans)[0]
+
+
+def _ring_forward(axis: str, window: int | None, query: Array, key: Array, value: Array, spans: Spans):
+    mixed, normaliser = _forward(axis, window, query, key, value, spans)
+    return mixed, (query, key, value, spans, mixed, normaliser)
+
+
+def _ring_backward(axis: str, window: int | None, residuals: tuple, grad: Array) -> tuple:
+    query, key, value, spans, mixed, normaliser = residuals
+    wide = grad.dtype
+    normaliser = jnp.where(jnp.isfinite(normaliser), normaliser, jnp.full_like(normaliser, jnp.inf))  # weights 0
+    along = jnp.sum(grad * mixed, axis=-1, keepdims=True)
+
+    def pull_back(query_grad: Array, moving: tuple, mask: Array) -> tuple[Array, tuple]:
+        key, value, key_grad, value_grad = moving
+        weights = jnp.exp(_scores(query, key, mask) - normaliser)
+        upstream = _einsum("BKGTH,BKSH->BKGTS", grad, value.astype(wide))
+        scores_grad = weights * (upstream - along) / math.sqrt(query.shape[-1])
+        value_grad = value_grad + _einsum("BKGTS,BKGTH->BKSH", weights, grad)
+        key_grad = key_grad + _einsum("BKGTH,BKGTS->BKHS", query.astype(wide), scores_grad)
+        query_grad = query_grad + _einsum("BKGTS,BKHS->BKGTH", scores_grad, key.astype(wide))
+        return query_grad, (key, value, key_grad, value_grad)
+
+    def step(query_grad: Array, moving: tuple, spans: Spans) -> tuple[Array, tuple]:
+        mask = _mask(spans, window)
+        return lax.cond(jnp.any(mask), pull_back, lambda grad, moving, _: (grad, moving), query_grad, moving, mask)
+
+    moving = (key, value, jnp.zeros(key.shape, wide), jnp.zeros(value.shape, wide))
+    query_grad, (_, _, key_grad, value_grad) = _round(axis, step, jnp.zeros(query.shape, wide), moving, spans)
+    return query_grad.astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), None
+
+
+_ring.defvjp(_ring_forward, _ring_backward)

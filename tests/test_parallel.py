@@ -1,0 +1,213 @@
+"""The step over a mesh equals the step on one device; what each setting places where; bad settings."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbench import initial, parallel, parallel_proof, sharding, train, transformer
+from jaxbench.bench import hlo
+from jaxbench.mesh import MeshConfig, ParallelConfig
+from jaxbench.parity import distance
+
+LLAMA = parallel_proof.LLAMA
+IDS = [one.id for one in parallel_proof.PAIRWISE]
+
+
+# The proofs
+
+
+@pytest.mark.parametrize("one", parallel_proof.PAIRWISE, ids=IDS)
+def test_a_step_over_a_mesh_equals_the_unsharded_step_in_float64(x64, one):
+    for comparison in parallel_proof.prove(one).values():
+        assert comparison.passed, f"{comparison.kind}: {comparison.first_failure}"
+
+
+@pytest.mark.parametrize("name", ["3d", "llama-stage2-micro4-1f1b-model2-data"])
+def test_in_float32_a_mesh_errs_no_more_than_one_device(name):
+    one = parallel_proof.find(name)
+    with jax.enable_x64(True):
+        exact = parallel_proof.run_unsharded(one.family, "float64")
+    alone, meshed = parallel_proof.run_unsharded(one.family, "float32"), parallel_proof.run_case(one, "float32")
+    for kind in ("loss", "gradients"):
+        errors = [
+            [distance.relative_error(found[kind][name], value, floor=distance.norm_floor(exact[kind]))
+             for name, value in exact[kind].items()]
+            for found in (alone, meshed)
+        ]  # fmt: skip
+        # The 20 to 60 tensors' errors are a few roundings each; their root mean square is steady.
+        typical, found = (float(np.sqrt(np.mean(np.square(one)))) for one in errors)
+        assert found <= distance.ERROR_RATIO * typical + 4 * distance.MACHINE_EPSILON["float32"], kind
+
+
+def test_a_wrong_step_fails_its_proof(x64, monkeypatch):
+    one = parallel_proof.find("llama-stage2-micro4-1f1b-model2-data")
+    monkeypatch.setattr(parallel.pipeline, "_counted_once", lambda x: x)  # adds embeddings' gradients up twice
+    proof = parallel_proof.prove(one)
+    assert proof["loss"].entries[0].passed
+    assert proof["gradients"].first_failure.name == "step 0: embed.embedding"
+
+
+def test_every_pair_of_settings_is_in_the_list():
+    def pairs(one: parallel_proof.Case) -> set:
+        return set(itertools.combinations(one.id.split("-"), 2))
+
+    assert len(parallel_proof.PAIRWISE) <= 24 and len(set(IDS)) == len(IDS)
+    keys = list(parallel_proof.FACTORS)
+    listed = [one for one in parallel_proof.PAIRWISE if one not in parallel_proof.FORMS]
+    assert {one.id for one in listed} <= {one.id for one in parallel_proof.every_case()}
+
+    def values(one: parallel_proof.Case) -> dict:
+        family, stage, micro, schedule, model, rows = one.id.split("-")
+        rounds = int(micro[5:]) // int(stage[5:])
+        return dict(zip(keys, (family, int(stage[5:]), rounds, schedule, int(model[5:]), rows)))
+
+    full = [one for one in parallel_proof.every_case() if one not in parallel_proof.FORMS]
+    wanted, covered = (
+        {pair for one in cases for pair in itertools.combinations(values(one).items(), 2)} for cases in (full, listed)
+    )
+    assert wanted == covered
+
+
+def test_proof_batches_have_packed_documents_and_uncounted_targets():
+    batch = parallel_proof.batch_of(0, LLAMA)
+    assert set(np.unique(batch.segments)) == {1, 2} and 0.6 < batch.mask.mean() < 0.95
+    assert (batch.positions[:, 0] == 0).all() and (np.sort(batch.positions[batch.segments == 2])[:32] == 0).all()
+    assert not np.array_equal(batch.tokens, parallel_proof.batch_of(1, LLAMA).tokens)
+
+
+# Who holds what
+
+
+def plan_of(config=LLAMA, *, batch=32, tokens=8, **settings) -> parallel.Plan:
+    """Return the plan of mesh sizes and fields of ParallelConfig."""
+    return parallel.make_plan(config, parallel_proof.form("here", **settings).parallel, batch=batch, tokens=tokens)
+
+
+def share(arrays: dict) -> float:
+    """Return the part of all elements that one device holds."""
+    held = sum(np.prod(x.sharding.shard_shape(x.shape)) for x in arrays.values())
+    return float(held / sum(x.size for x in arrays.values()))
+
+
+@pytest.mark.parametrize(
+    ("zero", "params", "moments"), [(0, 1.0, 1.0), (1, 1.0, 1 / 8), (2, 1.0, 1 / 8), (3, 1 / 8, 1 / 8)]
+)
+def test_zero_splits_optimiser_state_then_parameters(zero, params, moments):
+    plan = plan_of(fsdp=8, zero=zero)
+    state = parallel.place_state(plan, parallel_proof.initial_state("llama", "float32"))
+    named = {".".join(str(key.key) for key in path[:-1]): leaf
+             for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]}  # fmt: skip
+    first = {".".join(str(key.key) for key in path[:-1]): leaf
+             for path, leaf in jax.tree_util.tree_flatten_with_path(state.moments[0].mu)[0]}  # fmt: skip
+    kernels = {name for name in named if "norm" not in name}
+    assert share({name: named[name] for name in kernels}) == pytest.approx(params)
+    assert share({name: first[name] for name in kernels}) == pytest.approx(moments)
+    assert (
+        plan.gradients["layers.0.mlp.up_proj.kernel"].spec
+        == (plan.moments if zero >= 2 else plan_of(fsdp=8, zero=0).params)["layers.0.mlp.up_proj.kernel"].spec
+    )
+
+
+def test_stages_store_a_part_of_every_layer_and_of_the_embedding():
+    plan = plan_of(stage=4, fsdp=2, micro_batches=4)
+    held = {name: where.shard_shape(initial.parameter_shapes(LLAMA)[name]) for name, where in plan.params.items()}
+    assert held["embed.embedding"] == (64, 2) and held["layers.3.mlp.up_proj.kernel"] == (2, 32)
+
+
+def test_the_state_is_used_up_and_stays_where_it_was():
+    plan = plan_of(fsdp=4, model=2)
+    state = parallel.place_state(plan, parallel_proof.initial_state("llama", "float32"))
+    step = parallel.make_step(plan, state)
+    kernel = state.params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
+    after, _ = step(state, parallel.place_batch(plan, parallel_proof.batch_of(0, LLAMA)), {})
+    assert kernel.is_deleted()
+    moved = after.params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
+    assert moved.sharding.shard_shape(moved.shape) == (4, 16)
+
+
+def compiled_step(plan: parallel.Plan, config=LLAMA):
+    """Return the compiled step, from shapes alone."""
+    fresh = lambda: train.init_state(
+        transformer.build(config, initial.initial_params(config, 0)), parallel_proof.OPTIMIZER
+    )
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parallel_proof.batch_of(0, config))
+    return parallel.make_step(plan, jax.eval_shape(fresh)).lower(jax.eval_shape(fresh), batch, {}).compile()
+
+
+def test_zero_three_gathers_weights_twice_and_zero_two_gathers_updates_once():
+    gathers = {}
+    for zero in (0, 2, 3):
+        compiled = compiled_step(plan_of(fsdp=8, zero=zero))
+        gathers[zero] = hlo.collectives(compiled.as_text(), 8).get("all-gather")
+    split = sum("norm" not in name for name in initial.parameter_shapes(LLAMA))
+    assert gathers[0] is None
+    assert split <= gathers[2].count <= split + 2  # every new kernel once; the embedding's lookup may take another
+    # Forward and backward; the tied table's last use is its first in the backward pass and XLA keeps it for that.
+    assert 2 * split - 2 <= gathers[3].count <= 2 * split + 2
+
+
+def test_tensor_parallelism_moves_activations_only():
+    wide = LLAMA.model_copy(update={"d_ff": 256, "vocab_size": 512})
+    plan = plan_of(wide, model=2, data=4)
+    compiled = compiled_step(plan, wide)
+    found = hlo.collectives(compiled.as_text(), 8)
+    # No kernel and no head is gathered: the only thing that moves is sums, two a layer forward and two backward.
+    assert found.keys() == {"all-reduce"}
+    assert found["all-reduce"].count >= 4 * LLAMA.num_layers
+    weights = sum(4 * int(np.prod(where.shard_shape(initial.parameter_shapes(wide)[name])))
+                  for name, where in plan.params.items())  # fmt: skip
+    activation = 4 * (32 // 4) * 8 * 16  # bytes of the residual stream of one device
+    assert found["all-reduce"].result_bytes <= weights + (4 * LLAMA.num_layers + 4) * activation + 2**16
+
+
+# Bad settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": 8, "batch": 12}, "batch=12 is not a multiple of data=8"),
+        ({"data": 2, "micro_batches": 4, "batch": 12, "stage": 4}, r"batch=12 is not .* micro_batches=4 = 8"),
+        ({"model": 8}, "num_heads=4 and num_kv_heads=2 are not both multiples of model=8; heads=replicated"),
+        ({"stage": 8, "micro_batches": 8}, "num_layers=4 do not split evenly into stage=8"),
+        ({"stage": 4, "data": 2, "micro_batches": 6, "batch": 24}, "micro_batches=6 is not a multiple of stage=4"),
+        ({"stage": 2, "sequence": 4, "micro_batches": 2}, "goes with data, fsdp and model only, not with sequence=4"),
+        ({"sequence": 8, "tokens": 12}, "rows of 12 tokens do not split into the 8 parts"),
+        ({"data": 3}, "data=3 needs 3 devices, there are 8; possible: data=8"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_an_error_with_values(settings, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(**settings)
+
+
+def test_dropout_over_micro_batches_is_refused():
+    with pytest.raises(ValueError, match="dropout=0.1 is not supported over micro-batches"):
+        plan_of(LLAMA.model_copy(update={"dropout": 0.1}), stage=4, data=2, micro_batches=4)
+
+
+def test_unknown_cases_and_activation_points_are_named():
+    with pytest.raises(ValueError, match="no case 'four-d'.*2.5d"):
+        parallel_proof.find("four-d")
+    with pytest.raises(ValueError, match="no activation point 'residuals', known: residual"):
+        sharding.constrain(jnp.zeros(()), "residuals")
+    with pytest.raises(ValueError, match=r"no activation points \['norms'\]"), sharding.activations({"norms": abs}):
+        pass
+
+
+def test_points_do_nothing_outside_a_step_and_end_with_it():
+    x = jnp.zeros((2, 3))
+    assert sharding.constrain(x, "residual") is x and sharding.around_attention() is None
+    with sharding.activations({"residual": lambda x: x + 1}):
+        assert float(sharding.constrain(x, "residual")[0, 0]) == 1.0
+    assert sharding.constrain(x, "residual") is x
+
+
+def test_mesh_and_model_settings_exclude_each_other_early():
+    with pytest.raises(ValueError, match="exclude each other"):
+        ParallelConfig(mesh=MeshConfig(model=2, model_x=2))
