@@ -21,7 +21,7 @@ from jaxbench.watermark.keys import Key
 
 HISTORY = 1024  # contexts of a row that are remembered
 ROUTE_SITE = philox.site_id("watermark/route")
-LANES = 64  # numbers added side by side
+LAYERS = 5  # of a tournament, computed from one stored distribution
 State = dict[str, Array]
 
 
@@ -272,12 +272,19 @@ class Watermark:
         key, p = prf.halves(state["keys"][:, :2], 2), jax.nn.softmax(logits, axis=-1)
         if self.scheme.scheme == "dip":
             return jnp.log(_dip(p, prf.round_keys((key[0][:, 0], key[1][:, 0]), seeds), self.scheme.alpha))
-        words = prf.lanes(key, seeds, site=definition.site_of(self.scheme), num_elements=self.vocab_size)
+        size = {"num_elements": self.vocab_size}
+        words = _stored(state, lambda: prf.lanes(key, seeds, site=definition.site_of(self.scheme), **size))
         return jnp.log(_tournament(p, prf.interleave(words, self.vocab_size), self.scheme.depth))
 
 
 def _largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     return lax.top_k(logits, 1)[1][:, 0]
+
+
+def _stored(state: State, compute: Callable) -> Any:
+    """Return what `compute` returns, kept from being fused into what reads it: a branch's result is stored."""
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
+    return lax.cond(jnp.any(state["marked"]), compute, lambda: empty)
 
 
 def _shift(values: Array, payload: Int[Array, " B"]) -> Array:
@@ -297,32 +304,39 @@ def _vllm_exponential(words: UInt32[Array, "*shape"], dtype: str) -> Float[Array
 
 def _tournament(p: Float[Array, "B V"], words: UInt32[Array, "B V"], depth: int) -> Float[Array, "B V"]:
     """Return definition.tournament of each row."""
-    padding = ((0, 0), (0, -p.shape[1] % LANES))
-    padded, words = jnp.pad(p, padding), jnp.pad(words, padding)
 
-    def layer(i: Array, p: Array) -> Array:
-        g = ((words >> i.astype(jnp.uint32)) & 1).astype(p.dtype)
-        # XLA:CPU adds up a long last axis one number at a time; over the axis before it, it adds vectors.
-        share = jnp.sum(jnp.sum((g * p).reshape(p.shape[0], -1, LANES), axis=1), axis=-1, keepdims=True)
-        return p * (1 + g - share)
+    def layers(p: Array, bits: Array, count: int) -> Array:
+        for i in range(count):
+            is_one = (bits >> i) & 1 != 0
+            # Stored before it is added up: XLA:CPU adds vectors in a sum alone, single numbers in one fused with more.
+            share = jnp.minimum(jnp.sum(jnp.where(is_one, p, 0), axis=-1, keepdims=True), 1)
+            p = p * jnp.where(is_one, 2 - share, 1 - share)
+        return p
 
-    return lax.fori_loop(0, depth, layer, padded)[:, : p.shape[1]]
+    whole = depth // LAYERS * LAYERS
+    p = lax.fori_loop(0, depth // LAYERS, lambda i, p: layers(p, words >> (LAYERS * i).astype(jnp.uint32), LAYERS), p)
+    return layers(p, words >> whole, depth - whole) if depth > whole else p
 
 
 def _dip(p: Float[Array, "B V"], keys: UInt32[Array, "B 8"], alpha: float) -> Float[Array, "B V"]:
-    """Return definition.reweight of each row, in the order that the round keys give."""
-    batch, vocab_size = p.shape
-    bits, keys = definition.order_bits(vocab_size), keys[:, None, :]
-    tokens = prf.unpermute(jnp.arange(2**bits, dtype=jnp.uint32)[None, :], keys, bits).astype(jnp.int32)
-    is_token = tokens < vocab_size
-    ordered = jnp.where(is_token, jnp.take_along_axis(p, jnp.where(is_token, tokens, 0), axis=1), 0)
-    side = 2 ** (bits // 2)
-    # Sums along the order as two products with triangles: a scan of 2**bits steps is slow everywhere.
-    blocks, triangle = ordered.reshape(batch, side, side), jnp.triu(jnp.ones((side, side), p.dtype))
-    within = jnp.einsum("bij,jk->bik", blocks, triangle, precision="highest")
-    before = jnp.einsum("bi,ij->bj", within[:, :, -1], triangle - jnp.eye(side, dtype=p.dtype), precision="highest")
-    end = (within + before[:, :, None]).reshape(batch, -1)
-    places = prf.permute(jnp.arange(vocab_size, dtype=jnp.uint32)[None, :], keys, bits).astype(jnp.int32)
-    end = jnp.take_along_axis(end, places, axis=1)
-    # The mass between start and end that lies above a threshold; p bounds it, so that rounding cannot add mass.
-    return jnp.clip(end - alpha, 0, p) + jnp.clip(end - (1 - alpha), 0, p)
+    """Return definition.reweight of each row, in the order that the round keys give.
+
+    A token keeps p from the place on where the mass of the order passes alpha, and gets p again where it passes
+    1 - alpha. The two places are found bit by bit: a sum a bit is cheaper than to put the tokens in order.
+    """
+    bits = definition.order_bits(p.shape[1])
+    places = prf.permute(jnp.arange(p.shape[1], dtype=jnp.uint32)[None, :], keys[:, None, :], bits)
+
+    def mass_before(place: UInt32[Array, "B 1"]) -> Float[Array, "B 1"]:
+        return jnp.sum(jnp.where(places < place, p, 0), axis=-1, keepdims=True)
+
+    def kept(threshold: float) -> Float[Array, "B V"]:
+        def bit(i: Array, place: Array) -> Array:
+            further = place | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
+            return jnp.where(mass_before(further) <= threshold, further, place)
+
+        place = lax.fori_loop(0, bits, bit, jnp.zeros((p.shape[0], 1), jnp.uint32))
+        part = jnp.clip(mass_before(place) + p - threshold, 0, p)
+        return jnp.where(places > place, p, jnp.where(places == place, part, 0))
+
+    return kept(alpha) + kept(1 - alpha)

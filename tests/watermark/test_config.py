@@ -1,0 +1,58 @@
+"""Schemes from names and mappings, their ranges, and what they need of a text."""
+
+import pytest
+
+from jaxbench.watermark import config
+
+
+def test_a_scheme_comes_from_its_name_a_mapping_or_itself():
+    scheme = config.parse_scheme({"scheme": "kgw", "gamma": 0.5, "context": {"kind": "min", "width": 4}})
+    assert scheme == config.Kgw(gamma=0.5, context=config.ContextRule(kind="min", width=4))
+    assert config.parse_scheme("kgw") == config.Kgw() and config.parse_scheme(scheme) is scheme
+    assert {name: config.parse_scheme(name).scheme for name in config.SCHEMES} == {n: n for n in config.SCHEMES}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("kgv", "'kgv' is unknown, the nearest is kgw"),
+        ("SynthID", "'SynthID' is unknown, the nearest is synthid"),
+        ("zzz", "wanted one of kgw, unigram"),
+        ({"gamma": 0.5}, "names none"),
+        (7, "names none"),
+        ({"scheme": "kgw", "gama": 0.5}, "field 'gama' is unknown, the nearest is gamma"),
+        ({"scheme": "kgw", "gamma": 1.0}, "gamma=1.0: input should be less than 1"),
+        ({"scheme": "kgw", "gamma": 0.0}, "gamma=0.0"),
+        ({"scheme": "unigram", "delta": -1}, "delta=-1: input should be greater than or equal to 0"),
+        ({"scheme": "synthid", "depth": 31}, "depth=31"),
+        ({"scheme": "dip", "alpha": 0.6}, "alpha=0.6"),
+        ({"scheme": "kgw", "context": {"width": 9}}, "context.width=9"),
+        ({"scheme": "gumbel", "context": {"kind": "self", "width": 4}}, "gumbel: context.kind=self is for kgw only"),
+        ({"scheme": "gumbel", "prf": "vllm", "payload_bits": 3}, "prf=vllm knows .* payload_bits=3"),
+    ],
+)
+def test_bad_schemes_are_named_with_the_cure(given, message):
+    with pytest.raises(ValueError, match=message):
+        config.parse_scheme(given)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "length"),
+    [
+        ({"scheme": "kgw", "context": {"kind": "left", "width": 3}}, 3),
+        ({"scheme": "kgw", "context": {"kind": "skip", "width": 3}}, 3),
+        ({"scheme": "kgw", "context": {"kind": "min", "width": 3}}, 3),
+        ({"scheme": "kgw", "context": {"kind": "self", "width": 3}}, 2),
+        ({"scheme": "gumbel", "prf": "vllm"}, 0),
+        ({"scheme": "unigram"}, 0),
+        ({"scheme": "kgw_markllm", "prefix_length": 2}, 2),
+        ({"scheme": "kgw_transformers", "seeding_scheme": "selfhash", "context_width": 4}, 3),
+    ],
+)
+def test_context_lengths(scheme, length):
+    assert config.context_length(config.parse_scheme(scheme)) == length
+
+
+def test_payloads_and_drawing():
+    assert config.num_payloads(config.Kgw(payload_bits=3)) == 8 and config.num_payloads(config.Unigram()) == 1
+    assert {name for name in config.SCHEMES if config.draws(config.parse_scheme(name))} == {"gumbel", "synthid", "dip"}
