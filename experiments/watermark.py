@@ -1,6 +1,7 @@
 """Watermark text, find the mark again, attack it, and measure all of it.
 
     watermark.py keygen   --output=key                                             a new secret key
+    watermark.py generate --config=configs/watermark/kgw.yaml --output=marked.jsonl
     watermark.py detect   --scheme=kgw --key_file=key --text="..."                 one text, its tokens coloured
     watermark.py detect   --scheme=kgw --key_file=key --input=corpus.jsonl.gz --output=scores.parquet
     watermark.py identify --schemes=kgw,gumbel --key_files=key1,key2 --text="..."  which scheme and key, if any
@@ -8,7 +9,8 @@
     watermark.py evaluate --config=configs/watermark/evaluate.yaml                 detectability, quality, robustness
     watermark.py calibrate --config=configs/watermark/calibrate.yaml               realised false-positive rates
 
-A detect or identify run over files that is killed goes on with the same command. Bad input ends with exit code 2 and
+Texts that generate wrote are scored as token ids, without their prompts, by --field=ids --prompt_field=prompt_tokens.
+A generate, detect or identify run that is killed goes on with the same command. Bad input ends with exit code 2 and
 one line; calibrate and power end with 1 when a gate fails.
 """
 
@@ -58,6 +60,43 @@ def keygen() -> int:
         key = keys.Key.random()
     keys.write_key_file(VALUES.output, key)
     print(f"written: {VALUES.output} (keep it secret: whoever has it can find and forge the mark)")
+    return cli.EXIT_OK
+
+
+# Generation
+
+
+def define_generate() -> None:
+    """Define the flags of generate."""
+    cli.define_config("configs/watermark/kgw.yaml")
+    flags.DEFINE_string("output", None, "file for the texts: a .jsonl file, one object a line")
+    flags.DEFINE_bool("overwrite", False, "start anew where --output holds rows of an earlier run")
+    cli.define_backend()
+    cli.define_device()
+
+
+def generate() -> int:
+    """Write marked continuations of prompts."""
+    if VALUES.output is None:
+        raise ValueError(f"--output={VALUES.output}: name a .jsonl file for the texts")
+    launch.ensure(VALUES.device)
+    from jaxbench import devices
+    from jaxbench.watermark import generate as part
+
+    settings = cli.load_config(part.GenerateConfig)
+    backend = part.Backend()
+    if VALUES.backend == "torch":
+        names = ("torch_ref.transformer", "torch_ref.sample", "torch_ref.watermark.schemes")
+        backend = part.Backend(*map(importlib.import_module, names))
+        if VALUES.device != "cpu":
+            raise ValueError(f"--device={VALUES.device}: generate with --backend=torch runs on the CPU")
+    else:
+        devices.check_device(VALUES.device)
+        if VALUES.backend == "equinox":
+            twins = map(importlib.import_module, ("jaxbench.eqx.transformer", "jaxbench.eqx.sample"))
+            backend = part.Backend(*twins)
+    cli.keep(f"finished rows in {VALUES.output} are kept; the same command goes on")
+    say(f"written: {part.run(settings, VALUES.output, backend=backend, overwrite=VALUES.overwrite, say=say)}")
     return cli.EXIT_OK
 
 
@@ -308,6 +347,7 @@ def attack() -> int:
 
 COMMANDS = {
     "keygen": cli.Command(define_keygen, keygen, "Make a secret key."),
+    "generate": cli.Command(define_generate, generate, "Write marked continuations of prompts."),
     "detect": cli.Command(define_detect, detect, "Find the mark of one scheme and key, in one text or in files."),
     "identify": cli.Command(define_identify, identify_family, "Find which of several schemes and keys marked a text."),
     "attack": cli.Command(define_attack, attack, "Attack the texts of a file."),

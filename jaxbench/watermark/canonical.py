@@ -28,6 +28,7 @@ _invisible = re.compile(f"[{INVISIBLE}]")
 _joiners = re.compile(f"[{JOINERS}]+")
 _spaces = re.compile(f"[{SPACES}]")
 _styled = re.compile(f"[{STYLED}]+")
+_not_ascii = re.compile("[^\\x00-\\x7f]")
 _word = re.compile(r"[^\W\d_]+")
 
 
@@ -50,7 +51,7 @@ def canonicalize(text: str) -> Canonical:
 
     Source of the look-alikes: Unicode Technical Standard 39, confusables.txt, as `confusable-homoglyphs` packs it.
     """
-    if text.isascii() or not _suspicious().search(text):
+    if text.isascii() or _suspicious().isdisjoint(_not_ascii.findall(text)):
         return Canonical(text, 0, 0, 0)
     text, invisible = _invisible.subn("", text)
     text, joined = _remove_joiners(text)
@@ -83,9 +84,11 @@ def look_alikes() -> dict[str, str]:
 
 
 @functools.cache
-def _suspicious() -> re.Pattern[str]:
-    letters = "".join(sorted(look_alikes()))
-    return re.compile(f"[{INVISIBLE}{JOINERS}{SPACES}{STYLED}{letters}]")
+def _suspicious() -> frozenset[str]:
+    """Return every character that canonicalisation may change."""
+    ranges = re.findall("(.)-(.)|(.)", INVISIBLE + JOINERS + SPACES + STYLED, re.DOTALL)
+    found = (chr(code) for first, last, one in ranges for code in range(ord(first or one), ord(last or one) + 1))
+    return frozenset(found) | frozenset(look_alikes())
 
 
 def _remove_joiners(text: str) -> tuple[str, int]:

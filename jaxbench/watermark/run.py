@@ -21,7 +21,7 @@ PUBLIC_KEY = Key(0)  # for schemes whose own field is the key
 
 
 def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
-    """Return the scheme of a name or of a YAML file (its fields, or a configuration with a key `scheme`), changed.
+    """Return the scheme of a name or of a YAML file with changes: of its fields, or one that generates.
 
     Raises:
       ValueError: an unknown scheme or field, a value out of range, or a file that cannot be read.
@@ -29,8 +29,11 @@ def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
     content: dict[str, Any] = {"scheme": given}
     if given.endswith((".yaml", ".yml")):
         content = core.read_yaml(Path(given))
-        if isinstance(content.get("scheme"), dict):
-            content = content["scheme"]
+        marks = [mark["scheme"] for mark in content.get("marks", ()) if mark.get("scheme")]
+        if len(marks) > 1:
+            raise ValueError(f"scheme: {given} has {len(marks)} marked schemes, wanted one; name the scheme instead")
+        content = marks[0] if marks else content
+        content = content["scheme"] if isinstance(content.get("scheme"), dict) else content
     for change in changes:
         core.override(content, change)
     return parse_scheme(content)

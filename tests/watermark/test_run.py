@@ -127,6 +127,11 @@ def test_a_scheme_is_a_name_or_a_file_with_changes(tmp_path):
     assert run.read_scheme(str(path)).context.width == 2
     path.write_text("scheme: {scheme: synthid, depth: 5}\nmodel: tiny\n")
     assert run.read_scheme(str(path), ["depth=6"]).depth == 6
+    path.write_text("marks: [{name: a, scheme: {scheme: dip, alpha: 0.4}}, {name: none}]\n")
+    assert run.read_scheme(str(path)).alpha == 0.4
+    path.write_text("marks: [{name: a, scheme: {scheme: dip}}, {name: b, scheme: {scheme: kgw}}]\n")
+    with pytest.raises(ValueError, match="2 marked schemes, wanted one"):
+        run.read_scheme(str(path))
 
 
 def test_candidates_are_every_scheme_under_every_key(tmp_path, key_file):
