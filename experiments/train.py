@@ -29,6 +29,9 @@ def main() -> int:
 
     values = flags.FLAGS
     settings = cli.load_config(TrainConfig)
+    profile_steps = profiled(values.profile_steps, settings)
+    if values.find_batch_size and values.backend != "flax":
+        raise ValueError(f"--find_batch_size reads XLA's memory analysis; --backend={values.backend} has none")
     launch.ensure(values.device)
     from jaxbench import train_run
 
@@ -42,7 +45,7 @@ def main() -> int:
     if values.find_batch_size:
         return find_batch_size(settings, make_engine)
     cli.keep(f"finished checkpoints in {workdir} are kept; the same command goes on")
-    places = {"workdir": workdir, "data_path": values.data, "profile_steps": profiled(values.profile_steps, settings)}
+    places = {"workdir": workdir, "data_path": values.data, "profile_steps": profile_steps}
     train_run.run(settings, make_engine, backend=values.backend, **places)
     return cli.EXIT_OK
 
@@ -65,11 +68,9 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
     """Print the largest batch whose compiled step fits, after taking one step with it.
 
     Raises:
-      ValueError: another backend than flax, or a limit that no batch fits in.
+      ValueError: a limit that no batch fits in.
     """
     values = flags.FLAGS
-    if values.backend != "flax":
-        raise ValueError(f"--find_batch_size reads XLA's memory analysis; --backend={values.backend} has none")
     from jaxbench import batch_size, initial, train_run
 
     data = train_run.prepare_data(settings, values.data)

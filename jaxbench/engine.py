@@ -52,46 +52,39 @@ class Engine:
         model = transformer.build(config, params, dtype=self.policy.compute, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
-        self.plan, loss_fn, placing = None, train.loss_fn, {}
-        if parallel is not None:
-            self.plan, loss_fn, placing = self._on_mesh(config, parallel, batch_size, seq_len)
-        step = jax.jit(functools.partial(update.train_step, how=how, loss_fn=loss_fn), donate_argnums=0, **placing)
+        self.plan = None
+        step = functools.partial(update.train_step, how=how)
+        if parallel is None:
+            jitted = jax.jit(lambda state, batch, extras: step(state, batch, **extras), donate_argnums=0)
+        else:
+            jitted = self._on_mesh(config, parallel, step, batch_size, seq_len)
         shape = (batch_size, seq_len)
         ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
         started = time.perf_counter()
-        arguments = (self.state, train.Batch(ids, ids, ids, mask, ids), jnp.asarray(0.0), self.dropout_key)
-        self._step = step.lower(*arguments).compile()
+        self._step = jitted.lower(self.state, train.Batch(ids, ids, ids, mask, ids), self._extras(0.0)).compile()
         self.compile_seconds = time.perf_counter() - started
         self._eval = jax.jit(functools.partial(update.eval_step, graph=self.state.graph, how=how))
 
     def _on_mesh(
-        self, config: TransformerConfig, parallel: ParallelConfig, batch_size: int, seq_len: int
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """Place the state on a mesh; returns the plan, the loss as it is computed there, and jit's arguments."""
-        from jax.sharding import NamedSharding, PartitionSpec
-
+        self, config: TransformerConfig, parallel: ParallelConfig, step: Any, batch_size: int, seq_len: int
+    ) -> Any:
+        """Place the state on a mesh and return the step jitted for it."""
         from jaxbench import parallel as mesh
 
-        plan = mesh.make_plan(config, parallel, batch=batch_size // self.how.accumulation, tokens=seq_len)
-        if plan.is_pipelined:
-            raise ValueError(f"engine: a pipeline of {dict(plan.mesh.shape)} has no training run yet; set stage to 1")
-        placed = mesh.state_shardings(plan, self.state)
-        self.state = jax.device_put(self.state, placed, may_alias=False)
-        everywhere = NamedSharding(plan.mesh, PartitionSpec())
-        if self.dropout_key is not None:
-            self.dropout_key = jax.device_put(self.dropout_key, everywhere)
-        shardings = {
-            "in_shardings": (placed, plan.batch, everywhere, everywhere),
-            "out_shardings": (placed, everywhere),
-        }
-        return plan, mesh.loss_on(plan), shardings
+        self.plan = mesh.make_plan(config, parallel, batch=batch_size // self.how.accumulation, tokens=seq_len)
+        self.state = mesh.place_state(self.plan, self.state)
+        return mesh.make_step(self.plan, self.state, step=step)
+
+    def _extras(self, learning_rate: float) -> dict[str, Any]:
+        """Return the step's further arguments, on every device."""
+        extras = {"learning_rate": jnp.asarray(learning_rate), "dropout_key": self.dropout_key}
+        if self.plan is None:
+            return extras
+        return jax.device_put(extras, jax.sharding.NamedSharding(self.plan.mesh, jax.sharding.PartitionSpec()))
 
     def step(self, batch: Any, learning_rate: float) -> update.Metrics:
         """Start one step; what it measures arrives later (see `fetch`)."""
-        rate = jnp.asarray(learning_rate)
-        if self.plan is not None:
-            rate = jax.device_put(rate, jax.sharding.NamedSharding(self.plan.mesh, jax.sharding.PartitionSpec()))
-        self.state, metrics = self._step(self.state, self._batch(batch), rate, self.dropout_key)
+        self.state, metrics = self._step(self.state, self._batch(batch), self._extras(learning_rate))
         return metrics
 
     def fetch(self, metrics: update.Metrics) -> update.Metrics:

@@ -210,13 +210,18 @@ def test_a_run_goes_on_from_one_device_to_a_mesh_and_to_another_mesh(tmp_path, t
     still = {"dropout": 0.0}  # dropout's masks are drawn by row of a micro-batch wherever it lies; off, to be quick
     model = settings().model.model_dump() | still
     common = {"model": model, "batch_size": 16, "checkpoints": {"every_steps": 2, "keep": 2}}
-    train(tmp_path / "one", text, steps=6, **common, schedule={"kind": "constant"})
-    meshes = [None, {"mesh": {"data": 2, "fsdp": 4}}, {"mesh": {"data": 1, "fsdp": 2, "model": 2, "sequence": 2}}]
-    for steps, parallel in zip((2, 4, 6), meshes):
+    train(tmp_path / "one", text, steps=8, **common, schedule={"kind": "constant"})
+    meshes = [
+        None,
+        {"mesh": {"data": 2, "fsdp": 4}},
+        {"mesh": {"data": 1, "fsdp": 2, "model": 2, "sequence": 2}},
+        {"mesh": {"stage": 2, "data": 2, "fsdp": 2}, "micro_batches": 2},
+    ]
+    for steps, parallel in zip((2, 4, 6, 8), meshes):
         train(tmp_path / "many", text, steps=steps, parallel=parallel, **common, schedule={"kind": "constant"})
     runs = [(tmp_path / name / "records.jsonl").read_text().splitlines() for name in ("one", "many")]
     losses = [{r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r} for lines in runs]
-    assert losses[0].keys() == losses[1].keys() == set(range(1, 7))
+    assert losses[0].keys() == losses[1].keys() == set(range(1, 9))
     np.testing.assert_allclose(list(losses[0].values()), list(losses[1].values()), rtol=1e-6)
 
 

@@ -1,0 +1,26 @@
+"""The training command's own flags; what it runs is tested in tests/test_train_run.py."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.structure import ROOT
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--profile_steps=13:10"], "--profile_steps=13:10 is not a:b with a < b <= steps=60"),
+        (["--profile_steps=10:99"], "--profile_steps=10:99 is not a:b"),
+        (["--backend=torch", "--find_batch_size"], "--backend=torch has none"),
+        (["--set=step.precision=float8"], "step.precision"),
+        (["--set=parallel.mesh.stages=2"], "the nearest is parallel.mesh.stage"),
+        (["--data=no/such.txt"], "no/such.txt is no file"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_code_2(flags, message, tmp_path):
+    command = [sys.executable, str(ROOT / "experiments" / "train.py"), f"--workdir={tmp_path}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, cwd=ROOT, timeout=60)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
