@@ -22,6 +22,8 @@ from jaxbench.watermark import schemes, tables
 from jaxbench.watermark.config import Scheme
 from jaxbench.watermark.keys import Key
 
+LISTED = ("kgw_markllm", "kgw_transformers")  # schemes of green lists, whose key is a field of their own
+
 
 class Mark(Base):
     """What one row in turn is marked with."""
@@ -169,14 +171,15 @@ def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
 def _key(mark: Mark) -> Key | None:
     if mark.scheme is None:
         return None
+    if mark.key_file is None and mark.scheme.scheme in LISTED:
+        return Key(0)  # unused: their key is a field of the scheme
     if mark.key_file is None:
         raise ValueError(f"generate: mark {mark.name!r} names no key_file; make one with `watermark.py keygen`")
     return key_files.read_key_file(mark.key_file)
 
 
 def _tables(scheme: Any, vocab_size: int) -> tables.Tables | None:
-    is_listed = scheme.scheme in ("kgw_markllm", "kgw_transformers")
-    return tables.Tables(scheme, vocab_size=vocab_size) if is_listed else None
+    return tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in LISTED else None
 
 
 def _finished(output: Path, run_id: str) -> int:
