@@ -1,1 +1,1 @@
-"""Long-term memory: Titans' neural memory."""
+"""Long-term memory: Titans' neural memory, and a bank of compressed states."""

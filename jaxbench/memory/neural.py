@@ -258,33 +258,31 @@ class NeuralMemory(nnx.Module):
 
     def _ask(self, x: Array, tail: Array, number: Array | None) -> Asked:
         """Return what tokens ask of the memories; `number` = tokens of each row, None = all of them."""
-        inputs = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
-        mixed, tail = self._convolve(inputs, tail, number)
-        if self.has_silu:
-            mixed = chunk.activate("silu", mixed)
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        heads = mixed.astype(wide).reshape(*x.shape[:2], 3, self.num_heads, self.head_dim)
-        query, key, value = (heads[:, :, i] for i in range(3))
+        projections, convs = (self.q_proj, self.k_proj, self.v_proj), (self.q_conv, self.k_conv, self.v_conv)
+        streams, tails = [], []
+        for projection, conv, before in zip(projections, convs, jnp.split(tail, 3, axis=-1), strict=True):
+            stream, rest = self._convolve(conv, projection(x), before, number)
+            stream = chunk.activate("silu", stream) if self.has_silu else stream
+            streams.append(stream.astype(wide).reshape(*x.shape[:2], self.num_heads, self.head_dim))
+            tails.append(rest)
+        query, key, value = streams
         if self.qk_norm:
             query, key = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + QK_EPS) for x in (query, key))
         theta = self.max_theta * jax.nn.sigmoid(self.theta(x).astype(wide))
         log_eta = None if self.eta is None else jax.nn.log_sigmoid(self.eta(x).astype(wide))
         log_keep = None if self.alpha is None else jax.nn.log_sigmoid(-self.alpha(x).astype(wide))
         gate = None if self.g_proj is None else chunk.activate("silu", self.g_proj(x))
-        return Asked(Tokens(query, key, value, theta, log_eta, log_keep, None), gate, tail)
+        return Asked(Tokens(query, key, value, theta, log_eta, log_keep, None), gate, jnp.concatenate(tails, axis=-1))
 
-    def _convolve(self, inputs: Array, tail: Array, number: Array | None) -> tuple[Array, Array]:
-        """Return the convolved projections, and the last conv_size - 1 inputs for the call that follows."""
-        if self.q_conv is None:
-            return inputs, tail
-        inputs = jnp.concatenate([tail.astype(inputs.dtype), inputs], axis=1)
-        parts = jnp.split(inputs, 3, axis=-1)
-        convs = (self.q_conv, self.k_conv, self.v_conv)
-        mixed = jnp.concatenate([conv(x) for conv, x in zip(convs, parts, strict=True)], axis=-1)
-        length = inputs.shape[1] - tail.shape[1]
+    def _convolve(self, conv: Conv | None, x: Array, before: Array, number: Array | None) -> tuple[Array, Array]:
+        """Return a projection convolved, and its last conv_size - 1 tokens for the call that follows."""
+        if conv is None:
+            return x, before
+        inputs, length = jnp.concatenate([before.astype(x.dtype), x], axis=1), x.shape[1]
         if number is None:
-            return mixed, inputs[:, length:]
-        return mixed, layout.gathered(inputs, number[:, None] + jnp.arange(tail.shape[1])[None, :])
+            return conv(inputs), inputs[:, length:]
+        return conv(inputs), layout.gathered(inputs, number[:, None] + jnp.arange(before.shape[1])[None, :])
 
     def _answer(self, answer: Array, gate: Array | None) -> Array:
         """Return the heads' answers [B T N H] as the stream's [B T D]."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxbench import initial
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.features import NeuralConfig
@@ -73,11 +74,11 @@ def _llama(
     return Case(f"transformer/{name}", config, how=how or {}, packed=packed, sampled=sampled)
 
 
-def _memory(name: str, *, seed: int = 0, **update: Any) -> Case:
-    """Return a case of a neural memory whose last chunk is not full; odd seeds have padding."""
+def _memory(name: str, *, seed: int = 0, length: int = 18, **update: Any) -> Case:
+    """Return a case of a neural memory; 18 tokens leave the last chunk half full, odd seeds have padding."""
     config = NeuralMemoryConfig(d_model=20, num_heads=2, head_dim=8, chunk_size=4, **update)
     path = {"module": "memory.neural", "task": "memory.neural", "data": "memory.config"}
-    return Case(f"memory/{name}", config, **path, length=18, prompt=0, seed=seed, backends=("flax",))
+    return Case(f"memory/{name}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",))
 
 
 def _mark(name: str, **scheme: Any) -> Case:
@@ -120,11 +121,13 @@ CASES: tuple[Case, ...] = (
     Case("watermark/neural", NeuralConfig(num_rows=64, d_model=16, num_pooled=8, d_hidden=12, dilations=(1, 2, 4)),
          module="watermark.neural", task="watermark.neural", data="watermark.features", batch=4, prompt=0,
          backends=("flax",)),
-    _memory("neural", num_persistent=3),
-    _memory("neural-padded", seed=1, depth=4, residual_norm=True, activation="silu", loss_reduction="mean",
-            max_update_norm=0.5),
+    _memory("neural", num_persistent=3, length=17),
+    _memory("neural-padded", seed=1, residual_norm=True, activation="silu", loss_reduction="mean", max_update_norm=0.5),
     _memory("neural-linear", depth=1, read="chunk", forgetting=False, qkv_activation="none", qk_norm=False,
             max_theta=0.1),
+    Case("memory/bank", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2),
+         module="memory.bank", task="memory.bank", data="memory.bank_config", length=22, prompt=0, seed=1,
+         backends=("flax",)),
     Case("transformer/smollm2", None, length=64, prompt=48, steps=0, gradients=False, sampled=True),
 )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""PyTorch twins of jaxbench/memory."""
+"""The PyTorch twins of jaxbench/memory/."""

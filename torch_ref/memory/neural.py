@@ -262,34 +262,32 @@ class NeuralMemory(torch.nn.Module):
 
     def _ask(self, x: Tensor, tail: Tensor, number: Tensor | None) -> Asked:
         """Return what tokens ask of the memories; `number` = tokens of each row, None = all of them."""
-        inputs = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        mixed, tail = self._convolve(inputs, tail, number)
-        if self.has_silu:
-            mixed = chunk.activate("silu", mixed)
         wide = torch.promote_types(x.dtype, torch.float32)
-        heads = mixed.to(wide).reshape(*x.shape[:2], 3, self.num_heads, self.head_dim)
-        query, key, value = (heads[:, :, i] for i in range(3))
+        projections, convs = (self.q_proj, self.k_proj, self.v_proj), (self.q_conv, self.k_conv, self.v_conv)
+        streams, tails = [], []
+        for projection, conv, before in zip(projections, convs, tail.chunk(3, dim=-1), strict=True):
+            stream, rest = self._convolve(conv, projection(x), before, number)
+            stream = chunk.activate("silu", stream) if self.has_silu else stream
+            streams.append(stream.to(wide).reshape(*x.shape[:2], self.num_heads, self.head_dim))
+            tails.append(rest)
+        query, key, value = streams
         if self.qk_norm:
             query, key = (x * torch.rsqrt(torch.sum(x * x, dim=-1, keepdim=True) + QK_EPS) for x in (query, key))
         theta = self.max_theta * torch.sigmoid(self.theta(x).to(wide))
         log_eta = None if self.eta is None else F.logsigmoid(self.eta(x).to(wide))
         log_keep = None if self.alpha is None else F.logsigmoid(-self.alpha(x).to(wide))
         gate = None if self.g_proj is None else chunk.activate("silu", self.g_proj(x))
-        return Asked(Tokens(query, key, value, theta, log_eta, log_keep, None), gate, tail)
+        return Asked(Tokens(query, key, value, theta, log_eta, log_keep, None), gate, torch.cat(tails, dim=-1))
 
-    def _convolve(self, inputs: Tensor, tail: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the convolved projections, and the last conv_size - 1 inputs for the call that follows."""
-        if self.q_conv is None:
-            return inputs, tail
-        inputs = torch.cat([tail.to(inputs.dtype), inputs], dim=1)
-        parts = inputs.chunk(3, dim=-1)
-        convs = (self.q_conv, self.k_conv, self.v_conv)
-        mixed = torch.cat([conv(x) for conv, x in zip(convs, parts, strict=True)], dim=-1)
-        length = inputs.shape[1] - tail.shape[1]
+    def _convolve(self, conv: Conv | None, x: Tensor, before: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return a projection convolved, and its last conv_size - 1 tokens for the call that follows."""
+        if conv is None:
+            return x, before
+        inputs, length = torch.cat([before.to(x.dtype), x], dim=1), x.shape[1]
         if number is None:
-            return mixed, inputs[:, length:]
-        return mixed, layout.gathered(
-            inputs, number[:, None] + torch.arange(tail.shape[1], device=number.device)[None, :]
+            return conv(inputs), inputs[:, length:]
+        return conv(inputs), layout.gathered(
+            inputs, number[:, None] + torch.arange(before.shape[1], device=number.device)[None, :]
         )
 
     def _answer(self, answer: Tensor, gate: Tensor | None) -> Tensor:

@@ -1,0 +1,123 @@
+"""Shape of a memory bank, its parameters and initial values, its parity batches, and what its state says (S file)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from jaxbench import initial, philox
+from jaxbench.config import Base
+from jaxbench.memory import config
+from jaxbench.memory.config import Arrays
+
+AGE_EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # blocks; the last bin is open
+
+
+class BankConfig(Base):
+    """A bank of states: recent ones as they were, older ones compressed into slots."""
+
+    d_model: int = Field(gt=0)  # width of the stream it keeps
+    num_heads: int = Field(gt=0)  # of the read
+    head_dim: int = Field(gt=0)
+    block_size: int = Field(gt=0)  # tokens written, and later compressed, together
+    recent_blocks: int = Field(default=1, ge=1)  # blocks kept as they are before they are compressed
+    memory_slots: int = Field(gt=0)  # compressed states kept, a multiple of block_size / ratio
+    ratio: int = Field(ge=1)  # tokens a slot stands for; divides block_size
+    compression: Literal["mean", "max", "conv", "most_used", "learned"] = "conv"
+    mass_decay: float = Field(default=0.9, ge=0, lt=1)  # of the attention mass of an entry, a block
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> BankConfig:
+        if self.block_size % self.ratio:
+            raise ValueError(f"bank: block_size={self.block_size} is not a multiple of ratio={self.ratio}")
+        if self.memory_slots % self.slots_per_block:
+            raise ValueError(
+                f"bank: memory_slots={self.memory_slots} is not a multiple of the {self.slots_per_block} slots that a "
+                f"block becomes (block_size={self.block_size} / ratio={self.ratio})"
+            )
+        return self
+
+    @property
+    def slots_per_block(self) -> int:
+        """Return how many slots a block is compressed into."""
+        return self.block_size // self.ratio
+
+
+def parameter_shapes(config: BankConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a bank by its dotted name; none depends on memory_slots."""
+    c, width = config, config.num_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.kernel": (c.d_model, width) for x in "qkv"}
+    if c.compression == "conv":
+        shapes["compress.kernel"] = (c.ratio * c.d_model, c.d_model)
+    if c.compression == "learned":
+        shapes["compress.kernel"] = (c.d_model, c.slots_per_block)
+    return shapes | {"gate": (c.num_heads, c.head_dim), "o_proj.kernel": (width, c.d_model)}
+
+
+def initial_params(config: BankConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+    """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
+
+    Kernels are normal with standard deviation 0.02, gates half open (0), a convolution starts as the mean. With
+    distinct=True every tensor is random.
+    """
+    params = {}
+    for name, shape in parameter_shapes(config).items():
+        noise = philox.normal(seed, step=0, site=name, num_elements=math.prod(shape)).reshape(shape)
+        spread = 0.0 if name == "gate" else initial.STANDARD_DEVIATION
+        centre = 0.0
+        if name == "compress.kernel" and config.compression == "conv":
+            centre = np.tile(np.eye(config.d_model) / config.ratio, (config.ratio, 1))
+        params[name] = centre + (max(5 * spread, 0.1) if distinct else spread) * noise
+    return params
+
+
+def parity_arrays(bank: BankConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
+    """Return random data of one step for the parity engine; with an odd seed every second row starts with padding."""
+    return config.parity_arrays(bank, batch=batch, length=length, seed=seed, step=step)
+
+
+class MemoryStats(NamedTuple):
+    """What the slots of each row are worth; arrays [B] unless they say otherwise."""
+
+    occupancy: np.ndarray  # filled slots / capacity
+    utilisation: np.ndarray  # share of filled slots that attention still looks at
+    effective_slots: np.ndarray  # exp(entropy) of the attention mass over filled slots
+    dead_slots: np.ndarray  # filled slots that attention no longer looks at
+    age_histogram: np.ndarray  # [B A] filled slots by age in blocks, edges AGE_EDGES
+    evictions: np.ndarray  # slots dropped for newer ones
+    compression_ratio: np.ndarray  # tokens that were compressed / slots they became; 0 before the first
+    reconstruction_cosine: np.ndarray  # of what the last compressed block answers to what it answered before
+
+
+def memory_stats(state: Any, *, ratio: int, dead_share: float = 0.1) -> MemoryStats:
+    """Return statistics of a bank's state, a BankState of either backend with arrays that numpy reads.
+
+    A slot is dead when its share of the attention mass is under dead_share of an even one, 0 < dead_share < 1.
+    """
+    values = {name: np.asarray(x, np.float64) for name, x in zip(state._fields, state, strict=True)}
+    capacity, number = values["slots"].shape[1], values["num_slots"]
+    filled = np.arange(capacity)[None] < number[:, None]
+    mass = np.where(filled, values["mass"][:, -capacity:], 0.0)
+    total = mass.sum(axis=1, keepdims=True)
+    # Slots that nothing has looked at yet count alike.
+    even = filled / np.maximum(number, 1)[:, None]
+    share = np.where(total > 0, mass / np.where(total > 0, total, 1.0), even)
+    is_used = filled & ((share > dead_share * even) | (values["age"] == 0))  # nothing could look at the newest yet
+    entropy = -np.sum(share * np.log(np.where(share > 0, share, 1.0)), axis=1)
+    ages = np.digitize(values["age"], AGE_EDGES) - 1
+    histogram = np.stack([(filled & (ages == i)).sum(axis=1) for i in range(len(AGE_EDGES))], axis=1)
+    made = number + values["evicted"]
+    return MemoryStats(
+        occupancy=number / capacity,
+        utilisation=is_used.sum(axis=1) / np.maximum(number, 1),
+        effective_slots=np.where(number > 0, np.exp(entropy), 0.0),
+        dead_slots=(filled & ~is_used).sum(axis=1),
+        age_histogram=histogram,
+        evictions=values["evicted"],
+        compression_ratio=np.where(made > 0, float(ratio), 0.0),
+        reconstruction_cosine=values["cosine"],
+    )

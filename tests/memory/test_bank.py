@@ -1,0 +1,328 @@
+"""The memory bank against lists in numpy, and what must hold of it, in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxbench.memory import bank, layout
+from jaxbench.memory.bank_config import AGE_EDGES, BankConfig, initial_params, memory_stats
+from torch_ref.memory import bank as torch_bank
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+TINY = BankConfig(d_model=10, num_heads=2, head_dim=6, block_size=4, recent_blocks=2, memory_slots=4, ratio=2)
+KINDS = ("mean", "max", "conv", "most_used", "learned")
+LENGTH = 27  # 6 blocks and 3 tokens: 2 recent blocks, 4 compressed ones, of which 2 are evicted
+
+
+# The oracle: one row, lists
+
+
+def softmax(x, axis=-1):
+    x = np.exp(x - x.max(axis=axis, keepdims=True))
+    return x / x.sum(axis=axis, keepdims=True)
+
+
+class Oracle:
+    """One row's bank in lists of vectors."""
+
+    def __init__(self, config, params):
+        self.config, self.params = config, params
+        self.recent, self.slots, self.mass, self.losses, self.evicted = [], [], [], [], 0
+
+    def heads(self, x, name):
+        kernel = self.params[f"{name}_proj.kernel"]
+        return (np.asarray(x) @ kernel).reshape(len(x), self.config.num_heads, self.config.head_dim)
+
+    def attend(self, block, entries):
+        query, key, value = self.heads(block, "q"), self.heads(entries, "k"), self.heads(entries, "v")
+        weights = softmax(np.einsum("tnh,snh->nts", query, key) / np.sqrt(self.config.head_dim))
+        return np.einsum("nts,snh->tnh", weights, value), weights
+
+    def compress(self, block, mass):
+        c, few = self.config, self.config.slots_per_block
+        block = np.asarray(block)
+        if c.compression == "most_used":
+            return block[sorted(sorted(range(c.block_size), key=lambda i: (-mass[i], i))[:few])]
+        if c.compression == "learned":
+            return softmax(block @ self.params["compress.kernel"], axis=0).T @ block
+        groups = [block[i * c.ratio : (i + 1) * c.ratio] for i in range(few)]
+        if c.compression == "conv":
+            return np.stack([group.reshape(-1) @ self.params["compress.kernel"] for group in groups])
+        return np.stack([group.mean(axis=0) if c.compression == "mean" else group.max(axis=0) for group in groups])
+
+    def read(self, block):
+        """Return the answers to a block of up to block_size tokens, and keep it if it is whole."""
+        c, entries = self.config, self.recent + self.slots
+        answer = np.zeros((len(block), c.num_heads, c.head_dim))
+        use = np.zeros(len(entries))
+        if entries:
+            answer, weights = self.attend(block, entries)
+            use = weights.mean(axis=0).sum(axis=0)
+        if len(block) == c.block_size:
+            mass = c.mass_decay * np.asarray(self.mass) + (1 - c.mass_decay) * use / c.block_size
+            self.write(list(block), list(mass))
+        return answer
+
+    def write(self, block, mass):
+        c, size = self.config, self.config.block_size
+        recent, slots = mass[: len(self.recent)], mass[len(self.recent) :]
+        if len(self.recent) == size * c.recent_blocks:
+            oldest = self.recent[:size]
+            new = self.compress(oldest, recent)
+            self.losses.append(np.mean((self.attend(block, oldest)[0] - self.attend(block, new)[0]) ** 2))
+            self.recent, recent = self.recent[size:], recent[size:]
+            self.slots, slots = self.slots + list(new), slots + [0.0] * len(new)
+            surplus = max(len(self.slots) - c.memory_slots, 0)
+            self.slots, slots, self.evicted = self.slots[surplus:], slots[surplus:], self.evicted + surplus
+        self.recent, self.mass = self.recent + block, recent + [0.0] * size + slots
+
+    def read_all(self, x):
+        size = self.config.block_size
+        return np.concatenate([self.read(x[i : i + size]) for i in range(0, len(x), size)])
+
+
+@functools.cache
+def layer(config=TINY, dtype="float64"):
+    """Return a compiled bank as read(x, state, is_token), the model, its PyTorch twin and the parameters."""
+    params = initial_params(config, 0, distinct=True)
+    params = {name: 3.0 * x if name != "o_proj.kernel" else x for name, x in params.items()}  # attention that chooses
+    model = bank.build(config, params, dtype=dtype)
+
+    @jax.jit
+    def read(x, state=None, is_token=None):
+        return model(x, state, is_token=is_token)
+
+    return read, model, torch_bank.build(config, params, dtype=dtype), params
+
+
+def kind_of(kind):
+    return TINY.model_copy(update={"compression": kind})
+
+
+def stream(length=LENGTH, rows=2, dtype="float64", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((rows, length, TINY.d_model)), dtype)
+
+
+def worst(one, other):
+    """Return the largest difference of the leaves of two trees."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max(float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max()) for a, b in pairs)
+
+
+def project(answer, params, own=0.0):
+    gate = 1 / (1 + np.exp(-params["gate"]))
+    mixed = gate * answer + (1 - gate) * own
+    return mixed.reshape(*mixed.shape[:-2], -1) @ params["o_proj.kernel"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bank_answers_what_lists_answer(kind):
+    config = kind_of(kind)
+    read, model, twin, params = layer(config)
+    with torch.no_grad():
+        answers, state, loss = twin(as_torch(stream()))
+    if kind in ("conv", "most_used"):
+        assert worst(read(stream()), (answers, tuple(state), loss)) < 1e-12
+    oracles = [Oracle(config, params) for _ in range(2)]
+    wanted = [project(oracle.read_all(np.asarray(row)), params) for oracle, row in zip(oracles, stream())]
+    assert worst(answers, np.stack(wanted)) < 1e-12
+    assert float(loss) == pytest.approx(np.mean([oracle.losses for oracle in oracles]), rel=1e-12)
+    for name in ("slots", "recent", "mass"):
+        assert worst(getattr(state, name), np.stack([getattr(oracle, name) for oracle in oracles])) < 1e-12
+    assert [oracle.evicted for oracle in oracles] == state.evicted.tolist() == [4, 4]
+    block, mass = stream(length=4), np.random.default_rng(3).random((2, 4))
+    found = model._compressed(block, jnp.asarray(mass))
+    assert worst(found, np.stack([o.compress(*each) for o, *each in zip(oracles, np.asarray(block), mass)])) < 1e-12
+
+
+def test_own_attention_is_mixed_in_through_the_gate():
+    _, model, _, params = layer()
+    own = np.random.default_rng(1).standard_normal((2, LENGTH, 2, 6))
+    answers, _, _ = jax.jit(lambda x, own: model(x, own=own))(stream(), jnp.asarray(own))
+    wanted = [Oracle(TINY, params).read_all(np.asarray(row)) for row in stream()]
+    assert worst(answers, project(np.stack(wanted), params, own)) < 1e-12
+
+
+def test_an_empty_bank_answers_zero_and_its_gradient_is_finite():
+    _, model, _, _ = layer()
+    answers, grad = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.abs(model(x)[0]))))(stream(length=4))
+    assert float(answers) == 0.0 and bool(jnp.isfinite(grad).all())
+
+
+def test_token_by_token_equals_whole_blocks_and_a_sequence_may_be_cut_anywhere():
+    read, _, _, _ = layer(kind_of("most_used"))
+    wanted, end, _ = read(stream())
+    answers, state = [], None
+    for t in range(LENGTH):
+        answer, state, _ = read(stream()[:, t : t + 1], state)
+        answers.append(answer)
+    assert worst((jnp.concatenate(answers, axis=1), state), (wanted, end)) < 1e-12
+    first, state, _ = read(stream()[:, :10])
+    rest, state, _ = read(stream()[:, 10:], state)
+    assert worst((jnp.concatenate([first, rest], axis=1), state), (wanted, end)) < 1e-12
+
+
+def test_padding_changes_nothing_and_is_answered_with_zeros():
+    read, _, _, params = layer()
+    is_token = np.random.default_rng(2).random((2, LENGTH)) < 0.8
+    x = jnp.where(is_token[:, :, None], stream(), 1e3)
+    answers, state, _ = read(x, None, jnp.asarray(is_token))
+    assert float(jnp.abs(answers[~is_token]).max()) == 0.0
+    for row in range(2):
+        wanted = project(Oracle(TINY, params).read_all(np.asarray(x[row, is_token[row]])), params)
+        assert worst(answers[row, is_token[row]], wanted) < 1e-12
+    assert state.count.tolist() == (is_token.sum(axis=1) % TINY.block_size).tolist()
+
+
+def test_a_token_changes_no_answer_before_it():
+    read, _, _, _ = layer()
+    x = stream(rows=1)
+    answers, _, _ = read(jnp.concatenate([x, *(x.at[:, t].add(0.5) for t in range(LENGTH))]))
+    change = jnp.abs(answers[1:] - answers[:1]).max(axis=-1)  # [changed token, answer]
+    assert float(change[np.tril(np.ones((LENGTH, LENGTH), bool), -1)].max()) == 0.0
+    behind = [float(change[t, t + 4 :].max()) for t in range(LENGTH - 8)]
+    assert min(behind) > 1e-9
+
+
+def test_rows_are_independent_and_reset_one_by_one():
+    read, model, _, _ = layer(kind_of("most_used"))
+    _, state, _ = read(stream()[:, :10])
+    state = jax.jit(model.reset)(state, jnp.asarray([False, True]))
+    rest = stream()[:, 10:]
+    answers, after, _ = read(rest, state)
+    assert float(jnp.abs(answers[1, :4]).max()) == 0.0 and after.num_slots.tolist() == [4, 4]
+    others, _, _ = read(rest.at[1].set(7.0), state)
+    assert bool((others[0] == answers[0]).all()) and bool((others[1] != answers[1]).any())
+
+
+def test_the_loss_trains_the_compression_and_nothing_else():
+    _, model, _, _ = layer()
+    graph, params = bank.nnx.split(model)
+
+    def loss(params, x):
+        return bank.nnx.merge(graph, params)(x)[2]
+
+    grads, by_x = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, stream())
+    found = {".".join(map(str, path)): float(jnp.abs(leaf[...]).max()) for path, leaf in bank.nnx.to_flat_state(grads)}
+    assert found.pop("compress.kernel") > 1e-6
+    assert set(found.values()) == {0.0} and float(jnp.abs(by_x).max()) == 0.0
+
+
+def test_growing_and_shrinking_by_empty_slots_change_no_bit():
+    """In float32, where another order of sums would show."""
+    config, x = kind_of("most_used"), stream(length=1, dtype="float32")
+    _, state, _ = layer(config)[0](stream())
+    state = jax.tree.map(lambda leaf: leaf.astype("float32") if leaf.dtype == jnp.float64 else leaf, state)
+    larger = bank.grow_slots(state, 6)
+    answers = []
+    for each in (state, larger, bank.shrink_slots(larger, 2)):
+        sized = config.model_copy(update={"memory_slots": each.slots.shape[1]})
+        answers.append(layer(sized, "float32")[0](x, each)[0])
+    assert sized.memory_slots == 8 and float(jnp.abs(answers[0]).min()) > 0
+    assert bool((answers[0] == answers[1]).all()) and bool((answers[0] == answers[2]).all())
+    assert worst(bank.shrink_slots(larger, 6), state) == 0.0
+
+
+def test_shrinking_a_full_bank_keeps_the_slots_of_most_mass_in_order():
+    read, _, twin, _ = layer()
+    _, state, _ = read(stream())
+    mass = state.mass.at[:, 8:].set(jnp.asarray([[0.3, 0.1, 0.2, 0.4], [0.1, 0.1, 0.0, 0.2]]))
+    state = state._replace(mass=mass)
+    less = bank.shrink_slots(state, 2)
+    kept = np.asarray([[0, 3], [1, 3]])
+    assert worst(less.slots, layout.gathered(state.slots, jnp.asarray(kept))) == 0.0
+    assert less.num_slots.tolist() == [2, 2] and less.evicted.tolist() == [6, 6]
+    np.testing.assert_array_equal(less.mass[:, 8:], [[0.3, 0.4], [0.1, 0.2]])
+    assert worst(torch_bank.shrink_slots(as_torch(state), 2), less) == 0.0
+
+
+def test_nothing_is_compiled_again_as_the_bank_fills():
+    read, model, _, _ = layer()
+    state = model.init_state(2)
+    _, state, _ = read(stream(length=8), state)
+    before = read._cache_size()
+    for _ in range(2):
+        _, state, _ = read(stream(length=8), state)
+    assert read._cache_size() == before and state.num_slots.tolist() == [4, 4]
+
+
+# Statistics
+
+
+def test_statistics_are_those_of_a_state_made_by_hand():
+    state = layer()[1].init_state(2)
+    mass = state.mass.at[0, 8:].set(jnp.asarray([0.5, 0.5, 0.001, 0.0]))
+    age = jnp.asarray([[9, 5, 1, 0], [0, 0, 0, 0]], jnp.int32)
+    state = state._replace(
+        mass=mass, age=age, num_slots=jnp.asarray([4, 0]), evicted=jnp.asarray([6, 0]), cosine=jnp.asarray([0.9, 0.0])
+    )
+    stats = memory_stats(state, ratio=2)
+    assert stats.occupancy.tolist() == [1.0, 0.0] and stats.evictions.tolist() == [6, 0]
+    # The third slot's share is under a tenth of an even one; the fourth has just been written.
+    assert stats.dead_slots.tolist() == [1, 0] and stats.utilisation.tolist() == [0.75, 0.0]
+    share = np.asarray([0.5, 0.5, 0.001]) / 1.001
+    assert stats.effective_slots == pytest.approx([np.exp(-(share * np.log(share)).sum()), 0.0])
+    assert stats.age_histogram[0].tolist() == [1, 1, 0, 1, 1, *[0] * (len(AGE_EDGES) - 5)]
+    assert stats.age_histogram[1].sum() == 0
+    assert stats.compression_ratio.tolist() == [2.0, 0.0] and stats.reconstruction_cosine.tolist() == [0.9, 0.0]
+
+
+def test_a_compression_that_loses_nothing_has_cosine_one():
+    config = TINY.model_copy(update={"ratio": 1, "memory_slots": 8, "compression": "mean"})
+    _, state, loss = layer(config)[0](stream())
+    assert state.cosine.tolist() == pytest.approx([1.0, 1.0]) and float(loss) == 0.0
+
+
+# The twin
+
+
+def as_torch(tree):
+    return layout.tree_map(lambda x: torch.tensor(np.asarray(x)), tree)
+
+
+def test_the_twin_agrees_on_answers_state_and_loss_from_any_state():
+    read, _, twin, _ = layer(kind_of("most_used"))
+    _, state, _ = read(stream(length=10))
+    is_token = jnp.asarray(np.random.default_rng(0).random((2, LENGTH)) < 0.7)
+    with torch.no_grad():
+        found = twin(as_torch(stream()), as_torch(state), is_token=as_torch(is_token))
+        step = twin(as_torch(stream()[:, :1]), found[1])
+    wanted = read(stream(), state, is_token)
+    assert worst(tuple(found), wanted) < 1e-12
+    assert worst(tuple(step), read(stream()[:, :1], wanted[1])) < 1e-12
+
+
+# What is refused
+
+
+def test_a_state_of_another_batch_or_capacity_is_refused():
+    _, model, twin, _ = layer()
+    state = model.init_state(3)
+    with pytest.raises(ValueError, match=r"are \[\(3, 8, 10\).*wanted \[\(2, 8, 10\)"):
+        model(stream(), state)
+    with pytest.raises(ValueError, match=r"\(2, 6, 10\).*wanted.*\(2, 4, 10\).*grow_slots and shrink_slots"):
+        twin(as_torch(stream()), torch_bank.grow_slots(as_torch(model.init_state(2)), 2))
+    for module in (bank, torch_bank):
+        with pytest.raises(ValueError, match=r"number=4 is outside \[0, 4\)"):
+            module.shrink_slots(state, 4)
+        with pytest.raises(ValueError, match="number=-1 is negative"):
+            module.grow_slots(state, -1)
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"memory_slots": 0}, "greater than 0"),
+        ({"ratio": 0}, "greater than or equal to 1"),
+        ({"ratio": 3}, "block_size=4 is not a multiple of ratio=3"),
+        ({"memory_slots": 5}, "memory_slots=5 is not a multiple of the 2 slots"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(update, message):
+    with pytest.raises(ValueError, match=message):
+        BankConfig(**(TINY.model_dump() | update))
