@@ -151,7 +151,10 @@ def commands_text(program: str, commands: Mapping[str, Command], about: str) -> 
 
 def _call(main: Callable[[], int | None], argv: list[str]) -> int:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)  # what a batch system sends; the default would orphan the workers
+        # SIGTERM is what a batch system sends, and the default would orphan the workers; a shell's background job is
+        # started with SIGINT ignored.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
     try:
         parse(argv)
         return main() or EXIT_OK
