@@ -122,7 +122,7 @@ CASES: tuple[Case, ...] = (
          module="watermark.neural", task="watermark.neural", data="watermark.features", batch=4, prompt=0,
          backends=("flax",)),
     _memory("neural", num_persistent=3, length=17),
-    _memory("neural-padded", seed=1, residual_norm=True, activation="silu", loss_reduction="mean", max_update_norm=0.5),
+    _memory("neural-padded", seed=1, depth=1, residual_norm=True, loss_reduction="mean", max_update_norm=0.5),
     _memory("neural-linear", depth=1, read="chunk", forgetting=False, qkv_activation="none", qk_norm=False,
             max_theta=0.1),
     Case("memory/bank", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2),

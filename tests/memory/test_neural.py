@@ -311,7 +311,8 @@ def as_numpy(tree):
 
 @pytest.mark.parametrize("learn", [True, False])
 def test_the_twin_agrees_on_answers_and_state_from_any_state_and_padding(learn):
-    config = TINY.model_copy(update={"momentum": learn, "output": "gated" if learn else "linear", "read": "chunk"})
+    changed = {"momentum": learn, "output": "gated" if learn else "linear", "activation": "silu", "read": "chunk"}
+    config = TINY.model_copy(update=changed)
     read, _, twin = layer(config)
     _, state = read(stream(length=5))
     is_token = jnp.asarray(np.random.default_rng(0).random((3, LENGTH)) < 0.7)
