@@ -23,7 +23,7 @@ from absl import flags
 
 from jaxbench import cli, launch
 
-DEVICES_FLAG = "--xla_force_host_platform_device_count=8"
+NUM_DEVICES = 8
 
 
 def define_flags() -> None:
@@ -53,8 +53,7 @@ def selected() -> list:
 
 def main() -> int:
     """Prove the selected cases; 1 when one fails."""
-    if DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES_FLAG}".strip()
+    os.environ.update(launch.simulated_devices(NUM_DEVICES))
     launch.ensure("cpu")
     cases = selected()
     from rich.console import Console

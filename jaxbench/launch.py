@@ -45,6 +45,30 @@ def environment(device: str) -> dict[str, str]:
     return kept | {"JAX_PLATFORMS": PLATFORMS[device]}
 
 
+def simulated_devices(count: int) -> dict[str, str]:
+    """Return the variables under which JAX shows this machine's processor as `count` devices.
+
+    A collective blocks one thread for each device until all have come, and XLA has as many threads as devices: a single
+    thread held up by something else would leave the last device waiting for ever. So there are four times as many, and
+    a wait is ended (with the process) after four minutes instead of 40 seconds, because a busy machine may stand still.
+    The user's own flags go before and win.
+
+    Raises:
+      ValueError: count < 1.
+    """
+    if count < 1:
+        raise ValueError(f"launch: {count} simulated devices, wanted at least 1")
+    own = os.environ.get("XLA_FLAGS", "").split()
+    wanted = {
+        "--xla_force_host_platform_device_count": count,
+        "--xla_cpu_collective_call_terminate_timeout_seconds": 240,
+        "--xla_cpu_collective_timeout_seconds": 240,
+    }
+    named = {flag.partition("=")[0] for flag in own}
+    added = [f"{name}={value}" for name, value in wanted.items() if name not in named]
+    return {"XLA_FLAGS": " ".join([*own, *added]), "NPROC": os.environ.get("NPROC", str(4 * count))}
+
+
 def ensure(device: str) -> None:
     """Start this process anew with `environment(device)`, once; return at once where it already has it.
 

@@ -18,9 +18,6 @@ import socket
 
 # Before anything imports JAX or PyTorch
 os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu is installed; looking for a TPU prints pages of errors
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
-)  # meshes are tested on 8 simulated devices
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # [B D] + [D] must be written out
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -28,6 +25,8 @@ os.environ["PIP_NO_INDEX"] = "1"  # `make test` fetched the model before
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 from jaxbench import launch  # noqa: E402
+
+os.environ.update(launch.simulated_devices(8))  # meshes
 
 # Compiling is most of the suite's time; the cache halves a second run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(launch.compile_cache_dir()) + "-tests")

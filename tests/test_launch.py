@@ -34,6 +34,24 @@ def test_platforms_follow_the_device_and_the_rest_respects_the_user(monkeypatch)
         launch.environment("phone")
 
 
+def test_simulated_devices_keep_the_users_flags_and_have_threads_to_spare(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3 --xla_dump_to=there")
+    monkeypatch.delenv("NPROC", raising=False)
+    found = launch.simulated_devices(2)
+    assert found["XLA_FLAGS"].split()[:2] == ["--xla_force_host_platform_device_count=3", "--xla_dump_to=there"]
+    assert found["XLA_FLAGS"].count("device_count") == 1 and "terminate_timeout_seconds=240" in found["XLA_FLAGS"]
+    monkeypatch.setenv("XLA_FLAGS", "")
+    code = "import jax, os; jax.numpy.ones(3) + 1; print(jax.device_count(), len(os.listdir('/proc/self/task')))"
+    few, many = (
+        run_fresh(code, JAX_PLATFORMS="cpu", **{**launch.simulated_devices(2), "NPROC": threads}).stdout.split()
+        for threads in ("2", launch.simulated_devices(2)["NPROC"])
+    )
+    assert few[0] == many[0] == "2"
+    assert int(many[1]) > int(few[1])  # XLA reads NPROC
+    with pytest.raises(ValueError, match="0 simulated devices"):
+        launch.simulated_devices(0)
+
+
 def test_a_process_starts_anew_once_with_its_arguments_and_prints_no_library_noise():
     code = """
 import json, os, sys
