@@ -22,6 +22,7 @@ CONTEXT_SITE, MIN_SITE, SELF_SITE = (philox.site_id(f"watermark/{name}") for nam
 NO_TOKEN = 0xFFFFFFFF  # fills the last block of a context
 RED = 0xFFFFFFFF  # the word of a token that is not on a list; green tokens have 0
 FEISTEL_ROUNDS = 8
+HEAD_BLOCK = 16  # consecutive ids that enter a tournament together
 MIX_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 Halves = tuple[np.ndarray, np.ndarray]
 
@@ -255,6 +256,23 @@ def tournament(probabilities: np.ndarray, words: np.ndarray, *, depth: int) -> n
         g = (words >> np.uint32(i)) & np.uint32(1)
         p = p * (1 + g - (g * p).sum(axis=-1, keepdims=True))
     return p
+
+
+def head(logits: np.ndarray, *, candidates: int) -> np.ndarray:
+    """Return which tokens play a tournament, bool [.. V]: the likeliest blocks of HEAD_BLOCK consecutive ids.
+
+    The candidates // HEAD_BLOCK blocks with the largest largest logit, the lower id where two are equal. A tournament
+    among them leaves their mass as it is, so the distribution stays unchanged on average over keys, and other tokens
+    keep their probability in every text.
+    """
+    size = logits.shape[-1]
+    short = -size % HEAD_BLOCK
+    padded = np.concatenate([logits, np.full((*logits.shape[:-1], short), -np.inf)], axis=-1)
+    largest = padded.reshape(*logits.shape[:-1], -1, HEAD_BLOCK).max(axis=-1)
+    chosen = np.argsort(-largest, axis=-1, kind="stable")[..., : candidates // HEAD_BLOCK]
+    is_chosen = np.zeros(largest.shape, bool)
+    np.put_along_axis(is_chosen, chosen, True, axis=-1)
+    return np.repeat(is_chosen, HEAD_BLOCK, axis=-1)[..., :size]
 
 
 def reweight(probabilities: np.ndarray, positions: np.ndarray, *, alpha: float) -> np.ndarray:

@@ -128,6 +128,15 @@ def lanes(key: Halves, seeds: UInt32[Array, "B 2"], *, site: int, num_elements: 
     return _philox((_blocks(num_elements), seeds[:, :1], seeds[:, 1:], site), key)
 
 
+def block_words(
+    key: Halves, seeds: UInt32[Array, "B 2"], blocks: Int[Array, "B n"], *, size: int, site: int
+) -> UInt32[Array, "B C"]:
+    """Return the words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
+    counters = blocks.astype(jnp.uint32)[:, :, None] * jnp.uint32(size // 4) + _blocks(size)[:, None, :]
+    words = _philox((counters.reshape(blocks.shape[0], -1), seeds[:, :1], seeds[:, 1:], site), key)
+    return interleave(words, blocks.shape[1] * size)
+
+
 def self_lanes(
     key: Halves, contexts: Int[Array, "B n"], own: UInt32[Array, "B 4 C"], *, site: int, num_elements: int
 ) -> Lanes:

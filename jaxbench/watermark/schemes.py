@@ -269,12 +269,28 @@ class Watermark:
 
     def _reweighted(self, state: State, seeds: Array, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Return the logarithm of the reweighted distribution (synthid, dip)."""
-        key, p = prf.halves(state["keys"][:, :2], 2), jax.nn.softmax(logits, axis=-1)
+        key = prf.halves(state["keys"][:, :2], 2)
         if self.scheme.scheme == "dip":
+            p = jax.nn.softmax(logits, axis=-1)
             return jnp.log(_dip(p, prf.round_keys((key[0][:, 0], key[1][:, 0]), seeds), self.scheme.alpha))
-        size = {"num_elements": self.vocab_size}
-        words = _stored(state, lambda: prf.lanes(key, seeds, site=definition.site_of(self.scheme), **size))
-        return jnp.log(_tournament(p, prf.interleave(words, self.vocab_size), self.scheme.depth))
+        candidates, site = self.scheme.candidates, definition.site_of(self.scheme)
+        if candidates is not None and candidates < self.vocab_size:
+            return self._played_by_head(key, seeds, logits, candidates)
+        words = _stored(state, lambda: prf.lanes(key, seeds, site=site, num_elements=self.vocab_size))
+        return _play(logits, prf.interleave(words, self.vocab_size), self.scheme.depth)
+
+    def _played_by_head(
+        self, key: prf.Halves, seeds: Array, logits: Float[Array, "B V"], candidates: int
+    ) -> Float[Array, "B V"]:
+        """Return the logits after a tournament among the tokens of definition.head."""
+        size, rows = definition.HEAD_BLOCK, jnp.arange(logits.shape[0])[:, None]
+        padded = jnp.pad(logits, ((0, 0), (0, -self.vocab_size % size)), constant_values=-jnp.inf)
+        blocks = padded.reshape(logits.shape[0], -1, size)
+        chosen = lax.top_k(jnp.max(blocks, axis=-1), candidates // size)[1]
+        words = prf.block_words(key, seeds, chosen, size=size, site=definition.site_of(self.scheme))
+        found = _play(blocks[rows, chosen].reshape(logits.shape[0], -1), words, self.scheme.depth)
+        changed = blocks.at[rows, chosen].set(found.reshape(logits.shape[0], -1, size), unique_indices=True)
+        return changed.reshape(logits.shape[0], -1)[:, : self.vocab_size]
 
 
 def _largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -300,6 +316,12 @@ def _vllm_exponential(words: UInt32[Array, "*shape"], dtype: str) -> Float[Array
     low = jnp.where(is_low, k, 1).astype(dtype) / scale
     complement = jnp.where(is_low, 0, 2**24 + 1 - k).astype(dtype) / scale
     return jnp.where(is_low, -jnp.log(low), -jnp.log1p(-complement))
+
+
+def _play(logits: Float[Array, "B C"], words: UInt32[Array, "B C"], depth: int) -> Float[Array, "B C"]:
+    """Return logits after the tournament among them; their logsumexp stays."""
+    p = jax.nn.softmax(logits, axis=-1)
+    return logits + jnp.log(jnp.where(p > 0, _tournament(p, words, depth) / jnp.where(p > 0, p, 1), 1))
 
 
 def _tournament(p: Float[Array, "B V"], words: UInt32[Array, "B V"], depth: int) -> Float[Array, "B V"]:

@@ -71,12 +71,19 @@ def test_the_mean_distribution_over_keys_is_the_models_own(scheme, seed):
     assert (np.abs(marked.mean(axis=0) - p)[frequent] < 5 * spread[frequent] / np.sqrt(ROWS)).all()
 
 
-@pytest.mark.parametrize("scheme", ["synthid", "dip"])
+REWEIGHTING = {
+    "synthid": {"scheme": "synthid", "candidates": None},
+    "head": {"scheme": "synthid", "candidates": 32},
+    "dip": {"scheme": "dip"},
+}
+
+
+@pytest.mark.parametrize("scheme", REWEIGHTING)
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), value=st.integers(0, 2**64 - 1))
 def test_both_backends_reweight_as_the_definition_does(scheme, seed, value):
     random, size = np.random.default_rng(seed), 75
-    scheme, context = config.parse_scheme(scheme), random.integers(0, size, (2, 4))
+    scheme, context = config.parse_scheme(REWEIGHTING[scheme]), random.integers(0, size, (2, 4))
     logits = random.standard_normal((2, size)).astype(np.float32) * 3
     p = special.softmax(logits.astype(np.float64), axis=-1)
     words = definition.vocabulary_words(scheme, Key(value), context, vocab_size=size)
@@ -84,17 +91,36 @@ def test_both_backends_reweight_as_the_definition_does(scheme, seed, value):
         expected = definition.reweight(p, words, alpha=scheme.alpha)
     else:
         expected = definition.tournament(p, words, depth=scheme.depth)
+        if scheme.candidates == 32:
+            is_head = definition.head(logits, candidates=32)
+            mass = np.where(is_head, p, 0).sum(axis=-1, keepdims=True)
+            played = definition.tournament(np.where(is_head, p, 0) / mass, words, depth=scheme.depth)
+            expected = np.where(is_head, mass * played, p)
     for module, array in ((schemes, jnp.asarray), (torch_schemes, torch.from_numpy)):
         watermark = module.Watermark(scheme, vocab_size=size)
         given = (array(logits), array(context), array(np.full(2, 4)), 0)
         changed = reweighting(module, scheme)(watermark.state([Key(value)] * 2), *given)[1]
-        np.testing.assert_allclose(np.exp(np.asarray(changed)), expected, atol=2e-6)
+        np.testing.assert_allclose(special.softmax(np.asarray(changed), axis=-1), expected, atol=2e-6)
 
 
 @functools.cache
 def reweighting(module, scheme):
     watermark = module.Watermark(scheme, vocab_size=75)
     return jax.jit(watermark.reweight) if module is schemes else watermark.reweight
+
+
+def test_the_head_is_the_likeliest_blocks_of_16_and_the_lower_of_two_equal_ones():
+    logits = np.zeros((2, 75))
+    logits[0, [20, 70]], logits[1, 40] = 1.0, -np.inf
+    found = definition.head(logits, candidates=32)
+    np.testing.assert_array_equal(np.flatnonzero(found[0]), [*range(16, 32), *range(64, 75)])
+    np.testing.assert_array_equal(np.flatnonzero(found[1]), range(32))
+    for module, array in ((schemes, jnp.asarray), (torch_schemes, torch.from_numpy)):
+        scheme = config.parse_scheme({"scheme": "synthid", "candidates": 32})
+        watermark = module.Watermark(scheme, vocab_size=75)
+        given = (array(logits.astype(np.float32)), array(np.ones((2, 4), np.int64)), array(np.full(2, 4)), 0)
+        changed = np.asarray(watermark.reweight(watermark.state([Key(5)] * 2), *given)[1])
+        np.testing.assert_array_equal((changed != logits).any(axis=0), found.any(axis=0))
 
 
 @given(st.integers(0, 10**6), st.floats(0, 0.5))

@@ -133,6 +133,15 @@ def lanes(key: Halves, seeds: Int64[Tensor, "B 2"], *, site: int, num_elements: 
     return _philox((_blocks(num_elements, key[0].device), seeds[:, :1], seeds[:, 1:], site), key)
 
 
+def block_words(
+    key: Halves, seeds: Int64[Tensor, "B 2"], blocks: Int64[Tensor, "B n"], *, size: int, site: int
+) -> Int64[Tensor, "B C"]:
+    """Return the words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
+    counters = blocks[:, :, None] * (size // 4) + _blocks(size, blocks.device)[:, None, :]
+    words = _philox((counters.reshape(blocks.shape[0], -1), seeds[:, :1], seeds[:, 1:], site), key)
+    return interleave(words, blocks.shape[1] * size)
+
+
 def self_lanes(
     key: Halves, contexts: Int[Tensor, "B n"], own: Int64[Tensor, "B 4 C"], *, site: int, num_elements: int
 ) -> Lanes:

@@ -268,11 +268,30 @@ class Watermark:
 
     def _reweighted(self, state: State, seeds: Tensor, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Return the logarithm of the reweighted distribution (synthid, dip)."""
-        key, p = prf.halves(state["keys"][:, :2], 2), torch.softmax(logits, dim=-1)
+        key = prf.halves(state["keys"][:, :2], 2)
         if self.scheme.scheme == "dip":
+            p = torch.softmax(logits, dim=-1)
             return torch.log(_dip(p, prf.round_keys((key[0][:, 0], key[1][:, 0]), seeds), self.scheme.alpha))
-        words = prf.lanes(key, seeds, site=definition.site_of(self.scheme), num_elements=self.vocab_size)
-        return torch.log(_tournament(p, prf.interleave(words, self.vocab_size), self.scheme.depth))
+        candidates, site = self.scheme.candidates, definition.site_of(self.scheme)
+        if candidates is not None and candidates < self.vocab_size:
+            return self._played_by_head(key, seeds, logits, candidates)
+        words = prf.lanes(key, seeds, site=site, num_elements=self.vocab_size)
+        return _play(logits, prf.interleave(words, self.vocab_size), self.scheme.depth)
+
+    def _played_by_head(
+        self, key: prf.Halves, seeds: Tensor, logits: Float[Tensor, "B V"], candidates: int
+    ) -> Float[Tensor, "B V"]:
+        """Return the logits after a tournament among the tokens of definition.head."""
+        size, rows = definition.HEAD_BLOCK, torch.arange(logits.shape[0], device=logits.device)[:, None]
+        padded = torch.nn.functional.pad(logits, (0, -self.vocab_size % size), value=-torch.inf)
+        blocks = padded.reshape(logits.shape[0], -1, size)
+        order = torch.sort(blocks.amax(dim=-1), dim=-1, descending=True, stable=True).indices
+        chosen = order[:, : candidates // size]
+        words = prf.block_words(key, seeds, chosen, size=size, site=definition.site_of(self.scheme))
+        found = _play(blocks[rows, chosen].reshape(logits.shape[0], -1), words, self.scheme.depth)
+        changed = blocks.clone()
+        changed[rows, chosen] = found.reshape(logits.shape[0], -1, size)
+        return changed.reshape(logits.shape[0], -1)[:, : self.vocab_size]
 
 
 def _shift(values: Tensor, payload: Int[Tensor, " B"]) -> Tensor:
@@ -288,6 +307,12 @@ def _vllm_exponential(words: Int64[Tensor, "*shape"], dtype: torch.dtype) -> Flo
     low = torch.where(is_low, k, 1).to(dtype) / scale
     complement = torch.where(is_low, 0, 2**24 + 1 - k).to(dtype) / scale
     return torch.where(is_low, -torch.log(low), -torch.log1p(-complement))
+
+
+def _play(logits: Float[Tensor, "B C"], words: Int64[Tensor, "B C"], depth: int) -> Float[Tensor, "B C"]:
+    """Return logits after the tournament among them; their logsumexp stays."""
+    p = torch.softmax(logits, dim=-1)
+    return logits + torch.log(torch.where(p > 0, _tournament(p, words, depth) / torch.where(p > 0, p, 1), 1))
 
 
 def _tournament(p: Float[Tensor, "B V"], words: Int64[Tensor, "B V"], depth: int) -> Float[Tensor, "B V"]:
