@@ -119,6 +119,7 @@ class NeuralMemory(nnx.Module):
         *,
         is_token: Bool[Array, "B T"] | None = None,
         learn: bool = True,
+        within_chunk: bool = False,
     ) -> tuple[Float[Array, "B T D"], NeuralState]:
         """Read tokens: return the memory's answer to each, and the state behind the last one.
 
@@ -127,13 +128,14 @@ class NeuralMemory(nnx.Module):
           state: the state behind the tokens before; None = nothing was read but the persistent tokens.
           is_token: False = padding, which is answered with zeros and changes nothing; None = no padding.
           learn: False = the weights stay as they are, and answer from there.
+          within_chunk: True = the caller knows that no row goes past the end of its chunk, which costs one chunk less.
 
         Raises:
           ValueError: the state is of another model or batch size.
         """
         if state is not None:
             self._check(state, len(x))
-        if learn and state is None and is_token is None:
+        if learn and state is None and is_token is None and not within_chunk:
             return self._read_whole(x)
         state = self.init_state(len(x)) if state is None else state
         if is_token is None:
@@ -143,7 +145,7 @@ class NeuralMemory(nnx.Module):
         number = jnp.sum(is_token, axis=1)
         asked = self._ask(layout.gathered(x, order), state.tail, number)
         if learn:
-            answer, state = self._learn(asked.tokens, state, number)
+            answer, state = self._learn(asked.tokens, state, number, within_chunk or x.shape[1] == 1)
         else:
             answer = self._recall(asked.tokens.query, state)
         out = self._answer(answer, asked.gate)
@@ -220,13 +222,15 @@ class NeuralMemory(nnx.Module):
         state = NeuralState(*self._by_row(*carry, anchor), count, asked.tail)
         return self._answer(answer, asked.gate), state
 
-    def _learn(self, tokens: Tokens, state: NeuralState, number: Array) -> tuple[Array, NeuralState]:
+    def _learn(
+        self, tokens: Tokens, state: NeuralState, number: Array, within_chunk: bool
+    ) -> tuple[Array, NeuralState]:
         """Read the first `number` tokens of each row from any state; every row's chunks begin where its own do."""
         length = tokens.theta.shape[1]
-        # A single token cannot cross the end of a chunk; more than one may lie anywhere.
-        size = 1 if length == 1 else self.chunk_size
-        num_chunks = 1 if length == 1 else -(-(length + size - 1) // size)
-        offset = jnp.zeros_like(state.count) if length == 1 else state.count
+        # Tokens that do not cross the end of a chunk, such as a single one, may lie anywhere in theirs.
+        size = length if within_chunk else self.chunk_size
+        num_chunks = 1 if within_chunk else -(-(length + size - 1) // size)
+        offset = jnp.zeros_like(state.count) if within_chunk else state.count
         source = jnp.arange(num_chunks * size)[None, :] - offset[:, None]
         is_token = (source >= 0) & (source < number[:, None])
         source = jnp.clip(source, 0, length - 1)
