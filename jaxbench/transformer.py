@@ -8,8 +8,8 @@ Keys and values of the call come back as a KVCache; padded and handed in again, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from jaxbench import nn, philox, remat, rotary
 from jaxbench.attention import attention
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.memory.decoder_config import DecoderMemory
 from jaxbench.sharding import constrain
 
 
@@ -32,17 +33,22 @@ class KVCache(NamedTuple):
     (docs/xla_cpu.md, rule 4).
     """
 
-    keys: tuple[Float[Array, "E H S"], ...]
-    values: tuple[Float[Array, "E S H"], ...]
+    keys: tuple[Float[Array, "E H S"] | None, ...]  # None = the layer's memory keeps its own
+    values: tuple[Float[Array, "E S H"] | None, ...]
     positions: Int[Array, "B S"]
+    memory: tuple[Any, ...] = ()  # of each layer, None where it has none: memory/decoder.py
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
         """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
         extra = length - self.positions.shape[1]
 
-        keys = tuple(jnp.pad(key.astype(dtype), ((0, 0), (0, 0), (0, extra))) for key in self.keys)
-        values = tuple(jnp.pad(value.astype(dtype), ((0, 0), (0, extra), (0, 0))) for value in self.values)
-        return KVCache(keys, values, jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1))
+        def pad(x: Array | None, *widths: tuple[int, int]) -> Array | None:
+            return None if x is None else jnp.pad(x.astype(dtype), widths)
+
+        keys = tuple(pad(key, (0, 0), (0, 0), (0, extra)) for key in self.keys)
+        values = tuple(pad(value, (0, 0), (0, extra), (0, 0)) for value in self.values)
+        positions = jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1)
+        return KVCache(keys, values, positions, self.memory)
 
 
 class Context(NamedTuple):
@@ -142,13 +148,17 @@ class Block(nnx.Module):
         cached: tuple | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
         """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
-        mixed, cached = self.attention(constrain(self.attention_norm(x), "attention_in"), context, cached)
+        mixed, cached = self._mix(constrain(self.attention_norm(x), "attention_in"), context, cached)
         mixed = checkpoint_name(constrain(mixed, "attention_out"), "attention")
         x = constrain(x + self._drop(mixed, context, sites[0]), "residual")
         fed = self.mlp(constrain(self.mlp_norm(x), "mlp_in"))
         fed = checkpoint_name(constrain(fed, "mlp_out"), "mlp")
         x = constrain(x + self._drop(fed, context, sites[1]), "residual")
         return x, cached
+
+    def _mix(self, x: Float[Array, "B T D"], context: Context, cached: tuple | None) -> tuple[Array, tuple]:
+        """Return what tokens get from each other, and what the layer caches."""
+        return self.attention(x, context, cached)
 
     def _drop(self, x: Array, context: Context, site: int | Array) -> Array:
         if context.dropout is None or self.dropout == 0.0:
@@ -167,22 +177,24 @@ class Transformer(nnx.Module):
                  num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
                  position: str, rope_theta: float, rope_scaling: RotaryScaling | None, use_bias: bool,
                  tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
-                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False):  # fmt: skip
+                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
+                 memory: DecoderMemory | None = None):  # fmt: skip
         self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
-        self.layers = nnx.List([
-            Block(
-                d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, use_bias=use_bias,
-                dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            )
-            for _ in range(num_layers)
-        ])  # fmt: skip
+        parts = dict(
+            d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, use_bias=use_bias,
+            dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            sliding_window=sliding_window, implementation=implementation, block_size=block_size,
+        )  # fmt: skip
+        self.layers = nnx.List(_layers(d_model, num_layers, memory, parts | {"rope_theta": rope_theta}))
         self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
         is_rotary = position == "rotary"
         self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+        self.compression_weight = memory.loss_weight if memory is not None and memory.bank is not None else 0.0
+        if scan_layers and memory is not None:
+            raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={memory.kind}")
         self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
 
     def __call__(
@@ -225,8 +237,8 @@ class Transformer(nnx.Module):
             hidden = hidden + self.position(jnp.maximum(positions, 0))
         context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
         run = self._scan if self.scan_layers else self._unroll
-        hidden, keys, values = run(constrain(hidden, "residual"), context, cache)
-        return self.final_norm(hidden), KVCache(keys, values, key_positions)
+        hidden, keys, values, *memory = run(constrain(hidden, "residual"), context, cache)
+        return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the vocabulary scores of hidden states."""
@@ -239,16 +251,15 @@ class Transformer(nnx.Module):
             for i in range(len(self.layers))
         ]
 
-    def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
+    def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, ...]:
         if self.remat and cache is None:
             how = {"group": self.remat, "names": self.remat_names}
             hidden, made = remat.run_blocks(list(self.layers), self._sites(), hidden, context, **how)
-            return hidden, *zip(*made)
-        cached = [None] * len(self.layers) if cache is None else list(zip(cache.keys, cache.values))
+            return hidden, *_by_kind(made)
+        cached = [None] * len(self.layers) if cache is None else _by_layer(cache)
         for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
-        keys, values = zip(*cached)
-        return hidden, keys, values
+        return hidden, *_by_kind(cached)
 
     def _scan(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         """Run one compiled body over the stacked layers: compile time no longer grows with depth."""
@@ -264,6 +275,33 @@ class Transformer(nnx.Module):
         run = remat.checkpointed(body, self.remat_names) if self.remat and cache is None else body
         hidden, (keys, values) = lax.scan(run, hidden, (stacked, sites, cached))
         return hidden, tuple(keys), tuple(values)
+
+
+def _layers(d_model: int, num_layers: int, memory: DecoderMemory | None, parts: dict[str, Any]) -> list[Block]:
+    """Return a decoder's layers; those that a memory names have it."""
+    rope_theta = parts.pop("rope_theta")
+    if memory is None:
+        return [Block(d_model, **parts) for _ in range(num_layers)]
+    from jaxbench.memory.decoder import MemoryLayer  # it builds on this file's Block
+
+    sizes = {name: parts[name] for name in ("num_heads", "num_kv_heads", "head_dim", "norm_eps")}
+    config = memory.block(d_model=d_model, rope_theta=rope_theta, **sizes)
+    kind = {"is_inserted": memory.insert, "max_documents": memory.max_documents}
+    chosen = range(num_layers) if memory.layers is None else memory.layers
+    return [MemoryLayer(config, **kind, **parts) if i in chosen else Block(d_model, **parts) for i in range(num_layers)]
+
+
+def _by_layer(cache: KVCache) -> list[tuple]:
+    """Return what each layer cached."""
+    return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
+
+
+def _by_kind(cached: Sequence[tuple]) -> list[tuple]:
+    """Return keys, values and, where a layer has it, memory of all layers, from what each layer cached."""
+    kinds = [tuple(each[i] for each in cached) for i in range(2)]
+    if all(len(each) == 2 for each in cached):
+        return kinds
+    return [*kinds, tuple(each[2] if len(each) > 2 else None for each in cached)]
 
 
 def build(

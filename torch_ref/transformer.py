@@ -6,8 +6,8 @@ Keys and values of the call come back as a KVCache; padded and handed in again, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from jaxbench import philox, rotary
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.memory.decoder_config import DecoderMemory
 from torch_ref import nn
 from torch_ref.attention import attention
 
@@ -28,17 +29,21 @@ class KVCache(NamedTuple):
     (docs/xla_cpu.md, rule 4).
     """
 
-    keys: tuple[Float[Tensor, "E H S"], ...]
-    values: tuple[Float[Tensor, "E S H"], ...]
+    keys: tuple[Float[Tensor, "E H S"] | None, ...]  # None = the layer's memory keeps its own
+    values: tuple[Float[Tensor, "E S H"] | None, ...]
     positions: Int[Tensor, "B S"]
+    memory: tuple[Any, ...] = ()  # of each layer, None where it has none: memory/decoder.py
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
         """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
         extra = length - self.positions.shape[1]
 
-        keys = tuple(F.pad(key.to(getattr(torch, dtype)), (0, extra)) for key in self.keys)
-        values = tuple(F.pad(value.to(getattr(torch, dtype)), (0, 0, 0, extra)) for value in self.values)
-        return KVCache(keys, values, F.pad(self.positions, (0, extra), value=-1))
+        def pad(x: Tensor | None, *widths: int) -> Tensor | None:
+            return None if x is None else F.pad(x.to(getattr(torch, dtype)), widths)
+
+        keys = tuple(pad(key, 0, extra) for key in self.keys)
+        values = tuple(pad(value, 0, 0, 0, extra) for value in self.values)
+        return KVCache(keys, values, F.pad(self.positions, (0, extra), value=-1), self.memory)
 
 
 class Context(NamedTuple):
@@ -141,10 +146,14 @@ class Block(torch.nn.Module):
         self, x: Float[Tensor, "B T D"], context: Context, sites: tuple[int, int], cached: tuple | None = None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, Tensor]]:
         """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
-        mixed, cached = self.attention(self.attention_norm(x), context, cached)
+        mixed, cached = self._mix(self.attention_norm(x), context, cached)
         x = x + self._drop(mixed, context, sites[0])
         x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
         return x, cached
+
+    def _mix(self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None) -> tuple[Tensor, tuple]:
+        """Return what tokens get from each other, and what the layer caches."""
+        return self.attention(x, context, cached)
 
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
         if context.dropout is None or self.dropout == 0.0:
@@ -164,23 +173,26 @@ class Transformer(torch.nn.Module):
                  num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
                  position: str, rope_theta: float, rope_scaling: RotaryScaling | None, use_bias: bool,
                  tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
-                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False):  # fmt: skip
+                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
+                 memory: DecoderMemory | None = None):  # fmt: skip
         super().__init__()
         self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
-        self.layers = torch.nn.ModuleList([
-            Block(
-                d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, use_bias=use_bias,
-                dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            )
-            for _ in range(num_layers)
-        ])  # fmt: skip
+        parts = dict(
+            d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, use_bias=use_bias,
+            dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            sliding_window=sliding_window, implementation=implementation, block_size=block_size,
+        )  # fmt: skip
+        layers = _layers(d_model, num_layers, memory, parts | {"rope_theta": rope_theta})
+        self.layers = torch.nn.ModuleList(layers)
         self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
         is_rotary = position == "rotary"
         self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+        self.compression_weight = memory.loss_weight if memory is not None and memory.bank is not None else 0.0
+        if scan_layers and memory is not None:
+            raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={memory.kind}")
 
     def forward(
         self,
@@ -221,11 +233,11 @@ class Transformer(torch.nn.Module):
         else:
             hidden = hidden + self.position(torch.clamp(positions, min=0))
         context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
-        cached = [None] * len(self.layers) if cache is None else list(zip(cache.keys, cache.values))
+        cached = [None] * len(self.layers) if cache is None else _by_layer(cache)
         for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
-        keys, values = zip(*cached)
-        return self.final_norm(hidden), KVCache(keys, values, key_positions)
+        keys, values, *memory = _by_kind(cached)
+        return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Return the vocabulary scores of hidden states."""
@@ -237,6 +249,33 @@ class Transformer(torch.nn.Module):
             tuple(philox.site_id(f"layers.{i}.{branch}.dropout") for branch in branches)
             for i in range(len(self.layers))
         ]
+
+
+def _layers(d_model: int, num_layers: int, memory: DecoderMemory | None, parts: dict[str, Any]) -> list[Block]:
+    """Return a decoder's layers; those that a memory names have it."""
+    rope_theta = parts.pop("rope_theta")
+    if memory is None:
+        return [Block(d_model, **parts) for _ in range(num_layers)]
+    from torch_ref.memory.decoder import MemoryLayer  # it builds on this file's Block
+
+    sizes = {name: parts[name] for name in ("num_heads", "num_kv_heads", "head_dim", "norm_eps")}
+    config = memory.block(d_model=d_model, rope_theta=rope_theta, **sizes)
+    kind = {"is_inserted": memory.insert, "max_documents": memory.max_documents}
+    chosen = range(num_layers) if memory.layers is None else memory.layers
+    return [MemoryLayer(config, **kind, **parts) if i in chosen else Block(d_model, **parts) for i in range(num_layers)]
+
+
+def _by_layer(cache: KVCache) -> list[tuple]:
+    """Return what each layer cached."""
+    return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
+
+
+def _by_kind(cached: Sequence[tuple]) -> list[tuple]:
+    """Return keys, values and, where a layer has it, memory of all layers, from what each layer cached."""
+    kinds = [tuple(each[i] for each in cached) for i in range(2)]
+    if all(len(each) == 2 for each in cached):
+        return kinds
+    return [*kinds, tuple(each[2] if len(each) > 2 else None for each in cached)]
 
 
 def build(

@@ -7,7 +7,7 @@ Keys and values of the call come back as a KVCache; padded and handed in again, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,6 +20,7 @@ from jaxbench import philox, rotary
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.eqx import nn
 from jaxbench.eqx.attention import attention
+from jaxbench.memory.decoder_config import DecoderMemory
 
 
 class KVCache(NamedTuple):
@@ -32,6 +33,7 @@ class KVCache(NamedTuple):
     keys: tuple[Float[Array, "E H S"], ...]
     values: tuple[Float[Array, "E S H"], ...]
     positions: Int[Array, "B S"]
+    memory: tuple[Any, ...] = ()  # the Flax twin's memory layers; here there are none
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
         """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
@@ -192,7 +194,10 @@ class Transformer(eqx.Module):
                  num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
                  position: str, rope_theta: float, rope_scaling: RotaryScaling | None, use_bias: bool,
                  tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
-                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False):  # fmt: skip
+                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
+                 memory: DecoderMemory | None = None):  # fmt: skip
+        if memory is not None:
+            raise ValueError(f"transformer: the Equinox twin has no memory layers, got memory.kind={memory.kind}")
         self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
         self.layers = [

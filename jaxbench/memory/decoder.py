@@ -1,0 +1,79 @@
+"""Memory layers of the decoder, in Flax NNX. Twin: torch_ref/memory/decoder.py.
+
+A layer's attention gives way to a block with memory (blocks.py), or a memory is inserted beside it, behind a gate that
+is 0 at the start. Padding changes no memory; each document of a row has a memory of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jaxbench import transformer
+from jaxbench.memory import blocks, layout
+from jaxbench.memory.block_config import BlockConfig
+from jaxbench.memory.blocks import BlockState
+
+
+class LayerMemory(NamedTuple):
+    """What one layer's memory hands on."""
+
+    state: BlockState | None  # None behind rows of several documents
+    loss: Float[Array, ""]  # of a bank's compression, in this call
+
+
+class MemoryLayer(transformer.Block):
+    """Residual block whose attention is a block with memory, or has a memory beside it."""
+
+    def __init__(self, config: BlockConfig, *, is_inserted: bool, max_documents: int, dtype: str, **parts: Any):
+        super().__init__(config.d_model, dtype=dtype, **parts)
+        if not is_inserted:
+            del self.attention
+        self.block = blocks.Block(config, dtype=dtype)
+        self.gate = nnx.Param(jnp.zeros((config.d_model,), dtype)) if is_inserted else None
+        self.max_documents = max_documents
+
+    def _mix(
+        self, x: Float[Array, "B T D"], context: transformer.Context, cached: tuple | None
+    ) -> tuple[Float[Array, "B T D"], tuple[Array | None, Array | None, LayerMemory]]:
+        """Return what is added to the stream, and keys, values and memory."""
+        told, memory = self.recall(x, context, None if cached is None else cached[2].state)
+        if self.gate is None:
+            return told, (None, None, memory)
+        mixed, entries = self.attention(x, context, None if cached is None else cached[:2])
+        return mixed + self.gate[...][None, None, :] * told, (*entries, memory)
+
+    def recall(
+        self, x: Float[Array, "B T D"], context: transformer.Context, state: BlockState | None
+    ) -> tuple[Float[Array, "B T D"], LayerMemory]:
+        """Return what the block says about a call's tokens, and its state.
+
+        Documents beyond the first max_documents of a row have no memory: they are answered with zeros.
+        """
+        is_token, number = context.query_positions >= 0, self.max_documents
+        if context.query_segments is None or state is not None:
+            told, state, loss = self.block(x, state, is_token=is_token)
+            return told, LayerMemory(state, loss)
+        document = documents(context.query_segments, is_token)
+        rows = document[:, None, :] == jnp.arange(number)[None, :, None]
+        spread = jnp.broadcast_to(x[:, None], (len(x), number, *x.shape[1:])).reshape(-1, *x.shape[1:])
+        told, state, loss = self.block(spread, is_token=rows.reshape(-1, x.shape[1]))
+        told = jnp.sum(told.reshape(len(x), number, *x.shape[1:]), axis=1)
+        return told, LayerMemory(state if number == 1 else None, loss)
+
+
+def documents(segments: Int[Array, "B T"], is_token: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+    """Return the number of each token's document in its row, from 0; -1 for padding, which parts no document."""
+    ordered = layout.gathered(segments, jnp.argsort(~is_token, axis=1, stable=True))
+    is_next = jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 0)))
+    place = jnp.maximum(jnp.cumsum(is_token, axis=1) - 1, 0)
+    return jnp.where(is_token, layout.gathered(jnp.cumsum(is_next, axis=1), place), -1)
+
+
+def compression_loss(memory: tuple[LayerMemory | None, ...]) -> Float[Array, ""]:
+    """Return the sum of the layers' losses."""
+    return sum(layer.loss for layer in memory if layer is not None)
