@@ -42,14 +42,21 @@ def philox4x32(counter: tuple[Tensor, ...], key: Int64[Tensor, "2"]) -> tuple[Te
 
 
 def words(
-    key: Int64[Tensor, "2"], *, step: int, site: int, rows: Int[Tensor, " B"], num_elements: int
+    key: Int64[Tensor, "2"], *, step: Tensor | int, site: int, rows: Int[Tensor, " B"], num_elements: int
 ) -> Int64[Tensor, "B E"]:
     """Return the random words of elements 0..num_elements-1 of each row; a block of four comes from one counter."""
+    stacked = torch.stack(lanes(key, step=step, site=site, rows=rows, num_elements=num_elements), dim=-1)
+    return stacked.reshape(rows.shape[0], -1)[:, :num_elements]
+
+
+def lanes(
+    key: Int64[Tensor, "2"], *, step: Tensor | int, site: int, rows: Int[Tensor, " B"], num_elements: int
+) -> tuple[Tensor, ...]:
+    """Return `words` as four tensors [B ceil(E / 4)]: tensor j holds elements j, j + 4, j + 8, .."""
     blocks = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=key.device)[None, :]
     blocks, rows = torch.broadcast_tensors(blocks, rows.to(torch.int64)[:, None])
-    counter = (blocks, rows, torch.full_like(blocks, int(step)), torch.full_like(blocks, site))
-    stacked = torch.stack(philox4x32(counter, key), dim=-1)
-    return stacked.reshape(rows.shape[0], -1)[:, :num_elements]
+    counter = (blocks, rows, torch.zeros_like(blocks) + step, torch.full_like(blocks, site))
+    return philox4x32(counter, key)
 
 
 def uniform(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Float[Tensor, "*shape"]:

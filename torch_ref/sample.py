@@ -141,9 +141,15 @@ def gumbel_max(
     logits: Float[Tensor, "B V"], *, key: Tensor, step: int, row_ids: Int[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
     """Return a token of each row, drawn from softmax(logits) by the largest sum of logit and Gumbel noise."""
-    words = prng.words(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
-    noise = -torch.log(prng.exponential(words, dtype=str(logits.dtype).removeprefix("torch.")))
-    return torch.argmax(logits + noise, dim=-1)
+    words = prng.lanes(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
+    dtype = str(logits.dtype).removeprefix("torch.")
+    return largest_sum(logits, [-torch.log(prng.exponential(lane, dtype=dtype)) for lane in words])
+
+
+def largest_sum(logits: Float[Tensor, "B V"], noise: Sequence[Float[Tensor, "B C"]]) -> Int[Tensor, " B"]:
+    """Return the token of each row with the largest sum of logit and noise; the noise comes in lanes (prng.lanes)."""
+    side_by_side = torch.stack(list(noise), dim=-1).reshape(logits.shape[0], -1)
+    return torch.argmax(logits + side_by_side[:, : logits.shape[1]], dim=-1)
 
 
 class Generator:

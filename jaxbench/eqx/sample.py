@@ -140,9 +140,23 @@ def gumbel_max(
     logits: Float[Array, "B V"], *, key: Array, step: Int[Array, ""], row_ids: Int[Array, " B"]
 ) -> Int[Array, " B"]:
     """Return a token of each row, drawn from softmax(logits) by the largest sum of logit and Gumbel noise."""
-    words = prng.words(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
-    noise = -jnp.log(prng.exponential(words, dtype=str(logits.dtype)))
-    return lax.top_k(logits + noise, 1)[1][:, 0]
+    words = prng.lanes(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
+    return largest_sum(logits, [-jnp.log(prng.exponential(lane, dtype=str(logits.dtype))) for lane in words])
+
+
+def largest_sum(logits: Float[Array, "B V"], noise: Sequence[Float[Array, "B C"]]) -> Int[Array, " B"]:
+    """Return the token of each row with the largest sum of logit and noise, the lowest of equal ones.
+
+    The noise comes in four lanes (prng.lanes): side by side in one array it would be computed four times over.
+    """
+    size = logits.shape[1]
+    short = 4 * noise[0].shape[1] - size
+    blocks = jnp.pad(logits, ((0, 0), (0, short)), constant_values=-jnp.inf).reshape(logits.shape[0], -1, 4)
+    best = [lax.top_k(blocks[:, :, j] + lane, 1) for j, lane in enumerate(noise)]
+    sums = jnp.concatenate([value for value, _ in best], axis=1)
+    tokens = jnp.concatenate([4 * place + j for j, (_, place) in enumerate(best)], axis=1)
+    is_best = sums == jnp.max(sums, axis=1, keepdims=True)
+    return jnp.min(jnp.where(is_best, tokens, size - 1), axis=1)
 
 
 class Generator:

@@ -16,6 +16,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxbench import philox, prng
+from jaxbench.sample import largest_sum
 from jaxbench.watermark import config, definition, prf, states
 from jaxbench.watermark.keys import Key
 
@@ -123,7 +124,7 @@ class Watermark:
 
         def marked() -> Array:
             if self.scheme.scheme == "gumbel":
-                return _largest(logits + self._noise(state, seeds, step, str(logits.dtype)))
+                return largest_sum(logits, self._noise(state, seeds, step, str(logits.dtype)))
             return sample(self._reweighted(state, seeds, logits)).astype(jnp.int32)
 
         drawn = lax.cond(jnp.any(is_active), marked, lambda: jnp.zeros(logits.shape[:1], jnp.int32))
@@ -140,7 +141,7 @@ class Watermark:
             return self.apply(state, logits, tokens, length, step)
         state, seeds, is_active = self._admit(state, tokens, length, step)
         if self.scheme.scheme == "gumbel":
-            drawn = _largest(logits + self._noise(state, seeds, step, str(logits.dtype)))
+            drawn = largest_sum(logits, self._noise(state, seeds, step, str(logits.dtype)))
             changed = jnp.where(jnp.arange(logits.shape[1])[None, :] == drawn[:, None], 0.0, -jnp.inf)
         else:
             changed = self._reweighted(state, seeds, logits)
@@ -257,15 +258,19 @@ class Watermark:
         use_second = (word < jnp.uint32(min(int(self._alpha * 2**32), philox.MASK32)))[:, None]
         return jnp.where(use_second, keys[:, 2:3], keys[:, :1]), jnp.where(use_second, keys[:, 3:], keys[:, 1:2])
 
-    def _noise(self, state: State, seeds: Array, step: Array, dtype: str) -> Float[Array, "B V"]:
-        """Return the keyed Gumbel noise -log(-log u) of every token."""
+    def _noise(self, state: State, seeds: Array, step: Array, dtype: str) -> prf.Lanes:
+        """Return the keyed Gumbel noise -log(-log u) of every token, in lanes."""
         key, size = self._key(state, step), {"num_elements": self.vocab_size}
         if self.scheme.prf == "vllm":
             words = prf.vllm_lanes(seeds, key, **size)
-            return prf.interleave([-jnp.log(_vllm_exponential(w, dtype)) for w in words], self.vocab_size)
+            return tuple(-jnp.log(_vllm_exponential(w, dtype)) for w in words)
         words = prf.lanes(key, seeds, site=definition.site_of(self.scheme), **size)
-        noise = prf.interleave([-jnp.log(prng.exponential(w, dtype=dtype)) for w in words], self.vocab_size)
-        return noise if "payload" not in state else _shift(noise, state["payload"])
+        noise = tuple(-jnp.log(prng.exponential(w, dtype=dtype)) for w in words)
+        if "payload" not in state:
+            return noise
+        shifted = _shift(prf.interleave(noise, self.vocab_size), state["payload"])
+        shifted = jnp.pad(shifted, ((0, 0), (0, -self.vocab_size % 4)))
+        return tuple(shifted[:, j::4] for j in range(4))
 
     def _reweighted(self, state: State, seeds: Array, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Return the logarithm of the reweighted distribution (synthid, dip)."""
@@ -291,10 +296,6 @@ class Watermark:
         found = _play(blocks[rows, chosen].reshape(logits.shape[0], -1), words, self.scheme.depth)
         changed = blocks.at[rows, chosen].set(found.reshape(logits.shape[0], -1, size), unique_indices=True)
         return changed.reshape(logits.shape[0], -1)[:, : self.vocab_size]
-
-
-def _largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    return lax.top_k(logits, 1)[1][:, 0]
 
 
 def _stored(state: State, compute: Callable) -> Any:
