@@ -127,6 +127,7 @@ def define_detect() -> None:
     flags.DEFINE_string("scheme", "kgw", "name of a scheme, or a YAML file with its fields")
     flags.DEFINE_string("key_file", None, "file of the secret key (watermark.py keygen)")
     flags.DEFINE_integer("prompt_tokens", 0, "first tokens of --text that are not scored", lower_bound=0)
+    flags.DEFINE_string("neural", None, "folder of train-detector: its p-value of --text, beside the exact one")
     define_texts()
 
 
@@ -205,6 +206,10 @@ def detect() -> int:
     check_where()
     scheme = run.read_scheme(VALUES.scheme, VALUES.set)
     key = run.read_key(scheme, VALUES.key_file)
+    if VALUES.neural is not None:
+        if VALUES.text is None:
+            raise ValueError(f"--neural={VALUES.neural} judges a single --text, and there is none")
+        launch.ensure(VALUES.device)
     job = make_job((identify.Candidate(scheme.scheme, scheme, key),))
     if VALUES.input is not None:
         return score_files(job)
@@ -215,7 +220,7 @@ def detect() -> int:
     run.detect_text(
         VALUES.text, scheme, key, tokenizer=load_tokenizer(job.model), vocab_size=job.vocab_size,
         make_detector=job.make_detector, canonicalize=job.canonicalize, level=VALUES.level,
-        prompt_tokens=VALUES.prompt_tokens, console=Console(highlight=False),
+        prompt_tokens=VALUES.prompt_tokens, console=Console(highlight=False), neural=VALUES.neural,
     )  # fmt: skip
     return cli.EXIT_OK
 
@@ -323,12 +328,17 @@ def benchmark() -> int:
 
 def define_attack() -> None:
     """Define the flags of attack."""
-    flags.DEFINE_string("attack", None, "name of an attack, e.g. delete, synonym, typo, homoglyph, truncate")
+    names = "delete, synonym, typo, homoglyph, truncate, copy_paste, paraphrase, .."
+    flags.DEFINE_multi_string("attack", None, f"name or name:strength ({names}); several run one after the other")
     flags.DEFINE_float("strength", 0.1, "share of the text that is attacked", lower_bound=0.0, upper_bound=1.0)
+    flags.DEFINE_multi_string("set", [], "one more field of the attacks: --set unit=token, --set spans=3")
+    flags.DEFINE_string("human", None, "human texts to paste into or to take words from (unset: the packaged prose)")
     flags.DEFINE_string("input", None, "texts: .jsonl or .txt (one a line), plain or .gz")
     flags.DEFINE_string("output", None, "the attacked texts: a .jsonl file")
     flags.DEFINE_string("field", "text", "key of the text in a line of .jsonl")
     flags.DEFINE_integer("seed", 0, "of the attack's random stream")
+    cli.define_model()
+    cli.define_device()
 
 
 def attack() -> int:
@@ -339,8 +349,13 @@ def attack() -> int:
         raise ValueError(
             f"attack needs --attack, --input and --output, got {VALUES.attack}, {VALUES.input}, {VALUES.output}"
         )
-    chosen = attacks.parse_attack({"attack": VALUES.attack, "strength": VALUES.strength})
-    total, edits = run.attack_file(VALUES.input, VALUES.output, chosen, seed=VALUES.seed, field=VALUES.field)
+    chosen = run.read_attacks(VALUES.attack, strength=VALUES.strength, changes=VALUES.set)
+    if attacks.rewrites(chosen):
+        launch.ensure(VALUES.device)
+    tools = run.attack_tools(chosen, human=VALUES.human, model=None if VALUES.model == "default" else VALUES.model)
+    total, edits = run.attack_file(
+        VALUES.input, VALUES.output, chosen, seed=VALUES.seed, field=VALUES.field, tools=tools
+    )
     say(f"{total:,} texts attacked, {edits:.1%} of the words changed on average; written: {VALUES.output}")
     return cli.EXIT_OK
 

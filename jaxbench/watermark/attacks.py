@@ -151,6 +151,12 @@ def compose(attacks: Sequence[Any]) -> Chain:
     return Chain(steps=tuple(steps))
 
 
+def rewrites(attack: Any) -> bool:
+    """Return whether an attack needs a language model."""
+    steps = attack.steps if isinstance(attack, Chain) else (attack,)
+    return any(isinstance(step, Rewrite) for step in steps)
+
+
 def label(attack: Any) -> str:
     """Return how an attack is called in a report, e.g. `delete 30 %` or `copy paste, 25 % marked`."""
     if isinstance(attack, Chain):

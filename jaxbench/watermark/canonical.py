@@ -107,21 +107,24 @@ def _remove_joiners(text: str) -> tuple[str, int]:
 
 def _latinize(text: str) -> tuple[str, int]:
     table = look_alikes()
-    letters = [letter for letter in text if letter.isalpha()]
-    likely = sum(ord(letter) < LATIN_END for letter in letters) >= LATIN_SHARE * len(letters)
     changed = 0
 
-    def replace(found: re.Match[str]) -> str:
-        nonlocal changed
+    def mixed(found: re.Match[str]) -> str:
         word = found.group()
-        alike = [letter in table for letter in word]
-        if not any(alike):
-            return word
-        mixed = any(ord(letter) < LATIN_END for letter in word)
-        whole = likely and all(alike) and not (len(word) == 1 and unicodedata.name(word).startswith("GREEK"))
-        if not (mixed or whole):
-            return word
-        changed += sum(alike)
+        return replaced(word) if any(ord(letter) < LATIN_END for letter in word) else word
+
+    def whole(found: re.Match[str]) -> str:
+        word = found.group()
+        is_symbol = len(word) == 1 and unicodedata.name(word).startswith("GREEK")
+        return replaced(word) if all(letter in table for letter in word) and not is_symbol else word
+
+    def replaced(word: str) -> str:
+        nonlocal changed
+        changed += sum(letter in table for letter in word)
         return "".join(table.get(letter, letter) for letter in word)
 
-    return _word.sub(replace, text), changed
+    # Mixed words first: what they turn into tells whether the text is Latin, however many letters were replaced.
+    text = _word.sub(mixed, text)
+    letters = [letter for letter in text if letter.isalpha()]
+    is_latin = sum(ord(letter) < LATIN_END for letter in letters) >= LATIN_SHARE * len(letters)
+    return (_word.sub(whole, text) if is_latin else text), changed

@@ -62,7 +62,7 @@ class Evaluation:
         """Return how many stages there are."""
         s, rows = self.settings, self.settings.generate.prompts
         batches = -(-rows // s.generate.batch_size)
-        parts = sum(-(-rows // REWRITE_ROWS) if _rewrites(attack) else 1 for attack in s.attacks)
+        parts = sum(-(-rows // REWRITE_ROWS) if attacks.rewrites(attack) else 1 for attack in s.attacks)
         judged = 1 + len(s.attacks) * s.quality.attacked
         of_a_scheme = batches + parts + 3 + judged + s.spoofing  # detect, show, generation quality
         return 1 + batches + 2 + 1 + len(s.schemes) * of_a_scheme
@@ -153,7 +153,7 @@ class Evaluation:
 
     def _attacked(self, arm: str, attack: Any, texts: list[str]) -> dict[str, list]:
         """Return attacked texts and the realised edit rates of each."""
-        rows = REWRITE_ROWS if _rewrites(attack) else max(len(texts), 1)
+        rows = REWRITE_ROWS if attacks.rewrites(attack) else max(len(texts), 1)
         found: dict[str, list] = {"texts": [], "word_edits": [], "character_edits": []}
         tools = attacks.Tools(tokenizer=self.parts.tokenizer, human=self.material.human, rewrite=self.parts.rewriter)
         for start in range(0, len(texts), rows):
@@ -348,11 +348,6 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         found.append("" if is_open else whole[len(before) :])
         before = before if is_open else whole
     return found
-
-
-def _rewrites(attack: Any) -> bool:
-    steps = attack.steps if isinstance(attack, attacks.Chain) else (attack,)
-    return any(isinstance(step, attacks.Rewrite) for step in steps)
 
 
 def _json(found: detecting.Found) -> dict[str, list]:

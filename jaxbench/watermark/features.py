@@ -133,8 +133,18 @@ def parity_arrays(config: NeuralConfig, *, batch: int, length: int, seed: int, s
 # Trained detectors on disk
 
 
-def save(folder: str | Path, config: NeuralConfig, params: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> Path:
-    """Write detector.safetensors and detector.json (shape, record, checksum) into a folder; each file whole or not."""
+def save(
+    folder: str | Path,
+    config: NeuralConfig,
+    params: Mapping[str, np.ndarray],
+    record: Mapping[str, Any],
+    calibration: np.ndarray | None = None,
+) -> Path:
+    """Write detector.safetensors and detector.json (shape, record, checksum) into a folder; each file whole or not.
+
+    Args:
+      calibration: human passages [N T] for conformal p-values, kept as calibration.npy.
+    """
     from safetensors.numpy import save_file
 
     folder = Path(folder)
@@ -143,6 +153,10 @@ def save(folder: str | Path, config: NeuralConfig, params: Mapping[str, np.ndarr
     weights, temporary = folder / "detector.safetensors", folder / ".detector.safetensors.tmp"
     save_file({name: np.ascontiguousarray(value, np.float32) for name, value in params.items()}, temporary)
     values = {"config": config.model_dump(mode="json"), "sha256": assets.sha256_file(temporary), **record}
+    if calibration is not None:
+        passages = folder / ".calibration.tmp.npy"
+        np.save(passages, calibration)
+        passages.replace(folder / "calibration.npy")
     temporary.replace(weights)
     described = folder / ".detector.json.tmp"
     described.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -172,3 +186,20 @@ def load(folder: str | Path) -> tuple[NeuralConfig, dict[str, np.ndarray], dict[
         raise ValueError(f"detector: {folder} cannot be read ({reason}); run train-detector first") from error
     initial.check_params(parameter_shapes(config), params)
     return config, params, record
+
+
+def load_calibration(folder: str | Path) -> np.ndarray:
+    """Return the human passages [N T] that were saved with a detector.
+
+    Raises:
+      ValueError: there are none, or the file is damaged.
+    """
+    try:
+        found = np.load(Path(folder) / "calibration.npy", allow_pickle=False)
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"detector: {folder}/calibration.npy cannot be read ({error}); run train-detector") from error
+    if found.ndim != 2 or not len(found) or found.dtype.kind not in "iu":
+        raise ValueError(
+            f"detector: {folder}/calibration.npy has shape {found.shape} of {found.dtype}, wanted ids [N T]"
+        )
+    return found

@@ -137,8 +137,13 @@ def detect_text(
     level: float,
     prompt_tokens: int,
     console: Any,
+    neural: str | None = None,
 ) -> statistics.Detections:
-    """Test one text and print its p-values, its tokens coloured by their evidence, spans and payload."""
+    """Test one text and print its p-values, its tokens coloured by their evidence, spans and payload.
+
+    Args:
+      neural: folder of a trained detector, whose p-value is shown below the exact one.
+    """
     vocab_size = vocab_size or tokenizer.vocab_size
     encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
     encoded = encoder.encode([text])
@@ -152,6 +157,12 @@ def detect_text(
     evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)
     found = statistics.score(scheme, evidence, vocab_size=vocab_size)
     _print_scores(found, len(ids), int(encoded.num_changed[0]), console)
+    if neural is not None:
+        from jaxbench.watermark import neural_test
+
+        verdict = neural_test.NeuralTest(neural, vocab_size=vocab_size)(scheme, ids, evidence)
+        line = f"neural p = {verdict.p_value:.3g}   (first {verdict.num_tokens} tokens, {verdict.num_null} null scores"
+        console.print(f"{line}; the exact p above decides)", highlight=False)
     spans = localize.localize(scheme, evidence, vocab_size=vocab_size, level=level)[0].spans
     console.print(highlighted(tokenizer, ids, scheme, evidence, spans))
     for span in spans:
@@ -200,7 +211,45 @@ def identify_text(text: str, job: bulk.Job, *, tokenizer: Any, console: Any, lev
     return found
 
 
-def attack_file(pattern: str, output: str, attack: Any, *, seed: int, field: str = "text") -> tuple[int, float]:
+def read_attacks(given: Sequence[str], *, strength: float, changes: Sequence[str] = ()) -> Any:
+    """Return the attack of names or name:strength pairs, a chain of several; `changes` set further fields of all.
+
+    Raises:
+      ValueError: as attacks.parse_attack.
+    """
+    found = []
+    for name in given:
+        named, _, own = name.partition(":")
+        content: dict[str, Any] = {"attack": named, "strength": own or strength}
+        for change in changes:
+            core.override(content, change)
+        found.append(attacks.parse_attack(content))
+    return found[0] if len(found) == 1 else attacks.compose(found)
+
+
+def attack_tools(attack: Any, *, human: str | None, model: str | None) -> attacks.Tools:
+    """Return what an attack needs besides the texts: tokenizer, human texts and a rewriter that load on demand."""
+    from jaxbench.tokenizer import load_tokenizer
+    from jaxbench.watermark import passages
+
+    steps = attack.steps if isinstance(attack, attacks.Chain) else (attack,)
+    is_token = any(getattr(step, "unit", "word") == "token" for step in steps)
+    is_human = any(step.attack in ("copy_paste", "insert", "substitute") for step in steps)
+    rewriter = None
+    if attacks.rewrites(attack):
+        from jaxbench.watermark.rewrite import Rewriter
+
+        rewriter = Rewriter(model)
+    return attacks.Tools(
+        tokenizer=load_tokenizer(model) if is_token else None,
+        human=passages.read_texts(human) if is_human else (),
+        rewrite=rewriter,
+    )
+
+
+def attack_file(
+    pattern: str, output: str, attack: Any, *, seed: int, field: str = "text", tools: attacks.Tools | None = None
+) -> tuple[int, float]:
     """Attack the texts of files and write one object a line; return their number and the mean share of edited words.
 
     Raises:
@@ -218,7 +267,7 @@ def attack_file(pattern: str, output: str, attack: Any, *, seed: int, field: str
                     where = f"{chunk.path} line {bad[0].line}: {bad[0].problem}" if bad else f"{chunk.path}: token ids"
                     raise ValueError(f"attack: {where}; wanted texts")
                 texts = [record.content for record in records]
-                found = attacks.apply(attack, texts, seed=seed, indices=range(total, total + len(texts)))
+                found = attacks.apply(attack, texts, seed=seed, indices=range(total, total + len(texts)), tools=tools)
                 for record, text, share in zip(records, found.texts, found.word_edits):
                     row = {"id": record.id, "text": text, "original": record.content, "word_edits": float(share)}
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")

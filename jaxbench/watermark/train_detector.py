@@ -264,7 +264,7 @@ def run(
     params, losses = fit(settings, marked, plain, say=say)
     extra = {"text_sha256": data.text_sha256(path), "model_sha256": checkpoint.sha256, "vocab_size": vocab_size}
     record = {"training": settings.model_dump(mode="json"), "config_id": config_id(settings, extra=extra), **extra}
-    features.save(workdir, settings.detector, params, record)
+    features.save(workdir, settings.detector, params, record, human.calibration)
     scorer, rows = Scorer(settings.detector, params), []
     for name in settings.test_schemes:
         rows += judge(settings, scorer, name, *made["test", name], human, vocab_size=vocab_size)

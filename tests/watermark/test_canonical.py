@@ -15,10 +15,6 @@ PLAIN = "The quick brown fox jumps over a lazy dog, I say: Xylophones Play Jazz 
 def test_cyrillic_and_greek_look_alikes_become_latin_again(step):
     table = str.maketrans("aceijopsxyABCEHIJKMNOPSTXYZ", "асеіјорѕхуАВСЕНІЈΚМΝОРЅТХΥΖ")
     attacked = "".join(c.translate(table) if i % step == 0 else c for i, c in enumerate(PLAIN))
-    if step == 1:  # a text that is mostly replaced no longer counts as Latin, words keep a Latin letter here
-        attacked = "Therefore we think that this remains a mostly Latin piece of writing. " + attacked
-        assert canonical.canonicalize(attacked).text.endswith(PLAIN)
-        return
     found = canonical.canonicalize(attacked)
     assert found.text == PLAIN
     assert found.homoglyphs == sum(a != b for a, b in zip(attacked, PLAIN)) > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_ref.watermark.neural
-from jaxbench.watermark import config, definition, features, neural, train_detector, training_data
+from jaxbench.watermark import config, definition, features, neural, neural_test, train_detector, training_data
 from jaxbench.watermark.keys import Key
 
 SHAPE = features.NeuralConfig(num_rows=64, d_model=12, num_pooled=6, d_hidden=8, dilations=(1, 3))
@@ -136,6 +136,27 @@ def test_a_saved_detector_is_read_back_and_a_damaged_one_refused(tmp_path):
         features.load(tmp_path)
     with pytest.raises(ValueError, match="cannot be read .*run train-detector first"):
         features.load(tmp_path / "none")
+
+
+def test_a_saved_detector_gives_a_p_value_of_one_text_with_the_human_text_it_kept(tmp_path):
+    scheme = config.parse_scheme("kgw")
+    human = np.random.default_rng(3).integers(0, VOCAB, (40, 32), dtype=np.int32)
+    features.save(tmp_path, SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
+    test = neural_test.NeuralTest(tmp_path, vocab_size=VOCAB)
+    tokens, keys = marked(scheme, count=1, length=40)
+    found = definition.evidence(scheme, keys, tokens, np.array([40]), vocab_size=VOCAB)
+    verdict = test(scheme, tokens[0], found)
+    assert verdict.num_tokens == 32 and 0 < verdict.p_value <= 1
+    assert (verdict.p_value * (verdict.num_null + 1)) == pytest.approx(round(verdict.p_value * (verdict.num_null + 1)))
+    nothing = definition.Evidence(found.words, np.zeros_like(found.scored))
+    assert test(scheme, tokens[0], nothing).p_value == 1.0
+    with pytest.raises(ValueError, match="payload_bits=2"):
+        test(config.parse_scheme({"scheme": "kgw", "payload_bits": 2}), tokens[0], found)
+    with pytest.raises(ValueError, match="vocabulary of 256, the text has 99"):
+        neural_test.NeuralTest(tmp_path, vocab_size=99)
+    (tmp_path / "calibration.npy").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"calibration.npy cannot be read .*run train-detector"):
+        neural_test.NeuralTest(tmp_path, vocab_size=VOCAB)
 
 
 def test_parameters_of_another_shape_are_refused(tmp_path):

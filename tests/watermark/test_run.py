@@ -174,3 +174,23 @@ def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
     assert total == len(rows) == 2 and edits > 0
     assert [row["original"] for row in rows] == path.read_text().splitlines()
     assert all(row["text"].lower() == row["original"].lower() != row["text"] for row in rows)
+
+
+def test_attacks_of_the_command_chain_and_bring_their_own_tools(tmp_path):
+    chosen = run.read_attacks(["copy_paste:0.5", "typo"], strength=0.2, changes=[])
+    assert [(step.attack, step.strength) for step in chosen.steps] == [("copy_paste", 0.5), ("typo", 0.2)]
+    token = run.read_attacks(["delete:0.5"], strength=0.2, changes=["unit=token"])
+    assert token.unit == "token"
+    with pytest.raises(ValueError, match="spans is 3"):
+        run.read_attacks(["typo"], strength=0.2, changes=["spans=3"])
+    with pytest.raises(ValueError, match="strength is 'x'"):
+        run.read_attacks(["typo:x"], strength=0.2)
+    path, out, human = tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "human.txt"
+    path.write_text("Some words of one text here.\n")
+    human.write_text("Nobody marked this sentence, which goes on for a good while.\n")
+    for attack in (chosen, token):
+        run.attack_file(
+            str(path), str(out), attack, seed=1, tools=run.attack_tools(attack, human=str(human), model=None)
+        )
+        row = json.loads(out.read_text())
+        assert row["text"] != row["original"]
