@@ -1,8 +1,9 @@
 """A bank of recent and compressed states with a gated read, in Flax NNX. Twin: torch_ref/memory/bank.py.
 
 Data's way: every block of C tokens attends to what the bank held before it; then it joins the recent blocks, and the
-oldest recent block is compressed into C / ratio slots, for which the oldest slots make room. Blocks are counted in a
-row's own tokens; a state carries an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1
+oldest recent block is compressed into C / ratio slots, for which the oldest slots make room; with min_surprise, only
+what differs from what came before it gets a slot of its own. Blocks are counted in a row's own tokens; a state carries
+an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1
 (recent and compressed memory, compression functions, attention reconstruction); Chen et al. 2024, arXiv:2410.03156
 (sigmoid gate of each head and width). Differs from the former: within a call gradients flow through what was written.
 Axis letters: R recent states, M slots, S both, C tokens of a block, P slots of a page.
@@ -41,6 +42,7 @@ class BankState(NamedTuple):
     cosine: Float[Array, " B"]  # of what the last compressed block answers to what it answered uncompressed
     pending: Float[Array, "B C D"]  # tokens of an unfinished block
     count: Int[Array, " B"]  # how many
+    compressed: Int[Array, " B"]  # tokens compressed so far
 
 
 def attend(
@@ -77,13 +79,23 @@ def attend(
     return total / jnp.swapaxes(mass, 1, 2)[..., None], weights / mass[..., None]
 
 
-def appended(entries: Float[Array, "B S ..."], number: Int[Array, " B"], block: Float[Array, "B C ..."]) -> Array:
-    """Return entries with a block behind the first `number` of them; where it does not fit, the oldest make room."""
-    capacity, size = entries.shape[1], block.shape[1]
+def appended(
+    entries: Float[Array, "B S ..."],
+    number: Int[Array, " B"],
+    block: Float[Array, "B C ..."],
+    added: Int[Array, " B"] | None = None,
+) -> Array:
+    """Return entries with a block behind the first `number` of them; where it does not fit, the oldest make room.
+
+    added: how many of the block's first entries count; None = all of them.
+    """
+    capacity, size = entries.shape[1], block.shape[1] if added is None else added
     dropped = jnp.maximum(number + size - capacity, 0)
     place = jnp.arange(capacity)[None, :] + dropped[:, None]
     source = jnp.where(place < number[:, None], place, capacity + place - number[:, None])
-    moved = layout.gathered(jnp.concatenate([entries, block], axis=1), jnp.minimum(source, capacity + size - 1))
+    moved = layout.gathered(
+        jnp.concatenate([entries, block], axis=1), jnp.minimum(source, capacity + block.shape[1] - 1)
+    )
     is_filled = place < (number + size)[:, None]
     return jnp.where(is_filled.reshape(*place.shape, *(1,) * (moved.ndim - 2)), moved, jnp.zeros((), moved.dtype))
 
@@ -102,7 +114,7 @@ class Bank(nnx.Module):
         self.num_heads, self.head_dim, self.d_model = c.num_heads, c.head_dim, c.d_model
         self.block_size, self.slots_per_block, self.compression = c.block_size, c.slots_per_block, c.compression
         self.capacities = (c.recent_blocks * c.block_size, c.memory_slots)
-        self.mass_decay, self.dtype = c.mass_decay, dtype
+        self.mass_decay, self.min_surprise, self.dtype = c.mass_decay, c.min_surprise, dtype
 
     def __call__(
         self,
@@ -154,7 +166,8 @@ class Bank(nnx.Module):
         mass = jnp.zeros((batch_size, sum(self.capacities)), wide)
         age = jnp.zeros((batch_size, self.capacities[1]), jnp.int32)
         pending = jnp.zeros((batch_size, self.block_size, self.d_model), self.dtype)
-        return BankState(recent, slots, none, none, mass, mass, age, none, jnp.zeros(batch_size, wide), pending, none)
+        cosine = jnp.zeros(batch_size, wide)
+        return BankState(recent, slots, none, none, mass, mass, age, none, cosine, pending, none, none)
 
     def reset(self, state: BankState, is_reset: Bool[Array, " B"]) -> BankState:
         """Return the state with some rows as they are before anything is read."""
@@ -237,12 +250,12 @@ class Bank(nnx.Module):
         mass = self.mass_decay * state.mass + (1.0 - self.mass_decay) * state.use / size
         is_old = state.num_recent == room
         oldest, used = state.recent[:, :size], mass[:, :size]
-        new = self._compressed(oldest, used)
+        new, added = self._allocated(self._compressed(oldest, used))
         loss, cosine = self._reconstruction(block, oldest, used)
         is_made = is_full & is_old
 
         def grown(entries: Array, block: Array) -> Array:
-            return layout.chosen(is_made, appended(entries, state.num_slots, block), entries)
+            return layout.chosen(is_made, appended(entries, state.num_slots, block, added), entries)
 
         recent_mass = appended(mass[:, :room], state.num_recent, jnp.zeros_like(used))
         slot_mass = grown(mass[:, room:], jnp.zeros((len(block), few), mass.dtype))
@@ -250,19 +263,41 @@ class Bank(nnx.Module):
             recent=appended(state.recent, state.num_recent, block.astype(state.recent.dtype)),
             slots=grown(state.slots, new.astype(state.slots.dtype)),
             num_recent=jnp.minimum(state.num_recent + size, room),
-            num_slots=jnp.where(is_made, jnp.minimum(state.num_slots + few, capacity), state.num_slots),
+            num_slots=jnp.where(is_made, jnp.minimum(state.num_slots + added, capacity), state.num_slots),
             use=jnp.zeros_like(state.use),
             mass=jnp.concatenate([recent_mass, slot_mass], axis=1),
             age=grown(state.age + 1, jnp.zeros((len(block), few), state.age.dtype)),
-            evicted=state.evicted + jnp.where(is_made, jnp.maximum(state.num_slots + few - capacity, 0), 0),
+            evicted=state.evicted + jnp.where(is_made, jnp.maximum(state.num_slots + added - capacity, 0), 0),
             cosine=jnp.where(is_made, cosine, state.cosine),
+            compressed=state.compressed + jnp.where(is_made, size, 0),
         )
         state = layout.tree_map(functools.partial(layout.chosen, is_full), written, state)
         losses = jnp.sum(jnp.where(is_made, loss, jnp.zeros((), loss.dtype)))
         return state, jnp.stack([losses, jnp.sum(is_made).astype(loss.dtype)])
 
+    def _allocated(self, fine: Float[Array, "B K D"]) -> tuple[Float[Array, "B K D"], Int[Array, " B"]]:
+        """Return a block's slots, filled from the left, and their number.
+
+        Without min_surprise these are all of `fine`. Else one begins a slot of its own where 1 - cosine between it and
+        the one before it is over min_surprise, and a slot is the mean of its run: what follows from what came before
+        costs nothing.
+        """
+        few = self.slots_per_block
+        if self.min_surprise is None:
+            return fine, jnp.full((len(fine),), few, jnp.int32)
+        wide = jnp.promote_types(fine.dtype, jnp.float32)
+        fixed = lax.stop_gradient(fine).astype(wide)
+        squares = jnp.sum(fixed * fixed, axis=-1)
+        lengths = lax.rsqrt(jnp.maximum(squares[:, 1:] * squares[:, :-1], jnp.finfo(wide).tiny))
+        surprise = 1.0 - jnp.sum(fixed[:, 1:] * fixed[:, :-1], axis=-1) * lengths
+        place = jnp.cumsum((surprise > self.min_surprise).astype(jnp.int32), axis=1)
+        place = jnp.pad(place, ((0, 0), (1, 0)))
+        is_in = (place[:, :, None] == jnp.arange(few)[None, None, :]).astype(fine.dtype)
+        share = is_in / jnp.maximum(jnp.sum(is_in, axis=1, keepdims=True), 1.0)
+        return jnp.einsum("BKP,BKD->BPD", share, fine), place[:, -1] + 1
+
     def _compressed(self, block: Float[Array, "B C D"], mass: Float[Array, "B C"]) -> Float[Array, "B K D"]:
-        """Return a block's slots."""
+        """Return what a block is compressed into, C / ratio states."""
         few = self.slots_per_block
         if self.compression == "most_used":
             best = jnp.argsort(-lax.stop_gradient(mass), axis=1, stable=True)[:, :few]
@@ -283,9 +318,10 @@ class Bank(nnx.Module):
         block, oldest = lax.stop_gradient((block, oldest))
         kernels = lax.stop_gradient([proj.kernel[...] for proj in (self.q_proj, self.k_proj, self.v_proj)])
         query, answers = self._heads(block, kernels[0]), []
-        for entries in (oldest, self._compressed(oldest, mass)):
+        slots, number = self._allocated(self._compressed(oldest, mass))
+        for entries, filled in ((oldest, self.block_size), (slots, number[:, None])):
             key, value = (self._heads(entries.astype(block.dtype), kernel) for kernel in kernels[1:])
-            is_filled = jnp.ones(entries.shape[:2], bool)
+            is_filled = jnp.broadcast_to(jnp.arange(entries.shape[1])[None, :] < filled, entries.shape[:2])
             answers.append(attend(query, key, value, is_filled, page=self.slots_per_block)[0])
         wanted, found = answers
         loss = jnp.mean(jnp.square(found - wanted), axis=(1, 2, 3))
@@ -293,51 +329,6 @@ class Bank(nnx.Module):
         lengths = jnp.sum(one * one, axis=-1) * jnp.sum(other * other, axis=-1)
         cosine = jnp.sum(one * other, axis=-1) * lax.rsqrt(jnp.maximum(lengths, jnp.finfo(one.dtype).tiny))
         return loss, jnp.mean(cosine, axis=(1, 2))
-
-
-def grow_slots(state: BankState, number: int) -> BankState:
-    """Return the state with room for `number` more slots; what it answers does not change by a bit.
-
-    The model that reads on is built with the larger memory_slots and the same parameters.
-
-    Raises:
-      ValueError: number is negative.
-    """
-    if number < 0:
-        raise ValueError(f"grow_slots: number={number} is negative; shrink_slots takes slots away")
-
-    def padded(x: Array) -> Array:
-        return jnp.concatenate([x, jnp.zeros((len(x), number, *x.shape[2:]), x.dtype)], axis=1)
-
-    held = {name: padded(getattr(state, name)) for name in ("slots", "use", "mass", "age")}
-    return state._replace(**held)
-
-
-def shrink_slots(state: BankState, number: int) -> BankState:
-    """Return the state with `number` slots less: empty ones go first, then those of the least attention mass.
-
-    While only empty ones go, what it answers does not change by a bit.
-
-    Raises:
-      ValueError: number is negative or not below the number of slots.
-    """
-    capacity = state.slots.shape[1]
-    if not 0 <= number < capacity:
-        raise ValueError(f"shrink_slots: number={number} is outside [0, {capacity}), the bank has {capacity} slots")
-    room, left = state.recent.shape[1], capacity - number
-    is_filled = jnp.arange(capacity)[None, :] < state.num_slots[:, None]
-    worth = jnp.where(is_filled, state.mass[:, room:], jnp.asarray(-1.0, state.mass.dtype))
-    # The best `left` slots, in their old order; of equal mass the later ones.
-    best = jnp.argsort(worth[:, ::-1], axis=1, stable=True, descending=True)[:, :left]
-    kept = jnp.sort(capacity - 1 - best, axis=1)
-    # Where slots are empty, the filled ones come first, so that kept slots stay filled from the left.
-    kept = jnp.where(jnp.sum(is_filled, axis=1, keepdims=True) <= left, jnp.arange(left)[None, :], kept)
-    behind = {name: layout.gathered(getattr(state, name)[:, room:], kept) for name in ("use", "mass")}
-    held = {name: jnp.concatenate([getattr(state, name)[:, :room], x], axis=1) for name, x in behind.items()}
-    slots, age = (layout.gathered(x, kept) for x in (state.slots, state.age))
-    number_left = jnp.minimum(state.num_slots, left)
-    dropped = state.num_slots - number_left
-    return state._replace(slots=slots, age=age, num_slots=number_left, evicted=state.evicted + dropped, **held)
 
 
 # Training on a target, as the parity table does it

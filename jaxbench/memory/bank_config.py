@@ -29,6 +29,7 @@ class BankConfig(Base):
     ratio: int = Field(ge=1)  # tokens a slot stands for; divides block_size
     compression: Literal["mean", "max", "conv", "most_used", "learned"] = "conv"
     mass_decay: float = Field(default=0.9, ge=0, lt=1)  # of the attention mass of an entry, a block
+    min_surprise: float | None = Field(default=None, ge=0, lt=2)  # 1 - cosine that takes a slot of its own; None = all
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> BankConfig:
@@ -89,11 +90,11 @@ class MemoryStats(NamedTuple):
     dead_slots: np.ndarray  # filled slots that attention no longer looks at
     age_histogram: np.ndarray  # [B A] filled slots by age in blocks, edges AGE_EDGES
     evictions: np.ndarray  # slots dropped for newer ones
-    compression_ratio: np.ndarray  # tokens that were compressed / slots they became; 0 before the first
+    compression_ratio: np.ndarray  # measured: tokens that were compressed / slots they became; 0 before the first
     reconstruction_cosine: np.ndarray  # of what the last compressed block answers to what it answered before
 
 
-def memory_stats(state: Any, *, ratio: int, dead_share: float = 0.1) -> MemoryStats:
+def memory_stats(state: Any, *, dead_share: float = 0.1) -> MemoryStats:
     """Return statistics of a bank's state, a BankState of either backend with arrays that numpy reads.
 
     A slot is dead when its share of the attention mass is under dead_share of an even one, 0 < dead_share < 1.
@@ -118,6 +119,6 @@ def memory_stats(state: Any, *, ratio: int, dead_share: float = 0.1) -> MemorySt
         dead_slots=(filled & ~is_used).sum(axis=1),
         age_histogram=histogram,
         evictions=values["evicted"],
-        compression_ratio=np.where(made > 0, float(ratio), 0.0),
+        compression_ratio=values["compressed"] / np.maximum(made, 1),
         reconstruction_cosine=values["cosine"],
     )

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from jaxbench.memory import bank, layout
+from jaxbench import checkpoint
+from jaxbench.memory import bank, layout, resize
 from jaxbench.memory.bank_config import AGE_EDGES, BankConfig, initial_params, memory_stats
 from torch_ref.memory import bank as torch_bank
+from torch_ref.memory import resize as torch_resize
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -32,7 +34,7 @@ class Oracle:
 
     def __init__(self, config, params):
         self.config, self.params = config, params
-        self.recent, self.slots, self.mass, self.losses, self.evicted = [], [], [], [], 0
+        self.recent, self.slots, self.mass, self.losses, self.evicted, self.compressed = [], [], [], [], 0, 0
 
     def heads(self, x, name):
         kernel = self.params[f"{name}_proj.kernel"]
@@ -55,6 +57,18 @@ class Oracle:
             return np.stack([group.reshape(-1) @ self.params["compress.kernel"] for group in groups])
         return np.stack([group.mean(axis=0) if c.compression == "mean" else group.max(axis=0) for group in groups])
 
+    def allocate(self, fine):
+        """Return the slots: a state that is less surprising than the limit joins the run before it."""
+        limit, runs = self.config.min_surprise, []
+        for before, state in zip([None, *fine], fine):
+            if limit is not None and before is not None:
+                cosine = before @ state / np.linalg.norm(before) / np.linalg.norm(state)
+                if 1 - cosine <= limit:
+                    runs[-1].append(state)
+                    continue
+            runs.append([state])
+        return [np.mean(run, axis=0) for run in runs]
+
     def read(self, block):
         """Return the answers to a block of up to block_size tokens, and keep it if it is whole."""
         c, entries = self.config, self.recent + self.slots
@@ -73,7 +87,8 @@ class Oracle:
         recent, slots = mass[: len(self.recent)], mass[len(self.recent) :]
         if len(self.recent) == size * c.recent_blocks:
             oldest = self.recent[:size]
-            new = self.compress(oldest, recent)
+            new = self.allocate(self.compress(oldest, recent))
+            self.compressed += size
             self.losses.append(np.mean((self.attend(block, oldest)[0] - self.attend(block, new)[0]) ** 2))
             self.recent, recent = self.recent[size:], recent[size:]
             self.slots, slots = self.slots + list(new), slots + [0.0] * len(new)
@@ -118,6 +133,38 @@ def project(answer, params, own=0.0):
     gate = 1 / (1 + np.exp(-params["gate"]))
     mixed = gate * answer + (1 - gate) * own
     return mixed.reshape(*mixed.shape[:-2], -1) @ params["o_proj.kernel"]
+
+
+def test_surprise_decides_how_many_slots_a_block_gets():
+    config = TINY.model_copy(update={"block_size": 6, "ratio": 1, "memory_slots": 12, "min_surprise": 0.6})
+    read, _, twin, params = layer(config)
+    # The second half of the first row repeats itself: its blocks become one slot each.
+    x = stream(length=45).at[0, 12:].set(jnp.linspace(1.0, 2.0, 33)[:, None] * stream()[0, :1])
+    answers, state, loss = read(x)
+    oracles = [Oracle(config, params) for _ in range(2)]
+    wanted = [project(oracle.read_all(np.asarray(row)), params) for oracle, row in zip(oracles, x)]
+    assert worst(answers, np.stack(wanted)) < 1e-12
+    assert float(loss) == pytest.approx(np.mean([oracle.losses for oracle in oracles]), rel=1e-12)
+    for row, oracle in enumerate(oracles):
+        number = len(oracle.slots)
+        assert (int(state.num_slots[row]), int(state.evicted[row])) == (number, oracle.evicted)
+        assert worst(state.slots[row, :number], np.stack(oracle.slots)) < 1e-12
+        assert float(jnp.abs(state.slots[row, number:]).sum()) == 0.0
+    made = [len(oracle.slots) + oracle.evicted for oracle in oracles]
+    ratios = memory_stats(state).compression_ratio
+    assert ratios.tolist() == [30 / made[0], 30 / made[1]] and ratios[0] > 1.5 * ratios[1] > 1.5
+    assert [int(n) for n in state.compressed] == [oracle.compressed for oracle in oracles] == [30, 30]
+    with torch.no_grad():
+        assert worst(tuple(twin(as_torch(x))), (answers, state, loss)) < 1e-12
+        plain = layer(config.model_copy(update={"min_surprise": None}))[2](as_torch(x))[1]
+    assert memory_stats(plain).compression_ratio.tolist() == [1.0, 1.0]
+
+
+def test_a_surprise_limit_that_nothing_stays_under_changes_no_bit():
+    config = TINY.model_copy(update={"compression": "mean", "min_surprise": 0.0})
+    found, wanted = layer(config)[0](stream()), layer(kind_of("mean"))[2]
+    with torch.no_grad():
+        assert worst(found, tuple(wanted(as_torch(stream())))) < 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -218,14 +265,37 @@ def test_growing_and_shrinking_by_empty_slots_change_no_bit():
     config, x = kind_of("most_used"), stream(length=1, dtype="float32")
     _, state, _ = layer(config)[0](stream())
     state = jax.tree.map(lambda leaf: leaf.astype("float32") if leaf.dtype == jnp.float64 else leaf, state)
-    larger = bank.grow_slots(state, 6)
+    larger = resize.grow_slots(state, 6)
     answers = []
-    for each in (state, larger, bank.shrink_slots(larger, 2)):
+    for each in (state, larger, resize.shrink_slots(larger, 2)):
         sized = config.model_copy(update={"memory_slots": each.slots.shape[1]})
         answers.append(layer(sized, "float32")[0](x, each)[0])
     assert sized.memory_slots == 8 and float(jnp.abs(answers[0]).min()) > 0
     assert bool((answers[0] == answers[1]).all()) and bool((answers[0] == answers[2]).all())
-    assert worst(bank.shrink_slots(larger, 6), state) == 0.0
+    assert worst(resize.shrink_slots(larger, 6), state) == 0.0
+
+
+def test_a_bank_from_a_checkpoint_is_grown_and_reads_on(tmp_path):
+    """The way through Orbax: saved by field, restored at its old size, grown, saved anew."""
+    config = kind_of("most_used")
+    _, model, _, _ = layer(config)
+    _, state, _ = layer(config)[0](stream())
+    saved = checkpoint.Checkpoints(tmp_path, keep=2)
+    saved.save(1, state._asdict(), {"memory_slots": 4})
+    saved.wait()
+    larger = resize.grow_slots(model.init_state(2), 4)._asdict()
+    with pytest.raises(ValueError, match=r"slots is \(2, 4, 10\) float64, wanted \(2, 8, 10\) float64"):
+        saved.restore(larger, check_meta=lambda meta: None)
+    found = saved.restore(model.init_state(2)._asdict(), check_meta=lambda meta: None)
+    moved = resize.grow_slots(bank.BankState(**{k: jnp.asarray(v) for k, v in found.arrays.items()}), 4)
+    saved.save(2, moved._asdict(), {"memory_slots": 8})
+    saved.wait()
+    again = bank.BankState(**saved.restore(larger, check_meta=lambda meta: None).arrays)
+    saved.close()
+    sized, x = config.model_copy(update={"memory_slots": 8}), as_torch(stream(length=1))
+    with torch.no_grad():
+        one, other = layer(config)[2](x, as_torch(state))[0], layer(sized)[2](x, as_torch(again))[0]
+    assert bool((one == other).all()) and float(one.abs().min()) > 0
 
 
 def test_shrinking_a_full_bank_keeps_the_slots_of_most_mass_in_order():
@@ -233,12 +303,12 @@ def test_shrinking_a_full_bank_keeps_the_slots_of_most_mass_in_order():
     _, state, _ = read(stream())
     mass = state.mass.at[:, 8:].set(jnp.asarray([[0.3, 0.1, 0.2, 0.4], [0.1, 0.1, 0.0, 0.2]]))
     state = state._replace(mass=mass)
-    less = bank.shrink_slots(state, 2)
+    less = resize.shrink_slots(state, 2)
     kept = np.asarray([[0, 3], [1, 3]])
     assert worst(less.slots, layout.gathered(state.slots, jnp.asarray(kept))) == 0.0
     assert less.num_slots.tolist() == [2, 2] and less.evicted.tolist() == [6, 6]
     np.testing.assert_array_equal(less.mass[:, 8:], [[0.3, 0.4], [0.1, 0.2]])
-    assert worst(torch_bank.shrink_slots(as_torch(state), 2), less) == 0.0
+    assert worst(torch_resize.shrink_slots(as_torch(state), 2), less) == 0.0
 
 
 def test_nothing_is_compiled_again_as_the_bank_fills():
@@ -259,9 +329,14 @@ def test_statistics_are_those_of_a_state_made_by_hand():
     mass = state.mass.at[0, 8:].set(jnp.asarray([0.5, 0.5, 0.001, 0.0]))
     age = jnp.asarray([[9, 5, 1, 0], [0, 0, 0, 0]], jnp.int32)
     state = state._replace(
-        mass=mass, age=age, num_slots=jnp.asarray([4, 0]), evicted=jnp.asarray([6, 0]), cosine=jnp.asarray([0.9, 0.0])
+        mass=mass,
+        age=age,
+        num_slots=jnp.asarray([4, 0]),
+        evicted=jnp.asarray([6, 0]),
+        cosine=jnp.asarray([0.9, 0.0]),
+        compressed=jnp.asarray([25, 0]),
     )
-    stats = memory_stats(state, ratio=2)
+    stats = memory_stats(state)
     assert stats.occupancy.tolist() == [1.0, 0.0] and stats.evictions.tolist() == [6, 0]
     # The third slot's share is under a tenth of an even one; the fourth has just been written.
     assert stats.dead_slots.tolist() == [1, 0] and stats.utilisation.tolist() == [0.75, 0.0]
@@ -269,7 +344,7 @@ def test_statistics_are_those_of_a_state_made_by_hand():
     assert stats.effective_slots == pytest.approx([np.exp(-(share * np.log(share)).sum()), 0.0])
     assert stats.age_histogram[0].tolist() == [1, 1, 0, 1, 1, *[0] * (len(AGE_EDGES) - 5)]
     assert stats.age_histogram[1].sum() == 0
-    assert stats.compression_ratio.tolist() == [2.0, 0.0] and stats.reconstruction_cosine.tolist() == [0.9, 0.0]
+    assert stats.compression_ratio.tolist() == [2.5, 0.0] and stats.reconstruction_cosine.tolist() == [0.9, 0.0]
 
 
 def test_a_compression_that_loses_nothing_has_cosine_one():
@@ -306,8 +381,8 @@ def test_a_state_of_another_batch_or_capacity_is_refused():
     with pytest.raises(ValueError, match=r"are \[\(3, 8, 10\).*wanted \[\(2, 8, 10\)"):
         model(stream(), state)
     with pytest.raises(ValueError, match=r"\(2, 6, 10\).*wanted.*\(2, 4, 10\).*grow_slots and shrink_slots"):
-        twin(as_torch(stream()), torch_bank.grow_slots(as_torch(model.init_state(2)), 2))
-    for module in (bank, torch_bank):
+        twin(as_torch(stream()), torch_resize.grow_slots(as_torch(model.init_state(2)), 2))
+    for module in (resize, torch_resize):
         with pytest.raises(ValueError, match=r"number=4 is outside \[0, 4\)"):
             module.shrink_slots(state, 4)
         with pytest.raises(ValueError, match="number=-1 is negative"):

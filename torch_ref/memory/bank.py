@@ -1,8 +1,9 @@
 """A bank of recent and compressed states with a gated read, in PyTorch. Twin: jaxbench/memory/bank.py.
 
 Data's way: every block of C tokens attends to what the bank held before it; then it joins the recent blocks, and the
-oldest recent block is compressed into C / ratio slots, for which the oldest slots make room. Blocks are counted in a
-row's own tokens; a state carries an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1
+oldest recent block is compressed into C / ratio slots, for which the oldest slots make room; with min_surprise, only
+what differs from what came before it gets a slot of its own. Blocks are counted in a row's own tokens; a state carries
+an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1
 (recent and compressed memory, compression functions, attention reconstruction); Chen et al. 2024, arXiv:2410.03156
 (sigmoid gate of each head and width). Differs from the former: within a call gradients flow through what was written.
 Axis letters: R recent states, M slots, S both, C tokens of a block, P slots of a page.
@@ -39,6 +40,7 @@ class BankState(NamedTuple):
     cosine: Float[Tensor, " B"]  # of what the last compressed block answers to what it answered uncompressed
     pending: Float[Tensor, "B C D"]  # tokens of an unfinished block
     count: Int[Tensor, " B"]  # how many
+    compressed: Int[Tensor, " B"]  # tokens compressed so far
 
 
 def attend(
@@ -69,13 +71,21 @@ def attend(
     return total / mass.transpose(1, 2)[..., None], weights / mass[..., None]
 
 
-def appended(entries: Float[Tensor, "B S ..."], number: Int[Tensor, " B"], block: Float[Tensor, "B C ..."]) -> Tensor:
-    """Return entries with a block behind the first `number` of them; where it does not fit, the oldest make room."""
-    capacity, size = entries.shape[1], block.shape[1]
+def appended(
+    entries: Float[Tensor, "B S ..."],
+    number: Int[Tensor, " B"],
+    block: Float[Tensor, "B C ..."],
+    added: Int[Tensor, " B"] | None = None,
+) -> Tensor:
+    """Return entries with a block behind the first `number` of them; where it does not fit, the oldest make room.
+
+    added: how many of the block's first entries count; None = all of them.
+    """
+    capacity, size = entries.shape[1], block.shape[1] if added is None else added
     dropped = (number + size - capacity).clamp(min=0)
     place = torch.arange(capacity, device=number.device)[None, :] + dropped[:, None]
     source = torch.where(place < number[:, None], place, capacity + place - number[:, None])
-    moved = layout.gathered(torch.cat([entries, block], dim=1), source.clamp(max=capacity + size - 1))
+    moved = layout.gathered(torch.cat([entries, block], dim=1), source.clamp(max=capacity + block.shape[1] - 1))
     is_filled = place < (number + size)[:, None]
     return torch.where(is_filled.reshape(*place.shape, *(1,) * (moved.ndim - 2)), moved, moved.new_zeros(()))
 
@@ -95,7 +105,7 @@ class Bank(torch.nn.Module):
         self.num_heads, self.head_dim, self.d_model = c.num_heads, c.head_dim, c.d_model
         self.block_size, self.slots_per_block, self.compression = c.block_size, c.slots_per_block, c.compression
         self.capacities = (c.recent_blocks * c.block_size, c.memory_slots)
-        self.mass_decay, self.dtype = c.mass_decay, dtype
+        self.mass_decay, self.min_surprise, self.dtype = c.mass_decay, c.min_surprise, dtype
 
     def forward(
         self,
@@ -148,7 +158,8 @@ class Bank(torch.nn.Module):
         mass = wide.new_zeros((batch_size, sum(self.capacities)))
         age = torch.zeros((batch_size, self.capacities[1]), dtype=torch.int32, device=like.device)
         pending = like.new_zeros((batch_size, self.block_size, self.d_model))
-        return BankState(recent, slots, none, none, mass, mass, age, none, wide.new_zeros(batch_size), pending, none)
+        cosine = wide.new_zeros(batch_size)
+        return BankState(recent, slots, none, none, mass, mass, age, none, cosine, pending, none, none)
 
     def reset(self, state: BankState, is_reset: Bool[Tensor, " B"]) -> BankState:
         """Return the state with some rows as they are before anything is read."""
@@ -235,12 +246,12 @@ class Bank(torch.nn.Module):
         mass = self.mass_decay * state.mass + (1.0 - self.mass_decay) * state.use / size
         is_old = state.num_recent == room
         oldest, used = state.recent[:, :size], mass[:, :size]
-        new = self._compressed(oldest, used)
+        new, added = self._allocated(self._compressed(oldest, used))
         loss, cosine = self._reconstruction(block, oldest, used)
         is_made = is_full & is_old
 
         def grown(entries: Tensor, block: Tensor) -> Tensor:
-            return layout.chosen(is_made, appended(entries, state.num_slots, block), entries)
+            return layout.chosen(is_made, appended(entries, state.num_slots, block, added), entries)
 
         recent_mass = appended(mass[:, :room], state.num_recent, torch.zeros_like(used))
         slot_mass = grown(mass[:, room:], mass.new_zeros((len(block), few)))
@@ -248,19 +259,41 @@ class Bank(torch.nn.Module):
             recent=appended(state.recent, state.num_recent, block.to(state.recent.dtype)),
             slots=grown(state.slots, new.to(state.slots.dtype)),
             num_recent=(state.num_recent + size).clamp(max=room),
-            num_slots=torch.where(is_made, (state.num_slots + few).clamp(max=capacity), state.num_slots),
+            num_slots=torch.where(is_made, (state.num_slots + added).clamp(max=capacity), state.num_slots),
             use=torch.zeros_like(state.use),
             mass=torch.cat([recent_mass, slot_mass], dim=1),
             age=grown(state.age + 1, state.age.new_zeros((len(block), few))),
-            evicted=state.evicted + is_made * (state.num_slots + few - capacity).clamp(min=0),
+            evicted=state.evicted + is_made * (state.num_slots + added - capacity).clamp(min=0),
             cosine=torch.where(is_made, cosine, state.cosine),
+            compressed=state.compressed + is_made.to(torch.int32) * size,
         )
         state = layout.tree_map(functools.partial(layout.chosen, is_full), written, state)
         losses = torch.where(is_made, loss, loss.new_zeros(())).sum()
         return state, torch.stack([losses, is_made.sum().to(loss.dtype)])
 
+    def _allocated(self, fine: Float[Tensor, "B K D"]) -> tuple[Float[Tensor, "B K D"], Int[Tensor, " B"]]:
+        """Return a block's slots, filled from the left, and their number.
+
+        Without min_surprise these are all of `fine`. Else one begins a slot of its own where 1 - cosine between it and
+        the one before it is over min_surprise, and a slot is the mean of its run: what follows from what came before
+        costs nothing.
+        """
+        few = self.slots_per_block
+        if self.min_surprise is None:
+            return fine, torch.full((len(fine),), few, dtype=torch.int32, device=fine.device)
+        wide = torch.promote_types(fine.dtype, torch.float32)
+        fixed = fine.detach().to(wide)
+        squares = (fixed * fixed).sum(dim=-1)
+        lengths = torch.rsqrt((squares[:, 1:] * squares[:, :-1]).clamp(min=torch.finfo(wide).tiny))
+        surprise = 1.0 - (fixed[:, 1:] * fixed[:, :-1]).sum(dim=-1) * lengths
+        place = torch.cumsum((surprise > self.min_surprise).to(torch.int32), dim=1, dtype=torch.int32)
+        place = torch.nn.functional.pad(place, (1, 0))
+        is_in = (place[:, :, None] == torch.arange(few, device=fine.device)[None, None, :]).to(fine.dtype)
+        share = is_in / is_in.sum(dim=1, keepdim=True).clamp(min=1.0)
+        return torch.einsum("BKP,BKD->BPD", share, fine), place[:, -1] + 1
+
     def _compressed(self, block: Float[Tensor, "B C D"], mass: Float[Tensor, "B C"]) -> Float[Tensor, "B K D"]:
-        """Return a block's slots."""
+        """Return what a block is compressed into, C / ratio states."""
         few = self.slots_per_block
         if self.compression == "most_used":
             best = torch.argsort(-mass.detach(), dim=1, stable=True)[:, :few]
@@ -281,9 +314,11 @@ class Bank(torch.nn.Module):
         block, oldest = block.detach(), oldest.detach()
         kernels = [proj.kernel.detach() for proj in (self.q_proj, self.k_proj, self.v_proj)]
         query, answers = self._heads(block, kernels[0]), []
-        for entries in (oldest, self._compressed(oldest, mass)):
+        slots, number = self._allocated(self._compressed(oldest, mass))
+        for entries, filled in ((oldest, self.block_size), (slots, number[:, None])):
             key, value = (self._heads(entries.to(block.dtype), kernel) for kernel in kernels[1:])
-            is_filled = torch.ones(entries.shape[:2], dtype=torch.bool, device=entries.device)
+            place = torch.arange(entries.shape[1], device=entries.device)[None, :]
+            is_filled = (place < filled).expand(entries.shape[:2])
             answers.append(attend(query, key, value, is_filled, page=self.slots_per_block)[0])
         wanted, found = answers
         loss = torch.square(found - wanted).mean(dim=(1, 2, 3))
@@ -291,53 +326,6 @@ class Bank(torch.nn.Module):
         lengths = (one * one).sum(dim=-1) * (other * other).sum(dim=-1)
         cosine = (one * other).sum(dim=-1) * torch.rsqrt(lengths.clamp(min=torch.finfo(one.dtype).tiny))
         return loss, cosine.mean(dim=(1, 2))
-
-
-def grow_slots(state: BankState, number: int) -> BankState:
-    """Return the state with room for `number` more slots; what it answers does not change by a bit.
-
-    The model that reads on is built with the larger memory_slots and the same parameters.
-
-    Raises:
-      ValueError: number is negative.
-    """
-    if number < 0:
-        raise ValueError(f"grow_slots: number={number} is negative; shrink_slots takes slots away")
-
-    def padded(x: Tensor) -> Tensor:
-        return torch.cat([x, x.new_zeros((len(x), number, *x.shape[2:]))], dim=1)
-
-    held = {name: padded(getattr(state, name)) for name in ("slots", "use", "mass", "age")}
-    return state._replace(**held)
-
-
-def shrink_slots(state: BankState, number: int) -> BankState:
-    """Return the state with `number` slots less: empty ones go first, then those of the least attention mass.
-
-    While only empty ones go, what it answers does not change by a bit.
-
-    Raises:
-      ValueError: number is negative or not below the number of slots.
-    """
-    capacity = state.slots.shape[1]
-    if not 0 <= number < capacity:
-        raise ValueError(f"shrink_slots: number={number} is outside [0, {capacity}), the bank has {capacity} slots")
-    room, left = state.recent.shape[1], capacity - number
-    is_filled = torch.arange(capacity, device=state.slots.device)[None, :] < state.num_slots[:, None]
-    worth = state.mass[:, room:].masked_fill(~is_filled, -1.0)
-    # The best `left` slots, in their old order; of equal mass the later ones.
-    best = torch.argsort(worth.flip(1), dim=1, stable=True, descending=True)[:, :left]
-    kept = (capacity - 1 - best).sort(dim=1).values
-    # Where slots are empty, the filled ones come first, so that kept slots stay filled from the left.
-    kept = torch.where(
-        is_filled.sum(dim=1, keepdim=True) <= left, torch.arange(left, device=kept.device)[None, :], kept
-    )
-    behind = {name: layout.gathered(getattr(state, name)[:, room:], kept) for name in ("use", "mass")}
-    held = {name: torch.cat([getattr(state, name)[:, :room], x], dim=1) for name, x in behind.items()}
-    slots, age = (layout.gathered(x, kept) for x in (state.slots, state.age))
-    number_left = state.num_slots.clamp(max=left)
-    dropped = state.num_slots - number_left
-    return state._replace(slots=slots, age=age, num_slots=number_left, evicted=state.evicted + dropped, **held)
 
 
 # Training on a target, as the parity table does it
