@@ -47,3 +47,4 @@ class StepConfig(Base):
     nonfinite: Literal["skip", "stop"] = "stop"  # a loss or gradient that is not finite: skip the step, or end the run
     remat: RematConfig = RematConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    torch_compile: bool = False  # PyTorch: loss and gradient by torch.compile (Inductor); JAX always compiles

@@ -1,6 +1,7 @@
 """The training run's backend in PyTorch: model, optimiser, step and evaluation. Twin: jaxbench/engine.py.
 
-One device, eager. The run (jaxbench/train_run.py) deals in numpy and names only.
+One device; eager, or loss and gradient compiled (step.torch_compile). The run (jaxbench/train_run.py) deals in numpy
+and names only.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from jaxbench import precision
+from jaxbench import philox, precision
 from jaxbench.config import TransformerConfig
 from jaxbench.mesh import ParallelConfig
 from jaxbench.step_config import StepConfig
@@ -42,7 +44,7 @@ class Engine:
         parallel: ParallelConfig | None = None,
         device: str = "cpu",
     ):
-        """Place the parameters; batch_size, seq_len and scan_layers matter to the JAX twin only.
+        """Place the parameters, and compile where asked; scan_layers matters to the JAX twin only.
 
         Raises:
           ValueError: a mesh, optimiser or rematerialisation that this twin does not have.
@@ -54,12 +56,13 @@ class Engine:
         model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
-        self.compile_seconds = 0.0
+        self._loss = _CompiledLoss() if how.torch_compile else train.loss_fn
+        self.compile_seconds = self._compile(batch_size, seq_len) if how.torch_compile else 0.0
 
     def step(self, batch: Any, learning_rate: float) -> update.Metrics:
         """Run one step."""
         self.state, metrics = update.train_step(
-            self.state, self._batch(batch), learning_rate, self.dropout_key, how=self.how
+            self.state, self._batch(batch), learning_rate, self.dropout_key, how=self.how, loss_fn=self._loss
         )
         return metrics
 
@@ -167,5 +170,34 @@ class Engine:
         Path(folder).mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(Path(folder) / "trace.json"))
 
+    def _compile(self, batch_size: int, seq_len: int) -> float:
+        """Compile by computing one gradient, torch.compile having no other way; return the seconds it took."""
+        started, model = time.perf_counter(), self.state.params
+        ids = torch.zeros(batch_size // self.how.accumulation, seq_len, dtype=torch.int32, device=self.device)
+        ones = torch.ones_like(ids, dtype=torch.bool)
+        # Four tensors of ids: one tensor given twice would compile to another program.
+        batch = train.Batch(ids, ids.clone(), ids.clone(), ones, ids.clone())
+        dropout = None if self.dropout_key is None else (self.dropout_key, 0)
+        with update._autocast(model, self.how):
+            loss = self._loss(model, batch, dropout=dropout)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return time.perf_counter() - started
+
     def _batch(self, batch: Any) -> train.Batch:
         return train.Batch(*(None if x is None else torch.as_tensor(x).to(self.device) for x in batch))
+
+
+class _CompiledLoss:
+    """train.loss_fn by torch.compile, for one shape of batch; the optimiser and evaluation stay eager."""
+
+    def __init__(self):
+        torch.compiler.assume_constant_result(philox.site_id)  # a checksum, which the compiler cannot trace
+        self._program = torch.compile(train.loss_fn, dynamic=False, fullgraph=True)
+
+    def __call__(self, model: Any, batch: train.Batch, *, dropout: tuple[Tensor, int] | None = None) -> Tensor:
+        """Return the loss; the dropout's step goes in as a tensor, as a number it would compile anew each step."""
+        if dropout is not None:
+            key, step = dropout
+            dropout = (key, torch.tensor(step, device=key.device))
+        return self._program(model, batch, dropout=dropout)

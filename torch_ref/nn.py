@@ -48,7 +48,9 @@ def rotate(
     return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
-def dropout(x: Float[Tensor, "B T D"], rate: float, *, key: Tensor, step: int, site: int) -> Float[Tensor, "B T D"]:
+def dropout(
+    x: Float[Tensor, "B T D"], rate: float, *, key: Tensor, step: Tensor | int, site: int
+) -> Float[Tensor, "B T D"]:
     """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
 
     The mask is the Philox stream (key, step, site), row = batch row, element = index within the row.

@@ -55,7 +55,7 @@ def cross_entropy(
     return torch.where(mask, losses, losses.new_zeros(())).sum() / count
 
 
-def predict(model: Any, batch: Batch, *, dropout: tuple[Tensor, int] | None = None) -> Float[Tensor, "B T V"]:
+def predict(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | None = None) -> Float[Tensor, "B T V"]:
     """Return the model's logits on a batch; dropout is (Philox key, step), None = off."""
     return model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
 
@@ -65,7 +65,7 @@ def loss_of(output: Float[Tensor, "B T V"], batch: Batch) -> Float[Tensor, ""]:
     return cross_entropy(output, batch.targets, batch.mask)
 
 
-def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Tensor, int] | None = None) -> Float[Tensor, ""]:
+def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | None = None) -> Float[Tensor, ""]:
     """Return the model's loss on a batch, nats per token; dropout is (Philox key, step), None = off.
 
     Where the model has banks of memory, the loss that trains their compression is added.
@@ -91,7 +91,7 @@ def train_step(
     state: TrainState,
     batch: Any,
     *,
-    dropout: tuple[Tensor, int] | None = None,
+    dropout: tuple[Tensor, Tensor | int] | None = None,
     loss_fn: Callable[..., Tensor] = loss_fn,
 ) -> tuple[TrainState, Float[Tensor, ""]]:
     """Return the state after one AdamW step, and the loss before it.

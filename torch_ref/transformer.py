@@ -55,7 +55,7 @@ class Context(NamedTuple):
     key_segments: Int[Tensor, "B S"] | None
     angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None  # cosine, sine; None with learned positions
     slot: Tensor | int | None  # where the call's first key goes in the cache; None without a cache
-    dropout: tuple[Tensor, int] | None  # Philox key, step; None = no dropout
+    dropout: tuple[Tensor, Tensor | int] | None  # Philox key, step; None = no dropout
 
 
 class Attention(torch.nn.Module):
@@ -200,7 +200,7 @@ class Transformer(torch.nn.Module):
         positions: Int[Tensor, "B T"],
         *,
         segments: Int[Tensor, "B T"] | None = None,
-        dropout: tuple[Tensor, int] | None = None,
+        dropout: tuple[Tensor, Tensor | int] | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Return next-token logits of every position; dropout is (Philox key, step).
 
@@ -217,7 +217,7 @@ class Transformer(torch.nn.Module):
         cache: KVCache | None = None,
         slot: Tensor | int | None = None,
         segments: Int[Tensor, "B T"] | None = None,
-        dropout: tuple[Tensor, int] | None = None,
+        dropout: tuple[Tensor, Tensor | int] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], KVCache]:
         """Return hidden states after the final norm, and the keys and values attended to.
 

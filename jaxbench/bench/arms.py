@@ -44,7 +44,10 @@ class Arm:
         raise NotImplementedError(f"{self.name}: start")
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Load the checkpoint in `dtype`, the first `num_layers` layers only where given, with AdamW where `train`."""
+        """Load the checkpoint in `dtype`, the first `num_layers` layers only where given, with AdamW where `train`.
+
+        train["form"] says which step: "plain" (train.py, all in dtype) or "run" (arms_run.py).
+        """
         raise NotImplementedError(f"{self.name}: load {dtype}")
 
     def prepare(self, workload: Workload) -> dict:

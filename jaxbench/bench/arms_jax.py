@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from jaxbench.bench import arms
+from jaxbench.bench import arms, arms_run
 from jaxbench.bench.records import Workload
 
 
@@ -24,7 +24,7 @@ class JaxArm(arms.Arm):
         self.transformer = importlib.import_module(f"{self.package}.transformer")
         self.sample = importlib.import_module(f"{self.package}.sample")
         self.train = importlib.import_module(f"{self.package}.train")
-        self.model = self.generator = self.state = self.step = None
+        self.model = self.generator = self.state = self.step = self.run_step = None
         found = jax.default_backend()
         wanted = {"cpu": "cpu", "gpu": "gpu", "tpu": "tpu"}[self.device]
         return "" if found == wanted else f"JAX runs on {found} here, not on {wanted}"
@@ -37,6 +37,9 @@ class JaxArm(arms.Arm):
 
         self.dtype = dtype
         checkpoint = weights.load_checkpoint(self.checkpoint)
+        if train is not None and train["form"] == "run":
+            self.run_step = arms_run.RunStep(self.package, checkpoint, dtype, train | {"num_layers": num_layers})
+            return
         config, params = arms.shallow(checkpoint.config, checkpoint.params, num_layers)
         self.model = self.transformer.build(config, params, dtype=dtype)
         if train is None:
@@ -50,6 +53,8 @@ class JaxArm(arms.Arm):
 
     def prepare(self, workload: Workload) -> dict:
         """Compile the workload's programs ahead of time and read the compiler's own counts."""
+        if self.run_step is not None:
+            return self.run_step.prepare()
         if workload.kind == "train":
             return self._prepare_step(workload)
         start = time.perf_counter()
@@ -74,7 +79,7 @@ class JaxArm(arms.Arm):
         """Drop weights and programs."""
         import jax
 
-        self.model = self.generator = self.state = self.step = None
+        self.model = self.generator = self.state = self.step = self.run_step = None
         jax.clear_caches()
 
     def device_memory(self) -> int | None:
@@ -127,6 +132,8 @@ class JaxArm(arms.Arm):
     def _run_step(self, inputs: list) -> dict:
         import jax
 
+        if self.run_step is not None:
+            return self.run_step.measure(inputs)
         batch = self._batch(inputs)
         start = time.perf_counter()
         self.state, loss = self.step(self.state, batch)

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 
-from jaxbench.bench import arms
+from jaxbench.bench import arms, arms_run
 from jaxbench.bench.records import Workload
 
 
@@ -139,6 +139,7 @@ class EagerArm(TorchBase):
     """The twin in torch_ref, run eagerly."""
 
     name = "torch_eager"
+    is_compiled = False
 
     def start(self) -> str:
         """Import the twin's modules."""
@@ -146,7 +147,7 @@ class EagerArm(TorchBase):
         self.transformer = importlib.import_module("torch_ref.transformer")
         self.sample = importlib.import_module("torch_ref.sample")
         self.train = importlib.import_module("torch_ref.train")
-        self.generator = self.state = None
+        self.generator = self.state = self.run_step = None
         return reason
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
@@ -155,6 +156,11 @@ class EagerArm(TorchBase):
 
         self.dtype = dtype
         checkpoint = weights.load_checkpoint(self.checkpoint)
+        if train is not None and train["form"] == "run":
+            how = {"torch_compile": self.is_compiled, "device": self.torch_device}
+            sizes = train | {"num_layers": num_layers}
+            self.run_step = arms_run.RunStep("torch_ref", checkpoint, dtype, sizes, **how)
+            return
         config, params = arms.shallow(checkpoint.config, checkpoint.params, num_layers)
         self.model = self.transformer.build(config, params, dtype=dtype).to(self.torch_device)
         if train is None:
@@ -167,9 +173,13 @@ class EagerArm(TorchBase):
             self.state = self.train.init_state(self.model, optimizer)
         self.synchronize()
 
+    def prepare(self, workload: Workload) -> dict:
+        """Make the engine of a run's step; other eager code has nothing to compile."""
+        return {} if self.run_step is None else self.run_step.prepare()
+
     def unload(self) -> None:
         """Drop model, generator and optimiser."""
-        self.generator = self.state = None
+        self.generator = self.state = self.run_step = None
         super().unload()
 
     def _batch(self, inputs: list):
@@ -185,6 +195,8 @@ class EagerArm(TorchBase):
         return arms.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy(), limit=limit)
 
     def _step(self, inputs: list) -> dict:
+        if self.run_step is not None:
+            return self.run_step.measure(inputs, self.synchronize)
         batch = self._batch(inputs)
         start = time.perf_counter()
         self.state, loss = self.train.train_step(self.state, batch)
@@ -197,6 +209,7 @@ class CompiledArm(EagerArm):
     """The twin under torch.compile (Inductor, default mode, static shapes): model passes and the train step."""
 
     name = "torch_compile"
+    is_compiled = True
 
     def start(self) -> str:
         """Import the compiler and check that Inductor can build code here."""
@@ -217,11 +230,15 @@ class CompiledArm(EagerArm):
         torch._dynamo.reset()
         torch._dynamo.config.recompile_limit = 64  # one program a shape, as the JAX arms have
         super().load(dtype, num_layers=num_layers, train=train)
+        if self.run_step is not None:
+            return
         for layer in self.model.layers:
             layer.compile(dynamic=False)
 
     def prepare(self, workload: Workload) -> dict:
         """Compile by running: torch.compile has no ahead-of-time call; the time is the compiler's own count."""
+        if self.run_step is not None:
+            return self.run_step.prepare()
         width = workload.prompt_tokens + (1 if workload.kind == "train" else 0)
         inputs = [[1 + (row + column) % 64 for column in range(width)] for row in range(workload.batch)]
         before = compiler_seconds()

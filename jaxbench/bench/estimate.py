@@ -26,14 +26,17 @@ def inference_bytes(config: TransformerConfig, load: Workload) -> int:
     return flops.parameter_bytes(config, load.dtype) + 2 * (cache + scores + widest) + logits
 
 
-def train_bytes(config: TransformerConfig, load: Workload) -> int:
-    """Return what one worker needs for an AdamW step: weights, gradients, two moments, every layer's activations."""
+def train_bytes(config: TransformerConfig, load: Workload, *, weights: str | None = None) -> int:
+    """Return what one worker needs for an AdamW step: weights, gradients, two moments, every layer's activations.
+
+    `weights` is the type of weights and moments where it is not that of the products.
+    """
     size = flops.dtype_bytes(load.dtype)
     tokens = load.batch * load.prompt_tokens
     layer = tokens * (8 * config.d_model + 4 * config.d_ff) * size
     layer += 2 * load.batch * config.num_heads * load.prompt_tokens**2 * 4
     logits = 3 * tokens * config.vocab_size * 4  # logits, their softmax and gradient
-    return 4 * flops.parameter_bytes(config, load.dtype) + config.num_layers * layer + logits
+    return 4 * flops.parameter_bytes(config, weights or load.dtype) + config.num_layers * layer + logits
 
 
 def needed_bytes(suite: Suite, config: TransformerConfig) -> tuple[int, str]:
@@ -42,7 +45,8 @@ def needed_bytes(suite: Suite, config: TransformerConfig) -> tuple[int, str]:
     for load in suite.workloads():
         if load.kind == "train":
             shallow = config.model_copy(update={"num_layers": min(suite.train.num_layers, config.num_layers)})
-            own, resting = train_bytes(shallow, load), 4 * flops.parameter_bytes(shallow, load.dtype)
+            held = "float32" if suite.train.form == "run" else load.dtype
+            own, resting = train_bytes(shallow, load, weights=held), 4 * flops.parameter_bytes(shallow, held)
         else:
             own, resting = inference_bytes(config, load), flops.parameter_bytes(config, load.dtype)
         total = own + (len(suite.arms) - 1) * resting + len(suite.arms) * IMPORT_BYTES

@@ -19,12 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxbench import launch as process_environment
+from jaxbench import observe
 from jaxbench.bench import records, roofline, statistics
 from jaxbench.bench.plan import Plan
 from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.bench.records import RecordFile, Workload
 
-LOSS_TOLERANCE = 1e-4  # relative, between arms' first float32 losses; bfloat16 losses are shown, not compared
+# Relative, between arms' first losses; autocast and all-bfloat16 activations round at different places.
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 UNITS = {
     "load_s": "s",
     "compile_cold_s": "s",
@@ -33,6 +35,8 @@ UNITS = {
     "prefill_tokens_per_s": "tokens/s",
     "decode_tokens_per_s": "tokens/s",
     "train_tokens_per_s": "tokens/s",
+    "train_mfu": "share",
+    "train_mfu_causal": "share",
     "peak_memory_bytes": "bytes",
     "device_peak_bytes": "bytes",
     "temp_bytes": "bytes",
@@ -76,7 +80,9 @@ class Launch:
             for dtype in suite.dtypes():
                 self._stage(Workload(kind="inference", dtype=dtype), suite.inference(dtype))
             for load in suite.train_workloads():
-                train = {"learning_rate": suite.train.learning_rate}
+                step = suite.train
+                train = {"learning_rate": step.learning_rate, "form": step.form}
+                train |= {"batch": step.batch, "seq_len": step.seq_len}
                 self._stage(load, [load], num_layers=suite.train.num_layers, train=train)
             self.file.append(self._record(records.LAUNCH_DONE, value=float(self.number), unit="count"))
         finally:
@@ -155,6 +161,8 @@ class Launch:
         samples = self._rounds(stage, loads, ready)
         for (arm, load), found in samples.items():
             self._append_rates(arm, load, found)
+            if load.kind == "train" and self.plan.suite.train.form == "run":
+                self._append_mfu(arm, load, found, ready[arm, load]["device_kind"])
         self._append_tokens(loads)
         for arm in self._alive(quietly=True):
             self._append_memory(arm, stage)
@@ -223,12 +231,24 @@ class Launch:
         for metric, values in rates(load, found).items():
             detail = {}
             if metric.endswith("tokens_per_s"):
-                config = self.plan.model.config
-                if load.kind == "train":
-                    layers = min(self.plan.suite.train.num_layers, config.num_layers)
-                    config = config.model_copy(update={"num_layers": layers})
+                config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
                 found_share = roofline.share(config, load, statistics.median(values), self.rates)
                 detail = {} if found_share is None else {"share_of_roofline": found_share}
+            self._append(arm, metric, load, values, **detail)
+
+    def _append_mfu(self, arm: str, load: Workload, found: list[dict], device_kind: str) -> None:
+        """Record the share of the device's rate that the model's FLOPs took, attention counted whole and by half.
+
+        The rate is a data sheet's where the device has one (observe.py), else the one measured in this launch.
+        """
+        known = observe.peak_flops(device_kind, load.dtype)
+        peak = known or self.rates.gemm_flops_per_s.get(load.dtype)
+        if not peak:
+            return
+        for metric, is_causal in (("train_mfu", False), ("train_mfu_causal", True)):
+            work = observe.flops_per_token(self.plan.trained_config(), load.prompt_tokens, is_causal=is_causal)
+            values = [work * rate / peak for rate in rates(load, found)["train_tokens_per_s"]]
+            detail = {"peak_flops_per_s": peak, "peak": "data sheet" if known else "measured", "flops_per_token": work}
             self._append(arm, metric, load, values, **detail)
 
     def _append_memory(self, arm: str, stage: Workload) -> None:
@@ -245,7 +265,7 @@ class Launch:
             base = self.plan.suite.verdicts.baseline
             reference = base if base in outputs else next(iter(outputs), None)
             for arm, tokens in outputs.items():
-                tolerance = LOSS_TOLERANCE if load.kind == "train" else 0.0
+                tolerance = LOSS_TOLERANCE[load.dtype] if load.kind == "train" else 0.0
                 difference = first_difference(outputs[reference], tokens, tolerance=tolerance)
                 same_as = outputs[reference] if difference is None else tokens
                 detail = {"digest": digest(same_as), "reference": reference, "first_difference": difference}

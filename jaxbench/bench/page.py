@@ -12,8 +12,8 @@ from jaxbench.bench.summary import Row
 from jaxbench.bench.view import View
 
 TABLE_METRICS = (
-    "prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s", "first_token_s", "load_s", "compile_cold_s",
-    "compile_warm_s", "peak_memory_bytes", "temp_bytes", "flops",
+    "prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s", "train_mfu", "train_mfu_causal",
+    "first_token_s", "load_s", "compile_cold_s", "compile_warm_s", "peak_memory_bytes", "temp_bytes", "flops",
 )  # fmt: skip
 CSS = """
 :root { color-scheme: light dark; --back: #ffffff; --card: #f6f8fa; --line: #d8dee4; --text: #1f2328; --soft: #59636e;

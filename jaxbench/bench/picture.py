@@ -1,4 +1,4 @@
-"""The main picture as SVG: rates of every arm on every prefill and decode workload (S file).
+"""The main picture as SVG: rates of every arm on every prefill and decode workload, or of the train step (S file).
 
 Written by hand, without a browser: README pages show it on white and on black, so it brings its own card and follows
 the reader's colour scheme.
@@ -57,7 +57,7 @@ def draw(view: View) -> str:
 
 def _panels(view: View) -> list[tuple[Workload, list[Row]]]:
     groups: dict[tuple, list[Row]] = {}
-    for row in views.find(view, METRICS):
+    for row in views.find(view, METRICS) or views.find(view, ("train_tokens_per_s",)):
         if row.value:
             groups.setdefault((row.metric, row.workload), []).append(row)
     ordered = sorted(groups, key=lambda key: key[1].dtype != "float32")

@@ -45,6 +45,11 @@ class Plan(NamedTuple):
     inputs: dict[Workload, list[list[int]]]  # token ids of each workload, equal for every arm
     common: dict  # fields that every record carries
 
+    def trained_config(self) -> TransformerConfig:
+        """Return the configuration of the shallow model that the train step has."""
+        layers = min(self.suite.train.num_layers, self.model.config.num_layers)
+        return self.model.config.model_copy(update={"num_layers": layers})
+
     def record(self, metric: str, **fields) -> Record:
         """Return a record with the run's common fields filled in."""
         return Record(metric=metric, **{**self.common, "time_utc": now_utc(), **fields})

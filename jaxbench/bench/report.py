@@ -25,8 +25,10 @@ CSV_COLUMNS = (
     "metric", "arm", "kind", "dtype", "batch", "prompt_tokens", "new_tokens", "device", "value", "unit", "ratio",
     "ratio_low", "ratio_high", "verdict", "holm", "launches", "share_of_roofline", "reason", "config_id",
 )  # fmt: skip
-TERMINAL_METRICS = ("prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s", "first_token_s", "load_s",
-                    "compile_cold_s", "compile_warm_s", "peak_memory_bytes")  # fmt: skip
+TERMINAL_METRICS = (
+    "prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s", "train_mfu", "train_mfu_causal",
+    "first_token_s", "load_s", "compile_cold_s", "compile_warm_s", "peak_memory_bytes",
+)  # fmt: skip
 
 
 def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=None) -> View:

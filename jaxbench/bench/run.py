@@ -14,6 +14,12 @@ from jaxbench.bench import environment, launch, parts, plan, records, summary
 from jaxbench.bench.records import Record, RecordFile
 from jaxbench.bench.suite import Suite
 
+RUN_STEP = (
+    "The train step is that of experiments/train.py: float32 weights and moments, products in the named type (PyTorch: "
+    "autocast), AdamW, clipping at norm 1. MFU is 6 N + 12 L (heads * head_dim) T FLOPs a token, and the same with "
+    "half of the second term, over a data sheet's rate or, without one, the faster matrix product of the launch. "
+    "Compile time is the wall time of building the step; PyTorch's includes one gradient."
+)
 REPORT_RESERVE_S = 15  # kept free of the budget for the report
 
 
@@ -38,6 +44,8 @@ def compare(
     facts = environment.describe(threads=work.threads)
     settings = launch.worker_environment(device, cache=workdir / "compile_cache", threads=work.threads)
     facts["settings"] = environment.fair_settings(threads=work.threads, environment=settings)
+    if suite.train.enabled and suite.train.form == "run":
+        facts["settings"].append(RUN_STEP)
     records.write_json(workdir / "environment.json", facts)
     resolved = {"config_id": work.config_id, "device": device, "suite": suite.model_dump(mode="json")}
     records.write_json(workdir / "suite.json", resolved)

@@ -10,6 +10,7 @@ from jaxbench import config
 from jaxbench.bench.records import Workload
 from jaxbench.config import Base
 
+RUN_ARMS = ("flax", "torch_eager", "torch_compile")  # those that train.form=run has
 ARMS = ("flax", "equinox", "torch_eager", "torch_compile", "transformers", "llama_cpp")
 Arm = Literal["flax", "equinox", "torch_eager", "torch_compile", "transformers", "llama_cpp"]
 Dtype = Literal["float32", "bfloat16"]
@@ -35,11 +36,16 @@ class DecodeGrid(Base):
 
 
 class TrainStep(Base):
-    """One AdamW step of a shallow model of the default model's width (never the full depth: time and memory)."""
+    """One AdamW step of a shallow model of the default model's width (never the full depth: time and memory).
+
+    Two forms: "plain" is train.py's, weights and moments in dtype; "run" is the step of experiments/train.py, weights
+    and moments in float32, products in dtype, gradients clipped (bench/arms_run.py), and its MFU is reported too.
+    """
 
     enabled: bool = True
     num_layers: int = pydantic.Field(default=4, gt=0)  # the model's first layers, its embedding and final norm
-    dtype: Dtype = "float32"
+    form: Literal["plain", "run"] = "plain"
+    dtype: Dtype | tuple[Dtype, ...] = "float32"  # one, or several in turn
     batch: Batch = 2
     seq_len: int = pydantic.Field(default=128, gt=1)  # tokens
     learning_rate: float = pydantic.Field(default=1e-4, gt=0)
@@ -110,6 +116,9 @@ class Suite(Base):
             raise ValueError(f"suite: arms={list(self.arms)} is empty, name at least one of {', '.join(ARMS)}")
         if len(set(self.arms)) != len(self.arms):
             raise ValueError(f"suite: arms={list(self.arms)} names an arm twice")
+        others = [arm for arm in self.arms if arm not in RUN_ARMS]
+        if self.train.enabled and self.train.form == "run" and others:
+            raise ValueError(f"suite: train.form=run with arms {others}, which have none; has {', '.join(RUN_ARMS)}")
         return self
 
     def workloads(self) -> list[Workload]:
@@ -141,11 +150,15 @@ class Suite(Base):
         return rows
 
     def train_workloads(self) -> list[Workload]:
-        """Return the train step as a list of at most one workload."""
+        """Return the train step in each of its dtypes."""
         if not self.train.enabled:
             return []
         step = self.train
-        return [Workload(kind="train", dtype=step.dtype, batch=step.batch, prompt_tokens=step.seq_len)]
+        dtypes = (step.dtype,) if isinstance(step.dtype, str) else step.dtype
+        return [
+            Workload(kind="train", dtype=dtype, batch=step.batch, prompt_tokens=step.seq_len)
+            for dtype in dict.fromkeys(dtypes)
+        ]
 
     def longest(self) -> int:
         """Return the longest sequence of any workload, in tokens."""

@@ -137,6 +137,10 @@ def headline(view: View) -> list[tuple[str, str, str]]:
         peer = next((r for r in view.rows if r[:2] == first[:2] and r.arm == "transformers" and r.value), None)
         if peer:
             cards.append((f"{first.value / peer.value:.2f}×", "Hugging Face generate", f"Flax decode, {shown}"))
+    steps = [row for row in view.rows if row.metric == "train_tokens_per_s" and row.arm == "flax" and row.value]
+    if steps and not decode:
+        shown = wording.workload(steps[0].workload, with_kind=False)
+        cards.append((f"{wording.significant(steps[0].value)} tokens/s", "Flax train step", shown))
     if view.parity:
         passed = "passed" if all(detail.get("passed") for detail in view.parity.values()) else "FAILED"
         shown = f"{max(float(detail.get('worst', 'nan')) for detail in view.parity.values()):.1e}"

@@ -28,6 +28,8 @@ METRICS = {
     "prefill_tokens_per_s": "prefill",
     "decode_tokens_per_s": "decode",
     "train_tokens_per_s": "train step",
+    "train_mfu": "train step, MFU",
+    "train_mfu_causal": "train step, MFU with half the attention",
     "first_token_s": "first token",
     "load_s": "load",
     "compile_cold_s": "compile, cold",
@@ -76,6 +78,8 @@ def value(number: float | None, unit: str) -> str:
         return f"{significant(number * 1e3)} ms" if abs(number) < 1 else f"{significant(number)} s"
     if unit == "bytes":
         return scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    if unit == "share":
+        return f"{100 * number:.1f} %"
     if unit in ("FLOP", "FLOP/s", "bytes/s"):
         short = {"FLOP": "FLOP", "FLOP/s": "FLOP/s", "bytes/s": "B/s"}[unit]
         return scaled(number, 1000, tuple(prefix + short for prefix in ("", "k", "M", "G", "T", "P")))

@@ -28,6 +28,7 @@ class StandIn:
     log: list[tuple[str, str, str]] = []
     faults: dict[tuple[str, str], str] = {}
     closed: list[str] = []
+    device_kind = "cpu"
 
     def __init__(self, arm, *, environment, log, threads):
         self.arm, self.alive, self.environment = arm, True, environment
@@ -50,8 +51,9 @@ class StandIn:
             token = 7 if fault == "differs" else 1
             return {"first_s": 0.25, "rest_s": 2.0, "tokens": [[1] * (new - 1) + [token]] * rows}
         return {
-            "load": {"seconds": 0.1}, "prepare": {"compile_s": 3.0, "flops": 100.0, "temp_bytes": 5},
-            "memory": {"peak_bytes": 99}, "unload": {}, "read": {"seconds": [1.0, 0.5]}, "gemm": {"seconds": [1e-6]},
+            "load": {"seconds": 0.1}, "memory": {"peak_bytes": 99},
+            "prepare": {"compile_s": 3.0, "flops": 100.0, "temp_bytes": 5, "device_kind": self.device_kind},
+            "unload": {}, "read": {"seconds": [1.0, 0.5]}, "gemm": {"seconds": [1e-6]},
         }[operation]  # fmt: skip
 
     def close(self):
@@ -59,8 +61,13 @@ class StandIn:
 
 
 @pytest.fixture
-def run_launch(tmp_path, monkeypatch):
-    work = plan.make_plan(SUITE, device="cpu", workdir=tmp_path)
+def suite():
+    return SUITE
+
+
+@pytest.fixture
+def run_launch(tmp_path, monkeypatch, suite):
+    work = plan.make_plan(suite, device="cpu", workdir=tmp_path)
     monkeypatch.setattr(launch, "Worker", StandIn)
 
     def run(number=1, faults=None, limit_s=1e9):
@@ -172,3 +179,31 @@ def test_workers_get_tuned_malloc_and_a_compile_cache_of_the_run(tmp_path):
     assert environment["JAX_COMPILATION_CACHE_DIR"].startswith(str(tmp_path))
     load = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
     assert launch.rates(load, [{"step_s": 0.5, "loss": 1.0}]) == {"train_tokens_per_s": [32.0]}
+
+
+RUN = {"form": "run", "num_layers": 1, "seq_len": 16, "dtype": ["float32", "bfloat16"]}
+
+
+@pytest.mark.parametrize(
+    "suite", [Suite.model_validate(SUITE.model_dump() | {"arms": ["flax", "torch_eager"], "train": RUN})]
+)
+@pytest.mark.parametrize(("kind", "peak"), [("cpu", 1.024e9), ("NVIDIA H200", 66.9e12)])
+def test_a_run_s_step_has_its_mfu_in_both_conventions(run_launch, monkeypatch, kind, peak):
+    """Of the tiny model's first layer, by hand: 13,408 parameters, 12 * 4 heads * 8 * 16 tokens for attention."""
+    monkeypatch.setattr(StandIn, "device_kind", kind)
+    found = run_launch()
+    parameters = 128 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 3 * 32
+    for metric, attention in (("train_mfu", 6144), ("train_mfu_causal", 3072)):
+        record = pick(found, metric)  # 64 tokens/s; the product of 8 x 8 x 8 took a microsecond
+        assert record.value == pytest.approx(64.0 * (6 * parameters + attention) / peak, rel=1e-12)
+        assert record.samples == (record.value, record.value) and record.unit == "share"
+        assert record.detail["peak"] == ("measured" if kind == "cpu" else "data sheet")
+    shapes = {record.workload.dtype for record in found if record.metric == "train_tokens_per_s"}
+    assert shapes == {"float32", "bfloat16"}
+    # No bfloat16 product was timed, so that only a data sheet can give its share.
+    narrow = [record for record in found if record.metric == "train_mfu" and record.workload.dtype == "bfloat16"]
+    assert len(narrow) == (0 if kind == "cpu" else 2)
+
+
+def test_a_plain_step_has_no_mfu(run_launch):
+    assert not [record for record in run_launch() if record.metric.startswith("train_mfu")]

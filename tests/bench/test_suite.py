@@ -12,7 +12,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "suites"
 SHA = {"model_sha256": "a" * 64, "text_sha256": "b" * 64}
 
 
-@pytest.mark.parametrize("name", ["default", "full", "tiny"])
+@pytest.mark.parametrize("name", ["default", "full", "training", "tiny"])
 def test_every_suite_loads_and_opens_with_its_command(name):
     path = FOLDER / f"{name}.yaml"
     suite = config.load(path, [], Suite)
@@ -34,6 +34,19 @@ def test_the_default_suite_is_the_decided_matrix():
     decode = {(load.dtype, load.batch) for load in suite.workloads() if load.kind == "decode"}
     assert decode == {(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)}
     assert suite.train.num_layers == 4 and labels[-1].startswith("train float32")
+
+
+def test_the_training_suite_measures_the_run_s_step_and_nothing_else():
+    suite = config.load(FOLDER / "training.yaml", [], Suite)
+    assert suite.arms == ("flax", "torch_eager", "torch_compile") and suite.train.form == "run"
+    assert [load.label() for load in suite.workloads()] == ["train float32 b4 p128", "train bfloat16 b4 p128"]
+    assert suite.rounds.launches >= 3 and suite.rounds.budget_s <= 600
+
+
+@pytest.mark.parametrize("arms", [["equinox"], ["flax", "transformers"]])
+def test_arms_without_a_training_run_are_refused(arms):
+    with pytest.raises(ValueError, match=f"form=run with arms .'{arms[-1]}'.*has flax, torch_eager, torch_compile"):
+        Suite.model_validate({"arms": arms, "train": {"form": "run"}})
 
 
 @pytest.mark.parametrize(

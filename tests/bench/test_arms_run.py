@@ -1,0 +1,38 @@
+"""The run's step as an arm: both backends' engines take the same step, and nothing of a run but its step."""
+
+import numpy as np
+import pytest
+
+from jaxbench import initial, weights
+from jaxbench.bench import arms, plan
+from jaxbench.bench.records import Workload
+
+LOAD = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
+TRAIN = {"form": "run", "learning_rate": 1e-2, "batch": 2, "seq_len": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    weights.save_checkpoint(path, plan.TINY, initial.initial_params(plan.TINY, seed=0, distinct=True))
+    return str(path)
+
+
+def losses(name, folder, steps=3):
+    arm = arms.create(name, device="cpu", threads=2, checkpoint=folder)
+    assert arm.start() == ""
+    arm.load(LOAD.dtype, num_layers=1, train=TRAIN)
+    facts = arm.prepare(LOAD)
+    inputs = np.random.default_rng(0).integers(0, 128, (2, 9)).tolist()
+    answers = [arm.warm(LOAD, inputs)] + [arm.measure(LOAD, inputs) for _ in range(steps - 1)]
+    arm.unload()
+    assert all(answer["step_s"] > 0 for answer in answers)
+    return facts, [answer["loss"] for answer in answers]
+
+
+def test_flax_and_torch_take_the_same_steps_and_say_what_compiled(folder):
+    facts, ours = losses("flax", folder)
+    eager_facts, theirs = losses("torch_eager", folder)
+    assert ours == pytest.approx(theirs, rel=1e-5) and ours[-1] < ours[0] - 0.05
+    assert facts["compile_s"] > 0 and "compile_s" not in eager_facts
+    assert facts["device_kind"] == eager_facts["device_kind"] == "cpu"
