@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch
+from jaxbench import cli, launch, processes
 
 
 def main() -> int:
@@ -32,9 +32,19 @@ def main() -> int:
     profile_steps = profiled(values.profile_steps, settings)
     if values.find_batch_size and values.backend != "flax":
         raise ValueError(f"--find_batch_size reads XLA's memory analysis; --backend={values.backend} has none")
+    if values.find_batch_size and settings.parallel is not None:
+        raise ValueError(f"--find_batch_size searches on one device, got parallel.mesh={settings.parallel.mesh}")
+    processes.check_place(values.coordinator, values.num_processes, values.process_id)
+    is_joined = values.cluster or values.coordinator is not None
+    if is_joined and (values.backend != "flax" or values.find_batch_size):
+        raise ValueError(f"several processes train with --backend=flax only, got --backend={values.backend}")
     launch.ensure(values.device)
     from jaxbench import train_run
 
+    run_by = processes.ALONE
+    if is_joined:
+        join = importlib.import_module("jaxbench.distributed").start
+        run_by = join(values.coordinator, values.num_processes, values.process_id)
     if values.backend == "flax":
         importlib.import_module("jaxbench.devices").check_device(values.device)
         make_engine = importlib.import_module("jaxbench.engine").Engine
@@ -45,7 +55,7 @@ def main() -> int:
     if values.find_batch_size:
         return find_batch_size(settings, make_engine)
     cli.keep(f"finished checkpoints in {workdir} are kept; the same command goes on")
-    places = {"workdir": workdir, "data_path": values.data, "profile_steps": profile_steps}
+    places = {"workdir": workdir, "data_path": values.data, "profile_steps": profile_steps, "processes": run_by}
     train_run.run(settings, make_engine, backend=values.backend, **places)
     return cli.EXIT_OK
 
@@ -102,4 +112,8 @@ if __name__ == "__main__":
     flags.DEFINE_string("profile_steps", None, "a:b writes a trace of steps a + 1 to b into profile/ of the workdir")
     flags.DEFINE_bool("find_batch_size", False, "print the largest batch_size whose compiled step fits, and end")
     flags.DEFINE_integer("memory_mib", None, "limit for --find_batch_size (unset: what the device has)", lower_bound=1)
+    flags.DEFINE_bool("cluster", False, "run together with the other processes of a SLURM, Open MPI or Kubernetes job")
+    flags.DEFINE_string("coordinator", None, "host:port of the first process, where no cluster says it")
+    flags.DEFINE_integer("num_processes", None, "processes that run together, beside --coordinator", lower_bound=1)
+    flags.DEFINE_integer("process_id", None, "which of them this is, from 0", lower_bound=0)
     cli.run(main, about=__doc__)

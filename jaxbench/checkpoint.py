@@ -3,6 +3,9 @@
 A checkpoint is a flat {name: array} and a JSON object. Orbax writes into a temporary folder and renames it, so that a
 killed process leaves no half checkpoint under a step's number; every array's CRC-32 lies in the JSON object, so that a
 damaged file is noticed even where it can be read. Both backends use the same format.
+
+Of several processes each writes the parts of arrays that its devices hold, and the CRC-32 is of every part. Reading
+takes whole arrays into each process's memory, so that any mesh can go on from them and the parts can be checked.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxbench.processes import ALONE, Processes
+
 STATE, META = "state", "meta"
 MAX_LISTED = 8  # names shown of each kind of difference
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not finished
@@ -34,22 +39,28 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder, a sub-folder a step. One process at a time may write."""
+    """The checkpoints of one run, in one folder, a sub-folder a step. One run at a time may write.
 
-    def __init__(self, folder: str | Path, *, keep: int, say: Callable[[str], None] = print):
+    Every process of a run has to call every method, and all of them see the folder.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, keep: int, say: Callable[[str], None] = print, processes: Processes = ALONE
+    ):
         """Open or make the folder.
 
         Args:
           folder: where the checkpoints lie.
           keep: how many of the newest stay; the one with the lowest metric stays too.
           say: takes a sentence when a damaged checkpoint is passed over.
+          processes: those of the run.
 
         Raises:
           ValueError: keep is below 1.
         """
         if keep < 1:
             raise ValueError(f"checkpoint: keep={keep} must be at least 1")
-        self.folder, self.keep, self.say = Path(folder).absolute(), keep, say
+        self.folder, self.keep, self.say, self.processes = Path(folder).absolute(), keep, say, processes
         self.folder.mkdir(parents=True, exist_ok=True)
         self._open()
 
@@ -57,8 +68,9 @@ class Checkpoints:
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as policies
 
-        for half in self.folder.glob(f"*{TEMPORARY}*"):
+        for half in self.folder.glob(f"*{TEMPORARY}*") if self.processes.is_first else ():
             shutil.rmtree(half)  # of a process that was killed while it saved
+        self.processes.agree(True)
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every phase of every save
         newest = policies.LatestN(self.keep)
         best = policies.BestN(
@@ -90,8 +102,8 @@ class Checkpoints:
         Raises:
           OSError: this or the save before it could not be written; earlier checkpoints are kept.
         """
-        copied = {name: _host_copy(value) for name, value in arrays.items()}
-        sums = {name: _sum(value) for name, value in copied.items() if isinstance(value, np.ndarray)}
+        copied = {name: _copy(value) for name, value in arrays.items()}
+        sums = self._sums(copied)
         shapes = {name: [list(value.shape), str(value.dtype)] for name, value in copied.items()}
         entry = dict(meta) | {"arrays": shapes, "crc32": sums}
         items = self._ocp.args.Composite(
@@ -127,21 +139,51 @@ class Checkpoints:
                 meta = self._manager.restore(step, args=self._ocp.args.Composite(meta=self._ocp.args.JsonRestore()))
                 meta = dict(meta[META])
                 shapes, sums = meta.pop("arrays"), meta.pop("crc32")
+                reason = None
             except Exception as error:  # Orbax and TensorStore raise many types for a damaged file
-                self._set_aside(step, error)
+                reason = error
+            if self._is_damaged(step, reason):
                 continue
             self._refuse_other_model(step, shapes, wanted)
             check_meta(meta)
             try:
                 arrays = self._read(step, wanted)
-                broken = [name for name in sums if _sum(arrays[name]) != sums[name]]
+                broken = [name for name in sums if _differs(arrays[name], sums[name])]
                 if broken:
                     raise ValueError(f"checksums differ for {', '.join(broken[:MAX_LISTED])}")
             except Exception as error:
-                self._set_aside(step, error)
-                continue
-            return Checkpoint(step, arrays, meta)
+                reason = error
+            if not self._is_damaged(step, reason):
+                return Checkpoint(step, arrays, meta)
         return None
+
+    def _is_damaged(self, step: int, reason: Exception | None) -> bool:
+        """Set a checkpoint aside that any process could not read."""
+        if self.processes.agree(reason is None):
+            return False
+        self._set_aside(step, reason or ValueError(f"another process than {self.processes.index} could not read it"))
+        return True
+
+    def _sums(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the CRC-32 of every array: of all of it, or [bounds, CRC-32] of each part where processes hold parts.
+
+        A part's bounds are a start and a stop for each dim. It counts where its first device is.
+        """
+        sums = {name: _sum(value) for name, value in arrays.items() if isinstance(value, np.ndarray)}
+        owned: list[int] = []
+        for name, value in arrays.items():
+            if name in sums:
+                continue
+            owners: dict[tuple, Any] = {}
+            for device, index in value.sharding.devices_indices_map(value.shape).items():
+                owners.setdefault(_bounds(index, value.shape), device)
+            here = {shard.device: shard.data for shard in value.addressable_shards}
+            owned += [_sum(np.asarray(here[device])) if device in here else 0 for device in owners.values()]
+            sums[name] = list(owners)
+        if owned:
+            found = iter(self.processes.gather(np.array(owned, np.uint32)).max(axis=0).tolist())
+            sums |= {n: [[b, next(found)] for b in parts] for n, parts in sums.items() if isinstance(parts, list)}
+        return sums
 
     def _read(self, step: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
         target = {name: np.zeros(value.shape, _numpy_dtype(value.dtype)) for name, value in wanted.items()}
@@ -175,8 +217,9 @@ class Checkpoints:
         place, number = self.folder / str(step), 0
         while (aside := self.folder.parent / f"{self.folder.name}-{DAMAGED}" / f"{step}-{number}").exists():
             number += 1
-        aside.parent.mkdir(exist_ok=True)
-        os.rename(place, aside)
+        if self.processes.is_first:
+            aside.parent.mkdir(exist_ok=True)
+            os.rename(place, aside)
         self._manager.close()
         self._open()
         before = [other for other in self.steps() if other < step]
@@ -201,11 +244,23 @@ class Checkpoints:
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
 
-def _host_copy(value: Any) -> Any:
-    """Copy an array to the host; one that other processes hold parts of is left to Orbax."""
+def _copy(value: Any) -> Any:
+    """Copy an array to the host; of one that other processes hold parts of, Orbax takes this process's to the host."""
     if getattr(value, "is_fully_addressable", True):
         return np.array(value)
-    return value
+    is_host = next(iter(value.sharding.device_set)).platform == "cpu"
+    return value.copy() if is_host else value  # on a CPU, Orbax's copy is the array itself, which the step donates
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(one.indices(size)[:2] for one, size in zip(index, shape))
+
+
+def _differs(value: np.ndarray, wanted: Any) -> bool:
+    """Say whether an array is not the one of which `Checkpoints._sums` told the CRC-32."""
+    if isinstance(wanted, int):
+        return _sum(value) != wanted
+    return any(_sum(value[tuple(slice(*ends) for ends in bounds)]) != one for bounds, one in wanted)
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype:

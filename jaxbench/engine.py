@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbench import precision, prng, train, transformer, update
+from jaxbench import distributed, precision, prng, train, transformer, update
 from jaxbench.config import TransformerConfig
 from jaxbench.mesh import ParallelConfig
 from jaxbench.step_config import StepConfig
@@ -52,8 +52,10 @@ class Engine:
         model = transformer.build(config, params, dtype=self.policy.compute, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
-        self.plan = None
+        self.plan, self.batch_size, self.rows = None, batch_size, (0, batch_size)
         step = functools.partial(update.train_step, how=how)
+        if parallel is None and jax.process_count() > 1:
+            raise ValueError(f"engine: {jax.process_count()} processes need parallel.mesh, got parallel={parallel}")
         if parallel is None:
             jitted = jax.jit(lambda state, batch, extras: step(state, batch, **extras), donate_argnums=0)
         else:
@@ -73,6 +75,7 @@ class Engine:
 
         self.plan = mesh.make_plan(config, parallel, batch=batch_size // self.how.accumulation, tokens=seq_len)
         self.state = mesh.place_state(self.plan, self.state)
+        self.rows = distributed.rows_of(self.plan.batch, (batch_size, seq_len))
         return mesh.make_step(self.plan, self.state, step=step)
 
     def _extras(self, learning_rate: float) -> dict[str, Any]:
@@ -80,11 +83,16 @@ class Engine:
         extras = {"learning_rate": jnp.asarray(learning_rate), "dropout_key": self.dropout_key}
         if self.plan is None:
             return extras
-        return jax.device_put(extras, jax.sharding.NamedSharding(self.plan.mesh, jax.sharding.PartitionSpec()))
+        everywhere = jax.sharding.NamedSharding(self.plan.mesh, jax.sharding.PartitionSpec())
+        return jax.tree.map(lambda value: distributed.place(value, everywhere), extras)
 
     def step(self, batch: Any, learning_rate: float) -> update.Metrics:
-        """Start one step; what it measures arrives later (see `fetch`)."""
-        self.state, metrics = self._step(self.state, self._batch(batch), self._extras(learning_rate))
+        """Start one step; what it measures arrives later (see `fetch`).
+
+        batch holds the rows that this process needs of the step's: `rows` is the first one and how many.
+        """
+        placed = self._batch(batch, self.rows[0])
+        self.state, metrics = self._step(self.state, placed, self._extras(learning_rate))
         return metrics
 
     def fetch(self, metrics: update.Metrics) -> update.Metrics:
@@ -92,7 +100,7 @@ class Engine:
         return update.Metrics(*(np.asarray(value).item() for value in metrics))
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
-        """Return the sum of a batch's losses in nats and its number of targets."""
+        """Return the sum of a whole batch's losses in nats and its number of targets."""
         total, count = self._eval(self.state.params, self._batch(batch))
         return float(total), int(count)
 
@@ -105,16 +113,16 @@ class Engine:
         """Put a checkpoint's state in place, on whatever mesh this engine has."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(self.state)
         # A copy that JAX owns: the step donates its state.
-        loaded = [jax.device_put(jnp.array(arrays[_name(path)]), leaf.sharding) for path, leaf in leaves]
+        loaded = [distributed.place(jnp.array(arrays[_name(path)]), leaf.sharding) for path, leaf in leaves]
         self.state = jax.tree_util.tree_unflatten(structure, loaded)
 
     def params(self) -> dict[str, np.ndarray]:
         """Return the parameters by name."""
-        return {name: np.asarray(value) for name, value in self.state.params.items()}
+        return {name: distributed.whole(value) for name, value in self.state.params.items()}
 
     def memory(self) -> dict[str, int]:
         """Return bytes on devices: `live` now, and `step`, what the compiled step needs in all."""
-        stats = jax.devices()[0].memory_stats() or {}
+        stats = jax.local_devices()[0].memory_stats() or {}
         live = stats.get("bytes_in_use") or sum(array.nbytes for array in jax.live_arrays())
         analysis = self._step.memory_analysis()
         needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
@@ -144,10 +152,11 @@ class Engine:
         """
         from jaxbench.parity import capture, flax_side
 
-        broken = [name for name, value in self.state.params.items() if not bool(jnp.isfinite(value).all())]
+        params = self.state.params if jax.process_count() == 1 else self.params()  # each process looks for itself
+        broken = [name for name, value in params.items() if not bool(jnp.isfinite(value).all())]
         if broken:
             return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
-        narrow = {name: value.astype(self.policy.compute) for name, value in self.state.params.items()}
+        narrow = {name: jnp.asarray(value, self.policy.compute) for name, value in params.items()}
         found: list[str] = []
 
         def watch(name: str, call: Any, args: tuple, kwargs: dict) -> Any:
@@ -160,7 +169,7 @@ class Engine:
         model, count = update.merge(self.state.graph, narrow), self.how.accumulation
         model.remat, model.scan_layers = 0, False
         for k in range(count):
-            micro = train.Batch(*(None if x is None else x[k::count] for x in self._batch(batch)))
+            micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in batch))
             dropout = None if self.dropout_key is None else (self.dropout_key, jnp.int32(step * count + k))
             with flax_side.intercepted(model, watch):
                 loss = train.loss_fn(model, micro, dropout=dropout)
@@ -176,9 +185,12 @@ class Engine:
         """End the trace and write it."""
         jax.profiler.stop_trace()
 
-    def _batch(self, batch: Any) -> train.Batch:
+    def _batch(self, batch: Any, first: int = 0) -> train.Batch:
         arrays = train.Batch(*batch)
-        return arrays if self.plan is None else jax.device_put(arrays, self.plan.batch)
+        if self.plan is None:
+            return arrays
+        how = {"first": first, "rows": self.batch_size}
+        return jax.tree.map(lambda x: distributed.place_rows(x, self.plan.batch, **how), arrays)
 
 
 def _name(path: tuple) -> str:

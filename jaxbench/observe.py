@@ -31,9 +31,9 @@ PEAK_TFLOPS = {
 class Records:
     """A file of JSON lines with a step each, whose end can be taken back."""
 
-    def __init__(self, path: Path):
-        """Name the file; nothing is opened."""
-        self.path = path
+    def __init__(self, path: Path, *, is_written: bool = True):
+        """Name the file; nothing is opened. is_written=False only reads: another process writes."""
+        self.path, self.is_written = path, is_written
 
     def read(self) -> list[dict[str, Any]]:
         """Return the whole lines; one that a crash cut off is left out."""
@@ -47,6 +47,8 @@ class Records:
 
     def keep_until(self, step: int) -> None:
         """Drop what was written after this many steps: a run that resumes there writes it again."""
+        if not self.is_written:
+            return
         kept = [record for record in self.read() if record["step"] <= step]
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
@@ -54,6 +56,8 @@ class Records:
 
     def add(self, records: list[dict[str, Any]]) -> None:
         """Append whole lines and wait until they are on disk, so that no checkpoint is ahead of them."""
+        if not self.is_written:
+            return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write("".join(map(_line, records)))
             file.flush()
@@ -127,11 +131,11 @@ def host_bytes() -> int:
 class Board:
     """TensorBoard scalars of a run."""
 
-    def __init__(self, folder: Path, *, start: int):
+    def __init__(self, folder: Path, *, start: int, is_written: bool = True):
         """Open the folder; scalars of an earlier process from step `start` on are discarded by the reader."""
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=start, write_to_disk=True)
+        self._writer = SummaryWriter(str(folder), purge_step=start, write_to_disk=is_written)
 
     def add(self, step: int, values: Mapping[str, float | int | None]) -> None:
         """Write scalars."""
@@ -147,12 +151,15 @@ class Board:
 class Display:
     """A progress bar with time left on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, total: int):
-        """Prepare for a run of `total` steps; `say` works at once, the bar shows from `start` on."""
+    def __init__(self, total: int, *, is_shown: bool = True):
+        """Prepare for a run of `total` steps; `say` works at once, the bar shows from `start` on.
+
+        is_shown=False prints nothing: another process does.
+        """
         from rich import progress
         from rich.console import Console
 
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=True, quiet=not is_shown)
         columns = (
             progress.TextColumn("step"), progress.MofNCompleteColumn(), progress.BarColumn(),
             progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(),

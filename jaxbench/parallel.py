@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import attention, initial, pipeline, ring_attention, sharding, train
+from jaxbench import attention, distributed, initial, pipeline, ring_attention, sharding, train
 from jaxbench.config import TransformerConfig
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
 
@@ -169,7 +169,7 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
 
 def place_state(plan: Plan, state: train.TrainState) -> train.TrainState:
     """Return a copy of the state with every array where the plan wants it."""
-    return jax.device_put(state, state_shardings(plan, state), may_alias=False)
+    return jax.tree.map(distributed.place, state, state_shardings(plan, state))
 
 
 def place_batch(plan: Plan, batch: Any) -> Any:

@@ -10,12 +10,11 @@ command ends with the same losses and parameters, bit for bit, on the same machi
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import functools
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +24,10 @@ import numpy as np
 from jaxbench import cli, config, dataset, initial, observe, schedules, small_tokenizers, weights
 from jaxbench.checkpoint import Checkpoints
 from jaxbench.config import TransformerConfig
+from jaxbench.processes import ALONE, Processes, held
 from jaxbench.train_config import TrainConfig
 
-RECORDS, SUMMARY, CONFIG, LOCK = "records.jsonl", "summary.json", "config.yaml", ".lock"
+RECORDS, SUMMARY, CONFIG = "records.jsonl", "summary.json", "config.yaml"
 CHECKPOINTS, EXPORT, BOARD, PROFILE = "checkpoints", "export", "tensorboard", "profile"
 MAY_CHANGE = ("steps", "evaluation", "checkpoints", "logging", "parallel")  # between one start of a run and the next
 
@@ -72,29 +72,6 @@ def prepare_data(settings: TrainConfig, path: str | None = None) -> Data:
     return Data(rows, held_out, tokenizer, lengths, corpus.sha256 + (last.sha256 if data.validation_path else ""))
 
 
-@contextlib.contextmanager
-def locked(workdir: Path) -> Iterator[None]:
-    """Hold a folder for this process; the system lets go of it however the process ends.
-
-    Raises:
-      ValueError: another live process holds it.
-    """
-    workdir.mkdir(parents=True, exist_ok=True)
-    with open(workdir / LOCK, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            raise ValueError(
-                f"train: {workdir} is in use by process {file.read().strip() or 'unknown'}; wait for it, or name "
-                "another folder with --workdir"
-            ) from error
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
-
-
 def run(
     settings: TrainConfig,
     make_engine: Callable[..., Any],
@@ -103,6 +80,7 @@ def run(
     backend: str,
     data_path: str | None = None,
     profile_steps: tuple[int, int] | None = None,
+    processes: Processes = ALONE,
 ) -> Result:
     """Train, evaluate, save and export; continues what the folder holds.
 
@@ -113,6 +91,7 @@ def run(
       backend: its name, kept with the checkpoint.
       data_path: text instead of settings.data.path.
       profile_steps: (a, b) writes a trace of steps a + 1 to b into profile/.
+      processes: those that run this together, each with the same settings and folder.
 
     Raises:
       ValueError: bad input, a folder in use, or a checkpoint of another run.
@@ -120,7 +99,7 @@ def run(
       OSError: full disk; the last good checkpoint stays.
     """
     workdir = Path(workdir)
-    with locked(workdir):
+    with held(workdir, processes):
         data = prepare_data(settings, data_path)
         model = settings.model.resolved(None if data.tokenizer is None else data.tokenizer.vocab_size)
         _check_ids(data, model)
@@ -129,7 +108,7 @@ def run(
             seq_len=settings.data.seq_len, seed=settings.seed, implementation=settings.implementation,
             block_size=settings.block_size, scan_layers=settings.scan_layers, parallel=settings.parallel,
         )  # fmt: skip
-        trainer = _Trainer(settings, engine, model, data, workdir, backend)
+        trainer = _Trainer(settings, engine, model, data, workdir, backend, processes)
         try:
             return trainer.run(profile_steps or (-1, -1))
         finally:
@@ -146,22 +125,25 @@ class _Trainer:
     """One run in progress: the engine, what is written, and where the run stands."""
 
     def __init__(
-        self, settings: TrainConfig, engine: Any, model: TransformerConfig, data: Data, workdir: Path, backend: str
-    ):
+        self, settings: TrainConfig, engine: Any, model: TransformerConfig, data: Data, workdir: Path, backend: str,
+        processes: Processes,
+    ):  # fmt: skip
         self.settings, self.engine, self.model, self.data = settings, engine, model, data
-        self.workdir, self.backend = workdir, backend
-        self.records = observe.Records(workdir / RECORDS)
+        self.workdir, self.backend, self.processes = workdir, backend, processes
+        self.records = observe.Records(workdir / RECORDS, is_written=processes.is_first)
         self.progress = {"best_loss": None, "best_step": 0, "without_gain": 0}
         self.throughput = observe.Throughput()
         self.validation: dict[str, float] = {}
         self.measured_at = -1  # the step after which it was measured
         self.pending: list[tuple[int, float, Any]] = []
-        self.display = observe.Display(settings.steps)
-        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=settings.checkpoints.keep, say=self.display.say)
+        self.display = observe.Display(settings.steps, is_shown=processes.is_first)
+        how = {"keep": settings.checkpoints.keep, "say": self.display.say, "processes": processes}
+        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, **how)
         self.start = self._resume()
-        config.dump(settings, workdir / CONFIG)
+        if processes.is_first:
+            config.dump(settings, workdir / CONFIG)
         self.records.keep_until(self.start)
-        self.board = observe.Board(workdir / BOARD, start=self.start)
+        self.board = observe.Board(workdir / BOARD, start=self.start, is_written=processes.is_first)
         self.peak = self._peak()
         scaling = (settings.learning_rate, settings.learning_rate_scaling)
         self.rate = schedules.scaled_peak(*scaling, batch=settings.batch_size, base_batch=settings.base_batch)
@@ -206,11 +188,13 @@ class _Trainer:
         )
         self.display.start(self.start)
         done, early, is_traced = self.start, self._is_early(), False
+        first, count = self.engine.rows  # a process reads its own rows
+        part = functools.partial(self.data.train.batch, batch_size=batch, first=first, count=count)
         with ThreadPoolExecutor(1) as ahead:  # the next batch is packed while the device works
-            upcoming = ahead.submit(self.data.train.batch, done, batch)
+            upcoming = ahead.submit(part, done)
             while done < s.steps and not early:
-                arrays, upcoming = upcoming.result(), ahead.submit(self.data.train.batch, done + 1, batch)
-                if done == profile_steps[0]:
+                arrays, upcoming = upcoming.result(), ahead.submit(part, done + 1)
+                if done == profile_steps[0] and self.processes.is_first:
                     self.engine.start_profile(str(self.workdir / PROFILE))
                     is_traced = True
                 self.throughput.start()
@@ -277,7 +261,7 @@ class _Trainer:
         )
 
     def _evaluate(self, done: int) -> None:
-        """Measure the held-out loss on the same rows every time."""
+        """Measure the held-out loss on the same rows every time; every process reads them all, for their bytes."""
         s, rows = self.settings, self.data.held_out
         batches = -(-rows.rows_per_epoch // s.batch_size)
         batches = batches if s.evaluation.batches is None else min(batches, s.evaluation.batches)
@@ -336,7 +320,8 @@ class _Trainer:
         loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
         result = Result(done, loss, size, self.throughput.mean)
         summary = result._asdict() | {"backend": self.backend, "parameters": self._size()} | self.progress
-        (self.workdir / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        if self.processes.is_first:
+            (self.workdir / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         exported = f", {self._export()}" if self.settings.checkpoints.export else ""
         self.display.say(
             f"finished {done} steps: held-out loss {loss:.4f}"
@@ -347,10 +332,12 @@ class _Trainer:
 
     def _export(self) -> str:
         """Write the Hugging Face folder, or say why there is none."""
-        folder = self.workdir / EXPORT
+        folder, params = self.workdir / EXPORT, self.engine.params()
+        if not self.processes.is_first:
+            return ""
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            weights.save_checkpoint(folder, self.model, self.engine.params())
+            weights.save_checkpoint(folder, self.model, params)
         except ValueError as error:  # no Hugging Face architecture is this decoder
             return f"not exported ({error})"
         if hasattr(self.data.tokenizer, "save"):

@@ -56,6 +56,7 @@ class Engine:
         model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
+        self.rows = (0, batch_size)
         self._loss = _CompiledLoss() if how.torch_compile else train.loss_fn
         self.compile_seconds = self._compile(batch_size, seq_len) if how.torch_compile else 0.0
 
