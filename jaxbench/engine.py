@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxbench import distributed, precision, prng, train, transformer, update
 from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config, watch
 from jaxbench.mesh import ParallelConfig
 from jaxbench.step_config import StepConfig
 
@@ -66,6 +67,9 @@ class Engine:
         self._step = jitted.lower(self.state, train.Batch(ids, ids, ids, mask, ids), self._extras(0.0)).compile()
         self.compile_seconds = time.perf_counter() - started
         self._eval = jax.jit(functools.partial(update.eval_step, graph=self.state.graph, how=how))
+        self._watch = None
+        if (memory := decoder_config.memory_of(config)) is not None and memory.bank is not None:
+            self._watch = jax.jit(functools.partial(watch.bank_states, graph=self.state.graph, how=how))
 
     def _on_mesh(
         self, config: TransformerConfig, parallel: ParallelConfig, step: Any, batch_size: int, seq_len: int
@@ -103,6 +107,12 @@ class Engine:
         """Return the sum of a whole batch's losses in nats and its number of targets."""
         total, count = self._eval(self.state.params, self._batch(batch))
         return float(total), int(count)
+
+    def banks(self, batch: Any) -> dict[int, Any]:
+        """Return the states of the decoder's banks behind a whole batch, by layer; of one process alone."""
+        if self._watch is None or jax.process_count() > 1:
+            return {}
+        return jax.device_get(self._watch(self.state.params, self._batch(batch)))
 
     def arrays(self) -> dict[str, Any]:
         """Return the whole state by name, for a checkpoint."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench.config import TransformerConfig
+from jaxbench.memory.bank_config import AGE_EDGES
 from jaxbench.initial import parameter_shapes
 
 # Dense peak rates, TFLOP/s. Sources: NVIDIA's data sheets of A100 (2020), H100 SXM and H200 (2023, 2024).
@@ -116,6 +117,15 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Return a known device's dense peak rate, FLOP/s; None where it is not known."""
     rates = next((rates for name, rates in PEAK_TFLOPS.items() if name in device_kind), {})
     return rates[dtype] * 1e12 if dtype in rates else None
+
+
+def bank_scalars(layer: int, stats: Any) -> dict[str, float]:
+    """Return what a layer's memory bank holds (bank_config.MemoryStats) as scalars, means over rows."""
+    found = {name: float(value.mean()) for name, value in stats._asdict().items() if value.ndim == 1}
+    ends = [*(f"below_{edge}" for edge in AGE_EDGES[1:]), f"from_{AGE_EDGES[-1]}"]
+    ages = zip(ends, stats.age_histogram.mean(axis=0), strict=True)
+    found |= {f"age_{end}_blocks": float(number) for end, number in ages}
+    return {f"bank_{layer}/{name}": value for name, value in found.items()}
 
 
 def host_bytes() -> int:

@@ -24,6 +24,7 @@ import numpy as np
 from jaxbench import cli, config, dataset, initial, observe, schedules, small_tokenizers, weights
 from jaxbench.checkpoint import Checkpoints
 from jaxbench.config import TransformerConfig
+from jaxbench.memory import bank_config
 from jaxbench.processes import ALONE, Processes, held
 from jaxbench.train_config import TrainConfig
 
@@ -287,6 +288,8 @@ class _Trainer:
             self.progress = self.progress | {"without_gain": self.progress["without_gain"] + 1}
         self.records.add([{"step": done} | {f"validation_{k}": v for k, v in self.validation.items()}])
         self.board.add(done, {f"validation/{k}": v for k, v in self.validation.items()})
+        for layer, state in self.engine.banks(rows.batch(0, s.batch_size)).items():
+            self.board.add(done, observe.bank_scalars(layer, bank_config.memory_stats(state)))
         words = ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in self.validation.items())
         self.display.say(f"step {done}: held-out {words}; {self.throughput.rate:,.0f} tokens/s")
 

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from jaxbench import philox, precision
 from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config
 from jaxbench.mesh import ParallelConfig
 from jaxbench.step_config import StepConfig
 from torch_ref import prng, train, transformer, update
+from torch_ref.memory import layout, watch
 
 GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
 
@@ -56,6 +58,8 @@ class Engine:
         model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
+        memory = decoder_config.memory_of(config)
+        self._has_banks = memory is not None and memory.bank is not None
         self.rows = (0, batch_size)
         self._loss = _CompiledLoss() if how.torch_compile else train.loss_fn
         self.compile_seconds = self._compile(batch_size, seq_len) if how.torch_compile else 0.0
@@ -75,6 +79,13 @@ class Engine:
         """Return the sum of a batch's losses in nats and its number of targets."""
         total, count = update.eval_step(self.state.params, self._batch(batch), graph=None, how=self.how)
         return float(total), int(count)
+
+    def banks(self, batch: Any) -> dict[int, Any]:
+        """Return the states of the decoder's banks behind a whole batch, by layer."""
+        if not self._has_banks:
+            return {}
+        found = watch.bank_states(self.state.params, self._batch(batch), graph=None, how=self.how)
+        return {i: layout.tree_map(lambda x: x.cpu().numpy(), state) for i, state in found.items()}
 
     def arrays(self) -> dict[str, Any]:
         """Return the whole state by name, for a checkpoint."""

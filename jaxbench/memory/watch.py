@@ -1,0 +1,23 @@
+"""What the banks of a decoder in training hold, for its statistics, in JAX. Twin: torch_ref/memory/watch.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxbench import precision, update
+from jaxbench.memory.bank import BankState
+from jaxbench.step_config import StepConfig
+
+
+def bank_states(params: Mapping[str, Array], batch: Any, *, graph: Any, how: StepConfig) -> dict[int, BankState]:
+    """Return the states of a decoder's banks behind a batch's rows, by layer; each row is read as one document."""
+    model = update.merge(graph, update._narrow(params, precision.policy(how.precision)))
+    is_token = batch.positions >= 0
+    positions = jnp.where(is_token, jnp.cumsum(is_token, axis=1) - 1, -1).astype(jnp.int32)
+    _, cache = model.features(batch.tokens, positions)
+    found = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
+    return {i: state for i, state in found.items() if isinstance(state, BankState)}

@@ -1,0 +1,25 @@
+"""What the banks of a decoder in training hold, for its statistics, in PyTorch. Twin: jaxbench/memory/watch.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from jaxbench.step_config import StepConfig
+from torch_ref import update
+from torch_ref.memory.bank import BankState
+
+
+@torch.no_grad()
+def bank_states(params: Any, batch: Any, *, graph: Any, how: StepConfig) -> dict[int, BankState]:
+    """Return the states of a decoder's banks behind a batch's rows, by layer; each row is read as one document.
+
+    params is the model, graph is unused.
+    """
+    is_token = batch.positions >= 0
+    positions = torch.where(is_token, torch.cumsum(is_token, dim=1) - 1, -1).to(torch.int32)
+    with update._autocast(params, how):
+        _, cache = params.features(batch.tokens, positions)
+    found = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
+    return {i: state for i, state in found.items() if isinstance(state, BankState)}
