@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import attention, distributed, initial, pipeline, ring_attention, sharding, train
+from jaxbench import attention, data_parallel, distributed, initial, pipeline, ring_attention, sharding, train
 from jaxbench.config import TransformerConfig
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
 
@@ -117,6 +117,8 @@ def check(
         raise ValueError(f"parallel: rows of {tokens} tokens do not split into the {parts} parts of axis sequence")
     if stages > 1 or micro > 1:
         _check_pipeline(model, parallel, sizes, tokens=tokens)
+    elif parallel.gradient_type != "full":
+        _check_gradient_type(model, parallel, sizes)
 
 
 def _check_pipeline(
@@ -138,6 +140,19 @@ def _check_pipeline(
         )
     if model.dropout:
         raise ValueError(f"parallel: dropout={model.dropout} is not supported over micro-batches, use dropout=0")
+
+
+def _check_gradient_type(model: TransformerConfig, parallel: ParallelConfig, sizes: Mapping[str, int]) -> None:
+    others = {axis: size for axis, size in sizes.items() if axis not in ROWS and size > 1}
+    if others:
+        raise ValueError(
+            f"parallel: gradient_type={parallel.gradient_type} goes with data and fsdp, and with model in a pipeline, "
+            f"not with {others}"
+        )
+    if model.dropout:
+        raise ValueError(
+            f"parallel: dropout={model.dropout} is not supported with gradient_type={parallel.gradient_type}, use 0"
+        )
 
 
 def _parts(model: TransformerConfig) -> dict[str, Any]:
@@ -223,14 +238,16 @@ def loss_on(plan: Plan, loss_fn: Callable[..., Array] = train.loss_fn) -> Callab
             return jax.checkpoint(at, policy=_all_but(plan.used))(params)
         return at(params)
 
-    if not plan.is_pipelined:
+    how = {"gradient_type": plan.config.gradient_type, "stored": plan.params, "gradients": plan.gradients}
+    if not plan.is_pipelined and plan.config.gradient_type == "full":
         return loss
+    if not plan.is_pipelined:
+        return data_parallel.make_loss(plan.mesh, **how, loss_fn=loss_fn, plain_loss=loss)
     return pipeline.make_loss(
         plan.mesh,
+        **how,
         schedule=plan.config.schedule,
         micro_batches=plan.config.micro_batches,
-        stored=plan.params,
-        gradients=plan.gradients,
         is_attention_split=plan.config.heads == "split",
         loss_fn=loss,
     )

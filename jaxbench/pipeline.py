@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxbench import nn, sharding, train
+from jaxbench.data_parallel import dim_of, reduced, whole
 from jaxbench.mesh import DATA, FSDP, MODEL, STAGE
 from jaxbench.pipeline_schedule import timing
 from jaxbench.transformer import Context
@@ -48,6 +49,7 @@ class Parts(NamedTuple):
     model: int  # devices that share a stage's layers
     loss_of: Callable[[Array, Any], Array]  # loss of (logits, batch): a mean over batch.mask
     schedule: str  # gpipe or 1f1b
+    gradient_type: str  # in which gradients are added up
 
 
 # One stage's work, on the local parts of everything
@@ -222,6 +224,7 @@ def make_loss(
     stored: Mapping[str, NamedSharding],
     gradients: Mapping[str, NamedSharding],
     is_attention_split: bool,
+    gradient_type: str = "full",
     loss_fn: Callable[..., Array] = train.loss_fn,
     loss_of: Callable[[Array, Any], Array] = train.loss_of,
 ) -> Callable[..., Array]:
@@ -234,6 +237,7 @@ def make_loss(
       stored: where each parameter lives.
       gradients: where the optimiser reads each gradient.
       is_attention_split: heads are split over model.
+      gradient_type: in which gradients are added up over the mesh, see data_parallel.reduced.
       loss_fn: the same loss without a pipeline, for an evaluation that takes no gradient.
       loss_of: loss of (logits, batch), a mean over the targets of batch.mask.
     """
@@ -243,7 +247,7 @@ def make_loss(
             raise ValueError(f"pipeline: dropout={model.layers[0].dropout} is not supported over micro-batches, use 0")
         graph, params = nnx.split(model, nnx.Param)
         paths = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(params)}
-        parts = _parts(model, mesh, schedule, micro_batches, is_attention_split, loss_of)
+        parts = _parts(model, mesh, schedule, micro_batches, is_attention_split, loss_of, gradient_type)
         run = functools.partial(_loss_and_gradients, parts, mesh, stored, gradients)
 
         def plain(named: dict[str, Array], batch: Any) -> Array:
@@ -257,7 +261,15 @@ def make_loss(
     return loss
 
 
-def _parts(model: Any, mesh: Mesh, schedule: str, micro_batches: int, is_attention_split: bool, loss_of: Any) -> Parts:
+def _parts(
+    model: Any,
+    mesh: Mesh,
+    schedule: str,
+    micro_batches: int,
+    is_attention_split: bool,
+    loss_of: Any,
+    gradient_type: str,
+) -> Parts:
     graph, _ = nnx.split(model.layers[0])
     names = ("embed", "position", "final_norm", "head")
     ends, _ = nnx.split(nnx.Dict({name: getattr(model, name) for name in names}))
@@ -273,6 +285,7 @@ def _parts(model: Any, mesh: Mesh, schedule: str, micro_batches: int, is_attenti
         mesh.shape[MODEL],
         loss_of,
         schedule,
+        gradient_type,
     )
 
 
@@ -294,14 +307,15 @@ def _loss_and_gradients(
     def local(weights: Weights, batch: Any, total: Array) -> tuple[Array, Weights]:
         layers, ends = weights
         layers = {name: _of_stage(parts, value, layer_specs[name]) for name, value in layers.items()}
-        ends = {name: _whole(value, end_specs[name], (STAGE, FSDP, MODEL)) for name, value in ends.items()}
+        ends = {name: whole(value, end_specs[name], (STAGE, FSDP, MODEL)) for name, value in ends.items()}
         each = parts.micro_batches // parts.stages
         stream = jax.tree.map(lambda x: x.reshape(each, x.shape[0] // each, *x.shape[1:]), batch)
         loss, (layers, ends) = _run_schedule(parts, (_with_biases_once(parts, layers), ends), stream, total)
         layers = {name: _to_owners(parts, grad, layer_gradients[name]) for name, grad in layers.items()}
         # Embedding and head lie whole on every device of `model`, each of which saw a part of the tokens.
         over = {name: (STAGE, DATA, FSDP) if "norm" in name else (MODEL, STAGE, DATA, FSDP) for name in ends}
-        ends = {name: _reduced(grad, end_gradients[name], over[name]) for name, grad in ends.items()}
+        how = {"gradient_type": parts.gradient_type}
+        ends = {name: reduced(grad, end_gradients[name], over[name], **how) for name, grad in ends.items()}
         return lax.psum(loss, (STAGE, DATA, FSDP, MODEL)), (layers, ends)
 
     specs = {"in_specs": ((layer_specs, end_specs), P(ROWS), P()), "out_specs": (P(), (layer_gradients, end_gradients))}
@@ -318,27 +332,9 @@ def _layer(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def _axes(entry: sharding.Axes) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
-
-
-def _dim(spec: P, axis: str) -> int | None:
-    """Return the dim that an axis splits, None where it splits none."""
-    return next((dim for dim, entry in enumerate(spec) if axis in _axes(entry)), None)
-
-
-def _whole(value: Array, spec: P, axes: tuple[str, ...]) -> Array:
-    """Gather a value over the axes that split it, the innermost first."""
-    for dim, entry in enumerate(spec):
-        for axis in reversed(_axes(entry)):
-            if axis in axes:
-                value = lax.all_gather(value, axis, axis=dim, tiled=True)
-    return value
-
-
 def _of_stage(parts: Parts, value: Array, spec: P) -> Array:
     """Return the stage's layers [L/S ...] of a stacked parameter [L ...] stored as `spec` says."""
-    value, dim = _whole(value, spec, (FSDP,)), _dim(spec, STAGE)
+    value, dim = whole(value, spec, (FSDP,)), dim_of(spec, STAGE)
     if dim is not None:
         return lax.all_to_all(value, STAGE, split_axis=0, concat_axis=dim, tiled=True)
     each = value.shape[0] // parts.stages
@@ -347,22 +343,12 @@ def _of_stage(parts: Parts, value: Array, spec: P) -> Array:
 
 def _to_owners(parts: Parts, grad: Array, spec: P) -> Array:
     """Return the gradients of a stage's layers [L/S ...] as parts of all layers [L ...], added up over the batch."""
-    dim = _dim(spec, STAGE)
+    dim = dim_of(spec, STAGE)
     if dim is not None:
         grad = lax.all_to_all(grad, STAGE, split_axis=dim, concat_axis=0, tiled=True)
     else:
         grad = lax.all_gather(grad, STAGE, axis=0, tiled=True)
-    return _reduced(grad, spec, (DATA, FSDP))
-
-
-def _reduced(grad: Array, spec: P, axes: tuple[str, ...]) -> Array:
-    """Add a gradient up over axes; over those that split it in `spec`, keep this device's part only."""
-    whole = tuple(axis for axis in axes if _dim(spec, axis) is None)
-    grad = lax.psum(grad, whole) if whole else grad
-    for axis in axes:
-        if axis not in whole:
-            grad = lax.psum_scatter(grad, axis, scatter_dimension=_dim(spec, axis), tiled=True)
-    return grad
+    return reduced(grad, spec, (DATA, FSDP), gradient_type=parts.gradient_type)
 
 
 def _stacked(params: Mapping[str, Array]) -> Weights:
