@@ -85,7 +85,7 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
 
     data = train_run.prepare_data(settings, values.data)
     model = settings.model.resolved(None if data.tokenizer is None else data.tokenizer.vocab_size)
-    names = ("implementation", "block_size", "scan_layers")
+    names = ("implementation", "block_size", "scan_layers", "fused_projections")
     how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
     found = batch_size.find_optimal_batch_size(

@@ -1,19 +1,20 @@
 """The largest batch that fits, from the compiled step's memory analysis: nothing runs out of memory to find it.
 
-Works wherever the step compiles, TPU topologies without a TPU included (pass their devices' sharding in `lower`).
+Works wherever the step compiles, TPU topologies without a TPU included.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import psutil
 
-from jaxbench import initial, precision, prng, train, update
+from jaxbench import initial, offload, precision, prng, train, update
 from jaxbench.config import TransformerConfig
 from jaxbench.step_config import StepConfig
 from jaxbench.transformer import Transformer
@@ -56,7 +57,14 @@ def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int,
     return Found(low * multiple, tried[low * multiple], limit_bytes, tried)
 
 
-def step_bytes(
+def step_bytes(config: TransformerConfig, how: StepConfig, batch_size: int, **sizes: Any) -> int:
+    """Return the bytes of device memory that one compiled step needs; arguments as for `compiled_step`."""
+    analysis = compiled_step(config, how, batch_size, **sizes).memory_analysis()
+    kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + kept)
+
+
+def compiled_step(
     config: TransformerConfig,
     how: StepConfig,
     batch_size: int,
@@ -65,25 +73,38 @@ def step_bytes(
     implementation: str = "dense",
     block_size: int = 128,
     scan_layers: bool = False,
-) -> int:
-    """Return the bytes that one compiled step needs on one device; compiles with shapes only, no array is made."""
+    fused_projections: bool = False,
+    device: jax.Device | None = None,
+) -> Any:
+    """Return the compiled step of one device (the first where None); from shapes only, no array is made.
+
+    The device may be one of a topology that is not attached (jax.experimental.topologies).
+    """
     fields = {name: getattr(config, name) for name in type(config).model_fields}
     kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    dtype = precision.policy(how.precision).compute
+    kind |= {"fused_projections": int(fused_projections), "dtype": precision.policy(how.precision).compute}
+    place = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in initial.parameter_shapes(config).items()}
+    on_device = how.model_copy(update={"offload": type(how.offload)()})
 
     def state_of(params: dict) -> update.TrainState:
-        return update.init_state(Transformer(**fields, dtype=dtype, **kind), params, how)
+        return update.init_state(Transformer(**fields, **kind), params, on_device)
 
-    ids = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
-    mask = jax.ShapeDtypeStruct((batch_size, seq_len), bool)
-    rate = jax.ShapeDtypeStruct((), "float32")
+    def placed(tree: Any, *, is_host: bool = False) -> Any:
+        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+            where = offload.host_sharding(place) if is_host and leaf.ndim else place
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        return jax.tree.map(one, tree)
+
+    state = jax.eval_shape(state_of, shapes)
+    moments = placed(state.moments, is_host=how.offload.optimizer)
+    state = dataclasses.replace(placed(state), moments=moments)
+    ids, mask = (jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for dtype in (jnp.int32, bool))
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if config.dropout else None
+    arguments = placed((train.Batch(ids, ids, ids, mask, ids), jax.ShapeDtypeStruct((), "float32"), key))
     step = jax.jit(functools.partial(update.train_step, how=how), donate_argnums=0)
-    lowered = step.lower(jax.eval_shape(state_of, shapes), train.Batch(ids, ids, ids, mask, ids), rate, key)
-    analysis = lowered.compile().memory_analysis()
-    kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + kept)
+    return step.lower(state, *arguments).compile()
 
 
 def device_bytes() -> int:

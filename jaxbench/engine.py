@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbench import distributed, precision, prng, train, transformer, update
+from jaxbench import distributed, offload, precision, prng, train, transformer, update
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder_config, watch
 from jaxbench.mesh import ParallelConfig
@@ -41,6 +41,7 @@ class Engine:
         implementation: str = "dense",
         block_size: int = 128,
         scan_layers: bool = False,
+        fused_projections: bool = False,
         parallel: ParallelConfig | None = None,
     ):
         """Place the parameters and compile the step.
@@ -49,8 +50,12 @@ class Engine:
           ValueError: sizes, mesh, optimiser or rematerialisation do not fit each other; the message names the values.
         """
         self.how, self.policy = how, precision.policy(how.precision)
+        offload.check(how, jax.local_devices()[0])
+        if self.policy.is_float8 and parallel is not None:
+            raise ValueError(f"engine: precision={how.precision} trains on one device, got parallel={parallel}")
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-        model = transformer.build(config, params, dtype=self.policy.compute, **kind)
+        groups = _groups(parallel) if fused_projections else 0
+        model = transformer.build(config, params, dtype=self.policy.compute, fused_projections=groups, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
         self.plan, self.batch_size, self.rows = None, batch_size, (0, batch_size)
@@ -166,7 +171,7 @@ class Engine:
         broken = [name for name, value in params.items() if not bool(jnp.isfinite(value).all())]
         if broken:
             return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
-        narrow = {name: jnp.asarray(value, self.policy.compute) for name, value in params.items()}
+        narrow = update._narrow(params, self.policy)
         found: list[str] = []
 
         def watch(name: str, call: Any, args: tuple, kwargs: dict) -> Any:
@@ -201,6 +206,15 @@ class Engine:
             return arrays
         how = {"first": first, "rows": self.batch_size}
         return jax.tree.map(lambda x: distributed.place_rows(x, self.plan.batch, **how), arrays)
+
+
+def _groups(parallel: ParallelConfig | None) -> int:
+    """Return in how many parts the kernels of fused projections interleave."""
+    if parallel is None:
+        return 1
+    from jaxbench import parallel as mesh
+
+    return mesh.projection_groups(parallel, len(jax.devices()))
 
 
 def _name(path: tuple) -> str:

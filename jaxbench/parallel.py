@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import attention, data_parallel, distributed, initial, pipeline, ring_attention, sharding, train
+from jaxbench import attention, data_parallel, distributed, initial, offload, pipeline, ring_attention, sharding, train
 from jaxbench.config import TransformerConfig
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
 
@@ -89,6 +89,23 @@ def make_plan(
         batch=NamedSharding(mesh, P(ROWS, SEQUENCE)),
         points={name: NamedSharding(mesh, spec) for name, spec in points.items()},
     )
+
+
+def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
+    """Return in how many parts the kernels of fused projections interleave, so that they split as they are stored.
+
+    Raises:
+      ValueError: ZeRO stage 3, whose backward pass would find the gathered kernels kept in the fused one.
+    """
+    sizes = parallel.mesh.sizes(num_devices)
+    if parallel.zero == 3 and sizes[FSDP] > 1:
+        raise ValueError(
+            f"parallel: fused_projections with zero=3 and fsdp={sizes[FSDP]} would keep gathered kernels for the "
+            "backward pass; use parallel.zero=2, or fused_projections=false"
+        )
+    # A pipeline's stage computes with its own parts of the kernels already.
+    is_pipelined = sizes[STAGE] > 1 or parallel.micro_batches > 1
+    return 1 if is_pipelined else sizes[MODEL_Y if parallel.mesh.is_2d else MODEL]
 
 
 def check(
@@ -166,12 +183,17 @@ def _parts(model: TransformerConfig) -> dict[str, Any]:
 def state_shardings(plan: Plan, state: train.TrainState) -> Any:
     """Return the state's tree with a NamedSharding for every array.
 
-    Optimiser state of a parameter's name and shape lives where that parameter's moments do; other arrays (counters,
-    factored moments) are on every device.
+    What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
+    parameter's moments do; other arrays (counters, factored moments) are on every device.
     """
     shapes = initial.parameter_shapes(plan.model)
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
+        found = place_on_device(path, leaf)
+        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+        return offload.host_sharding(found) if kind == offload.HOST else found
+
+    def place_on_device(path: tuple, leaf: Any) -> NamedSharding:
         words = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]
         dotted = [".".join(words[start:]).removesuffix(".value") for start in range(len(words))]
         name = next((one for one in dotted if one in shapes), None)

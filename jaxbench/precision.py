@@ -17,15 +17,18 @@ class Policy(NamedTuple):
     accumulation: str  # gradients of micro-batches, their norm, the update
     output: str  # the loss; logits are widened to it before the softmax
     is_scaled: bool  # gradients are scaled against underflow
+    is_float8: bool = False  # the layers' products are computed in 8 bits (float8.py)
 
 
 # Micikevicius et al. 2018, arXiv:1710.03740 (float16 with float32 weights and loss scaling); Kalamkar et al. 2019,
-# arXiv:1905.12322 (bfloat16, which has float32's range and needs no scaling).
+# arXiv:1905.12322 (bfloat16, which has float32's range and needs no scaling); Micikevicius et al. 2022,
+# arXiv:2209.05433 (float8: e4m3 forward, e5m2 for gradients, each tensor with a scale of its own).
 POLICIES = {
     "float64": Policy("float64", "float64", "float64", "float64", False),
     "float32": Policy("float32", "float32", "float32", "float32", False),
     "bfloat16": Policy("float32", "bfloat16", "float32", "float32", False),
     "float16": Policy("float32", "float16", "float32", "float32", True),
+    "float8": Policy("float32", "bfloat16", "float32", "float32", False, True),
 }
 
 
@@ -36,6 +39,13 @@ class LossScaling(Base):
     growth: float = pydantic.Field(default=2.0, gt=1)  # factor after `interval` finite steps in a row
     backoff: float = pydantic.Field(default=0.5, gt=0, lt=1)  # factor after a step that was not finite
     interval: int = pydantic.Field(default=2000, ge=1)  # steps
+
+
+class DelayedScaling(Base):
+    """How float8 finds the scale of a tensor; the defaults are those of NVIDIA's Transformer Engine."""
+
+    history: int = pydantic.Field(default=1024, ge=1)  # steps whose largest magnitude counts
+    margin: int = pydantic.Field(default=0, ge=0, le=8)  # powers of two kept free above it
 
 
 def policy(name: str) -> Policy:

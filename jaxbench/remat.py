@@ -9,33 +9,42 @@ import jax
 from flax import nnx
 from jax import Array
 
+from jaxbench import offload
 from jaxbench.step_config import RematConfig
 
-NAMES = ("attention", "mlp")  # what a block names: the outputs of its two branches, before they are added
+NAMES = ("input", "attention", "mlp")  # what a block names: its input, its branches' outputs before they are added
+HOST = "host:"  # before names that are kept in pinned host memory
 
 
 def apply(model: Any, config: RematConfig) -> Any:
     """Make a decoder compute its blocks again in the backward pass, and return it.
 
     block: each block keeps its input only. group: `config.group` blocks in a row keep the first one's input. names: as
-    block, and the named outputs are kept too.
+    block, and the named values are kept too. offload: block, and the named values are kept in pinned host memory;
+    with "input", nothing of a block stays on the device.
 
     Raises:
       ValueError: a name that blocks do not have, or groups together with scan_layers.
     """
     unknown = [name for name in config.names if name not in NAMES]
-    if config.policy == "names" and unknown:
-        raise ValueError(f"remat: names {unknown} are unknown, a block has {', '.join(NAMES)}")
+    if config.policy in ("names", "offload") and (unknown or not config.names):
+        raise ValueError(f"remat: names {unknown or 'of nothing'} are unknown, a block has {', '.join(NAMES)}")
     if config.policy == "group" and model.scan_layers:
         raise ValueError(f"remat: groups of {config.group} blocks need scan_layers=False; use policy block")
     model.remat = {"none": 0, "group": config.group}.get(config.policy, 1)
-    model.remat_names = ",".join(config.names) if config.policy == "names" else ""
+    prefix = {"names": "", "offload": HOST}.get(config.policy)
+    model.remat_names = "" if prefix is None else prefix + ",".join(config.names)
     return model
 
 
 def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]:
     """Return a function whose inner values are computed again in the backward pass, but for the named ones."""
-    policy = jax.checkpoint_policies.save_only_these_names(*names.split(",")) if names else None
+    policies, policy = jax.checkpoint_policies, None
+    if names.startswith(HOST):
+        moved = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": names.removeprefix(HOST).split(",")}
+        policy = policies.save_and_offload_only_these_names(**moved, offload_src="device", offload_dst=offload.HOST)
+    elif names:
+        policy = policies.save_only_these_names(*names.split(","))
     return jax.checkpoint(function, policy=policy)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import pydantic
 
 from jaxbench.config import Base
-from jaxbench.precision import LossScaling
+from jaxbench.precision import DelayedScaling, LossScaling
 
 TWIN_OPTIMIZERS = ("adamw", "sgd")  # those that torch_ref has too
 
@@ -32,19 +32,28 @@ class OptimizerConfig(Base):
 class RematConfig(Base):
     """What the backward pass computes again instead of keeping it (Chen et al. 2016, arXiv:1604.06174)."""
 
-    policy: Literal["none", "block", "group", "names"] = "none"
+    policy: Literal["none", "block", "group", "names", "offload"] = "none"
     group: int = pydantic.Field(default=2, ge=1)  # group: blocks computed again together
-    names: tuple[str, ...] = ("attention", "mlp")  # names: outputs kept all the same; of both branches of a block
+    names: tuple[str, ...] = ("attention", "mlp")  # names: kept all the same; offload: kept in pinned host memory
+
+
+class OffloadConfig(Base):
+    """What lies in the host's pinned memory and is streamed to the device and back (JAX)."""
+
+    optimizer: bool = False  # the optimiser's state, between steps
+    gradients: bool = False  # gradients, from the backward pass to the update
 
 
 class StepConfig(Base):
     """One optimiser step."""
 
-    precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # the tests' float64 needs 64-bit mode
+    precision: Literal["float64", "float32", "bfloat16", "float16", "float8"] = "float32"  # float64 needs 64-bit mode
     loss_scaling: LossScaling = LossScaling()  # float16 only
+    delayed_scaling: DelayedScaling = DelayedScaling()  # float8 only
     accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches a step; divides the batch
     clip_norm: float | None = pydantic.Field(default=1.0, gt=0)  # largest global gradient norm; null = not clipped
     nonfinite: Literal["skip", "stop"] = "stop"  # a loss or gradient that is not finite: skip the step, or end the run
     remat: RematConfig = RematConfig()
+    offload: OffloadConfig = OffloadConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     torch_compile: bool = False  # PyTorch: loss and gradient by torch.compile (Inductor); JAX always compiles

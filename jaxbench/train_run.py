@@ -107,7 +107,8 @@ def run(
         engine = make_engine(
             model, initial.initial_params(model, settings.seed), settings.step, batch_size=settings.batch_size,
             seq_len=settings.data.seq_len, seed=settings.seed, implementation=settings.implementation,
-            block_size=settings.block_size, scan_layers=settings.scan_layers, parallel=settings.parallel,
+            block_size=settings.block_size, scan_layers=settings.scan_layers,
+            fused_projections=settings.fused_projections, parallel=settings.parallel,
         )  # fmt: skip
         trainer = _Trainer(settings, engine, model, data, workdir, backend, processes)
         try:

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import initial, optimizers, precision, train
+from jaxbench import float8, initial, offload, optimizers, precision, train
 from jaxbench import remat as remat_module
 from jaxbench.step_config import StepConfig
 
@@ -48,6 +48,7 @@ class TrainState:
     good_steps: Int[Array, ""]  # finite steps since the scale changed
     skipped: Int[Array, ""]
     is_halted: Bool[Array, ""]  # a step was not finite, and the run is to stop: nothing changes any more
+    amax: dict[str, Array]  # float8: largest magnitudes of the last steps, by layer [3 M]; else empty
     graph: Any = dataclasses.field(metadata={"static": True})
 
 
@@ -65,21 +66,25 @@ def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) ->
     policy = precision.policy(how.precision)
     if policy.parameter == "float64" and not jax.config.jax_enable_x64:
         raise ValueError(f"update: precision={how.precision} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
-    graph, abstract = nnx.split(remat_module.apply(model, how.remat), nnx.Param)
+    model = remat_module.apply(float8.apply(model) if policy.is_float8 else model, how.remat)
+    graph, abstract = nnx.split(model, nnx.Param)
     shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(abstract)}
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(float8.SCALES)}
     initial.check_params(shapes, params)
     placed = {name: jnp.array(params[name], policy.parameter) for name in shapes}
-    moments = optimizers.transform(how.optimizer, 0.0, placed).init(placed)
+    moments = jax.tree.map(jnp.array, optimizers.transform(how.optimizer, 0.0, placed).init(placed))
+    moments = offload.to_host(moments) if how.offload.optimizer else moments
     scale = how.loss_scaling.initial if policy.is_scaled else 1.0
     counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
     return TrainState(
         placed,
-        jax.tree.map(jnp.array, moments),
+        moments,
         counters[0],
         jnp.array(scale, jnp.float32),
         counters[1],
         counters[2],
         jnp.zeros((), bool),
+        float8.init_history(placed, how.delayed_scaling.history) if policy.is_float8 else {},
         graph,
     )
 
@@ -100,33 +105,39 @@ def train_step(
     """
     policy = precision.policy(how.precision)
 
-    def loss_at(params: dict, micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
-        narrow = jax.tree.map(lambda value: value.astype(policy.compute), params)
+    def loss_at(trained: tuple[dict, dict], micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
+        params, scales = trained
+        narrow = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
         dropout = None if dropout_key is None else (dropout_key, state.step * how.accumulation + index)
         loss = loss_fn(merge(state.graph, narrow), micro, dropout=dropout).astype(policy.output) * weight
         return loss * state.scale.astype(policy.output), loss
 
     grad_fn = jax.value_and_grad(loss_at, has_aux=True)
-    loss, grads = _accumulated(grad_fn, state.params, batch, how.accumulation, policy)
+    trained = (state.params, float8.scales(state.amax, how.delayed_scaling.margin))
+    loss, (grads, seen) = _accumulated(grad_fn, trained, batch, how.accumulation, policy)
     grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
     norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    if how.offload.gradients:
+        grads = offload.to_device(offload.to_host(grads))
     if how.clip_norm is not None:
         factor = jnp.minimum(1.0, how.clip_norm / (norm + CLIP_EPS))
         grads = jax.tree.map(lambda grad: grad * factor, grads)
+    held = offload.to_device(state.moments) if how.offload.optimizer else state.moments
     rate = jnp.asarray(learning_rate, policy.accumulation)
-    updates, moments = optimizers.transform(how.optimizer, rate, state.params).update(
-        grads, state.moments, state.params
-    )
+    updates, moments = optimizers.transform(how.optimizer, rate, state.params).update(grads, held, state.params)
     taken = is_finite & ~state.is_halted
-    new, old = (optax.apply_updates(state.params, updates), moments), (state.params, state.moments)
-    params, moments = jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)
+    new = (optax.apply_updates(state.params, updates), moments, float8.remember(state.amax, seen))
+    old = (state.params, held, state.amax)
+    params, moments, amax = jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)
+    moments = offload.to_host(moments) if how.offload.optimizer else moments
     # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
     is_broken = ~jnp.isfinite(loss) if policy.is_scaled else ~is_finite
     next_state = dataclasses.replace(
         state,
         params=params,
         moments=moments,
+        amax=amax,
         step=state.step + 1,
         skipped=state.skipped + (~taken).astype(jnp.int32),
         is_halted=state.is_halted | (is_broken & (how.nonfinite == "stop")),
@@ -140,9 +151,8 @@ def eval_step(
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Return the sum of the losses of a batch's targets in nats, and how many targets there are."""
     policy = precision.policy(how.precision)
-    narrow = jax.tree.map(lambda value: value.astype(policy.compute), params)
     count = jnp.sum(batch.mask)
-    mean = train.loss_fn(merge(graph, narrow), batch).astype(policy.output)
+    mean = train.loss_fn(merge(graph, _narrow(params, policy)), batch).astype(policy.output)
     return mean * count.astype(policy.output), count
 
 
@@ -162,13 +172,22 @@ def merge(graph: Any, params: Mapping[str, Array]) -> Any:
     return nnx.merge(graph, nnx.from_flat_state([(paths[name], nnx.Param(value)) for name, value in params.items()]))
 
 
+def _narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
+    """Return what a model computes with outside of a training step."""
+    narrow = {name: jnp.asarray(value, policy.compute) for name, value in params.items()}
+    return narrow | float8.unscaled(params) if policy.is_float8 else narrow
+
+
 def _accumulated(
-    grad_fn: Callable[..., Any], params: dict[str, Array], batch: Any, count: int, policy: precision.Policy
-) -> tuple[Array, dict[str, Array]]:
-    """Return the loss and its gradients, in the accumulation type, over `count` micro-batches one after another."""
+    grad_fn: Callable[..., Any], trained: tuple[dict, dict], batch: Any, count: int, policy: precision.Policy
+) -> tuple[Array, tuple[dict[str, Array], dict[str, Array]]]:
+    """Return the loss and its gradients, in the accumulation type, over `count` micro-batches one after another.
+
+    Beside the gradients, the largest magnitudes that float8 saw in any of them.
+    """
     if count == 1:
-        (_, loss), grads = grad_fn(params, batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
-        return loss, jax.tree.map(lambda grad: grad.astype(policy.accumulation), grads)
+        (_, loss), (grads, seen) = grad_fn(trained, batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
+        return loss, (jax.tree.map(lambda grad: grad.astype(policy.accumulation), grads), seen)
     rows = batch.tokens.shape[0]
     if rows % count:
         raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
@@ -178,12 +197,12 @@ def _accumulated(
     weights = jnp.sum(micros.mask, axis=(1, 2)).astype(policy.output) / total
 
     def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
-        (_, loss), grads = grad_fn(params, *xs)
-        summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry[1], grads)
-        return (carry[0] + loss, summed), None
+        (_, loss), (grads, seen) = grad_fn(trained, *xs)
+        summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry[1][0], grads)
+        return (carry[0] + loss, (summed, jax.tree.map(jnp.maximum, carry[1][1], seen))), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, policy.accumulation), params)
-    start = (jnp.zeros((), policy.output), zeros)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, policy.accumulation), trained[0])
+    start = (jnp.zeros((), policy.output), (zeros, jax.tree.map(jnp.zeros_like, trained[1])))
     (loss, grads), _ = lax.scan(body, start, (micros, weights, jnp.arange(count, dtype=jnp.int32)))
     return loss, grads
 

@@ -52,6 +52,25 @@ def test_a_wrong_step_fails_its_proof(x64, monkeypatch):
     assert proof["gradients"].first_failure.name == "step 0: embed.embedding"
 
 
+def test_fused_projections_split_over_model_without_sending_more(x64):
+    config, how = LLAMA, ParallelConfig(mesh=MeshConfig(data=1, fsdp=2, model=2), zero=2)
+    sizes = {"batch": parallel_proof.BATCH, "tokens": parallel_proof.TOKENS}
+    plan = parallel.make_plan(config, how, **sizes, devices=jax.devices()[:4])
+    batch, params = parallel_proof.batch_of(0, config), initial.initial_params(config, 0, distinct=True)
+    found, sent = [], []
+    for groups in (0, parallel.projection_groups(how, 4)):
+        model = transformer.build(config, params, dtype="float64", fused_projections=groups)
+        state = parallel.place_state(plan, train.init_state(model, parallel_proof.OPTIMIZER))
+        step = parallel.make_step(plan, state).lower(state, parallel.place_batch(plan, batch), {}).compile()
+        sent.append(sum(one.sent_bytes for one in hlo.collectives(step.as_text(), 4).values()))
+        state, loss = step(state, parallel.place_batch(plan, batch), {})
+        found.append({"loss": np.asarray(loss)} | train.state_arrays(state)["first_moment"])
+    assert distance.compare(found[1], found[0], kind="gradients").worst.error <= 1e-9
+    assert sent[1] <= sent[0]
+    with pytest.raises(ValueError, match="fused_projections with zero=3 and fsdp=2"):
+        parallel.projection_groups(how.model_copy(update={"zero": 3}), 4)
+
+
 def test_every_pair_of_settings_is_in_the_list():
     def pairs(one: parallel_proof.Case) -> set:
         return set(itertools.combinations(one.id.split("-"), 2))

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from jaxbench import optimizers, precision, prng, remat, schedules, train, transformer, update
-from jaxbench.parity import cases, distance
+from jaxbench import engine, initial, optimizers, precision, prng, remat, schedules, train, transformer, update
+from jaxbench.parity import cases, curves, distance, gates
 from jaxbench.step_config import OptimizerConfig, RematConfig, StepConfig
+from torch_ref import engine as torch_engine
 from torch_ref import prng as torch_prng
 from torch_ref import train as torch_train
 from torch_ref import transformer as torch_transformer
@@ -109,6 +110,53 @@ def test_sixty_steps_are_the_same_in_float64(x64, kind, accumulation, clip_norm,
         assert compared.worst.error <= 1e-9, (part, compared.worst)
     moved = [np.abs(states[0]["params"][name] - starts[name]).max() for name in starts]
     assert min(moved) > 1e-4, "every parameter must move far above the tolerance"
+
+
+def test_a_float32_step_errs_as_little_on_either_backend(x64):
+    """Loss, gradient (the first moment over 1 - b1) and its norm, against float64, within 1.5 times of each other."""
+
+    def stepped(backend, name):
+        runner = backend(StepConfig(precision=name, accumulation=2))
+        metrics = runner.step(data(), 1e-3, seed=7)
+        held = runner.library.state_arrays(runner.state)["first_moment"]
+        return {"loss": metrics.loss}, held | {"norm": metrics.grad_norm}
+
+    (scalars, moments), (others, other_moments) = stepped(Flax, "float32"), stepped(Torch, "float32")
+    wanted, wanted_moments = stepped(Torch, "float64")
+    kinds = {"outputs": (scalars, others, wanted), "gradients": (moments, other_moments, wanted_moments)}
+    for kind, trees in kinds.items():
+        slack = gates.SLACK_EPSILONS[kind, "float32"]
+        found = distance.compare_errors(*trees, kind=kind, dtype="float32", slack_epsilons=slack)
+        assert found.passed, found.first_failure
+        assert kind == "outputs" or found.worst.error > 1e-9, "float32 must differ from float64"
+
+
+def curves_of(flax_step=StepConfig(), steps=300):
+    """Return the curves of a one-layer model; flax_step is the configuration that Flax is given."""
+    torch.set_num_threads(1)  # on a busy machine threads that wait for each other take minutes
+    config = CASE.config.model_copy(update={"num_layers": 1, "d_model": 16, "d_ff": 24, "num_heads": 2, "dropout": 0.0})
+    how = {"batch_size": 2, "seq_len": CASE.length, "seed": 0}
+    makers = {
+        "flax": lambda params: engine.Engine(config, params, flax_step, **how),
+        "torch": lambda params: torch_engine.Engine(config, params, StepConfig(), **how),
+    }
+    batches = [cases.arrays(CASE, config, step=step) for step in range(8)]
+    rows = [x._replace(segments=np.where(x.positions >= 0, 1, 0).astype(np.int32)) for x in batches]
+    params = initial.initial_params(config, 0)
+    return curves.record(makers, params, lambda: (rows[i % 8] for i in range(steps)), [3e-3] * steps, num_perturbed=2)
+
+
+def test_three_hundred_float32_steps_stay_inside_torch_s_own_noise():
+    found = curves_of()
+    assert found.torch[-1] < found.torch[0] - 0.5, "it must learn"
+    assert min(np.abs(curve - found.torch).max() for curve in found.perturbed) > 0, "one ulp must show"
+    assert found.gate().passed, (found.gate(), found.gaps())
+
+
+def test_the_noise_band_catches_a_step_that_is_slightly_wrong():
+    wrong = StepConfig(optimizer=OptimizerConfig(eps=1e-6))  # instead of 1e-8
+    found = curves_of(wrong, steps=40)
+    assert not found.gate().passed, found.gaps()
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])

@@ -6,7 +6,7 @@ where the dtype is narrower. Kernels are (in, out). Axis letters: WORKSPACE.md; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -74,6 +74,30 @@ class Linear(torch.nn.Module):
         """Return x @ kernel (+ bias)."""
         product = matmul(x, self.kernel)
         return product if self.bias is None else product + self.bias
+
+
+def project(
+    x: Float[Tensor, "*rows I"], layers: Sequence[Linear], *, groups: int
+) -> tuple[Float[Tensor, "*rows O"], ...]:
+    """Return every layer's output; with groups > 0 from one product, its kernels side by side in interleaved parts.
+
+    Part g of the wide kernel holds part g of every layer's: split over `groups` devices, each still has whole columns
+    of all layers, so nothing moves. The wide kernel is made where it is used; parameters stay as they are.
+
+    Raises:
+      ValueError: a layer's width is not a multiple of groups.
+    """
+    if not groups:
+        return tuple(layer(x) for layer in layers)
+    widths = [layer.kernel.shape[1] // groups for layer in layers]
+    if any(layer.kernel.shape[1] % groups for layer in layers):
+        raise ValueError(
+            f"project: widths {[layer.kernel.shape[1] for layer in layers]} are not multiples of groups={groups}"
+        )
+    parts = [layer.kernel.reshape(x.shape[-1], groups, width) for layer, width in zip(layers, widths)]
+    product = matmul(x, torch.cat(parts, dim=2).reshape(x.shape[-1], -1)).reshape(*x.shape[:-1], groups, -1)
+    found = [part.reshape(*x.shape[:-1], -1) for part in torch.split(product, widths, dim=-1)]
+    return tuple(y if layer.bias is None else y + layer.bias for layer, y in zip(layers, found))
 
 
 class Embed(torch.nn.Module):

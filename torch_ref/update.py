@@ -56,6 +56,10 @@ def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) ->
     Raises:
       ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat.
     """
+    if precision.policy(how.precision).is_float8:
+        raise ValueError(f"update: precision={how.precision} is not in torch_ref; use --backend=flax")
+    if how.offload.optimizer or how.offload.gradients:
+        raise ValueError(f"update: offload {how.offload.model_dump()} is not in torch_ref; use --backend=flax")
     if how.optimizer.kind not in TWIN_OPTIMIZERS or how.remat.policy != "none":
         raise ValueError(
             f"update: optimizer {how.optimizer.kind!r} with remat {how.remat.policy!r} is not in torch_ref, which has "

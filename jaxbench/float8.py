@@ -1,0 +1,127 @@
+"""Matrix products in 8-bit floating point with delayed scaling (Micikevicius et al. 2022, arXiv:2209.05433).
+
+The layers' kernels and their inputs are rounded to e4m3, gradients of their outputs to e5m2; sums are float32. Each
+tensor is multiplied by a scale before rounding, so that the largest magnitude that the last steps saw lands on the
+type's largest value (the delayed scaling of NVIDIA's Transformer Engine). A linear layer takes its three scales as one
+more parameter, `scales`, whose "gradient" is what this step saw: `jax.grad` then carries it out of any loop or
+rematerialised block. Differs from Transformer Engine: while no step has been seen, a tensor's own magnitude decides.
+
+Axis letters: WORKSPACE.md; R rows, I and O a layer's in and out, M steps remembered, 3 = input, kernel, gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Float
+
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+TYPES = (FORWARD, FORWARD, BACKWARD)  # input, kernel, output's gradient
+KERNEL, SCALES = ".kernel", ".scales"
+
+
+def names(params: Mapping[str, Any]) -> list[str]:
+    """Return the names of the layers' scales: one for every kernel inside a block; embedding and head stay wide."""
+    parts = ((name, name.split(".")) for name in params)
+    return [name.removesuffix(KERNEL) + SCALES for name, path in parts if path[-1] == KERNEL[1:] and is_inside(path)]
+
+
+def is_inside(path: Sequence[Any]) -> bool:
+    """Return True for the path of something in a block's attention or feed-forward layer."""
+    return len(path) > 3 and path[0] == "layers" and path[2] in ("attention", "mlp")
+
+
+def apply(model: Any) -> Any:
+    """Make the linear layers of a decoder's blocks compute in 8 bits, and return it.
+
+    Raises:
+      ValueError: fused projections, whose layers would need one scale together.
+    """
+    for path, module in nnx.iter_modules(model):
+        if getattr(module, "fused_projections", 0):
+            raise ValueError(
+                f"float8: fused_projections={module.fused_projections} is not supported: every kernel has its own "
+                "scale; use fused_projections=false"
+            )
+        if is_inside((*path, SCALES)) and hasattr(module, "scales"):
+            module.scales = nnx.data(nnx.Param(jnp.zeros(len(TYPES), jnp.float32)))
+    return model
+
+
+def init_history(params: Mapping[str, Any], length: int) -> dict[str, Float[Array, "3 M"]]:
+    """Return the history before the first step: zeros, nothing seen."""
+    return {name: jnp.zeros((len(TYPES), length), jnp.float32) for name in names(params)}
+
+
+def scales(history: Mapping[str, Float[Array, "3 M"]], margin: int) -> dict[str, Float[Array, "3"]]:
+    """Return limit / largest magnitude seen / 2 ** margin of every tensor; 0 where nothing was seen."""
+    limits = jnp.array([float(jnp.finfo(dtype).max) for dtype in TYPES], jnp.float32) / 2.0**margin
+    peaks = {name: jnp.max(seen, axis=1) for name, seen in history.items()}
+    return {name: jnp.where(peak > 0, limits / jnp.where(peak > 0, peak, 1.0), 0.0) for name, peak in peaks.items()}
+
+
+def unscaled(params: Mapping[str, Any]) -> dict[str, Float[Array, "3"]]:
+    """Return scales by which every tensor's own magnitude decides: for evaluation, which keeps no history."""
+    return {name: jnp.zeros(len(TYPES), jnp.float32) for name in names(params)}
+
+
+def remember(
+    history: Mapping[str, Float[Array, "3 M"]], seen: Mapping[str, Float[Array, "3"]]
+) -> dict[str, Float[Array, "3 M"]]:
+    """Return the history with this step's magnitudes first and the oldest ones gone."""
+    return {name: jnp.concatenate([seen[name][:, None], old[:, :-1]], axis=1) for name, old in history.items()}
+
+
+def matmul(
+    x: Float[Array, "*rows I"], kernel: Float[Array, "I O"], scales: Float[Array, "3"]
+) -> Float[Array, "*rows O"]:
+    """Return x @ kernel in x's type, computed in 8 bits; the gradient of `scales` is the largest magnitudes seen."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return _product(rows, kernel, scales).reshape(*x.shape[:-1], kernel.shape[1])
+
+
+def quantise(x: Array, scale: Float[Array, ""], dtype: Any) -> tuple[Array, Float[Array, ""], Float[Array, ""]]:
+    """Return x * scale rounded to dtype, the scale, and x's largest magnitude; scale 0 = the limit over that magnitude.
+
+    What is too large for the type becomes its largest value.
+    """
+    limit = float(jnp.finfo(dtype).max)
+    wide = x.astype(jnp.float32)
+    peak = jnp.max(jnp.abs(wide))
+    own = jnp.where(peak > 0, limit / jnp.where(peak > 0, peak, 1.0), 1.0)
+    scale = jnp.where(scale > 0, scale, own)
+    return jnp.clip(wide * scale, -limit, limit).astype(dtype), scale, peak
+
+
+@jax.custom_vjp
+def _product(x: Float[Array, "R I"], kernel: Float[Array, "I O"], scales: Float[Array, "3"]) -> Float[Array, "R O"]:
+    return _forward(x, kernel, scales)[0]
+
+
+def _forward(x: Array, kernel: Array, scales: Array) -> tuple[Array, tuple]:
+    left, left_scale, left_peak = quantise(x, scales[0], FORWARD)
+    right, right_scale, right_peak = quantise(kernel, scales[1], FORWARD)
+    product = _dot(left, right, (1, 0)) / (left_scale * right_scale)
+    types = (jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
+    return product.astype(x.dtype), (left, right, (left_scale, right_scale), (left_peak, right_peak), scales[2], types)
+
+
+def _backward(residuals: tuple, grad: Array) -> tuple[Array, Array, Array]:
+    left, right, (left_scale, right_scale), peaks, scale, types = residuals
+    grad, grad_scale, grad_peak = quantise(grad, scale, BACKWARD)
+    x_grad = _dot(grad, right, (1, 1)) / (grad_scale * right_scale)
+    kernel_grad = _dot(left, grad, (0, 0)) / (left_scale * grad_scale)
+    return x_grad.astype(types[0].dtype), kernel_grad.astype(types[1].dtype), jnp.stack([*peaks, grad_peak])
+
+
+def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Float[Array, "..."]:
+    return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
+
+
+_product.defvjp(_forward, _backward)

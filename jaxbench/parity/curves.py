@@ -1,0 +1,68 @@
+"""Long float32 curves of the run's step: is Flax as near to PyTorch as PyTorch is to itself?
+
+Both backends take the same steps on the same rows from the same weights. PyTorch takes them again from weights moved by
+one unit in the last place, which is as small as a difference can be; how far that carries it is the noise band, and
+Flax has to stay inside (gates.training_noise). tests/test_update.py takes 300 steps of a small model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.parity import gates
+
+ULP = 2.0**-23  # of float32, relative
+
+
+class Curves(NamedTuple):
+    """Losses by step of one comparison, nats per token."""
+
+    flax: np.ndarray
+    torch: np.ndarray
+    perturbed: tuple[np.ndarray, ...]  # of PyTorch from weights moved by one ulp
+
+    def gate(self) -> gates.Gate:
+        """Return whether Flax stays inside the band that the perturbed curves span."""
+        return gates.training_noise(self.flax, self.torch, self.perturbed, reference=self.torch, dtype="float32")
+
+    def gaps(self) -> dict[str, float]:
+        """Return the largest and the last gap to PyTorch's curve: of Flax, and of the farthest perturbed curve."""
+        own = np.max([np.abs(curve - self.torch) for curve in self.perturbed], axis=0)
+        gap = np.abs(self.flax - self.torch)
+        return {
+            "flax_largest": float(gap.max()), "flax_last": float(gap[-1]),
+            "torch_largest": float(own.max()), "torch_last": float(own[-1]),
+        }  # fmt: skip
+
+
+def record(
+    engines: Mapping[str, Callable[[Mapping[str, np.ndarray]], Any]],
+    params: Mapping[str, np.ndarray],
+    batches: Callable[[], Iterable[Any]],
+    rates: Sequence[float],
+    *,
+    num_perturbed: int = 2,
+) -> Curves:
+    """Return the curves of "flax" and "torch", and of "torch" from perturbed weights.
+
+    Args:
+      engines: backend -> a function of the initial values that returns an Engine.
+      params: initial values by name.
+      batches: returns the batches of the steps, the same every time.
+      rates: learning rate of each step.
+      num_perturbed: how many curves span the band.
+    """
+    sign = np.random.default_rng(0)
+    starts = [("flax", params), ("torch", params)]
+    for _ in range(num_perturbed):
+        moved = {name: x * (1.0 + ULP * sign.choice((-1.0, 1.0), x.shape)) for name, x in params.items()}
+        starts.append(("torch", {name: x.astype(params[name].dtype) for name, x in moved.items()}))
+    curves = []
+    for backend, values in starts:
+        engine = engines[backend](values)
+        losses = [engine.fetch(engine.step(batch, rate)).loss for batch, rate in zip(batches(), rates, strict=True)]
+        curves.append(np.array(losses))
+    return Curves(curves[0], curves[1], tuple(curves[2:]))

@@ -1,0 +1,149 @@
+"""8-bit products against numpy with ml_dtypes, the scales' history, and the training step around them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxbench import float8, initial, train, transformer, update
+from jaxbench.config import TransformerConfig
+from jaxbench.engine import Engine
+from jaxbench.mesh import ParallelConfig
+from jaxbench.precision import DelayedScaling
+from jaxbench.step_config import StepConfig
+from torch_ref import transformer as torch_transformer
+from torch_ref import update as torch_update
+
+CONFIG = TransformerConfig(
+    vocab_size=32, d_model=16, d_ff=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=16
+)
+PARAMS = initial.initial_params(CONFIG, 0, distinct=True)
+HOW = StepConfig(precision="float8", delayed_scaling=DelayedScaling(history=3), nonfinite="skip")
+E4M3, E5M2 = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
+ROWS, LENGTH, SPECIAL = 4, 8, 31
+
+
+def rounded(x, scale, kind):
+    """Return x as 8 bits hold it, and the scale: its own where the given one is 0."""
+    dtype, limit = kind
+    scale = np.float32(scale or limit / np.abs(x).max())
+    return np.clip(x * scale, -limit, limit).astype(dtype).astype(np.float64), float(scale)
+
+
+def oracle(x, kernel, grad, scales):
+    """Return the product, both gradients, and the largest magnitudes."""
+    (a, sa), (b, sb), (g, sg) = map(rounded, (x, kernel, grad), scales, (E4M3, E4M3, E5M2))
+    return a @ b / (sa * sb), g @ b.T / (sg * sb), a.T @ g / (sa * sg), [np.abs(t).max() for t in (x, kernel, grad)]
+
+
+@pytest.mark.parametrize("scales", [(0.0, 0.0, 0.0), (20.0, 300.0, 4096.0), (2000.0, 1.0, 1e9)])
+def test_a_product_and_its_gradients_are_those_of_numpy_with_eight_bits(scales):
+    random = np.random.default_rng(0)
+    x, kernel, grad = (random.normal(size=shape).astype(np.float32) for shape in ((6, 5), (5, 7), (6, 7)))
+    kernel, grad = kernel / 20, grad * np.float32(1e-4)
+
+    @jax.jit
+    def run(x, kernel, scales, grad):
+        product, pull = jax.vjp(float8.matmul, x, kernel, scales)
+        return product, *pull(grad)
+
+    product, x_grad, kernel_grad, seen = run(x, kernel, np.array(scales, np.float32), grad)
+    for found, wanted in zip((product, x_grad, kernel_grad, seen), oracle(x, kernel, grad, scales)):
+        np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6 * np.abs(wanted).max())
+    if scales[0] == 20.0:
+        exact = x.astype(np.float64) @ kernel
+        assert 1e-3 < np.linalg.norm(product - exact) / np.linalg.norm(exact) < 0.06
+
+
+def test_the_scale_puts_the_largest_magnitude_of_the_history_on_the_limit():
+    history = {"layers.0.mlp.up_proj.scales": jnp.array([[1.0, 7.0, 2.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]])}
+    found = float8.scales(history, margin=1)["layers.0.mlp.up_proj.scales"]
+    np.testing.assert_allclose(found, [448 / 7 / 2, 448 / 0.5 / 2, 0.0])
+
+
+# The step
+
+
+def batch(first=0):
+    ids = np.random.default_rng(1).integers(0, SPECIAL, (ROWS, LENGTH + 1), dtype=np.int32)
+    ids[0, 0] = first
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    mask = np.ones((ROWS, LENGTH), bool)
+    return train.Batch(ids[:, :-1], ids[:, 1:], positions, mask, np.zeros((ROWS, LENGTH), np.int32))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Return an engine whose steps are the tests' own; each test starts from its own copy of the state."""
+    return Engine(CONFIG, PARAMS, HOW, batch_size=ROWS, seq_len=LENGTH, seed=0)
+
+
+def steps(engine, count):
+    return [engine.fetch(engine.step(batch(), 1e-2)).loss for _ in range(count)]
+
+
+def test_the_history_holds_what_the_last_steps_saw_and_lies_in_the_checkpoint(engine):
+    start = engine.arrays()
+    name = "layers.1.mlp.down_proj"
+    start = {key: np.array(value) for key, value in start.items()}
+    kernels = []
+    for _ in range(4):
+        kernel = np.asarray(engine.state.params[f"{name}.kernel"]).astype(ml_dtypes.bfloat16)
+        kernels.append(np.abs(kernel.astype(np.float32)).max())
+        steps(engine, 1)
+    saved = {key: np.array(value) for key, value in engine.arrays().items()}
+    history = saved[f"amax.{name}.scales"]
+    np.testing.assert_array_equal(history[1], kernels[:0:-1])  # the newest first, the oldest gone
+    assert (history > 0).all() and sum(key.startswith("amax.") for key in saved) == 7 * CONFIG.num_layers
+    went_on = steps(engine, 2)
+    engine.load(saved)
+    assert steps(engine, 2) == went_on
+    engine.load({key: value / 9 if key.startswith("amax.") else value for key, value in saved.items()})
+    assert steps(engine, 2) != went_on
+    engine.load(start)
+
+
+def test_training_in_eight_bits_stays_near_float32(engine):
+    start = {key: np.array(value) for key, value in engine.arrays().items()}
+    narrow = np.array(steps(engine, 8))
+    engine.load(start)
+    how = HOW.model_copy(update={"precision": "float32"})
+    model = transformer.build(CONFIG, PARAMS)
+    state, step = update.init_state(model, PARAMS, how), jax.jit(functools.partial(update.train_step, how=how))
+    wide = []
+    for _ in range(8):
+        state, metrics = step(state, batch(), 1e-2)
+        wide.append(float(metrics.loss))
+    error = np.abs(narrow - wide)
+    assert wide[-1] < wide[0] - 0.2 and 1e-5 < error[0] < 0.05 and error.max() < 0.15, error
+    assert engine.evaluate(batch())[0] / (ROWS * LENGTH) == pytest.approx(wide[0], abs=0.05)
+
+
+def test_micro_batches_see_the_largest_of_all_and_a_skipped_step_is_not_remembered():
+    def fragile(model, data, *, dropout=None):
+        return train.loss_fn(model, data) * jnp.where(data.tokens[0, 0] == SPECIAL, jnp.inf, 1.0)
+
+    found = []
+    for count in (1, 2):
+        how = HOW.model_copy(update={"accumulation": count})
+        state = update.init_state(transformer.build(CONFIG, PARAMS, dtype="bfloat16"), PARAMS, how)
+        step = jax.jit(functools.partial(update.train_step, how=how, loss_fn=fragile))
+        state, _ = step(state, batch(), 1e-2)
+        found.append(state.amax)
+        skipped, metrics = step(state, batch(SPECIAL), 1e-2)
+        assert not metrics.is_finite
+        jax.tree.map(np.testing.assert_array_equal, skipped.amax, state.amax)
+    name = "layers.0.attention.q_proj.scales"
+    np.testing.assert_array_equal(found[0][name][:2, 0], found[1][name][:2, 0])
+
+
+def test_what_does_not_go_with_eight_bits_is_refused():
+    with pytest.raises(ValueError, match="fused_projections=1 is not supported"):
+        float8.apply(transformer.build(CONFIG, PARAMS, fused_projections=1))
+    with pytest.raises(ValueError, match="precision=float8 is not in torch_ref"):
+        torch_update.init_state(torch_transformer.build(CONFIG, PARAMS), PARAMS, HOW)
+    with pytest.raises(ValueError, match="precision=float8 trains on one device, got parallel="):
+        Engine(CONFIG, PARAMS, HOW, batch_size=8, seq_len=LENGTH, seed=0, parallel=ParallelConfig())
