@@ -81,10 +81,10 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
       ValueError: a limit that no batch fits in.
     """
     values = flags.FLAGS
-    from jaxbench import batch_size, initial, train_run
+    from jaxbench import batch_size, train_run
 
     data = train_run.prepare_data(settings, values.data)
-    model = settings.model.resolved(None if data.tokenizer is None else data.tokenizer.vocab_size)
+    model, params = train_run.starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
     names = ("implementation", "block_size", "scan_layers", "fused_projections")
     how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
@@ -93,7 +93,6 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
         limit_bytes=limit,
         multiple=settings.step.accumulation,
     )
-    params = initial.initial_params(model, settings.seed)
     engine = make_engine(model, params, settings.step, batch_size=found.batch_size, seed=settings.seed, **how)
     metrics = engine.fetch(engine.step(data.train.batch(0, found.batch_size), settings.learning_rate))
     print(

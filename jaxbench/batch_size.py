@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from jaxbench import initial, offload, precision, prng, train, update
+from jaxbench import offload, precision, prng, train, update
 from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config
 from jaxbench.step_config import StepConfig
 from jaxbench.transformer import Transformer
 
@@ -84,7 +85,8 @@ def compiled_step(
     kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
     kind |= {"fused_projections": int(fused_projections), "dtype": precision.policy(how.precision).compute}
     place = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
-    shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in initial.parameter_shapes(config).items()}
+    shapes = decoder_config.parameter_shapes(config)
+    shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     on_device = how.model_copy(update={"offload": type(how.offload)()})
 
     def state_of(params: dict) -> update.TrainState:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxbench.config import TransformerConfig
 from jaxbench.memory.bank_config import AGE_EDGES
-from jaxbench.initial import parameter_shapes
+from jaxbench.memory.decoder_config import parameter_shapes
 
 # Dense peak rates, TFLOP/s. Sources: NVIDIA's data sheets of A100 (2020), H100 SXM and H200 (2023, 2024).
 PEAK_TFLOPS = {
@@ -104,7 +104,7 @@ def flops_per_token(config: TransformerConfig, seq_len: int, *, is_causal: bool)
 
     N are the parameters that are multiplied: all but a position table and an untied embedding. is_causal counts half of
     the attention, what a causal mask leaves (both conventions are in use; Chowdhery et al. 2022, arXiv:2204.02311,
-    appendix B counts it whole). Rematerialisation counts nothing.
+    appendix B counts it whole). Rematerialisation counts nothing, nor does what a memory learns as it reads.
     """
     shapes = parameter_shapes(config)
     left_out = {"position.embedding"} | (set() if config.tie_embeddings else {"embed.embedding"})

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
+from jaxbench.memory import decoder_config
 from jaxbench.step_config import OptimizerConfig
 
 
@@ -17,8 +19,34 @@ def transform(
 ) -> optax.GradientTransformation:
     """Return an optimiser at one learning rate; its state does not depend on the rate.
 
-    A rate that is traced makes one compiled step serve a whole schedule.
+    A rate that is traced makes one compiled step serve a whole schedule. Parameters that are not trained stay as they
+    are and have no state.
     """
+    if config.trained == "all":
+        return _transform(config, learning_rate, params)
+
+    def chosen(tree: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in tree.items() if decoder_config.is_memory(name)}
+
+    inner = _transform(config, learning_rate, chosen(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        moved, state = inner.update(chosen(updates), state, chosen(params))
+        return {name: moved[name] if name in moved else jnp.zeros_like(x) for name, x in updates.items()}, state
+
+    return optax.GradientTransformation(lambda params: inner.init(chosen(params)), update)
+
+
+def with_fixed(config: OptimizerConfig, params: Mapping[str, Array]) -> dict[str, Array]:
+    """Return parameters of which those that are not trained take no gradient."""
+    if config.trained == "all":
+        return dict(params)
+    return {name: x if decoder_config.is_memory(name) else jax.lax.stop_gradient(x) for name, x in params.items()}
+
+
+def _transform(
+    config: OptimizerConfig, learning_rate: Array | float, params: Mapping[str, Any]
+) -> optax.GradientTransformation:
     c = config
     decays = {name: c.decay == "all" or len(value.shape) >= 2 for name, value in params.items()}
     if c.kind == "adamw":

@@ -19,8 +19,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import attention, data_parallel, distributed, initial, offload, pipeline, ring_attention, sharding, train
+from jaxbench import attention, data_parallel, distributed, offload, pipeline, ring_attention, sharding, train
 from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config, placement
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
 
 ROWS = (STAGE, DATA, FSDP)  # the axes that split the batch; its micro-batches lie split over the stages
@@ -67,10 +68,11 @@ def make_plan(
     out = MODEL_Y if parallel.mesh.is_2d else MODEL
     width = MODEL_X if parallel.mesh.is_2d else None
     heads = out if parallel.heads == "split" else None
-    shapes = initial.parameter_shapes(model)
+    shapes = decoder_config.parameter_shapes(model)
 
     def placed(stored: sharding.Axes) -> dict[str, NamedSharding]:
         rules = sharding.decoder_table(stored=stored, out=out, heads=heads, width=width, **_parts(model))
+        rules = placement.with_memory(rules, model, stored=stored, heads=heads, width=width)
         return sharding.parameter_shardings(shapes, rules, mesh)
 
     whole, split = placed(STAGE), placed((STAGE, FSDP))
@@ -144,6 +146,11 @@ def _check_pipeline(
     stages, micro, split = sizes[STAGE], parallel.micro_batches, sizes.get(MODEL, 1)
     if stages > model.num_layers or model.num_layers % stages:
         raise ValueError(f"parallel: num_layers={model.num_layers} do not split evenly into stage={stages} stages")
+    if (memory := decoder_config.memory_of(model)) is not None:
+        raise ValueError(
+            f"parallel: stage={stages} with micro_batches={micro} needs layers that are alike, and "
+            f"memory.kind={memory.kind} makes some of them differ; use data, fsdp and model"
+        )
     if micro % stages:
         raise ValueError(f"parallel: micro_batches={micro} is not a multiple of stage={stages}")
     if parallel.mesh.is_2d or sizes[SEQUENCE] > 1 or parallel.sequence_parallel:
@@ -186,7 +193,7 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
     What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
     parameter's moments do; other arrays (counters, factored moments) are on every device.
     """
-    shapes = initial.parameter_shapes(plan.model)
+    shapes = decoder_config.parameter_shapes(plan.model)
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
         found = place_on_device(path, leaf)

@@ -26,6 +26,7 @@ class OptimizerConfig(Base):
     momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)  # sgd, muon; 0 = none
     weight_decay: float = pydantic.Field(default=0.1, ge=0)  # decoupled, times the learning rate; sgd: L2
     decay: Literal["all", "matrices"] = "matrices"  # which parameters decay: all, or those of two axes
+    trained: Literal["all", "memory"] = "all"  # memory: a decoder's memory layers learn, the rest stays as it is
     muon_ratio: float = pydantic.Field(default=1.0, gt=0)  # muon: rate of the kernels over AdamW's rate for the rest
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 import pydantic
 
 from jaxbench.config import Base, TransformerConfig
+from jaxbench.memory import decoder_config
+from jaxbench.memory.decoder_config import DecoderMemory
 from jaxbench.mesh import ParallelConfig
 from jaxbench.schedules import ScheduleConfig
 from jaxbench.step_config import StepConfig
@@ -67,6 +69,8 @@ class TrainConfig(Base):
     """One training run; backend, device and workdir come from the command line."""
 
     model: DecoderConfig
+    memory: DecoderMemory | None = None  # memory layers of the decoder
+    start: str | None = None  # parameters to start from: "default", a folder, GGUF file or hub id; null = random ones
     data: DataConfig
     batch_size: int = pydantic.Field(gt=0)  # rows a step, over all devices and micro-batches
     steps: int = pydantic.Field(gt=0)
@@ -93,4 +97,7 @@ class TrainConfig(Base):
             )
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(f"data.seq_len={self.data.seq_len} is over model.max_seq_len={self.model.max_seq_len}")
+        decoder_config.with_memory(self.model.resolved(self.model.vocab_size or 1), self.memory)
+        if self.step.optimizer.trained == "memory" and self.memory is None:
+            raise ValueError("step.optimizer.trained=memory, but memory is null: there would be nothing to train")
         return self

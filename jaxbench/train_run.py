@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench import cli, config, dataset, initial, observe, schedules, small_tokenizers, weights
+from jaxbench import cli, config, dataset, observe, schedules, small_tokenizers, weights
 from jaxbench.checkpoint import Checkpoints
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import bank_config
+from jaxbench.memory import bank_config, decoder_config
 from jaxbench.processes import ALONE, Processes, held
 from jaxbench.train_config import TrainConfig
 
@@ -102,10 +102,10 @@ def run(
     workdir = Path(workdir)
     with held(workdir, processes):
         data = prepare_data(settings, data_path)
-        model = settings.model.resolved(None if data.tokenizer is None else data.tokenizer.vocab_size)
+        model, params = starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
         _check_ids(data, model)
         engine = make_engine(
-            model, initial.initial_params(model, settings.seed), settings.step, batch_size=settings.batch_size,
+            model, params, settings.step, batch_size=settings.batch_size,
             seq_len=settings.data.seq_len, seed=settings.seed, implementation=settings.implementation,
             block_size=settings.block_size, scan_layers=settings.scan_layers,
             fused_projections=settings.fused_projections, parallel=settings.parallel,
@@ -115,6 +115,24 @@ def run(
             return trainer.run(profile_steps or (-1, -1))
         finally:
             trainer.close()
+
+
+def starting_point(settings: TrainConfig, vocab_size: int | None) -> tuple[TransformerConfig, dict[str, np.ndarray]]:
+    """Return a run's decoder and the parameters that it starts from; vocab_size is the tokenizer's.
+
+    Raises:
+      ValueError: the checkpoint to start from is no such decoder, or memory does not fit it.
+    """
+    plain = settings.model.resolved(vocab_size)
+    model = decoder_config.with_memory(plain, settings.memory)
+    if settings.start is None:
+        return model, decoder_config.initial_params(model, settings.seed)
+    checkpoint = weights.load_checkpoint(None if settings.start == "default" else settings.start)
+    ours, theirs = plain.model_dump(exclude={"dropout"}), checkpoint.config.model_dump(exclude={"dropout"})
+    differing = [f"{key}={ours[key]} (its: {theirs[key]})" for key in ours if ours[key] != theirs[key]]
+    if differing:
+        raise ValueError(f"start: {settings.start} is another decoder than model: {', '.join(differing)}")
+    return model, decoder_config.inserted(model, dict(checkpoint.params), settings.seed)
 
 
 def _check_ids(data: Data, model: TransformerConfig) -> None:
@@ -196,6 +214,7 @@ class _Trainer:
             upcoming = ahead.submit(part, done)
             while done < s.steps and not early:
                 arrays, upcoming = upcoming.result(), ahead.submit(part, done + 1)
+                decoder_config.check_documents(self.model, arrays.segments)
                 if done == profile_steps[0] and self.processes.is_first:
                     self.engine.start_profile(str(self.workdir / PROFILE))
                     is_traced = True
@@ -349,7 +368,7 @@ class _Trainer:
         return f"{EXPORT}/"
 
     def _size(self) -> int:
-        return sum(math.prod(shape) for shape in initial.parameter_shapes(self.model).values())
+        return sum(math.prod(shape) for shape in decoder_config.parameter_shapes(self.model).values())
 
     def close(self) -> None:
         """Stop the display and free the threads of the checkpoints."""

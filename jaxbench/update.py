@@ -107,6 +107,7 @@ def train_step(
 
     def loss_at(trained: tuple[dict, dict], micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
         params, scales = trained
+        params = optimizers.with_fixed(how.optimizer, params)
         narrow = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
         dropout = None if dropout_key is None else (dropout_key, state.step * how.accumulation + index)
         loss = loss_fn(merge(state.graph, narrow), micro, dropout=dropout).astype(policy.output) * weight
@@ -152,7 +153,8 @@ def eval_step(
     """Return the sum of the losses of a batch's targets in nats, and how many targets there are."""
     policy = precision.policy(how.precision)
     count = jnp.sum(batch.mask)
-    mean = train.loss_fn(merge(graph, _narrow(params, policy)), batch).astype(policy.output)
+    model = merge(graph, _narrow(params, policy))
+    mean = train.loss_of(train.predict(model, batch), batch).astype(policy.output)
     return mean * count.astype(policy.output), count
 
 

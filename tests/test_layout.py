@@ -32,6 +32,7 @@ CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial
 # Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
 CONFIG_MODELS = {
     "lm": "jaxbench.train_config:TrainConfig",
+    "ltm": "jaxbench.train_config:TrainConfig",
     "suites": "jaxbench.bench.suite:Suite",
     "watermark": "jaxbench.watermark.generate:GenerateConfig",
     "watermark/benchmark": "jaxbench.watermark.benchmark:Benchmark",

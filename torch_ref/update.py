@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jaxbench import precision
+from jaxbench.memory import decoder_config
 from jaxbench.step_config import TWIN_OPTIMIZERS, StepConfig
 from torch_ref import nn, train
 
@@ -67,6 +68,8 @@ def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) ->
         )
     device = next(model.parameters()).device
     model = nn.load_params(model, params, device=str(device))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(how.optimizer.trained == "all" or decoder_config.is_memory(name))
     rules = how.loss_scaling
     scaler = torch.amp.GradScaler(
         device.type, init_scale=rules.initial, growth_factor=rules.growth, backoff_factor=rules.backoff,
@@ -93,7 +96,7 @@ def train_step(
     state.moments.zero_grad(set_to_none=True)
     loss = _accumulate(state, batch, dropout_key, how, loss_fn)
     state.scaler.unscale_(state.moments)
-    parameters = list(state.params.parameters())
+    parameters = [p for p in state.params.parameters() if p.requires_grad]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     is_finite = torch.isfinite(loss) & torch.isfinite(norm)
     taken = bool(is_finite) and not state.is_halted
@@ -118,7 +121,7 @@ def eval_step(params: Any, batch: Any, *, graph: Any, how: StepConfig) -> tuple[
     """Return the sum of the losses of a batch's targets in nats, and how many targets there are; graph is unused."""
     count = batch.mask.sum()
     with _autocast(params, how):
-        mean = train.loss_fn(params, batch)
+        mean = train.loss_of(train.predict(params, batch), batch)
     return mean * count, count
 
 
@@ -171,9 +174,9 @@ def _autocast(model: torch.nn.Module, how: StepConfig) -> torch.autocast:
 
 
 def _optimizer(model: torch.nn.Module, how: StepConfig) -> torch.optim.Optimizer:
-    o = how.optimizer
-    decayed = [p for p in model.parameters() if o.decay == "all" or p.ndim >= 2]
-    rest = [p for p in model.parameters() if not (o.decay == "all" or p.ndim >= 2)]
+    o, trained = how.optimizer, [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if o.decay == "all" or p.ndim >= 2]
+    rest = [p for p in trained if not (o.decay == "all" or p.ndim >= 2)]
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     # Zeros are what PyTorch itself starts from at the first step; made here, the state has one shape from the start.
@@ -182,7 +185,7 @@ def _optimizer(model: torch.nn.Module, how: StepConfig) -> torch.optim.Optimizer
     else:
         betas, kinds = (o.b1, o.b2), ("exp_avg", "exp_avg_sq")
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=o.eps)
-    for parameter in model.parameters() if o.kind == "adamw" or o.momentum else ():
+    for parameter in trained if o.kind == "adamw" or o.momentum else ():
         optimizer.state[parameter] = {kind: torch.zeros_like(parameter) for kind in kinds}
         if o.kind == "adamw":
             optimizer.state[parameter]["step"] = torch.tensor(0.0)

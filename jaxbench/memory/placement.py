@@ -1,0 +1,48 @@
+"""Where the parameters of memory layers live on a mesh: rules beside those of the decoder (sharding.py)."""
+
+from __future__ import annotations
+
+import re
+
+from jax.sharding import PartitionSpec as P
+
+from jaxbench import sharding
+from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config
+from jaxbench.sharding import Axes, Rule
+
+
+def with_memory(
+    rules: tuple[Rule, ...], config: TransformerConfig, *, stored: Axes, heads: Axes, width: Axes
+) -> tuple[Rule, ...]:
+    """Return a decoder's table with rules for its memory layers, where it has them.
+
+    Heads of a memory are split like those of attention; what no memory of this kind has is left out, and so are the
+    rules of an attention that every layer has given away. Axes: `sharding.decoder_table`.
+    """
+    if decoder_config.memory_of(config) is None:
+        return rules
+    names = decoder_config.parameter_shapes(config)
+    rules = (*rules, *memory_table(stored=stored, heads=heads, width=width))
+    return tuple(rule for rule in rules if any(re.fullmatch(rule[0], name) for name in names))
+
+
+def memory_table(*, stored: Axes, heads: Axes, width: Axes) -> tuple[Rule, ...]:
+    """Return the rules of every kind of memory layer."""
+    layer, rows = r"layers\.\d+\.", sharding.joined(width, stored)
+    block = layer + r"block\."
+    return (
+        (layer + "gate", P(width)),
+        (block + r"(attention|memory|bank)\.(q|k|v|g)_proj\.kernel", P(rows, heads)),
+        (block + r"(attention|memory|bank)\.o_proj\.kernel", P(heads, rows)),
+        (block + r"(attention|memory)\.persistent", P(None, rows)),
+        (block + r"(input|answer|memory)_norm\.scale", P(width)),
+        (block + r"memory\.(q|k|v)_conv\.kernel", P(None, heads)),
+        (block + r"memory\.(eta|theta|alpha)\.kernel", P(rows, heads)),
+        (block + r"memory\.(eta|theta|alpha)\.bias", P(heads)),
+        (block + r"memory\.memory\.layers\.\d+\.kernel", P(heads, stored)),
+        (block + r"memory\.memory\.gain", P(heads)),
+        (block + r"memory\.out_norm\.scale", P()),
+        (block + r"bank\.compress\.kernel", P(rows)),
+        (block + r"bank\.gate", P(heads)),
+    )

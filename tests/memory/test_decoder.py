@@ -1,0 +1,230 @@
+"""Memory layers in the decoder: one decode state, documents apart, insertion as identity, training and sharding."""
+
+import functools
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from jaxbench import config, initial, optimizers, sharding, transformer
+from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config, placement
+from jaxbench.memory.bank_config import BankConfig
+from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.decoder_config import DecoderMemory, with_memory
+from jaxbench.step_config import OptimizerConfig, StepConfig
+from jaxbench.train_config import TrainConfig
+from torch_ref import train as torch_train
+from torch_ref import transformer as torch_transformer
+from torch_ref import update as torch_update
+
+PLAIN = TransformerConfig(
+    vocab_size=31, d_model=16, d_ff=24, num_layers=3, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=64
+)
+SIZES = {"d_model": 16, "num_heads": 2, "head_dim": 8}
+BANK = BankConfig(**SIZES, block_size=2, memory_slots=2, ratio=2)
+ROWS, LENGTH = 2, 12
+ARMS = [path.stem for path in Path("configs/ltm").glob("*.yaml")]
+
+
+def neural(kind):
+    return NeuralMemoryConfig(**SIZES, chunk_size=4, num_persistent=0 if kind == "mac" else 2)
+
+
+def memory(kind, **update):
+    """Return a memory of a kind of block, or "insert-neural", "insert-bank"."""
+    common = {"layers": (1,), "max_documents": 2} | update
+    if kind.startswith("insert"):
+        parts = {"bank": BANK} if kind == "insert-bank" else {"neural": neural("lmm")}
+        return DecoderMemory(kind="lmm", insert=True, **parts, **common)
+    if kind == "lmm":
+        return DecoderMemory(kind=kind, neural=neural(kind), **common)
+    parts = {"bank": BANK} if kind == "bank" else {"neural": neural(kind)}
+    return DecoderMemory(kind=kind, window=4, num_persistent=2, **parts, **common)
+
+
+KINDS = ("mac", "mag", "mal", "lmm", "bank", "insert-neural", "insert-bank")
+
+
+@functools.cache
+def twin(kind, dtype="float64"):
+    shape = with_memory(PLAIN, memory(kind))
+    return torch_transformer.build(shape, decoder_config.initial_params(shape, 0, distinct=True), dtype=dtype)
+
+
+def data(seed=0):
+    """Return tokens, positions and segments: two documents a row, the second row begins with padding."""
+    tokens = np.random.default_rng(seed).integers(0, 31, (ROWS, LENGTH))
+    index = np.tile(np.arange(LENGTH), (ROWS, 1))
+    segments = np.where(index < 7, 1, 2)
+    positions = np.where(index < 7, index, index - 7)
+    segments[1, :2], positions[1] = 0, np.where(index[1] < 7, index[1] - 2, index[1] - 7)
+    return tokens, np.maximum(positions, -1).astype(np.int32), segments.astype(np.int32)
+
+
+def tensors(*arrays):
+    return [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
+
+
+@pytest.mark.parametrize("kind", ("mac", "bank", "insert-neural"))
+def test_documents_of_a_row_are_read_as_if_each_were_alone(kind):
+    tokens, positions, segments = tensors(*data())
+    with torch.no_grad():
+        packed = twin(kind)(tokens, positions, segments=segments)
+        for part in (slice(0, 7), slice(7, LENGTH)):
+            alone = twin(kind)(tokens[:, part], positions[:, part])
+            is_token = positions[:, part] >= 0
+            torch.testing.assert_close(packed[:, part][is_token], alone[is_token], rtol=1e-12, atol=1e-12)
+        moved = tokens.clone()
+        moved[:, 3] = (moved[:, 3] + 1) % 31
+        torch.testing.assert_close(
+            twin(kind)(moved, positions, segments=segments)[:, 7:], packed[:, 7:], rtol=0.0, atol=0.0
+        )
+        whole = [twin(kind)(each, torch.arange(LENGTH).expand(ROWS, -1))[:, 7:] for each in (tokens, moved)]
+        assert (whole[0] - whole[1]).abs().max() > 1e-6  # in one document it does reach that far
+
+
+def test_flax_keeps_documents_apart_as_the_twin_does(x64):
+    shape = with_memory(PLAIN, memory("mac"))
+    model = transformer.build(shape, decoder_config.initial_params(shape, 0, distinct=True), dtype="float64")
+    tokens, positions, segments = data()
+    found = jax.jit(lambda *x: model(*x[:2], segments=x[2]))(*map(jnp.asarray, (tokens, positions, segments)))
+    with torch.no_grad():
+        wanted = twin("mac")(*tensors(tokens, positions), segments=torch.from_numpy(segments))
+    is_token = positions >= 0
+    np.testing.assert_allclose(found[is_token], wanted.numpy()[is_token], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ("mal", "insert-bank"))
+def test_token_by_token_equals_one_pass_with_one_state_for_keys_and_memory(kind):
+    tokens, positions, _ = tensors(*data())
+    positions = torch.tensor(np.maximum(np.arange(LENGTH) - np.array([[0], [3]]), -1))
+    model, slots = twin(kind, "float32"), LENGTH
+    with torch.no_grad():
+        whole = model(tokens, positions)
+        hidden, cache = model.features(tokens[:, :5], positions[:, :5])
+        parts, cache = [model.logits(hidden)], cache.padded(slots, dtype="float32")
+        for slot in range(5, LENGTH):
+            at = slice(slot, slot + 1)
+            hidden, cache = model.features(tokens[:, at], positions[:, at], cache=cache, slot=slot)
+            parts.append(model.logits(hidden))
+    is_token = positions >= 0
+    difference = (torch.cat(parts, dim=1) - whole)[is_token].abs().max() / whole[is_token].abs().max()
+    assert float(difference) <= 1e-5
+
+
+def test_a_layers_memory_does_not_grow_with_what_it_read():
+    def size(tree):
+        if isinstance(tree, tuple):
+            return sum(size(each) for each in tree)
+        return 0 if tree is None else tree.numel() * tree.element_size()
+
+    for kind in ("mac", "bank"):
+        with torch.no_grad():
+            sizes = [
+                size(twin(kind).features(torch.zeros(1, n, dtype=torch.int64), torch.arange(n)[None])[1].memory)
+                for n in (3, 15)
+            ]
+        assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("kind", ("insert-neural", "insert-bank"))
+def test_an_inserted_memory_changes_no_logit_until_it_is_trained(kind):
+    params = initial.initial_params(PLAIN, 0, distinct=True)
+    shape = with_memory(PLAIN, memory(kind, layers=None))
+    tokens, positions, _ = data()
+    with torch.no_grad():
+        found = torch_transformer.build(shape, decoder_config.inserted(shape, params, 0))(*tensors(tokens, positions))
+        wanted = torch_transformer.build(PLAIN, params)(*tensors(tokens, positions))
+    assert float((found - wanted).norm() / wanted.norm()) <= 1e-6
+    moved = decoder_config.inserted(shape, params, 0)
+    moved["layers.1.gate"] = moved["layers.1.gate"] + 1.0
+    with torch.no_grad():
+        other = torch_transformer.build(shape, moved)(*tensors(tokens, positions))
+    assert float((other - wanted).norm() / wanted.norm()) > 1e-4
+
+
+def test_only_the_memory_is_trained_where_that_is_asked():
+    shape = with_memory(PLAIN, memory("insert-neural"))
+    params = decoder_config.initial_params(shape, 0)
+    how = StepConfig(optimizer=OptimizerConfig(trained="memory"))
+    state = torch_update.init_state(torch_transformer.build(shape, params), params, how)
+    tokens, positions, _ = tensors(*data())
+    batch = torch_train.Batch(tokens, tokens.roll(-1, 1), positions, positions >= 0)
+    for _ in range(3):
+        state, metrics = torch_update.train_step(state, batch, 0.01, how=how)
+    assert bool(metrics.is_finite)
+    after = {name: value.detach().numpy() for name, value in state.params.named_parameters()}
+    moved = {name for name, value in after.items() if not np.array_equal(value, params[name].astype(np.float32))}
+    assert moved == {name for name in params if decoder_config.is_memory(name)}
+    assert "layers.1.gate" in moved and "layers.1.attention.q_proj.kernel" not in moved
+    assert len(state.moments.state) == len(moved)
+
+
+def test_the_jax_optimiser_moves_and_remembers_the_memory_alone():
+    params = {"layers.0.block.memory.q_proj.kernel": jnp.ones((2, 2)), "layers.0.gate": jnp.ones(2),
+              "layers.0.attention.q_proj.kernel": jnp.ones((2, 2)), "embed.embedding": jnp.ones((2, 2))}  # fmt: skip
+    chosen = OptimizerConfig(trained="memory", weight_decay=0.1)
+    transform = optimizers.transform(chosen, 0.1, params)
+    state = transform.init(params)
+    updates, _ = transform.update(jax.tree.map(jnp.ones_like, params), state, params)
+    assert {name for name, value in updates.items() if np.any(value)} == set(list(params)[:2])
+    assert sum(x.ndim == 2 for x in jax.tree.leaves(optax.tree_utils.tree_get(state, "mu"))) == 1
+    grads = jax.grad(lambda p: sum(jnp.sum(x**2) for x in optimizers.with_fixed(chosen, p).values()))(params)
+    assert {name for name, value in grads.items() if np.any(value)} == set(list(params)[:2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_has_a_rule_on_any_mesh(kind):
+    shape = with_memory(PLAIN, memory(kind, layers=None))
+    parts = {name: getattr(shape, name) for name in ("activation", "norm", "position", "use_bias", "tie_embeddings")}
+    rules = sharding.decoder_table(stored="fsdp", out="model", heads="model", width=None, **parts)
+    rules = placement.with_memory(rules, shape, stored="fsdp", heads="model", width=None)
+    specs = sharding.parameter_specs(decoder_config.parameter_shapes(shape), rules, {"fsdp": 2, "model": 2})
+    kernels = [spec for name, spec in specs.items() if name.startswith("layers.1.block") and "_proj" in name]
+    assert kernels and all({"fsdp", "model"} == set(spec) for spec in kernels)
+    with pytest.raises(ValueError, match="parameters without a rule: .*layers.1.block.other"):
+        shapes = decoder_config.parameter_shapes(shape) | {"layers.1.block.other": (4, 4)}
+        sharding.parameter_specs(shapes, rules, {"fsdp": 2, "model": 2})
+
+
+def test_the_arms_have_as_many_parameters_within_5_percent():
+    def size(name):
+        settings = config.load(f"configs/ltm/{name}.yaml", (), TrainConfig)
+        shape = with_memory(settings.model.resolved(257), settings.memory)
+        return sum(math.prod(each) for each in decoder_config.parameter_shapes(shape).values())
+
+    plain = size("plain")
+    assert len(ARMS) > 1 and all(abs(size(arm) / plain - 1) < 0.05 for arm in ARMS)
+
+
+def test_bad_memories_are_refused_with_their_values():
+    for change, message in (
+        ({"layers": (1, 3)}, r"layers=\[1, 3\] must be different layers from 0 to 2"),
+        ({"layers": ()}, r"layers=\[\] must be"),
+        ({"insert": True}, "insert=true keeps the layer's attention, so kind must be lmm, got mag"),
+        ({"window": None}, "window is missing, kind=mag has an attention of its own"),
+        ({"bank": BANK}, "kind=mag takes neural alone"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            with_memory(PLAIN, memory("mag").model_copy(update=change))
+    with pytest.raises(ValueError, match="scan_layers=True needs layers that are alike, got memory=mag"):
+        shape = with_memory(PLAIN, memory("mag"))
+        transformer.build(shape, {}, scan_layers=True)
+    segments = np.array([[1, 1, 1, 0], [2, 3, 4, 0]])
+    decoder_config.check_documents(PLAIN, segments)
+    with pytest.raises(ValueError, match="row 1 holds 3 documents, and memory.max_documents=2"):
+        decoder_config.check_documents(with_memory(PLAIN, memory("mag")), segments)
+
+
+def test_a_run_names_what_keeps_its_memory_from_training():
+    base = {"model": PLAIN.model_dump(), "data": {"seq_len": 16}, "batch_size": 2, "steps": 1, "learning_rate": 0.1}
+    with pytest.raises(ValueError, match="trained=memory, but memory is null"):
+        TrainConfig(**base, step={"optimizer": {"trained": "memory"}})
+    with pytest.raises(ValueError, match=r"layers=\[9\] must be"):
+        TrainConfig(**base, memory=memory("mag").model_dump() | {"layers": (9,)})
