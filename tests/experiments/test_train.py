@@ -15,7 +15,7 @@ from tests.structure import ROOT
         (["--profile_steps=13:10"], "--profile_steps=13:10 is not a:b with a < b <= steps=60"),
         (["--profile_steps=10:99"], "--profile_steps=10:99 is not a:b"),
         (["--backend=torch", "--find_batch_size"], "--backend=torch has none"),
-        (["--set=step.precision=float8"], "step.precision"),
+        (["--set=step.precision=int4"], "step.precision"),
         (["--set=parallel.mesh.stages=2"], "the nearest is parallel.mesh.stage"),
         (["--data=no/such.txt"], "no/such.txt is no file"),
         (["--find_batch_size", "--set=parallel.mesh.data=2"], "--find_batch_size searches on one device"),
