@@ -98,6 +98,7 @@ class TrainConfig(Base):
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(f"data.seq_len={self.data.seq_len} is over model.max_seq_len={self.model.max_seq_len}")
         decoder_config.with_memory(self.model.resolved(self.model.vocab_size or 1), self.memory)
-        if self.step.optimizer.trained == "memory" and self.memory is None:
-            raise ValueError("step.optimizer.trained=memory, but memory is null: there would be nothing to train")
+        trained = self.step.optimizer.trained
+        if trained == "memory" and self.memory is None:
+            raise ValueError(f"step.optimizer.trained={trained}, but memory is null: there would be nothing to train")
         return self
