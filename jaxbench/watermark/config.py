@@ -75,7 +75,7 @@ class SynthId(Base):
     scheme: Literal["synthid"] = "synthid"
     depth: int = Field(default=30, ge=1, le=MAX_DEPTH)  # layers of the tournament
     candidates: int | None = Field(
-        default=4096, ge=16, multiple_of=16
+        default=4096, ge=32, multiple_of=32
     )  # who plays (definition.head); None = all tokens
     context: ContextRule = ContextRule(kind="left", width=4)
     score: Literal["weighted", "mean", "bayesian"] = "weighted"  # what detection adds up

@@ -22,7 +22,7 @@ CONTEXT_SITE, MIN_SITE, SELF_SITE = (philox.site_id(f"watermark/{name}") for nam
 NO_TOKEN = 0xFFFFFFFF  # fills the last block of a context
 RED = 0xFFFFFFFF  # the word of a token that is not on a list; green tokens have 0
 FEISTEL_ROUNDS = 8
-HEAD_BLOCK = 16  # consecutive ids that enter a tournament together
+HEAD_BLOCK = 32  # consecutive ids that enter a tournament together
 MIX_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 Halves = tuple[np.ndarray, np.ndarray]
 

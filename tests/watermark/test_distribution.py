@@ -109,14 +109,14 @@ def reweighting(module, scheme):
     return jax.jit(watermark.reweight) if module is schemes else watermark.reweight
 
 
-def test_the_head_is_the_likeliest_blocks_of_16_and_the_lower_of_two_equal_ones():
+def test_the_head_is_the_likeliest_blocks_of_32_and_the_lower_of_two_equal_ones():
     logits = np.zeros((2, 75))
-    logits[0, [20, 70]], logits[1, 40] = 1.0, -np.inf
-    found = definition.head(logits, candidates=32)
-    np.testing.assert_array_equal(np.flatnonzero(found[0]), [*range(16, 32), *range(64, 75)])
-    np.testing.assert_array_equal(np.flatnonzero(found[1]), range(32))
+    logits[0, [20, 70]], logits[1, 70] = 1.0, -np.inf
+    found = definition.head(logits, candidates=64)
+    np.testing.assert_array_equal(np.flatnonzero(found[0]), [*range(32), *range(64, 75)])
+    np.testing.assert_array_equal(np.flatnonzero(found[1]), range(64))
     for module, array in ((schemes, jnp.asarray), (torch_schemes, torch.from_numpy)):
-        scheme = config.parse_scheme({"scheme": "synthid", "candidates": 32})
+        scheme = config.parse_scheme({"scheme": "synthid", "candidates": 64})
         watermark = module.Watermark(scheme, vocab_size=75)
         given = (array(logits.astype(np.float32)), array(np.ones((2, 4), np.int64)), array(np.full(2, 4)), 0)
         changed = np.asarray(watermark.reweight(watermark.state([Key(5)] * 2), *given)[1])
