@@ -58,7 +58,7 @@ class Engine:
         model = transformer.build(config, params, dtype=self.policy.compute, fused_projections=groups, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
-        self.plan, self.batch_size, self.rows = None, batch_size, (0, batch_size)
+        self.plan, self.batch_size, self.rows, self.num_devices = None, batch_size, (0, batch_size), 1
         step = functools.partial(update.train_step, how=how)
         if parallel is None and jax.process_count() > 1:
             raise ValueError(f"engine: {jax.process_count()} processes need parallel.mesh, got parallel={parallel}")
@@ -83,7 +83,7 @@ class Engine:
         from jaxbench import parallel as mesh
 
         self.plan = mesh.make_plan(config, parallel, batch=batch_size // self.how.accumulation, tokens=seq_len)
-        self.state = mesh.place_state(self.plan, self.state)
+        self.state, self.num_devices = mesh.place_state(self.plan, self.state), self.plan.mesh.size
         self.rows = distributed.rows_of(self.plan.batch, (batch_size, seq_len))
         return mesh.make_step(self.plan, self.state, step=step)
 

@@ -62,7 +62,7 @@ class LoggingConfig(Base):
     """What is shown and written while a run goes on."""
 
     every_steps: int = pydantic.Field(default=20, ge=1)  # how often losses are fetched from the device
-    peak_tflops: float | None = pydantic.Field(default=None, gt=0)  # for MFU; null = known device, else measured
+    peak_tflops: float | None = pydantic.Field(default=None, gt=0)  # of a device, for MFU; null = known, else measured
 
 
 class TrainConfig(Base):

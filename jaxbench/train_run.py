@@ -260,16 +260,22 @@ class _Trainer:
         self.records.add(records)
         for record in records:
             self.board.add(record["step"], {f"train/{k}": v for k, v in record.items() if k != "step"})
-        rate, seq_len, peak = self.throughput.rate, self.settings.data.seq_len, self.peak
-        mfu = [rate * observe.flops_per_token(self.model, seq_len, is_causal=causal) / peak for causal in (False, True)]
-        memory = self.engine.memory()
-        self.board.add(done, {"speed/tokens_per_s": rate, "speed/mfu": mfu[0], "speed/mfu_causal": mfu[1]})
+        rate, memory = self.throughput.rate, self.engine.memory()
+        mfu = self._mfu(rate)
+        self.board.add(done, {"speed/tokens_per_s": rate} | {f"speed/{name}": share for name, share in mfu.items()})
         self.board.add(done, {"memory/device_live_bytes": memory["live"], "memory/step_bytes": memory["step"]})
         self.board.add(done, {"memory/host_bytes": observe.host_bytes()})
         shown = f" held-out {self.validation['loss']:.4f}" if self.validation else ""
         self.display.update(
-            done, f"loss {records[-1]['loss']:.4f}{shown} {rate:,.0f} tokens/s MFU {100 * mfu[0]:.1f} %"
+            done, f"loss {records[-1]['loss']:.4f}{shown} {rate:,.0f} tokens/s MFU {100 * mfu['mfu']:.1f} %"
         )
+
+    def _mfu(self, rate: float) -> dict[str, float]:
+        """Return what share of its devices' rate a run of so many tokens/s takes, by both conventions."""
+        peak, seq_len = self.peak * self.engine.num_devices, self.settings.data.seq_len
+        shares = {"mfu": False, "mfu_causal": True}
+        work = {k: observe.flops_per_token(self.model, seq_len, is_causal=causal) for k, causal in shares.items()}
+        return {name: rate * flops / peak for name, flops in work.items()}
 
     def _stop(self, step: int, metrics: Any) -> None:
         """End a run whose loss or gradient is not finite; nothing of it was taken over or is saved."""
@@ -342,7 +348,8 @@ class _Trainer:
             }
         loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
         result = Result(done, loss, size, self.throughput.mean)
-        summary = result._asdict() | {"backend": self.backend, "parameters": self._size()} | self.progress
+        summary = result._asdict() | self._mfu(result.tokens_per_s)
+        summary |= {"backend": self.backend, "parameters": self._size()} | self.progress
         if self.processes.is_first:
             (self.workdir / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         exported = f", {self._export()}" if self.settings.checkpoints.export else ""

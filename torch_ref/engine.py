@@ -62,7 +62,7 @@ class Engine:
         self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
         memory = decoder_config.memory_of(config)
         self._has_banks = memory is not None and memory.bank is not None
-        self.rows = (0, batch_size)
+        self.rows, self.num_devices = (0, batch_size), 1
         self._loss = _CompiledLoss() if how.torch_compile else train.loss_fn
         self.compile_seconds = self._compile(batch_size, seq_len) if how.torch_compile else 0.0
 

@@ -46,7 +46,7 @@ class LogitProcessor(Protocol):
     `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
     tokens, unless its attribute `draws` is False: draw(state, logits [B V], tokens [B W], length [B], step, sample)
     returns the next state and tokens [B], -1 for a row it leaves to others. It sees logits after temperature and
-    filters; sample(logits) is an ordinary draw of them. Rows that no processor draws are drawn by `sample`.
+    filters; `sample` is the step's OrdinaryDraw. Rows that no processor draws are drawn by it.
 
     A processor's attribute `shared`, where it has one, is a pytree of tensors that every row reads, such as a table;
     `apply` and `draw` then get the pair (shared, state) in place of the state, and return the state alone.
@@ -144,6 +144,18 @@ def gumbel_max(
     words = prng.lanes(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
     dtype = str(logits.dtype).removeprefix("torch.")
     return largest_sum(logits, [-torch.log(prng.exponential(lane, dtype=dtype)) for lane in words])
+
+
+class OrdinaryDraw(NamedTuple):
+    """The draw of a step without a watermark: called with logits [B V] it returns a token of each row."""
+
+    key: Tensor  # Philox key
+    step: int
+    row_ids: Int[Tensor, " B"]
+
+    def __call__(self, logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+        """Return gumbel_max of the logits."""
+        return gumbel_max(logits, key=self.key, step=self.step, row_ids=self.row_ids)
 
 
 def largest_sum(logits: Float[Tensor, "B V"], noise: Sequence[Float[Tensor, "B C"]]) -> Int[Tensor, " B"]:
@@ -304,7 +316,7 @@ class Generator:
         if not self._drawing:
             token = draw(logits, self._sampling, **where)
         else:
-            logits, sample = filter_logits(logits, self._sampling), functools.partial(gumbel_max, **where)
+            logits, sample = filter_logits(logits, self._sampling), OrdinaryDraw(**where)
             token = torch.full_like(state.lengths, -1)
             for i in self._drawing:
                 given = (_with_shared(shared[i], states[i]), logits, *context, sample)

@@ -37,9 +37,13 @@ class RunStep:
     """An Engine and the one step that is timed."""
 
     def __init__(self, package: str, checkpoint: Any, dtype: str, train: dict, **how: Any):
-        """Name the engine of a package; `prepare` makes it. `train` has learning_rate, batch, seq_len, num_layers."""
+        """Name the engine of a package; `prepare` makes it.
+
+        `train` has learning_rate, batch, seq_len, num_layers, and may have accumulation and implementation.
+        """
         self._module, self._checkpoint, self._train, self._how = f"{package}.engine", checkpoint, train, how
-        self._step = StepConfig(precision=dtype, torch_compile=how.pop("torch_compile", False))
+        micro = {"accumulation": train.get("accumulation", 1)}
+        self._step = StepConfig(precision=dtype, torch_compile=how.pop("torch_compile", False), **micro)
         self.engine: Any = None
 
     def prepare(self) -> dict:
@@ -47,6 +51,7 @@ class RunStep:
         config, params = arms.shallow(self._checkpoint.config, self._checkpoint.params, self._train["num_layers"])
         self._checkpoint = None  # the engine holds its own copy
         sizes = {"batch_size": self._train["batch"], "seq_len": self._train["seq_len"], "seed": 0}
+        sizes |= {"implementation": self._train.get("implementation", "dense")}
         self.engine = importlib.import_module(self._module).Engine(config, params, self._step, **sizes, **self._how)
         facts = {"device_kind": self.engine.device_kind()}
         return facts | ({"compile_s": self.engine.compile_seconds} if self.engine.compile_seconds else {})

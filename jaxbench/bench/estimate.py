@@ -46,7 +46,8 @@ def needed_bytes(suite: Suite, config: TransformerConfig) -> tuple[int, str]:
         if load.kind == "train":
             shallow = config.model_copy(update={"num_layers": min(suite.train.num_layers, config.num_layers)})
             held = "float32" if suite.train.form == "run" else load.dtype
-            own, resting = train_bytes(shallow, load, weights=held), 4 * flops.parameter_bytes(shallow, held)
+            micro = load.model_copy(update={"batch": load.batch // suite.train.accumulation})
+            own, resting = train_bytes(shallow, micro, weights=held), 4 * flops.parameter_bytes(shallow, held)
         else:
             own, resting = inference_bytes(config, load), flops.parameter_bytes(config, load.dtype)
         total = own + (len(suite.arms) - 1) * resting + len(suite.arms) * IMPORT_BYTES

@@ -82,7 +82,8 @@ class Launch:
             for load in suite.train_workloads():
                 step = suite.train
                 train = {"learning_rate": step.learning_rate, "form": step.form}
-                train |= {"batch": step.batch, "seq_len": step.seq_len}
+                train |= {"batch": step.batch, "seq_len": step.seq_len, "accumulation": step.accumulation}
+                train |= {"implementation": step.implementation}
                 self._stage(load, [load], num_layers=suite.train.num_layers, train=train)
             self.file.append(self._record(records.LAUNCH_DONE, value=float(self.number), unit="count"))
         finally:

@@ -29,7 +29,7 @@ class Model(NamedTuple):
     config: TransformerConfig
     folder: Path  # Hugging Face folder, which our loader and transformers both read
     sha256: str  # of the original file
-    tokenizer: Path | None  # None: the tiny model, whose prompts are random ids
+    tokenizer: Path | None  # None: random weights, whose prompts are random ids
 
 
 class Plan(NamedTuple):
@@ -96,7 +96,9 @@ def find_model(suite: Suite, workdir: Path) -> Model:
     from jaxbench import families, weights
 
     if suite.model == "tiny":
-        return _tiny_model(workdir)
+        return _random_model(TINY, workdir)
+    if suite.model.endswith(".yaml"):
+        return _random_model(_decoder_of(suite.model), workdir)
     path = weights.resolve(suite.model)
     if path.is_dir():
         checkpoint = weights.load_checkpoint(path)
@@ -111,15 +113,27 @@ def find_model(suite: Suite, workdir: Path) -> Model:
     return Model(families.config_from_hf(values, folder), folder, sha256, path)
 
 
-def _tiny_model(workdir: Path) -> Model:
+def _decoder_of(path: str) -> TransformerConfig:
+    """Return the decoder of a training configuration."""
+    from jaxbench import config
+    from jaxbench.train_config import TrainConfig
+
+    model = config.load(path, (), TrainConfig).model
+    if model.vocab_size is None:
+        raise ValueError(f"compare: --model={path} leaves model.vocab_size to its tokenizer; name a size in it")
+    return model.resolved(model.vocab_size)
+
+
+def _random_model(config: TransformerConfig, workdir: Path) -> Model:
+    """Write a decoder with random weights as a checkpoint, once."""
     from jaxbench import initial, weights
 
-    params = initial.initial_params(TINY, seed=0, distinct=True)
-    folder = workdir / "tiny-model"
+    folder = workdir / f"model-{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]}"
+    params = initial.initial_params(config, seed=0, distinct=True)
     if not (folder / "config.json").exists():
-        weights.save_checkpoint(folder, TINY, params)
+        weights.save_checkpoint(folder, config, params)
     digest = hashlib.sha256(b"".join(name.encode() + params[name].tobytes() for name in sorted(params)))
-    return Model(TINY, folder, digest.hexdigest(), None)
+    return Model(config, folder, digest.hexdigest(), None)
 
 
 def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:

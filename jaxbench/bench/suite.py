@@ -48,7 +48,20 @@ class TrainStep(Base):
     dtype: Dtype | tuple[Dtype, ...] = "float32"  # one, or several in turn
     batch: Batch = 2
     seq_len: int = pydantic.Field(default=128, gt=1)  # tokens
+    accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches a step; form run
+    implementation: Literal["dense", "blocked", "fused"] = "dense"  # of attention; form run
     learning_rate: float = pydantic.Field(default=1e-4, gt=0)
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> TrainStep:
+        if self.form == "plain" and (self.accumulation, self.implementation) != (1, "dense"):
+            raise ValueError(
+                f"suite: train.accumulation={self.accumulation} and train.implementation={self.implementation} need "
+                f"train.form=run, got {self.form}"
+            )
+        if self.batch % self.accumulation:
+            raise ValueError(f"suite: train.batch={self.batch} is not a multiple of accumulation={self.accumulation}")
+        return self
 
 
 class Rounds(Base):
@@ -96,7 +109,9 @@ class Tpu(Base):
 class Suite(Base):
     """A comparison: one model, arms, workloads, and how often."""
 
-    model: str = "default"  # default, a GGUF file, a Hugging Face folder, a hub id, or tiny (random weights, for tests)
+    # default, a GGUF file, a Hugging Face folder or a hub id; with random weights: tiny (for tests), or the decoder of
+    # a training configuration (configs/lm/*.yaml)
+    model: str = "default"
     data: str | None = None  # text for prompts and the train step; None = the pinned default text
     arms: tuple[Arm, ...] = ("flax", "equinox", "torch_eager", "torch_compile", "transformers")
     prefill: PrefillGrid = PrefillGrid()

@@ -16,11 +16,12 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxbench import philox, prng
-from jaxbench.sample import largest_sum
+from jaxbench.sample import OrdinaryDraw, largest_sum
 from jaxbench.watermark import config, definition, prf, states
 from jaxbench.watermark.keys import Key
 
 HISTORY = 1024  # contexts of a row that are remembered
+SAMPLE_SITE = philox.site_id("sample")
 ROUTE_SITE = philox.site_id("watermark/route")
 LAYERS = 5  # of a tournament, computed from one stored distribution
 State = dict[str, Array]
@@ -112,23 +113,27 @@ class Watermark:
         tokens: Int[Array, "B W"],
         length: Int[Array, " B"],
         step: Array,
-        sample: Callable,
+        sample: OrdinaryDraw,
     ) -> tuple[State, Int[Array, " B"]]:
-        """Return the next state and the marked rows' tokens, -1 for rows that are to be drawn with ordinary randomness.
+        """Return the next state and the tokens of rows with a key, -1 for others and for steps that mark no row.
+
+        Where some rows are marked and some have nothing to be marked with (a known context, a text too short), the
+        latter get their ordinary token from the same draw: a second one would double what the watermark costs.
 
         Args:
           logits: after temperature and filters.
-          sample: ordinary draw of logits, for schemes that change the distribution.
         """
         state, seeds, is_active = self._admit(state, tokens, length, step)
 
         def marked() -> Array:
             if self.scheme.scheme == "gumbel":
-                return largest_sum(logits, self._noise(state, seeds, step, str(logits.dtype)))
-            return sample(self._reweighted(state, seeds, logits)).astype(jnp.int32)
+                others = (is_active, sample)
+                return largest_sum(logits, self._noise(state, seeds, step, str(logits.dtype), others=others))
+            changed = jnp.where(is_active[:, None], self._reweighted(state, seeds, logits), logits)
+            return sample(changed).astype(jnp.int32)
 
-        drawn = lax.cond(jnp.any(is_active), marked, lambda: jnp.zeros(logits.shape[:1], jnp.int32))
-        return state, jnp.where(is_active, drawn, -1)
+        drawn = lax.cond(jnp.any(is_active), marked, lambda: jnp.full(logits.shape[:1], -1, jnp.int32))
+        return state, jnp.where(is_active if self._is_vllm else state["marked"], drawn, -1)
 
     def reweight(
         self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
@@ -156,6 +161,10 @@ class Watermark:
         return self.scheme.scheme == "kgw" and self.scheme.context.kind == "self"
 
     @property
+    def _is_vllm(self) -> bool:
+        return self.scheme.scheme == "gumbel" and self.scheme.prf == "vllm"
+
+    @property
     def _remembers(self) -> bool:
         return self.scheme.scheme in ("synthid", "dip") or (self.scheme.scheme == "gumbel" and self.scheme.deduplicate)
 
@@ -166,7 +175,7 @@ class Watermark:
         """Return the last `width` tokens of each row; for vLLM's function -1 in place of the prompt's."""
         places = length[:, None] + jnp.arange(-width, 0)[None, :]
         contexts = jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1)
-        if self.scheme.scheme == "gumbel" and self.scheme.prf == "vllm":
+        if self._is_vllm:
             contexts = jnp.where(places >= (length - step)[:, None], contexts, -1)
         return contexts
 
@@ -226,7 +235,7 @@ class Watermark:
         rule, key = self.scheme.context, self._key(state, step)
         contexts, pair = self._contexts(rule.width, tokens, length, step), (key[0][:, 0], key[1][:, 0])
         is_active = self._is_active(state, length)
-        if self.scheme.scheme == "gumbel" and self.scheme.prf == "vllm":
+        if self._is_vllm:
             seeds = prf.vllm_state(contexts, pair)
         else:
             seeds = prf.seeds_after(rule, pair, contexts, None)
@@ -258,17 +267,30 @@ class Watermark:
         use_second = (word < jnp.uint32(min(int(self._alpha * 2**32), philox.MASK32)))[:, None]
         return jnp.where(use_second, keys[:, 2:3], keys[:, :1]), jnp.where(use_second, keys[:, 3:], keys[:, 1:2])
 
-    def _noise(self, state: State, seeds: Array, step: Array, dtype: str) -> prf.Lanes:
-        """Return the keyed Gumbel noise -log(-log u) of every token, in lanes."""
-        key, size = self._key(state, step), {"num_elements": self.vocab_size}
-        if self.scheme.prf == "vllm":
+    def _noise(self, state: State, seeds: Array, step: Array, dtype: str, *, others: Any = None) -> prf.Lanes:
+        """Return the keyed Gumbel noise -log(-log u) of every token, in lanes.
+
+        Args:
+          others: (is_active [B], ordinary draw): rows that are not active get the noise of their ordinary draw.
+        """
+        key, size, payload = self._key(state, step), {"num_elements": self.vocab_size}, state.get("payload")
+        if self._is_vllm:
             words = prf.vllm_lanes(seeds, key, **size)
             return tuple(-jnp.log(_vllm_exponential(w, dtype)) for w in words)
-        words = prf.lanes(key, seeds, site=definition.site_of(self.scheme), **size)
+        site: Any = definition.site_of(self.scheme)
+        if others is not None:
+            is_active, sample = others[0][:, None], others[1]
+            key = tuple(jnp.where(is_active, keyed, plain) for keyed, plain in zip(key, sample.key))
+            rows = sample.row_ids.astype(jnp.uint32)
+            plain = jnp.stack([rows, jnp.full_like(rows, sample.step)], axis=-1)
+            seeds = jnp.where(is_active, seeds, plain)
+            site = jnp.where(is_active, jnp.uint32(site), jnp.uint32(SAMPLE_SITE))
+            payload = None if payload is None else jnp.where(others[0], payload, 0)
+        words = prf.lanes(key, seeds, site=site, **size)
         noise = tuple(-jnp.log(prng.exponential(w, dtype=dtype)) for w in words)
-        if "payload" not in state:
+        if payload is None:
             return noise
-        shifted = _shift(prf.interleave(noise, self.vocab_size), state["payload"])
+        shifted = _shift(prf.interleave(noise, self.vocab_size), payload)
         shifted = jnp.pad(shifted, ((0, 0), (0, -self.vocab_size % 4)))
         return tuple(shifted[:, j::4] for j in range(4))
 

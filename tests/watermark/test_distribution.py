@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
+from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import config, definition, schemes, vllm_prf
 from jaxbench.watermark.keys import Key
 from torch_ref.watermark import schemes as torch_schemes
@@ -25,11 +26,13 @@ def drawing(prf):
     watermark = schemes.Watermark({"scheme": "gumbel", "prf": prf}, vocab_size=VOCAB)
     length = jnp.full((ROWS,), 4)
 
+    sample = OrdinaryDraw(jnp.zeros(2, jnp.uint32), jnp.int32(4), jnp.arange(ROWS))
+
     def draw(keys, logits):
         state = {"marked": jnp.ones(ROWS, bool), "keys": jnp.tile(keys[None], (ROWS, 1))}
         state["used"] = jnp.zeros((ROWS, schemes.HISTORY, 2), jnp.uint32)
         logits = jnp.tile(logits[None], (ROWS, 1))
-        return watermark.draw(state, logits, jnp.asarray(CONTEXTS), length, jnp.int32(4), None)[1]
+        return watermark.draw(state, logits, jnp.asarray(CONTEXTS), length, jnp.int32(4), sample)[1]
 
     return jax.jit(draw)
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from jaxbench import initial, philox, sample, transformer
+from jaxbench import initial, philox, prng, sample, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.eqx import sample as eqx_sample
 from jaxbench.eqx import transformer as eqx_transformer
 from jaxbench.watermark import config, definition, schemes
 from jaxbench.watermark.keys import Key
+from torch_ref import prng as torch_prng
 from torch_ref import sample as torch_sample
 from torch_ref import transformer as torch_transformer
 from torch_ref.watermark import schemes as torch_schemes
@@ -181,17 +182,40 @@ def test_tournaments_and_reweighting_leave_their_mark(name, floor):
 
 
 def test_a_context_seen_before_is_drawn_with_ordinary_randomness():
-    logits = jnp.zeros((1, VOCAB))
-    watermark = schemes.Watermark({"scheme": "gumbel", "context": {"width": 1}}, vocab_size=VOCAB)
-    state = watermark.state([Key(5)])
-    draw = jax.jit(lambda state, tokens, length, step: watermark.draw(state, logits, tokens, length, step, None))
-    drawn = []
-    for step, last in enumerate([3, 4, 3, 5, 4]):
-        tokens = jnp.array([[last, 0, 0]], jnp.int32)
-        state, token = draw(state, tokens, jnp.array([1]), jnp.int32(step))
-        drawn.append(int(token[0]))
-    assert [token >= 0 for token in drawn] == [True, True, False, True, False]
-    assert drawn[0] != drawn[1]
+    drawn, ordinary = draws_after({"scheme": "gumbel"}, [[3], [4], [3], [5], [4]])
+    assert [tokens[0] >= 0 for tokens in drawn] == [True, True, False, True, False]
+    assert drawn[0] != drawn[1] and drawn[0] != ordinary[0]
+
+
+@pytest.mark.parametrize("scheme", [{"scheme": "gumbel"}, {"scheme": "gumbel", "payload_bits": 2}, {"scheme": "dip"}])
+def test_a_seen_context_beside_a_marked_row_gets_its_ordinary_token_from_the_same_draw(scheme):
+    drawn, ordinary = draws_after(scheme, [[3, 3], [4, 4], [3, 5], [5, 4]])
+    alone, _ = draws_after(scheme, [[3], [4], [5], [4]], first_row=1)
+    assert (drawn[2][0], drawn[3][1]) == (ordinary[2][0], ordinary[3][1])
+    assert [tokens[1] for tokens in drawn[:3]] == [tokens[0] for tokens in alone[:3]]
+    assert scheme["scheme"] == "dip" or drawn[2][1] != ordinary[2][1]  # dip keeps most tokens
+
+
+def draws_after(scheme, contexts, *, first_row=0):
+    """Return the tokens that both backends draw after contexts of one token, and the ordinary ones, a list a step."""
+    rows = np.arange(first_row, first_row + len(contexts[0]))
+    logits, keys = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)[rows], [Key(5), Key(6)]
+    payloads = [int(row) + 1 for row in rows] if "payload_bits" in scheme else None
+    scheme, found = scheme | {"context": {"width": 1}}, {}
+    for backend, array, prng_of in (("flax", jnp.asarray, prng), ("torch", torch.asarray, torch_prng)):
+        sampling, marks = BACKENDS[backend][1:]
+        watermark, drawn, ordinary = marks.Watermark(scheme, vocab_size=VOCAB), [], []
+        state = watermark.state([keys[row] for row in rows], payloads=payloads)
+        draw = watermark.draw if backend == "torch" else jax.jit(watermark.draw)
+        for step, last in enumerate(contexts):
+            tokens, at = array(np.array(last, np.int32)[:, None]), step if backend == "torch" else jnp.int32(step)
+            sample = sampling.OrdinaryDraw(prng_of.key_from_seed(9), at, array(rows.astype(np.int32)))
+            state, chosen = draw(state, array(logits), tokens, array(np.ones(len(rows), np.int32)), at, sample)
+            drawn.append(np.asarray(chosen).tolist())
+            ordinary.append(np.asarray(sample(array(logits))).tolist())
+        found[backend] = drawn, ordinary
+    assert found["flax"] == found["torch"]
+    return found["flax"]
 
 
 def test_kgw_without_a_bias_is_no_watermark():

@@ -7,7 +7,7 @@ one of them. Source of the mathematics: definition.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from jaxbench import philox
 from jaxbench.watermark import config, definition, states
 from jaxbench.watermark.keys import Key
 from torch_ref import prng
+from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
 
 HISTORY = 1024  # contexts of a row that are remembered
+SAMPLE_SITE = philox.site_id("sample")
 ROUTE_SITE = philox.site_id("watermark/route")
 State = dict[str, Tensor]
 
@@ -115,23 +117,26 @@ class Watermark:
         tokens: Int[Tensor, "B W"],
         length: Int[Tensor, " B"],
         step: int,
-        sample: Callable,
+        sample: OrdinaryDraw,
     ) -> tuple[State, Int[Tensor, " B"]]:
-        """Return the next state and the marked rows' tokens, -1 for rows that are to be drawn with ordinary randomness.
+        """Return the next state and the tokens of rows with a key, -1 for others and for steps that mark no row.
+
+        Where some rows are marked and some have nothing to be marked with (a known context, a text too short), the
+        latter get their ordinary token from the same draw: a second one would double what the watermark costs.
 
         Args:
           logits: after temperature and filters.
-          sample: ordinary draw of logits, for schemes that change the distribution.
         """
         state, seeds, is_active = self._admit(state, tokens, length, step)
 
         if not is_active.any():
             return state, torch.full_like(length, -1)
         if self.scheme.scheme == "gumbel":
-            drawn = torch.argmax(logits + self._noise(state, seeds, step, logits.dtype), dim=-1)
+            noise = self._noise(state, seeds, step, logits.dtype, others=(is_active, sample))
+            drawn = torch.argmax(logits + noise, dim=-1)
         else:
-            drawn = sample(self._reweighted(state, seeds, logits))
-        return state, torch.where(is_active, drawn, -1)
+            drawn = sample(torch.where(is_active[:, None], self._reweighted(state, seeds, logits), logits))
+        return state, torch.where(is_active if self._is_vllm else state["marked"], drawn, -1)
 
     def reweight(
         self, state: Any, logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
@@ -159,6 +164,10 @@ class Watermark:
         return self.scheme.scheme == "kgw" and self.scheme.context.kind == "self"
 
     @property
+    def _is_vllm(self) -> bool:
+        return self.scheme.scheme == "gumbel" and self.scheme.prf == "vllm"
+
+    @property
     def _remembers(self) -> bool:
         return self.scheme.scheme in ("synthid", "dip") or (self.scheme.scheme == "gumbel" and self.scheme.deduplicate)
 
@@ -169,7 +178,7 @@ class Watermark:
         """Return the last `width` tokens of each row; for vLLM's function -1 in place of the prompt's."""
         places = length[:, None] + torch.arange(-width, 0, device=length.device)[None, :]
         contexts = torch.gather(tokens, 1, torch.clamp(places, min=0)).to(torch.int64)
-        if self.scheme.scheme == "gumbel" and self.scheme.prf == "vllm":
+        if self._is_vllm:
             contexts = torch.where(places >= (length - step)[:, None], contexts, -1)
         return contexts
 
@@ -222,7 +231,7 @@ class Watermark:
         rule, key = self.scheme.context, self._key(state, step)
         contexts, pair = self._contexts(rule.width, tokens, length, step), (key[0][:, 0], key[1][:, 0])
         is_active = self._is_active(state, length)
-        if self.scheme.scheme == "gumbel" and self.scheme.prf == "vllm":
+        if self._is_vllm:
             seeds = prf.vllm_state(contexts, pair)
         else:
             seeds = prf.seeds_after(rule, pair, contexts, None)
@@ -255,16 +264,29 @@ class Watermark:
         use_second = (word < min(int(self._alpha * 2**32), philox.MASK32))[:, None]
         return torch.where(use_second, keys[:, 2:3], keys[:, :1]), torch.where(use_second, keys[:, 3:], keys[:, 1:2])
 
-    def _noise(self, state: State, seeds: Tensor, step: int, dtype: torch.dtype) -> Float[Tensor, "B V"]:
-        """Return the keyed Gumbel noise -log(-log u) of every token."""
-        key, size = self._key(state, step), {"num_elements": self.vocab_size}
-        name = str(dtype).removeprefix("torch.")
-        if self.scheme.prf == "vllm":
+    def _noise(
+        self, state: State, seeds: Tensor, step: int, dtype: torch.dtype, *, others: Any = None
+    ) -> Float[Tensor, "B V"]:
+        """Return the keyed Gumbel noise -log(-log u) of every token.
+
+        Args:
+          others: (is_active [B], ordinary draw): rows that are not active get the noise of their ordinary draw.
+        """
+        key, size, payload = self._key(state, step), {"num_elements": self.vocab_size}, state.get("payload")
+        name, site = str(dtype).removeprefix("torch."), definition.site_of(self.scheme)
+        if self._is_vllm:
             words = prf.vllm_lanes(seeds, key, **size)
             return prf.interleave([-torch.log(_vllm_exponential(w, dtype)) for w in words], self.vocab_size)
-        words = prf.lanes(key, seeds, site=definition.site_of(self.scheme), **size)
+        if others is not None:
+            is_active, sample = others[0][:, None], others[1]
+            key = tuple(torch.where(is_active, keyed, plain) for keyed, plain in zip(key, sample.key))
+            rows = sample.row_ids.to(torch.int64)
+            plain = torch.stack([rows, torch.full_like(rows, sample.step)], dim=-1)
+            seeds, site = torch.where(is_active, seeds, plain), torch.where(is_active, site, SAMPLE_SITE)
+            payload = None if payload is None else torch.where(others[0], payload, 0)
+        words = prf.lanes(key, seeds, site=site, **size)
         noise = prf.interleave([-torch.log(prng.exponential(w, dtype=name)) for w in words], self.vocab_size)
-        return noise if "payload" not in state else _shift(noise, state["payload"])
+        return noise if payload is None else _shift(noise, payload)
 
     def _reweighted(self, state: State, seeds: Tensor, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Return the logarithm of the reweighted distribution (synthid, dip)."""
