@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch._dynamo import utils as torch_dynamo
 
 from jaxbench import engine, initial, optimizers, precision, prng, remat, schedules, train, transformer, update
 from jaxbench.parity import cases, curves, distance, gates
@@ -157,6 +158,28 @@ def test_the_noise_band_catches_a_step_that_is_slightly_wrong():
     wrong = StepConfig(optimizer=OptimizerConfig(eps=1e-6))  # instead of 1e-8
     found = curves_of(wrong, steps=40)
     assert not found.gate().passed, found.gaps()
+
+
+def test_a_compiled_torch_step_is_the_eager_one_in_two_programs(monkeypatch):
+    """Traced whole, dropout included, once to begin a step's gradients and once to add to them; Inductor is slow, and
+    left to the training suite."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch_dynamo.counters.clear()
+    config = CASE.config.model_copy(update={"num_layers": 1})
+    params = initial.initial_params(config, 0, distinct=True)
+    how = {"batch_size": 2, "seq_len": CASE.length, "seed": 7}
+    eager, compiled = (
+        torch_engine.Engine(config, params, StepConfig(accumulation=2, torch_compile=is_compiled), **how)
+        for is_compiled in (False, True)
+    )
+    assert eager.compile_seconds == 0 < compiled.compile_seconds
+    for step in range(3):
+        batch = cases.arrays(CASE, config, step=step)._replace(segments=np.ones((2, CASE.length), np.int32))
+        losses = [engine.fetch(engine.step(batch, 1e-2)).loss for engine in (eager, compiled)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert distance.compare(compiled.params(), eager.params(), kind="params", tolerance=1e-5).passed
+    assert torch_dynamo.counters["stats"]["unique_graphs"] == 2, "a step must not compile anew"
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
