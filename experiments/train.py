@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,14 @@ def main() -> int:
     values = flags.FLAGS
     settings = cli.load_config(TrainConfig)
     profile_steps = profiled(values.profile_steps, settings)
-    if values.find_batch_size and values.backend != "flax":
-        raise ValueError(f"--find_batch_size reads XLA's memory analysis; --backend={values.backend} has none")
-    if values.find_batch_size and settings.parallel is not None:
-        raise ValueError(f"--find_batch_size searches on one device, got parallel.mesh={settings.parallel.mesh}")
+    for name in ("find_batch_size", "memory_ladder"):
+        if values[name].value and values.backend != "flax":
+            raise ValueError(f"--{name} reads XLA's memory analysis; --backend={values.backend} has none")
+        if values[name].value and settings.parallel is not None:
+            raise ValueError(f"--{name} works on one device, got parallel.mesh={settings.parallel.mesh}")
     processes.check_place(values.coordinator, values.num_processes, values.process_id)
     is_joined = values.cluster or values.coordinator is not None
-    if is_joined and (values.backend != "flax" or values.find_batch_size):
+    if is_joined and (values.backend != "flax" or values.find_batch_size or values.memory_ladder):
         raise ValueError(f"several processes train with --backend=flax only, got --backend={values.backend}")
     launch.ensure(values.device)
     from jaxbench import train_run
@@ -54,6 +56,8 @@ def main() -> int:
     workdir = values.workdir or Path("out") / f"{Path(values.config).stem}-{values.backend}"
     if values.find_batch_size:
         return find_batch_size(settings, make_engine)
+    if values.memory_ladder:
+        return memory_ladder(settings, make_engine, Path(workdir))
     cli.keep(f"finished checkpoints in {workdir} are kept; the same command goes on")
     places = {"workdir": workdir, "data_path": values.data, "profile_steps": profile_steps, "processes": run_by}
     train_run.run(settings, make_engine, backend=values.backend, **places)
@@ -102,6 +106,35 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
     return cli.EXIT_OK
 
 
+def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
+    """Print what each way of saving memory saves and costs, and write it to memory_ladder.json."""
+    values = flags.FLAGS
+    from jaxbench import batch_size, memory_ladder, train_run
+
+    data = train_run.prepare_data(settings, values.data)
+    model, params = train_run.starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
+    names = ("batch_size", "seed", "block_size", "scan_layers", "fused_projections")
+    how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
+    limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
+    batches = [data.train.batch(step, settings.batch_size) for step in range(values.memory_ladder + 1)]
+    rows = []
+    for row in memory_ladder.climb(
+        settings, model, lambda run: make_engine(model, params, run.step, implementation=run.implementation, **how),
+        batches, kernel="blocked" if values.device == "cpu" else "fused", limit_bytes=limit,
+    ):  # fmt: skip
+        rows.append(row)
+        print(f"compiled {len(rows)} of {len(memory_ladder.RUNGS)}: {row.name}", file=sys.stderr)
+    count = sum(value.size for value in params.values())
+    facts = {"parameters": int(count), "vocabulary": model.vocab_size, "sequence": settings.data.seq_len}
+    facts |= {"batch": settings.batch_size, "precision": settings.step.precision, "limit_bytes": limit}
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(memory_ladder.table(rows, limit_bytes=limit))
+    workdir.mkdir(parents=True, exist_ok=True)
+    content = {"facts": facts, "rows": [row._asdict() for row in rows], "config": settings.model_dump(mode="json")}
+    (workdir / "memory_ladder.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return cli.EXIT_OK
+
+
 if __name__ == "__main__":
     cli.define_config("configs/lm/tiny.yaml")
     cli.define_data()
@@ -110,7 +143,10 @@ if __name__ == "__main__":
     cli.define_workdir()
     flags.DEFINE_string("profile_steps", None, "a:b writes a trace of steps a + 1 to b into profile/ of the workdir")
     flags.DEFINE_bool("find_batch_size", False, "print the largest batch_size whose compiled step fits, and end")
-    flags.DEFINE_integer("memory_mib", None, "limit for --find_batch_size (unset: what the device has)", lower_bound=1)
+    about = "this many steps under one way of saving memory after another: bytes, tokens/s, MFU of each; and end"
+    flags.DEFINE_integer("memory_ladder", 0, about, lower_bound=0)
+    about = "limit for --find_batch_size and --memory_ladder (unset: what the device has)"
+    flags.DEFINE_integer("memory_mib", None, about, lower_bound=1)
     flags.DEFINE_bool("cluster", False, "run together with the other processes of a SLURM, Open MPI or Kubernetes job")
     flags.DEFINE_string("coordinator", None, "host:port of the first process, where no cluster says it")
     flags.DEFINE_integer("num_processes", None, "processes that run together, beside --coordinator", lower_bound=1)

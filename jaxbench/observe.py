@@ -119,6 +119,13 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     return rates[dtype] * 1e12 if dtype in rates else None
 
 
+def peak_of(engine: Any, peak_tflops: float | None) -> float:
+    """Return the rate of an engine's device, FLOP/s: the one given, a data sheet's, or a measured product's."""
+    if peak_tflops is not None:
+        return peak_tflops * 1e12
+    return peak_flops(engine.device_kind(), engine.policy.compute) or engine.matmul_rate()
+
+
 def bank_scalars(layer: int, stats: Any) -> dict[str, float]:
     """Return what a layer's memory bank holds (bank_config.MemoryStats) as scalars, means over rows."""
     found = {name: float(value.mean()) for name, value in stats._asdict().items() if value.ndim == 1}

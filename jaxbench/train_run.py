@@ -164,7 +164,7 @@ class _Trainer:
             config.dump(settings, workdir / CONFIG)
         self.records.keep_until(self.start)
         self.board = observe.Board(workdir / BOARD, start=self.start, is_written=processes.is_first)
-        self.peak = self._peak()
+        self.peak = observe.peak_of(self.engine, settings.logging.peak_tflops)
         scaling = (settings.learning_rate, settings.learning_rate_scaling)
         self.rate = schedules.scaled_peak(*scaling, batch=settings.batch_size, base_batch=settings.base_batch)
 
@@ -190,13 +190,6 @@ class _Trainer:
         content = self.settings.model_dump(mode="json", exclude=set(MAY_CHANGE))
         content["data"].pop("path")  # the text itself counts, not where it lies
         return {"config": content, "text_sha256": self.data.sha256, "backend": self.backend}
-
-    def _peak(self) -> float | None:
-        """Return the device's rate for MFU, FLOP/s: the configuration's, a data sheet's, or a measured product's."""
-        if self.settings.logging.peak_tflops is not None:
-            return self.settings.logging.peak_tflops * 1e12
-        known = observe.peak_flops(self.engine.device_kind(), self.engine.policy.compute)
-        return known or self.engine.matmul_rate()
 
     def run(self, profile_steps: tuple[int, int]) -> Result:
         """Take the steps that are left, and trace some of them."""

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxbench import cli, config, engine, train_run
+from jaxbench import cli, config, engine, observe, train_run
 from jaxbench.checkpoint import TEMPORARY
 from jaxbench.parity import cases
 from jaxbench.train_config import TrainConfig
@@ -223,6 +223,11 @@ def test_a_run_goes_on_from_one_device_to_a_mesh_and_to_another_mesh(tmp_path, t
     losses = [{r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r} for lines in runs]
     assert losses[0].keys() == losses[1].keys() == set(range(1, 9))
     np.testing.assert_allclose(list(losses[0].values()), list(losses[1].values()), rtol=1e-6)
+    for name, devices in (("one", 1), ("many", 8)):  # each of 1 TFLOP/s, by settings()
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        work = observe.flops_per_token(settings(**common).model.resolved(14), 16, is_causal=False)
+        assert summary["mfu"] == pytest.approx(summary["tokens_per_s"] * work / (devices * 1e12))
+        assert 0 < summary["mfu_causal"] < summary["mfu"]
 
 
 # Killed for real

@@ -96,9 +96,9 @@ def find_model(suite: Suite, workdir: Path) -> Model:
     from jaxbench import families, weights
 
     if suite.model == "tiny":
-        return _random_model(TINY, workdir)
+        return _random_model(TINY, workdir, distinct=True)
     if suite.model.endswith(".yaml"):
-        return _random_model(_decoder_of(suite.model), workdir)
+        return _random_model(_decoder_of(suite.model), workdir, distinct=False)
     path = weights.resolve(suite.model)
     if path.is_dir():
         checkpoint = weights.load_checkpoint(path)
@@ -124,12 +124,12 @@ def _decoder_of(path: str) -> TransformerConfig:
     return model.resolved(model.vocab_size)
 
 
-def _random_model(config: TransformerConfig, workdir: Path) -> Model:
-    """Write a decoder with random weights as a checkpoint, once."""
+def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -> Model:
+    """Write a decoder with random weights as a checkpoint, once; distinct as initial.initial_params has it."""
     from jaxbench import initial, weights
 
     folder = workdir / f"model-{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]}"
-    params = initial.initial_params(config, seed=0, distinct=True)
+    params = initial.initial_params(config, seed=0, distinct=distinct)
     if not (folder / "config.json").exists():
         weights.save_checkpoint(folder, config, params)
     digest = hashlib.sha256(b"".join(name.encode() + params[name].tobytes() for name in sorted(params)))

@@ -18,10 +18,10 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def losses(name, folder, steps=3):
+def losses(name, folder, steps=3, **train):
     arm = arms.create(name, device="cpu", threads=2, checkpoint=folder)
     assert arm.start() == ""
-    arm.load(LOAD.dtype, num_layers=1, train=TRAIN)
+    arm.load(LOAD.dtype, num_layers=1, train=TRAIN | train)
     facts = arm.prepare(LOAD)
     inputs = np.random.default_rng(0).integers(0, 128, (2, 9)).tolist()
     answers = [arm.warm(LOAD, inputs)] + [arm.measure(LOAD, inputs) for _ in range(steps - 1)]
@@ -36,3 +36,9 @@ def test_flax_and_torch_take_the_same_steps_and_say_what_compiled(folder):
     assert ours == pytest.approx(theirs, rel=1e-5) and ours[-1] < ours[0] - 0.05
     assert facts["compile_s"] > 0 and "compile_s" not in eager_facts
     assert facts["device_kind"] == eager_facts["device_kind"] == "cpu"
+
+
+def test_micro_batches_and_another_attention_kernel_compute_the_same_step(folder):
+    _, whole = losses("torch_eager", folder, steps=2)
+    _, parts = losses("torch_eager", folder, steps=2, accumulation=2, implementation="fused")
+    assert parts == pytest.approx(whole, rel=1e-5)

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
+from jaxbench import config, weights
 from jaxbench.bench import estimate, flops, plan
 from jaxbench.bench.records import Workload
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
+from jaxbench.train_config import TrainConfig
+from tests.structure import ROOT
 
 SMOLLM = TransformerConfig(
     vocab_size=49152, d_model=576, d_ff=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, max_seq_len=8192
@@ -32,6 +35,17 @@ def test_a_plan_of_the_tiny_suite_has_inputs_of_the_stated_shapes(tmp_path):
     assert again.inputs == work.inputs and again.config_id == work.config_id
     other = plan.make_plan(TINY_SUITE.model_copy(update={"seed": 5}), device="cpu", workdir=tmp_path)
     assert other.inputs != work.inputs and other.config_id != work.config_id
+
+
+def test_the_decoder_of_a_training_configuration_is_a_model_with_random_weights(tmp_path):
+    path = tmp_path / "run.yaml"
+    config.dump(config.load(ROOT / "configs/lm/tiny.yaml", ["model.vocab_size=64"], TrainConfig), path)
+    made = [plan.find_model(Suite(model=str(path)), tmp_path) for _ in range(2)]
+    assert made[0] == made[1] and made[0].config.vocab_size == 64 and made[0].tokenizer is None
+    assert weights.load_checkpoint(made[0].folder).config.d_model == made[0].config.d_model == 32
+    assert plan.find_model(TINY_SUITE, tmp_path).folder != made[0].folder
+    with pytest.raises(ValueError, match="leaves model.vocab_size to its tokenizer"):
+        plan.find_model(Suite(model=str(ROOT / "configs/lm/tiny.yaml")), tmp_path)
 
 
 def test_records_of_a_plan_carry_their_origin(tmp_path):

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "suites"
 SHA = {"model_sha256": "a" * 64, "text_sha256": "b" * 64}
 
 
-@pytest.mark.parametrize("name", ["default", "full", "training", "tiny"])
+@pytest.mark.parametrize("name", ["default", "full", "training", "training_gpu", "tiny"])
 def test_every_suite_loads_and_opens_with_its_command(name):
     path = FOLDER / f"{name}.yaml"
     suite = config.load(path, [], Suite)
@@ -86,3 +86,10 @@ def test_impossible_suites_are_refused(change):
 def test_tables_in_yaml_and_defaults_agree_on_field_names():
     keys = {key for path in FOLDER.glob("*.yaml") for key in yaml.safe_load(path.read_text())}
     assert keys <= set(Suite.model_fields)
+
+
+def test_micro_batches_and_attention_kernels_are_those_of_a_run_s_step():
+    with pytest.raises(ValueError, match="train.accumulation=2 and train.implementation=dense need train.form=run"):
+        Suite.model_validate({"train": {"accumulation": 2}})
+    with pytest.raises(ValueError, match="train.batch=2 is not a multiple of accumulation=4"):
+        Suite.model_validate({"arms": ["flax"], "train": {"form": "run", "accumulation": 4}})

@@ -18,7 +18,7 @@ from tests.structure import ROOT
         (["--set=step.precision=int4"], "step.precision"),
         (["--set=parallel.mesh.stages=2"], "the nearest is parallel.mesh.stage"),
         (["--data=no/such.txt"], "no/such.txt is no file"),
-        (["--find_batch_size", "--set=parallel.mesh.data=2"], "--find_batch_size searches on one device"),
+        (["--find_batch_size", "--set=parallel.mesh.data=2"], "--find_batch_size works on one device"),
         (["--coordinator=node0:1234", "--num_processes=2"], "--process_id are missing beside --coordinator=node0:1234"),
     ],
 )
