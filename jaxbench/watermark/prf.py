@@ -6,13 +6,14 @@ whole vocabulary come as four lanes [B ceil(V / 4)]: lane j holds tokens j, j + 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int, UInt32
+from jaxtyping import Bool, Int, UInt32
 
 from jaxbench import philox, prng
+from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import definition, vllm_prf
 from jaxbench.watermark.config import ContextRule
 from jaxbench.watermark.definition import CONTEXT_SITE, FEISTEL_ROUNDS, MIN_SITE, MIX_MULTIPLIERS, NO_TOKEN, SELF_SITE
@@ -126,6 +127,26 @@ def token_words(
 def lanes(key: Halves, seeds: UInt32[Array, "B 2"], *, site: int, num_elements: int) -> Lanes:
     """Return the words of tokens 0..num_elements-1 at each row's seed, in lanes."""
     return _philox((_blocks(num_elements), seeds[:, :1], seeds[:, 1:], site), key)
+
+
+class Stream(NamedTuple):
+    """Where the words of each row come from: the arguments of lanes, and by how far they are shifted."""
+
+    key: Halves  # [B 1]
+    seeds: UInt32[Array, "B S"]
+    site: UInt32[Array, "B 1"]
+    payload: Int[Array, " B"] | None
+
+    def where(self, is_active: Bool[Array, " B"], sample: OrdinaryDraw) -> Stream:
+        """Return this stream for active rows, that of their ordinary draw for others."""
+        rows, chosen = sample.row_ids.astype(jnp.uint32), is_active[:, None]
+        plain = jnp.stack([rows, jnp.full_like(rows, sample.step)], axis=-1)
+        return Stream(
+            tuple(jnp.where(chosen, keyed, ordinary) for keyed, ordinary in zip(self.key, sample.key)),
+            jnp.where(chosen, self.seeds, plain),
+            jnp.where(chosen, self.site, jnp.uint32(philox.site_id("sample"))),
+            None if self.payload is None else jnp.where(is_active, self.payload, 0),
+        )
 
 
 def block_words(

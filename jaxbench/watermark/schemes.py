@@ -21,7 +21,6 @@ from jaxbench.watermark import config, definition, prf, states
 from jaxbench.watermark.keys import Key
 
 HISTORY = 1024  # contexts of a row that are remembered
-SAMPLE_SITE = philox.site_id("sample")
 ROUTE_SITE = philox.site_id("watermark/route")
 LAYERS = 5  # of a tournament, computed from one stored distribution
 State = dict[str, Array]
@@ -124,11 +123,14 @@ class Watermark:
           logits: after temperature and filters.
         """
         state, seeds, is_active = self._admit(state, tokens, length, step)
+        stream = self._stream(state, seeds, step)
+        if self.scheme.scheme == "gumbel" and not self._is_vllm:
+            # Outside of the branch: what a branch is given is stored, and not chosen anew at every block.
+            stream = stream.where(is_active, sample)
 
         def marked() -> Array:
             if self.scheme.scheme == "gumbel":
-                others = (is_active, sample)
-                return largest_sum(logits, self._noise(state, seeds, step, str(logits.dtype), others=others))
+                return largest_sum(logits, self._noise(stream, str(logits.dtype)))
             changed = jnp.where(is_active[:, None], self._reweighted(state, seeds, logits), logits)
             return sample(changed).astype(jnp.int32)
 
@@ -146,7 +148,7 @@ class Watermark:
             return self.apply(state, logits, tokens, length, step)
         state, seeds, is_active = self._admit(state, tokens, length, step)
         if self.scheme.scheme == "gumbel":
-            drawn = largest_sum(logits, self._noise(state, seeds, step, str(logits.dtype)))
+            drawn = largest_sum(logits, self._noise(self._stream(state, seeds, step), str(logits.dtype)))
             changed = jnp.where(jnp.arange(logits.shape[1])[None, :] == drawn[:, None], 0.0, -jnp.inf)
         else:
             changed = self._reweighted(state, seeds, logits)
@@ -267,30 +269,22 @@ class Watermark:
         use_second = (word < jnp.uint32(min(int(self._alpha * 2**32), philox.MASK32)))[:, None]
         return jnp.where(use_second, keys[:, 2:3], keys[:, :1]), jnp.where(use_second, keys[:, 3:], keys[:, 1:2])
 
-    def _noise(self, state: State, seeds: Array, step: Array, dtype: str, *, others: Any = None) -> prf.Lanes:
-        """Return the keyed Gumbel noise -log(-log u) of every token, in lanes.
+    def _stream(self, state: State, seeds: Array, step: Array) -> prf.Stream:
+        """Return where each row's keyed words come from."""
+        site = jnp.full((seeds.shape[0], 1), definition.site_of(self.scheme), jnp.uint32)
+        return prf.Stream(self._key(state, step), seeds, site, state.get("payload"))
 
-        Args:
-          others: (is_active [B], ordinary draw): rows that are not active get the noise of their ordinary draw.
-        """
-        key, size, payload = self._key(state, step), {"num_elements": self.vocab_size}, state.get("payload")
+    def _noise(self, stream: prf.Stream, dtype: str) -> prf.Lanes:
+        """Return the keyed Gumbel noise -log(-log u) of every token, in lanes."""
+        size = {"num_elements": self.vocab_size}
         if self._is_vllm:
-            words = prf.vllm_lanes(seeds, key, **size)
+            words = prf.vllm_lanes(stream.seeds, stream.key, **size)
             return tuple(-jnp.log(_vllm_exponential(w, dtype)) for w in words)
-        site: Any = definition.site_of(self.scheme)
-        if others is not None:
-            is_active, sample = others[0][:, None], others[1]
-            key = tuple(jnp.where(is_active, keyed, plain) for keyed, plain in zip(key, sample.key))
-            rows = sample.row_ids.astype(jnp.uint32)
-            plain = jnp.stack([rows, jnp.full_like(rows, sample.step)], axis=-1)
-            seeds = jnp.where(is_active, seeds, plain)
-            site = jnp.where(is_active, jnp.uint32(site), jnp.uint32(SAMPLE_SITE))
-            payload = None if payload is None else jnp.where(others[0], payload, 0)
-        words = prf.lanes(key, seeds, site=site, **size)
+        words = prf.lanes(stream.key, stream.seeds, site=stream.site, **size)
         noise = tuple(-jnp.log(prng.exponential(w, dtype=dtype)) for w in words)
-        if payload is None:
+        if stream.payload is None:
             return noise
-        shifted = _shift(prf.interleave(noise, self.vocab_size), payload)
+        shifted = _shift(prf.interleave(noise, self.vocab_size), stream.payload)
         shifted = jnp.pad(shifted, ((0, 0), (0, -self.vocab_size % 4)))
         return tuple(shifted[:, j::4] for j in range(4))
 

@@ -7,11 +7,11 @@ block serves four).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int, Int64
+from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
@@ -19,6 +19,7 @@ from jaxbench.watermark import definition, vllm_prf
 from jaxbench.watermark.config import ContextRule
 from jaxbench.watermark.definition import CONTEXT_SITE, FEISTEL_ROUNDS, MIN_SITE, MIX_MULTIPLIERS, NO_TOKEN, SELF_SITE
 from torch_ref import prng
+from torch_ref.sample import OrdinaryDraw
 
 Halves = tuple[Tensor, Tensor]
 Lanes = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -131,6 +132,26 @@ def token_words(
 def lanes(key: Halves, seeds: Int64[Tensor, "B 2"], *, site: int, num_elements: int) -> Lanes:
     """Return the words of tokens 0..num_elements-1 at each row's seed, in lanes."""
     return _philox((_blocks(num_elements, key[0].device), seeds[:, :1], seeds[:, 1:], site), key)
+
+
+class Stream(NamedTuple):
+    """Where the words of each row come from: the arguments of lanes, and by how far they are shifted."""
+
+    key: Halves  # [B 1]
+    seeds: Int64[Tensor, "B S"]
+    site: Int64[Tensor, "B 1"]
+    payload: Int[Tensor, " B"] | None
+
+    def where(self, is_active: Bool[Tensor, " B"], sample: OrdinaryDraw) -> Stream:
+        """Return this stream for active rows, that of their ordinary draw for others."""
+        rows, chosen = sample.row_ids.to(torch.int64), is_active[:, None]
+        plain = torch.stack([rows, torch.full_like(rows, sample.step)], dim=-1)
+        return Stream(
+            tuple(torch.where(chosen, keyed, ordinary) for keyed, ordinary in zip(self.key, sample.key)),
+            torch.where(chosen, self.seeds, plain),
+            torch.where(chosen, self.site, philox.site_id("sample")),
+            None if self.payload is None else torch.where(is_active, self.payload, 0),
+        )
 
 
 def block_words(

@@ -22,7 +22,6 @@ from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
 
 HISTORY = 1024  # contexts of a row that are remembered
-SAMPLE_SITE = philox.site_id("sample")
 ROUTE_SITE = philox.site_id("watermark/route")
 State = dict[str, Tensor]
 
@@ -132,8 +131,9 @@ class Watermark:
         if not is_active.any():
             return state, torch.full_like(length, -1)
         if self.scheme.scheme == "gumbel":
-            noise = self._noise(state, seeds, step, logits.dtype, others=(is_active, sample))
-            drawn = torch.argmax(logits + noise, dim=-1)
+            stream = self._stream(state, seeds, step)
+            stream = stream if self._is_vllm else stream.where(is_active, sample)
+            drawn = torch.argmax(logits + self._noise(stream, logits.dtype), dim=-1)
         else:
             drawn = sample(torch.where(is_active[:, None], self._reweighted(state, seeds, logits), logits))
         return state, torch.where(is_active if self._is_vllm else state["marked"], drawn, -1)
@@ -149,7 +149,7 @@ class Watermark:
             return self.apply(state, logits, tokens, length, step)
         state, seeds, is_active = self._admit(state, tokens, length, step)
         if self.scheme.scheme == "gumbel":
-            drawn = torch.argmax(logits + self._noise(state, seeds, step, logits.dtype), dim=-1)
+            drawn = torch.argmax(logits + self._noise(self._stream(state, seeds, step), logits.dtype), dim=-1)
             changed = torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
         else:
             changed = self._reweighted(state, seeds, logits)
@@ -264,29 +264,20 @@ class Watermark:
         use_second = (word < min(int(self._alpha * 2**32), philox.MASK32))[:, None]
         return torch.where(use_second, keys[:, 2:3], keys[:, :1]), torch.where(use_second, keys[:, 3:], keys[:, 1:2])
 
-    def _noise(
-        self, state: State, seeds: Tensor, step: int, dtype: torch.dtype, *, others: Any = None
-    ) -> Float[Tensor, "B V"]:
-        """Return the keyed Gumbel noise -log(-log u) of every token.
+    def _stream(self, state: State, seeds: Tensor, step: int) -> prf.Stream:
+        """Return where each row's keyed words come from."""
+        site = torch.full((seeds.shape[0], 1), definition.site_of(self.scheme), device=seeds.device)
+        return prf.Stream(self._key(state, step), seeds, site, state.get("payload"))
 
-        Args:
-          others: (is_active [B], ordinary draw): rows that are not active get the noise of their ordinary draw.
-        """
-        key, size, payload = self._key(state, step), {"num_elements": self.vocab_size}, state.get("payload")
-        name, site = str(dtype).removeprefix("torch."), definition.site_of(self.scheme)
+    def _noise(self, stream: prf.Stream, dtype: torch.dtype) -> Float[Tensor, "B V"]:
+        """Return the keyed Gumbel noise -log(-log u) of every token."""
+        name, size = str(dtype).removeprefix("torch."), {"num_elements": self.vocab_size}
         if self._is_vllm:
-            words = prf.vllm_lanes(seeds, key, **size)
+            words = prf.vllm_lanes(stream.seeds, stream.key, **size)
             return prf.interleave([-torch.log(_vllm_exponential(w, dtype)) for w in words], self.vocab_size)
-        if others is not None:
-            is_active, sample = others[0][:, None], others[1]
-            key = tuple(torch.where(is_active, keyed, plain) for keyed, plain in zip(key, sample.key))
-            rows = sample.row_ids.to(torch.int64)
-            plain = torch.stack([rows, torch.full_like(rows, sample.step)], dim=-1)
-            seeds, site = torch.where(is_active, seeds, plain), torch.where(is_active, site, SAMPLE_SITE)
-            payload = None if payload is None else torch.where(others[0], payload, 0)
-        words = prf.lanes(key, seeds, site=site, **size)
+        words = prf.lanes(stream.key, stream.seeds, site=stream.site, **size)
         noise = prf.interleave([-torch.log(prng.exponential(w, dtype=name)) for w in words], self.vocab_size)
-        return noise if payload is None else _shift(noise, payload)
+        return noise if stream.payload is None else _shift(noise, stream.payload)
 
     def _reweighted(self, state: State, seeds: Tensor, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Return the logarithm of the reweighted distribution (synthid, dip)."""
