@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench import initial
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.memory import decoder_config
 from jaxbench.memory.bank_config import BankConfig
+from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.features import NeuralConfig
@@ -39,6 +40,10 @@ GPT2 = LLAMA.model_copy(
     }
 )
 LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
+GATED = decoder_config.with_memory(LLAMA, decoder_config.DecoderMemory(
+    kind="mag", layers=(1,), window=4, num_persistent=2, max_documents=2,
+    neural=NeuralMemoryConfig(d_model=32, num_heads=2, head_dim=8, chunk_size=4),
+))  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -60,11 +65,13 @@ class Case(NamedTuple):
     data: str | None = None  # S module of a workload's parameters and batches; None = the decoder's, here
     exact: str | None = None  # module of jaxbench/parity/ whose gates_of(case) take the place of all others
     backends: tuple[str, ...] = ("flax", "equinox")  # JAX backends that have the case
+    is_closed: bool = False  # its modules are called inside a scan, which hides their outputs from capture
+    is_tested: bool = True  # False = compiling it takes longer than the test suite has; `make parity` runs it
 
     @property
     def is_scanned(self) -> bool:
-        """Return True when the layers run inside one scan, which hides their outputs from capture."""
-        return bool(self.how.get("scan_layers"))
+        """Return True when the layers run inside a scan, which hides their outputs from capture."""
+        return self.is_closed or bool(self.how.get("scan_layers"))
 
 
 def _llama(
@@ -79,6 +86,20 @@ def _memory(name: str, *, seed: int = 0, length: int = 18, **update: Any) -> Cas
     config = NeuralMemoryConfig(d_model=20, num_heads=2, head_dim=8, chunk_size=4, **update)
     path = {"module": "memory.neural", "task": "memory.neural", "data": "memory.config"}
     return Case(f"memory/{name}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",))
+
+
+def _block(kind: str, *, seed: int = 0, length: int = 10) -> Case:
+    """Return a case of a block with memory; odd seeds have padding."""
+    shape, parts = {"d_model": 20, "head_dim": 8}, {"num_heads": 2, "num_kv_heads": 2 if kind == "bank" else 1}
+    if kind == "bank":
+        bank = BankConfig(**shape, num_heads=2, block_size=2, memory_slots=2, ratio=2)
+        config = BlockConfig(kind=kind, **shape, **parts, window=3, bank=bank)
+    else:
+        neural = NeuralMemoryConfig(**shape, num_heads=2, chunk_size=4, num_persistent=0 if kind == "mac" else 2)
+        config = BlockConfig(kind=kind, **shape, **parts, window=4, num_persistent=2, neural=neural)
+    path = {"module": "memory.blocks", "task": "memory.blocks", "data": "memory.block_config"}
+    return Case(f"memory/{kind}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",),
+                is_closed=kind == "mac", is_tested=False)  # fmt: skip
 
 
 def _mark(name: str, **scheme: Any) -> Case:
@@ -129,6 +150,13 @@ CASES: tuple[Case, ...] = (
     Case("memory/bank", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2),
          module="memory.bank", task="memory.bank", data="memory.bank_config", length=22, prompt=0, seed=1,
          backends=("flax",)),
+    Case("transformer/memory-gate", GATED, length=12, prompt=7, sampled=True, backends=("flax",),
+         is_tested=False),
+    _block("mac", seed=1),
+    _block("mag", length=7),
+    _block("mal", length=6),
+    _block("lmm", length=5),
+    _block("bank", length=9)._replace(id="memory/bank-window"),
     Case("transformer/smollm2", None, length=64, prompt=48, steps=0, gradients=False, sampled=True),
 )  # fmt: skip
 
@@ -156,7 +184,7 @@ def load(case: Case, *, model: str | None = None) -> tuple[Any, dict[str, np.nda
 
         checkpoint = weights.load_checkpoint(model)
         return checkpoint.config, dict(checkpoint.params)
-    return case.config, initial.initial_params(case.config, case.seed, distinct=True)
+    return case.config, decoder_config.initial_params(case.config, case.seed, distinct=True)
 
 
 class Arrays(NamedTuple):

@@ -97,7 +97,7 @@ class Side:
 
         def logits_and_outputs(model: nnx.Module) -> tuple[Any, dict]:
             logits = self.task.predict(model, batch, dropout=dropout)
-            return logits, {capture.ROOT: logits}
+            return logits, {capture.ROOT: _floating(logits)[0]}
 
         if not self.is_captured:
             logits, outputs = logits_and_outputs(model)
