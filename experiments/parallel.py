@@ -4,6 +4,7 @@
     python experiments/parallel.py --all               10 minutes: every mesh, schedule and ZeRO stage for 8 devices
     python experiments/parallel.py --all --part=2/8    every eighth case of it, from the second on
     python experiments/parallel.py --case=2.5d         one case
+    python experiments/parallel.py --output=FILE       a JSON line a case besides
 
 Three float64 training steps a case: losses, gradients, parameters and AdamW's moments against the unsharded program.
 Expected: every case passes, worst relative error about 1e-14 (the gate is 1e-9). A failing case names the kind and the
@@ -12,6 +13,7 @@ tensor, and the command ends with exit code 1.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -31,6 +33,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("all", False, "the full product of the settings instead of the pairwise list")
     flags.DEFINE_string("case", None, "id of one case, such as 2.5d or llama-stage4-micro8-1f1b-model2-one")
     flags.DEFINE_string("part", "1/1", "k/n: every n-th case from the k-th on")
+    flags.DEFINE_string("output", None, "file that a JSON line a case is appended to")
 
 
 def selected() -> list:
@@ -69,6 +72,10 @@ def main() -> int:
         verdict = f"FAILED at {failures[0].name}" if failures else "equal"
         line = f"{number}/{len(cases)} {one.id}: {verdict}, worst {largest[1]} {largest[0]:.1e}"
         console.print(line, style="bold red" if failures else "green", highlight=False)
+        if flags.FLAGS.output:
+            found = {"case": one.id, "passed": not failures, "worst": largest[0], "kind": largest[1]}
+            with open(flags.FLAGS.output, "a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
     console.print(f"{len(cases) - failed} of {len(cases)} cases equal the unsharded program, worst {worst:.1e}")
     return cli.EXIT_GATE if failed else cli.EXIT_OK
 

@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import attention, data_parallel, distributed, offload, pipeline, ring_attention, sharding, train
+from jaxbench import attention, data_parallel, distributed, float8, offload, pipeline, ring_attention, sharding, train
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder_config, placement
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
@@ -253,17 +253,23 @@ def loss_on(plan: Plan, loss_fn: Callable[..., Array] = train.loss_fn) -> Callab
 
     In a pipeline, the gradient is the schedule's; the loss alone is computed without it, every stage on its rows.
     """
-    actions = {name: _placing(where) for name, where in plan.points.items()}
-    actions[sharding.ATTENTION] = functools.partial(attend, plan)
+    points: dict[str, Callable] = {name: _placing(where) for name, where in plan.points.items()}
+    points[sharding.ATTENTION] = functools.partial(attend, plan)
+    is_split = plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1
 
     def loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Array:
         graph, params = nnx.split(model, nnx.Param)
+        # Layers in a loop, or computed again, gather their own weights: the stack of all layers' gathered weights
+        # would be kept, and a policy around rematerialised blocks would keep what is inside them.
+        is_by_layer = is_split and bool(model.scan_layers or model.remat)
+        inside = {sharding.WEIGHTS: functools.partial(_layer_params, plan)} if is_by_layer else {}
 
         def at(params: nnx.State) -> Array:
-            with sharding.activations(actions):
-                return loss_fn(nnx.merge(graph, used_params(plan, params)), batch, dropout=dropout)
+            with sharding.activations(points | inside):
+                used = used_params(plan, params, leave="layers." if is_by_layer else None)
+                return loss_fn(nnx.merge(graph, used), batch, dropout=dropout)
 
-        if plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1:
+        if is_split and not model.remat:
             return jax.checkpoint(at, policy=_all_but(plan.used))(params)
         return at(params)
 
@@ -330,14 +336,29 @@ def attend(
     return over_mesh(query, key, value, spans)
 
 
-def used_params(plan: Plan, params: nnx.State) -> nnx.State:
-    """Return parameters placed as the model computes with them; their gradients go where the optimiser reads them."""
+def used_params(plan: Plan, params: nnx.State, *, within: str = "", leave: str | None = None) -> nnx.State:
+    """Return parameters placed as the model computes with them; their gradients go where the optimiser reads them.
+
+    Args:
+      plan: where everything lives.
+      params: parameters by path.
+      within: what stands before their dotted names in the plan, such as "layers.0.".
+      leave: those whose name begins so stay as they are.
+
+    The scales of 8-bit products are no parameters: every device has them all.
+    """
     flat = []
     for path, leaf in nnx.to_flat_state(params):
-        name = ".".join(map(str, path))
-        value = sharding.place_both_ways(leaf[...], plan.used[name], plan.gradients[name])
-        flat.append((path, leaf.replace(value)))
+        name = within + ".".join(map(str, path))
+        is_left = name.endswith(float8.SCALES) or (leave is not None and name.startswith(leave))
+        if not is_left:
+            leaf = leaf.replace(sharding.place_both_ways(leaf[...], plan.used[name], plan.gradients[name]))
+        flat.append((path, leaf))
     return nnx.from_flat_state(flat)
+
+
+def _layer_params(plan: Plan, params: nnx.State, index: int) -> nnx.State:
+    return used_params(plan, params, within=f"layers.{index}.")
 
 
 def _all_but(used: Shardings) -> Callable[..., bool]:

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from jaxbench import offload
+from jaxbench import offload, sharding
 from jaxbench.step_config import RematConfig
 
 NAMES = ("input", "attention", "mlp")  # what a block names: its input, its branches' outputs before they are added
@@ -59,8 +59,9 @@ def run_blocks(
 
         def run(states: tuple, hidden: Array, graphs: tuple = graphs, part: slice = part) -> tuple[Array, list]:
             made = []
-            for graph, state, site in zip(graphs, states, sites[part]):
-                hidden, cached = nnx.merge(graph, state)(hidden, context, site)
+            for index, graph, state, site in zip(range(part.start, part.stop), graphs, states, sites[part]):
+                block = nnx.merge(graph, sharding.layer_weights(state, index))
+                hidden, cached = block(hidden, context, site)
                 made.append(cached)
             return hidden, made
 

@@ -15,6 +15,7 @@ import contextvars
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,6 +33,7 @@ POINTS = (
     "mlp_out",
 )
 ATTENTION = "attention"  # attention itself over a whole row: an action here takes its arguments and computes it
+WEIGHTS = "weights"  # of a layer whose computation is repeated: an action here takes them and the layer's index
 Rule = tuple[str, P]
 Axes = str | tuple[str, ...] | None  # mesh axes that split one dim, the outermost first
 
@@ -220,7 +222,7 @@ def activations(actions: Mapping[str, Callable[..., jax.Array]]) -> Iterator[Non
     Raises:
       ValueError: an action for a point that does not exist.
     """
-    unknown = sorted(set(actions) - {*POINTS, ATTENTION})
+    unknown = sorted(set(actions) - {*POINTS, ATTENTION, WEIGHTS})
     if unknown:
         raise ValueError(f"sharding: no activation points {unknown}, known: {', '.join((*POINTS, ATTENTION))}")
     token = _actions.set(actions)
@@ -240,6 +242,16 @@ def constrain(x: jax.Array, point: str) -> jax.Array:
         raise ValueError(f"sharding: no activation point {point!r}, known: {', '.join(POINTS)}")
     action = _actions.get().get(point)
     return x if action is None else action(x)
+
+
+def layer_weights(state: Any, index: int) -> Any:
+    """Return a layer's parameters as the running step computes with them; themselves where no step says anything.
+
+    Called inside what the backward pass computes again, or inside the loop over layers: what is gathered here is
+    gathered for this layer alone, and not kept.
+    """
+    action = _actions.get().get(WEIGHTS)
+    return state if action is None else action(state, index)
 
 
 def around_attention() -> Callable[..., jax.Array] | None:

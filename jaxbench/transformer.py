@@ -23,7 +23,7 @@ from jaxbench import nn, philox, remat, rotary
 from jaxbench.attention import attention
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.memory.decoder_config import DecoderMemory
-from jaxbench.sharding import constrain
+from jaxbench.sharding import constrain, layer_weights
 
 
 class KVCache(NamedTuple):
@@ -276,7 +276,8 @@ class Transformer(nnx.Module):
 
         def body(hidden, xs):
             state, sites, cached = xs
-            return nnx.merge(graphs[0], state)(hidden, context, (sites[0], sites[1]), cached)
+            block = nnx.merge(graphs[0], layer_weights(state, 0))
+            return block(hidden, context, (sites[0], sites[1]), cached)
 
         run = remat.checkpointed(body, self.remat_names) if self.remat and cache is None else body
         hidden, (keys, values) = lax.scan(run, hidden, (stacked, sites, cached))

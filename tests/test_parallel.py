@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxbench import initial, parallel, parallel_proof, sharding, train, transformer
+from jaxbench import initial, parallel, parallel_proof, remat, sharding, train, transformer
 from jaxbench.bench import hlo
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parity import distance
+from jaxbench.step_config import RematConfig
 
 LLAMA = parallel_proof.LLAMA
 IDS = [one.id for one in parallel_proof.PAIRWISE]
@@ -168,6 +170,38 @@ def test_zero_three_gathers_weights_twice_and_zero_two_gathers_updates_once():
     assert split <= gathers[2].count <= split + 2  # every new kernel once; the embedding's lookup may take another
     # Forward and backward; the tied table's last use is its first in the backward pass and XLA keeps it for that.
     assert 2 * split - 2 <= gathers[3].count <= 2 * split + 2
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_rematerialised_layers_gather_their_own_weights_and_keep_nothing_but_their_inputs(x64, scan_layers):
+    batch = jax.tree.map(jnp.asarray, parallel_proof.batch_of(0, LLAMA))
+    params = initial.initial_params(LLAMA, 0, distinct=True)
+    kept = {}
+    for policy, zero in (("none", 2), ("block", 2), ("block", 3)):
+        model = transformer.build(LLAMA, params, dtype="float64", scan_layers=scan_layers)
+        graph, weights = nnx.split(remat.apply(model, RematConfig(policy=policy)), nnx.Param)
+        how = parallel_proof.form("here", fsdp=4, zero=zero).parallel
+        plan = parallel.make_plan(LLAMA, how, batch=32, tokens=8, devices=jax.devices()[:4])
+
+        def loss(weights, plan=plan, graph=graph):
+            return parallel.loss_on(plan)(nnx.merge(graph, weights), batch)
+
+        residuals = jax.tree.leaves(jax.eval_shape(lambda weights: jax.vjp(loss, weights)[1], weights))
+        kept[policy, zero] = sum(leaf.size for leaf in residuals)
+    inputs = LLAMA.num_layers * 32 * 8 * LLAMA.d_model
+    assert kept["block", 3] <= kept["block", 2] < kept["none", 2] - 8 * inputs
+    # The plan of the last one: ZeRO 3, blocks computed again.
+    paths = nnx.to_flat_state(weights)
+    split = [(path, leaf.replace(jax.device_put(leaf[...], plan.params[".".join(map(str, path))])))
+             for path, leaf in paths]  # fmt: skip
+    placed = nnx.from_flat_state(split)
+    step = jax.jit(jax.grad(loss)).lower(placed).compile(compiler_options=parallel_proof.FAST_COMPILE)
+    wanted = jax.jit(jax.grad(lambda weights: train.loss_fn(nnx.merge(graph, weights), batch)))(weights)
+    comparison = distance.compare(train.by_name(step(placed)), train.by_name(wanted), kind="gradients")
+    assert comparison.passed, comparison.first_failure
+    gathers = hlo.collectives(step.as_text(), 4)["all-gather"]
+    layers = sum(name.startswith("layers.0") and "norm" not in name for name in plan.used) * LLAMA.num_layers
+    assert 2 * layers <= gathers.count <= 2 * layers + 4 and gathers.unknown_loops == 0
 
 
 def test_tensor_parallelism_moves_activations_only():
