@@ -1,0 +1,100 @@
+"""The report of arms.py: accuracy by distance as tables, CSV, JSON and a page (S file)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxbench.bench import environment, records
+from jaxbench.bench.report import replace_file
+from jaxbench.memory import arms
+from jaxbench.memory.arms import Arms, Run
+
+
+def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path) -> list[Any]:
+    """Write summary.json, results.csv and report.html of the finished runs, and return the tables for a reader."""
+    rows = arms.summarise(settings, dict(finished))
+    costs = [
+        {"task": run.task, "arm": run.arm, "learning_rate": run.learning_rate, "seed": run.seed}
+        | {name: record[name] for name in ("seconds", "cpu_seconds", "held_out", "parameters", "skipped")}
+        for run, record in finished.items()
+    ]
+    summary = {
+        "about": environment.describe(threads=environment.usable_cores()),
+        "settings": settings.model_dump(mode="json"),
+        "rows": rows,
+    }
+    records.write_json(workdir / "summary.json", summary | {"runs": costs})
+    replace_file(workdir / "results.csv", write_csv(rows))
+    replace_file(workdir / "report.html", figure(settings, rows))
+    return [table(settings, rows, task) for task in settings.tasks if any(row["task"] == task for row in rows)]
+
+
+def write_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as CSV."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]) if rows else ["task"])
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
+    """Return a task's accuracy at the training length by distance, as a rich table."""
+    from rich.table import Table
+
+    own = [row for row in rows if row["task"] == task and row["factor"] == settings.factors[0]]
+    classes = sorted({(row["over"], row["to"]) for row in own})
+    heads = [f"{over // settings.window} to {to // settings.window}" for over, to in classes]
+    chance = f"chance {100 * settings.tasks[task].chance:.1f} %"
+    title = f"{task}: right answers by distance in windows of {settings.window} tokens, {chance}"
+    found = Table("arm", "rate", "seeds", *heads, title=title, title_justify="left")
+    for arm in settings.arms:
+        cells = {(row["over"], row["to"]): row for row in own if row["arm"] == arm}
+        if cells:
+            first = next(iter(cells.values()))
+            shown = [_percent(cells.get(each)) for each in classes]
+            found.add_row(arm, f"{first['learning_rate']:g}", str(first["seeds"]), *shown)
+    return found
+
+
+def _percent(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    spread = f" [{100 * row['low']:.0f}, {100 * row['high']:.0f}]" if row["seeds"] > 1 else ""
+    return f"{100 * row['accuracy']:.1f}{spread}"
+
+
+def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
+    """Return an HTML page: accuracy against distance, a panel for each task, a line for each arm and row length."""
+    from plotly import graph_objects
+    from plotly.subplots import make_subplots
+
+    tasks = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
+    page = make_subplots(rows=len(tasks), cols=1, subplot_titles=tasks, vertical_spacing=0.1)
+    colors = ("#3b82f6", "#e5722a", "#0d9f8c", "#a855f7", "#d6336c", "#8a8d0f", "#64748b", "#0ea5e9")
+    for index, task in enumerate(tasks, 1):
+        for color, arm in zip(colors, settings.arms):
+            own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
+            # One point for each distance: from the shortest rows that have it.
+            points = {row["to"]: row for row in sorted(own, key=lambda row: -row["factor"])}
+            x = sorted(points)
+            y = [100 * points[to]["accuracy"] for to in x]
+            high = [100 * (points[to]["high"] - points[to]["accuracy"]) for to in x]
+            low = [100 * (points[to]["accuracy"] - points[to]["low"]) for to in x]
+            page.add_trace(
+                graph_objects.Scatter(
+                    x=x, y=y, name=arm, mode="lines+markers", line={"color": color}, showlegend=index == 1,
+                    legendgroup=arm, error_y={"type": "data", "array": high, "arrayminus": low},
+                ),
+                row=index, col=1,
+            )  # fmt: skip
+        for at in (settings.window, settings.tasks[task].length):
+            page.add_vline(x=at, line={"dash": "dot", "color": "#8b949e"}, row=index, col=1)
+        page.update_xaxes(type="log", title="distance of the fact, tokens (dotted: window, training length)", row=index)
+        page.update_yaxes(range=[-2, 102], title="right answers, %", row=index, col=1)
+    page.update_layout(height=430 * max(1, len(tasks)), title="What memory buys: accuracy by distance, 95 % over seeds")
+    return page.to_html(include_plotlyjs=True, full_html=True)

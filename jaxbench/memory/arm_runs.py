@@ -1,0 +1,137 @@
+"""Train and ask the arms of arms.py, in JAX."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int
+
+from jaxbench import cli, precision, schedules, train, transformer, update
+from jaxbench.memory import arms, decoder_config, tasks
+from jaxbench.memory.arms import Arms, Run
+from jaxbench.schedules import ScheduleConfig
+from jaxbench.step_config import OptimizerConfig, StepConfig
+
+HELD_OUT, TEST = 2**40, 2**41  # seeds of rows that no run is trained on
+TOKENS_AT_ONCE = 16_384  # of one call that asks
+CURVE = 50  # losses kept of a run
+
+
+def run_all(settings: Arms, workdir: str | Path, *, part: tuple[int, int] = (0, 1), say: Any = print) -> None:
+    """Take the runs of a part that the folder does not have yet, a line for each in its file.
+
+    Args:
+      part: (k, n): every n-th run from the k-th on.
+    """
+    workdir = Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    path, trials = workdir / f"runs-{part[0]}-of-{part[1]}.jsonl", Trials(settings)
+    mine, done = arms.runs(settings)[part[0] :: part[1]], arms.known(settings, workdir)
+    _cut_short(path)
+    for number, run in enumerate(mine, 1):
+        if run in done:
+            continue
+        record = {"identity": arms.identity(settings, run)} | trials.take(run)
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        cli.keep(f"finished runs are in {path}; the same command goes on")
+        say(
+            f"{number}/{len(mine)} {run.task} {run.arm} {run.learning_rate:g} seed {run.seed}: "
+            f"held out {100 * record['held_out']:.1f} %, loss {record['curve'][-1][1]:.3f}, {record['seconds']:.0f} s"
+        )
+
+
+def _cut_short(path: Path) -> None:
+    """Remove a last line that was not finished, so that the next one starts a line of its own."""
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+class Trials:
+    """The compiled programs of the arms, shared by their runs."""
+
+    def __init__(self, settings: Arms):
+        self.settings = settings
+        self.how = StepConfig(
+            clip_norm=settings.clip_norm, nonfinite="skip",
+            optimizer=OptimizerConfig(weight_decay=settings.weight_decay),
+        )  # fmt: skip
+        self._step = jax.jit(functools.partial(update.train_step, how=self.how), donate_argnums=0)
+        self._answer = jax.jit(functools.partial(_answers, how=self.how))
+
+    def take(self, run: Run) -> dict[str, Any]:
+        """Train one run, ask it at every length, and return its record without the identity."""
+        s, task = self.settings, self.settings.tasks[run.task]
+        model = s.model(run.arm, task.vocab_size)
+        params = decoder_config.initial_params(model, run.seed)
+        policy = precision.policy(self.how.precision)
+        built = transformer.build(model, params, dtype=policy.compute)
+        state = update.init_state(built, params, self.how)
+        schedule = ScheduleConfig(kind="cosine", warmup_steps=min(s.warmup_steps, s.steps), final_fraction=0.1)
+        start, cpu, losses = time.perf_counter(), time.process_time(), []
+        with ThreadPoolExecutor(1) as ahead:  # the next rows are made while the device works
+            make = functools.partial(_rows, task, seed=run.seed, batch_size=s.batch_size)
+            upcoming = ahead.submit(make, step=0)
+            for step in range(s.steps):
+                batch, upcoming = upcoming.result(), ahead.submit(make, step=step + 1)
+                rate = schedules.learning_rate(schedule, step, peak=run.learning_rate, steps=s.steps)
+                state, metrics = self._step(state, batch, jnp.float32(rate))
+                losses.append(metrics.loss)
+        curve = [float(loss) for loss in losses]
+        every = max(1, s.steps // CURVE)
+        record = {
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": time.process_time() - cpu,
+            "skipped": int(metrics.skipped),
+            "parameters": sum(value.size for value in params.values()),
+            "curve": [[k + every, float(np.mean(curve[k : k + every]))] for k in range(0, len(curve), every)],
+        }
+        ask = functools.partial(self._ask, state, built)
+        record["held_out"] = ask(task, seed=HELD_OUT)["token"]
+        record["factors"] = {str(factor): ask(task.at_length(factor), seed=TEST) for factor in s.factors}
+        return record
+
+    def _ask(self, state: update.TrainState, model: Any, task: tasks.TaskConfig, *, seed: int) -> dict[str, Any]:
+        """Return accuracies on rows of a task, and the answers counted by distance."""
+        s = self.settings
+        at_once = max(1, min(s.test_rows, TOKENS_AT_ONCE // task.length))
+        parts = []
+        for step in range(-(-s.test_rows // at_once)):
+            rows = tasks.batch(task, seed=seed, step=step, batch_size=at_once)
+            # Only the answers leave the device: logits of the longest rows are a hundred times as many numbers.
+            answers = self._answer(state.params, jnp.asarray(rows.tokens), graph=state.graph)
+            parts.append((np.asarray(answers), rows))
+        answers = np.concatenate([part[0] for part in parts])
+        found = tasks.TaskBatch(*(np.concatenate(each) for each in zip(*(part[1] for part in parts), strict=True)))
+        is_asked = found.targets != tasks.UNSCORED
+        is_right = (answers == found.targets)[is_asked]
+        cells = arms.counted(is_right, found.distance[is_asked], s.window, task.length)
+        return tasks.accuracy(answers, found) | {"cells": cells}
+
+
+def _rows(task: tasks.TaskConfig, *, seed: int, step: int, batch_size: int) -> train.Batch:
+    """Return a step's rows as a training batch, whose loss counts answers alone."""
+    rows = tasks.batch(task, seed=seed, step=step, batch_size=batch_size)
+    is_asked = rows.targets != tasks.UNSCORED
+    positions = np.broadcast_to(np.arange(task.length, dtype=np.int32), rows.tokens.shape)
+    return train.Batch(rows.tokens, np.where(is_asked, rows.targets, 0), positions, is_asked)
+
+
+def _answers(params: Any, tokens: Int[Array, "B T"], *, graph: Any, how: StepConfig) -> Int[Array, "B T"]:
+    """Return the likeliest token behind each token."""
+    narrow = update._narrow(params, precision.policy(how.precision))
+    model = update.merge(graph, narrow)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return jnp.argmax(model(tokens, positions), axis=-1).astype(jnp.int32)

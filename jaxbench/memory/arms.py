@@ -1,0 +1,223 @@
+"""What a memory buys: decoders with the same window, with and without memory, on tasks that need more (S file).
+
+Every arm is trained on a task at several learning rates and seeds, and asked in rows up to 16 times as long. What is
+right is counted by the distance between a question and its fact, in windows. The learning rate of an arm is the one
+that does best on held-out rows of the training length; what is reported comes from other rows.
+
+A finished run is one line of a file in the workdir: an interrupted command goes on after the last line, and several
+commands with different parts (0/2, 1/2) fill one workdir together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from jaxbench import config as config_module
+from jaxbench.bench import statistics
+from jaxbench.config import Base, TransformerConfig
+from jaxbench.memory import decoder_config
+from jaxbench.memory.decoder_config import DecoderMemory
+from jaxbench.memory.tasks import TaskConfig
+
+TOLERANCE = 0.05  # arms have as many parameters as the first, within this share
+RECORDS = "runs-*.jsonl"
+
+
+class Decoder(Base):
+    """What the arms' decoders share; their window is `window` of Arms."""
+
+    d_model: int = Field(default=64, gt=0)
+    num_layers: int = Field(default=2, gt=0)
+    num_heads: int = Field(default=2, gt=0)
+    head_dim: int = Field(default=32, gt=0)
+
+
+class Arm(Base):
+    """One decoder: its feed-forward width, which makes up for the memory's parameters, and its memory."""
+
+    d_ff: int = Field(gt=0)
+    memory: DecoderMemory | None = None
+    learning_rates: tuple[float, ...] = ()  # instead of those of Arms
+
+
+class Arms(Base):
+    """Which decoders are trained on what, and for how long: configs/memory/arms.yaml."""
+
+    window: int = Field(gt=0)  # tokens that a layer's attention sees, in every arm
+    decoder: Decoder = Decoder()
+    arms: dict[str, Arm] = Field(min_length=1)
+    tasks: dict[str, TaskConfig] = Field(min_length=1)  # name of a row -> task at the length of training
+    learning_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)  # peaks of AdamW, cosine to a tenth
+    seeds: tuple[int, ...] = (0, 1, 2)
+    steps: int = Field(default=1000, ge=1)
+    batch_size: int = Field(default=32, ge=1)  # rows a step
+    warmup_steps: int = Field(default=50, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    factors: tuple[int, ...] = Field(
+        default=(1, 2, 4, 8, 16), min_length=1
+    )  # times the training length, at which the arms are asked
+    test_rows: int = Field(default=128, ge=8)  # at each factor
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Arms:
+        for name, arm in self.arms.items():
+            if arm.memory is not None and arm.memory.window not in (None, self.window):
+                raise ValueError(f"arms: window of {name} is {arm.memory.window}, and window={self.window}")
+        smallest = min(task.vocab_size for task in self.tasks.values())
+        sizes = {name: self.num_params(name, smallest) for name in self.arms}
+        first = next(iter(sizes.values()))
+        for name, size in sizes.items():
+            if abs(size / first - 1) > TOLERANCE:
+                raise ValueError(
+                    f"arms: {name} has {size} parameters, {next(iter(sizes))} has {first}: more than {TOLERANCE:.0%} "
+                    "apart; change its d_ff"
+                )
+        return self
+
+    def model(self, arm: str, vocab_size: int) -> TransformerConfig:
+        """Return an arm's decoder."""
+        longest = max(task.length for task in self.tasks.values()) * max(self.factors)
+        sizes = self.decoder.model_dump() | {"num_kv_heads": self.decoder.num_heads, "d_ff": self.arms[arm].d_ff}
+        plain = TransformerConfig(
+            vocab_size=vocab_size, max_seq_len=longest, sliding_window=self.window, tie_embeddings=True, **sizes
+        )
+        return decoder_config.with_memory(plain, self.arms[arm].memory)
+
+    def num_params(self, arm: str, vocab_size: int) -> int:
+        """Return the parameters of an arm."""
+        return sum(math.prod(shape) for shape in decoder_config.parameter_shapes(self.model(arm, vocab_size)).values())
+
+
+class Run(NamedTuple):
+    """One training run."""
+
+    task: str
+    arm: str
+    learning_rate: float
+    seed: int
+
+
+def runs(settings: Arms) -> list[Run]:
+    """Return every run: all arms of a task, seed after seed, so that an unfinished table is of whole seeds."""
+    found = []
+    for seed in settings.seeds:
+        for task in settings.tasks:
+            for name, arm in settings.arms.items():
+                rates = arm.learning_rates or settings.learning_rates
+                found += [Run(task, name, rate, seed) for rate in rates]
+    return found
+
+
+def config_id(settings: Arms) -> str:
+    """Return the name of what decides a run's result; more seeds, rates, arms or tasks keep finished runs."""
+    return config_module.config_id(settings, exclude=("seeds", "learning_rates", "arms", "tasks"))
+
+
+def identity(settings: Arms, run: Run) -> dict[str, Any]:
+    """Return what a record must hold to be that run's."""
+    arm, task = settings.arms[run.arm], settings.tasks[run.task]
+    return {
+        "config": config_id(settings),
+        "run": [run.task, run.arm, run.learning_rate, run.seed],
+        "arm": arm.model_dump(mode="json", exclude={"learning_rates"}),
+        "task": task.model_dump(mode="json"),
+    }
+
+
+def known(settings: Arms, workdir: str | Path) -> dict[Run, dict[str, Any]]:
+    """Return the finished runs of a folder, by run; lines cut short and runs of other settings are left out."""
+    wanted = {run: identity(settings, run) for run in runs(settings)}
+    found: dict[Run, dict[str, Any]] = {}
+    for path in sorted(Path(workdir).glob(RECORDS)):
+        for line in path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            run = Run(*record["identity"]["run"])
+            if wanted.get(run) == record["identity"]:
+                found[run] = record
+    return found
+
+
+# Distances
+
+
+def edges(window: int, longest: int) -> list[int]:
+    """Return the upper ends of the classes of distance, in tokens: one window, two, four, ... up to `longest`."""
+    found = [window]
+    while found[-1] < longest:
+        found.append(2 * found[-1])
+    return found
+
+
+def counted(is_right: np.ndarray, distance: np.ndarray, window: int, longest: int) -> list[dict[str, int]]:
+    """Return how many questions were asked and answered rightly in each class of distance that has any.
+
+    Args:
+      is_right, distance: of the questions alone, each [N].
+    """
+    cells, low = [], 0
+    for high in edges(window, longest):
+        inside = (distance > low) & (distance <= high)
+        if inside.any():
+            cells.append({"over": low, "to": high, "asked": int(inside.sum()), "right": int(is_right[inside].sum())})
+        low = high
+    return cells
+
+
+# The summary
+
+
+def summarise(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each (task, arm, factor, class of distance): accuracy over seeds at the arm's best rate."""
+    rows = []
+    for task, arm in _pairs(settings):
+        best = best_rate(settings, records, task, arm)
+        finished = [] if best is None else [r for run, r in records.items() if run[:3] == (task, arm, best)]
+        for factor in settings.factors if finished else ():
+            for cell in _cells(finished, factor):
+                row = {"task": task, "arm": arm, "learning_rate": best, "factor": factor, "seeds": len(finished)}
+                rows.append(row | cell | {"chance": settings.tasks[task].chance})
+    return rows
+
+
+def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm: str) -> float | None:
+    """Return an arm's learning rate with the highest mean held-out accuracy, the lower of equal ones; None: no run."""
+    found: dict[float, list[float]] = {}
+    for run, record in records.items():
+        if (run.task, run.arm) == (task, arm):
+            found.setdefault(run.learning_rate, []).append(record["held_out"])
+    return max(sorted(found), key=lambda rate: float(np.mean(found[rate])), default=None)
+
+
+def _pairs(settings: Arms) -> Iterator[tuple[str, str]]:
+    return ((task, arm) for task in settings.tasks for arm in settings.arms)
+
+
+def _cells(records: Sequence[dict[str, Any]], factor: int) -> Iterator[dict[str, Any]]:
+    """Yield each class of distance with the mean accuracy over runs and its 95 % t-interval."""
+    tables = [{(c["over"], c["to"]): c for c in record["factors"][str(factor)]["cells"]} for record in records]
+    for over, to in sorted(set().union(*tables)):
+        rates = [table[over, to]["right"] / table[over, to]["asked"] for table in tables if (over, to) in table]
+        interval = statistics.t_interval(rates)
+        yield {
+            "over": over, "to": to, "accuracy": interval.mean,
+            "low": max(interval.low, 0.0), "high": min(interval.high, 1.0),
+        }  # fmt: skip
+
+
+def reach(settings: Arms, rows: Sequence[dict[str, Any]], task: str, arm: str, windows: int) -> dict[str, Any] | None:
+    """Return the row of the training length whose facts lie `windows` windows back, or farther up to twice as far."""
+    distance = windows * settings.window
+    wanted = (row for row in rows if (row["task"], row["arm"], row["factor"]) == (task, arm, settings.factors[0]))
+    return next((row for row in wanted if row["over"] == distance), None)

@@ -1,0 +1,111 @@
+"""Arms on tasks: equal in parameters, counted by distance, resumable, and a report of what was found."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxbench import config
+from jaxbench.memory import arm_report, arms
+
+PLAIN = {
+    "window": 4,
+    "decoder": {"d_model": 16, "num_layers": 1, "num_heads": 1, "head_dim": 16},
+    "arms": {"plain": {"d_ff": 16}},
+    "tasks": {"recall": {"task": "recall", "length": 16, "vocab_size": 16, "items": 2, "queries": 2}},
+    "learning_rates": [1e-2],
+    "seeds": [0],
+    "steps": 3,
+    "batch_size": 4,
+    "warmup_steps": 1,
+    "factors": [1, 2],
+    "test_rows": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    from jaxbench.memory import arm_runs
+
+    workdir, said = tmp_path_factory.mktemp("arms"), []
+    arm_runs.run_all(arms.Arms(**PLAIN), workdir, say=said.append)
+    return workdir, said
+
+
+def test_a_finished_run_is_not_taken_again_and_a_line_cut_short_is(finished):
+    from jaxbench.memory import arm_runs
+
+    workdir, said = finished
+    assert len(said) == 1 and len(arms.known(arms.Arms(**PLAIN), workdir)) == 1
+    arm_runs.run_all(arms.Arms(**PLAIN), workdir, say=lambda text: pytest.fail(text))
+    path = workdir / "runs-0-of-1.jsonl"
+    whole = json.loads(path.read_text())
+    path.write_text(path.read_text()[:-20])
+    arm_runs.run_all(arms.Arms(**PLAIN), workdir, say=said.append)
+    again = json.loads(path.read_text())
+    for timed in ("seconds", "cpu_seconds"):
+        del whole[timed], again[timed]
+    assert again == whole  # the same losses and answers: a run is a function of its settings
+
+
+def test_every_question_is_counted_once_at_every_length(finished):
+    settings = arms.Arms(**PLAIN)
+    (record,) = arms.known(settings, finished[0]).values()
+    for factor, found in record["factors"].items():
+        assert sum(cell["asked"] for cell in found["cells"]) == settings.test_rows * 2
+        right = sum(cell["right"] for cell in found["cells"])
+        assert found["token"] == pytest.approx(right / (settings.test_rows * 2))
+        assert max(cell["to"] for cell in found["cells"]) <= 16 * int(factor)
+
+
+def test_runs_of_other_settings_do_not_count(finished):
+    longer = PLAIN | {"steps": 4}
+    assert not arms.known(arms.Arms(**longer), finished[0])
+    more = arms.Arms(**PLAIN | {"seeds": [0, 1], "learning_rates": [1e-3, 1e-2]})
+    assert len(arms.known(more, finished[0])) == 1 and len(arms.runs(more)) == 4
+
+
+def test_the_report_holds_what_was_found(finished):
+    settings = arms.Arms(**PLAIN)
+    rows = arms.summarise(settings, arms.known(settings, finished[0]))
+    assert {row["factor"] for row in rows} == {1, 2} and all(row["chance"] == 1 / 6 for row in rows)
+    assert arms.reach(settings, rows, "recall", "plain", 1)["to"] == 8
+    (shown,) = arm_report.write(settings, arms.known(settings, finished[0]), finished[0])
+    assert shown.row_count == 1 and "plain" in (finished[0] / "report.html").read_text()
+    assert (finished[0] / "results.csv").read_text().count("\n") == len(rows) + 1
+
+
+def test_the_learning_rate_is_chosen_by_held_out_rows():
+    settings = arms.Arms(**PLAIN | {"learning_rates": [1e-3, 1e-2], "seeds": [0, 1]})
+    held_out = {(1e-3, 0): 0.5, (1e-3, 1): 0.5, (1e-2, 0): 0.9, (1e-2, 1): 0.2}
+    cells = [{"over": 0, "to": 4, "asked": 10, "right": 5}]
+    records = {
+        arms.Run("recall", "plain", rate, seed): {"held_out": value, "factors": {f: {"cells": cells} for f in "12"}}
+        for (rate, seed), value in held_out.items()
+    }
+    assert arms.best_rate(settings, records, "recall", "plain") == 1e-2
+    assert {row["learning_rate"] for row in arms.summarise(settings, records)} == {1e-2}
+
+
+def test_distances_fall_into_classes_that_double():
+    distance = np.array([1, 4, 5, 8, 9, 33])
+    cells = arms.counted(np.array([1, 0, 1, 1, 0, 1], bool), distance, 4, 64)
+    assert [(cell["over"], cell["to"], cell["asked"], cell["right"]) for cell in cells] == [
+        (0, 4, 2, 1), (4, 8, 2, 2), (8, 16, 1, 0), (32, 64, 1, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arms": {"plain": {"d_ff": 16}, "wide": {"d_ff": 64}}}, "wide has .* parameters, plain has .* d_ff"),
+        ({"arms": {"plain": {"d_ff": 16, "memory": {"kind": "bank", "window": 8}}}}, "window of plain is 8"),
+        ({"tasks": {"recall": {"task": "recall", "length": 5, "items": 4, "vocab_size": 16}}}, "length=5"),
+        ({"factors": []}, "factors"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, change, message):
+    path = tmp_path / "arms.yaml"
+    path.write_text(json.dumps(PLAIN | change))
+    with pytest.raises(ValueError, match=message):
+        config.load(path, (), arms.Arms)
