@@ -33,6 +33,7 @@ CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial
 CONFIG_MODELS = {
     "lm": "jaxbench.train_config:TrainConfig",
     "ltm": "jaxbench.train_config:TrainConfig",
+    "memory": "jaxbench.memory.arms:Arms",
     "suites": "jaxbench.bench.suite:Suite",
     "watermark": "jaxbench.watermark.generate:GenerateConfig",
     "watermark/benchmark": "jaxbench.watermark.benchmark:Benchmark",
