@@ -15,8 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxbench import initial, parallel, philox, train, transformer
+from jaxbench import parallel, philox, train, transformer
 from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config
+from jaxbench.memory.bank_config import BankConfig
+from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.decoder_config import DecoderMemory, with_memory
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parity import distance
 
@@ -27,7 +31,15 @@ LLAMA = TransformerConfig(
     vocab_size=64, d_model=16, d_ff=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, max_seq_len=16
 )
 OTHER = {"num_kv_heads": 4, "norm": "layernorm", "activation": "gelu", "position": "learned", "use_bias": True}
+ATTENTION = {"d_model": 16, "num_heads": 4, "head_dim": 4}
+NEURAL = NeuralMemoryConfig(**ATTENTION, chunk_size=4)
+BANK = BankConfig(**ATTENTION, block_size=2, memory_slots=2, ratio=2)
+MEMORY = {  # in one layer of two; the batch's rows hold two documents
+    "mac": DecoderMemory(kind="mac", layers=(1,), window=4, num_persistent=2, max_documents=2, neural=NEURAL),
+    "bank": DecoderMemory(kind="bank", layers=(1,), window=4, max_documents=2, bank=BANK),
+}
 FAMILIES = {"llama": LLAMA, "gpt2": LLAMA.model_copy(update=OTHER | {"tie_embeddings": False})}
+FAMILIES |= {name: with_memory(LLAMA.model_copy(update={"num_layers": 2}), each) for name, each in MEMORY.items()}
 # What the rows axis does: devices that split the batch, and the ZeRO stage.
 ROWS = {
     "one": {},
@@ -37,7 +49,7 @@ ROWS = {
     "zero3": {"fsdp": 2, "zero": 3},
 }
 FACTORS: dict[str, tuple] = {
-    "family": tuple(FAMILIES),
+    "family": ("llama", "gpt2"),
     "stage": (1, 2, 4),
     "rounds": (1, 2, 4),  # micro-batches a stage
     "schedule": ("gpipe", "1f1b"),
@@ -84,6 +96,10 @@ FORMS = (
     form("2.5d", model_x=2, model_y=2, data=2),
     form("3d", model_x=2, model_y=2, fsdp=2),
 )
+MEMORY_FORMS = (  # 15 to 25 CPU seconds each, most of it compiling, so the tests leave them out
+    form("mac", "mac", data=2, fsdp=2, model=2),
+    form("bank", "bank", fsdp=2, sequence=2, model=2),
+)
 PAIRWISE = FORMS + tuple(
     case(*values)
     for values in (
@@ -121,9 +137,11 @@ def find(name: str) -> Case:
     Raises:
       ValueError: there is none.
     """
-    cases = {one.id: one for one in every_case()}
+    cases = {one.id: one for one in (*every_case(), *MEMORY_FORMS)}
     if name not in cases:
-        raise ValueError(f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in FORMS)}")
+        raise ValueError(
+            f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *MEMORY_FORMS))}"
+        )
     return cases[name]
 
 
@@ -140,7 +158,7 @@ def batch_of(step: int, config: TransformerConfig) -> train.Batch:
 def initial_state(family: str, dtype: str) -> train.TrainState:
     """Return the state before the first step; every parameter is random."""
     config = FAMILIES[family]
-    model = transformer.build(config, initial.initial_params(config, 0, distinct=True), dtype=dtype)
+    model = transformer.build(config, decoder_config.initial_params(config, 0, distinct=True), dtype=dtype)
     return train.init_state(model, OPTIMIZER)
 
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxbench import sharding
 from jaxbench import train as train_module
 from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config, placement
 from jaxbench.transformer import KVCache, Transformer
 
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
@@ -69,7 +70,8 @@ def prefill(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: s
     params = _placed_params(model, config, mesh, layout)
     rows = sharding.batch_sharding(mesh, batch)
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=rows)
-    jitted = jax.jit(run, out_shardings=rows)
+    made = jax.eval_shape(run, params, ids, ids) if decoder_config.memory_of(config) else None
+    jitted = jax.jit(run, out_shardings=rows if made is None else _by_rows(made, rows))
     return Program("prefill", jitted, (params, ids, ids), batch, tokens, *_elements_per_chip(params))
 
 
@@ -84,14 +86,31 @@ def decode(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: st
     params = _placed_params(model, config, mesh, layout)
     rows, everywhere = sharding.batch_sharding(mesh, batch), NamedSharding(mesh, P())
     dtype = params["embed.embedding"].dtype
-    heads = batch * config.num_kv_heads
-    keys = (jax.ShapeDtypeStruct((heads, config.head_dim, length), dtype, sharding=rows),) * config.num_layers
-    values = (jax.ShapeDtypeStruct((heads, length, config.head_dim), dtype, sharding=rows),) * config.num_layers
-    cache = KVCache(keys, values, jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=rows))
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=rows)
     slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    jitted = jax.jit(run, out_shardings=rows, donate_argnums=1)
+    placed: Any = rows
+    if decoder_config.memory_of(config) is None:
+        heads = batch * config.num_kv_heads
+        keys = (jax.ShapeDtypeStruct((heads, config.head_dim, length), dtype, sharding=rows),) * config.num_layers
+        values = (jax.ShapeDtypeStruct((heads, length, config.head_dim), dtype, sharding=rows),) * config.num_layers
+        cache = KVCache(keys, values, jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=rows))
+    else:
+        cache = jax.eval_shape(lambda params, ids: _first_cache(model, params, ids, length), params, ids)
+        placed = (rows, _by_rows(cache, rows))
+        cache = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, placed[1])
+    jitted = jax.jit(run, out_shardings=placed, donate_argnums=1)
     return Program("decode", jitted, (params, cache, ids, ids, slot), batch, length, *_elements_per_chip(params))
+
+
+def _first_cache(model: Abstract, params: dict, ids: jax.Array, length: int) -> KVCache:
+    """Return what decoding starts from behind prompts of these tokens."""
+    return model.merge(params).features(ids, ids)[1].padded(length, dtype=str(params["embed.embedding"].dtype))
+
+
+def _by_rows(tree: Any, rows: NamedSharding) -> Any:
+    """Return where arrays of rows live; those of no axis are on every chip."""
+    everywhere = NamedSharding(rows.mesh, P())
+    return jax.tree.map(lambda x: rows if x.ndim else everywhere, tree)
 
 
 def train(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: str, batch: int, tokens: int) -> Program:
@@ -144,6 +163,8 @@ def _placed_params(
         use_bias=config.use_bias,
         tie_embeddings=config.tie_embeddings,
     )
+    stored = sharding.DATA if layout in ("fsdp", "fsdp_tensor") else None
+    rules = placement.with_memory(rules, config, stored=stored, heads=None, width=None)
     placed = sharding.parameter_shardings({name: x.shape for name, x in model.params.items()}, rules, mesh)
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed[name]) for name, x in model.params.items()}
 
