@@ -88,7 +88,7 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
                 current = head.group(2)
                 computations[current] = []
                 entry = current if head.group(1) else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":  # a kernel's metadata may go over several lines, one of which begins so too
             current = None
         elif match := _INSTRUCTION.match(line):
             shape, opcode = _split_instruction(match.group(2))

@@ -35,6 +35,9 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
 
 %body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
   %state = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %kernel = f32[8]{0} custom-call(%state), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128}"
+}}, metadata={op_name="jit(run)/pallas_call"}
   %value = f32[8]{0} get-tuple-element(%state), index=1
   %permute = f32[8]{0} collective-permute(%value), channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
   ROOT %next = (s32[], f32[8]{0}) tuple(%count, %permute)
