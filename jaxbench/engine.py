@@ -51,8 +51,6 @@ class Engine:
         """
         self.how, self.policy = how, precision.policy(how.precision)
         offload.check(how, jax.local_devices()[0])
-        if self.policy.is_float8 and parallel is not None:
-            raise ValueError(f"engine: precision={how.precision} trains on one device, got parallel={parallel}")
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
         groups = _groups(parallel) if fused_projections else 0
         model = transformer.build(config, params, dtype=self.policy.compute, fused_projections=groups, **kind)
@@ -83,6 +81,13 @@ class Engine:
         from jaxbench import parallel as mesh
 
         self.plan = mesh.make_plan(config, parallel, batch=batch_size // self.how.accumulation, tokens=seq_len)
+        is_gathered = parallel.zero == 3 and self.plan.mesh.shape["fsdp"] > 1
+        if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full" or is_gathered):
+            raise ValueError(
+                f"engine: precision={self.how.precision} goes with data, fsdp up to zero=2, sequence and model, got "
+                f"stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, zero={parallel.zero}, "
+                f"gradient_type={parallel.gradient_type}"
+            )
         self.state, self.num_devices = mesh.place_state(self.plan, self.state), self.plan.mesh.size
         self.rows = distributed.rows_of(self.plan.batch, (batch_size, seq_len))
         return mesh.make_step(self.plan, self.state, step=step)

@@ -11,7 +11,7 @@ import pytest
 from jaxbench import float8, initial, train, transformer, update
 from jaxbench.config import TransformerConfig
 from jaxbench.engine import Engine
-from jaxbench.mesh import ParallelConfig
+from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.precision import DelayedScaling
 from jaxbench.step_config import StepConfig
 from torch_ref import transformer as torch_transformer
@@ -145,5 +145,23 @@ def test_what_does_not_go_with_eight_bits_is_refused():
         float8.apply(transformer.build(CONFIG, PARAMS, fused_projections=1))
     with pytest.raises(ValueError, match="precision=float8 is not in torch_ref"):
         torch_update.init_state(torch_transformer.build(CONFIG, PARAMS), PARAMS, HOW)
-    with pytest.raises(ValueError, match="precision=float8 trains on one device, got parallel="):
-        Engine(CONFIG, PARAMS, HOW, batch_size=8, seq_len=LENGTH, seed=0, parallel=ParallelConfig())
+    for how in (ParallelConfig(micro_batches=2), ParallelConfig(mesh=MeshConfig(data=4, fsdp=2), zero=3)):
+        with pytest.raises(ValueError, match=r"precision=float8 goes with data, fsdp up to zero=2.*stage=1"):
+            Engine(CONFIG, PARAMS, HOW, batch_size=16, seq_len=LENGTH, seed=0, parallel=how)
+
+
+def test_a_mesh_rounds_by_the_magnitudes_of_all_its_devices(engine):
+    start = engine.arrays()
+    start = {key: np.array(value) for key, value in start.items()}
+    how = ParallelConfig(mesh=MeshConfig(data=2, fsdp=2, model=2), zero=2)
+    meshed = Engine(CONFIG, PARAMS, HOW, batch_size=ROWS, seq_len=LENGTH, seed=0, parallel=how)
+    alone, found = steps(engine, 1), steps(meshed, 1)
+    seen, wanted = meshed.arrays(), engine.arrays()
+    for name in (key for key in wanted if key.startswith("amax.")):
+        ratio = np.asarray(seen[name])[:, 0] / np.asarray(wanted[name])[:, 0]
+        assert ratio[1] == 1.0, name  # the kernel's: no rounding of another order reaches it
+        assert abs(ratio - 1).max() < 0.1, name
+    first = "amax.layers.0.attention.q_proj.scales"
+    np.testing.assert_array_equal(np.asarray(seen[first])[0], np.asarray(wanted[first])[0])
+    assert alone + steps(engine, 3) == pytest.approx(found + steps(meshed, 3), rel=5e-3)
+    engine.load(start)
