@@ -27,6 +27,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float
 
+from jaxbench.memory.products import multiply, multiply_transposed, outer
+
 GELU = (math.sqrt(2.0 / math.pi), 0.044715)  # of the tanh approximation (Hendrycks and Gimpel 2016)
 
 
@@ -74,33 +76,41 @@ class Coefficients(NamedTuple):
     f: Float[Array, "E T"] | None  # None = no momentum, so S_0 counts nowhere
     p: Float[Array, "E T"] | None
     c: Float[Array, "E T T"]
-    e: Float[Array, "E T T"]
+    e: Float[Array, "E T"]  # of the last token
 
 
-def coefficients(tokens: Tokens) -> Coefficients:
-    """Return the coefficients of a chunk, from differences of cumulated logarithms: ratios never over- or underflow."""
+def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
+    """Return the coefficients of a chunk: of every token, or with read = "chunk" of the last one, [E 1 ...] each.
+
+    They come from differences of cumulated logarithms: ratios never over- or underflow.
+    """
     tokens = _silenced(tokens)
     length, dtype = tokens.theta.shape[1], tokens.theta.dtype
-    is_past = jnp.tril(jnp.ones((1, length, length), bool))
-    beta, retained = _products(tokens.log_keep, is_past, dtype)
+    first = 0 if read == "token" else length - 1
+    beta, retained = _products(tokens.log_keep, first, length, dtype)
+    retained = jnp.broadcast_to(retained, (len(tokens.theta), *retained.shape[1:]))
     if tokens.is_token is not None:
         # Weights take in S_t at tokens only.
         retained = jnp.where(tokens.is_token[:, None, :], retained, jnp.zeros((), dtype))
     if tokens.log_eta is None:
-        identity = jnp.broadcast_to(jnp.eye(length, dtype=dtype)[None], (len(tokens.theta), length, length))
-        return Coefficients(beta, None, None, jnp.broadcast_to(retained, identity.shape), identity)
-    p, e = _products(tokens.log_eta, is_past, dtype)
+        last = (jnp.arange(length) == length - 1).astype(dtype)
+        return Coefficients(beta, None, None, retained, jnp.broadcast_to(last[None], tokens.theta.shape))
+    p, e = _products(tokens.log_eta, 0, length, dtype)
     f = jnp.sum(retained * p[:, None, :], axis=-1)
-    return Coefficients(beta, f, p, jnp.matmul(retained, e), e)
+    return Coefficients(beta, f, p[:, first:], jnp.matmul(retained, e), e[:, -1])
 
 
-def _products(log: Array | None, is_past: Array, dtype: jnp.dtype) -> tuple[Array | None, Array]:
-    """Return prod_(l <= t) x_l [E T] and prod_(i < l <= t) x_l [E T T], 0 where i > t; None stands for x = 1."""
+def _products(log: Array | None, first: int, length: int, dtype: jnp.dtype) -> tuple[Array | None, Array]:
+    """Return prod_(l <= t) x_l [E T] and prod_(i < l <= t) x_l [E T T], 0 where i > t, from t = first on.
+
+    None stands for x = 1.
+    """
+    is_past = jnp.tril(jnp.ones((1, length, length), bool))[:, first:]
     if log is None:
         return None, is_past.astype(dtype)
-    total = jnp.cumsum(log, axis=1)
-    ratio = jnp.where(is_past, total[:, :, None] - total[:, None, :], jnp.asarray(-jnp.inf, dtype))
-    return jnp.exp(total), jnp.exp(ratio)
+    total = jnp.matmul(log, jnp.triu(jnp.ones((length, length), dtype)), precision="highest")
+    ratio = jnp.where(is_past, total[:, first:, None] - total[:, None, :], jnp.asarray(-jnp.inf, dtype))
+    return jnp.exp(total)[:, first:] if first else jnp.exp(total), jnp.exp(ratio)
 
 
 def _silenced(tokens: Tokens) -> Tokens:
@@ -140,7 +150,7 @@ def recall(weights: Weights, query: Float[Array, "E T H"], rule: Rule) -> Float[
     """Return what memories of fixed weights answer."""
     hidden = query
     for i, kernel in enumerate(weights.kernels):
-        hidden = jnp.matmul(activate(rule.activation, hidden) if i else hidden, kernel)
+        hidden = multiply(activate(rule.activation, hidden) if i else hidden, kernel)
     if weights.gain is None:
         return hidden
     return _normalise(hidden, rule.norm_eps)[0] * (1.0 + weights.gain[:, None, :]) + query
@@ -154,7 +164,7 @@ def surprise(
     for i, kernel in enumerate(weights.kernels):
         if i:
             inputs.append(activate(rule.activation, hidden[-1]))
-        hidden.append(jnp.matmul(inputs[-1], kernel))
+        hidden.append(multiply(inputs[-1], kernel))
     factor, gain = 2.0 * rule.loss_scale, None
     if weights.gain is None:
         delta = factor * (hidden[-1] - value)
@@ -169,7 +179,7 @@ def surprise(
         delta = inverse * (scaled - projected)
     deltas = [delta]
     for i in reversed(range(1, len(weights.kernels))):
-        back = jnp.einsum("ETO,EIO->ETI", deltas[0], weights.kernels[i])
+        back = multiply_transposed(deltas[0], weights.kernels[i])
         deltas.insert(0, back * slope(rule.activation, hidden[i - 1]))
     squares = sum(_square(a) * _square(delta) for a, delta in zip(inputs, deltas, strict=True))
     squares = squares if gain is None else squares + _square(gain)
@@ -181,15 +191,15 @@ def _square(x: Array) -> Array:
 
 
 def learn(
-    anchor: Weights, weights: Weights, momentum: Weights, tokens: Tokens, rule: Rule
+    anchor: Weights, weights: Weights, momentum: Weights, tokens: Tokens, rule: Rule, parts: Coefficients | None = None
 ) -> tuple[Float[Array, "E T H"], Weights, Weights]:
     """Let memories take in a chunk's tokens; return their answers, the weights and the momentum behind it.
 
     Gradients are taken at `anchor`, the weights where the chunk began; `weights` and `momentum` are those before the
-    first of these tokens, which may lie inside the chunk.
+    first of these tokens, which may lie inside the chunk. `parts` are the tokens' coefficients; None = computed here.
     """
     found, squares = surprise(anchor, tokens.key, tokens.value, rule)
-    parts = coefficients(tokens)
+    parts = coefficients(tokens, read=rule.read) if parts is None else parts
     theta = _silenced(tokens).theta
     if rule.max_update_norm is not None:
         # A token's gradient longer than the limit is shortened to it: clipping before the sum keeps reads causal.
@@ -199,7 +209,7 @@ def learn(
         answer = _recall_each(weights, momentum, tokens.query, found, parts, theta, rule)
     else:
         answer = recall(anchor, tokens.query, rule)
-    last = Coefficients(*(None if x is None else x[:, -1] for x in parts))
+    last = Coefficients(*(None if x is None else x[:, -1] for x in parts[:-1]), parts.e)
     shares = (last.c * theta, last.e * theta)
     moved = [_moved(*each, shares, last) for each in zip(weights.kernels, momentum.kernels, found.inputs, found.deltas)]
     gain = (None, None)
@@ -215,7 +225,12 @@ def _moved(
     kernel: Array, momentum: Array, inputs: Array, deltas: Array, shares: tuple[Array, Array], last: Coefficients
 ) -> tuple[Array, Array]:
     """Return a kernel and its momentum behind the last token."""
-    step, pushed = (jnp.einsum("ETI,ETO->EIO", inputs * share[:, :, None], deltas) for share in shares)
+    shared = jnp.concatenate([inputs * share[:, :, None] for share in shares], axis=2)
+    if inputs.shape[2] <= deltas.shape[2]:
+        step, pushed = jnp.split(outer(shared, deltas), 2, axis=1)
+    else:
+        shared = jnp.concatenate([deltas * share[:, :, None] for share in shares], axis=2)
+        step, pushed = jnp.split(outer(inputs, shared), 2, axis=2)
     kept = kernel if last.beta is None else last.beta[:, None, None] * kernel
     if last.f is None:
         return kept - step, -pushed
@@ -241,9 +256,9 @@ def _recall_each(
     hidden = query
     for i, (kernel, inertia) in enumerate(zip(weights.kernels, momentum.kernels, strict=True)):
         hidden = activate(rule.activation, hidden) if i else hidden
-        scores = shares * jnp.einsum("ETI,ESI->ETS", hidden, found.inputs[i])
-        learned = jnp.matmul(scores, found.deltas[i])
-        hidden = mixed(jnp.matmul(hidden, kernel), jnp.matmul(hidden, inertia), learned)
+        scores = shares * multiply_transposed(hidden, found.inputs[i])
+        learned = multiply(scores, found.deltas[i])
+        hidden = mixed(multiply(hidden, kernel), multiply(hidden, inertia), learned)
     if weights.gain is None:
         return hidden
     gain = mixed(weights.gain[:, None, :], momentum.gain[:, None, :], jnp.matmul(shares, found.gain))

@@ -73,33 +73,42 @@ class Coefficients(NamedTuple):
     f: Float[Tensor, "E T"] | None  # None = no momentum, so S_0 counts nowhere
     p: Float[Tensor, "E T"] | None
     c: Float[Tensor, "E T T"]
-    e: Float[Tensor, "E T T"]
+    e: Float[Tensor, "E T"]  # of the last token
 
 
-def coefficients(tokens: Tokens) -> Coefficients:
-    """Return the coefficients of a chunk, from differences of cumulated logarithms: ratios never over- or underflow."""
+def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
+    """Return the coefficients of a chunk: of every token, or with read = "chunk" of the last one, [E 1 ...] each.
+
+    They come from differences of cumulated logarithms: ratios never over- or underflow.
+    """
     tokens = _silenced(tokens)
-    length, like = tokens.theta.shape[1], tokens.theta
-    is_past = torch.tril(torch.ones((1, length, length), dtype=torch.bool, device=like.device))
-    beta, retained = _products(tokens.log_keep, is_past, like.dtype)
+    length, theta = tokens.theta.shape[1], tokens.theta
+    first = 0 if read == "token" else length - 1
+    beta, retained = _products(tokens.log_keep, first, theta)
+    retained = retained.expand(len(theta), *retained.shape[1:])
     if tokens.is_token is not None:
         # Weights take in S_t at tokens only.
-        retained = torch.where(tokens.is_token[:, None, :], retained, retained.new_zeros(()))
+        retained = torch.where(tokens.is_token[:, None, :], retained, torch.zeros((), dtype=theta.dtype))
     if tokens.log_eta is None:
-        identity = torch.eye(length, dtype=like.dtype, device=like.device).expand(len(like), length, length)
-        return Coefficients(beta, None, None, retained.expand(identity.shape), identity)
-    p, e = _products(tokens.log_eta, is_past, like.dtype)
+        last = (torch.arange(length, device=theta.device) == length - 1).to(theta.dtype)
+        return Coefficients(beta, None, None, retained, last.expand(theta.shape))
+    p, e = _products(tokens.log_eta, 0, theta)
     f = torch.sum(retained * p[:, None, :], dim=-1)
-    return Coefficients(beta, f, p, torch.matmul(retained, e), e)
+    return Coefficients(beta, f, p[:, first:], torch.matmul(retained, e), e[:, -1])
 
 
-def _products(log: Tensor | None, is_past: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
-    """Return prod_(l <= t) x_l [E T] and prod_(i < l <= t) x_l [E T T], 0 where i > t; None stands for x = 1."""
+def _products(log: Tensor | None, first: int, like: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return prod_(l <= t) x_l [E T] and prod_(i < l <= t) x_l [E T T], 0 where i > t, from t = first on.
+
+    None stands for x = 1.
+    """
+    length = like.shape[1]
+    is_past = torch.ones((1, length, length), dtype=torch.bool, device=like.device).tril()[:, first:]
     if log is None:
-        return None, is_past.to(dtype)
+        return None, is_past.to(like.dtype)
     total = torch.cumsum(log, dim=1)
-    ratio = torch.where(is_past, total[:, :, None] - total[:, None, :], total.new_tensor(-torch.inf))
-    return torch.exp(total), torch.exp(ratio)
+    ratio = torch.where(is_past, total[:, first:, None] - total[:, None, :], -torch.inf)
+    return torch.exp(total)[:, first:], torch.exp(ratio)
 
 
 def _silenced(tokens: Tokens) -> Tokens:
@@ -180,15 +189,15 @@ def _square(x: Tensor) -> Tensor:
 
 
 def learn(
-    anchor: Weights, weights: Weights, momentum: Weights, tokens: Tokens, rule: Rule
+    anchor: Weights, weights: Weights, momentum: Weights, tokens: Tokens, rule: Rule, parts: Coefficients | None = None
 ) -> tuple[Float[Tensor, "E T H"], Weights, Weights]:
     """Let memories take in a chunk's tokens; return their answers, the weights and the momentum behind it.
 
     Gradients are taken at `anchor`, the weights where the chunk began; `weights` and `momentum` are those before the
-    first of these tokens, which may lie inside the chunk.
+    first of these tokens, which may lie inside the chunk. `parts` are the tokens' coefficients; None = computed here.
     """
     found, squares = surprise(anchor, tokens.key, tokens.value, rule)
-    parts = coefficients(tokens)
+    parts = coefficients(tokens, read=rule.read) if parts is None else parts
     theta = _silenced(tokens).theta
     if rule.max_update_norm is not None:
         # A token's gradient longer than the limit is shortened to it: clipping before the sum keeps reads causal.
@@ -198,7 +207,7 @@ def learn(
         answer = _recall_each(weights, momentum, tokens.query, found, parts, theta, rule)
     else:
         answer = recall(anchor, tokens.query, rule)
-    last = Coefficients(*(None if x is None else x[:, -1] for x in parts))
+    last = Coefficients(*(None if x is None else x[:, -1] for x in parts[:-1]), parts.e)
     shares = (last.c * theta, last.e * theta)
     moved = [_moved(*each, shares, last) for each in zip(weights.kernels, momentum.kernels, found.inputs, found.deltas)]
     gain = (None, None)

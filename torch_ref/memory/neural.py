@@ -208,23 +208,28 @@ class NeuralMemory(torch.nn.Module):
         tokens = layout.tree_map(layout.by_memory, asked.tokens)
         weights, momentum, _ = self._by_memory(state)
 
-        def read(carry: tuple, tokens: Tokens) -> tuple[tuple, Tensor]:
-            answer, *carry = chunk.learn(carry[0], *carry, tokens, self.rule)
+        def read(carry: tuple, inputs: tuple) -> tuple[tuple, Tensor]:
+            answer, *carry = chunk.learn(carry[0], *carry, inputs[0], self.rule, inputs[1])
             return tuple(carry), answer
 
         carry, parts, whole = (weights, momentum), [], length // size * size
         if whole:
             chunks = layout.tree_map(lambda x: layout.cut(x[:, :whole], size), tokens)
-            carry, answers = layout.walk(read, carry, chunks)
+            carry, answers = layout.walk(read, carry, (chunks, self._coefficients(chunks)))
             parts.append(layout.joined(answers))
         anchor = carry[0]
         if whole < length:
-            carry, answer = layout.rematerialised(read, carry, layout.tree_map(lambda x: x[:, whole:], tokens))
+            carry, answer = layout.rematerialised(read, carry, (layout.tree_map(lambda x: x[:, whole:], tokens), None))
             parts.append(answer)
         answer = layout.by_row(torch.cat(parts, dim=1), self.num_heads)
         count = torch.full((batch_size,), length - whole, dtype=torch.int32, device=x.device)
         state = NeuralState(*self._by_row(*carry, anchor), count, asked.tail)
         return self._answer(answer, asked.gate), state
+
+    def _coefficients(self, chunks: Tokens) -> chunk.Coefficients:
+        """Return the coefficients of all chunks [L E ...]: they depend on the gates alone."""
+        found = chunk.coefficients(layout.tree_map(layout.merged, chunks), read=self.rule.read)
+        return layout.tree_map(lambda x: x.reshape(*chunks.theta.shape[:2], *x.shape[1:]), found)
 
     def _learn(
         self, tokens: Tokens, state: NeuralState, number: Tensor, within_chunk: bool
@@ -245,12 +250,12 @@ class NeuralMemory(torch.nn.Module):
         is_begun = chunks.is_token.any(dim=2) & (torch.arange(num_chunks, device=number.device)[:, None] > 0)
 
         def read(carry: tuple, inputs: tuple) -> tuple[tuple, Tensor]:
-            (weights, momentum, anchor), (tokens, is_begun) = carry, inputs
+            (weights, momentum, anchor), (tokens, is_begun, parts) = carry, inputs
             anchor = layout.tree_map(functools.partial(layout.chosen, is_begun), weights, anchor)
-            answer, weights, momentum = chunk.learn(anchor, weights, momentum, tokens, self.rule)
+            answer, weights, momentum = chunk.learn(anchor, weights, momentum, tokens, self.rule, parts)
             return (weights, momentum, anchor), answer
 
-        carry, answers = layout.walk(read, self._by_memory(state), (chunks, is_begun))
+        carry, answers = layout.walk(read, self._by_memory(state), (chunks, is_begun, self._coefficients(chunks)))
         answer = layout.by_row(layout.joined(answers), self.num_heads)
         weights, momentum, anchor = self._by_row(*carry)
         count = (state.count + number.to(torch.int32)) % self.chunk_size
