@@ -6,6 +6,7 @@ from typing import Literal
 
 import pydantic
 
+from jaxbench import schedules
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.memory import decoder_config
 from jaxbench.memory.decoder_config import DecoderMemory
@@ -97,6 +98,10 @@ class TrainConfig(Base):
             )
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(f"data.seq_len={self.data.seq_len} is over model.max_seq_len={self.model.max_seq_len}")
+        rate = {"peak": self.learning_rate, "steps": self.steps}
+        schedules.learning_rate(self.schedule, 0, **rate)  # both raise where the settings do not fit each other
+        scaling = {"batch": self.batch_size, "base_batch": self.base_batch}
+        schedules.scaled_peak(self.learning_rate, self.learning_rate_scaling, **scaling)
         decoder_config.with_memory(self.model.resolved(self.model.vocab_size or 1), self.memory)
         trained = self.step.optimizer.trained
         if trained == "memory" and self.memory is None:

@@ -327,7 +327,6 @@ class _Trainer:
         }
         loss = self.validation["loss"] if self.measured_at == done else None
         self.checkpoints.save(done, self.engine.arrays(), meta, loss=loss)
-        cli.keep(f"the checkpoint of step {done} is kept in {self.workdir}; the same command goes on")
 
     def _finish(self, done: int) -> Result:
         """Wait for the last save, export the model and write the summary."""
