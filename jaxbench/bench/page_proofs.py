@@ -20,7 +20,7 @@ def body(rows: Sequence[TpuRow]) -> list[str]:
     text = (
         "<p>The same programs, compiled ahead of time by the real TPU compiler for a slice that is not attached; every "
         "figure is per chip. FLOPs are counted analytically and checked against the compiler's own count. The least "
-        "time is what the chip's published peak rates allow, a bound and not a forecast.</p>"
+        "time is what the chip's published peak rates allow, a bound and not a forecast or a measurement.</p>"
     )
     lines = []
     topology = None
@@ -56,7 +56,8 @@ def _line(row: TpuRow) -> str:
         wording.value(row.figures["collective_bytes"], "bytes") + counts if kinds else "none",
         wording.value(row.figures["roofline_s"], "s")
         + f"<small>{escape(times['bound'])} bound</small><small>at most "
-        + f"{wording.significant(times['tokens_per_s'])} tokens/s</small>",
+        + f"{wording.significant(times['tokens_per_s'])} tokens/s</small>"
+        + (f"<small>MFU {100 * times['mfu']:.1f} %</small>" if "mfu" in times else ""),
     ]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 

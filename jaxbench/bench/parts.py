@@ -18,9 +18,12 @@ from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
 from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.bench.records import Record, RecordFile
+from jaxbench.bench.suite import TpuRun
 
 PARITY_TIMEOUT_S = 300
 TPU_TIMEOUT_S = 600
+# It only compiles: it may share the machine with another user's.
+TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -61,12 +64,10 @@ def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
             "topology": topology,
             "checkpoint": str(work.model.folder),
             "num_layers_train": work.suite.train.num_layers,
-            **settings.model_dump(mode="json", exclude={"topologies"}),
+            **settings.model_dump(mode="json", exclude={"topologies", "runs"}),
         }
         command = [sys.executable, "-m", "jaxbench.bench.tpu", json.dumps(request), str(output)]
-        environment = {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
-        environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # only compiles: it may share the machine with another user's
-        reason = _run(command, environment, work, f"tpu-{topology.replace(':', '-')}", TPU_TIMEOUT_S, output)
+        reason = _run(command, TPU_ENVIRONMENT, work, f"tpu-{topology.replace(':', '-')}", TPU_TIMEOUT_S, output)
         if reason:
             say(f"tpu: {topology}: {reason}")
             file.append(work.record("tpu", device=topology, status="error", reason=reason))
@@ -74,6 +75,27 @@ def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
         rows = [Record.model_validate_json(line) for line in output.read_text().splitlines()]
         stamped = [row.model_copy(update={**work.common, "device": topology}) for row in rows]
         file.append(*stamped, work.record("tpu", device=topology, value=float(len(rows)), unit="count"))
+    for number, one in enumerate(settings.runs, start=1):
+        _tpu_run(one, f"tpu-run-{number}", work, file, say)
+
+
+def _tpu_run(one: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
+    """Compile the step of a training configuration for its slice; its records say which mesh they are of."""
+    if _done(file, work, "tpu", device=one.name()):
+        return
+    say(f"tpu: compile the step of {one.name()}")
+    output = work.workdir / f"{name}.jsonl"
+    output.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "jaxbench.bench.tpu_train", f"--config={ROOT / one.config}"]
+    command += [f"--topology={one.topology}", f"--output={output}", *(f"--set={change}" for change in one.set)]
+    reason = _run(command, TPU_ENVIRONMENT, work, name, TPU_TIMEOUT_S, output)
+    if reason:
+        say(f"tpu: {one.name()}: {reason}")
+        file.append(work.record("tpu", device=one.name(), status="error", reason=reason))
+        return
+    rows = [Record.model_validate_json(line) for line in output.read_text().splitlines()]
+    stamped = [row.model_copy(update={**work.common, "device": row.device}) for row in rows]
+    file.append(*stamped, work.record("tpu", device=one.name(), value=float(len(rows)), unit="count"))
 
 
 def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:

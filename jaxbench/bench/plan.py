@@ -10,12 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxbench import assets
+from jaxbench import assets, config
 from jaxbench.bench import chips, environment, estimate
 from jaxbench.bench import suite as suites
 from jaxbench.bench.records import Record, Workload, now_utc
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
+from jaxbench.train_config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # The model of the tiny suite: every part of the default family (grouped heads, SwiGLU, tied head), random weights.
 TINY = TransformerConfig(
@@ -60,6 +63,9 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
     check_device(device)
     for topology in suite.tpu.topologies:
         chips.parse_topology(topology)
+    for one in suite.tpu.runs:
+        chips.parse_topology(one.topology)
+        config.load(ROOT / one.config, one.set, TrainConfig)
     model = find_model(suite, workdir)
     suite.check_context(model.config.max_seq_len)
     if device == "cpu":

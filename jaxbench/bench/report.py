@@ -120,7 +120,8 @@ def write_scalars(view: View, folder: Path) -> None:
 def show(view: View, *, console=None) -> None:
     """Print the tables for people."""
     console = _console(console)
-    console.print(_measured_table(view))
+    if view.rows:
+        console.print(_measured_table(view))
     for name, detail in view.parity.items():
         color, word = ("green", "passed") if detail.get("passed") else ("red", "FAILED")
         worst = f"worst relative difference of a module {float(detail.get('worst', 'nan')):.1e}"
@@ -192,6 +193,8 @@ def _tpu_table(view: View):
             table.add_row(row.topology, row.short, row.problem[:60], "", "", "", "")
             continue
         fits = "fits" if row.details["memory_bytes"]["fits"] else "[red]does not fit[/red]"
+        share = row.figures.get("roofline_mfu")
+        mfu = "" if share is None else f", MFU {100 * share:.1f} %"
         table.add_row(
             row.topology,
             row.short,
@@ -199,7 +202,7 @@ def _tpu_table(view: View):
             wording.value(row.figures["flops"], "FLOP"),
             wording.value(row.figures["collective_bytes"], "bytes"),
             wording.value(row.figures["roofline_s"], "s"),
-            row.details["roofline_s"]["bound"],
+            row.details["roofline_s"]["bound"] + mfu,
         )
     return table
 

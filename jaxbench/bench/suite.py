@@ -95,6 +95,18 @@ class Roofline(Base):
     repeats: int = pydantic.Field(default=5, gt=0)
 
 
+class TpuRun(Base):
+    """The step of a training configuration, compiled ahead of time for one slice (bench/tpu_train.py)."""
+
+    config: str  # file, such as configs/lm/tpu_1b.yaml; a relative path starts at the repository
+    topology: Topology
+    set: tuple[str, ...] = ()  # changes of its keys: parallel.mesh.stage=4
+
+    def name(self) -> str:
+        """Return what identifies it in a result file."""
+        return " ".join([self.topology, self.config, *self.set])
+
+
 class Tpu(Base):
     """The same programs compiled ahead of time for named TPU topologies, no TPU needed."""
 
@@ -104,6 +116,7 @@ class Tpu(Base):
     decode_batch: Batch = 8
     train_batch: Batch = 8
     train_tokens: int = pydantic.Field(default=512, gt=0)
+    runs: tuple[TpuRun, ...] = ()  # steps of training runs, each on its own mesh
 
 
 class Suite(Base):

@@ -331,8 +331,8 @@ def _define_flags() -> None:
             flags.DEFINE_integer(name, field.default, name.replace("_", " "))
 
 
-def _start() -> None:
-    """Run as a process, started anew once where libtpu's variables are not set yet."""
+def start_anew() -> None:
+    """Start this process anew, once, where libtpu's variables are not set yet; leave the compile cache out."""
     wanted = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()} | {"JAX_PLATFORMS": "cpu"}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
@@ -340,6 +340,10 @@ def _start() -> None:
 
     # Programs for a device that is not there cannot be read back from the cache.
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _start() -> None:
+    start_anew()
     if len(sys.argv) == 3 and sys.argv[1].startswith("{"):
         serve_request(json.loads(sys.argv[1]), Path(sys.argv[2]))
         return
