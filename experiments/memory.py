@@ -1,8 +1,11 @@
 """Measure long-term memory.
 
     memory.py arms                    what a memory buys: decoders with and without it on tasks that need one
+    memory.py cost                    what a layer of attention or memory costs by length of context
+    memory.py speed                   the neural memory beside titans-pytorch: speed, peak memory, time by length
+    memory.py stability               long training of deep memories: does a number stop being one?
 
-Bad input ends with exit code 2 and one line.
+Bad input ends with exit code 2 and one line; a missed aim of cost or stability with 1.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from absl import flags
 from jaxbench import cli, launch
 
 VALUES = flags.FLAGS
+AIM, AIM_LENGTH = 128, 32_768  # times less memory than naive attention, at so many tokens
 
 
 def define_arms() -> None:
@@ -50,6 +54,60 @@ def _part(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def define_speed() -> None:
+    """Define the flags of speed."""
+    cli.define_config("configs/memory/speed.yaml")
+    cli.define_workdir("out/memory-speed")
+
+
+def speed() -> int:
+    """Measure the neural memory and titans-pytorch in turn, and print the tables."""
+    launch.ensure("cpu")
+    from jaxbench.memory import speed as part
+
+    summary = part.run(cli.load_config(part.Speed), VALUES.workdir)
+    show(part.tables(summary))
+    print(f"written: {VALUES.workdir}/summary.json")
+    return cli.EXIT_OK
+
+
+def define_stability() -> None:
+    """Define the flags of stability."""
+    cli.define_config("configs/memory/stability.yaml")
+    cli.define_workdir("out/memory-stability")
+
+
+def stability() -> int:
+    """Train memories of several depths, and print their losses; 1 when a number is not finite."""
+    launch.ensure("cpu")
+    from jaxbench.memory import stability as part
+
+    summary = part.run(cli.load_config(part.Stability), VALUES.workdir)
+    show([part.table(summary)])
+    print(f"written: {VALUES.workdir}/summary.json")
+    return cli.EXIT_OK if all(row["is_finite"] for row in summary["rows"]) else cli.EXIT_GATE
+
+
+def define_cost() -> None:
+    """Define the flags of cost."""
+    cli.define_config("configs/memory/cost.yaml")
+    cli.define_workdir("out/memory-cost")
+
+
+def cost() -> int:
+    """Measure layers by length, and print the table; 1 when the bank saves less than its aim."""
+    launch.ensure("cpu")
+    from jaxbench.memory import cost as part
+
+    summary = part.run(cli.load_config(part.Cost), VALUES.workdir)
+    show([part.table(summary)])
+    savings = part.saving(summary["rows"], AIM_LENGTH)
+    for backend, found in savings.items():
+        print(f"{backend}: at {AIM_LENGTH:,} tokens the bank takes {found:,.0f} times less than naive attention")
+    print(f"written: {VALUES.workdir}/summary.json, cost.csv, cost.html")
+    return cli.EXIT_OK if all(found >= AIM for found in savings.values()) else cli.EXIT_GATE
+
+
 def show(tables: list) -> None:
     """Print rich renderables, wide enough where the output is no terminal."""
     from rich.console import Console
@@ -61,7 +119,12 @@ def show(tables: list) -> None:
         screen.print(table)
 
 
-COMMANDS = {"arms": cli.Command(define_arms, arms, "what a memory buys, on tasks that need one")}
+COMMANDS = {
+    "arms": cli.Command(define_arms, arms, "what a memory buys, on tasks that need one"),
+    "cost": cli.Command(define_cost, cost, "what a layer of attention or memory costs by length of context"),
+    "speed": cli.Command(define_speed, speed, "the neural memory beside titans-pytorch"),
+    "stability": cli.Command(define_stability, stability, "long training of deep memories"),
+}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""What one layer costs by length of context: attention, a memory bank, the neural memory (S file).
+
+Rows are (backend, layer, length). Bytes are exact: JAX's are the compiled program's temporary bytes, PyTorch's the peak
+of bytes alive in a run on its meta device, which computes shapes alone. FLOPs are counted in that run too, two a
+multiplication; both backends do the same products. Time is measured where the layer fits, and left out elsewhere.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from jaxbench.bench import environment, records, statistics
+from jaxbench.config import Base
+from jaxbench.memory.bank_config import BankConfig
+from jaxbench.memory.block_config import BlockConfig
+from jaxbench.memory.config import NeuralMemoryConfig
+
+LAYERS = ("naive", "blocked", "bank", "neural")
+TITLES = {
+    "naive": "naive attention",
+    "blocked": "blocked attention",
+    "bank": "window and memory bank",
+    "neural": "neural memory",
+}
+BACKENDS = {"flax": "jaxbench.memory.cost_layer", "torch": "torch_ref.memory.cost_layer"}
+COLORS = {"naive": "#d6336c", "blocked": "#e5722a", "bank": "#3b82f6", "neural": "#0d9f8c"}
+
+
+class LayerShape(Base):
+    """One layer of each kind."""
+
+    d_model: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    key_block: int = Field(default=128, gt=0)  # keys at a time in blocked attention
+    bank: BankConfig
+    window: int = Field(gt=0)  # of the attention beside the bank
+    neural: NeuralMemoryConfig
+
+    def block(self, layer: str) -> BlockConfig:
+        """Return the block of a memory: attention to a window beside a bank, or the neural memory alone."""
+        sizes = {"d_model": self.d_model, "num_heads": self.num_heads, "num_kv_heads": self.num_heads}
+        sizes |= {"head_dim": self.head_dim, "window": self.window}
+        if layer == "bank":
+            return BlockConfig(kind="bank", bank=self.bank, **sizes)
+        return BlockConfig(kind="lmm", neural=self.neural, **sizes)
+
+    @property
+    def kernels(self) -> dict[str, tuple[int, int]]:
+        """Return the shapes of the attention's projections by name."""
+        width = self.num_heads * self.head_dim
+        return {f"{name}_proj.kernel": (self.d_model, width) for name in "qkv"} | {
+            "o_proj.kernel": (width, self.d_model)
+        }
+
+
+class Cost(Base):
+    """What is measured."""
+
+    layer: LayerShape
+    lengths: tuple[int, ...] = (2048, 8192, 32768, 131072)
+    segment: int = Field(default=2048, ge=1)  # tokens of a call for the memories, whose state goes on to the next
+    repeats: int = Field(default=3, ge=1)  # timed calls, after one that is not counted
+    max_bytes: float = Field(default=4e9, gt=0)  # more temporary bytes: not timed
+    max_flops: float = Field(default=3e12, gt=0)  # more FLOPs: not timed
+
+
+class Measured(NamedTuple):
+    """What a backend says about one layer and length; None = not measured."""
+
+    temp_bytes: int
+    state_bytes: int  # of a sequence, behind its last token
+    flops: int | None  # of the whole sequence, forward
+
+
+def run(settings: Cost, workdir: str | Path) -> dict[str, Any]:
+    """Measure every layer at every length, write summary.json, cost.csv and cost.html, and return the summary."""
+    workdir, rows = Path(workdir), []
+    parts = {name: importlib.import_module(module) for name, module in BACKENDS.items()}
+    for length in settings.lengths:
+        for layer in LAYERS:
+            shape = (layer, settings.layer, length, settings.segment)
+            found = {name: part.measure(*shape) for name, part in parts.items()}
+            flops = found["torch"].flops
+            for name, one in found.items():
+                fits = one.temp_bytes <= settings.max_bytes and flops <= settings.max_flops
+                seconds = statistics.median(parts[name].seconds(*shape, settings.repeats)) if fits else None
+                row = {"backend": name, "layer": layer, "length": length, "temp_bytes": one.temp_bytes}
+                row |= {"state_bytes": one.state_bytes, "flops_per_token": flops / length, "seconds": seconds}
+                rows.append(row)
+            print(f"    {length:,} tokens, {TITLES[layer]}", file=sys.stderr, flush=True)
+    about = environment.describe(threads=environment.usable_cores())
+    summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
+    records.write_json(workdir / "summary.json", summary)
+    (workdir / "cost.csv").write_text(_csv(rows))
+    (workdir / "cost.html").write_text(page(rows))
+    return summary
+
+
+def saving(rows: list[dict], length: int) -> dict[str, float]:
+    """Return by backend how many times fewer temporary bytes the bank takes than naive attention at a length."""
+    size = {(row["backend"], row["layer"]): row["temp_bytes"] for row in rows if row["length"] == length}
+    return {name: size[name, "naive"] / size[name, "bank"] for name in BACKENDS if (name, "bank") in size}
+
+
+def table(summary: dict[str, Any]) -> Any:
+    """Return what a reader sees, as a rich table."""
+    from rich.table import Table
+
+    names = ("backend", "layer", "context", "temporary MiB", "state KiB", "MFLOP/token", "tokens/s")
+    found = Table(*names, title="One layer, forward, batch 1, float32", title_justify="left")
+    for row in summary["rows"]:
+        speed = "" if row["seconds"] is None else f"{row['length'] / row['seconds']:,.0f}"
+        numbers = (row["temp_bytes"] / 2**20, row["state_bytes"] / 2**10, row["flops_per_token"] / 1e6)
+        cells = (row["backend"], TITLES[row["layer"]], f"{row['length']:,}")
+        found.add_row(*cells, *(f"{number:,.1f}" for number in numbers), speed)
+    return found
+
+
+def page(rows: list[dict]) -> str:
+    """Return a page of charts against length that opens offline."""
+    import plotly.graph_objects as go
+
+    parts = []
+    charts = (("temp_bytes", "temporary bytes"), ("state_bytes", "state bytes of a sequence"))
+    charts += (("flops_per_token", "FLOPs a token"), ("seconds", "seconds"))
+    for field, title in charts:
+        figure = go.Figure()
+        for backend in BACKENDS:
+            for layer in LAYERS:
+                own = [r for r in rows if (r["backend"], r["layer"]) == (backend, layer) and r[field] is not None]
+                if not own or (field in ("state_bytes", "flops_per_token") and backend == "torch"):
+                    continue  # the same on both backends
+                line = {"color": COLORS[layer], "dash": "solid" if backend == "flax" else "dot"}
+                x, y = [row["length"] for row in own], [row[field] for row in own]
+                figure.add_scatter(x=x, y=y, name=f"{TITLES[layer]}, {backend}", line=line, mode="lines+markers")
+        figure.update_layout(title=title, xaxis_title="tokens of context", yaxis_title=title, height=420)
+        figure.update_xaxes(type="log", tickvals=sorted({row["length"] for row in rows}))
+        figure.update_yaxes(type="log", exponentformat="power")
+        parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What context costs</title></head>'
+    return head + "<body><h1>What context costs: one layer</h1>" + "\n".join(parts) + "</body></html>\n"
+
+
+def _csv(rows: list[dict]) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()

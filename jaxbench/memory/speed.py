@@ -1,0 +1,229 @@
+"""How fast is the neural memory, here and in titans-pytorch in the same run? (S file)
+
+Every arm is a process of its own (bench/process.py), one works at a time on one core, and their order turns from launch
+to launch. A launch gives one ratio for each case, of median CPU seconds and of median wall seconds; intervals are
+t-intervals over launches. Peak memory is taken in processes of its own with the system's malloc settings: the resident
+set above the level after the imports, while the case is built (from the compile cache) and run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from jaxbench import launch
+from jaxbench.bench import environment, records, statistics
+from jaxbench.bench.process import Worker, WorkerError
+from jaxbench.config import Base
+from jaxbench.memory.config import NeuralMemoryConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+TITANS = ".venvs/titans/bin/python"  # made by `make peers`
+PARTS = ("forward", "forward_backward")
+BARS = {"forward": 4.0, "forward_backward": 2.0, "memory": 4.0}
+TIMEOUT_S = 600.0  # of one request
+
+
+class Network(Base):
+    """A memory that all arms build."""
+
+    name: str
+    shape: NeuralMemoryConfig
+    reads: tuple[Literal["token", "chunk"], ...] = ("token", "chunk")  # how jaxbench reads; titans-pytorch: by chunks
+
+
+class Speed(Base):
+    """What is measured."""
+
+    networks: tuple[Network, ...]
+    engines: tuple[str, ...] = ("flax", "torch")
+    batch: int = Field(default=2, ge=1)
+    length: int = Field(default=1024, ge=1)
+    launches: int = Field(default=6, ge=2)
+    repeats: int = Field(default=5, ge=1)  # calls of a case in a launch
+    slope_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # forward and backward, batch 1, first network
+    slope_repeats: int = Field(default=3, ge=1)
+
+
+def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
+    """Measure, write summary.json into the workdir and return it; a missing peer is named, and its ratios left out.
+
+    Raises:
+      ValueError: a part of jaxbench itself failed.
+    """
+    workdir = Path(workdir)
+    arms = [*settings.engines, "titans"]
+    missing, rows, memory = {}, [], []
+    if not (ROOT / TITANS).exists():
+        missing["titans"] = f"{TITANS} is not there: run `make peers`"
+        arms.remove("titans")
+    versions: dict[str, dict] = {}
+    for number in range(settings.launches):
+        turned = arms[number % len(arms) :] + arms[: number % len(arms)]
+        for arm in turned:
+            rows += _measured(settings, arm, number, workdir, versions)
+        print(f"    launch {number + 1} of {settings.launches}", file=sys.stderr, flush=True)
+    for arm in arms:
+        for network, read in _cases(settings, arm):
+            memory.append(_peak(settings, arm, network, read, workdir))
+    slope = _slope(settings, workdir)
+    about = environment.describe(threads=1) | {"missing": missing, "arms": versions}
+    summary = {
+        "about": about,
+        "settings": settings.model_dump(mode="json"),
+        "rates": _rates(settings, rows),
+        "ratios": _ratios(rows),
+        "memory": memory,
+        "memory_ratios": _memory_ratios(memory),
+        "slope": slope,
+    }
+    records.write_json(workdir / "summary.json", summary)
+    return summary
+
+
+def _cases(settings: Speed, arm: str) -> list[tuple[Network, str]]:
+    return [
+        (network, read) for network in settings.networks for read in (("chunk",) if arm == "titans" else network.reads)
+    ]
+
+
+def _request(network: Network, read: str) -> dict:
+    return network.shape.model_dump(mode="json") | {"read": read}
+
+
+def _worker(arm: str, workdir: Path, *, is_malloc_tuned: bool = True) -> Worker:
+    command = [sys.executable, "-m", "jaxbench.bench.memory_worker", arm, "1"]
+    if arm == "titans":
+        # -P: the script's folder, which has a statistics.py, is no place to import from.
+        command = [str(ROOT / TITANS), "-P", str(ROOT / "jaxbench" / "bench" / "memory_titans.py")]
+    variables = {**os.environ, **launch.environment("cpu"), "OMP_NUM_THREADS": "1"}
+    if not is_malloc_tuned:
+        variables = {name: value for name, value in variables.items() if not name.startswith("MALLOC_")}
+    return Worker(arm, environment=variables, log=workdir / "logs" / f"{arm}.log", threads=1, command=command)
+
+
+def _ask(worker: Worker, operation: str, **arguments: Any) -> dict:
+    try:
+        return worker.request(operation, timeout_s=TIMEOUT_S, **arguments)
+    except WorkerError as error:
+        raise ValueError(f"speed: {worker.arm} could not do {operation} {arguments}: {error}") from error
+
+
+def _measured(settings: Speed, arm: str, number: int, workdir: Path, versions: dict) -> list[dict]:
+    """Return the records of one arm in one launch."""
+    rows, worker = [], _worker(arm, workdir)
+    size = {"batch": settings.batch, "length": settings.length, "repeats": settings.repeats}
+    try:
+        versions[arm] = _ask(worker, "start")["versions"]
+        for network, read in _cases(settings, arm):
+            for part in PARTS:
+                found = _ask(worker, "measure", network=_request(network, read), part=part, **size)
+                rows.append({"arm": arm, "network": network.name, "read": read, "part": part, "launch": number} | found)
+    finally:
+        worker.close()
+    return rows
+
+
+def _peak(settings: Speed, arm: str, network: Network, read: str, workdir: Path) -> dict:
+    """Return the peak memory of forward and backward in a fresh process."""
+    worker = _worker(arm, workdir, is_malloc_tuned=False)
+    size = {"batch": settings.batch, "length": settings.length}
+    try:
+        _ask(worker, "start")
+        found = _ask(worker, "memory", network=_request(network, read), part="forward_backward", **size)
+    finally:
+        worker.close()
+    return {"arm": arm, "network": network.name, "read": read, "peak_bytes": found["peak_bytes"]}
+
+
+def _slope(settings: Speed, workdir: Path) -> dict:
+    """Return time of forward and backward by length, and the exponent of the power law through the points."""
+    worker, points = _worker("flax", workdir), []
+    network = _request(settings.networks[0], settings.networks[0].reads[0])
+    try:
+        _ask(worker, "start")
+        for length in settings.slope_lengths:
+            size = {"batch": 1, "length": length, "repeats": settings.slope_repeats}
+            found = _ask(worker, "measure", network=network, part="forward_backward", **size)
+            point = {"length": length, "seconds": min(found["seconds"]), "temp_bytes": found["temp_bytes"]}
+            points.append(point | {"cpu_seconds": statistics.median(found["cpu_seconds"])})
+    finally:
+        worker.close()
+    return {"points": points, "exponent": exponent(points, "cpu_seconds")}
+
+
+def exponent(points: list[dict], field: str) -> float:
+    """Return b of the least-squares line log(field) = a + b log(length): 1 = linear, 2 = quadratic."""
+    lengths, values = ([math.log(point[name]) for point in points] for name in ("length", field))
+    return float(np.polyfit(lengths, values, 1)[0])
+
+
+def _rates(settings: Speed, rows: list[dict]) -> list[dict]:
+    """Return tokens a second of each case: medians over launches of the medians within."""
+    found, tokens = [], settings.batch * settings.length
+    for key in dict.fromkeys((r["network"], r["arm"], r["read"], r["part"]) for r in rows):
+        same = [r for r in rows if (r["network"], r["arm"], r["read"], r["part"]) == key]
+        row = dict(zip(("network", "arm", "read", "part"), key, strict=True))
+        for name, field in (("tokens_per_s", "seconds"), ("tokens_per_cpu_s", "cpu_seconds")):
+            row[name] = tokens / statistics.median([statistics.median(r[field]) for r in same])
+        found.append(row)
+    return found
+
+
+def _ratios(rows: list[dict]) -> list[dict]:
+    """Return how many times faster jaxbench's arms are than titans-pytorch, with 95 % intervals over launches."""
+    peers = {(r["network"], r["part"], r["launch"]): r for r in rows if r["arm"] == "titans"}
+    ours = [r for r in rows if r["arm"] != "titans"]
+    found = []
+    for key in dict.fromkeys((r["network"], r["arm"], r["read"], r["part"]) for r in ours if peers):
+        same = [r for r in ours if (r["network"], r["arm"], r["read"], r["part"]) == key]
+        row = dict(zip(("network", "arm", "read", "part"), key, strict=True)) | {"bar": BARS[key[3]]}
+        for name, field in (("wall", "seconds"), ("cpu", "cpu_seconds")):
+            pairs = [(r[field], peers[r["network"], r["part"], r["launch"]][field]) for r in same]
+            logs = [statistics.log_ratio(mine, peer, higher_is_better=False) for mine, peer in pairs]
+            row[name] = list(statistics.t_interval(logs).ratio())
+        found.append(row)
+    return found
+
+
+def _memory_ratios(memory: list[dict]) -> list[dict]:
+    peers = {row["network"]: row["peak_bytes"] for row in memory if row["arm"] == "titans"}
+    return [
+        row | {"ratio": peers[row["network"]] / row["peak_bytes"], "bar": BARS["memory"]}
+        for row in memory
+        if row["arm"] != "titans" and peers
+    ]
+
+
+def tables(summary: dict[str, Any]) -> list[Any]:
+    """Return what a reader sees, as rich renderables."""
+    from rich.table import Table
+
+    names = ("network", "arm", "read", "part", "tokens/s", "tokens/cpu-s", "x by the clock", "x by CPU", "wanted")
+    table = Table(*names, title="Neural memory, one thread", title_justify="left")
+    ratios = {(r["network"], r["arm"], r["read"], r["part"]): r for r in summary["ratios"]}
+    for row in summary["rates"]:
+        key = (row["network"], row["arm"], row["read"], row["part"])
+        cells = [*key, f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_cpu_s']:,.0f}"]
+        if ratio := ratios.get(key):
+            cells += ["{:.2f} [{:.2f}, {:.2f}]".format(*ratio[name]) for name in ("wall", "cpu")]
+            cells.append(f"{ratio['bar']:g} {'reached' if ratio['cpu'][1] >= ratio['bar'] else 'MISSED'}")
+        table.add_row(*cells)
+    found: list[Any] = [table]
+    memory = Table("network", "arm", "read", "peak MiB", "1 / x", title="Peak memory, forward and backward")
+    shares = {(r["network"], r["arm"], r["read"]): f"{r['ratio']:.1f}" for r in summary["memory_ratios"]}
+    for row in summary["memory"]:
+        key = (row["network"], row["arm"], row["read"])
+        memory.add_row(*key, f"{row['peak_bytes'] / 2**20:,.0f}", shares.get(key, ""))
+    slope = Table("tokens", "CPU s", "temp MiB", title="Forward and backward by length, batch 1")
+    for point in summary["slope"]["points"]:
+        cells = (f"{point['length']:,}", f"{point['cpu_seconds']:.3f}", f"{point['temp_bytes'] / 2**20:.1f}")
+        slope.add_row(*cells)
+    found += [memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
+    return found + [f"{name} was left out: {reason}" for name, reason in summary["about"]["missing"].items()]

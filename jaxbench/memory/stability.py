@@ -1,0 +1,116 @@
+"""Does a deep neural memory stay finite over a long training run?
+
+A language model of bytes, embedding + memory + tied head, is trained with AdamW and no clipping of the outer gradient.
+Every step's loss, gradient length and the memory's last weights are watched.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+from pydantic import Field
+
+from jaxbench import data
+from jaxbench.bench import environment, records
+from jaxbench.config import Base
+from jaxbench.memory import config, neural
+
+BYTES = 256
+
+
+class Stability(Base):
+    """What is trained."""
+
+    memory: config.NeuralMemoryConfig
+    depths: tuple[int, ...] = (2, 4)  # layers of the memory's network, a run each
+    steps: int = Field(default=2000, ge=1)
+    length: int = Field(default=1024, ge=1)  # tokens of a row
+    batch: int = Field(default=1, ge=1)
+    learning_rate: float = Field(default=3e-3, gt=0)  # of AdamW, constant
+    seed: int = 0
+
+
+def run(settings: Stability, workdir: str | Path) -> dict[str, Any]:
+    """Train once for each depth, write summary.json, and return it."""
+    rows = [train(settings, depth) for depth in settings.depths]
+    about = environment.describe(threads=environment.usable_cores())
+    summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
+    records.write_json(Path(workdir) / "summary.json", summary)
+    return summary
+
+
+def train(settings: Stability, depth: int) -> dict[str, Any]:
+    """Train one memory and return what was seen: losses in nats a byte, largest gradient, whether all is finite."""
+    shape = settings.memory.model_copy(update={"depth": depth})
+    model = neural.build(shape, config.initial_params(shape, settings.seed))
+    graph, params = nnx.split(model)
+    random = np.random.default_rng(settings.seed)
+    embedding = jnp.asarray(random.standard_normal((BYTES, shape.d_model)) * 0.5, jnp.float32)
+    optimizer = optax.adamw(settings.learning_rate)
+    learned = (params, embedding)
+
+    def loss_of(learned: tuple, tokens: Int[Array, "B S"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        params, embedding = learned
+        x = embedding[tokens[:, :-1]]
+        told, state = nnx.merge(graph, params)(_normal(x))
+        logits = jnp.einsum("BTD,VD->BTV", _normal(x + told), embedding)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.mean(losses), jnp.max(jnp.stack([jnp.max(jnp.abs(kernel)) for kernel in state.weights.kernels]))
+
+    @jax.jit
+    def step(learned: tuple, moments: Any, tokens: Array) -> tuple:
+        (loss, weight), grads = jax.value_and_grad(loss_of, has_aux=True)(learned, tokens)
+        updates, moments = optimizer.update(grads, moments, learned)
+        seen = jnp.stack([loss, optax.tree.norm(grads), weight])
+        return optax.apply_updates(learned, updates), moments, seen
+
+    text = np.frombuffer("\n".join(data.load_text()).encode(), np.uint8).astype(np.int32)
+    moments, seen, start = optimizer.init(learned), [], time.perf_counter()
+    for number in range(settings.steps):
+        places = random.integers(len(text) - settings.length, size=settings.batch)
+        tokens = np.stack([text[place : place + settings.length + 1] for place in places])
+        learned, moments, found = step(learned, moments, tokens)
+        seen.append(found)
+        if (number + 1) % 100 == 0:
+            text_of = f"    depth {depth}, step {number + 1} of {settings.steps}: loss {float(found[0]):.3f}"
+            print(text_of, file=sys.stderr, flush=True)
+    return {"depth": depth, "steps": settings.steps, "seconds": time.perf_counter() - start} | _summary(np.stack(seen))
+
+
+def _summary(seen: np.ndarray) -> dict[str, Any]:
+    """Return losses of the first and last tenth, the largest gradient and weight, and whether all are finite."""
+    few = max(len(seen) // 10, 1)
+    return {
+        "first_loss": float(seen[:few, 0].mean()),
+        "last_loss": float(seen[-few:, 0].mean()),
+        "largest_gradient": float(seen[:, 1].max()),
+        "largest_weight": float(seen[:, 2].max()),
+        "is_finite": bool(np.isfinite(seen).all()),
+    }
+
+
+def _normal(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+
+
+def table(summary: dict[str, Any]) -> Any:
+    """Return what a reader sees, as a rich table."""
+    from rich.table import Table
+
+    names = ("depth", "steps", "first loss", "last loss", "largest gradient", "largest weight", "finite", "seconds")
+    found = Table(*names, title="Training a neural memory on bytes, nats a byte", title_justify="left")
+    for row in summary["rows"]:
+        losses = (f"{row[name]:.3f}" for name in ("first_loss", "last_loss", "largest_gradient", "largest_weight"))
+        finite = "yes" if row["is_finite"] else "NO"
+        found.add_row(str(row["depth"]), str(row["steps"]), *losses, finite, f"{row['seconds']:.0f}")
+    return found

@@ -1,0 +1,114 @@
+"""What measures memories: ratios and exponents by hand, bytes and FLOPs by formula, stability that can fail."""
+
+import numpy as np
+import pytest
+
+from jaxbench.bench import memory_worker
+from jaxbench.memory import cost, cost_layer, speed, stability
+from jaxbench.memory.config import NeuralMemoryConfig
+from torch_ref.memory import cost_layer as torch_cost_layer
+
+NEURAL = NeuralMemoryConfig(d_model=8, num_heads=2, head_dim=4, chunk_size=16, depth=1)
+BANK = {"d_model": 8, "num_heads": 2, "head_dim": 4, "block_size": 32, "memory_slots": 16, "ratio": 4}
+SHAPE = cost.LayerShape(d_model=8, num_heads=2, head_dim=4, key_block=64, bank=BANK, window=32, neural=NEURAL)
+SEGMENT = 128
+PARTS = {"flax": cost_layer, "torch": torch_cost_layer}
+
+
+# Speed
+
+
+def test_the_exponent_of_a_power_law_is_found():
+    points = [{"length": n, "seconds": 3e-5 * n**1.5} for n in (1024, 2048, 8192)]
+    assert speed.exponent(points, "seconds") == pytest.approx(1.5)
+
+
+def test_ratios_are_of_medians_in_the_same_launch():
+    def row(arm, launch, seconds, read="chunk"):
+        return {"arm": arm, "network": "n", "read": read, "part": "forward", "launch": launch} | {
+            "seconds": [seconds, 100.0, seconds], "cpu_seconds": [seconds / 2] * 3
+        }  # fmt: skip
+
+    rows = [row("titans", 0, 8.0), row("titans", 1, 4.0), row("flax", 0, 2.0, "token"), row("flax", 1, 1.0, "token")]
+    (found,) = speed._ratios(rows)
+    assert found["wall"] == pytest.approx([4.0] * 3) and found["cpu"] == pytest.approx([4.0] * 3)
+    assert (found["arm"], found["read"], found["bar"]) == ("flax", "token", 4.0)
+    assert speed._ratios([row("flax", 0, 1.0)]) == []
+
+
+def test_both_backends_answer_the_benchmark(monkeypatch):
+    monkeypatch.setattr(memory_worker.worker, "reset_peak", lambda: None)
+    case = {"network": NEURAL.model_dump(mode="json"), "batch": 1, "length": 32}
+    for engine, part in (("flax", "forward"), ("torch", "forward_backward")):
+        session = memory_worker.Session(engine, 1)
+        assert session.start()["versions"]
+        found = session.measure(**case, part=part, repeats=2)
+        assert len(found["seconds"]) == len(found["cpu_seconds"]) == 2 and min(found["seconds"]) > 0
+        assert session.memory(**case, part=part)["peak_bytes"] > 0
+    with pytest.raises(ValueError, match="engine='jnp' is unknown"):
+        memory_worker.Session("jnp", 1)
+
+
+# Cost
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Return what each backend says about each layer at two lengths."""
+    return {
+        (name, layer, length): part.measure(layer, SHAPE, length, SEGMENT)
+        for name, part in PARTS.items()
+        for layer in cost.LAYERS
+        for length in (512, 2048)
+    }
+
+
+def test_a_bank_takes_a_share_of_naive_attention_that_falls_with_length(table):
+    for name in PARTS:
+        naive, bank = (table[name, layer, 2048].temp_bytes for layer in ("naive", "bank"))
+        assert naive >= 2048**2 * 2 * 4 and naive > 8 * bank  # 128 times at 32 K is 8 times at 2 K
+        assert naive > 15 * table[name, "naive", 512].temp_bytes
+        assert bank == table[name, "bank", 512].temp_bytes
+
+
+def test_the_state_of_a_memory_does_not_grow_and_a_cache_does(table):
+    for name in PARTS:
+        for layer in ("bank", "neural"):
+            assert table[name, layer, 2048].state_bytes == table[name, layer, 512].state_bytes > 0
+            assert table[name, layer, 512].state_bytes == table["flax", layer, 512].state_bytes
+        assert table[name, "naive", 2048].state_bytes == 2 * 2048 * 8 * 4
+        assert table[name, "blocked", 2048].temp_bytes < table[name, "naive", 2048].temp_bytes / 4
+
+
+def test_flops_are_counted(table):
+    projections, scores = 4 * 2 * 8 * 8, 2 * 2 * 2048 * 8
+    assert table["torch", "naive", 2048].flops == 2048 * (projections + scores)
+    assert table["torch", "neural", 2048].flops == 4 * table["torch", "neural", 512].flops > 0
+    assert table["flax", "naive", 512].flops is None
+
+
+def test_both_backends_read_the_same_sequence():
+    for layer in ("blocked", "bank"):
+        times = PARTS["torch"].seconds(layer, SHAPE, 256, SEGMENT, 2)
+        assert len(times) == 2 and min(times) > 0
+
+
+def test_the_page_has_a_line_for_each_layer_and_backend(table):
+    rows = [
+        {"backend": name, "layer": layer, "length": length, "temp_bytes": each.temp_bytes, "seconds": None,
+         "state_bytes": each.state_bytes, "flops_per_token": 1.0}
+        for (name, layer, length), each in table.items()
+    ]  # fmt: skip
+    page = cost.page(rows)
+    assert all(f"{title}, {name}" in page for title in cost.TITLES.values() for name in PARTS)
+    assert cost.saving(rows, 2048)["torch"] > 8
+
+
+# Stability
+
+
+def test_training_is_watched_and_a_number_that_is_none_is_seen():
+    settings = stability.Stability(memory=NEURAL, steps=3, length=16)
+    row = stability.train(settings, depth=1)
+    assert row["is_finite"] and 0 < row["last_loss"] < 10 and row["largest_gradient"] > 0
+    assert not stability._summary(np.asarray([[1.0, 2.0, 3.0], [1.0, np.nan, 3.0]]))["is_finite"]
