@@ -1,13 +1,13 @@
 """Prove that a training step over a mesh computes what one device computes, on 8 simulated devices.
 
     python experiments/parallel.py                     1 minute: the pairwise list that continuous integration proves
-    python experiments/parallel.py --all               10 minutes: every mesh, schedule and ZeRO stage for 8 devices
+    python experiments/parallel.py --all               30 minutes: every mesh, schedule and ZeRO stage for 8 devices
     python experiments/parallel.py --all --part=2/8    every eighth case of it, from the second on
     python experiments/parallel.py --case=2.5d         one case
     python experiments/parallel.py --output=FILE       a JSON line a case besides
 
 Three float64 training steps a case: losses, gradients, parameters and AdamW's moments against the unsharded program.
-Expected: every case passes, worst relative error about 1e-14 (the gate is 1e-9). A failing case names the kind and the
+Expected: every case passes, worst relative error 4e-12 (the gate is 1e-9). A failing case names the kind and the
 tensor, and the command ends with exit code 1.
 """
 
