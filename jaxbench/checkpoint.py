@@ -71,7 +71,8 @@ class Checkpoints:
         for half in self.folder.glob(f"*{TEMPORARY}*") if self.processes.is_first else ():
             shutil.rmtree(half)  # of a process that was killed while it saved
         self.processes.agree(True)
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every phase of every save
+        # Orbax reports every phase of every save, and a failed one in pages of traces before it raises.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         newest = policies.LatestN(self.keep)
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=1, keep_checkpoints_without_metrics=False
