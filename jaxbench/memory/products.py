@@ -1,4 +1,4 @@
-"""Products over the tokens of a chunk, in the forms that XLA:CPU multiplies fast (docs/xla_cpu.md, rule 15).
+"""Products over the tokens of a chunk, in the forms that XLA:CPU multiplies fast (docs/xla_cpu.md, rule 16).
 
 Its fast path wants the contracted axis last in the left operand. A sum over tokens of outer products, which is what a
 memory learns by and what the gradient of every kernel is, has it first in both; so one operand is laid out anew. Axis
