@@ -120,7 +120,7 @@ def write_scalars(view: View, folder: Path) -> None:
 def show(view: View, *, console=None) -> None:
     """Print the tables for people."""
     console = _console(console)
-    if view.rows:
+    if views.find(view, TERMINAL_METRICS):
         console.print(_measured_table(view))
     for name, detail in view.parity.items():
         color, word = ("green", "passed") if detail.get("passed") else ("red", "FAILED")
