@@ -10,7 +10,6 @@ Bad input ends with exit code 2 and one line; a missed aim of cost or stability 
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def define_arms() -> None:
     """Define the flags of arms."""
     cli.define_config("configs/memory/arms.yaml")
     cli.define_workdir("out/memory-arms")
-    flags.DEFINE_string("part", None, "k/n: only every n-th run from the k-th on, k from 0; no report")
+    cli.define_part()
 
 
 def arms() -> int:
@@ -37,21 +36,11 @@ def arms() -> int:
     from jaxbench.memory import arm_report, arm_runs
     from jaxbench.memory import arms as part
 
-    settings, workdir = cli.load_config(part.Arms), Path(VALUES.workdir)
-    if VALUES.part is not None:
-        arm_runs.run_all(settings, workdir, part=_part(VALUES.part))
-        return cli.EXIT_OK
-    arm_runs.run_all(settings, workdir)
+    settings, workdir, mine = cli.load_config(part.Arms), Path(VALUES.workdir), cli.part()
+    arm_runs.run_all(settings, workdir, part=mine)
     show(arm_report.write(settings, part.known(settings, workdir), workdir))
     print(f"written: {workdir}/report.html, results.csv, summary.json")
     return cli.EXIT_OK
-
-
-def _part(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or int(found[1]) >= int(found[2]):
-        raise ValueError(f"--part={text} is not k/n with 0 <= k < n")
-    return int(found[1]), int(found[2])
 
 
 def define_speed() -> None:
@@ -109,12 +98,10 @@ def cost() -> int:
 
 
 def show(tables: list) -> None:
-    """Print rich renderables, wide enough where the output is no terminal."""
-    from rich.console import Console
+    """Print rich renderables."""
+    from jaxbench.bench import report
 
-    screen = Console()
-    if not screen.is_terminal:
-        screen = Console(width=150)
+    screen = report.screen()
     for table in tables:
         screen.print(table)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def define_flags() -> None:
     """Define what this command has."""
     flags.DEFINE_bool("all", False, "the full product of the settings instead of the pairwise list")
     flags.DEFINE_string("case", None, "id of one case, such as 2.5d or llama-stage4-micro8-1f1b-model2-one")
-    flags.DEFINE_string("part", "1/1", "k/n: every n-th case from the k-th on")
+    cli.define_part()
     flags.DEFINE_string("output", None, "file that a JSON line a case is appended to")
 
 
@@ -45,13 +44,11 @@ def selected() -> list:
     from jaxbench import parallel_proof
 
     values = flags.FLAGS
-    found = re.fullmatch(r"(\d+)/(\d+)", values.part)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"--part={values.part} is not k/n with 1 <= k <= n")
+    part = cli.part()
     if values.case is not None:
         return [parallel_proof.find(values.case)]
     cases = list(parallel_proof.every_case()) if values.all else list(parallel_proof.PAIRWISE)
-    return cases[int(found[1]) - 1 :: int(found[2])]
+    return cases[part]
 
 
 def main() -> int:

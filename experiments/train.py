@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,6 +109,7 @@ def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
     """Print what each way of saving memory saves and costs, and write it to memory_ladder.json."""
     values = flags.FLAGS
     from jaxbench import batch_size, memory_ladder, train_run
+    from jaxbench.bench import records
 
     data = train_run.prepare_data(settings, values.data)
     model, params = train_run.starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
@@ -129,9 +129,8 @@ def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
     facts |= {"batch": settings.batch_size, "precision": settings.step.precision, "limit_bytes": limit}
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(memory_ladder.table(rows, limit_bytes=limit))
-    workdir.mkdir(parents=True, exist_ok=True)
     content = {"facts": facts, "rows": [row._asdict() for row in rows], "config": settings.model_dump(mode="json")}
-    (workdir / "memory_ladder.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    records.write_json(workdir / "memory_ladder.json", content)
     return cli.EXIT_OK
 
 

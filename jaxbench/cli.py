@@ -28,6 +28,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -86,6 +87,23 @@ def define_device(default: str = "cpu") -> None:
 def define_workdir(default: str | None = None) -> None:
     """Define --workdir."""
     flags.DEFINE_string("workdir", default, "folder for everything this run writes")
+
+
+def define_part() -> None:
+    """Define --part."""
+    flags.DEFINE_string("part", "1/1", "k/n: every n-th one from the k-th on, 1 <= k <= n")
+
+
+def part() -> slice:
+    """Return which items --part names: `items[cli.part()]`.
+
+    Raises:
+      ValueError: it is not k/n with 1 <= k <= n.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", FLAGS.part)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"--part={FLAGS.part} is not k/n with 1 <= k <= n")
+    return slice(int(found[1]) - 1, None, int(found[2]))
 
 
 def load_config(model_class: type[Model]) -> Model:

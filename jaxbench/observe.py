@@ -168,8 +168,8 @@ class Board:
 class Display:
     """A progress bar with time left on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, total: int, *, is_shown: bool = True):
-        """Prepare for a run of `total` steps; `say` works at once, the bar shows from `start` on.
+    def __init__(self, total: int, *, what: str = "step", is_shown: bool = True):
+        """Prepare for a run of `total` steps, or whatever it counts; `say` works at once, the bar from `start` on.
 
         is_shown=False prints nothing: another process does.
         """
@@ -178,7 +178,7 @@ class Display:
 
         self.console = Console(stderr=True, quiet=not is_shown)
         columns = (
-            progress.TextColumn("step"), progress.MofNCompleteColumn(), progress.BarColumn(),
+            progress.TextColumn(what), progress.MofNCompleteColumn(), progress.BarColumn(),
             progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[text]}"),
         )  # fmt: skip

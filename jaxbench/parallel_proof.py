@@ -96,7 +96,7 @@ FORMS = (
     form("2.5d", model_x=2, model_y=2, data=2),
     form("3d", model_x=2, model_y=2, fsdp=2),
 )
-MEMORY_FORMS = (  # 15 to 25 CPU seconds each, most of it compiling, so the tests leave them out
+MEMORY_FORMS = (  # 15 to 25 CPU seconds each, most of it compiling
     form("mac", "mac", data=2, fsdp=2, model=2),
     form("bank", "bank", fsdp=2, sequence=2, model=2),
 )

@@ -18,12 +18,13 @@ from jaxbench.step_config import RematConfig
 
 LLAMA = parallel_proof.LLAMA
 IDS = [one.id for one in parallel_proof.PAIRWISE]
+PROVEN = (*parallel_proof.PAIRWISE, *parallel_proof.MEMORY_FORMS)
 
 
 # The proofs
 
 
-@pytest.mark.parametrize("one", parallel_proof.PAIRWISE, ids=IDS)
+@pytest.mark.parametrize("one", PROVEN, ids=[one.id for one in PROVEN])
 def test_a_step_over_a_mesh_equals_the_unsharded_step_in_float64(x64, one):
     for comparison in parallel_proof.prove(one).values():
         assert comparison.passed, f"{comparison.kind}: {comparison.first_failure}"

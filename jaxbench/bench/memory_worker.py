@@ -7,10 +7,6 @@ bench/worker.py; bench/memory_titans.py answers the same requests with titans-py
 from __future__ import annotations
 
 import json
-import os
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -23,22 +19,7 @@ OPERATIONS = ("start", "measure", "memory")
 
 def main() -> None:
     """Answer requests until stdin closes: argv is the engine and the number of threads."""
-    engine, threads = sys.argv[1], int(sys.argv[2])
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker.limit_cores(threads)
-    session = Session(engine, threads)
-    for line in sys.stdin:
-        request = json.loads(line)
-        operation = request.pop("operation")
-        try:
-            if operation not in OPERATIONS:
-                raise ValueError(f"worker: unknown operation {operation!r}, wanted one of {', '.join(OPERATIONS)}")
-            answer = getattr(session, operation)(**request)
-        except Exception as error:  # noqa: BLE001 - the boundary of the process: every failure becomes an answer
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no message'}"}
-        answers.write(json.dumps(answer) + "\n")
+    worker.serve(lambda engine, threads: Session(engine, threads).answer)
 
 
 class Session:
@@ -48,6 +29,12 @@ class Session:
         if engine not in ("flax", "torch"):
             raise ValueError(f"worker: engine={engine!r} is unknown, wanted flax or torch")
         self.engine, self.threads, self.calls = engine, threads, {}
+
+    def answer(self, operation: str, request: dict) -> dict:
+        """Run one request; the answer is plain JSON."""
+        if operation not in OPERATIONS:
+            raise ValueError(f"worker: unknown operation {operation!r}, wanted one of {', '.join(OPERATIONS)}")
+        return getattr(self, operation)(**request)
 
     def start(self) -> dict:
         """Import the backend; the resident set is then the level that memory counts from."""
@@ -75,14 +62,7 @@ class Session:
             make = _flax_call if self.engine == "flax" else _torch_call
             self.calls[key] = make(network, part, batch, length)
         call, facts = self.calls[key]
-        call()
-        wall, cpu = [], []
-        for _ in range(repeats):
-            start, cpu_start = time.perf_counter(), time.process_time()
-            call()
-            wall.append(time.perf_counter() - start)
-            cpu.append(time.process_time() - cpu_start)
-        return {"seconds": wall, "cpu_seconds": cpu, **facts}
+        return worker.timed(call, repeats) | facts
 
     def memory(self, **case: Any) -> dict:
         """Return the peak resident set above the level after imports while a case is built and run once more."""

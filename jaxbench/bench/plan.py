@@ -121,9 +121,6 @@ def find_model(suite: Suite, workdir: Path) -> Model:
 
 def _decoder_of(path: str) -> TransformerConfig:
     """Return the decoder of a training configuration."""
-    from jaxbench import config
-    from jaxbench.train_config import TrainConfig
-
     model = config.load(path, (), TrainConfig).model
     if model.vocab_size is None:
         raise ValueError(f"compare: --model={path} leaves model.vocab_size to its tokenizer; name a size in it")

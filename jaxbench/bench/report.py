@@ -43,9 +43,7 @@ def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=Non
     replace_file(workdir / "picture.svg", picture.draw(view))
     write_scalars(view, workdir / "tensorboard")
     show(view, console=console)
-    _console(console).print(
-        f"[bold]{workdir / 'report.html'}[/bold] (results.csv, picture.svg, tensorboard/ beside it)"
-    )
+    screen(console).print(f"[bold]{workdir / 'report.html'}[/bold] (results.csv, picture.svg, tensorboard/ beside it)")
     return view
 
 
@@ -119,7 +117,7 @@ def write_scalars(view: View, folder: Path) -> None:
 
 def show(view: View, *, console=None) -> None:
     """Print the tables for people."""
-    console = _console(console)
+    console = screen(console)
     if views.find(view, TERMINAL_METRICS):
         console.print(_measured_table(view))
     for name, detail in view.parity.items():
@@ -207,7 +205,8 @@ def _tpu_table(view: View):
     return table
 
 
-def _console(console):
+def screen(console=None):
+    """Return rich's console for people, wide where the output is a file; a console that is given stays."""
     from rich.console import Console
 
     if console is not None:

@@ -8,10 +8,6 @@ of bench/worker.py; detection runs on one core.
 from __future__ import annotations
 
 import json
-import os
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,22 +20,18 @@ KEY = 0x6A617862656E6368  # any key: detection costs the same under all of them
 
 def main() -> None:
     """Answer requests until stdin closes: argv is the engine and the number of threads."""
-    engine, threads = sys.argv[1], int(sys.argv[2])
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker.limit_cores(threads)
+    worker.serve(_answers_of)
+
+
+def _answers_of(engine: str, threads: int) -> Callable[[str, dict], dict]:
     session = session_of(engine)
-    for line in sys.stdin:
-        request = json.loads(line)
-        operation = request.pop("operation")
-        try:
-            if operation.startswith("_") or not hasattr(session, operation):
-                raise ValueError(f"worker: unknown operation {operation!r} of {engine}")
-            answer = getattr(session, operation)(**request)
-        except Exception as error:  # noqa: BLE001 - the boundary of the process: every failure becomes an answer
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no message'}"}
-        answers.write(json.dumps(answer) + "\n")
+
+    def answer(operation: str, request: dict) -> dict:
+        if operation.startswith("_") or not hasattr(session, operation):
+            raise ValueError(f"worker: unknown operation {operation!r} of {engine}")
+        return getattr(session, operation)(**request)
+
+    return answer
 
 
 def session_of(engine: str) -> Any:
@@ -53,18 +45,6 @@ def session_of(engine: str) -> Any:
     if engine not in ("numpy", "jax", "torch"):
         raise ValueError(f"worker: engine={engine!r} is unknown, wanted numpy, jax, torch, transformers or generation")
     return Ours(engine)
-
-
-def timed(call: Callable[[], Any], repeats: int) -> dict:
-    """Return wall and CPU seconds of every call, after one that is not counted."""
-    call()
-    wall, cpu = [], []
-    for _ in range(repeats):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        call()
-        wall.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - cpu_start)
-    return {"seconds": wall, "cpu_seconds": cpu}
 
 
 class Ours:
@@ -97,7 +77,7 @@ class Ours:
         """
         chunks = [slice(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
         call = getattr(self, f"_{part}")(scheme, chunks, keys)
-        return {**timed(call, repeats), "texts": count, "tokenizer": self.encoder.engine}
+        return {**worker.timed(call, repeats), "texts": count, "tokenizer": self.encoder.engine}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
         """Return p-values of texts given as ids, and what a detector that counts repeated positions too would say."""
@@ -245,7 +225,7 @@ class Transformers:
 
         rows = [torch.tensor([ids]) for ids in self.ids[:count]]
         call = of_texts if part == "text" else lambda: [detector(row) for row in rows]
-        return {**timed(call, repeats), "texts": count}
+        return {**worker.timed(call, repeats), "texts": count}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
         """Return z, green tokens and scored tokens of texts given as ids."""

@@ -11,25 +11,44 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 
 def main() -> None:
-    """Answer requests until stdin closes."""
-    arm_name, threads = sys.argv[1], int(sys.argv[2])
+    """Answer requests until stdin closes: argv is the arm and the number of threads."""
+    serve(lambda arm_name, threads: Session(arm_name, threads).answer)
+
+
+def serve(make: Callable[[str, int], Callable[[str, dict], dict]]) -> None:
+    """Answer requests until stdin closes; argv is a name and the number of threads, make returns what answers."""
+    name, threads = sys.argv[1], int(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     limit_cores(threads)
-    session = Session(arm_name, threads)
+    answer_to = make(name, threads)
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = session.answer(request.pop("operation"), request)
+            answer = answer_to(request.pop("operation"), request)
         except Exception as error:  # noqa: BLE001 - the boundary of the process: every failure becomes an answer
             traceback.print_exc()
             message = " ".join(str(error).split()) or "no message"
             answer = {"error": f"{type(error).__name__}: {message[:300]}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def timed(call: Callable[[], Any], repeats: int) -> dict:
+    """Return wall and CPU seconds of every call, after one that is not counted."""
+    call()
+    wall, cpu = [], []
+    for _ in range(repeats):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        call()
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - cpu_start)
+    return {"seconds": wall, "cpu_seconds": cpu}
 
 
 class Session:

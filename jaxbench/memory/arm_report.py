@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxbench.bench import environment, records
-from jaxbench.bench.report import replace_file
 from jaxbench.memory import arms
 from jaxbench.memory.arms import Arms, Run
 
@@ -28,18 +25,9 @@ def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path)
         "rows": rows,
     }
     records.write_json(workdir / "summary.json", summary | {"runs": costs})
-    replace_file(workdir / "results.csv", write_csv(rows))
-    replace_file(workdir / "report.html", figure(settings, rows))
+    records.write_csv(workdir / "results.csv", rows)
+    records.write_text(workdir / "report.html", figure(settings, rows))
     return [table(settings, rows, task) for task in settings.tasks if any(row["task"] == task for row in rows)]
-
-
-def write_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as CSV."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]) if rows else ["task"])
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
 
 
 def table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:

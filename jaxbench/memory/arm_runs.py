@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from jaxbench import cli, precision, schedules, train, transformer, update
+from jaxbench import cli, observe, precision, schedules, train, transformer, update
 from jaxbench.memory import arms, decoder_config, tasks
 from jaxbench.memory.arms import Arms, Run
 from jaxbench.schedules import ScheduleConfig
@@ -27,30 +25,32 @@ TOKENS_AT_ONCE = 16_384  # of one call that asks
 CURVE = 50  # losses kept of a run
 
 
-def run_all(settings: Arms, workdir: str | Path, *, part: tuple[int, int] = (0, 1), say: Any = print) -> None:
+def run_all(settings: Arms, workdir: str | Path, *, part: slice = slice(0, None, 1)) -> None:
     """Take the runs of a part that the folder does not have yet, a line for each in its file.
 
     Args:
-      part: (k, n): every n-th run from the k-th on.
+      part: which of the runs, cli.part().
     """
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    path, trials = workdir / f"runs-{part[0]}-of-{part[1]}.jsonl", Trials(settings)
-    mine, done = arms.runs(settings)[part[0] :: part[1]], arms.known(settings, workdir)
+    path, trials = workdir / f"runs-{part.start + 1}-of-{part.step}.jsonl", Trials(settings)
+    mine, done = arms.runs(settings)[part], arms.known(settings, workdir)
+    left = [run for run in mine if run not in done]
     _cut_short(path)
-    for number, run in enumerate(mine, 1):
-        if run in done:
-            continue
-        record = {"identity": arms.identity(settings, run)} | trials.take(run)
-        with open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        cli.keep(f"finished runs are in {path}; the same command goes on")
-        say(
-            f"{number}/{len(mine)} {run.task} {run.arm} {run.learning_rate:g} seed {run.seed}: "
-            f"held out {100 * record['held_out']:.1f} %, loss {record['curve'][-1][1]:.3f}, {record['seconds']:.0f} s"
-        )
+    display = observe.Display(len(mine), what="run")
+    display.start(len(mine) - len(left))
+    try:
+        for number, run in enumerate(left, len(mine) - len(left) + 1):
+            record = {"identity": arms.identity(settings, run)} | trials.take(run)
+            observe.Records(path).add([record])
+            cli.keep(f"finished runs are in {path}; the same command goes on")
+            display.update(number, "")
+            display.say(
+                f"{number}/{len(mine)} {run.task} {run.arm} {run.learning_rate:g} seed {run.seed}: held out "
+                f"{100 * record['held_out']:.1f} %, loss {record['curve'][-1][1]:.3f}, {record['seconds']:.0f} s"
+            )
+    finally:
+        display.close()
 
 
 def _cut_short(path: Path) -> None:

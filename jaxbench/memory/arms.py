@@ -5,7 +5,7 @@ right is counted by the distance between a question and its fact, in windows. Th
 that does best on held-out rows of the training length; what is reported comes from other rows.
 
 A finished run is one line of a file in the workdir: an interrupted command goes on after the last line, and several
-commands with different parts (0/2, 1/2) fill one workdir together.
+commands with different parts (1/2, 2/2) fill one workdir together.
 """
 
 from __future__ import annotations

@@ -7,9 +7,7 @@ multiplication; both backends do the same products. Time is measured where the l
 
 from __future__ import annotations
 
-import csv
 import importlib
-import io
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,8 +97,8 @@ def run(settings: Cost, workdir: str | Path) -> dict[str, Any]:
     about = environment.describe(threads=environment.usable_cores())
     summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
     records.write_json(workdir / "summary.json", summary)
-    (workdir / "cost.csv").write_text(_csv(rows))
-    (workdir / "cost.html").write_text(page(rows))
+    records.write_csv(workdir / "cost.csv", rows)
+    records.write_text(workdir / "cost.html", page(rows))
     return summary
 
 
@@ -147,11 +145,3 @@ def page(rows: list[dict]) -> str:
         parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What context costs</title></head>'
     return head + "<body><h1>What context costs: one layer</h1>" + "\n".join(parts) + "</body></html>\n"
-
-
-def _csv(rows: list[dict]) -> str:
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()

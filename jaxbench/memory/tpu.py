@@ -9,7 +9,6 @@ one JSON line a program: bytes per chip, collectives by kind, seconds to compile
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -71,11 +70,6 @@ def compile_programs(
 
 def main() -> int:
     """Compile every configuration for every slice; return the exit code."""
-    os.environ.update(tpu.ENVIRONMENT)
-    import jax
-
-    # Programs for a device that is not there cannot be read back from the cache.
-    jax.config.update("jax_enable_compilation_cache", False)
     values = flags.FLAGS
     for name in values.topology:
         topology = tpu.check([name])[0]
@@ -90,6 +84,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    tpu.start_anew()
     flags.DEFINE_multi_string("topology", ["v5e:2x2"], "TPU slice, such as v5e:2x2; may be given again")
     flags.DEFINE_multi_string("config", ["configs/ltm/mac.yaml"], "training run whose decoder is compiled")
     cli.run(main, about=__doc__)

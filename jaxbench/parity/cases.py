@@ -66,7 +66,6 @@ class Case(NamedTuple):
     exact: str | None = None  # module of jaxbench/parity/ whose gates_of(case) take the place of all others
     backends: tuple[str, ...] = ("flax", "equinox")  # JAX backends that have the case
     is_closed: bool = False  # its modules are called inside a scan, which hides their outputs from capture
-    is_tested: bool = True  # False = compiling it takes longer than the test suite has; `make parity` runs it
 
     @property
     def is_scanned(self) -> bool:
@@ -99,7 +98,7 @@ def _block(kind: str, *, seed: int = 0, length: int = 10) -> Case:
         config = BlockConfig(kind=kind, **shape, **parts, window=4, num_persistent=2, neural=neural)
     path = {"module": "memory.blocks", "task": "memory.blocks", "data": "memory.block_config"}
     return Case(f"memory/{kind}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",),
-                is_closed=kind == "mac", is_tested=False)  # fmt: skip
+                is_closed=kind == "mac")  # fmt: skip
 
 
 def _mark(name: str, **scheme: Any) -> Case:
@@ -150,8 +149,7 @@ CASES: tuple[Case, ...] = (
     Case("memory/bank", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2),
          module="memory.bank", task="memory.bank", data="memory.bank_config", length=22, prompt=0, seed=1,
          backends=("flax",)),
-    Case("transformer/memory-gate", GATED, length=12, prompt=7, sampled=True, backends=("flax",),
-         is_tested=False),
+    Case("transformer/memory-gate", GATED, length=12, prompt=7, sampled=True, backends=("flax",)),
     _block("mac", seed=1),
     _block("mag", length=7),
     _block("mal", length=6),

@@ -123,13 +123,14 @@ class Watermark:
           logits: after temperature and filters.
         """
         state, seeds, is_active = self._admit(state, tokens, length, step)
-        stream = self._stream(state, seeds, step)
-        if self.scheme.scheme == "gumbel" and not self._is_vllm:
+        is_gumbel = self.scheme.scheme == "gumbel"
+        if is_gumbel:
             # Outside of the branch: what a branch is given is stored, and not chosen anew at every block.
-            stream = stream.where(is_active, sample)
+            stream = self._stream(state, seeds, step)
+            stream = stream if self._is_vllm else stream.where(is_active, sample)
 
         def marked() -> Array:
-            if self.scheme.scheme == "gumbel":
+            if is_gumbel:
                 return largest_sum(logits, self._noise(stream, str(logits.dtype)))
             changed = jnp.where(is_active[:, None], self._reweighted(state, seeds, logits), logits)
             return sample(changed).astype(jnp.int32)

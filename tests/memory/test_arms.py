@@ -27,21 +27,21 @@ PLAIN = {
 def finished(tmp_path_factory):
     from jaxbench.memory import arm_runs
 
-    workdir, said = tmp_path_factory.mktemp("arms"), []
-    arm_runs.run_all(arms.Arms(**PLAIN), workdir, say=said.append)
-    return workdir, said
+    workdir = tmp_path_factory.mktemp("arms")
+    arm_runs.run_all(arms.Arms(**PLAIN), workdir)
+    return workdir
 
 
 def test_a_finished_run_is_not_taken_again_and_a_line_cut_short_is(finished):
     from jaxbench.memory import arm_runs
 
-    workdir, said = finished
-    assert len(said) == 1 and len(arms.known(arms.Arms(**PLAIN), workdir)) == 1
-    arm_runs.run_all(arms.Arms(**PLAIN), workdir, say=lambda text: pytest.fail(text))
-    path = workdir / "runs-0-of-1.jsonl"
-    whole = json.loads(path.read_text())
-    path.write_text(path.read_text()[:-20])
-    arm_runs.run_all(arms.Arms(**PLAIN), workdir, say=said.append)
+    path = finished / "runs-1-of-1.jsonl"
+    before = path.read_text()
+    arm_runs.run_all(arms.Arms(**PLAIN), finished)
+    assert path.read_text() == before and before.count("\n") == 1
+    whole = json.loads(before)
+    path.write_text(before[:-20])
+    arm_runs.run_all(arms.Arms(**PLAIN), finished)
     again = json.loads(path.read_text())
     for timed in ("seconds", "cpu_seconds"):
         del whole[timed], again[timed]
@@ -50,7 +50,7 @@ def test_a_finished_run_is_not_taken_again_and_a_line_cut_short_is(finished):
 
 def test_every_question_is_counted_once_at_every_length(finished):
     settings = arms.Arms(**PLAIN)
-    (record,) = arms.known(settings, finished[0]).values()
+    (record,) = arms.known(settings, finished).values()
     for factor, found in record["factors"].items():
         assert sum(cell["asked"] for cell in found["cells"]) == settings.test_rows * 2
         right = sum(cell["right"] for cell in found["cells"])
@@ -60,19 +60,19 @@ def test_every_question_is_counted_once_at_every_length(finished):
 
 def test_runs_of_other_settings_do_not_count(finished):
     longer = PLAIN | {"steps": 4}
-    assert not arms.known(arms.Arms(**longer), finished[0])
+    assert not arms.known(arms.Arms(**longer), finished)
     more = arms.Arms(**PLAIN | {"seeds": [0, 1], "learning_rates": [1e-3, 1e-2]})
-    assert len(arms.known(more, finished[0])) == 1 and len(arms.runs(more)) == 4
+    assert len(arms.known(more, finished)) == 1 and len(arms.runs(more)) == 4
 
 
 def test_the_report_holds_what_was_found(finished):
     settings = arms.Arms(**PLAIN)
-    rows = arms.summarise(settings, arms.known(settings, finished[0]))
+    rows = arms.summarise(settings, arms.known(settings, finished))
     assert {row["factor"] for row in rows} == {1, 2} and all(row["chance"] == 1 / 6 for row in rows)
     assert arms.reach(settings, rows, "recall", "plain", 1)["to"] == 8
-    (shown,) = arm_report.write(settings, arms.known(settings, finished[0]), finished[0])
-    assert shown.row_count == 1 and "plain" in (finished[0] / "report.html").read_text()
-    assert (finished[0] / "results.csv").read_text().count("\n") == len(rows) + 1
+    (shown,) = arm_report.write(settings, arms.known(settings, finished), finished)
+    assert shown.row_count == 1 and "plain" in (finished / "report.html").read_text()
+    assert (finished / "results.csv").read_text().count("\n") == len(rows) + 1
 
 
 def test_the_learning_rate_is_chosen_by_held_out_rows():
