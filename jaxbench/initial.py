@@ -52,10 +52,12 @@ def _layer_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def initial_params(config: TransformerConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+def initial_params(
+    config: TransformerConfig, seed: int, *, distinct: bool = False, std: float = STANDARD_DEVIATION
+) -> dict[str, np.ndarray]:
     """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
 
-    Kernels and embeddings are normal with standard deviation 0.02, scales 1, biases 0. With distinct=True every tensor
+    Kernels and embeddings are normal with standard deviation std, scales 1, biases 0. With distinct=True every tensor
     is random (scales 1 +- 0.1, biases +- 0.1, kernels five times wider), so that a swapped or ignored one shows.
     """
     params = {}
@@ -70,7 +72,7 @@ def initial_params(config: TransformerConfig, seed: int, *, distinct: bool = Fal
         elif kind == "bias":
             params[name] = 0.1 * noise
         else:
-            params[name] = (5 if distinct else 1) * STANDARD_DEVIATION * noise
+            params[name] = (5 if distinct else 1) * std * noise
     return params
 
 

@@ -73,24 +73,24 @@ class Trials:
 
     def take(self, run: Run) -> dict[str, Any]:
         """Train one run, ask it at every length, and return its record without the identity."""
-        s, task = self.settings, self.settings.tasks[run.task]
+        s, task, steps = self.settings, self.settings.tasks[run.task], self.settings.steps_of(run.task)
         model = s.model(run.arm, task.vocab_size)
-        params = decoder_config.initial_params(model, run.seed)
+        params = decoder_config.initial_params(model, run.seed, std=s.decoder.initial_std)
         policy = precision.policy(self.how.precision)
         built = transformer.build(model, params, dtype=policy.compute)
         state = update.init_state(built, params, self.how)
-        schedule = ScheduleConfig(kind="cosine", warmup_steps=min(s.warmup_steps, s.steps), final_fraction=0.1)
+        schedule = ScheduleConfig(kind="cosine", warmup_steps=min(s.warmup_steps, steps), final_fraction=0.1)
         start, cpu, losses = time.perf_counter(), time.process_time(), []
         with ThreadPoolExecutor(1) as ahead:  # the next rows are made while the device works
             make = functools.partial(_rows, task, seed=run.seed, batch_size=s.batch_size)
             upcoming = ahead.submit(make, step=0)
-            for step in range(s.steps):
+            for step in range(steps):
                 batch, upcoming = upcoming.result(), ahead.submit(make, step=step + 1)
-                rate = schedules.learning_rate(schedule, step, peak=run.learning_rate, steps=s.steps)
+                rate = schedules.learning_rate(schedule, step, peak=run.learning_rate, steps=steps)
                 state, metrics = self._step(state, batch, jnp.float32(rate))
                 losses.append(metrics.loss)
         curve = [float(loss) for loss in losses]
-        every = max(1, s.steps // CURVE)
+        every = max(1, steps // CURVE)
         record = {
             "seconds": time.perf_counter() - start,
             "cpu_seconds": time.process_time() - cpu,

@@ -38,6 +38,7 @@ class Decoder(Base):
     num_layers: int = Field(default=2, gt=0)
     num_heads: int = Field(default=2, gt=0)
     head_dim: int = Field(default=32, gt=0)
+    initial_std: float = Field(default=0.02, gt=0)  # of kernels and embeddings; 0.02 is for widths of about 1,000
 
 
 class Arm(Base):
@@ -58,6 +59,7 @@ class Arms(Base):
     learning_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)  # peaks of AdamW, cosine to a tenth
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = Field(default=1000, ge=1)
+    task_steps: dict[str, int] = {}  # instead of steps, by task
     batch_size: int = Field(default=32, ge=1)  # rows a step
     warmup_steps: int = Field(default=50, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
@@ -72,6 +74,11 @@ class Arms(Base):
         for name, arm in self.arms.items():
             if arm.memory is not None and arm.memory.window not in (None, self.window):
                 raise ValueError(f"arms: window of {name} is {arm.memory.window}, and window={self.window}")
+        for name, steps in self.task_steps.items():
+            if name not in self.tasks or steps < 1:
+                raise ValueError(
+                    f"arms: task_steps has {name}: {steps}, wanted a task of {', '.join(self.tasks)} and at least 1"
+                )
         smallest = min(task.vocab_size for task in self.tasks.values())
         sizes = {name: self.num_params(name, smallest) for name in self.arms}
         first = next(iter(sizes.values()))
@@ -86,11 +93,16 @@ class Arms(Base):
     def model(self, arm: str, vocab_size: int) -> TransformerConfig:
         """Return an arm's decoder."""
         longest = max(task.length for task in self.tasks.values()) * max(self.factors)
-        sizes = self.decoder.model_dump() | {"num_kv_heads": self.decoder.num_heads, "d_ff": self.arms[arm].d_ff}
+        sizes = self.decoder.model_dump(exclude={"initial_std"}) | {"num_kv_heads": self.decoder.num_heads}
         plain = TransformerConfig(
-            vocab_size=vocab_size, max_seq_len=longest, sliding_window=self.window, tie_embeddings=True, **sizes
-        )
+            vocab_size=vocab_size, max_seq_len=longest, sliding_window=self.window, tie_embeddings=True,
+            d_ff=self.arms[arm].d_ff, **sizes,
+        )  # fmt: skip
         return decoder_config.with_memory(plain, self.arms[arm].memory)
+
+    def steps_of(self, task: str) -> int:
+        """Return how many steps an arm is trained on a task."""
+        return self.task_steps.get(task, self.steps)
 
     def num_params(self, arm: str, vocab_size: int) -> int:
         """Return the parameters of an arm."""
@@ -119,7 +131,8 @@ def runs(settings: Arms) -> list[Run]:
 
 def config_id(settings: Arms) -> str:
     """Return the name of what decides a run's result; more seeds, rates, arms or tasks keep finished runs."""
-    return config_module.config_id(settings, exclude=("seeds", "learning_rates", "arms", "tasks"))
+    not_asked = ("seeds", "learning_rates", "arms", "tasks", "steps", "task_steps")  # in a run's own identity
+    return config_module.config_id(settings, exclude=not_asked)
 
 
 def identity(settings: Arms, run: Run) -> dict[str, Any]:
@@ -130,6 +143,7 @@ def identity(settings: Arms, run: Run) -> dict[str, Any]:
         "run": [run.task, run.arm, run.learning_rate, run.seed],
         "arm": arm.model_dump(mode="json", exclude={"learning_rates"}),
         "task": task.model_dump(mode="json"),
+        "steps": settings.steps_of(run.task),
     }
 
 

@@ -30,6 +30,7 @@ class BankConfig(Base):
     compression: Literal["mean", "max", "conv", "most_used", "learned"] = "conv"
     mass_decay: float = Field(default=0.9, ge=0, lt=1)  # of the attention mass of an entry, a block
     min_surprise: float | None = Field(default=None, ge=0, lt=2)  # 1 - cosine that takes a slot of its own; None = all
+    initial_match: bool = False  # queries and keys start alike, so that a token finds its like
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> BankConfig:
@@ -59,20 +60,24 @@ def parameter_shapes(config: BankConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {"gate": (c.num_heads, c.head_dim), "o_proj.kernel": (width, c.d_model)}
 
 
-def initial_params(config: BankConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+def initial_params(
+    config: BankConfig, seed: int, *, distinct: bool = False, std: float = initial.STANDARD_DEVIATION
+) -> dict[str, np.ndarray]:
     """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
 
-    Kernels are normal with standard deviation 0.02, gates half open (0), a convolution starts as the mean. With
-    distinct=True every tensor is random.
+    Kernels are normal with standard deviation std, gates half open (0), a convolution starts as the mean; with
+    initial_match the keys' projection is the queries'. With distinct=True every tensor is random.
     """
     params = {}
     for name, shape in parameter_shapes(config).items():
         noise = philox.normal(seed, step=0, site=name, num_elements=math.prod(shape)).reshape(shape)
-        spread = 0.0 if name == "gate" else initial.STANDARD_DEVIATION
+        spread = 0.0 if name == "gate" else std
         centre = 0.0
         if name == "compress.kernel" and config.compression == "conv":
             centre = np.tile(np.eye(config.d_model) / config.ratio, (config.ratio, 1))
         params[name] = centre + (max(5 * spread, 0.1) if distinct else spread) * noise
+    if config.initial_match and not distinct:
+        params["k_proj.kernel"] = params["q_proj.kernel"].copy()
     return params
 
 

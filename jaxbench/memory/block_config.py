@@ -106,14 +106,16 @@ def _memory(block: BlockConfig) -> tuple[str, ModuleType, NeuralMemoryConfig | B
     return "memory", config, block.neural
 
 
-def initial_params(config: BlockConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+def initial_params(
+    config: BlockConfig, seed: int, *, distinct: bool = False, std: float = initial.STANDARD_DEVIATION
+) -> dict[str, np.ndarray]:
     """Return float64 initial values by name, drawn from Philox.
 
-    Kernels are normal with standard deviation 0.02, persistent tokens with 1, scales are 1; the memory's are those of
+    Kernels are normal with standard deviation std, persistent tokens with 1, scales are 1; the memory's are those of
     its own file. With distinct=True every tensor is random.
     """
     name, source, memory = _memory(config)
-    values = source.initial_params(memory, seed, distinct=distinct)
+    values = source.initial_params(memory, seed, distinct=distinct, std=std)
     params = {f"{name}.{inner}": value for inner, value in values.items()}
     for name, shape in parameter_shapes(config).items():
         if name in params:
@@ -121,7 +123,7 @@ def initial_params(config: BlockConfig, seed: int, *, distinct: bool = False) ->
         noise = philox.normal(seed, step=0, site=name, num_elements=math.prod(shape)).reshape(shape)
         kind = name.rpartition(".")[2]
         centre = 1.0 if kind == "scale" else 0.0
-        spread = {"scale": 0.0, "persistent": 1.0}.get(kind, initial.STANDARD_DEVIATION)
+        spread = {"scale": 0.0, "persistent": 1.0}.get(kind, std)
         params[name] = centre + (max(5 * spread, 0.1) if distinct else spread) * noise
     return params
 

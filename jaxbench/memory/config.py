@@ -43,6 +43,7 @@ class NeuralMemoryConfig(Base):
     initial_eta: float = Field(default=0.5, gt=0, lt=1)  # decay of momentum where the gate's input is 0
     initial_theta: float = Field(default=0.005, gt=0)  # inner learning rate there; below max_theta
     initial_alpha: float = Field(default=0.01, gt=0, lt=1)  # share forgotten at each token there
+    initial_match: bool = False  # queries and keys start alike, so that a token finds what stood behind its like
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> NeuralMemoryConfig:
@@ -90,22 +91,29 @@ def gate_names(config: NeuralMemoryConfig) -> tuple[str, ...]:
     return tuple(name for name, is_used in used.items() if is_used)
 
 
-def initial_params(config: NeuralMemoryConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+def initial_params(
+    config: NeuralMemoryConfig, seed: int, *, distinct: bool = False, std: float = initial.STANDARD_DEVIATION
+) -> dict[str, np.ndarray]:
     """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
 
-    Projections are normal with standard deviation 0.02, the network's kernels with fan-in scaling, persistent tokens
+    Projections are normal with standard deviation std, the network's kernels with fan-in scaling, persistent tokens
     with 1, like the normalised stream that they join; convolutions pass on their own token, gates open at the
-    configured values. distinct = every tensor random, so that a swapped or ignored one shows.
+    configured values. With initial_match the keys' projection is the queries', and their convolution the mean of its
+    tokens. distinct = every tensor random, so that a swapped or ignored one shows.
     """
     params = {}
     for name, shape in parameter_shapes(config).items():
         noise = philox.normal(seed, step=0, site=name, num_elements=math.prod(shape)).reshape(shape)
-        centre, spread = _distribution(config, name, shape)
+        centre, spread = _distribution(config, name, shape, std)
         params[name] = centre + (max(spread, 0.1) if distinct else spread) * noise
+    if config.initial_match and not distinct:
+        params["k_proj.kernel"] = params["q_proj.kernel"].copy()
+        if config.conv_size > 1:
+            params["k_conv.kernel"] = np.full_like(params["k_conv.kernel"], 1.0 / config.conv_size)
     return params
 
 
-def _distribution(config: NeuralMemoryConfig, name: str, shape: tuple[int, ...]) -> tuple[Any, float]:
+def _distribution(config: NeuralMemoryConfig, name: str, shape: tuple[int, ...], std: float) -> tuple[Any, float]:
     """Return the mean and the standard deviation of a parameter's initial values."""
     module, _, kind = name.rpartition(".")
     if module.startswith("memory.layers"):
@@ -119,7 +127,7 @@ def _distribution(config: NeuralMemoryConfig, name: str, shape: tuple[int, ...])
         share = config.initial_theta / config.max_theta if share is None else share
         return math.log(share / (1.0 - share)), 0.0
     fixed = {"gain": 0.0, "persistent": 1.0}
-    return 0.0, fixed.get(kind, initial.STANDARD_DEVIATION)
+    return 0.0, fixed.get(kind, std)
 
 
 class Arrays(NamedTuple):

@@ -105,18 +105,25 @@ def _layer_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return shapes | ({"gate": (config.d_model,)} if config.memory.insert else {})
 
 
-def initial_params(config: TransformerConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+def initial_params(
+    config: TransformerConfig, seed: int, *, distinct: bool = False, std: float = initial.STANDARD_DEVIATION
+) -> dict[str, np.ndarray]:
     """Return float64 initial values by name: the decoder's, and the memory's of every layer.
 
     A memory that is inserted starts with a gate of 0: the decoder computes what it did without. With distinct=True
-    every tensor is random.
+    every tensor is random. std is that of kernels and embeddings.
     """
-    params = initial.initial_params(config, seed, distinct=distinct)
-    return inserted(config, params, seed, distinct=distinct)
+    params = initial.initial_params(config, seed, distinct=distinct, std=std)
+    return inserted(config, params, seed, distinct=distinct, std=std)
 
 
 def inserted(
-    config: TransformerConfig, params: dict[str, np.ndarray], seed: int, *, distinct: bool = False
+    config: TransformerConfig,
+    params: dict[str, np.ndarray],
+    seed: int,
+    *,
+    distinct: bool = False,
+    std: float = initial.STANDARD_DEVIATION,
 ) -> dict[str, np.ndarray]:
     """Return a decoder's parameters with the initial values of its memory, each layer's drawn from its own seed."""
     if memory_of(config) is None:
@@ -124,7 +131,7 @@ def inserted(
     wanted = parameter_shapes(config)
     params = {name: value for name, value in params.items() if name in wanted}
     for i in config.indices():
-        values = block_config.initial_params(config.block(), seed + 1 + i, distinct=distinct)
+        values = block_config.initial_params(config.block(), seed + 1 + i, distinct=distinct, std=std)
         params |= {f"layers.{i}.block.{name}": value for name, value in values.items()}
         if config.memory.insert:
             random = np.random.default_rng((seed, i))

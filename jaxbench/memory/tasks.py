@@ -28,7 +28,7 @@ class TaskConfig(Base):
     length: int = Field(gt=0)  # tokens of a row, question and answer included
     vocab_size: int = Field(default=64, ge=8)
     items: int = Field(default=8, ge=1)  # pairs (recall), symbols (copies), tokens of a key or value
-    queries: int = Field(default=4, ge=1)  # recall: pairs that are asked for
+    queries: int = Field(default=4, ge=1)  # recall: questions; every pair is asked for once before one is again
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> TaskConfig:
@@ -36,8 +36,6 @@ class TaskConfig(Base):
             raise ValueError(
                 f"tasks: items={self.items} pairs need as many keys, vocab_size={self.vocab_size} has {self.half}"
             )
-        if self.task == "recall" and self.queries > self.items:
-            raise ValueError(f"tasks: queries={self.queries} is more than items={self.items}")
         if self.length < self.least:
             raise ValueError(f"tasks: length={self.length} is below the {self.least} tokens that {self.task} takes")
         return self
@@ -116,7 +114,8 @@ def _recall(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> 
     keys = FIRST + random.permutation(config.half)[:n]
     values = FIRST + config.half + random.integers(config.half, size=n)
     row.tokens[: 2 * n] = np.stack([keys, values], axis=1).reshape(-1)
-    asked = random.permutation(n)[: config.queries]
+    rounds = -(-config.queries // n)
+    asked = np.concatenate([random.permutation(n) for _ in range(rounds)])[: config.queries]
     places = np.sort(2 * n + random.permutation(config.length - 2 * n)[: config.queries])
     row.tokens[places], row.targets[places] = keys[asked], values[asked]
     row.distance[places] = places - (2 * asked + 1)
@@ -150,13 +149,13 @@ def _selective_copy(config: TaskConfig, random: np.random.Generator, row: TaskBa
 
 
 def _passkey(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
-    """Random tokens with a marked key among them; asked at the end, its tokens are answered one after the other."""
+    """Random tokens with a marked key among them; the mark again at the end is to be followed by the key."""
     n, length = config.items, config.length
     row.tokens[:] = _symbols(config, random, length)
     place = int(random.integers(length - 2 * n))
     row.tokens[place] = MARK
     _told(row, length - n, np.arange(place + 1, place + 1 + n), row.tokens[place + 1 : place + 1 + n].copy())
-    row.tokens[length - n] = ASK
+    row.tokens[length - n] = MARK
 
 
 def _told(row: TaskBatch, start: int, places: np.ndarray, answer: np.ndarray) -> None:

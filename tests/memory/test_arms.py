@@ -102,6 +102,7 @@ def test_distances_fall_into_classes_that_double():
         ({"arms": {"plain": {"d_ff": 16, "memory": {"kind": "bank", "window": 8}}}}, "window of plain is 8"),
         ({"tasks": {"recall": {"task": "recall", "length": 5, "items": 4, "vocab_size": 16}}}, "length=5"),
         ({"factors": []}, "factors"),
+        ({"task_steps": {"copy": 5}}, "task_steps has copy: 5, wanted a task of recall"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, change, message):

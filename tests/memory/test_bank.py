@@ -401,3 +401,9 @@ def test_a_state_of_another_batch_or_capacity_is_refused():
 def test_a_wrong_configuration_is_refused(update, message):
     with pytest.raises(ValueError, match=message):
         BankConfig(**(TINY.model_dump() | update))
+
+
+def test_with_initial_match_queries_and_keys_start_alike():
+    for is_alike in (True, False):
+        params = initial_params(TINY.model_copy(update={"initial_match": is_alike}), 0)
+        assert (params["q_proj.kernel"] == params["k_proj.kernel"]).all() == is_alike

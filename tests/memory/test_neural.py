@@ -358,3 +358,18 @@ def test_the_configuration_counts_the_weights_of_a_row():
     config = TINY.model_copy(update={"depth": 3, "residual_norm": True, "num_persistent": 0})
     state = layer(config)[1].init_state(1)
     assert config.weights_per_row == sum(x.size for x in jax.tree.leaves(state.weights))
+
+
+def test_with_initial_match_a_query_is_nearest_to_the_keys_over_its_like():
+    """A value's key is the mean over itself and the tokens before it, so its own key token finds it again."""
+    config = NeuralMemoryConfig(d_model=64, num_heads=1, head_dim=32, conv_size=2, initial_match=True)
+    params = initial_params(config, 0)
+    x = np.random.default_rng(0).standard_normal((16, 64))
+    queries, projected = x @ params["q_proj.kernel"], x @ params["k_proj.kernel"]
+    taps = params["k_conv.kernel"]
+    keys = taps[0] * projected[:-1] + taps[1] * projected[1:]  # of tokens 1 to 15
+    cosines = queries @ keys.T / np.linalg.norm(queries, axis=1)[:, None] / np.linalg.norm(keys, axis=1)
+    nearest = np.argsort(cosines[1:-1], axis=1)[:, -2:]  # token t lies under the keys of tokens t and t + 1
+    np.testing.assert_array_equal(np.sort(nearest, axis=1), np.stack([np.arange(14), np.arange(1, 15)], axis=1))
+    other = initial_params(config.model_copy(update={"initial_match": False}), 0)
+    assert (other["k_proj.kernel"] != other["q_proj.kernel"]).all()

@@ -10,7 +10,7 @@ KINDS = ("recall", "copy", "selective_copy", "passkey", "key_value")
 
 
 def rows_of(task, length=48, batch_size=40, **update):
-    config = TaskConfig(task=task, length=length, items=4, queries=3, vocab_size=40, **update)
+    config = TaskConfig(**{"task": task, "length": length, "items": 4, "queries": 3, "vocab_size": 40} | update)
     return config, tasks.batch(config, seed=1, step=2, batch_size=batch_size)
 
 
@@ -52,6 +52,13 @@ def test_recall_is_answered_by_a_dictionary_of_the_pairs():
         assert len(pairs) == 4 and set(tokens[8:][~asked[8:]]) == {FILLER}
 
 
+def test_every_pair_is_asked_for_once_before_one_is_again():
+    _, found = rows_of("recall", queries=10)
+    for tokens, targets in zip(found.tokens, found.targets):
+        _, times = np.unique(tokens[targets != UNSCORED], return_counts=True)
+        assert sorted(times) == [2, 2, 3, 3]
+
+
 def test_copies_are_the_symbols_in_order():
     for task in ("copy", "selective_copy"):
         _, found = rows_of(task)
@@ -64,9 +71,9 @@ def test_copies_are_the_symbols_in_order():
 def test_the_passkey_follows_its_mark_and_answers_are_read_one_behind():
     _, found = rows_of("passkey")
     for row in zip(*found):
-        (mark,) = np.flatnonzero(row[0] == MARK)
+        mark, again = np.flatnonzero(row[0] == MARK)
         assert row[0][mark + 1 : mark + 5].tolist() == answers(row)
-        assert row[0][-4] == ASK and row[0][-3:].tolist() == answers(row)[:3]
+        assert again == len(row[0]) - 4 and row[0][-3:].tolist() == answers(row)[:3]
 
 
 def test_a_key_that_is_asked_for_has_one_value():
@@ -103,7 +110,7 @@ def test_accuracy_counts_answers_and_whole_rows():
     [
         ({"length": 8}, "length=8 is below the 9 tokens that copy takes"),
         ({"task": "recall", "items": 40}, "items=40 pairs need as many keys, vocab_size=40 has 18"),
-        ({"task": "recall", "queries": 5}, "queries=5 is more than items=4"),
+        ({"task": "recall", "queries": 41}, "length=48 is below the 49 tokens that recall takes"),
         ({"task": "key_value", "length": 17}, "length=17 is below the 18"),
     ],
 )
