@@ -13,7 +13,7 @@ from jaxbench.memory.arms import Arms, Run
 
 def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path) -> list[Any]:
     """Write summary.json, results.csv and report.html of the finished runs, and return the tables for a reader."""
-    rows = arms.summarise(settings, dict(finished))
+    rows, lengths = arms.summarise(settings, dict(finished)), arms.by_length(settings, dict(finished))
     costs = [
         {"task": run.task, "arm": run.arm, "learning_rate": run.learning_rate, "seed": run.seed}
         | {name: record[name] for name in ("seconds", "cpu_seconds", "held_out", "parameters", "skipped")}
@@ -23,29 +23,46 @@ def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path)
         "about": environment.describe(threads=environment.usable_cores()),
         "settings": settings.model_dump(mode="json"),
         "rows": rows,
+        "lengths": lengths,
     }
     records.write_json(workdir / "summary.json", summary | {"runs": costs})
     records.write_csv(workdir / "results.csv", rows)
     records.write_text(workdir / "report.html", figure(settings, rows))
-    return [table(settings, rows, task) for task in settings.tasks if any(row["task"] == task for row in rows)]
+    asked = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
+    return [found for task in asked for found in (table(settings, rows, task), length_table(settings, lengths, task))]
 
 
 def table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
     """Return a task's accuracy at the training length by distance, as a rich table."""
-    from rich.table import Table
-
     own = [row for row in rows if row["task"] == task and row["factor"] == settings.factors[0]]
     classes = sorted({(row["over"], row["to"]) for row in own})
-    heads = [f"{over // settings.window} to {to // settings.window}" for over, to in classes]
-    chance = f"chance {100 * settings.tasks[task].chance:.1f} %"
-    title = f"{task}: right answers by distance in windows of {settings.window} tokens, {chance}"
-    found = Table("arm", "rate", "seeds", *heads, title=title, title_justify="left")
+    heads = {each: f"{each[0] // settings.window} to {each[1] // settings.window}" for each in classes}
+    title = f"{task}: right answers by distance in windows of {settings.window} tokens, {_chance(settings, task)}"
+    return _table(settings, title, heads, {(row["arm"], (row["over"], row["to"])): row for row in own})
+
+
+def length_table(settings: Arms, lengths: Sequence[dict[str, Any]], task: str) -> Any:
+    """Return a task's accuracy by length of the rows, as a rich table."""
+    size = settings.tasks[task].length
+    title = f"{task}: right answers in rows of so many tokens, trained at {size}, {_chance(settings, task)}"
+    heads = {factor: f"{factor * size:,}" for factor in settings.factors}
+    return _table(settings, title, heads, {(row["arm"], row["factor"]): row for row in lengths if row["task"] == task})
+
+
+def _chance(settings: Arms, task: str) -> str:
+    return f"chance {100 * settings.tasks[task].chance:.1f} %"
+
+
+def _table(settings: Arms, title: str, heads: dict[Any, str], cells: dict[tuple[str, Any], dict[str, Any]]) -> Any:
+    """Return a rich table of arms by columns; heads: column -> its title, cells: (arm, column) -> row."""
+    from rich.table import Table
+
+    found = Table("arm", "rate", "seeds", *heads.values(), title=title, title_justify="left")
     for arm in settings.arms:
-        cells = {(row["over"], row["to"]): row for row in own if row["arm"] == arm}
-        if cells:
-            first = next(iter(cells.values()))
-            shown = [_percent(cells.get(each)) for each in classes]
-            found.add_row(arm, f"{first['learning_rate']:g}", str(first["seeds"]), *shown)
+        own = [row for (name, _), row in cells.items() if name == arm]
+        if own:
+            shown = [_percent(cells.get((arm, column))) for column in heads]
+            found.add_row(arm, f"{own[0]['learning_rate']:g}", str(own[0]["seeds"]), *shown)
     return found
 
 

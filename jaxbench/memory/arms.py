@@ -195,14 +195,32 @@ def counted(is_right: np.ndarray, distance: np.ndarray, window: int, longest: in
 def summarise(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each (task, arm, factor, class of distance): accuracy over seeds at the arm's best rate."""
     rows = []
-    for task, arm in _pairs(settings):
-        best = best_rate(settings, records, task, arm)
-        finished = [] if best is None else [r for run, r in records.items() if run[:3] == (task, arm, best)]
-        for factor in settings.factors if finished else ():
-            for cell in _cells(finished, factor):
-                row = {"task": task, "arm": arm, "learning_rate": best, "factor": factor, "seeds": len(finished)}
-                rows.append(row | cell | {"chance": settings.tasks[task].chance})
+    for about, finished in _finished(settings, records):
+        for factor in settings.factors:
+            rows += [about | {"factor": factor} | cell for cell in _cells(finished, factor)]
     return rows
+
+
+def by_length(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each (task, arm, factor): accuracy at all distances together, over seeds at the best rate."""
+    return [
+        about | {"factor": factor} | _mean([record["factors"][str(factor)]["token"] for record in finished])
+        for about, finished in _finished(settings, records)
+        for factor in settings.factors
+    ]
+
+
+def _finished(
+    settings: Arms, records: dict[Run, dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Yield what a row says about each (task, arm) that has runs, and its records at its best rate."""
+    for task in settings.tasks:
+        for arm in settings.arms:
+            best = best_rate(settings, records, task, arm)
+            if best is not None:
+                finished = [record for run, record in records.items() if run[:3] == (task, arm, best)]
+                about = {"task": task, "arm": arm, "learning_rate": best, "seeds": len(finished)}
+                yield about | {"chance": settings.tasks[task].chance}, finished
 
 
 def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm: str) -> float | None:
@@ -214,20 +232,18 @@ def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm
     return max(sorted(found), key=lambda rate: float(np.mean(found[rate])), default=None)
 
 
-def _pairs(settings: Arms) -> Iterator[tuple[str, str]]:
-    return ((task, arm) for task in settings.tasks for arm in settings.arms)
-
-
 def _cells(records: Sequence[dict[str, Any]], factor: int) -> Iterator[dict[str, Any]]:
-    """Yield each class of distance with the mean accuracy over runs and its 95 % t-interval."""
+    """Yield each class of distance with the accuracy over runs."""
     tables = [{(c["over"], c["to"]): c for c in record["factors"][str(factor)]["cells"]} for record in records]
     for over, to in sorted(set().union(*tables)):
         rates = [table[over, to]["right"] / table[over, to]["asked"] for table in tables if (over, to) in table]
-        interval = statistics.t_interval(rates)
-        yield {
-            "over": over, "to": to, "accuracy": interval.mean,
-            "low": max(interval.low, 0.0), "high": min(interval.high, 1.0),
-        }  # fmt: skip
+        yield {"over": over, "to": to} | _mean(rates)
+
+
+def _mean(rates: Sequence[float]) -> dict[str, float]:
+    """Return a mean over runs and its 95 % t-interval, inside 0 and 1."""
+    interval = statistics.t_interval(rates)
+    return {"accuracy": interval.mean, "low": max(interval.low, 0.0), "high": min(interval.high, 1.0)}
 
 
 def reach(settings: Arms, rows: Sequence[dict[str, Any]], task: str, arm: str, windows: int) -> dict[str, Any] | None:

@@ -70,8 +70,13 @@ def test_the_report_holds_what_was_found(finished):
     rows = arms.summarise(settings, arms.known(settings, finished))
     assert {row["factor"] for row in rows} == {1, 2} and all(row["chance"] == 1 / 6 for row in rows)
     assert arms.reach(settings, rows, "recall", "plain", 1)["to"] == 8
-    (shown,) = arm_report.write(settings, arms.known(settings, finished), finished)
-    assert shown.row_count == 1 and "plain" in (finished / "report.html").read_text()
+    (record,) = arms.known(settings, finished).values()
+    lengths = arms.by_length(settings, arms.known(settings, finished))
+    assert {row["factor"]: row["accuracy"] for row in lengths} == {
+        f: record["factors"][str(f)]["token"] for f in (1, 2)
+    }
+    shown = arm_report.write(settings, arms.known(settings, finished), finished)
+    assert [table.row_count for table in shown] == [1, 1] and "plain" in (finished / "report.html").read_text()
     assert (finished / "results.csv").read_text().count("\n") == len(rows) + 1
 
 
