@@ -37,20 +37,22 @@ def table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
     own = [row for row in rows if row["task"] == task and row["factor"] == settings.factors[0]]
     classes = sorted({(row["over"], row["to"]) for row in own})
     heads = {each: f"{each[0] // settings.window} to {each[1] // settings.window}" for each in classes}
-    title = f"{task}: right answers by distance in windows of {settings.window} tokens, {_chance(settings, task)}"
+    title = f"{task}: {_what(settings, task)} by distance in windows of {settings.window} tokens"
     return _table(settings, title, heads, {(row["arm"], (row["over"], row["to"])): row for row in own})
 
 
 def length_table(settings: Arms, lengths: Sequence[dict[str, Any]], task: str) -> Any:
     """Return a task's accuracy by length of the rows, as a rich table."""
     size = settings.tasks[task].length
-    title = f"{task}: right answers in rows of so many tokens, trained at {size}, {_chance(settings, task)}"
+    title = f"{task}: {_what(settings, task)} in rows of so many tokens, trained at {size}"
     heads = {factor: f"{factor * size:,}" for factor in settings.factors}
     return _table(settings, title, heads, {(row["arm"], row["factor"]): row for row in lengths if row["task"] == task})
 
 
-def _chance(settings: Arms, task: str) -> str:
-    return f"chance {100 * settings.tasks[task].chance:.1f} %"
+def _what(settings: Arms, task: str) -> str:
+    """Return what a task's tables show, with the level of guessing."""
+    chance = arms.chance(settings.tasks[task])
+    return "bits per byte" if chance is None else f"right answers in % (chance {100 * chance:.1f})"
 
 
 def _table(settings: Arms, title: str, heads: dict[Any, str], cells: dict[tuple[str, Any], dict[str, Any]]) -> Any:
@@ -61,16 +63,17 @@ def _table(settings: Arms, title: str, heads: dict[Any, str], cells: dict[tuple[
     for arm in settings.arms:
         own = [row for (name, _), row in cells.items() if name == arm]
         if own:
-            shown = [_percent(cells.get((arm, column))) for column in heads]
+            shown = [_shown(cells.get((arm, column))) for column in heads]
             found.add_row(arm, f"{own[0]['learning_rate']:g}", str(own[0]["seeds"]), *shown)
     return found
 
 
-def _percent(row: dict[str, Any] | None) -> str:
+def _shown(row: dict[str, Any] | None) -> str:
     if row is None:
         return "-"
-    spread = f" [{100 * row['low']:.0f}, {100 * row['high']:.0f}]" if row["seeds"] > 1 else ""
-    return f"{100 * row['accuracy']:.1f}{spread}"
+    scale, digits = (1, 3) if row["chance"] is None else (100, 1)
+    mean, low, high = (f"{scale * row[name]:.{digits}f}" for name in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]" if row["seeds"] > 1 else mean
 
 
 def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
@@ -87,9 +90,10 @@ def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
             # One point for each distance: from the shortest rows that have it.
             points = {row["to"]: row for row in sorted(own, key=lambda row: -row["factor"])}
             x = sorted(points)
-            y = [100 * points[to]["accuracy"] for to in x]
-            high = [100 * (points[to]["high"] - points[to]["accuracy"]) for to in x]
-            low = [100 * (points[to]["accuracy"] - points[to]["low"]) for to in x]
+            scale = 1 if arms.chance(settings.tasks[task]) is None else 100
+            y = [scale * points[to]["mean"] for to in x]
+            high = [scale * (points[to]["high"] - points[to]["mean"]) for to in x]
+            low = [scale * (points[to]["mean"] - points[to]["low"]) for to in x]
             page.add_trace(
                 graph_objects.Scatter(
                     x=x, y=y, name=arm, mode="lines+markers", line={"color": color}, showlegend=index == 1,
@@ -100,6 +104,8 @@ def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
         for at in (settings.window, settings.tasks[task].length):
             page.add_vline(x=at, line={"dash": "dot", "color": "#8b949e"}, row=index, col=1)
         page.update_xaxes(type="log", title="distance of the fact, tokens (dotted: window, training length)", row=index)
-        page.update_yaxes(range=[-2, 102], title="right answers, %", row=index, col=1)
+        is_text = arms.chance(settings.tasks[task]) is None
+        page.update_yaxes(range=None if is_text else [-2, 102], row=index, col=1)
+        page.update_yaxes(title="bits per byte" if is_text else "right answers, %", row=index, col=1)
     page.update_layout(height=430 * max(1, len(tasks)), title="What memory buys: accuracy by distance, 95 % over seeds")
     return page.to_html(include_plotlyjs=True, full_html=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +16,12 @@ from jax import Array
 from jaxtyping import Int
 
 from jaxbench import cli, observe, precision, schedules, train, transformer, update
-from jaxbench.memory import arms, decoder_config, tasks
-from jaxbench.memory.arms import Arms, Run
+from jaxbench.memory import arms, decoder_config, tasks, text_task
+from jaxbench.memory.arms import AnyTask, Arms, Run
+from jaxbench.memory.text_task import TextConfig
 from jaxbench.schedules import ScheduleConfig
 from jaxbench.step_config import OptimizerConfig, StepConfig
 
-HELD_OUT, TEST = 2**40, 2**41  # seeds of rows that no run is trained on
 TOKENS_AT_ONCE = 16_384  # of one call that asks
 CURVE = 50  # losses kept of a run
 
@@ -45,12 +46,17 @@ def run_all(settings: Arms, workdir: str | Path, *, part: slice = slice(0, None,
             observe.Records(path).add([record])
             cli.keep(f"finished runs are in {path}; the same command goes on")
             display.update(number, "")
-            display.say(
-                f"{number}/{len(mine)} {run.task} {run.arm} {run.learning_rate:g} seed {run.seed}: held out "
-                f"{100 * record['held_out']:.1f} %, loss {record['curve'][-1][1]:.3f}, {record['seconds']:.0f} s"
-            )
+            display.say(f"{number}/{len(mine)} {_line(settings, run, record)}")
     finally:
         display.close()
+
+
+def _line(settings: Arms, run: Run, record: dict[str, Any]) -> str:
+    name, found = arms.measure(settings.tasks[run.task]).name, record["held_out"]
+    return (
+        f"{run.task} {run.arm} {run.learning_rate:g} seed {run.seed}: held-out {name} {found:.3f}, loss "
+        f"{record['curve'][-1][1]:.3f}, {record['seconds']:.0f} s"
+    )
 
 
 def _cut_short(path: Path) -> None:
@@ -69,7 +75,7 @@ class Trials:
             optimizer=OptimizerConfig(weight_decay=settings.weight_decay),
         )  # fmt: skip
         self._step = jax.jit(functools.partial(update.train_step, how=self.how), donate_argnums=0)
-        self._answer = jax.jit(functools.partial(_answers, how=self.how))
+        self._score = jax.jit(functools.partial(_scores, how=self.how), static_argnames="is_text")
 
     def take(self, run: Run) -> dict[str, Any]:
         """Train one run, ask it at every length, and return its record without the identity."""
@@ -98,40 +104,53 @@ class Trials:
             "parameters": sum(value.size for value in params.values()),
             "curve": [[k + every, float(np.mean(curve[k : k + every]))] for k in range(0, len(curve), every)],
         }
-        ask = functools.partial(self._ask, state, built)
-        record["held_out"] = ask(task, seed=HELD_OUT)["token"]
-        record["factors"] = {str(factor): ask(task.at_length(factor), seed=TEST) for factor in s.factors}
+        ask = functools.partial(self._ask, state)
+        record["held_out"] = ask(task, seed=tasks.HELD_OUT)[arms.measure(task).mean]
+        record["factors"] = {str(factor): ask(task.at_length(factor), seed=tasks.TEST) for factor in s.factors}
         return record
 
-    def _ask(self, state: update.TrainState, model: Any, task: tasks.TaskConfig, *, seed: int) -> dict[str, Any]:
-        """Return accuracies on rows of a task, and the answers counted by distance."""
-        s = self.settings
+    def _ask(self, state: update.TrainState, task: AnyTask, *, seed: int) -> dict[str, Any]:
+        """Return the mean score on rows of a task, and the scores counted by distance."""
+        s, measure = self.settings, arms.measure(task)
         at_once = max(1, min(s.test_rows, TOKENS_AT_ONCE // task.length))
-        parts = []
+        scores, distances = [], []
         for step in range(-(-s.test_rows // at_once)):
-            rows = tasks.batch(task, seed=seed, step=step, batch_size=at_once)
-            # Only the answers leave the device: logits of the longest rows are a hundred times as many numbers.
-            answers = self._answer(state.params, jnp.asarray(rows.tokens), graph=state.graph)
-            parts.append((np.asarray(answers), rows))
-        answers = np.concatenate([part[0] for part in parts])
-        found = tasks.TaskBatch(*(np.concatenate(each) for each in zip(*(part[1] for part in parts), strict=True)))
-        is_asked = found.targets != tasks.UNSCORED
-        is_right = (answers == found.targets)[is_asked]
-        cells = arms.counted(is_right, found.distance[is_asked], s.window, task.length)
-        return tasks.accuracy(answers, found) | {"cells": cells}
+            rows = _batch(task, seed=seed, step=step, batch_size=at_once)
+            # Only the scores leave the device: logits of the longest rows are a hundred times as many numbers.
+            found = self._score(
+                state.params, jnp.asarray(rows.tokens), jnp.asarray(rows.targets), graph=state.graph,
+                is_text=measure is arms.BITS,
+            )  # fmt: skip
+            is_asked = rows.targets != tasks.UNSCORED
+            scores.append(np.asarray(found)[is_asked])
+            distances.append(rows.distance[is_asked])
+        scores, distances = np.concatenate(scores), np.concatenate(distances)
+        cells = arms.counted(scores, distances, s.window, task.length, measure.total)
+        return {measure.mean: float(np.mean(scores, dtype=np.float64)), "cells": cells}
 
 
-def _rows(task: tasks.TaskConfig, *, seed: int, step: int, batch_size: int) -> train.Batch:
+def _batch(task: AnyTask, *, seed: int, step: int, batch_size: int) -> tasks.TaskBatch:
+    make = text_task.batch if isinstance(task, TextConfig) else tasks.batch
+    return make(task, seed=seed, step=step, batch_size=batch_size)
+
+
+def _rows(task: AnyTask, *, seed: int, step: int, batch_size: int) -> train.Batch:
     """Return a step's rows as a training batch, whose loss counts answers alone."""
-    rows = tasks.batch(task, seed=seed, step=step, batch_size=batch_size)
+    rows = _batch(task, seed=seed, step=step, batch_size=batch_size)
     is_asked = rows.targets != tasks.UNSCORED
     positions = np.broadcast_to(np.arange(task.length, dtype=np.int32), rows.tokens.shape)
     return train.Batch(rows.tokens, np.where(is_asked, rows.targets, 0), positions, is_asked)
 
 
-def _answers(params: Any, tokens: Int[Array, "B T"], *, graph: Any, how: StepConfig) -> Int[Array, "B T"]:
-    """Return the likeliest token behind each token."""
+def _scores(
+    params: Any, tokens: Int[Array, "B T"], targets: Int[Array, "B T"], *, graph: Any, is_text: bool, how: StepConfig
+) -> Array:
+    """Return for each token whether the likeliest one behind it is its target, or with is_text the target's bits."""
     narrow = update._narrow(params, precision.policy(how.precision))
     model = update.merge(graph, narrow)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return jnp.argmax(model(tokens, positions), axis=-1).astype(jnp.int32)
+    logits = model(tokens, positions).astype(jnp.float32)
+    if not is_text:
+        return jnp.argmax(logits, axis=-1) == targets
+    picked = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - picked) / math.log(2.0)

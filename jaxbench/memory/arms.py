@@ -1,8 +1,9 @@
 """What a memory buys: decoders with the same window, with and without memory, on tasks that need more (S file).
 
 Every arm is trained on a task at several learning rates and seeds, and asked in rows up to 16 times as long. What is
-right is counted by the distance between a question and its fact, in windows. The learning rate of an arm is the one
-that does best on held-out rows of the training length; what is reported comes from other rows.
+right is counted by the distance between a question and its fact, in windows; of a text, bits by what lies before. The
+learning rate of an arm is the one that does best on held-out rows of the training length; what is reported comes from
+other rows.
 
 A finished run is one line of a file in the workdir: an interrupted command goes on after the last line, and several
 commands with different parts (1/2, 2/2) fill one workdir together.
@@ -14,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pydantic
@@ -23,12 +24,14 @@ from pydantic import Field
 from jaxbench import config as config_module
 from jaxbench.bench import statistics
 from jaxbench.config import Base, TransformerConfig
-from jaxbench.memory import decoder_config
+from jaxbench.memory import decoder_config, text_task
 from jaxbench.memory.decoder_config import DecoderMemory
 from jaxbench.memory.tasks import TaskConfig
+from jaxbench.memory.text_task import TextConfig
 
 TOLERANCE = 0.05  # arms have as many parameters as the first, within this share
 RECORDS = "runs-*.jsonl"
+AnyTask = Annotated[TaskConfig | TextConfig, Field(discriminator="task")]
 
 
 class Decoder(Base):
@@ -55,7 +58,7 @@ class Arms(Base):
     window: int = Field(gt=0)  # tokens that a layer's attention sees, in every arm
     decoder: Decoder = Decoder()
     arms: dict[str, Arm] = Field(min_length=1)
-    tasks: dict[str, TaskConfig] = Field(min_length=1)  # name of a row -> task at the length of training
+    tasks: dict[str, AnyTask] = Field(min_length=1)  # name of a row -> task at the length of training
     learning_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)  # peaks of AdamW, cosine to a tenth
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = Field(default=1000, ge=1)
@@ -138,11 +141,12 @@ def config_id(settings: Arms) -> str:
 def identity(settings: Arms, run: Run) -> dict[str, Any]:
     """Return what a record must hold to be that run's."""
     arm, task = settings.arms[run.arm], settings.tasks[run.task]
+    where = {"path"} if isinstance(task, TextConfig) else set()  # wherever it lies, a text is the same
     return {
         "config": config_id(settings),
         "run": [run.task, run.arm, run.learning_rate, run.seed],
         "arm": arm.model_dump(mode="json", exclude={"learning_rates"}),
-        "task": task.model_dump(mode="json"),
+        "task": task.model_dump(mode="json", exclude=where) | ({"sha256": text_task.sha256(task)} if where else {}),
         "steps": settings.steps_of(run.task),
     }
 
@@ -174,17 +178,36 @@ def edges(window: int, longest: int) -> list[int]:
     return found
 
 
-def counted(is_right: np.ndarray, distance: np.ndarray, window: int, longest: int) -> list[dict[str, int]]:
-    """Return how many questions were asked and answered rightly in each class of distance that has any.
+class Measure(NamedTuple):
+    """How the answers to a task are measured."""
+
+    name: str
+    total: str  # name of its sum in a cell
+    mean: str  # name of its mean in a record
+    is_lower_better: bool
+
+
+RIGHT = Measure("accuracy", "right", "token", False)
+BITS = Measure("bits per byte", "bits", "bits_per_byte", True)
+
+
+def measure(task: AnyTask) -> Measure:
+    """Return what is measured of a task."""
+    return BITS if isinstance(task, TextConfig) else RIGHT
+
+
+def counted(scores: np.ndarray, distance: np.ndarray, window: int, longest: int, total: str) -> list[dict[str, Any]]:
+    """Return the number of questions and the sum of their scores, in each class of distance that has any.
 
     Args:
-      is_right, distance: of the questions alone, each [N].
+      scores, distance: of the questions alone, each [N].
+      total: the sum's name.
     """
     cells, low = [], 0
     for high in edges(window, longest):
         inside = (distance > low) & (distance <= high)
         if inside.any():
-            cells.append({"over": low, "to": high, "asked": int(inside.sum()), "right": int(is_right[inside].sum())})
+            cells.append({"over": low, "to": high, "asked": int(inside.sum()), total: scores[inside].sum().item()})
         low = high
     return cells
 
@@ -193,61 +216,64 @@ def counted(is_right: np.ndarray, distance: np.ndarray, window: int, longest: in
 
 
 def summarise(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each (task, arm, factor, class of distance): accuracy over seeds at the arm's best rate."""
+    """Return a row for each (task, arm, factor, class of distance): the mean over seeds at the arm's best rate."""
     rows = []
     for about, finished in _finished(settings, records):
+        how = measure(settings.tasks[about["task"]])
         for factor in settings.factors:
-            rows += [about | {"factor": factor} | cell for cell in _cells(finished, factor)]
+            rows += [about | {"factor": factor} | cell for cell in _cells(finished, factor, how)]
     return rows
 
 
 def by_length(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each (task, arm, factor): accuracy at all distances together, over seeds at the best rate."""
-    return [
-        about | {"factor": factor} | _mean([record["factors"][str(factor)]["token"] for record in finished])
-        for about, finished in _finished(settings, records)
-        for factor in settings.factors
-    ]
+    """Return a row for each (task, arm, factor): the mean at all distances, over seeds at the arm's best rate."""
+    rows = []
+    for about, finished in _finished(settings, records):
+        how = measure(settings.tasks[about["task"]])
+        for factor in settings.factors:
+            values = [record["factors"][str(factor)][how.mean] for record in finished]
+            rows.append(about | {"factor": factor} | _mean(values, how))
+    return rows
 
 
 def _finished(
     settings: Arms, records: dict[Run, dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Yield what a row says about each (task, arm) that has runs, and its records at its best rate."""
-    for task in settings.tasks:
+    for name, task in settings.tasks.items():
         for arm in settings.arms:
-            best = best_rate(settings, records, task, arm)
+            best = best_rate(settings, records, name, arm)
             if best is not None:
-                finished = [record for run, record in records.items() if run[:3] == (task, arm, best)]
-                about = {"task": task, "arm": arm, "learning_rate": best, "seeds": len(finished)}
-                yield about | {"chance": settings.tasks[task].chance}, finished
+                finished = [record for run, record in records.items() if run[:3] == (name, arm, best)]
+                about = {"task": name, "arm": arm, "learning_rate": best, "seeds": len(finished)}
+                yield about | {"measure": measure(task).name, "chance": chance(task)}, finished
+
+
+def chance(task: AnyTask) -> float | None:
+    """Return the accuracy of guessing; None where bits are measured."""
+    return None if isinstance(task, TextConfig) else task.chance
 
 
 def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm: str) -> float | None:
-    """Return an arm's learning rate with the highest mean held-out accuracy, the lower of equal ones; None: no run."""
+    """Return an arm's learning rate with the best mean on held-out rows, the lower of equal ones; None: no run."""
     found: dict[float, list[float]] = {}
     for run, record in records.items():
         if (run.task, run.arm) == (task, arm):
             found.setdefault(run.learning_rate, []).append(record["held_out"])
-    return max(sorted(found), key=lambda rate: float(np.mean(found[rate])), default=None)
+    sign = -1.0 if measure(settings.tasks[task]).is_lower_better else 1.0
+    return max(sorted(found), key=lambda rate: sign * float(np.mean(found[rate])), default=None)
 
 
-def _cells(records: Sequence[dict[str, Any]], factor: int) -> Iterator[dict[str, Any]]:
-    """Yield each class of distance with the accuracy over runs."""
+def _cells(records: Sequence[dict[str, Any]], factor: int, how: Measure) -> Iterator[dict[str, Any]]:
+    """Yield each class of distance with the mean over runs."""
     tables = [{(c["over"], c["to"]): c for c in record["factors"][str(factor)]["cells"]} for record in records]
     for over, to in sorted(set().union(*tables)):
-        rates = [table[over, to]["right"] / table[over, to]["asked"] for table in tables if (over, to) in table]
-        yield {"over": over, "to": to} | _mean(rates)
+        cells = [table[over, to] for table in tables if (over, to) in table]
+        yield {"over": over, "to": to} | _mean([cell[how.total] / cell["asked"] for cell in cells], how)
 
 
-def _mean(rates: Sequence[float]) -> dict[str, float]:
-    """Return a mean over runs and its 95 % t-interval, inside 0 and 1."""
-    interval = statistics.t_interval(rates)
-    return {"accuracy": interval.mean, "low": max(interval.low, 0.0), "high": min(interval.high, 1.0)}
-
-
-def reach(settings: Arms, rows: Sequence[dict[str, Any]], task: str, arm: str, windows: int) -> dict[str, Any] | None:
-    """Return the row of the training length whose facts lie `windows` windows back, or farther up to twice as far."""
-    distance = windows * settings.window
-    wanted = (row for row in rows if (row["task"], row["arm"], row["factor"]) == (task, arm, settings.factors[0]))
-    return next((row for row in wanted if row["over"] == distance), None)
+def _mean(values: Sequence[float], how: Measure) -> dict[str, float]:
+    """Return a mean over runs and its 95 % t-interval, which for accuracies ends at 0 and 1."""
+    interval = statistics.t_interval(values)
+    most = math.inf if how.is_lower_better else 1.0
+    return {"mean": interval.mean, "low": max(interval.low, 0.0), "high": min(interval.high, most)}

@@ -19,6 +19,7 @@ from jaxbench.config import Base
 
 FILLER, ASK, MARK, FIRST = 0, 1, 2, 3  # FIRST: the first token that carries content
 UNSCORED = -1
+HELD_OUT, TEST = 2**40, 2**41  # seeds of rows that no run is trained on
 
 
 class TaskConfig(Base):

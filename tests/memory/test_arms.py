@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxbench import config
-from jaxbench.memory import arm_report, arms
+from jaxbench.memory import arm_report, arms, tasks, text_task
 
 PLAIN = {
     "window": 4,
@@ -69,12 +69,9 @@ def test_the_report_holds_what_was_found(finished):
     settings = arms.Arms(**PLAIN)
     rows = arms.summarise(settings, arms.known(settings, finished))
     assert {row["factor"] for row in rows} == {1, 2} and all(row["chance"] == 1 / 6 for row in rows)
-    assert arms.reach(settings, rows, "recall", "plain", 1)["to"] == 8
     (record,) = arms.known(settings, finished).values()
     lengths = arms.by_length(settings, arms.known(settings, finished))
-    assert {row["factor"]: row["accuracy"] for row in lengths} == {
-        f: record["factors"][str(f)]["token"] for f in (1, 2)
-    }
+    assert {row["factor"]: row["mean"] for row in lengths} == {f: record["factors"][str(f)]["token"] for f in (1, 2)}
     shown = arm_report.write(settings, arms.known(settings, finished), finished)
     assert [table.row_count for table in shown] == [1, 1] and "plain" in (finished / "report.html").read_text()
     assert (finished / "results.csv").read_text().count("\n") == len(rows) + 1
@@ -94,7 +91,7 @@ def test_the_learning_rate_is_chosen_by_held_out_rows():
 
 def test_distances_fall_into_classes_that_double():
     distance = np.array([1, 4, 5, 8, 9, 33])
-    cells = arms.counted(np.array([1, 0, 1, 1, 0, 1], bool), distance, 4, 64)
+    cells = arms.counted(np.array([1, 0, 1, 1, 0, 1], bool), distance, 4, 64, "right")
     assert [(cell["over"], cell["to"], cell["asked"], cell["right"]) for cell in cells] == [
         (0, 4, 2, 1), (4, 8, 2, 2), (8, 16, 1, 0), (32, 64, 1, 1),
     ]  # fmt: skip
@@ -115,3 +112,60 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, change, message):
     path.write_text(json.dumps(PLAIN | change))
     with pytest.raises(ValueError, match=message):
         config.load(path, (), arms.Arms)
+
+
+TEXT = PLAIN | {"tasks": {"prose": {"task": "text", "length": 16}}, "learning_rates": [1e-3, 1e-2], "seeds": [0, 1]}
+
+
+def test_bits_of_a_text_are_counted_by_what_lies_before(tmp_path):
+    from jaxbench.memory import arm_runs
+
+    settings = arms.Arms(**TEXT | {"learning_rates": [1e-2], "seeds": [0]})
+    arm_runs.run_all(settings, tmp_path)
+    (record,) = arms.known(settings, tmp_path).values()
+    for factor, found in record["factors"].items():
+        assert [cell["to"] for cell in found["cells"]] == [4, 8, 16, 32][: 2 + int(factor)]
+        assert sum(cell["asked"] for cell in found["cells"]) == settings.test_rows * 16 * int(factor)
+        bits = sum(cell["bits"] for cell in found["cells"]) / (settings.test_rows * 16 * int(factor))
+        assert found["bits_per_byte"] == pytest.approx(bits) and 6 < bits < 10  # near log2(257) after three steps
+    shown = arm_report.write(settings, arms.known(settings, tmp_path), tmp_path)
+    assert "bits per byte" in shown[0].title and "bits per byte" in (tmp_path / "report.html").read_text()
+
+
+def test_the_learning_rate_of_a_text_is_the_one_with_fewest_bits():
+    settings = arms.Arms(**TEXT)
+    records = {
+        arms.Run("prose", "plain", rate, seed): {"held_out": bits}
+        for rate, bits in ((1e-3, 3.0), (1e-2, 2.5))
+        for seed in (0, 1)
+    }
+    assert arms.best_rate(settings, records, "prose", "plain") == 1e-2
+
+
+def test_rows_of_a_text_follow_it_and_no_others_reach_into_what_is_held_out(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(1600 * "a" + 200 * "b" + 200 * "c")
+    task = text_task.TextConfig(task="text", length=20, path=str(path), held_out_share=0.2)
+    for seed, letter in ((0, "a"), (tasks.HELD_OUT, "b"), (tasks.TEST, "c")):
+        rows = text_task.batch(task, seed=seed, step=0, batch_size=50)
+        assert set(rows.tokens.flat) | {256} == {ord(letter), 256}
+        np.testing.assert_array_equal(rows.tokens[:, 1:], rows.targets[:, :-1])
+        assert (rows.distance == np.arange(1, 21)).all()
+        few = text_task.batch(task, seed=seed, step=0, batch_size=3)
+        np.testing.assert_array_equal(few.tokens, rows.tokens[:3])
+    with pytest.raises(ValueError, match="rows of length=400 do not fit into a part of 201 tokens"):
+        text_task.batch(task.at_length(20), seed=tasks.TEST, step=0, batch_size=1)
+
+
+def test_a_text_is_known_by_its_content_and_one_that_is_not_there_is_refused(tmp_path):
+    places = [tmp_path / name for name in ("one.txt", "two.txt")]
+    found = []
+    for path in places:
+        path.write_text("some prose, some prose")
+        task = {"task": "text", "length": 4, "path": str(path)}
+        settings = arms.Arms(**TEXT | {"tasks": {"prose": task}})
+        found.append(arms.identity(settings, arms.runs(settings)[0]))
+    assert found[0] == found[1] and str(tmp_path) not in json.dumps(found[0])
+    settings = arms.Arms(**TEXT | {"tasks": {"prose": task | {"path": "missing.txt"}}})
+    with pytest.raises(ValueError, match="missing.txt is no file"):
+        arms.known(settings, tmp_path)
