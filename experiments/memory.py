@@ -91,6 +91,8 @@ def cost() -> int:
     summary = part.run(cli.load_config(part.Cost), VALUES.workdir)
     show([part.table(summary)])
     savings = part.saving(summary["rows"], AIM_LENGTH)
+    if not savings:
+        print(f"no length is {AIM_LENGTH:,}, so the aim of {AIM} times less memory was not measured")
     for backend, found in savings.items():
         print(f"{backend}: at {AIM_LENGTH:,} tokens the bank takes {found:,.0f} times less than naive attention")
     print(f"written: {VALUES.workdir}/summary.json, cost.csv, cost.html")

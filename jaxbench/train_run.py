@@ -189,6 +189,8 @@ class _Trainer:
     def _identity(self) -> dict[str, Any]:
         content = self.settings.model_dump(mode="json", exclude=set(MAY_CHANGE))
         content["data"].pop("path")  # the text itself counts, not where it lies
+        if (bank := (content.get("memory") or {}).get("bank")) is not None:
+            bank.pop("memory_slots")  # a bank may grow or shrink between starts: no parameter depends on its slots
         return {"config": content, "text_sha256": self.data.sha256, "backend": self.backend}
 
     def run(self, profile_steps: tuple[int, int]) -> Result:
@@ -288,6 +290,7 @@ class _Trainer:
         total, count, size = 0.0, 0, 0
         for index in range(batches):
             batch = rows.batch(index, s.batch_size)
+            decoder_config.check_documents(self.model, batch.segments)
             # The last batch would begin the next epoch.
             inside = np.arange(s.batch_size) + index * s.batch_size < rows.rows_per_epoch
             batch = batch._replace(mask=batch.mask & inside[:, None])

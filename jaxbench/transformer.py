@@ -293,7 +293,7 @@ def _layers(d_model: int, num_layers: int, memory: DecoderMemory | None, parts: 
 
     sizes = {name: parts[name] for name in ("num_heads", "num_kv_heads", "head_dim", "norm_eps")}
     config = memory.block(d_model=d_model, rope_theta=rope_theta, **sizes)
-    kind = {"is_inserted": memory.insert, "max_documents": memory.max_documents}
+    kind = {"is_inserted": memory.insert, "max_documents": memory.max_documents, "learn": memory.learn}
     chosen = range(num_layers) if memory.layers is None else memory.layers
     return [MemoryLayer(config, **kind, **parts) if i in chosen else Block(d_model, **parts) for i in range(num_layers)]
 

@@ -108,9 +108,9 @@ def train_step(
     def loss_at(trained: tuple[dict, dict], micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
         params, scales = trained
         params = optimizers.with_fixed(how.optimizer, params)
-        narrow = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
+        cast = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
         dropout = None if dropout_key is None else (dropout_key, state.step * how.accumulation + index)
-        loss = loss_fn(merge(state.graph, narrow), micro, dropout=dropout).astype(policy.output) * weight
+        loss = loss_fn(merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
         return loss * state.scale.astype(policy.output), loss
 
     grad_fn = jax.value_and_grad(loss_at, has_aux=True)
@@ -153,7 +153,7 @@ def eval_step(
     """Return the sum of the losses of a batch's targets in nats, and how many targets there are."""
     policy = precision.policy(how.precision)
     count = jnp.sum(batch.mask)
-    model = merge(graph, _narrow(params, policy))
+    model = merge(graph, narrow(params, policy))
     mean = train.loss_of(train.predict(model, batch), batch).astype(policy.output)
     return mean * count.astype(policy.output), count
 
@@ -174,10 +174,10 @@ def merge(graph: Any, params: Mapping[str, Array]) -> Any:
     return nnx.merge(graph, nnx.from_flat_state([(paths[name], nnx.Param(value)) for name, value in params.items()]))
 
 
-def _narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
+def narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
     """Return what a model computes with outside of a training step."""
-    narrow = {name: jnp.asarray(value, policy.compute) for name, value in params.items()}
-    return narrow | float8.unscaled(params) if policy.is_float8 else narrow
+    cast = {name: jnp.asarray(value, policy.compute) for name, value in params.items()}
+    return cast | float8.unscaled(params) if policy.is_float8 else cast
 
 
 def _accumulated(

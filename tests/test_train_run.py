@@ -157,6 +157,22 @@ def test_another_model_seed_or_text_is_refused_and_more_steps_are_not(tmp_path, 
     assert train(tmp_path, text, steps=6).steps == 6
 
 
+def test_a_bank_grows_and_shrinks_between_starts_and_nothing_else_of_it_changes(tmp_path, text):
+    sizes = {name: getattr(cases.LLAMA, name) for name in ("d_model", "num_heads", "head_dim")}
+
+    def go_on(steps, **bank):
+        parts = {"block_size": 4, "memory_slots": 4, "ratio": 2} | bank
+        memory = {"kind": "bank", "layers": [1], "window": 4, "bank": sizes | parts, "max_documents": 4}
+        less = {"step": {}, "batch_size": 1, "evaluation": {"every_steps": 9, "batches": 1}}
+        return train(tmp_path, text, backend="torch", steps=steps, memory=memory, **less)
+
+    go_on(1)
+    for steps, slots in ((2, 16), (3, 2)):
+        assert go_on(steps, memory_slots=slots).steps == steps
+    with pytest.raises(ValueError, match=r"holds another run: config\.memory\.bank\.mass_decay was 0\.9, is 0\.5"):
+        go_on(4, mass_decay=0.5)
+
+
 @BACKENDS
 def test_a_loss_that_is_not_finite_names_the_module_and_saves_nothing_of_it(backend, tmp_path, text):
     def make(*args, **kwargs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,13 @@ def _shown(row: dict[str, Any] | None) -> str:
 def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
     """Return an HTML page: accuracy against distance, a panel for each task, a line for each arm and row length."""
     from plotly import graph_objects
+    from plotly.colors import qualitative
     from plotly.subplots import make_subplots
 
     tasks = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
     page = make_subplots(rows=len(tasks), cols=1, subplot_titles=tasks, vertical_spacing=0.1)
-    colors = ("#3b82f6", "#e5722a", "#0d9f8c", "#a855f7", "#d6336c", "#8a8d0f", "#64748b", "#0ea5e9")
     for index, task in enumerate(tasks, 1):
-        for color, arm in zip(colors, settings.arms):
+        for color, arm in zip(itertools.cycle(qualitative.D3), settings.arms):
             own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
             # One point for each distance: from the shortest rows that have it.
             points = {row["to"]: row for row in sorted(own, key=lambda row: -row["factor"])}

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pydantic
 from pydantic import Field
 
 from jaxbench.bench import environment, records, statistics
@@ -68,6 +69,13 @@ class Cost(Base):
     repeats: int = Field(default=3, ge=1)  # timed calls, after one that is not counted
     max_bytes: float = Field(default=4e9, gt=0)  # more temporary bytes: not timed
     max_flops: float = Field(default=3e12, gt=0)  # more FLOPs: not timed
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Cost:
+        for length in self.lengths:
+            if length > self.segment and length % self.segment:
+                raise ValueError(f"cost: length {length} is not a multiple of segment={self.segment}")
+        return self
 
 
 class Measured(NamedTuple):

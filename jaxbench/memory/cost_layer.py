@@ -91,5 +91,6 @@ def _program(layer: str, shape: LayerShape, length: int, segment: int) -> tuple[
         return program, (params,), 2 * length * shape.num_heads * shape.head_dim * x.dtype.itemsize
     x = jax.ShapeDtypeStruct((1, min(segment, length), shape.d_model), jnp.float32)
     state = model.init_state(1)
-    run = jax.jit(lambda params, x, state: nnx.merge(graph, params)(x, state)[:2])
-    return run.lower(params, x, state).compile(), (params, state), sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    lowered = jax.jit(lambda params, x, state: nnx.merge(graph, params)(x, state)[:2]).lower(params, x, state)
+    behind = jax.tree.leaves(lowered.out_info[1])
+    return lowered.compile(), (params, state), sum(leaf.size * leaf.dtype.itemsize for leaf in behind)

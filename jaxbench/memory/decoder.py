@@ -29,19 +29,27 @@ class LayerMemory(NamedTuple):
 class MemoryLayer(transformer.Block):
     """Residual block whose attention is a block with memory, or has a memory beside it."""
 
-    def __init__(self, config: BlockConfig, *, is_inserted: bool, max_documents: int, dtype: str, **parts: Any):
+    def __init__(
+        self, config: BlockConfig, *, is_inserted: bool, max_documents: int, learn: bool, dtype: str, **parts: Any
+    ):
         super().__init__(config.d_model, dtype=dtype, **parts)
         if not is_inserted:
             del self.attention
         self.block = blocks.Block(config, dtype=dtype)
         self.gate = nnx.Param(jnp.zeros((config.d_model,), dtype)) if is_inserted else None
-        self.max_documents = max_documents
+        self.max_documents, self.learn = max_documents, learn
 
     def _mix(
         self, x: Float[Array, "B T D"], context: transformer.Context, cached: tuple | None
     ) -> tuple[Float[Array, "B T D"], tuple[Array | None, Array | None, LayerMemory]]:
         """Return what is added to the stream, and keys, values and memory."""
-        told, memory = self.recall(x, context, None if cached is None else cached[2].state)
+        state = None if cached is None else cached[2].state
+        if cached is not None and state is None:
+            raise ValueError(
+                f"memory: the cache is behind rows of up to max_documents={self.max_documents} documents, which leave "
+                "no state to go on from; read one document a row first"
+            )
+        told, memory = self.recall(x, context, state)
         if self.gate is None:
             return told, (None, None, memory)
         mixed, entries = self.attention(x, context, None if cached is None else cached[:2])
@@ -56,12 +64,12 @@ class MemoryLayer(transformer.Block):
         """
         is_token, number = context.query_positions >= 0, self.max_documents
         if context.query_segments is None or state is not None:
-            told, state, loss = self.block(x, state, is_token=is_token)
+            told, state, loss = self.block(x, state, is_token=is_token, learn=self.learn)
             return told, LayerMemory(state, loss)
         document = documents(context.query_segments, is_token)
         rows = document[:, None, :] == jnp.arange(number)[None, :, None]
         spread = jnp.broadcast_to(x[:, None], (len(x), number, *x.shape[1:])).reshape(-1, *x.shape[1:])
-        told, state, loss = self.block(spread, is_token=rows.reshape(-1, x.shape[1]))
+        told, state, loss = self.block(spread, is_token=rows.reshape(-1, x.shape[1]), learn=self.learn)
         told = jnp.sum(told.reshape(len(x), number, *x.shape[1:]), axis=1)
         return told, LayerMemory(state if number == 1 else None, loss)
 

@@ -31,6 +31,7 @@ class DecoderMemory(Base):
     bank: BankConfig | None = None  # of bank; lmm takes either
     max_documents: int = Field(default=1, ge=1)  # in a row; each has a memory of its own, and costs as much as a row
     loss_weight: float = Field(default=1.0, ge=0)  # of the loss that trains a bank's compression
+    learn: bool = True  # False: neural memories answer from their first weights; a bank goes on keeping what it reads
 
     def block(self, **sizes: Any) -> BlockConfig:
         """Return the shape of a layer's block in a decoder of these sizes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Stability(Base):
     """What is trained."""
 
     memory: config.NeuralMemoryConfig
-    depths: tuple[int, ...] = (2, 4)  # layers of the memory's network, a run each
+    depths: tuple[Annotated[int, Field(ge=1, le=4)], ...] = (2, 4)  # layers of the memory's network, a run each
     steps: int = Field(default=2000, ge=1)
     length: int = Field(default=1024, ge=1)  # tokens of a row
     batch: int = Field(default=1, ge=1)

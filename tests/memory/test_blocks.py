@@ -202,6 +202,35 @@ def test_wrong_shapes_and_states_are_refused_with_their_values():
             block(x, block.init_state(2))
 
 
+@pytest.mark.parametrize("package", [blocks, torch_blocks], ids=["flax", "torch"])
+def test_a_state_of_another_kind_of_block_or_memory_is_refused(package):
+    ones = jnp.ones if package is blocks else torch.ones
+
+    def built(kind, **neural):
+        shape = shape_of(kind)
+        if neural:
+            shape = shape.model_copy(update={"neural": shape.neural.model_copy(update=neural)})
+        return package.build(shape, block_config.initial_params(shape, 0))
+
+    def state(*args, **neural):
+        block = built(*args, **neural)  # a state's sizes are all that is looked at: nothing is compiled
+        return jax.eval_shape(lambda: block.init_state(2)) if package is blocks else block.init_state(2)
+
+    block, x = built("mag"), ones((2, 4, 8))
+    gate = functools.partial(jax.eval_shape, block) if package is blocks else block
+    for kind, message in (
+        ("mac", r"\(True, 'NeuralState', False\), the state has \(True, 'NeuralState', True\)"),
+        ("bank", r"\(True, 'NeuralState', False\), the state has \(True, 'BankState', False\)"),
+        ("lmm", r"kind=mag wants .* the state has \(False, 'NeuralState', False\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gate(x, state(kind))
+    with pytest.raises(ValueError, match="with residual norm, wanted .* without residual norm"):
+        gate(x, state("mag", residual_norm=True))
+    with pytest.raises(ValueError, match=r"tail is \(2, 1, 24\), wanted \(2, 3, 24\)"):
+        gate(x, state("mag", conv_size=2))
+
+
 def test_what_sees_nothing_answers_zero():
     for package, ones in ((window, jnp.ones), (torch_window, torch.ones)):
         query, key = ones((1, 2, 2, 4)), ones((1, 3, 1, 4))

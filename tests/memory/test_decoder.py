@@ -118,6 +118,29 @@ def test_token_by_token_equals_one_pass_with_one_state_for_keys_and_memory(kind)
     assert float(difference) <= 1e-5
 
 
+@pytest.mark.parametrize("kind", ("mac", "bank"))
+def test_flax_decodes_token_by_token_from_a_prefix_what_it_answers_in_one_pass(kind, x64):
+    shape = with_memory(PLAIN.model_copy(update={"num_layers": 2}), memory(kind))
+    model = transformer.build(shape, decoder_config.initial_params(shape, 0, distinct=True), dtype="float64")
+
+    @jax.jit
+    def read(tokens, positions, cache=None, slot=None):
+        hidden, cache = model.features(tokens, positions, cache=cache, slot=slot)
+        return model.logits(hidden), cache
+
+    tokens = jnp.asarray(data()[0])
+    positions = jnp.asarray(np.maximum(np.arange(LENGTH) - np.array([[0], [3]]), -1), jnp.int32)
+    whole, _ = read(tokens, positions)
+    part, cache = read(tokens[:, :5], positions[:, :5])  # inside a segment of 4 tokens in both rows
+    parts, cache = [part], cache.padded(LENGTH, dtype="float64")
+    for slot in range(5, LENGTH):
+        part, cache = read(tokens[:, slot : slot + 1], positions[:, slot : slot + 1], cache, slot)
+        parts.append(part)
+    is_token = np.asarray(positions >= 0)
+    found = np.concatenate(parts, axis=1)
+    np.testing.assert_allclose(found[is_token], np.asarray(whole)[is_token], rtol=0, atol=1e-12)
+
+
 def test_a_layers_memory_does_not_grow_with_what_it_read():
     def size(tree):
         if isinstance(tree, tuple):

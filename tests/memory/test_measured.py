@@ -1,5 +1,6 @@
 """What measures memories: ratios and exponents by hand, bytes and FLOPs by formula, stability that can fail."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -82,6 +83,8 @@ def test_the_state_of_a_memory_does_not_grow_and_a_cache_does(table):
         for layer in ("bank", "neural"):
             assert table[name, layer, 2048].state_bytes == table[name, layer, 512].state_bytes > 0
             assert table[name, layer, 512].state_bytes == table["flax", layer, 512].state_bytes
+            blank = cost_layer.build(layer, SHAPE).init_state(1)  # behind a segment it is as large as before it
+            assert table[name, layer, 512].state_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(blank))
         assert table[name, "naive", 2048].state_bytes == 2 * 2048 * 8 * 4
         assert table[name, "blocked", 2048].temp_bytes < table[name, "naive", 2048].temp_bytes / 4
 
@@ -110,11 +113,18 @@ def test_the_page_has_a_line_for_each_layer_and_backend(table):
     assert cost.saving(rows, 2048)["torch"] > 8
 
 
+def test_a_length_that_segments_do_not_fill_is_refused():
+    with pytest.raises(ValueError, match="length 2000 is not a multiple of segment=512"):
+        cost.Cost(layer=SHAPE, lengths=[1024, 2000], segment=512)
+
+
 # Stability
 
 
 def test_training_is_watched_and_a_number_that_is_none_is_seen():
     settings = stability.Stability(memory=NEURAL, steps=3, length=16)
-    row = stability.train(settings, depth=1)
+    row = stability.train(settings, depth=4)
     assert row["is_finite"] and 0 < row["last_loss"] < 10 and row["largest_gradient"] > 0
+    with pytest.raises(ValueError, match="depths.*\n.*less than or equal to 4"):
+        stability.Stability(memory=NEURAL, depths=[7])
     assert not stability._summary(np.asarray([[1.0, 2.0, 3.0], [1.0, np.nan, 3.0]]))["is_finite"]

@@ -11,6 +11,7 @@ import torch
 from jaxbench.memory import chunk, layout, neural
 from jaxbench.memory.chunk import Rule, Tokens, Weights
 from jaxbench.memory.config import NeuralMemoryConfig, initial_params
+from tests.memory import oracle
 from torch_ref.memory import layout as torch_layout
 from torch_ref.memory import neural as torch_neural
 
@@ -175,6 +176,31 @@ def stream(length=LENGTH, rows=3, dtype="float64", seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((rows, length, TINY.d_model)), dtype)
 
 
+ALL = TINY.model_copy(update={"num_persistent": 2, "initial_theta": 0.1, "initial_alpha": 0.1})
+OFF = {"conv_size": 1, "qk_norm": False, "qkv_activation": "none", "output": "linear", "read": "chunk"}
+OFF |= {"num_persistent": 0, "activation": "silu", "loss_reduction": "mean", "max_theta": 0.5, "max_update_norm": 0.1}
+
+
+@pytest.mark.parametrize("config", [ALL, ALL.model_copy(update=OFF)], ids=["all", "off"])
+def test_the_layer_and_its_twin_equal_the_documented_formulas_in_numpy(config):
+    read, _, twin = layer(config)
+    answers, kernels, momenta = oracle.layer(config, initial_params(config, 0, distinct=True), np.asarray(stream()))
+    with torch.no_grad():
+        twins = as_numpy(tuple(twin(as_torch(stream()))))
+    for found, state in (read(stream()), twins):
+        assert worst(found, answers) < 1e-12
+        assert worst((state.weights.kernels, state.momentum.kernels), (tuple(kernels), tuple(momenta))) < 1e-12
+
+
+def test_the_numpy_layer_sees_each_of_its_options():
+    def answers(**update):
+        config = ALL.model_copy(update=update)
+        return oracle.layer(config, initial_params(ALL, 0, distinct=True), np.asarray(stream(rows=1)))[0]
+
+    options = [*OFF.items(), ("chunk_size", 3), ("momentum", False), ("forgetting", False)]
+    assert {name for name, value in options if worst(answers(**{name: value}), answers()) < 1e-4} == set()
+
+
 def token_by_token(read, x, state):
     """Return answers and state of single-token calls; state = None starts anew."""
     answers = []
@@ -296,6 +322,21 @@ def test_memory_of_the_backward_pass_is_linear_in_length_and_the_state_is_consta
         states.append(sum(leaf.size for leaf in jax.tree.leaves(state)))
     assert 3.9 * bytes_[0] < bytes_[1] < 4.1 * bytes_[0]
     assert states[0] == states[1]
+
+
+def test_the_backward_pass_keeps_no_inner_values_of_a_chunk(monkeypatch):
+    """Sixteen chunks, too few for groups: kept, what is computed again would take 8.5 times the bytes in all."""
+    lean = {"depth": 4, "chunk_size": 16, "momentum": False, "forgetting": False}
+    graph, params = neural.nnx.split(layer(PLAIN.model_copy(update=lean), "float32")[1])
+
+    def bytes_():
+        x = jax.ShapeDtypeStruct((1, 16 * 16, TINY.d_model), jnp.float32)
+        run = jax.jit(jax.grad(lambda params, x: jnp.sum(neural.nnx.merge(graph, params)(x)[0])))
+        return run.lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    found = bytes_()
+    monkeypatch.setattr(layout, "rematerialised", lambda read, carry, chunk: read(carry, chunk))
+    assert bytes_() > 4 * found
 
 
 # The twin

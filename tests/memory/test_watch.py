@@ -1,35 +1,58 @@
 """What a training run shows of its banks."""
 
+import functools
+
+import jax
 import numpy as np
 
-from jaxbench import observe
-from jaxbench.memory import bank_config, decoder_config
+from jaxbench import observe, transformer, update
+from jaxbench import train as jax_train
+from jaxbench.memory import bank_config, decoder_config, watch
 from jaxbench.step_config import StepConfig
 from torch_ref import engine, train
 
 SHAPE = {"d_model": 16, "num_heads": 2, "head_dim": 8}
+MEMORY = {"kind": "bank", "layers": [1], "window": 4}
+MEMORY |= {"bank": SHAPE | {"block_size": 4, "memory_slots": 4, "ratio": 2}}
+DECODER = decoder_config.MemoryTransformerConfig(
+    **SHAPE, memory=MEMORY, vocab_size=32, d_ff=16, num_layers=2, num_kv_heads=2, max_seq_len=32
+)
+
+
+def batch(kind, is_token):
+    """Return two rows of two documents, in which some slots are padding, as a backend's batch."""
+    random, positions = np.random.default_rng(0), np.tile(np.arange(16, dtype=np.int32), (2, 2))
+    tokens = random.integers(32, size=(2, 32)).astype(np.int32)
+    segments = np.where(is_token, (1 + np.arange(32, dtype=np.int32) // 16)[None], 0)
+    return kind(tokens, tokens, np.where(is_token, positions, -1), is_token, segments)
+
+
+def states(params, is_token, how):
+    """Return the banks' states as the PyTorch engine gives them to a run."""
+    run = engine.Engine(DECODER, params, how, batch_size=2, seq_len=32, seed=0)
+    return run.banks(batch(train.Batch, is_token))
 
 
 def test_the_banks_of_a_decoder_in_training_are_shown_by_layer():
-    memory = {
-        "kind": "bank",
-        "layers": [1],
-        "window": 4,
-        "bank": SHAPE | {"block_size": 4, "memory_slots": 4, "ratio": 2},
-    }
-    config = decoder_config.MemoryTransformerConfig(
-        **SHAPE, memory=memory, vocab_size=32, d_ff=16, num_layers=2, num_kv_heads=2, max_seq_len=32
-    )
-    params = decoder_config.initial_params(config, 0)
-    run = engine.Engine(config, params, StepConfig(), batch_size=2, seq_len=32, seed=0)
-    random, positions = np.random.default_rng(0), np.tile(np.arange(16), (2, 2))  # rows of two documents
-    tokens = random.integers(32, size=(2, 32))
-    batch = train.Batch(tokens, tokens, positions, np.ones((2, 32), bool), 1 + (np.arange(32) // 16)[None].repeat(2, 0))
-    states = run.banks(batch)
-    assert list(states) == [1] and states[1].num_slots.tolist() == [4, 4]
-    found = observe.bank_scalars(1, bank_config.memory_stats(states[1]))
+    shown = states(decoder_config.initial_params(DECODER, 0), np.ones((2, 32), bool), StepConfig())
+    assert list(shown) == [1] and shown[1].num_slots.tolist() == [4, 4]
+    found = observe.bank_scalars(1, bank_config.memory_stats(shown[1]))
     # Eight blocks: one is recent, seven were compressed into 14 slots, of which four are left.
     assert (found["bank_1/occupancy"], found["bank_1/evictions"], found["bank_1/compression_ratio"]) == (1.0, 10.0, 2.0)
     assert found["bank_1/age_below_1_blocks"] == found["bank_1/age_below_2_blocks"] == 2.0
     assert sum(value for name, value in found.items() if "/age_" in name) == 4.0
     assert len(found) == 7 + len(bank_config.AGE_EDGES)
+
+
+def test_both_backends_show_the_same_banks(x64):
+    is_token, how = np.ones((2, 32), bool), StepConfig(precision="float64")
+    is_token[1, [3, 14, 15, 16, 17, 31]] = False  # 26 tokens: six blocks, and two that wait
+    params = decoder_config.initial_params(DECODER, 0, distinct=True)
+    state = update.init_state(transformer.build(DECODER, params, dtype="float64"), params, how)
+    show = jax.jit(functools.partial(watch.bank_states, graph=state.graph, how=how))
+    found, wanted = show(state.params, batch(jax_train.Batch, is_token)), states(params, is_token, how)
+    assert list(found) == list(wanted) == [1] and wanted[1].count.tolist() == [0, 2]
+    for name, value in wanted[1]._asdict().items():
+        np.testing.assert_allclose(getattr(found[1], name), value, rtol=1e-12, atol=1e-12, err_msg=name)
+    for mine, other in zip(*(bank_config.memory_stats(each[1]) for each in (found, wanted)), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-12, atol=1e-12)

@@ -6,7 +6,7 @@ what differs from what came before it gets a slot of its own. Blocks are counted
 an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1
 (recent and compressed memory, compression functions, attention reconstruction); Chen et al. 2024, arXiv:2410.03156
 (sigmoid gate of each head and width). Differs from the former: within a call gradients flow through what was written.
-Axis letters: R recent states, M slots, S both, C tokens of a block, P slots of a page.
+Axis letters: R recent states, M slots, S both, C tokens of a block, K slots it becomes, P slots of a page (as many).
 """
 
 from __future__ import annotations

@@ -75,6 +75,8 @@ class Block(torch.nn.Module):
         Raises:
           ValueError: the state is of another model or batch size.
         """
+        if state is not None:
+            self._check(state)
         run = {"mac": self._as_context, "mag": self._as_gate, "mal": self._as_layer, "lmm": self._alone}
         if self.bank is not None:
             return self._with_bank(x, state, is_token)
@@ -91,6 +93,16 @@ class Block(torch.nn.Module):
         """Return the state with some rows as they are before anything is read."""
         blank = self.init_state(len(is_reset))
         return layout.tree_map(functools.partial(layout.chosen, is_reset), blank, state)
+
+    def _check(self, state: BlockState) -> None:
+        """Raise where a state is of another kind of block; the parts check its sizes."""
+        is_mac, memory = self.kind == "mac", NeuralState if self.bank is None else BankState
+        wanted = (self.attention is not None, memory.__name__, is_mac)
+        found = (state.local is not None, type(state.memory).__name__, state.tail is not None)
+        if found != wanted:
+            raise ValueError(
+                f"block: kind={self.kind} wants a state with (window, memory, tail) {wanted}, the state has {found}"
+            )
 
     def _parts(self, state: BlockState | None) -> tuple[LocalState | None, Any]:
         return (None, None) if state is None else (state.local, state.memory)

@@ -92,11 +92,11 @@ def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measure
         x = torch.empty((1, size, shape.d_model))
         state = None if is_attention else model.init_state(1)
         with counter, live:
-            model(x) if is_attention else model(x, state)
+            found = model(x) if is_attention else model(x, state)
     flops = counter.get_total_flops() * length // size
     if is_attention:
         return Measured(live.peak, 2 * length * shape.num_heads * shape.head_dim * x.element_size(), flops)
-    return Measured(live.peak, sum(leaf.nbytes for leaf in tree_leaves(state) if leaf is not None), flops)
+    return Measured(live.peak, sum(leaf.nbytes for leaf in tree_leaves(found[1]) if leaf is not None), flops)
 
 
 def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int) -> list[float]:

@@ -37,6 +37,10 @@ class NeuralState(NamedTuple):
     tail: Float[Tensor, "B K-1 C"]  # what the convolutions still look back on
 
 
+def _norms(gain: Any) -> str:
+    return "without residual norm" if gain is None else "with residual norm"
+
+
 class Asked(NamedTuple):
     """What tokens ask of the memories, before it is cut into chunks: fields of Tokens are [B T N ...]."""
 
@@ -189,8 +193,17 @@ class NeuralMemory(torch.nn.Module):
     def _check(self, state: NeuralState, batch_size: int) -> None:
         wanted = [(batch_size, *layer.kernel.shape) for layer in self.memory.layers]
         found = [tuple(kernel.shape) for kernel in state.weights.kernels]
-        if found != wanted:
-            raise ValueError(f"memory: the state's kernels are {found}, wanted {wanted} (rows, heads, in, out)")
+        gain, wanted_gain = state.weights.gain, self.memory.gain
+        if found != wanted or (gain is None) != (wanted_gain is None):
+            raise ValueError(
+                f"memory: the state's kernels are {found}, {_norms(gain)}, wanted {wanted} (rows, heads, in, out), "
+                f"{_norms(wanted_gain)}"
+            )
+        tail = (batch_size, self.conv_size - 1, 3 * self.num_heads * self.head_dim)
+        if tuple(state.tail.shape) != tail:
+            raise ValueError(
+                f"memory: the state's tail is {tuple(state.tail.shape)}, wanted {tail} (rows, taps - 1, channels)"
+            )
 
     def _read_whole(self, x: Tensor) -> tuple[Tensor, NeuralState]:
         """Read sequences from their start, behind the persistent tokens."""
