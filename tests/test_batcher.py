@@ -5,8 +5,11 @@ import time
 
 import pytest
 
+import jaxbench.sample
+import jaxbench.transformer
 from jaxbench import batcher, initial
 from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config
 from torch_ref import sample, transformer
 
 
@@ -110,6 +113,27 @@ def test_generation_gives_every_request_what_it_gets_alone():
     assert found == [run([prompts[i]])[0] for i in (0, 1, 3)] and len({tuple(each) for each in found}) == 3
     together = run([prompts[0], prompts[1], prompts[3]])
     assert found == together and {len(each) for each in found} == {5}
+
+
+def test_a_decoder_with_memory_answers_a_batch_of_prompts_as_it_answers_each_alone():
+    shape = {"vocab_size": 61, "d_ff": 24, "num_layers": 1, "num_kv_heads": 2, "max_seq_len": 32}
+    sizes, memory = {"d_model": 16, "num_heads": 2, "head_dim": 8}, {"kind": "mag", "window": 2}
+    memory |= {"neural": sizes | {"chunk_size": 4, "conv_size": 1, "initial_theta": 0.1}}
+    config = decoder_config.MemoryTransformerConfig(**shape, **sizes, memory=memory, tie_embeddings=False)
+    params = decoder_config.initial_params(config, 0, distinct=True)
+
+    def generation(build, backend):
+        generator = backend.Generator(build(config, params), eos_id=None, sampling=backend.Sampling())
+        return batcher.generation(generator, max_new_tokens=6, seed=0)
+
+    # The last two end alike, further back than the window: their answers differ by what the memory learned before.
+    prompts = [[7], [8, 9, 10], [*range(20, 29), 3, 1, 4, 1, 5], [50, 51, 3, 1, 4, 1, 5]]
+    twin = generation(transformer.build, sample)
+    wanted = [twin([prompt])[0] for prompt in prompts]  # in PyTorch, which compiles nothing for a batch of one
+    assert len({tuple(each) for each in wanted}) == 4 and {len(each) for each in wanted} == {6}
+    for generate in (twin, generation(jaxbench.transformer.build, jaxbench.sample)):
+        with batcher.Batcher(generate, max_batch_size=4, timeout_ms=60_000) as queue:
+            assert queue.map(prompts) == wanted
 
 
 @pytest.mark.parametrize(

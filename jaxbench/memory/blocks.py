@@ -5,8 +5,9 @@ Twin: torch_ref/memory/blocks.py.
 A block takes the normalised stream [B T D] and what it returns is added to the residual stream. Every block has one
 interface: `answer, state, loss = block(x, state)`; the state has one size and goes on at any token, the loss trains a
 bank's compression and is 0 elsewhere. docs/memory.md draws a segment's way through memory as context. Source: Behrouz
-et al. 2024, arXiv:2501.00663. Differs from it: a segment's token sees only its own and earlier tokens' recalled
-states, and reads the memory as it is behind itself, so that no token depends on a later one.
+et al. 2024, arXiv:2501.00663. Differs from it: in `mac` a segment's token sees only its own and earlier
+tokens' recalled states, and reads the memory as it is behind itself, so that no token depends on a later one; in `mal`
+the memory's answers are added to what it read and normalised before attention reads them (eq. 30 hands on them alone).
 """
 
 from __future__ import annotations

@@ -131,8 +131,9 @@ def test_flax_decodes_token_by_token_from_a_prefix_what_it_answers_in_one_pass(k
     tokens = jnp.asarray(data()[0])
     positions = jnp.asarray(np.maximum(np.arange(LENGTH) - np.array([[0], [3]]), -1), jnp.int32)
     whole, _ = read(tokens, positions)
-    part, cache = read(tokens[:, :5], positions[:, :5])  # inside a segment of 4 tokens in both rows
-    parts, cache = [part], cache.padded(LENGTH, dtype="float64")
+    # A prefix that ends inside a segment of both rows; what follows is padding, as behind a Generator's prompt.
+    prefix, cache = read(tokens, jnp.where(jnp.arange(LENGTH)[None] < 5, positions, -1))
+    parts = [prefix[:, :5]]
     for slot in range(5, LENGTH):
         part, cache = read(tokens[:, slot : slot + 1], positions[:, slot : slot + 1], cache, slot)
         parts.append(part)
