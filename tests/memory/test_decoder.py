@@ -205,7 +205,12 @@ def test_the_jax_optimiser_moves_and_remembers_the_memory_alone():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_has_a_rule_on_any_mesh(kind):
-    shape = with_memory(PLAIN, memory(kind, layers=None))
+    whole = memory(kind, layers=None)  # with the parts that are options, too
+    if whole.bank is not None:
+        whole = whole.model_copy(update={"bank": whole.bank.model_copy(update={"compression": "learned"})})
+    else:
+        whole = whole.model_copy(update={"neural": whole.neural.model_copy(update={"residual_norm": True})})
+    shape = with_memory(PLAIN, whole)
     parts = {name: getattr(shape, name) for name in ("activation", "norm", "position", "use_bias", "tie_embeddings")}
     rules = sharding.decoder_table(stored="fsdp", out="model", heads="model", width=None, **parts)
     rules = placement.with_memory(rules, shape, stored="fsdp", heads="model", width=None)
