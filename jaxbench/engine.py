@@ -176,7 +176,7 @@ class Engine:
         broken = [name for name, value in params.items() if not bool(jnp.isfinite(value).all())]
         if broken:
             return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
-        narrow = update.narrow(params, self.policy)
+        narrow = update._narrow(params, self.policy)
         found: list[str] = []
 
         def watch(name: str, call: Any, args: tuple, kwargs: dict) -> Any:

@@ -153,7 +153,7 @@ def eval_step(
     """Return the sum of the losses of a batch's targets in nats, and how many targets there are."""
     policy = precision.policy(how.precision)
     count = jnp.sum(batch.mask)
-    model = merge(graph, narrow(params, policy))
+    model = merge(graph, _narrow(params, policy))
     mean = train.loss_of(train.predict(model, batch), batch).astype(policy.output)
     return mean * count.astype(policy.output), count
 
@@ -174,7 +174,7 @@ def merge(graph: Any, params: Mapping[str, Array]) -> Any:
     return nnx.merge(graph, nnx.from_flat_state([(paths[name], nnx.Param(value)) for name, value in params.items()]))
 
 
-def narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
+def _narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
     """Return what a model computes with outside of a training step."""
     cast = {name: jnp.asarray(value, policy.compute) for name, value in params.items()}
     return cast | float8.unscaled(params) if policy.is_float8 else cast

@@ -120,7 +120,7 @@ def train_step(
 def eval_step(params: Any, batch: Any, *, graph: Any, how: StepConfig) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the sum of the losses of a batch's targets in nats, and how many targets there are; graph is unused."""
     count = batch.mask.sum()
-    with autocast(params, how):
+    with _autocast(params, how):
         mean = train.loss_of(train.predict(params, batch), batch)
     return mean * count, count
 
@@ -156,7 +156,7 @@ def _accumulate(
     for k in range(count):
         micro = type(batch)(*(None if x is None else x[k::count] for x in batch))
         dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
-        with autocast(state.params, how):
+        with _autocast(state.params, how):
             loss = loss_fn(state.params, micro, dropout=dropout)
         if count > 1:
             loss = loss * (micro.mask.sum().to(loss.dtype) / total)
@@ -165,7 +165,7 @@ def _accumulate(
     return summed
 
 
-def autocast(model: torch.nn.Module, how: StepConfig) -> torch.autocast:
+def _autocast(model: torch.nn.Module, how: StepConfig) -> torch.autocast:
     """Return the context in which a model computes in its step's type; off where that is its parameters' type."""
     policy = precision.policy(how.precision)
     device = next(model.parameters()).device.type

@@ -146,7 +146,7 @@ def _scores(
     params: Any, tokens: Int[Array, "B T"], targets: Int[Array, "B T"], *, graph: Any, is_text: bool, how: StepConfig
 ) -> Array:
     """Return for each token whether the likeliest one behind it is its target, or with is_text the target's bits."""
-    narrow = update.narrow(params, precision.policy(how.precision))
+    narrow = update._narrow(params, precision.policy(how.precision))
     model = update.merge(graph, narrow)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     logits = model(tokens, positions).astype(jnp.float32)
