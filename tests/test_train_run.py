@@ -173,6 +173,17 @@ def test_a_bank_grows_and_shrinks_between_starts_and_nothing_else_of_it_changes(
         go_on(4, mass_decay=0.5)
 
 
+def test_held_out_rows_of_more_documents_than_the_memory_reads_are_refused(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\f".join([(TEXT * 2)[:800], *50 * ["cats"]]))
+    sizes = {name: getattr(cases.LLAMA, name) for name in ("d_model", "num_heads", "head_dim")}
+    bank = sizes | {"block_size": 4, "memory_slots": 4, "ratio": 2}
+    memory = {"kind": "bank", "layers": [1], "window": 4, "bank": bank}
+    less = {"step": {}, "batch_size": 1, "evaluation": {"every_steps": 1, "batches": 1}}
+    with pytest.raises(ValueError, match="4 documents"):
+        train(tmp_path / "run", str(path), backend="torch", steps=1, memory=memory, **less)
+
+
 @BACKENDS
 def test_a_loss_that_is_not_finite_names_the_module_and_saves_nothing_of_it(backend, tmp_path, text):
     def make(*args, **kwargs):

@@ -157,6 +157,33 @@ def test_a_layers_memory_does_not_grow_with_what_it_read():
         assert sizes[0] == sizes[1] > 0
 
 
+@pytest.mark.parametrize("package", (transformer, torch_transformer), ids=("flax", "torch"))
+def test_a_decoder_s_memory_learns_as_it_reads_unless_that_is_switched_off(package):
+    tokens, positions, _ = data()
+    for learn in (True, False):
+        shape = with_memory(PLAIN, memory("lmm", learn=learn))
+        model = package.build(shape, decoder_config.initial_params(shape, 0, distinct=True))
+        if package is transformer:
+            _, cache = jax.jit(model.features)(jnp.asarray(tokens), jnp.asarray(positions))
+            blank = jax.jit(lambda: model.layers[1].block.init_state(ROWS))()  # noqa: B023 - called here
+        else:
+            with torch.no_grad():
+                _, cache = model.features(*tensors(tokens, positions))
+                blank = model.layers[1].block.init_state(ROWS)
+        pairs = zip(cache.memory[1].state.memory.weights.kernels, blank.memory.weights.kernels, strict=True)
+        moved = [float(abs(after - before).max()) for after, before in pairs]
+        assert min(moved) > 1e-4 if learn else max(moved) == 0.0
+
+
+def test_nothing_can_follow_rows_of_several_documents():
+    tokens, positions, segments = tensors(*data())
+    with torch.no_grad():
+        _, cache = twin("mag").features(tokens, positions, segments=segments)
+        cache = cache.padded(LENGTH + 1, dtype="float64")
+        with pytest.raises(ValueError, match="max_documents=2 documents, which leave no state to go on from"):
+            twin("mag").features(tokens[:, :1], positions[:, -1:] + 1, cache=cache, slot=LENGTH)
+
+
 @pytest.mark.parametrize("kind", ("insert-neural", "insert-bank"))
 def test_an_inserted_memory_changes_no_logit_until_it_is_trained(kind):
     params = initial.initial_params(PLAIN, 0, distinct=True)
