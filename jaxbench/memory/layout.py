@@ -73,14 +73,22 @@ def walk(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -
     number = len(jax.tree.leaves(chunks)[0])
     if number < NESTED_FROM:
         return lax.scan(read, carry, chunks)
-    group = math.isqrt(number)
+    group = group_size(number)
     whole = number // group * group
     groups = jax.tree.map(lambda x: x[:whole].reshape(-1, group, *x.shape[1:]), chunks)
     several = functools.partial(rematerialised, functools.partial(lax.scan, read))
     carry, answers = lax.scan(several, carry, groups)
     answers = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), answers)
+    if whole == number:  # a walk over no chunks would be compiled all the same
+        return carry, answers
     carry, rest = lax.scan(read, carry, jax.tree.map(lambda x: x[whole:], chunks))
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), answers, rest)
+
+
+def group_size(number: int) -> int:
+    """Return the chunks of a group: about the root of their number, and where that can be a divisor of it."""
+    root = math.isqrt(number)
+    return next((size for size in range(root, root // 2, -1) if number % size == 0), root)
 
 
 def rematerialised(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunk: Any) -> tuple[Any, Any]:

@@ -310,6 +310,23 @@ def test_many_chunks_are_read_in_groups_with_equal_results(monkeypatch):
     assert worst(grouped, flat) < 1e-12
 
 
+@pytest.mark.parametrize(("number", "size"), [(16, 4), (32, 4), (64, 8), (70, 7), (128, 8), (37, 6), (7, 2), (2, 1)])
+def test_groups_are_about_the_root_and_leave_no_rest_where_they_can(number, size):
+    assert layout.group_size(number) == torch_layout.group_size(number) == size
+
+
+def test_a_walk_without_a_rest_is_not_compiled_with_one(monkeypatch):
+    monkeypatch.setattr(layout, "NESTED_FROM", 3)
+
+    def scans(number):
+        chunks = jnp.zeros((number, 2))
+        return str(jax.make_jaxpr(lambda x: layout.walk(lambda c, x: (c + x, c), jnp.zeros(2), x))(chunks)).count(
+            "scan["
+        )
+
+    assert scans(9) == 2 and scans(11) == 3  # groups and their chunks; and a rest
+
+
 def test_memory_of_the_backward_pass_is_linear_in_length_and_the_state_is_constant():
     _, model, _ = layer(PLAIN, "float32")
     graph, params = neural.nnx.split(model)

@@ -78,7 +78,7 @@ def walk(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -
     number = _length(chunks)
     if number < NESTED_FROM:
         return _steps(read, carry, chunks)
-    group = math.isqrt(number)
+    group = group_size(number)
     answers = []
     for start in range(0, number, group):
         several = functools.partial(_steps, read)
@@ -100,6 +100,12 @@ def _steps(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any)
         carry, answer = rematerialised(read, carry, tree_map(lambda x, i=i: x[i], chunks))
         answers.append(answer)
     return carry, torch.stack(answers)
+
+
+def group_size(number: int) -> int:
+    """Return the chunks of a group: about the root of their number, and where that can be a divisor of it."""
+    root = math.isqrt(number)
+    return next((size for size in range(root, root // 2, -1) if number % size == 0), root)
 
 
 def rematerialised(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunk: Any) -> tuple[Any, Any]:
