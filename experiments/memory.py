@@ -39,7 +39,7 @@ def arms() -> int:
     settings, workdir, mine = cli.load_config(part.Arms), Path(VALUES.workdir), cli.part()
     arm_runs.run_all(settings, workdir, part=mine)
     show(arm_report.write(settings, part.known(settings, workdir), workdir))
-    print(f"written: {workdir}/report.html, results.csv, summary.json")
+    print(f"written: {workdir}/report.html, report.svg, results.csv, summary.json")
     return cli.EXIT_OK
 
 
@@ -95,7 +95,7 @@ def cost() -> int:
         print(f"no length is {AIM_LENGTH:,}, so the aim of {AIM} times less memory was not measured")
     for backend, found in savings.items():
         print(f"{backend}: at {AIM_LENGTH:,} tokens the bank takes {found:,.0f} times less than naive attention")
-    print(f"written: {VALUES.workdir}/summary.json, cost.csv, cost.html")
+    print(f"written: {VALUES.workdir}/summary.json, cost.csv, cost.html, cost.svg")
     return cli.EXIT_OK if all(found >= AIM for found in savings.values()) else cli.EXIT_GATE
 
 

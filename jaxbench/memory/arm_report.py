@@ -1,19 +1,25 @@
-"""The report of arms.py: accuracy by distance as tables, CSV, JSON and a page (S file)."""
+"""The report of arms.py: accuracy by distance as tables, CSV, JSON, a page and a picture (S file)."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxbench.bench import environment, records
+from jaxbench.bench import environment, line_picture, records
+from jaxbench.bench.line_picture import Axis, Line, Panel, Point
 from jaxbench.memory import arms
 from jaxbench.memory.arms import Arms, Run
 
+# Readable on white and on near-black alike, arm after arm; the first is what the others are compared with.
+COLORS = ("#8b8f98", "#3b82f6", "#9061d6", "#e5722a", "#0d9f8c", "#c2568f", "#b08d1a", "#5b8c2a", "#d84c4c", "#6d7ec9")
+DIFFERENCE = ("difference", "difference_low", "difference_high")
+
 
 def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path) -> list[Any]:
-    """Write summary.json, results.csv and report.html of the finished runs, and return the tables for a reader."""
+    """Write summary.json, results.csv, report.html and report.svg of finished runs, and return tables to be shown."""
     rows, lengths = arms.summarise(settings, dict(finished)), arms.by_length(settings, dict(finished))
     costs = [
         {"task": run.task, "arm": run.arm, "learning_rate": run.learning_rate, "seed": run.seed}
@@ -29,17 +35,43 @@ def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path)
     records.write_json(workdir / "summary.json", summary | {"runs": costs})
     records.write_csv(workdir / "results.csv", rows)
     records.write_text(workdir / "report.html", figure(settings, rows))
+    records.write_text(workdir / "report.svg", picture(settings, rows))
     asked = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
-    return [found for task in asked for found in (table(settings, rows, task), length_table(settings, lengths, task))]
+    tables = []
+    for task in asked:
+        tables += [table(settings, rows, task), length_table(settings, lengths, task)]
+        if arms.chance(settings.tasks[task]) is None:
+            tables.append(difference_table(settings, rows, task))
+    return tables
 
 
 def table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
     """Return a task's accuracy at the training length by distance, as a rich table."""
+    own, heads = _by_class(settings, rows, task)
+    title = f"{task}: {_what(settings, task)} by distance in windows of {settings.window} tokens"
+    return _table(settings, title, heads, own)
+
+
+def difference_table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
+    """Return by how many bits per byte each arm differs from its rival, by distance, as a rich table."""
+    own, heads = _by_class(settings, rows, task)
+    names = dict(zip(("mean", "low", "high"), DIFFERENCE, strict=True))
+    own = {
+        key: row | {name: row[other] for name, other in names.items()}
+        for key, row in own.items()
+        if row["arm"] != row["rival"] and row["difference"] is not None
+    }
+    title = f"{task}: difference in bits per byte, paired by seed, by distance in windows of {settings.window} tokens"
+    labels = {arm: f"{arm} minus {settings.rival(arm)}" for arm in settings.arms}
+    return _table(settings, title, heads, own, labels)
+
+
+def _by_class(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> tuple[dict[tuple, dict], dict[tuple, str]]:
+    """Return a task's rows of the training length by (arm, class of distance), and the classes' titles."""
     own = [row for row in rows if row["task"] == task and row["factor"] == settings.factors[0]]
     classes = sorted({(row["over"], row["to"]) for row in own})
     heads = {each: f"{each[0] // settings.window} to {each[1] // settings.window}" for each in classes}
-    title = f"{task}: {_what(settings, task)} by distance in windows of {settings.window} tokens"
-    return _table(settings, title, heads, {(row["arm"], (row["over"], row["to"])): row for row in own})
+    return {(row["arm"], (row["over"], row["to"])): row for row in own}, heads
 
 
 def length_table(settings: Arms, lengths: Sequence[dict[str, Any]], task: str) -> Any:
@@ -56,7 +88,13 @@ def _what(settings: Arms, task: str) -> str:
     return "bits per byte" if chance is None else f"right answers in % (chance {100 * chance:.1f})"
 
 
-def _table(settings: Arms, title: str, heads: dict[Any, str], cells: dict[tuple[str, Any], dict[str, Any]]) -> Any:
+def _table(
+    settings: Arms,
+    title: str,
+    heads: dict[Any, str],
+    cells: dict[tuple[str, Any], dict[str, Any]],
+    labels: Mapping[str, str] | None = None,
+) -> Any:
     """Return a rich table of arms by columns; heads: column -> its title, cells: (arm, column) -> row."""
     from rich.table import Table
 
@@ -65,7 +103,8 @@ def _table(settings: Arms, title: str, heads: dict[Any, str], cells: dict[tuple[
         own = [row for (name, _), row in cells.items() if name == arm]
         if own:
             shown = [_shown(cells.get((arm, column))) for column in heads]
-            found.add_row(arm, f"{own[0]['learning_rate']:g}", str(own[0]["seeds"]), *shown)
+            name = arm if labels is None else labels[arm]
+            found.add_row(name, f"{own[0]['learning_rate']:g}", str(own[0]["seeds"]), *shown)
     return found
 
 
@@ -73,28 +112,26 @@ def _shown(row: dict[str, Any] | None) -> str:
     if row is None:
         return "-"
     scale, digits = (1, 3) if row["chance"] is None else (100, 1)
-    mean, low, high = (f"{scale * row[name]:.{digits}f}" for name in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]" if row["seeds"] > 1 else mean
+    numbers = [row[name] for name in ("mean", "low", "high") if row[name] is not None]
+    mean, *interval = (f"{scale * number:.{digits}f}" for number in numbers)
+    return f"{mean} [{', '.join(interval)}]" if interval else mean
 
 
 def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
     """Return an HTML page: accuracy against distance, a panel for each task, a line for each arm and row length."""
     from plotly import graph_objects
-    from plotly.colors import qualitative
     from plotly.subplots import make_subplots
 
     tasks = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
     page = make_subplots(rows=len(tasks), cols=1, subplot_titles=tasks, vertical_spacing=0.1)
     for index, task in enumerate(tasks, 1):
-        for color, arm in zip(itertools.cycle(qualitative.D3), settings.arms):
-            own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
-            # One point for each distance: from the shortest rows that have it.
-            points = {row["to"]: row for row in sorted(own, key=lambda row: -row["factor"])}
-            x = sorted(points)
+        for color, arm in zip(itertools.cycle(COLORS), settings.arms):
+            points = _points(rows, task, arm)
             scale = 1 if arms.chance(settings.tasks[task]) is None else 100
-            y = [scale * points[to]["mean"] for to in x]
-            high = [scale * (points[to]["high"] - points[to]["mean"]) for to in x]
-            low = [scale * (points[to]["mean"] - points[to]["low"]) for to in x]
+            x, y = [row["to"] for row in points], [scale * row["mean"] for row in points]
+            has_interval = [row["low"] is not None for row in points]
+            high = [scale * (row["high"] - row["mean"]) if has else 0 for row, has in zip(points, has_interval)]
+            low = [scale * (row["mean"] - row["low"]) if has else 0 for row, has in zip(points, has_interval)]
             page.add_trace(
                 graph_objects.Scatter(
                     x=x, y=y, name=arm, mode="lines+markers", line={"color": color}, showlegend=index == 1,
@@ -110,3 +147,53 @@ def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
         page.update_yaxes(title="bits per byte" if is_text else "right answers, %", row=index, col=1)
     page.update_layout(height=430 * max(1, len(tasks)), title="What memory buys: accuracy by distance, 95 % over seeds")
     return page.to_html(include_plotlyjs=True, full_html=True)
+
+
+def _points(rows: Sequence[dict[str, Any]], task: str, arm: str) -> list[dict[str, Any]]:
+    """Return an arm's row for each class of distance, nearest first: from the shortest rows that have it."""
+    own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
+    return sorted(
+        {row["to"]: row for row in sorted(own, key=lambda row: -row["factor"])}.values(), key=lambda r: r["to"]
+    )
+
+
+def picture(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
+    """Return an SVG for pages that show no HTML: right answers by distance, and of a text bits beside each rival."""
+    panels = []
+    for task in settings.tasks:
+        if arms.chance(settings.tasks[task]) is not None:
+            panels.append(_panel(settings, rows, task, None))
+        else:
+            rivals = dict.fromkeys(settings.rival(arm) for arm in settings.arms)
+            panels += [_panel(settings, rows, task, rival) for rival in rivals]
+    note = (
+        f"means over {len(settings.seeds)} seeds with 95 % intervals; a layer's attention sees {settings.window} tokens"
+    )
+    return line_picture.draw("What memory buys", note, [panel for panel in panels if panel.lines])
+
+
+def _panel(settings: Arms, rows: Sequence[dict[str, Any]], task: str, rival: str | None) -> Panel:
+    """Return the chart of a task: right answers in %, or with a rival bits per byte more than its."""
+    lines, length = [], settings.tasks[task].length
+    names, scale = (("mean", "low", "high"), 100) if rival is None else (DIFFERENCE, 1)
+    for color, arm in zip(itertools.cycle(COLORS), settings.arms):
+        if rival is None or (settings.rival(arm) == rival and arm != rival):
+            found = [row for row in _points(rows, task, arm) if row[names[0]] is not None]
+            shown = [[None if row[name] is None else scale * row[name] for name in names] for row in found]
+            if found:
+                lines.append(Line(arm, color, [Point(row["to"], *each) for row, each in zip(found, shown)]))
+    places = sorted({point.x for line in lines for point in line.points})
+    across = Axis("tokens back, up to", {place: f"{place:,}" for place in places}, is_log=True)
+    if rival is None:
+        percent = {value: f"{value} %" for value in (0, 25, 50, 75, 100)}
+        return Panel(f"{task}: right answers, rows of {length}", across, Axis("right answers", percent), lines)
+    across = across._replace(title="bytes of the row before, up to")
+    return Panel(f"{task}: bits per byte beside {rival}", across, _around_zero(lines), lines)
+
+
+def _around_zero(lines: Sequence[Line]) -> Axis:
+    """Return an axis of about six ticks, 0 among them, at whole hundredths."""
+    values = [0.0, *(point.y for line in lines for point in line.points)]
+    step = 0.01 * max(1, round((max(values) - min(values)) / 0.05))
+    ticks = range(math.floor(min(values) / step), max(math.ceil(max(values) / step), 1) + 1)
+    return Axis("bits per byte", {step * tick: f"{step * tick:+.2f}" if tick else "0" for tick in ticks})

@@ -50,6 +50,7 @@ class Arm(Base):
     d_ff: int = Field(gt=0)
     memory: DecoderMemory | None = None
     learning_rates: tuple[float, ...] = ()  # instead of those of Arms
+    against: str | None = None  # the arm that it is compared with; None = the first
 
 
 class Arms(Base):
@@ -77,6 +78,8 @@ class Arms(Base):
         for name, arm in self.arms.items():
             if arm.memory is not None and arm.memory.window not in (None, self.window):
                 raise ValueError(f"arms: window of {name} is {arm.memory.window}, and window={self.window}")
+            if arm.against not in (None, *self.arms):
+                raise ValueError(f"arms: {name} is against {arm.against}, wanted one of {', '.join(self.arms)}")
         for name, steps in self.task_steps.items():
             if name not in self.tasks or steps < 1:
                 raise ValueError(
@@ -102,6 +105,10 @@ class Arms(Base):
             d_ff=self.arms[arm].d_ff, **sizes,
         )  # fmt: skip
         return decoder_config.with_memory(plain, self.arms[arm].memory)
+
+    def rival(self, arm: str) -> str:
+        """Return the arm that another is compared with."""
+        return self.arms[arm].against or next(iter(self.arms))
 
     def steps_of(self, task: str) -> int:
         """Return how many steps an arm is trained on a task."""
@@ -145,7 +152,7 @@ def identity(settings: Arms, run: Run) -> dict[str, Any]:
     return {
         "config": config_id(settings),
         "run": [run.task, run.arm, run.learning_rate, run.seed],
-        "arm": arm.model_dump(mode="json", exclude={"learning_rates"}),
+        "arm": arm.model_dump(mode="json", exclude={"learning_rates", "against"}),
         "task": task.model_dump(mode="json", exclude=where) | ({"sha256": text_task.sha256(task)} if where else {}),
         "steps": settings.steps_of(run.task),
     }
@@ -216,37 +223,50 @@ def counted(scores: np.ndarray, distance: np.ndarray, window: int, longest: int,
 
 
 def summarise(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each (task, arm, factor, class of distance): the mean over seeds at the arm's best rate."""
+    """Return a row for each (task, arm, factor, class of distance): the mean over seeds at the arm's best rate.
+
+    `difference` is the mean minus that of the arm's rival, paired by seed; None where no seed has both.
+    """
     rows = []
-    for about, finished in _finished(settings, records):
+    for about, finished, rivals in _finished(settings, records):
         how = measure(settings.tasks[about["task"]])
         for factor in settings.factors:
-            rows += [about | {"factor": factor} | cell for cell in _cells(finished, factor, how)]
+            own, other = ([_cells(record, factor, how) for record in each] for each in (finished, rivals))
+            for over, to in sorted(set().union(*own)):
+                values = [cells.get((over, to)) for cells in own]
+                others = [cells.get((over, to)) for cells in other]
+                rows.append(about | {"factor": factor, "over": over, "to": to} | _mean(values, others, how))
     return rows
 
 
 def by_length(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each (task, arm, factor): the mean at all distances, over seeds at the arm's best rate."""
     rows = []
-    for about, finished in _finished(settings, records):
+    for about, finished, rivals in _finished(settings, records):
         how = measure(settings.tasks[about["task"]])
         for factor in settings.factors:
-            values = [record["factors"][str(factor)][how.mean] for record in finished]
-            rows.append(about | {"factor": factor} | _mean(values, how))
+            own, other = ([_overall(record, factor, how) for record in each] for each in (finished, rivals))
+            rows.append(about | {"factor": factor} | _mean(own, other, how))
     return rows
 
 
 def _finished(
     settings: Arms, records: dict[Run, dict[str, Any]]
-) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Yield what a row says about each (task, arm) that has runs, and its records at its best rate."""
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any] | None]]]:
+    """Yield what a row says about each (task, arm) that has runs, its records at its best rate, and its rival's.
+
+    Both lists are in the order of the arm's seeds; None where the rival has no run of a seed.
+    """
     for name, task in settings.tasks.items():
-        for arm in settings.arms:
-            best = best_rate(settings, records, name, arm)
-            if best is not None:
-                finished = [record for run, record in records.items() if run[:3] == (name, arm, best)]
-                about = {"task": name, "arm": arm, "learning_rate": best, "seeds": len(finished)}
-                yield about | {"measure": measure(task).name, "chance": chance(task)}, finished
+        best = {arm: best_rate(settings, records, name, arm) for arm in settings.arms}
+        for arm, rate in best.items():
+            if rate is not None:
+                rival = settings.rival(arm)
+                seeds = sorted(run.seed for run in records if run[:3] == (name, arm, rate))
+                about = {"task": name, "arm": arm, "learning_rate": rate, "seeds": len(seeds), "rival": rival}
+                finished = [records[Run(name, arm, rate, seed)] for seed in seeds]
+                rivals = [records.get(Run(name, rival, best[rival], seed)) for seed in seeds]
+                yield about | {"measure": measure(task).name, "chance": chance(task)}, finished, rivals
 
 
 def chance(task: AnyTask) -> float | None:
@@ -264,16 +284,29 @@ def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm
     return max(sorted(found), key=lambda rate: sign * float(np.mean(found[rate])), default=None)
 
 
-def _cells(records: Sequence[dict[str, Any]], factor: int, how: Measure) -> Iterator[dict[str, Any]]:
-    """Yield each class of distance with the mean over runs."""
-    tables = [{(c["over"], c["to"]): c for c in record["factors"][str(factor)]["cells"]} for record in records]
-    for over, to in sorted(set().union(*tables)):
-        cells = [table[over, to] for table in tables if (over, to) in table]
-        yield {"over": over, "to": to} | _mean([cell[how.total] / cell["asked"] for cell in cells], how)
+def _cells(record: dict[str, Any] | None, factor: int, how: Measure) -> dict[tuple[int, int], float]:
+    """Return a run's mean by class of distance; nothing for no run."""
+    cells = [] if record is None else record["factors"][str(factor)]["cells"]
+    return {(cell["over"], cell["to"]): cell[how.total] / cell["asked"] for cell in cells}
 
 
-def _mean(values: Sequence[float], how: Measure) -> dict[str, float]:
-    """Return a mean over runs and its 95 % t-interval, which for accuracies ends at 0 and 1."""
-    interval = statistics.t_interval(values)
-    most = math.inf if how.is_lower_better else 1.0
-    return {"mean": interval.mean, "low": max(interval.low, 0.0), "high": min(interval.high, most)}
+def _overall(record: dict[str, Any] | None, factor: int, how: Measure) -> float | None:
+    return None if record is None else record["factors"][str(factor)][how.mean]
+
+
+def _mean(values: Sequence[float | None], others: Sequence[float | None], how: Measure) -> dict[str, float | None]:
+    """Return a mean over runs, its difference to other runs, and the 95 % t-interval of both; None = not known."""
+    mean, low, high = _interval([value for value in values if value is not None])
+    if low is not None and not how.is_lower_better:
+        low, high = max(low, 0.0), min(high, 1.0)
+    both = [own - other for own, other in zip(values, others, strict=True) if own is not None and other is not None]
+    names = ("difference", "difference_low", "difference_high")
+    return {"mean": mean, "low": low, "high": high} | dict(zip(names, _interval(both), strict=True))
+
+
+def _interval(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """Return mean, low and high; one value has no interval, no value no mean."""
+    if not values:
+        return None, None, None
+    found = statistics.t_interval(values)
+    return (found.mean, found.low, found.high) if len(values) > 1 else (found.mean, None, None)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import pydantic
 from pydantic import Field
 
-from jaxbench.bench import environment, records, statistics
+from jaxbench.bench import environment, line_picture, records, statistics
+from jaxbench.bench.line_picture import Axis, Line, Panel, Point
 from jaxbench.config import Base
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
@@ -87,7 +88,7 @@ class Measured(NamedTuple):
 
 
 def run(settings: Cost, workdir: str | Path) -> dict[str, Any]:
-    """Measure every layer at every length, write summary.json, cost.csv and cost.html, and return the summary."""
+    """Measure layers by length, write summary.json, cost.csv, cost.html and cost.svg, and return the summary."""
     workdir, rows = Path(workdir), []
     parts = {name: importlib.import_module(module) for name, module in BACKENDS.items()}
     for length in settings.lengths:
@@ -107,6 +108,7 @@ def run(settings: Cost, workdir: str | Path) -> dict[str, Any]:
     records.write_json(workdir / "summary.json", summary)
     records.write_csv(workdir / "cost.csv", rows)
     records.write_text(workdir / "cost.html", page(rows))
+    records.write_text(workdir / "cost.svg", picture(summary))
     return summary
 
 
@@ -153,3 +155,39 @@ def page(rows: list[dict]) -> str:
         parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What context costs</title></head>'
     return head + "<body><h1>What context costs: one layer</h1>" + "\n".join(parts) + "</body></html>\n"
+
+
+def picture(summary: dict[str, Any]) -> str:
+    """Return the charts of a summary as one SVG for pages that show no HTML; where backends are equal, Flax alone."""
+    rows = [row | {"rate": row["length"] / row["seconds"] if row["seconds"] else None} for row in summary["rows"]]
+    lengths = sorted({row["length"] for row in rows})
+    across = Axis("tokens of context", {length: _short(length) for length in lengths}, is_log=True)
+    charts = (("temp_bytes", "Temporary memory", "iB"), ("state_bytes", "State of a sequence", "iB"))
+    charts += (("flops_per_token", "FLOPs a token", ""), ("rate", "Tokens per second", ""))
+    panels = []
+    for field, title, unit in charts:
+        lines = []
+        for backend in BACKENDS:
+            for layer in LAYERS:
+                own = [row for row in rows if (row["backend"], row["layer"]) == (backend, layer) and row[field]]
+                if own and not (field in ("state_bytes", "flops_per_token") and backend == "torch"):
+                    points = [Point(row["length"], row[field]) for row in own]
+                    lines.append(Line(TITLES[layer], COLORS[layer], points, backend == "torch"))
+        values = [point.y for line in lines for point in line.points]
+        if not values:
+            continue  # nothing fitted, so no rate is known
+        base = 4 if max(values) < 1000 * min(values) else 16
+        ticks = {value: _short(value, unit) for value in line_picture.powers(values, base)}
+        panels.append(Panel(title, across, Axis(title, ticks, is_log=True), lines))
+    about = summary["about"]
+    note = f"one layer, forward, batch 1, float32; {about['cpu']}, {about['threads']} threads; dashed: PyTorch"
+    return line_picture.draw("What context costs", note, panels)
+
+
+def _short(value: float, unit: str = "") -> str:
+    """Return a number with a binary prefix: 2048 -> 2 K."""
+    for prefix in ("", "K", "M", "G", "T"):
+        if value < 1024 or prefix == "T":
+            break
+        value /= 1024
+    return f"{value:g} {prefix}{unit}".strip()

@@ -47,6 +47,7 @@ class Speed(Base):
     length: int = Field(default=1024, ge=1)
     launches: int = Field(default=6, ge=2)
     repeats: int = Field(default=5, ge=1)  # calls of a case in a launch
+    memory_lengths: tuple[int, ...] = Field(default=(1024, 4096), min_length=1)  # at which peak memory is taken
     slope_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # forward and backward, batch 1, first network
     slope_repeats: int = Field(default=3, ge=1)
 
@@ -71,7 +72,7 @@ def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
         print(f"    launch {number + 1} of {settings.launches}", file=sys.stderr, flush=True)
     for arm in arms:
         for network, read in _cases(settings, arm):
-            memory.append(_peak(settings, arm, network, read, workdir))
+            memory += [_peak(settings.batch, length, arm, network, read, workdir) for length in settings.memory_lengths]
     slope = _slope(settings, workdir)
     about = environment.describe(threads=1) | {"missing": missing, "arms": versions}
     summary = {
@@ -130,16 +131,16 @@ def _measured(settings: Speed, arm: str, number: int, workdir: Path, versions: d
     return rows
 
 
-def _peak(settings: Speed, arm: str, network: Network, read: str, workdir: Path) -> dict:
+def _peak(batch: int, length: int, arm: str, network: Network, read: str, workdir: Path) -> dict:
     """Return the peak memory of forward and backward in a fresh process."""
     worker = _worker(arm, workdir, is_malloc_tuned=False)
-    size = {"batch": settings.batch, "length": settings.length}
+    case = {"network": _request(network, read), "part": "forward_backward", "batch": batch, "length": length}
     try:
         _ask(worker, "start")
-        found = _ask(worker, "memory", network=_request(network, read), part="forward_backward", **size)
+        found = _ask(worker, "memory", **case)
     finally:
         worker.close()
-    return {"arm": arm, "network": network.name, "read": read, "peak_bytes": found["peak_bytes"]}
+    return {"arm": arm, "network": network.name, "read": read, "length": length, "peak_bytes": found["peak_bytes"]}
 
 
 def _slope(settings: Speed, workdir: Path) -> dict:
@@ -193,9 +194,9 @@ def _ratios(rows: list[dict]) -> list[dict]:
 
 
 def _memory_ratios(memory: list[dict]) -> list[dict]:
-    peers = {row["network"]: row["peak_bytes"] for row in memory if row["arm"] == "titans"}
+    peers = {(row["network"], row["length"]): row["peak_bytes"] for row in memory if row["arm"] == "titans"}
     return [
-        row | {"ratio": peers[row["network"]] / row["peak_bytes"], "bar": BARS["memory"]}
+        row | {"ratio": peers[row["network"], row["length"]] / row["peak_bytes"], "bar": BARS["memory"]}
         for row in memory
         if row["arm"] != "titans" and peers
     ]
@@ -216,11 +217,12 @@ def tables(summary: dict[str, Any]) -> list[Any]:
             cells.append(f"{ratio['bar']:g} {'reached' if ratio['cpu'][1] >= ratio['bar'] else 'MISSED'}")
         table.add_row(*cells)
     found: list[Any] = [table]
-    memory = Table("network", "arm", "read", "peak MiB", "1 / x", title="Peak memory, forward and backward")
-    shares = {(r["network"], r["arm"], r["read"]): f"{r['ratio']:.1f}" for r in summary["memory_ratios"]}
-    for row in summary["memory"]:
-        key = (row["network"], row["arm"], row["read"])
-        memory.add_row(*key, f"{row['peak_bytes'] / 2**20:,.0f}", shares.get(key, ""))
+    memory = Table("network", "tokens", "arm", "read", "peak MiB", "1 / x", title="Peak memory, forward and backward")
+    names = ("network", "length", "arm", "read")
+    shares = {tuple(row[name] for name in names): f"{row['ratio']:.1f}" for row in summary["memory_ratios"]}
+    for row in sorted(summary["memory"], key=lambda row: (row["network"], row["length"])):
+        key = tuple(row[name] for name in names)
+        memory.add_row(*map(str, key), f"{row['peak_bytes'] / 2**20:,.0f}", shares.get(key, ""))
     slope = Table("tokens", "CPU s", "temp MiB", title="Forward and backward by length, batch 1")
     for point in summary["slope"]["points"]:
         cells = (f"{point['length']:,}", f"{point['cpu_seconds']:.3f}", f"{point['temp_bytes'] / 2**20:.1f}")

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from jaxbench import config
 from jaxbench.memory import arm_report, arms, tasks, text_task
@@ -104,6 +105,7 @@ def test_distances_fall_into_classes_that_double():
         ({"arms": {"plain": {"d_ff": 16, "memory": {"kind": "bank", "window": 8}}}}, "window of plain is 8"),
         ({"tasks": {"recall": {"task": "recall", "length": 5, "items": 4, "vocab_size": 16}}}, "length=5"),
         ({"factors": []}, "factors"),
+        ({"arms": {"plain": {"d_ff": 16, "against": "mag"}}}, "plain is against mag, wanted one of plain"),
         ({"task_steps": {"copy": 5}}, "task_steps has copy: 5, wanted a task of recall"),
     ],
 )
@@ -140,6 +142,39 @@ def test_the_learning_rate_of_a_text_is_the_one_with_fewest_bits():
         for seed in (0, 1)
     }
     assert arms.best_rate(settings, records, "prose", "plain") == 1e-2
+
+
+def test_arms_are_compared_with_their_rival_seed_by_seed(tmp_path):
+    plain = {"d_ff": 16}
+    names = {"plain": plain, "memory": plain, "half": plain | {"against": "memory"}}
+    settings = arms.Arms(**TEXT | {"arms": names, "learning_rates": [1e-2], "seeds": [0, 1, 2]})
+    bits = {"plain": (2.0, 4.0, 3.0), "memory": (1.9, 3.8, 2.7), "half": (2.0, 4.0)}
+    records = {}
+    for arm, values in bits.items():
+        for seed, mean in enumerate(values):
+            cells = [{"over": 0, "to": 4, "asked": 10, "bits": 10 * mean}]
+            found = {"bits_per_byte": mean, "cells": cells}
+            records[arms.Run("prose", arm, 1e-2, seed)] = {"held_out": mean, "factors": {f: found for f in "12"}}
+    expected = {"plain": (0.0, 0.0), "memory": (-0.2, 0.1), "half": (0.15, 0.0353553 * 2)}  # mean, std of differences
+    for rows in (arms.summarise(settings, records), arms.by_length(settings, records)):
+        for row in rows:
+            mean, spread = expected[row["arm"]]
+            count = len(bits[row["arm"]])
+            half = scipy.stats.t.ppf(0.975, count - 1) * spread / count**0.5
+            assert row["difference"] == pytest.approx(mean)
+            assert row["difference_high"] - row["difference"] == pytest.approx(half, abs=1e-6)
+            assert row["rival"] == ("memory" if row["arm"] == "half" else "plain")
+    rows = arms.summarise(settings, records)
+    picture = arm_report.picture(settings, rows)
+    assert "beside plain" in picture and "beside memory" in picture and picture.count("<polyline") == 2
+    table = arm_report.difference_table(settings, rows, "prose")
+    assert list(table.columns[0].cells) == ["memory minus plain", "half minus memory"]
+
+
+def test_a_mean_of_one_seed_has_no_interval(finished):
+    settings = arms.Arms(**PLAIN)
+    for row in arms.summarise(settings, arms.known(settings, finished)):
+        assert row["mean"] is not None and row["low"] is row["high"] is row["difference_low"] is None
 
 
 def test_rows_of_a_text_follow_it_and_no_others_reach_into_what_is_held_out(tmp_path):

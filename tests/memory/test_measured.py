@@ -1,12 +1,16 @@
 """What measures memories: ratios and exponents by hand, bytes and FLOPs by formula, stability that can fail."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
+from jaxbench import config
 from jaxbench.bench import memory_worker
-from jaxbench.memory import cost, cost_layer, speed, stability
+from jaxbench.memory import arm_report, arms, cost, cost_layer, speed, stability
 from jaxbench.memory.config import NeuralMemoryConfig
+from tests.structure import ROOT
 from torch_ref.memory import cost_layer as torch_cost_layer
 
 NEURAL = NeuralMemoryConfig(d_model=8, num_heads=2, head_dim=4, chunk_size=16, depth=1)
@@ -111,6 +115,21 @@ def test_the_page_has_a_line_for_each_layer_and_backend(table):
     page = cost.page(rows)
     assert all(f"{title}, {name}" in page for title in cost.TITLES.values() for name in PARTS)
     assert cost.saving(rows, 2048)["torch"] > 8
+    picture = cost.picture({"about": {"cpu": "a processor", "threads": 2}, "rows": rows})
+    assert all(picture.count(f">{title}</text>") == 1 for title in cost.TITLES.values())
+    assert picture.count("<polyline") == 4 * 2 + 4 + 4, "no rate was measured; state and FLOPs are the same on both"
+
+
+RESULTS = ROOT / "experiments" / "results" / "2026-11-21-memory"
+
+
+def test_pictures_in_the_docs_are_those_of_the_committed_records():
+    summary = json.loads((RESULTS / "cost.json").read_text())
+    assert cost.picture(summary) == (ROOT / "docs" / "memory_cost.svg").read_text()
+    for name in ("arms",):
+        settings = config.load(ROOT / "configs" / "memory" / f"{name}.yaml", (), arms.Arms)
+        rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        assert arm_report.picture(settings, rows) == (ROOT / "docs" / f"memory_{name}.svg").read_text()
 
 
 def test_a_length_that_segments_do_not_fill_is_refused():
