@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench import cli
+from jaxbench import cli, launch
 from jaxbench.memory import decoder_config
 from jaxbench.train_config import TrainConfig
 
@@ -47,6 +47,7 @@ def change_of_logits(settings: TrainConfig, batch: Any) -> float:
 
 def main() -> int:
     """Print the change; 1 where it is above the limit."""
+    launch.ensure("cpu")
     from jaxbench import train_run
 
     settings = cli.load_config(TrainConfig)

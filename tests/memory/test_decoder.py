@@ -29,7 +29,7 @@ PLAIN = TransformerConfig(
 SIZES = {"d_model": 16, "num_heads": 2, "head_dim": 8}
 BANK = BankConfig(**SIZES, block_size=2, memory_slots=2, ratio=2)
 ROWS, LENGTH = 2, 12
-ARMS = [path.stem for path in Path("configs/ltm").glob("*.yaml") if path.stem != "smollm2"]
+ARMS = [path.stem for path in Path("configs/ltm").glob("*.yaml") if not path.stem.startswith("smollm2")]
 
 
 def neural(kind):
