@@ -51,16 +51,16 @@ class Axis(NamedTuple):
         """Return where a value lies, from 0 to 1 between the outer ticks; what lies outside is moved to the edge.
 
         Raises:
-          ValueError: there is no tick.
+          ValueError: there is no tick, the value is none, or a tick of a logarithmic axis is not positive.
         """
-        if not self.ticks:
-            raise ValueError(f"picture: axis {self.title!r} has no ticks, wanted at least one")
+        if not self.ticks or math.isnan(value) or (self.is_log and min(self.ticks) <= 0):
+            raise ValueError(f"picture: {value} has no place on axis {self.title!r} with ticks {list(self.ticks)}")
         if len(self.ticks) == 1:
             return 0.5
-        scale = math.log if self.is_log else float
-        low, high = scale(min(self.ticks)), scale(max(self.ticks))
         if self.is_log and value <= 0:
             return 0.0
+        scale = math.log if self.is_log else float
+        low, high = scale(min(self.ticks)), scale(max(self.ticks))
         return min(max((scale(value) - low) / (high - low), 0.0), 1.0)
 
 
@@ -77,11 +77,11 @@ def powers(values: Sequence[float], base: int) -> list[float]:
     """Return powers of `base`, from at or below the smallest positive value to at or above the largest.
 
     Raises:
-      ValueError: no value is positive.
+      ValueError: no value is positive, or one is not finite.
     """
     positive = [value for value in values if value > 0]
-    if not positive:
-        raise ValueError(f"picture: a logarithmic axis needs a positive value, got {list(values)[:5]}")
+    if not positive or not all(map(math.isfinite, values)):
+        raise ValueError(f"picture: a logarithmic axis needs finite values, a positive one too, got {list(values)[:5]}")
     low = math.floor(math.log(min(positive), base) + 1e-9)
     high = math.ceil(math.log(max(positive), base) - 1e-9)
     return [float(base) ** power for power in range(low, max(high, low + 1) + 1)]

@@ -13,7 +13,7 @@ from jaxbench.bench.line_picture import Axis, Line, Panel, Point
 from jaxbench.memory import arms
 from jaxbench.memory.arms import Arms, Run
 
-# Readable on white and on near-black alike, arm after arm; the first is what the others are compared with.
+# Readable on white and on near-black alike, arm after arm.
 COLORS = ("#8b8f98", "#3b82f6", "#9061d6", "#e5722a", "#0d9f8c", "#c2568f", "#b08d1a", "#5b8c2a", "#d84c4c", "#6d7ec9")
 DIFFERENCE = ("difference", "difference_low", "difference_high")
 
@@ -40,8 +40,8 @@ def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path)
     tables = []
     for task in asked:
         tables += [table(settings, rows, task), length_table(settings, lengths, task)]
-        if arms.chance(settings.tasks[task]) is None:
-            tables.append(difference_table(settings, rows, task))
+        if any(row["pairs"] and row["arm"] != row["rival"] for row in rows if row["task"] == task):
+            tables.append(difference_table(settings, rows, lengths, task))
     return tables
 
 
@@ -52,16 +52,21 @@ def table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
     return _table(settings, title, heads, own)
 
 
-def difference_table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
-    """Return by how many bits per byte each arm differs from its rival, by distance, as a rich table."""
+def difference_table(
+    settings: Arms, rows: Sequence[dict[str, Any]], lengths: Sequence[dict[str, Any]], task: str
+) -> Any:
+    """Return how far each arm is from its rival, by distance and by length of the rows, as a rich table."""
     own, heads = _by_class(settings, rows, task)
-    names = dict(zip(("mean", "low", "high"), DIFFERENCE, strict=True))
+    own |= {(row["arm"], row["factor"]): row for row in lengths if row["task"] == task}
+    heads = heads | {factor: f"rows of {factor * settings.tasks[task].length:,}" for factor in settings.factors}
+    names = dict(zip(("mean", "low", "high", "seeds"), (*DIFFERENCE, "pairs"), strict=True))
     own = {
         key: row | {name: row[other] for name, other in names.items()}
         for key, row in own.items()
-        if row["arm"] != row["rival"] and row["difference"] is not None
+        if row["arm"] != row["rival"] and row["pairs"]
     }
-    title = f"{task}: difference in bits per byte, paired by seed, by distance in windows of {settings.window} tokens"
+    what = "bits per byte" if arms.chance(settings.tasks[task]) is None else "right answers in %"
+    title = f"{task}: difference in {what}, paired by seed, by distance in windows of {settings.window} tokens"
     labels = {arm: f"{arm} minus {settings.rival(arm)}" for arm in settings.arms}
     return _table(settings, title, heads, own, labels)
 
@@ -118,12 +123,12 @@ def _shown(row: dict[str, Any] | None) -> str:
 
 
 def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
-    """Return an HTML page: accuracy against distance, a panel for each task, a line for each arm and row length."""
+    """Return an HTML page: accuracy against distance, a panel for each task, a line for each arm."""
     from plotly import graph_objects
     from plotly.subplots import make_subplots
 
     tasks = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
-    page = make_subplots(rows=len(tasks), cols=1, subplot_titles=tasks, vertical_spacing=0.1)
+    page = make_subplots(rows=max(1, len(tasks)), cols=1, subplot_titles=tasks, vertical_spacing=0.1)
     for index, task in enumerate(tasks, 1):
         for color, arm in zip(itertools.cycle(COLORS), settings.arms):
             points = _points(rows, task, arm)
@@ -166,9 +171,12 @@ def picture(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
         else:
             rivals = dict.fromkeys(settings.rival(arm) for arm in settings.arms)
             panels += [_panel(settings, rows, task, rival) for rival in rivals]
-    note = (
-        f"means over {len(settings.seeds)} seeds with 95 % intervals; a layer's attention sees {settings.window} tokens"
-    )
+    counts = [row["seeds"] for row in rows]
+    about = "no runs"
+    if counts:
+        number = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else f"{max(counts)}"
+        about = f"means over {number} seeds with 95 % intervals" if max(counts) > 1 else "one seed"
+    note = f"{about}; each point from the shortest rows that reach so far; attention sees {settings.window} tokens"
     return line_picture.draw("What memory buys", note, [panel for panel in panels if panel.lines])
 
 
@@ -186,14 +194,14 @@ def _panel(settings: Arms, rows: Sequence[dict[str, Any]], task: str, rival: str
     across = Axis("tokens back, up to", {place: f"{place:,}" for place in places}, is_log=True)
     if rival is None:
         percent = {value: f"{value} %" for value in (0, 25, 50, 75, 100)}
-        return Panel(f"{task}: right answers, rows of {length}", across, Axis("right answers", percent), lines)
-    across = across._replace(title="bytes of the row before, up to")
-    return Panel(f"{task}: bits per byte beside {rival}", across, _around_zero(lines), lines)
+        return Panel(f"{task}: right answers, trained in rows of {length}", across, Axis("answers", percent), lines)
+    across = across._replace(title=f"bytes of the row before, up to; trained in rows of {length}")
+    return Panel(f"{task}: bits per byte minus those of {rival}", across, _around_zero(lines), lines)
 
 
 def _around_zero(lines: Sequence[Line]) -> Axis:
     """Return an axis of about six ticks, 0 among them, at whole hundredths."""
-    values = [0.0, *(point.y for line in lines for point in line.points)]
+    values = [0.0, *(value for line in lines for point in line.points for value in point[1:] if value is not None)]
     step = 0.01 * max(1, round((max(values) - min(values)) / 0.05))
     ticks = range(math.floor(min(values) / step), max(math.ceil(max(values) / step), 1) + 1)
     return Axis("bits per byte", {step * tick: f"{step * tick:+.2f}" if tick else "0" for tick in ticks})

@@ -50,7 +50,8 @@ class Arm(Base):
     d_ff: int = Field(gt=0)
     memory: DecoderMemory | None = None
     learning_rates: tuple[float, ...] = ()  # instead of those of Arms
-    against: str | None = None  # the arm that it is compared with; None = the first
+    seeds: tuple[int, ...] = ()  # instead of those of Arms
+    against: str | None = None  # another arm, its rival, from which it is told apart; None = the first
 
 
 class Arms(Base):
@@ -78,8 +79,8 @@ class Arms(Base):
         for name, arm in self.arms.items():
             if arm.memory is not None and arm.memory.window not in (None, self.window):
                 raise ValueError(f"arms: window of {name} is {arm.memory.window}, and window={self.window}")
-            if arm.against not in (None, *self.arms):
-                raise ValueError(f"arms: {name} is against {arm.against}, wanted one of {', '.join(self.arms)}")
+            if arm.against is not None and (arm.against == name or arm.against not in self.arms):
+                raise ValueError(f"arms: {name} is against {arm.against}, wanted another of {', '.join(self.arms)}")
         for name, steps in self.task_steps.items():
             if name not in self.tasks or steps < 1:
                 raise ValueError(
@@ -87,13 +88,13 @@ class Arms(Base):
                 )
         smallest = min(task.vocab_size for task in self.tasks.values())
         sizes = {name: self.num_params(name, smallest) for name in self.arms}
-        first = next(iter(sizes.values()))
         for name, size in sizes.items():
-            if abs(size / first - 1) > TOLERANCE:
-                raise ValueError(
-                    f"arms: {name} has {size} parameters, {next(iter(sizes))} has {first}: more than {TOLERANCE:.0%} "
-                    "apart; change its d_ff"
-                )
+            for other in (next(iter(sizes)), self.rival(name)):
+                if abs(size / sizes[other] - 1) > TOLERANCE:
+                    raise ValueError(
+                        f"arms: {name} has {size} parameters, {other} has {sizes[other]}: more than {TOLERANCE:.0%} "
+                        "apart; change its d_ff"
+                    )
         return self
 
     def model(self, arm: str, vocab_size: int) -> TransformerConfig:
@@ -131,9 +132,11 @@ class Run(NamedTuple):
 def runs(settings: Arms) -> list[Run]:
     """Return every run: all arms of a task, seed after seed, so that an unfinished table is of whole seeds."""
     found = []
-    for seed in settings.seeds:
+    for seed in dict.fromkeys((*settings.seeds, *(seed for arm in settings.arms.values() for seed in arm.seeds))):
         for task in settings.tasks:
             for name, arm in settings.arms.items():
+                if seed not in (arm.seeds or settings.seeds):
+                    continue
                 rates = arm.learning_rates or settings.learning_rates
                 found += [Run(task, name, rate, seed) for rate in rates]
     return found
@@ -152,7 +155,7 @@ def identity(settings: Arms, run: Run) -> dict[str, Any]:
     return {
         "config": config_id(settings),
         "run": [run.task, run.arm, run.learning_rate, run.seed],
-        "arm": arm.model_dump(mode="json", exclude={"learning_rates", "against"}),
+        "arm": arm.model_dump(mode="json", exclude={"learning_rates", "seeds", "against"}),
         "task": task.model_dump(mode="json", exclude=where) | ({"sha256": text_task.sha256(task)} if where else {}),
         "steps": settings.steps_of(run.task),
     }
@@ -225,7 +228,7 @@ def counted(scores: np.ndarray, distance: np.ndarray, window: int, longest: int,
 def summarise(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each (task, arm, factor, class of distance): the mean over seeds at the arm's best rate.
 
-    `difference` is the mean minus that of the arm's rival, paired by seed; None where no seed has both.
+    `difference` is the mean difference to the arm's rival over the `pairs` of runs that share a seed; None: no pair.
     """
     rows = []
     for about, finished, rivals in _finished(settings, records):
@@ -295,13 +298,17 @@ def _overall(record: dict[str, Any] | None, factor: int, how: Measure) -> float 
 
 
 def _mean(values: Sequence[float | None], others: Sequence[float | None], how: Measure) -> dict[str, float | None]:
-    """Return a mean over runs, its difference to other runs, and the 95 % t-interval of both; None = not known."""
+    """Return a mean over runs and the mean difference of pairs of runs, with 95 % t-intervals; None = not known.
+
+    No measure is below 0, and no accuracy above 1, so intervals of means end there.
+    """
     mean, low, high = _interval([value for value in values if value is not None])
-    if low is not None and not how.is_lower_better:
-        low, high = max(low, 0.0), min(high, 1.0)
+    if low is not None:
+        low, high = max(low, 0.0), high if how.is_lower_better else min(high, 1.0)
     both = [own - other for own, other in zip(values, others, strict=True) if own is not None and other is not None]
     names = ("difference", "difference_low", "difference_high")
-    return {"mean": mean, "low": low, "high": high} | dict(zip(names, _interval(both), strict=True))
+    found = {"mean": mean, "low": low, "high": high, "pairs": len(both)}
+    return found | dict(zip(names, _interval(both), strict=True))
 
 
 def _interval(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:

@@ -161,8 +161,8 @@ def picture(summary: dict[str, Any]) -> str:
     """Return the charts of a summary as one SVG for pages that show no HTML; where backends are equal, Flax alone."""
     rows = [row | {"rate": row["length"] / row["seconds"] if row["seconds"] else None} for row in summary["rows"]]
     lengths = sorted({row["length"] for row in rows})
-    across = Axis("tokens of context", {length: _short(length) for length in lengths}, is_log=True)
-    charts = (("temp_bytes", "Temporary memory", "iB"), ("state_bytes", "State of a sequence", "iB"))
+    across = Axis("tokens of context", {length: f"{length:,}" for length in lengths}, is_log=True)
+    charts = (("temp_bytes", "Temporary memory", "B"), ("state_bytes", "State of a sequence", "B"))
     charts += (("flops_per_token", "FLOPs a token", ""), ("rate", "Tokens per second", ""))
     panels = []
     for field, title, unit in charts:
@@ -176,7 +176,7 @@ def picture(summary: dict[str, Any]) -> str:
         values = [point.y for line in lines for point in line.points]
         if not values:
             continue  # nothing fitted, so no rate is known
-        base = 4 if max(values) < 1000 * min(values) else 16
+        base = 10 if not unit else 4 if max(values) < 1000 * min(values) else 16
         ticks = {value: _short(value, unit) for value in line_picture.powers(values, base)}
         panels.append(Panel(title, across, Axis(title, ticks, is_log=True), lines))
     about = summary["about"]
@@ -185,9 +185,10 @@ def picture(summary: dict[str, Any]) -> str:
 
 
 def _short(value: float, unit: str = "") -> str:
-    """Return a number with a binary prefix: 2048 -> 2 K."""
+    """Return a number with a prefix: 16,384 bytes -> 16 KiB, and of what is counted 10,000 -> 10 K."""
+    step = 1024 if unit else 1000
     for prefix in ("", "K", "M", "G", "T"):
-        if value < 1024 or prefix == "T":
+        if value < step or prefix == "T":
             break
-        value /= 1024
-    return f"{value:g} {prefix}{unit}".strip()
+        value /= step
+    return f"{value:g} {prefix}{'i' if prefix and unit else ''}{unit}".strip()

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -47,7 +47,7 @@ class Speed(Base):
     length: int = Field(default=1024, ge=1)
     launches: int = Field(default=6, ge=2)
     repeats: int = Field(default=5, ge=1)  # calls of a case in a launch
-    memory_lengths: tuple[int, ...] = Field(default=(1024, 4096), min_length=1)  # at which peak memory is taken
+    memory_lengths: tuple[Annotated[int, Field(ge=1)], ...] = (1024, 4096)  # at which peak memory is taken
     slope_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # forward and backward, batch 1, first network
     slope_repeats: int = Field(default=3, ge=1)
 

@@ -40,6 +40,8 @@ def test_a_single_tick_stands_in_the_middle():
 def test_what_lies_outside_is_drawn_at_the_edge():
     inside, outside = points_of(drawn(Line("arm", "#123456", [Point(100, 1.0), Point(1000, 7.0)])))
     assert inside == outside
+    lowest, negative = points_of(drawn(Line("arm", "#123456", [Point(1, 0.0), Point(-5, 0.0)])))
+    assert lowest == negative, "a logarithmic axis has no place left of its first tick"
 
 
 def test_words_are_escaped_and_a_name_stands_once():
@@ -63,7 +65,9 @@ def test_powers_enclose_the_values():
 
 
 def test_an_axis_that_cannot_be_drawn_is_refused_with_its_values():
-    with pytest.raises(ValueError, match="axis 'share' has no ticks"):
-        drawn(Line("arm", "#123456", [Point(1, 0.0)]), y=Axis("share", {}))
-    with pytest.raises(ValueError, match=r"a logarithmic axis needs a positive value, got \[0.0\]"):
-        line_picture.powers([0.0], 2)
+    for y, value in ((Axis("share", {}), 0.5), (Axis("share", {0: "0", 1: "1"}, is_log=True), 0), (UP, float("nan"))):
+        with pytest.raises(ValueError, match="has no place on axis 'share' with ticks"):
+            drawn(Line("arm", "#123456", [Point(10, value)]), y=y)
+    for values in ([0.0], [1.0, float("inf")]):
+        with pytest.raises(ValueError, match="a logarithmic axis needs finite values, a positive one too, got"):
+            line_picture.powers(values, 2)

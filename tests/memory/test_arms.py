@@ -105,7 +105,12 @@ def test_distances_fall_into_classes_that_double():
         ({"arms": {"plain": {"d_ff": 16, "memory": {"kind": "bank", "window": 8}}}}, "window of plain is 8"),
         ({"tasks": {"recall": {"task": "recall", "length": 5, "items": 4, "vocab_size": 16}}}, "length=5"),
         ({"factors": []}, "factors"),
-        ({"arms": {"plain": {"d_ff": 16, "against": "mag"}}}, "plain is against mag, wanted one of plain"),
+        ({"arms": {"plain": {"d_ff": 16, "against": "mag"}}}, "plain is against mag, wanted another of plain"),
+        ({"arms": {"plain": {"d_ff": 16, "against": "plain"}}}, "plain is against plain, wanted another of plain"),
+        (
+            {"arms": {"a": {"d_ff": 16}, "b": {"d_ff": 14}, "c": {"d_ff": 18, "against": "b"}}},
+            "c has 2192 parameters, b has 2000: more than 5%",
+        ),
         ({"task_steps": {"copy": 5}}, "task_steps has copy: 5, wanted a task of recall"),
     ],
 )
@@ -148,33 +153,60 @@ def test_arms_are_compared_with_their_rival_seed_by_seed(tmp_path):
     plain = {"d_ff": 16}
     names = {"plain": plain, "memory": plain, "half": plain | {"against": "memory"}}
     settings = arms.Arms(**TEXT | {"arms": names, "learning_rates": [1e-2], "seeds": [0, 1, 2]})
-    bits = {"plain": (2.0, 4.0, 3.0), "memory": (1.9, 3.8, 2.7), "half": (2.0, 4.0)}
+    bits = {"plain": (2.0, 4.0, 3.0), "memory": (1.9, 3.8), "half": (2.0, 4.0, 7.0)}
     records = {}
     for arm, values in bits.items():
         for seed, mean in enumerate(values):
             cells = [{"over": 0, "to": 4, "asked": 10, "bits": 10 * mean}]
             found = {"bits_per_byte": mean, "cells": cells}
             records[arms.Run("prose", arm, 1e-2, seed)] = {"held_out": mean, "factors": {f: found for f in "12"}}
-    expected = {"plain": (0.0, 0.0), "memory": (-0.2, 0.1), "half": (0.15, 0.0353553 * 2)}  # mean, std of differences
+    expected = {"plain": (3, 0.0, 0.0), "memory": (2, -0.15, 0.0707107), "half": (2, 0.15, 0.0707107)}  # mean, std
     for rows in (arms.summarise(settings, records), arms.by_length(settings, records)):
         for row in rows:
-            mean, spread = expected[row["arm"]]
-            count = len(bits[row["arm"]])
+            count, mean, spread = expected[row["arm"]]
+            assert row["pairs"] == count and row["seeds"] == len(bits[row["arm"]])
             half = scipy.stats.t.ppf(0.975, count - 1) * spread / count**0.5
             assert row["difference"] == pytest.approx(mean)
             assert row["difference_high"] - row["difference"] == pytest.approx(half, abs=1e-6)
             assert row["rival"] == ("memory" if row["arm"] == "half" else "plain")
-    rows = arms.summarise(settings, records)
+    rows, lengths = arms.summarise(settings, records), arms.by_length(settings, records)
     picture = arm_report.picture(settings, rows)
-    assert "beside plain" in picture and "beside memory" in picture and picture.count("<polyline") == 2
-    table = arm_report.difference_table(settings, rows, "prose")
+    assert "those of plain" in picture and "those of memory" in picture and picture.count("<polyline") == 2
+    assert "means over 2 to 3 seeds" in picture
+    table = arm_report.difference_table(settings, rows, lengths, "prose")
     assert list(table.columns[0].cells) == ["memory minus plain", "half minus memory"]
+    assert list(table.columns[2].cells) == ["2", "2"]
+    alone = {run: record for run, record in records.items() if run.arm == "half"}
+    rows = arms.summarise(settings, alone)
+    assert all(row["mean"] == pytest.approx(13 / 3) and row["difference"] is None and not row["pairs"] for row in rows)
+    assert "<polyline" not in arm_report.picture(settings, rows)
+
+
+def test_an_arm_may_have_seeds_and_rates_of_its_own():
+    names = {"plain": {"d_ff": 16}, "memory": {"d_ff": 16, "seeds": [1, 5], "learning_rates": [1e-3]}}
+    settings = arms.Arms(**PLAIN | {"arms": names, "seeds": [0, 1]})
+    assert [run[1:] for run in arms.runs(settings)] == [
+        ("plain", 1e-2, 0), ("plain", 1e-2, 1), ("memory", 1e-3, 1), ("memory", 1e-3, 5),
+    ]  # fmt: skip
+
+
+def test_a_part_without_runs_still_reports(tmp_path):
+    settings = arms.Arms(**PLAIN)
+    assert arm_report.write(settings, {}, tmp_path) == [] and "no runs" in (tmp_path / "report.svg").read_text()
 
 
 def test_a_mean_of_one_seed_has_no_interval(finished):
     settings = arms.Arms(**PLAIN)
-    for row in arms.summarise(settings, arms.known(settings, finished)):
+    rows = arms.summarise(settings, arms.known(settings, finished))
+    for row in rows:
         assert row["mean"] is not None and row["low"] is row["high"] is row["difference_low"] is None
+    assert "one seed; each point" in arm_report.picture(settings, rows)
+
+
+def test_intervals_end_where_a_measure_does():
+    assert arms._mean([2.0, 1.0, 4.0], [None] * 3, arms.BITS)["low"] == 0.0
+    found = arms._mean([0.1, 0.9], [0.2, 0.8], arms.RIGHT)
+    assert (found["low"], found["high"]) == (0.0, 1.0) and found["difference_low"] < 0 < found["difference_high"]
 
 
 def test_rows_of_a_text_follow_it_and_no_others_reach_into_what_is_held_out(tmp_path):

@@ -41,6 +41,18 @@ def test_ratios_are_of_medians_in_the_same_launch():
     assert speed._ratios([row("flax", 0, 1.0)]) == []
 
 
+def test_peak_memory_is_compared_at_the_same_length():
+    def row(arm, length, peak):
+        return {"arm": arm, "network": "n", "read": "chunk", "length": length, "peak_bytes": peak}
+
+    rows = [row("flax", 1024, 10), row("titans", 1024, 30), row("flax", 4096, 20), row("titans", 4096, 180)]
+    found = speed._memory_ratios(rows)
+    assert {each["length"]: each["ratio"] for each in found} == {1024: 3.0, 4096: 9.0}
+    assert speed._memory_ratios(rows[:1]) == []
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        speed.Speed(networks=[], memory_lengths=[0])
+
+
 @pytest.mark.parametrize(("engine", "part"), [("flax", "forward"), ("torch", "forward_backward")])
 def test_a_worker_of_each_backend_answers_the_benchmark(tmp_path, engine, part):
     """In a process of its own: in this one the peak of all tests so far may lie above what the case takes."""
@@ -118,6 +130,11 @@ def test_the_page_has_a_line_for_each_layer_and_backend(table):
     picture = cost.picture({"about": {"cpu": "a processor", "threads": 2}, "rows": rows})
     assert all(picture.count(f">{title}</text>") == 1 for title in cost.TITLES.values())
     assert picture.count("<polyline") == 4 * 2 + 4 + 4, "no rate was measured; state and FLOPs are the same on both"
+
+
+def test_bytes_have_binary_prefixes_and_counts_decimal_ones():
+    assert [cost._short(value, "B") for value in (256, 16 * 2**10, 2.0**40)] == ["256 B", "16 KiB", "1 TiB"]
+    assert [cost._short(value) for value in (1, 10_000, 1e6)] == ["1", "10 K", "1 M"]
 
 
 RESULTS = ROOT / "experiments" / "results" / "2026-11-21-memory"
