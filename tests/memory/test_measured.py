@@ -143,9 +143,9 @@ RESULTS = ROOT / "experiments" / "results" / "2026-11-21-memory"
 def test_pictures_in_the_docs_are_those_of_the_committed_records():
     summary = json.loads((RESULTS / "cost.json").read_text())
     assert cost.picture(summary) == (ROOT / "docs" / "memory_cost.svg").read_text()
-    for name in ("arms",):
+    for name, day in (("arms", "2026-11-21"), ("books", "2026-11-22")):
         settings = config.load(ROOT / "configs" / "memory" / f"{name}.yaml", (), arms.Arms)
-        rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        rows = json.loads((RESULTS.parent / f"{day}-memory" / f"{name}.json").read_text())["rows"]
         assert arm_report.picture(settings, rows) == (ROOT / "docs" / f"memory_{name}.svg").read_text()
 
 
