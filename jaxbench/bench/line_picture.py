@@ -12,12 +12,9 @@ from typing import NamedTuple
 
 from jaxbench.bench.picture import GAP, MARGIN, STYLE, WIDTH
 
-HEIGHT, LABEL, FOOT, HEAD = (
-    300,
-    52,
-    46,
-    30,
-)  # of a panel; left of it for numbers; below it for its axis; above for its title
+HEIGHT = 300  # of a panel, with HEAD above for its title and FOOT below for its axis
+HEAD, FOOT = 30, 46
+LABEL = 52  # width left of a panel's lines, for numbers
 LEGEND = 22  # height of a row of names
 DASHES = {False: "", True: ' stroke-dasharray="5 4"'}
 
