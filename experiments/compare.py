@@ -21,8 +21,9 @@ from jaxbench import cli
 
 def main() -> int:
     """Run the suite that the flags name; 1 when the parity proof failed."""
-    from rich.console import Console
+    from rich import markup
 
+    from jaxbench import terminal
     from jaxbench.bench import records, report, run
     from jaxbench.bench.suite import Suite
 
@@ -34,11 +35,11 @@ def main() -> int:
         update={name: flags.FLAGS[name].value for name in ("model", "data") if flags.FLAGS[name].present}
     )
     workdir = Path(flags.FLAGS.workdir or Path("out") / Path(flags.FLAGS.config).stem)
-    console, started = Console(stderr=True), time.monotonic()
+    console, started = terminal.console(stderr=True), time.monotonic()
     cli.keep(f"finished results are in {workdir / records.RESULTS_NAME}; go on with --resume")
 
     def say(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim] {text}", highlight=False, soft_wrap=True)
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim] {markup.escape(text)}", soft_wrap=True)
 
     found = run.compare(
         suite,

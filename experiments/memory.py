@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch
+from jaxbench import cli, launch, terminal
 
 VALUES = flags.FLAGS
 AIM, AIM_LENGTH = 128, 32_768  # times less memory than naive attention, at so many tokens
@@ -101,9 +101,7 @@ def cost() -> int:
 
 def show(tables: list) -> None:
     """Print rich renderables."""
-    from jaxbench.bench import report
-
-    screen = report.screen()
+    screen = terminal.console()
     for table in tables:
         screen.print(table)
 

@@ -56,11 +56,9 @@ def main() -> int:
     os.environ.update(launch.simulated_devices(NUM_DEVICES))
     launch.ensure("cpu")
     cases = selected()
-    from rich.console import Console
+    from jaxbench import parallel_proof, terminal
 
-    from jaxbench import parallel_proof
-
-    console, failed, worst = Console(), 0, 0.0
+    console, failed, worst = terminal.console(), 0, 0.0
     for number, one in enumerate(cases, start=1):
         proof = parallel_proof.prove(one)
         failures = [comparison.first_failure for comparison in proof.values() if not comparison.passed]
@@ -68,7 +66,7 @@ def main() -> int:
         failed, worst = failed + bool(failures), max(worst, largest[0])
         verdict = f"FAILED at {failures[0].name}" if failures else "equal"
         line = f"{number}/{len(cases)} {one.id}: {verdict}, worst {largest[1]} {largest[0]:.1e}"
-        console.print(line, style="bold red" if failures else "green", highlight=False)
+        console.print(line, style="bold red" if failures else "green")
         if flags.FLAGS.output:
             found = {"case": one.id, "passed": not failures, "worst": largest[0], "kind": largest[1]}
             with open(flags.FLAGS.output, "a", encoding="utf-8") as file:

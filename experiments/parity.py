@@ -55,11 +55,10 @@ def main() -> int:
     """Run the selected cases; 1 when a gate fails."""
     chosen = selected()
     launch.ensure("cpu")
-    from rich.console import Console
-
+    from jaxbench import terminal
     from jaxbench.parity import mutation, report, run
 
-    values, console = flags.FLAGS, Console()
+    values, console = flags.FLAGS, terminal.console()
     workdir, results = Path(values.workdir), []
     cli.keep(f"finished cases are in {workdir / 'parity.json'}")
     for number, case in enumerate(chosen, start=1):
@@ -75,7 +74,7 @@ def main() -> int:
         report.write_page(workdir / "parity.html", results)
     passed = all(result["passed"] for result in results)
     if values.mutations or values.all:
-        gate = mutation.gate(mutation.score(lambda line: console.print(line, style="dim", highlight=False)))
+        gate = mutation.gate(mutation.score(lambda line: console.print(line, style="dim")))
         run.write(workdir / "mutations.json", gate._asdict())
         console.print(f"P9 {gate.note}" + (f"; wrong: {gate.where}" if gate.where else ""))
         passed = passed and gate.passed

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch
+from jaxbench import cli, launch, terminal
 
 VALUES = flags.FLAGS
 DETECTORS = {
@@ -186,14 +186,12 @@ def check_vocab_size(model: str | None) -> None:
 
 def score_files(job: Any) -> int:
     """Score --input into --output."""
-    from rich.console import Console
-
     from jaxbench.watermark import run
 
     engine = importlib.import_module("jaxbench.watermark.ray_engine").engine if VALUES.engine == "ray" else None
     cli.keep(f"finished parts are in {VALUES.output}.parts; the same command goes on")
     run.detect_file(
-        VALUES.input, VALUES.output, job, level=VALUES.level, console=Console(),
+        VALUES.input, VALUES.output, job, level=VALUES.level, console=terminal.console(),
         processes=VALUES.processes, overwrite=VALUES.overwrite, engine=engine,
     )  # fmt: skip
     return cli.EXIT_OK
@@ -213,14 +211,12 @@ def detect() -> int:
     job = make_job((identify.Candidate(scheme.scheme, scheme, key),))
     if VALUES.input is not None:
         return score_files(job)
-    from rich.console import Console
-
     from jaxbench.tokenizer import load_tokenizer
 
     run.detect_text(
         VALUES.text, scheme, key, tokenizer=load_tokenizer(job.model), vocab_size=job.vocab_size,
         make_detector=job.make_detector, canonicalize=job.canonicalize, level=VALUES.level,
-        prompt_tokens=VALUES.prompt_tokens, console=Console(highlight=False), neural=VALUES.neural,
+        prompt_tokens=VALUES.prompt_tokens, console=terminal.console(), neural=VALUES.neural,
     )  # fmt: skip
     return cli.EXIT_OK
 
@@ -234,12 +230,10 @@ def identify_family() -> int:
     job = make_job(run.candidates(schemes, VALUES.key_files), correction=VALUES.correction)
     if VALUES.input is not None:
         return score_files(job)
-    from rich.console import Console
-
     from jaxbench.tokenizer import load_tokenizer
 
     run.identify_text(
-        VALUES.text, job, tokenizer=load_tokenizer(job.model), console=Console(highlight=False), level=VALUES.level
+        VALUES.text, job, tokenizer=load_tokenizer(job.model), console=terminal.console(), level=VALUES.level
     )
     return cli.EXIT_OK
 
@@ -301,14 +295,12 @@ def define_evaluate() -> None:
 def evaluate() -> int:
     """Run the evaluation."""
     launch.ensure("cpu")
-    from rich.console import Console
-
     from jaxbench.watermark import evaluate as part
     from jaxbench.watermark.evaluate_config import Evaluate
 
     settings = cli.load_config(Evaluate)
     cli.keep(f"finished stages in {VALUES.workdir} are kept; the same command goes on")
-    part.run(settings, VALUES.workdir, resume=VALUES.resume, data=VALUES.data, console=Console())
+    part.run(settings, VALUES.workdir, resume=VALUES.resume, data=VALUES.data, console=terminal.console())
     return cli.EXIT_OK
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxbench import terminal
 from jaxbench.config import TransformerConfig
 from jaxbench.memory.bank_config import AGE_EDGES
 from jaxbench.memory.decoder_config import parameter_shapes
@@ -174,9 +175,8 @@ class Display:
         is_shown=False prints nothing: another process does.
         """
         from rich import progress
-        from rich.console import Console
 
-        self.console = Console(stderr=True, quiet=not is_shown)
+        self.console = terminal.console(stderr=True, quiet=not is_shown)
         columns = (
             progress.TextColumn(what), progress.MofNCompleteColumn(), progress.BarColumn(),
             progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(),
@@ -196,7 +196,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True, markup=False)
 
     def close(self) -> None:
         """Leave the bar as it is."""
@@ -206,9 +206,8 @@ class Display:
 def reading(description: str) -> Any:
     """Return (context, callback) that show how far a file is read: `with context: prepare(..., progress=callback)`."""
     from rich import progress
-    from rich.console import Console
 
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     bar = progress.Progress(
         progress.TextColumn(description), progress.BarColumn(), progress.DownloadColumn(),
         progress.TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True,

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxbench import terminal
 from jaxbench.bench import page, picture, summary, wording
 from jaxbench.bench import view as views
 from jaxbench.bench.records import Record, RecordFile
@@ -42,8 +43,10 @@ def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=Non
     replace_file(workdir / "report.html", page.render(view))
     replace_file(workdir / "picture.svg", picture.draw(view))
     write_scalars(view, workdir / "tensorboard")
+    console = console or terminal.console()
     show(view, console=console)
-    screen(console).print(f"[bold]{workdir / 'report.html'}[/bold] (results.csv, picture.svg, tensorboard/ beside it)")
+    line = f"{workdir / 'report.html'} (results.csv, picture.svg, tensorboard/ beside it)"
+    console.print(line, markup=False, soft_wrap=True)
     return view
 
 
@@ -117,7 +120,7 @@ def write_scalars(view: View, folder: Path) -> None:
 
 def show(view: View, *, console=None) -> None:
     """Print the tables for people."""
-    console = screen(console)
+    console = console or terminal.console()
     if views.find(view, TERMINAL_METRICS):
         console.print(_measured_table(view))
     for name, detail in view.parity.items():
@@ -127,9 +130,9 @@ def show(view: View, *, console=None) -> None:
             f"{wording.arm(name)} against PyTorch in float64 [{color}]{word}[/{color}]: {worst}", highlight=False
         )
     for note in views.program_notes(view):
-        console.print(note, highlight=False)
+        console.print(note)
     for note in view.agreement:
-        console.print(f"tokens, {note}", highlight=False)
+        console.print(f"tokens, {note}")
     if views.tpu_rows(view):
         console.print(_tpu_table(view))
     undecided = views.undecided(view)
@@ -203,16 +206,6 @@ def _tpu_table(view: View):
             row.details["roofline_s"]["bound"] + mfu,
         )
     return table
-
-
-def screen(console=None):
-    """Return rich's console for people, wide where the output is a file; a console that is given stays."""
-    from rich.console import Console
-
-    if console is not None:
-        return console
-    found = Console()
-    return found if found.is_terminal else Console(width=max(found.width, 150))  # a log file has room
 
 
 def main() -> int:

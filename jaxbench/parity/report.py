@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxbench import terminal
+
 COLUMNS = {
     "float64": "output\nfloat64",
     "gradient": "gradient\nfloat64",
@@ -70,11 +72,10 @@ def columns(result: dict[str, Any]) -> dict[str, str]:
 def show(result: dict[str, Any], console: Any = None) -> None:
     """Print a result: gates, every layer, and the summary."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = console or Console()
+    console = console or terminal.console()
     table = Table(title=f"{result['case']}  {result['backend']} against torch", box=box.SIMPLE_HEAD)
     for name in ("gate", "what", "", "error", "limit", "where"):
         is_short = name not in ("what", "where")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxbench import terminal
 from jaxbench.bench import statistics
 
 ANY = None
@@ -96,9 +97,7 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
     _replace(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
     _replace(workdir / "benchmark.csv", _csv(summary))
     page = Console(record=True, width=140, file=io.StringIO())
-    screen = Console()
-    if not screen.is_terminal:
-        screen = Console(width=140)
+    screen = terminal.console()
     for table in tables(summary):
         screen.print(table)
         page.print(table)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxbench import terminal
 from jaxbench.bench import environment
 from jaxbench.watermark import evaluate_page as page
 from jaxbench.watermark import evaluate_summary as summaries
@@ -20,12 +21,11 @@ class Progress:
 
     def __init__(self, console: Any = None):
         """Make the bar on a rich console (unset: standard error)."""
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=console or Console(stderr=True), transient=False)
+        self._bar = Bar(*columns, console=console or terminal.console(stderr=True), transient=False)
         self._task: Any = None
 
     def __enter__(self) -> Progress:
@@ -80,10 +80,9 @@ def csv_text(content: dict[str, Any]) -> str:
 
 def show(content: dict[str, Any], workdir: Path, *, console: Any = None) -> None:
     """Print power, robustness and quality of each scheme."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = console or Console()
+    console = console or terminal.console()
     levels = [str(fpr) for fpr in content["settings"]["detect"]["fprs"]]
     schemes = content["summary"]["schemes"]
     table = Table(title=f"Found at a false positive rate of {', '.join(levels)} (percent)")
@@ -100,7 +99,7 @@ def show(content: dict[str, Any], workdir: Path, *, console: Any = None) -> None
     perplexities = [own["quality"]["perplexity"] for own in schemes.values()]
     table.add_row("perplexity" + note, *("-" if value is None else f"{value:.2f}" for value in perplexities))
     console.print(table)
-    console.print(f"[bold]{workdir / 'report.html'}[/bold] (results.json, results.csv beside it)")
+    console.print(f"{workdir / 'report.html'} (results.json, results.csv beside it)", markup=False, soft_wrap=True)
 
 
 def _cell(rates: dict[str, dict], levels: list[str]) -> str:

@@ -100,15 +100,15 @@ def detect_file(pattern: str, output: str, job: bulk.Job, *, level: float, conso
         summary = bulk.run(pattern, output, job, say=say, **how)
     rate = summary["texts"] / max(summary["seconds"], 1e-9)
     line = f"{summary['texts']:,} texts of {summary['tokens']:,} tokens in {summary['seconds']:.1f} s"
-    console.print(f"{line} ({rate:,.0f} texts/s)", highlight=False)
-    console.print(f"{_found(output, level):,} texts at p <= {level:g}", highlight=False)
+    console.print(f"{line} ({rate:,.0f} texts/s)")
+    console.print(f"{_found(output, level):,} texts at p <= {level:g}")
     if summary["changed"]:
-        console.print(f"{summary['changed']:,} texts were canonicalised (--nocanonicalize keeps them)", highlight=False)
+        console.print(f"{summary['changed']:,} texts were canonicalised (--nocanonicalize keeps them)")
     if summary["bad"]:
-        console.print(f"{summary['bad']:,} bad lines were left out:", style="yellow", highlight=False)
+        console.print(f"{summary['bad']:,} bad lines were left out:", style="yellow")
         for path, number, problem in summary["first_bad"][:5]:
-            console.print(f"  {path} line {number}: {problem}", style="yellow", highlight=False, markup=False)
-    console.print(f"written: {output}, {output}.report.json", highlight=False, soft_wrap=True)
+            console.print(f"  {path} line {number}: {problem}", style="yellow", markup=False)
+    console.print(f"written: {output}, {output}.report.json", markup=False, soft_wrap=True)
     return summary
 
 
@@ -152,7 +152,7 @@ def detect_text(
     if num_payloads(scheme) > 1:
         decoded = identify.decode_payload(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
         payload = int(decoded.payload[0])
-        console.print(f"payload {payload}, corrected p = {decoded.p_value[0]:.3g}", highlight=False)
+        console.print(f"payload {payload}, corrected p = {decoded.p_value[0]:.3g}")
     ids = encoded.ids.text(0)
     evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)
     found = statistics.score(scheme, evidence, vocab_size=vocab_size)
@@ -162,21 +162,21 @@ def detect_text(
 
         verdict = neural_test.NeuralTest(neural, vocab_size=vocab_size)(scheme, ids, evidence)
         line = f"neural p = {verdict.p_value:.3g}   (first {verdict.num_tokens} tokens, {verdict.num_null} null scores"
-        console.print(f"{line}; the exact p above decides)", highlight=False)
+        console.print(f"{line}; the exact p above decides)")
     spans = localize.localize(scheme, evidence, vocab_size=vocab_size, level=level)[0].spans
     console.print(highlighted(tokenizer, ids, scheme, evidence, spans))
     for span in spans:
         where = f"tokens {span.start}..{span.end - 1}"
-        console.print(f"marked: {where}, p = {span.p_value:.3g} over all windows", highlight=False)
+        console.print(f"marked: {where}, p = {span.p_value:.3g} over all windows")
     return found
 
 
 def _print_scores(found: statistics.Detections, num_tokens: int, num_changed: int, console: Any) -> None:
     changed = f", {num_changed} characters canonicalised" if num_changed else ""
     green = f", {found.num_green[0]} green" if found.num_green[0] >= 0 else ""
-    console.print(f"{num_tokens} tokens, {found.num_scored[0]} scored{green}{changed}", highlight=False)
+    console.print(f"{num_tokens} tokens, {found.num_scored[0]} scored{green}{changed}")
     line = f"p = {found.p_value[0]:.3g}   mid-p = {found.mid_p[0]:.3g}   z = {found.score[0]:.2f}"
-    console.print(line + (f"   ({found.reason[0]})" if found.reason[0] else ""), style="bold", highlight=False)
+    console.print(line + (f"   ({found.reason[0]})" if found.reason[0] else ""), style="bold")
 
 
 def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spans: Sequence[Any]) -> Any:

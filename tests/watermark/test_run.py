@@ -38,13 +38,12 @@ def corpus(tmp_path) -> str:
 def test_a_key_is_made_and_used_to_score_a_file(tmp_path, corpus):
     key, out = str(tmp_path / "new_key"), str(tmp_path / "scores.jsonl")
     assert watermark("keygen", f"--output={key}").returncode == 0
-    done = watermark("detect", "--backend=numpy", f"--key_file={key}", f"--input={corpus}", f"--output={out}")
+    files = (f"--key_file={key}", f"--input={corpus}", f"--output={out}")
+    done = watermark("detect", "--backend=numpy", *files, COLUMNS="40")
     assert done.returncode == 0, done.stderr
-    assert (
-        "1 texts of" in done.stdout
-        and "1 bad lines were left out" in done.stdout
-        and "line 2: not UTF-8" in done.stdout
-    )
+    assert "1 texts of" in done.stdout and "1 bad lines were left out" in done.stdout
+    assert f"  {corpus} line 2: not UTF-8" in done.stdout, "output that is no terminal is not wrapped"
+    assert f"written: {out}, {out}.report.json" in done.stdout
     row = json.loads((tmp_path / "scores.jsonl").read_text())
     assert row["num_scored"] > 10 and 0 < row["p_value"] <= 1
     refused(watermark("keygen", f"--output={key}"), "new_key", "File exists")

@@ -1,0 +1,24 @@
+"""Rich consoles for every command (S file: neither JAX nor PyTorch).
+
+On a terminal rich lays text out in the terminal's width. Anywhere else (a file, a pipe, a log) a line is as long as its
+content, whatever COLUMNS says: a path broken in two can be neither copied nor searched for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+UNWRAPPED = 10_000  # columns of output that is no terminal; wider than any table here
+
+
+def console(*, stderr: bool = False, quiet: bool = False) -> Any:
+    """Return a rich console on standard output (or error) that wraps on terminals only.
+
+    Numbers are not coloured; markup and styles work. quiet=True prints nothing.
+    """
+    from rich.console import Console
+
+    how = {"stderr": stderr, "quiet": quiet, "highlight": False}
+    found = Console(**how)
+    # Asked of the file itself: FORCE_COLOR makes rich call a pipe a terminal.
+    return found if found.file.isatty() else Console(**how, width=UNWRAPPED, soft_wrap=True)
