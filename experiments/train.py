@@ -78,7 +78,7 @@ def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:
 
 
 def find_batch_size(settings: Any, make_engine: Any) -> int:
-    """Print the largest batch whose compiled step fits, after taking one step with it.
+    """Print the largest batch whose compiled step and evaluation fit, after taking one step with it.
 
     Raises:
       ValueError: a limit that no batch fits in.
@@ -92,14 +92,14 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
     how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
     found = batch_size.find_optimal_batch_size(
-        lambda rows: batch_size.step_bytes(model, settings.step, rows, **how),
+        lambda rows: batch_size.run_bytes(model, settings.step, rows, **how),
         limit_bytes=limit,
         multiple=settings.step.accumulation,
     )
     engine = make_engine(model, params, settings.step, batch_size=found.batch_size, seed=settings.seed, **how)
     metrics = engine.fetch(engine.step(data.train.batch(0, found.batch_size), settings.learning_rate))
     print(
-        f"batch_size={found.batch_size}: {found.step_bytes / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB, "
+        f"batch_size={found.batch_size}: {found.run_bytes / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB, "
         f"{len(found.tried)} sizes compiled; one step was taken with it, loss {metrics.loss:.4f}"
     )
     return cli.EXIT_OK
@@ -141,7 +141,7 @@ if __name__ == "__main__":
     cli.define_device()
     cli.define_workdir()
     flags.DEFINE_string("profile_steps", None, "a:b writes a trace of steps a + 1 to b into profile/ of the workdir")
-    flags.DEFINE_bool("find_batch_size", False, "print the largest batch_size whose compiled step fits, and end")
+    flags.DEFINE_bool("find_batch_size", False, "print the largest batch_size whose step and evaluation fit, and end")
     about = "this many steps under one way of saving memory after another: bytes, tokens/s, MFU of each; and end"
     flags.DEFINE_integer("memory_ladder", 0, about, lower_bound=0)
     about = "limit for --find_batch_size and --memory_ladder (unset: what the device has)"

@@ -1,4 +1,4 @@
-"""The largest batch that fits, from the compiled step's memory analysis: nothing runs out of memory to find it.
+"""The largest batch that fits, by the compiled step's and evaluation's memory: nothing runs out of it to find out.
 
 Works wherever the step compiles, TPU topologies without a TPU included.
 """
@@ -25,13 +25,13 @@ class Found(NamedTuple):
     """The outcome of a search."""
 
     batch_size: int  # rows, a multiple of the micro-batches
-    step_bytes: int  # what its step needs: state, batch, temporaries
+    run_bytes: int  # what a run with it needs: state, batch, temporaries of a step or an evaluation
     limit_bytes: int
     tried: dict[int, int]  # batch size -> bytes
 
 
 def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int, multiple: int = 1) -> Found:
-    """Return the largest batch size, a multiple of `multiple`, whose step needs at most limit_bytes.
+    """Return the largest batch size, a multiple of `multiple`, whose run needs at most limit_bytes.
 
     Doubles until a batch is too large, then halves the gap; bytes_of must not fall as the batch grows.
 
@@ -58,14 +58,21 @@ def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int,
     return Found(low * multiple, tried[low * multiple], limit_bytes, tried)
 
 
-def step_bytes(config: TransformerConfig, how: StepConfig, batch_size: int, **sizes: Any) -> int:
-    """Return the bytes of device memory that one compiled step needs; arguments as for `compiled_step`."""
-    analysis = compiled_step(config, how, batch_size, **sizes).memory_analysis()
-    kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + kept)
+def run_bytes(config: TransformerConfig, how: StepConfig, batch_size: int, **sizes: Any) -> int:
+    """Return the bytes of device memory that a run needs at once: its step, or an evaluation while the state stays.
+
+    Arguments as for `compiled`; sizes may hold all but `is_evaluation`.
+    """
+    step, evaluation = (
+        compiled(config, how, batch_size, is_evaluation=is_evaluation, **sizes).memory_analysis()
+        for is_evaluation in (False, True)
+    )
+    kept = step.output_size_in_bytes - step.alias_size_in_bytes
+    needed = step.temp_size_in_bytes + kept, evaluation.temp_size_in_bytes + evaluation.output_size_in_bytes
+    return int(step.argument_size_in_bytes + max(needed))
 
 
-def compiled_step(
+def compiled(
     config: TransformerConfig,
     how: StepConfig,
     batch_size: int,
@@ -76,8 +83,9 @@ def compiled_step(
     scan_layers: bool = False,
     fused_projections: bool = False,
     device: jax.Device | None = None,
+    is_evaluation: bool = False,
 ) -> Any:
-    """Return the compiled step of one device (the first where None); from shapes only, no array is made.
+    """Return the compiled step, or evaluation, of one device (the first where None); from shapes, no array is made.
 
     The device may be one of a topology that is not attached (jax.experimental.topologies).
     """
@@ -103,8 +111,12 @@ def compiled_step(
     moments = placed(state.moments, is_host=how.offload.optimizer)
     state = dataclasses.replace(placed(state), moments=moments)
     ids, mask = (jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for dtype in (jnp.int32, bool))
+    batch = train.Batch(ids, ids, ids, mask, ids)
+    if is_evaluation:
+        evaluate = functools.partial(update.eval_step, graph=state.graph, how=how)
+        return jax.jit(evaluate).lower(state.params, placed(batch)).compile()
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if config.dropout else None
-    arguments = placed((train.Batch(ids, ids, ids, mask, ids), jax.ShapeDtypeStruct((), "float32"), key))
+    arguments = placed((batch, jax.ShapeDtypeStruct((), "float32"), key))
     step = jax.jit(functools.partial(update.train_step, how=how), donate_argnums=0)
     return step.lower(state, *arguments).compile()
 

@@ -5,6 +5,9 @@ gradients of its rows under shard_map, and `reduced` adds them up over the mesh;
 
 bfloat16 keeps float32's range. float16 has 8 times its precision but little range, so each tensor is first divided by
 its largest magnitude over the devices: one more number a tensor, and neither overflow nor loss of small gradients.
+
+A loss whose gradient is computed by hand computes it before the step multiplies the loss by its scale. So it is told
+the scale, and multiplies by it where the gradient begins: a model in float16 would lose small gradients otherwise.
 """
 
 from __future__ import annotations
@@ -76,6 +79,7 @@ def make_loss(
     gradients: Mapping[str, NamedSharding],
     loss_fn: Callable[..., Array] = train.loss_fn,
     plain_loss: Callable[..., Array] = train.loss_fn,
+    scale: Array | None = None,
 ) -> Callable[..., Array]:
     """Return loss(model, batch, dropout=None), whose gradient is added up over data and fsdp in gradient_type.
 
@@ -85,7 +89,8 @@ def make_loss(
       stored: where each parameter lives; with ZeRO stage 3 they are gathered once a step.
       gradients: where the optimiser reads each gradient.
       loss_fn: loss of (model, batch), a mean over the targets of batch.mask; its gradient is taken.
-      plain_loss: the same loss under jit's partitioner, for an evaluation that takes no gradient.
+      plain_loss: the same loss under jit's partitioner, for a caller that takes no gradient.
+      scale: loss scale of the step, None = 1.
     """
 
     def loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Array:
@@ -100,11 +105,34 @@ def make_loss(
             return nnx.merge(graph, nnx.from_flat_state(flat))
 
         run = functools.partial(_loss_and_gradients, mesh, gradient_type, stored, gradients, merged, loss_fn)
-        by_hand = jax.custom_vjp(lambda named, batch: plain_loss(merged(named), batch))
-        by_hand.defvjp(run, lambda grads, seed: (jax.tree.map(lambda g: g * seed.astype(g.dtype), grads), None))
-        return by_hand({name: leaf[...] for name, (_, leaf) in paths.items()}, batch)
+        by_hand = differentiated(run, lambda named, batch: plain_loss(merged(named), batch))
+        return by_hand({name: leaf[...] for name, (_, leaf) in paths.items()}, batch, scale)
 
     return loss
+
+
+def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., Array]) -> Callable[..., Array]:
+    """Return loss(params, batch, scale) whose gradient in params is computed beside it, already scaled.
+
+    Args:
+      loss_and_gradients: (params, batch, scale) -> the loss, and the gradients of loss * scale, by name.
+      loss: (params, batch) -> the loss, for a caller that takes no gradient.
+    """
+
+    def forward(params: dict[str, Array], batch: Any, scale: Array | None) -> tuple[Array, tuple]:
+        scale = jnp.ones((), jnp.float32) if scale is None else scale
+        value, grads = loss_and_gradients(params, batch, scale)
+        return value, (grads, scale)
+
+    def backward(residuals: tuple, seed: Array) -> tuple:
+        # The seed is the scale times a micro-batch's weight; narrow gradients could not hold the scale by itself.
+        grads, scale = residuals
+        rest = seed / scale.astype(seed.dtype)
+        return {name: (grad.astype(rest.dtype) * rest).astype(grad.dtype) for name, grad in grads.items()}, None, None
+
+    by_hand = jax.custom_vjp(lambda params, batch, scale: loss(params, batch))
+    by_hand.defvjp(forward, backward)
+    return by_hand
 
 
 def _loss_and_gradients(
@@ -116,24 +144,26 @@ def _loss_and_gradients(
     loss_fn: Callable[..., Array],
     params: dict[str, Array],
     batch: Any,
+    scale: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """Return the loss and the gradients by dotted name; every device computes those of its rows."""
+    """Return the loss and the gradients of loss * scale by dotted name; every device computes those of its rows."""
     specs = {name: stored[name].spec for name in params}
     wanted = {name: gradients[name].spec for name in params}
 
-    def local(params: dict[str, Array], batch: Any, total: Array) -> tuple[Array, dict[str, Array]]:
-        def at(params: dict[str, Array]) -> Array:
+    def local(params: dict[str, Array], batch: Any, total: Array, scale: Array) -> tuple[Array, dict[str, Array]]:
+        def at(params: dict[str, Array]) -> tuple[Array, Array]:
             with sharding.activations({}):
                 mean = loss_fn(merged(params), batch)
-            return mean * (jnp.sum(batch.mask).astype(mean.dtype) / total.astype(mean.dtype))
+            share = mean * (jnp.sum(batch.mask).astype(mean.dtype) / total.astype(mean.dtype))
+            return share * scale.astype(share.dtype), share
 
         used = {name: whole(value, specs[name], (FSDP,)) for name, value in params.items()}
-        share, grads = jax.value_and_grad(at)(used)
+        (_, share), grads = jax.value_and_grad(at, has_aux=True)(used)
         wide = {name: grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) for name, grad in grads.items()}
         how = {"axes": (DATA, FSDP), "gradient_type": gradient_type}
         return lax.psum(share, ROWS), {name: reduced(grad, wanted[name], **how) for name, grad in wide.items()}
 
-    placed = {"in_specs": (specs, P(ROWS), P()), "out_specs": (P(), wanted)}
+    placed = {"in_specs": (specs, P(ROWS), P(), P()), "out_specs": (P(), wanted)}
     run = jax.shard_map(local, mesh=mesh, check_vma=False, **placed)
-    loss, grads = run(params, batch, jnp.maximum(jnp.sum(batch.mask), 1))
+    loss, grads = run(params, batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
     return loss, {name: grads[name].astype(value.dtype) for name, value in params.items()}

@@ -69,7 +69,8 @@ class Engine:
         started = time.perf_counter()
         self._step = jitted.lower(self.state, train.Batch(ids, ids, ids, mask, ids), self._extras(0.0)).compile()
         self.compile_seconds = time.perf_counter() - started
-        self._eval = jax.jit(functools.partial(update.eval_step, graph=self.state.graph, how=how))
+        evaluate = functools.partial(update.eval_step, graph=self.state.graph, how=how)
+        self._eval = jax.jit(evaluate) if self.plan is None else self._evaluation(evaluate)
         self._watch = None
         if (memory := decoder_config.memory_of(config)) is not None and memory.bank is not None:
             self._watch = jax.jit(functools.partial(watch.bank_states, graph=self.state.graph, how=how))
@@ -91,6 +92,12 @@ class Engine:
         self.state, self.num_devices = mesh.place_state(self.plan, self.state), self.plan.mesh.size
         self.rows = distributed.rows_of(self.plan.batch, (batch_size, seq_len))
         return mesh.make_step(self.plan, self.state, step=step)
+
+    def _evaluation(self, evaluate: Any) -> Any:
+        from jaxbench import parallel as mesh
+
+        how = {"loss_fn": update.held_out_loss, "accumulation": self.how.accumulation}
+        return mesh.make_evaluation(self.plan, evaluate, **how)
 
     def _extras(self, learning_rate: float) -> dict[str, Any]:
         """Return the step's further arguments, on every device."""

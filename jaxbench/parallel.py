@@ -19,7 +19,18 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import attention, data_parallel, distributed, float8, offload, pipeline, ring_attention, sharding, train
+from jaxbench import (
+    attention,
+    data_parallel,
+    distributed,
+    float8,
+    mesh_checks,
+    offload,
+    pipeline,
+    ring_attention,
+    sharding,
+    train,
+)
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder_config, placement
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
@@ -63,7 +74,7 @@ def make_plan(
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = parallel.mesh.sizes(len(devices))
-    check(model, parallel, sizes, batch=batch, tokens=tokens)
+    mesh_checks.check(model, parallel, sizes, batch=batch, tokens=tokens)
     mesh = sharding.make_mesh(sizes, devices)
     out = MODEL_Y if parallel.mesh.is_2d else MODEL
     width = MODEL_X if parallel.mesh.is_2d else None
@@ -108,75 +119,6 @@ def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
     # A pipeline's stage computes with its own parts of the kernels already.
     is_pipelined = sizes[STAGE] > 1 or parallel.micro_batches > 1
     return 1 if is_pipelined else sizes[MODEL_Y if parallel.mesh.is_2d else MODEL]
-
-
-def check(
-    model: TransformerConfig, parallel: ParallelConfig, sizes: Mapping[str, int], *, batch: int, tokens: int
-) -> None:
-    """Check that a mesh of these sizes fits the model and the batch.
-
-    Raises:
-      ValueError: it does not; the message names the values and what would fit.
-    """
-    stages, micro = sizes[STAGE], parallel.micro_batches
-    rows = sizes[DATA] * sizes[FSDP] * micro
-    if batch % rows:
-        raise ValueError(
-            f"parallel: batch={batch} is not a multiple of data={sizes[DATA]} * fsdp={sizes[FSDP]} * "
-            f"micro_batches={micro} = {rows}"
-        )
-    out = MODEL_Y if parallel.mesh.is_2d else MODEL
-    if parallel.heads == "split" and (model.num_heads % sizes[out] or model.num_kv_heads % sizes[out]):
-        raise ValueError(
-            f"parallel: num_heads={model.num_heads} and num_kv_heads={model.num_kv_heads} are not both multiples of "
-            f"{out}={sizes[out]}; heads=replicated keeps attention whole on every device of that axis"
-        )
-    parts = sizes[SEQUENCE] * (sizes[out] if parallel.sequence_parallel else 1)
-    if tokens % parts:
-        raise ValueError(f"parallel: rows of {tokens} tokens do not split into the {parts} parts of axis sequence")
-    if stages > 1 or micro > 1:
-        _check_pipeline(model, parallel, sizes, tokens=tokens)
-    elif parallel.gradient_type != "full":
-        _check_gradient_type(model, parallel, sizes)
-
-
-def _check_pipeline(
-    model: TransformerConfig, parallel: ParallelConfig, sizes: Mapping[str, int], *, tokens: int
-) -> None:
-    stages, micro, split = sizes[STAGE], parallel.micro_batches, sizes.get(MODEL, 1)
-    if stages > model.num_layers or model.num_layers % stages:
-        raise ValueError(f"parallel: num_layers={model.num_layers} do not split evenly into stage={stages} stages")
-    if (memory := decoder_config.memory_of(model)) is not None:
-        raise ValueError(
-            f"parallel: stage={stages} with micro_batches={micro} needs layers that are alike, and "
-            f"memory.kind={memory.kind} makes some of them differ; use data, fsdp and model"
-        )
-    if micro % stages:
-        raise ValueError(f"parallel: micro_batches={micro} is not a multiple of stage={stages}")
-    if parallel.mesh.is_2d or sizes[SEQUENCE] > 1 or parallel.sequence_parallel:
-        raise ValueError(
-            f"parallel: stage={stages} with micro_batches={micro} goes with data, fsdp and model only, not with "
-            f"sequence={sizes[SEQUENCE]}, sequence_parallel={parallel.sequence_parallel} or the 2d form"
-        )
-    if model.d_ff % split or tokens % split:
-        raise ValueError(
-            f"parallel: in a pipeline, model={split} must divide d_ff={model.d_ff} and the {tokens} tokens of a row"
-        )
-    if model.dropout:
-        raise ValueError(f"parallel: dropout={model.dropout} is not supported over micro-batches, use dropout=0")
-
-
-def _check_gradient_type(model: TransformerConfig, parallel: ParallelConfig, sizes: Mapping[str, int]) -> None:
-    others = {axis: size for axis, size in sizes.items() if axis not in ROWS and size > 1}
-    if others:
-        raise ValueError(
-            f"parallel: gradient_type={parallel.gradient_type} goes with data and fsdp, and with model in a pipeline, "
-            f"not with {others}"
-        )
-    if model.dropout:
-        raise ValueError(
-            f"parallel: dropout={model.dropout} is not supported with gradient_type={parallel.gradient_type}, use 0"
-        )
 
 
 def _parts(model: TransformerConfig) -> dict[str, Any]:
@@ -230,6 +172,7 @@ def make_step(
     *,
     step: Callable[..., tuple[Any, Any]] = train.train_step,
     loss_fn: Callable[..., Array] = train.loss_fn,
+    loss_of: Callable[[Array, Any], Array] | None = None,
 ) -> Any:
     """Return jax.jit of run(state, batch, extras) -> (state, what the step measures); the state is used up.
 
@@ -237,22 +180,73 @@ def make_step(
       plan: where everything lives.
       state: the state, or its shapes.
       step: the step's mathematics, called as step(state, batch, loss_fn=..., **extras).
-      loss_fn: the loss to descend, loss_fn(model, batch, dropout=...).
+      loss_fn, loss_of: the loss to descend, see `loss_on`.
     """
     placed, everywhere = state_shardings(plan, state), NamedSharding(plan.mesh, P())
 
     def run(state: Any, batch: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
-        return step(state, batch, loss_fn=loss_on(plan, loss_fn), **extras)
+        loss = loss_on(plan, loss_fn, loss_of=loss_of, scale=getattr(state, "scale", None))
+        return step(state, batch, loss_fn=loss, **extras)
 
     shardings = {"in_shardings": (placed, plan.batch, everywhere), "out_shardings": (placed, everywhere)}
     return jax.jit(run, donate_argnums=0, **shardings)
 
 
-def loss_on(plan: Plan, loss_fn: Callable[..., Array] = train.loss_fn) -> Callable[..., Array]:
-    """Return loss_fn as the plan computes it: weights gathered where they are used, activations at named points.
+def loss_on(
+    plan: Plan,
+    loss_fn: Callable[..., Array] = train.loss_fn,
+    *,
+    loss_of: Callable[[Array, Any], Array] | None = None,
+    scale: Array | None = None,
+) -> Callable[..., Array]:
+    """Return a loss as the plan computes it, with the gradient that the plan's form gives it.
 
     In a pipeline, the gradient is the schedule's; the loss alone is computed without it, every stage on its rows.
+
+    Args:
+      plan: where everything lives.
+      loss_fn: loss_fn(model, batch, dropout=...), a mean over the targets of batch.mask.
+      loss_of: the same of (logits, batch), instead of loss_fn; this is what a pipeline's last stage can compute.
+      scale: loss scale of the step, None = 1: losses whose gradients are computed by hand need it there.
+
+    Raises:
+      ValueError: both are given, or a pipeline is given a loss_fn, whose last stage has logits but no model.
     """
+    is_own = loss_fn is not train.loss_fn
+    if is_own and (loss_of is not None or plan.is_pipelined):
+        raise ValueError(
+            f"parallel: loss_fn={getattr(loss_fn, '__name__', loss_fn)} with loss_of={loss_of} and "
+            f"stage={plan.mesh.shape[STAGE]}, micro_batches={plan.config.micro_batches}; give one of them, and a "
+            "pipeline loss_of(logits, batch)"
+        )
+    if loss_of is not None:
+        loss_fn = functools.partial(_of_logits, loss_of)
+    plain = partitioned(plan, loss_fn)
+    how = {"gradient_type": plan.config.gradient_type, "stored": plan.params, "gradients": plan.gradients}
+    if not plan.is_pipelined and plan.config.gradient_type == "full":
+        return plain
+    if not plan.is_pipelined:
+        return data_parallel.make_loss(plan.mesh, **how, loss_fn=loss_fn, plain_loss=plain, scale=scale)
+    return pipeline.make_loss(
+        plan.mesh,
+        **how,
+        schedule=plan.config.schedule,
+        micro_batches=plan.config.micro_batches,
+        is_attention_split=plan.config.heads == "split",
+        loss_fn=plain,
+        loss_of=loss_of or train.loss_of,
+        scale=scale,
+    )
+
+
+def _of_logits(
+    loss_of: Callable[[Array, Any], Array], model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None
+) -> Array:
+    return loss_of(train.predict(model, batch, dropout=dropout), batch)
+
+
+def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Array]:
+    """Return loss_fn under jit's partitioner: weights gathered where they are used, activations at named points."""
     points: dict[str, Callable] = {name: _placing(where) for name, where in plan.points.items()}
     points[sharding.ATTENTION] = functools.partial(attend, plan)
     is_split = plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1
@@ -273,19 +267,24 @@ def loss_on(plan: Plan, loss_fn: Callable[..., Array] = train.loss_fn) -> Callab
             return jax.checkpoint(at, policy=_all_but(plan.used))(params)
         return at(params)
 
-    how = {"gradient_type": plan.config.gradient_type, "stored": plan.params, "gradients": plan.gradients}
-    if not plan.is_pipelined and plan.config.gradient_type == "full":
-        return loss
-    if not plan.is_pipelined:
-        return data_parallel.make_loss(plan.mesh, **how, loss_fn=loss_fn, plain_loss=loss)
-    return pipeline.make_loss(
-        plan.mesh,
-        **how,
-        schedule=plan.config.schedule,
-        micro_batches=plan.config.micro_batches,
-        is_attention_split=plan.config.heads == "split",
-        loss_fn=loss,
-    )
+    return loss
+
+
+def make_evaluation(
+    plan: Plan, evaluate: Callable[..., Any], *, loss_fn: Callable[..., Array], accumulation: int
+) -> Any:
+    """Return jax.jit of run(params, batch) -> sums over the batch, on every device.
+
+    Args:
+      plan: where everything lives.
+      evaluate: the mathematics, called as evaluate(params, batch, count=..., loss_fn=...).
+      loss_fn: the loss that it sums over `count` micro-batches, one after another.
+      accumulation: micro-batches of the step; a pipeline's rounds come on top, so that no device holds the activations
+        of more rows at once than in a step.
+    """
+    count = accumulation * max(1, plan.config.micro_batches // plan.mesh.shape[STAGE])
+    run = functools.partial(evaluate, count=count, loss_fn=partitioned(plan, loss_fn))
+    return jax.jit(run, out_shardings=NamedSharding(plan.mesh, P()))
 
 
 def attend(

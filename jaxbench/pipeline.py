@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxbench import nn, sharding, train
-from jaxbench.data_parallel import dim_of, reduced, whole
+from jaxbench.data_parallel import differentiated, dim_of, reduced, whole
 from jaxbench.mesh import DATA, FSDP, MODEL, STAGE
 from jaxbench.pipeline_schedule import timing
 from jaxbench.transformer import Context
@@ -153,8 +153,8 @@ def _next_micro(parts: Parts, stream: Any, arrived: Any, tick: Array) -> tuple[A
     return micro, jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), stream, moved)
 
 
-def _run_schedule(parts: Parts, weights: Weights, stream: Any, total: Array) -> tuple[Array, Weights]:
-    """Return this device's share of the loss and the gradients of its weights."""
+def _run_schedule(parts: Parts, weights: Weights, stream: Any, total: Array, scale: Array) -> tuple[Array, Weights]:
+    """Return this device's share of the loss, and the gradients of its weights times the loss scale."""
     stage, run = lax.axis_index(STAGE), functools.partial(_run_stage, parts)
     offset, slots = timing(parts.schedule, parts.stages, parts.micro_batches)
     nothing = _empty(parts, stream)
@@ -177,7 +177,7 @@ def _run_schedule(parts: Parts, weights: Weights, stream: Any, total: Array) -> 
         def pull_back(loss: Array, grads: Weights) -> tuple[Array, Array, Weights]:
             kept, old = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, backward % slots, keepdims=False), stash)
             (_, share), vjp = jax.vjp(lambda weights, kept: run(weights, kept, old, total), weights, kept)
-            found, down = vjp((returned, jnp.ones_like(share)))
+            found, down = vjp((returned, scale.astype(share.dtype)))
             return down, loss + share, jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, found)
 
         def pass_on(loss: Array, grads: Weights) -> tuple[Array, Array, Weights]:
@@ -227,6 +227,7 @@ def make_loss(
     gradient_type: str = "full",
     loss_fn: Callable[..., Array] = train.loss_fn,
     loss_of: Callable[[Array, Any], Array] = train.loss_of,
+    scale: Array | None = None,
 ) -> Callable[..., Array]:
     """Return loss(model, batch, dropout=None), whose gradient is what the schedule computes.
 
@@ -238,8 +239,9 @@ def make_loss(
       gradients: where the optimiser reads each gradient.
       is_attention_split: heads are split over model.
       gradient_type: in which gradients are added up over the mesh, see data_parallel.reduced.
-      loss_fn: the same loss without a pipeline, for an evaluation that takes no gradient.
+      loss_fn: the same loss without a pipeline, for a caller that takes no gradient.
       loss_of: loss of (logits, batch), a mean over the targets of batch.mask.
+      scale: loss scale of the step, None = 1; see data_parallel.py.
     """
 
     def loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Array:
@@ -254,9 +256,7 @@ def make_loss(
             flat = [(path, leaf.replace(named[name])) for name, (path, leaf) in paths.items()]
             return loss_fn(nnx.merge(graph, nnx.from_flat_state(flat)), batch)
 
-        pipelined = jax.custom_vjp(plain)
-        pipelined.defvjp(run, lambda grads, seed: (jax.tree.map(lambda g: g * seed.astype(g.dtype), grads), None))
-        return pipelined({name: leaf[...] for name, (_, leaf) in paths.items()}, batch)
+        return differentiated(run, plain)({name: leaf[...] for name, (_, leaf) in paths.items()}, batch, scale)
 
     return loss
 
@@ -296,21 +296,22 @@ def _loss_and_gradients(
     gradients: Mapping[str, NamedSharding],
     params: dict[str, Array],
     batch: Any,
+    scale: Array,
 ) -> tuple[Array, dict[str, Array]]:
-    """Run the schedule on every device of the mesh; parameters and gradients unstacked, by dotted name."""
+    """Run the schedule on every device of the mesh; parameters and scaled gradients unstacked, by dotted name."""
     layers, ends = _stacked(params)
     layer_specs, layer_gradients = (
         {n: P(None, *where[f"layers.0.{n}"].spec) for n in layers} for where in (stored, gradients)
     )
     end_specs, end_gradients = ({name: where[name].spec for name in ends} for where in (stored, gradients))
 
-    def local(weights: Weights, batch: Any, total: Array) -> tuple[Array, Weights]:
+    def local(weights: Weights, batch: Any, total: Array, scale: Array) -> tuple[Array, Weights]:
         layers, ends = weights
         layers = {name: _of_stage(parts, value, layer_specs[name]) for name, value in layers.items()}
         ends = {name: whole(value, end_specs[name], (STAGE, FSDP, MODEL)) for name, value in ends.items()}
         each = parts.micro_batches // parts.stages
         stream = jax.tree.map(lambda x: x.reshape(each, x.shape[0] // each, *x.shape[1:]), batch)
-        loss, (layers, ends) = _run_schedule(parts, (_with_biases_once(parts, layers), ends), stream, total)
+        loss, (layers, ends) = _run_schedule(parts, (_with_biases_once(parts, layers), ends), stream, total, scale)
         layers = {name: _to_owners(parts, grad, layer_gradients[name]) for name, grad in layers.items()}
         # Embedding and head lie whole on every device of `model`, each of which saw a part of the tokens.
         over = {name: (STAGE, DATA, FSDP) if "norm" in name else (MODEL, STAGE, DATA, FSDP) for name in ends}
@@ -318,9 +319,10 @@ def _loss_and_gradients(
         ends = {name: reduced(grad, end_gradients[name], over[name], **how) for name, grad in ends.items()}
         return lax.psum(loss, (STAGE, DATA, FSDP, MODEL)), (layers, ends)
 
-    specs = {"in_specs": ((layer_specs, end_specs), P(ROWS), P()), "out_specs": (P(), (layer_gradients, end_gradients))}
+    placed = ((layer_specs, end_specs), P(ROWS), P(), P())
+    specs = {"in_specs": placed, "out_specs": (P(), (layer_gradients, end_gradients))}
     run = jax.shard_map(local, mesh=mesh, check_vma=False, **specs)
-    loss, (layers, ends) = run((layers, ends), batch, jnp.maximum(jnp.sum(batch.mask), 1))
+    loss, (layers, ends) = run((layers, ends), batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
     found = ends | {name: layers[name.split(".", 2)[2]][_layer(name)] for name in params if name not in ends}
     return loss, {name: found[name].astype(value.dtype) for name, value in params.items()}
 

@@ -147,15 +147,39 @@ def train_step(
     return next_state, Metrics(loss, norm, is_finite, state.scale, next_state.skipped)
 
 
+def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
+    """Return the loss of a model's logits alone, nats per token: without what only trains (banks' compression)."""
+    return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
+
+
 def eval_step(
-    params: dict[str, Array], batch: Any, *, graph: Any, how: StepConfig
+    params: dict[str, Array],
+    batch: Any,
+    *,
+    graph: Any,
+    how: StepConfig,
+    count: int | None = None,
+    loss_fn: Callable[..., Array] = held_out_loss,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Return the sum of the losses of a batch's targets in nats, and how many targets there are."""
+    """Return the sum of the losses of a batch's targets in nats, and how many targets there are.
+
+    Args:
+      params, graph: the model.
+      batch: its rows, a multiple of `count`.
+      how: the step's configuration.
+      count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
+      loss_fn: the loss, a mean over the targets of batch.mask.
+    """
     policy = precision.policy(how.precision)
-    count = jnp.sum(batch.mask)
     model = merge(graph, _narrow(params, policy))
-    mean = train.loss_of(train.predict(model, batch), batch).astype(policy.output)
-    return mean * count.astype(policy.output), count
+
+    def body(carry: tuple[Array, Array], micro: Any) -> tuple[tuple[Array, Array], None]:
+        targets = jnp.sum(micro.mask, dtype=jnp.int32)
+        mean = loss_fn(model, micro).astype(policy.output)
+        return (carry[0] + mean * targets.astype(policy.output), carry[1] + targets), None
+
+    start = (jnp.zeros((), policy.output), jnp.zeros((), jnp.int32))
+    return lax.scan(body, start, _micro_batches(batch, how.accumulation if count is None else count))[0]
 
 
 def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
@@ -190,11 +214,7 @@ def _accumulated(
     if count == 1:
         (_, loss), (grads, seen) = grad_fn(trained, batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
         return loss, (jax.tree.map(lambda grad: grad.astype(policy.accumulation), grads), seen)
-    rows = batch.tokens.shape[0]
-    if rows % count:
-        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
-    # Strided, so that a batch split over devices stays where it is.
-    micros = jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
+    micros = _micro_batches(batch, count)
     total = jnp.maximum(jnp.sum(batch.mask), 1).astype(policy.output)
     weights = jnp.sum(micros.mask, axis=(1, 2)).astype(policy.output) / total
 
@@ -207,6 +227,14 @@ def _accumulated(
     start = (jnp.zeros((), policy.output), (zeros, jax.tree.map(jnp.zeros_like, trained[1])))
     (loss, grads), _ = lax.scan(body, start, (micros, weights, jnp.arange(count, dtype=jnp.int32)))
     return loss, grads
+
+
+def _micro_batches(batch: Any, count: int) -> Any:
+    """Return the batch's arrays [B T] as [count, B / count, T]; strided, so that rows split over devices stay there."""
+    rows = batch.tokens.shape[0]
+    if rows % count:
+        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
+    return jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
 def _rescaled(state: TrainState, is_finite: Array, how: StepConfig, *, is_scaled: bool) -> dict[str, Array]:

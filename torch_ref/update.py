@@ -116,13 +116,36 @@ def train_step(
     return state, Metrics(loss, norm, is_finite, torch.tensor(scale), torch.tensor(state.skipped))
 
 
+def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Tensor, Any] | None = None) -> Float[Tensor, ""]:
+    """Return the loss of a model's logits alone, nats per token: without what only trains (banks' compression)."""
+    return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
+
+
 @torch.no_grad()
-def eval_step(params: Any, batch: Any, *, graph: Any, how: StepConfig) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """Return the sum of the losses of a batch's targets in nats, and how many targets there are; graph is unused."""
-    count = batch.mask.sum()
-    with _autocast(params, how):
-        mean = train.loss_of(train.predict(params, batch), batch)
-    return mean * count, count
+def eval_step(
+    params: Any,
+    batch: Any,
+    *,
+    graph: Any,
+    how: StepConfig,
+    count: int | None = None,
+    loss_fn: Callable[..., Tensor] = held_out_loss,
+) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+    """Return the sum of the losses of a batch's targets in nats, and how many targets there are.
+
+    Args:
+      params: the model; graph is unused.
+      batch: its rows, a multiple of `count`.
+      how: the step's configuration.
+      count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
+      loss_fn: the loss, a mean over the targets of batch.mask.
+    """
+    total = 0.0
+    for micro in _micro_batches(batch, how.accumulation if count is None else count):
+        with _autocast(params, how):
+            mean = loss_fn(params, micro)
+        total = total + mean * micro.mask.sum()
+    return total, batch.mask.sum()
 
 
 def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
@@ -149,12 +172,9 @@ def _accumulate(
     state: TrainState, batch: Any, dropout_key: Tensor | None, how: StepConfig, loss_fn: Callable[..., Tensor]
 ) -> Float[Tensor, ""]:
     """Add up the scaled gradients of all micro-batches, and return the loss."""
-    rows, count = batch.tokens.shape[0], how.accumulation
-    if rows % count:
-        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
+    count = how.accumulation
     total, summed = batch.mask.sum().clamp(min=1), None
-    for k in range(count):
-        micro = type(batch)(*(None if x is None else x[k::count] for x in batch))
+    for k, micro in enumerate(_micro_batches(batch, count)):
         dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
         with _autocast(state.params, how):
             loss = loss_fn(state.params, micro, dropout=dropout)
@@ -163,6 +183,14 @@ def _accumulate(
         state.scaler.scale(loss).backward()
         summed = loss.detach() if summed is None else summed + loss.detach()
     return summed
+
+
+def _micro_batches(batch: Any, count: int) -> list[Any]:
+    """Return `count` batches of every count-th row."""
+    rows = batch.tokens.shape[0]
+    if rows % count:
+        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
+    return [type(batch)(*(None if x is None else x[k::count] for x in batch)) for k in range(count)]
 
 
 def _autocast(model: torch.nn.Module, how: StepConfig) -> torch.autocast:
