@@ -316,7 +316,8 @@ def attend(
     def local(query: Array, key: Array, value: Array, spans: dict[str, Array | None]) -> Array:
         with sharding.activations({}):
             if is_ring:
-                return ring_attention.ring_attention(query, key, value, window=window, axis=SEQUENCE, **spans)
+                ring = {"axis": SEQUENCE, "window": window, "block_size": how["block_size"]}
+                return ring_attention.ring_attention(query, key, value, **ring, **spans)
             is_whole = plan.mesh.shape[SEQUENCE] == 1
             return attention.attention(query, key, value, window=window, is_ordered=is_whole, **spans, **how)
 

@@ -3,7 +3,8 @@
 Call it within shard_map, each device with its part of the tokens. In step r a device attends to the part of the device
 r places before it, while keys and values move on by one (ppermute); the online softmax puts the steps together. The
 backward pass goes round once more, the gradients of keys and values travelling with them, so that no device ever holds
-more than one part of anything. A step none of whose keys a query may see is skipped.
+more than one part of anything. Within a step scores are of one block of keys at a time, forward and backward, so that
+temporaries grow linearly with a device's tokens. A block none of whose keys a query may see is skipped.
 
 Source: Liu et al. 2023, arXiv:2310.01889, algorithm 1; Dao 2023, arXiv:2307.08691, algorithm 2, for the gradient.
 Differs from the paper: parts are contiguous, so later devices of a causal row do more of the work.
@@ -32,6 +33,14 @@ class Spans(NamedTuple):
     key_segments: Int[Array, "B S"] | None
 
 
+class How(NamedTuple):
+    """What is static."""
+
+    axis: str  # of the mesh
+    window: int | None
+    size: int  # keys whose scores are held at once; divides the keys of a device
+
+
 def ring_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K H S"],
@@ -43,6 +52,7 @@ def ring_attention(
     key_segments: Int[Array, "B S"] | None = None,
     window: int | None = None,
     axis: str,
+    block_size: int = 128,
 ) -> Float[Array, "B T N H"]:
     """Attend to the tokens of all devices of mesh axis `axis`; every argument is this device's part.
 
@@ -50,9 +60,19 @@ def ring_attention(
     """
     batch, length, num_heads, head_dim = query.shape
     grouped = query.reshape(batch, length, key.shape[1], num_heads // key.shape[1], head_dim).transpose(0, 2, 3, 1, 4)
-    spans = Spans(query_positions, key_positions, query_segments, key_segments)
-    mixed = _ring(axis, window, grouped, key, value, spans)
+    size = min(block_size, key.shape[3])
+    spans = Spans(query_positions, _padded(key_positions, size, 1, -1), query_segments, key_segments)
+    if key_segments is not None:
+        spans = spans._replace(key_segments=_padded(key_segments, size, 1, -1))
+    mixed = _ring(How(axis, window, size), grouped, _padded(key, size, 3), _padded(value, size, 2), spans)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+
+
+def _padded(x: Array, size: int, axis: int, fill: int = 0) -> Array:
+    """Lengthen an axis to a multiple of size; keys that are added have position -1, which nothing attends to."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % size)
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 def _einsum(equation: str, left: Array, right: Array) -> Array:
@@ -90,7 +110,20 @@ def _round(axis: str, step, start: tuple, moving: tuple, spans: Spans) -> tuple[
     return carry, moving
 
 
-def _forward(axis: str, window: int | None, query: Array, key: Array, value: Array, spans: Spans):
+def _block(spans: Spans, how: How, start: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """Return the keys and values of one block, and the mask of who may attend to them."""
+    cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=how.size)
+    block = spans._replace(key_positions=cut(spans.key_positions, axis=1))
+    if spans.key_segments is not None:
+        block = block._replace(key_segments=cut(spans.key_segments, axis=1))
+    return cut(key, axis=3), cut(value, axis=2), _mask(block, how.window)
+
+
+def _starts(spans: Spans, how: How) -> Array:
+    return jnp.arange(0, spans.key_positions.shape[1], how.size, dtype=jnp.int32)
+
+
+def _forward(how: How, query: Array, key: Array, value: Array, spans: Spans):
     """Return the mixed values and the logarithm of each query's normaliser, -inf where it has no key."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
 
@@ -104,49 +137,64 @@ def _forward(axis: str, window: int | None, query: Array, key: Array, value: Arr
         return new_peak, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), summed * shrink + mixed
 
     def step(carry: tuple, moving: tuple, spans: Spans) -> tuple[tuple, tuple]:
-        mask = _mask(spans, window)
-        carry = lax.cond(jnp.any(mask), absorb, lambda carry, *_: carry, carry, *moving, mask)
-        return carry, moving
+        def over_block(carry: tuple, start: Array) -> tuple[tuple, None]:
+            key, value, mask = _block(spans, how, start, *moving)
+            return lax.cond(jnp.any(mask), absorb, lambda carry, *_: carry, carry, key, value, mask), None
+
+        return lax.scan(over_block, carry, _starts(spans, how))[0], moving
 
     column = (*query.shape[:4], 1)
     start = (jnp.full(column, -jnp.inf, wide), jnp.zeros(column, wide), jnp.zeros(query.shape, wide))
-    (peak, total, summed), _ = _round(axis, step, start, (key, value), spans)
+    (peak, total, summed), _ = _round(how.axis, step, start, (key, value), spans)
     mixed = summed / jnp.where(total > 0, total, jnp.ones((), wide))
     return mixed, peak + jnp.log(total)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(axis: str, window: int | None, query: Array, key: Array, value: Array, spans: Spans) -> Array:
-    return _forward(axis, window, query, key, value, spans)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(how: How, query: Array, key: Array, value: Array, spans: Spans) -> Array:
+    return _forward(how, query, key, value, spans)[0]
 
 
-def _ring_forward(axis: str, window: int | None, query: Array, key: Array, value: Array, spans: Spans):
-    mixed, normaliser = _forward(axis, window, query, key, value, spans)
+def _ring_forward(how: How, query: Array, key: Array, value: Array, spans: Spans):
+    mixed, normaliser = _forward(how, query, key, value, spans)
     return mixed, (query, key, value, spans, mixed, normaliser)
 
 
-def _ring_backward(axis: str, window: int | None, residuals: tuple, grad: Array) -> tuple:
+def _ring_backward(how: How, residuals: tuple, grad: Array) -> tuple:
     query, key, value, spans, mixed, normaliser = residuals
     wide = grad.dtype
     normaliser = jnp.where(jnp.isfinite(normaliser), normaliser, jnp.full_like(normaliser, jnp.inf))  # weights 0
     along = jnp.sum(grad * mixed, axis=-1, keepdims=True)
 
-    def pull_back(query_grad: Array, moving: tuple, mask: Array) -> tuple[Array, tuple]:
-        key, value, key_grad, value_grad = moving
+    def pull_back(grads: tuple, key: Array, value: Array, mask: Array) -> tuple[Array, Array, Array]:
+        query_grad, key_grad, value_grad = grads
         weights = jnp.exp(_scores(query, key, mask) - normaliser)
         upstream = _einsum("BKGTH,BKSH->BKGTS", grad, value.astype(wide))
         scores_grad = weights * (upstream - along) / math.sqrt(query.shape[-1])
         value_grad = value_grad + _einsum("BKGTS,BKGTH->BKSH", weights, grad)
         key_grad = key_grad + _einsum("BKGTH,BKGTS->BKHS", query.astype(wide), scores_grad)
         query_grad = query_grad + _einsum("BKGTS,BKHS->BKGTH", scores_grad, key.astype(wide))
-        return query_grad, (key, value, key_grad, value_grad)
+        return query_grad, key_grad, value_grad
 
     def step(query_grad: Array, moving: tuple, spans: Spans) -> tuple[Array, tuple]:
-        mask = _mask(spans, window)
-        return lax.cond(jnp.any(mask), pull_back, lambda grad, moving, _: (grad, moving), query_grad, moving, mask)
+        key, value, *grads = moving
+
+        def over_block(grads: tuple, start: Array) -> tuple[tuple, None]:
+            query_grad, *whole = grads
+            parts = (lax.dynamic_slice_in_dim(x, start, how.size, axis) for x, axis in zip(whole, (3, 2)))
+            key_part, value_part, mask = _block(spans, how, start, key, value)
+            same = lambda grads, *_: grads
+            query_grad, *parts = lax.cond(
+                jnp.any(mask), pull_back, same, (query_grad, *parts), key_part, value_part, mask
+            )
+            put = lax.dynamic_update_slice_in_dim
+            return (query_grad, *(put(x, part, start, axis) for x, part, axis in zip(whole, parts, (3, 2)))), None
+
+        (query_grad, *grads), _ = lax.scan(over_block, (query_grad, *grads), _starts(spans, how))
+        return query_grad, (key, value, *grads)
 
     moving = (key, value, jnp.zeros(key.shape, wide), jnp.zeros(value.shape, wide))
-    query_grad, (_, _, key_grad, value_grad) = _round(axis, step, jnp.zeros(query.shape, wide), moving, spans)
+    query_grad, (_, _, key_grad, value_grad) = _round(how.axis, step, jnp.zeros(query.shape, wide), moving, spans)
     return query_grad.astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), None
 
 

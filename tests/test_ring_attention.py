@@ -37,14 +37,14 @@ def spans(positions, segments) -> dict:
     }  # fmt: skip
 
 
-def over_ring(size: int, window: int | None, query, key, value, positions, segments):
-    """Return ring attention of whole arrays, computed by `size` devices."""
+def over_ring(size: int, window: int | None, query, key, value, positions, segments, *, block_size: int = 2):
+    """Return ring attention of whole arrays, computed by `size` devices in blocks of keys."""
     mesh = sharding.make_mesh({"sequence": size}, jax.devices()[:size])
     tokens = P(None, "sequence")
 
     def local(query, key, value, positions, segments):
         return ring_attention.ring_attention(
-            query, key, value, window=window, axis="sequence", **spans(positions, segments)
+            query, key, value, window=window, axis="sequence", block_size=block_size, **spans(positions, segments)
         )
 
     specs = (tokens, P(None, None, None, "sequence"), P(None, None, "sequence"), tokens, tokens)
@@ -90,15 +90,35 @@ def test_bfloat16_rows_accumulate_in_float32():
     assert float(jnp.max(jnp.abs(found.astype(jnp.float32) - wide))) <= 2**-7
 
 
-def test_memory_of_one_device_does_not_hold_all_scores():
-    length, size = 1024, 8
-    shapes = ((1, length, 1, 8), (1, 1, 8, length), (1, 1, length, 8))
-    tensors = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+@pytest.mark.parametrize("block_size", [5, 128])
+def test_blocks_that_do_not_divide_the_keys_change_nothing(x64, block_size):
+    tensors, positions, segments = inputs("segments")
+    tensors = [jnp.asarray(x) for x in tensors]
 
-    def loss(query, key, value, positions):
-        return jnp.sum(over_ring(size, None, query, key, value, positions, None))
+    def loss(attend, tensors):
+        mixed = attend(*tensors, positions, segments)
+        return jnp.sum(mixed**3), mixed
 
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*tensors, ids).compile()
-    scores = 4 * (length // size) ** 2  # bytes of one step's
-    assert compiled.memory_analysis().temp_size_in_bytes < 8 * scores  # all steps' would be 8 times one array's
+    outcomes = []
+    for attend in (functools.partial(over_ring, 2, None, block_size=block_size), functools.partial(dense, None)):
+        outcomes.append(jax.jit(jax.grad(functools.partial(loss, attend), has_aux=True))(tensors))
+    for one, other in zip(jax.tree.leaves(outcomes[0]), jax.tree.leaves(outcomes[1])):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_memory_of_one_device_is_linear_in_its_tokens():
+    """Twice the tokens need twice the temporaries; with all of a part's scores at once it was four times."""
+    size, heads, temporaries = 2, 4, {}
+    for length in (1024, 2048, 4096):
+        shapes = ((1, length, heads, 16), (1, heads, 16, length), (1, heads, length, 16))
+        tensors = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+        def loss(query, key, value, positions):
+            return jnp.sum(over_ring(size, None, query, key, value, positions, None, block_size=128))
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*tensors, ids).compile()
+        temporaries[length] = compiled.memory_analysis().temp_size_in_bytes
+    assert temporaries[2048] < 2.2 * temporaries[1024] and temporaries[4096] < 2.2 * temporaries[2048], temporaries
+    scores = 4 * heads * (4096 // size) ** 2  # bytes of a part's, which were held before
+    assert temporaries[4096] < scores
