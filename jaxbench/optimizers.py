@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 from jaxbench.memory import decoder_config
-from jaxbench.step_config import OptimizerConfig
+from jaxbench.step_config import OptimizerConfig, is_matrix
 
 
 def transform(
@@ -48,7 +48,7 @@ def _transform(
     config: OptimizerConfig, learning_rate: Array | float, params: Mapping[str, Any]
 ) -> optax.GradientTransformation:
     c = config
-    decays = {name: c.decay == "all" or len(value.shape) >= 2 for name, value in params.items()}
+    decays = {name: c.decays(name) for name in params}
     if c.kind == "adamw":
         return optax.adamw(learning_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decays)
     if c.kind == "lion":
@@ -66,20 +66,20 @@ def _transform(
         {
             "muon": optax.contrib.muon(learning_rate * c.muon_ratio, beta=c.momentum, weight_decay=c.weight_decay),
             "adamw": optax.adamw(
-                learning_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=lambda tree: _decaying(tree, c)
+                learning_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay,
+                mask=lambda tree: {name: decays[name] for name in tree},
             ),
         },
-        {name: "muon" if _is_hidden_kernel(name) else "adamw" for name in params},
-    )
+        {name: "muon" if _is_hidden_kernel(name, value) else "adamw" for name, value in params.items()},
+    )  # fmt: skip
 
 
-def _is_hidden_kernel(name: str) -> bool:
-    """Return True for the matrices inside layers: Muon is not meant for embeddings, heads, norms and biases."""
-    return name.startswith("layers.") and name.endswith(".kernel")
+def _is_hidden_kernel(name: str, value: Any) -> bool:
+    """Return True for the matrices inside layers: Muon is not meant for embeddings, heads, norms and biases.
 
-
-def _decaying(tree: Any, config: OptimizerConfig) -> Any:
-    return jax.tree.map(lambda value: config.decay == "all" or len(value.shape) >= 2, tree)
+    A memory's first weights are a matrix for each head; optax would hand them to an Adam without weight decay.
+    """
+    return name.startswith("layers.") and is_matrix(name) and len(value.shape) == 2
 
 
 def _decoupled_decay(

@@ -25,9 +25,22 @@ class OptimizerConfig(Base):
     eps: float = pydantic.Field(default=1e-8, gt=0)  # adamw: added to the root of the corrected second moment
     momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)  # sgd, muon; 0 = none
     weight_decay: float = pydantic.Field(default=0.1, ge=0)  # decoupled, times the learning rate; sgd: L2
-    decay: Literal["all", "matrices"] = "matrices"  # which parameters decay: all, or those of two axes
+    decay: Literal["all", "matrices"] = "matrices"  # which parameters decay: all, or kernels and embeddings
     trained: Literal["all", "memory"] = "all"  # memory: a decoder's memory layers learn, the rest stays as it is
     muon_ratio: float = pydantic.Field(default=1.0, gt=0)  # muon: rate of the kernels over AdamW's rate for the rest
+
+    def decays(self, name: str) -> bool:
+        """Return True where weight decay acts on the parameter of this dotted name."""
+        return self.decay == "all" or is_matrix(name)
+
+
+def is_matrix(name: str) -> bool:
+    """Return True for kernels and embeddings, by dotted name.
+
+    A number of axes would not tell: gates of banks, persistent tokens and depthwise convolutions, which weigh each
+    channel by itself, have two, and a norm's gain may have one for each head.
+    """
+    return name.endswith((".kernel", ".embedding")) and not name.endswith("_conv.kernel")
 
 
 class RematConfig(Base):

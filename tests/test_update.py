@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch._dynamo import utils as torch_dynamo
 
-from jaxbench import engine, initial, optimizers, precision, prng, remat, schedules, train, transformer, update
+from jaxbench import (
+    engine,
+    initial,
+    optimizers,
+    parallel_proof,
+    precision,
+    prng,
+    remat,
+    schedules,
+    train,
+    transformer,
+    update,
+)
+from jaxbench.memory import decoder_config
 from jaxbench.parity import cases, curves, distance, gates
 from jaxbench.step_config import OptimizerConfig, RematConfig, StepConfig
 from torch_ref import engine as torch_engine
@@ -331,6 +344,43 @@ def test_muon_orthogonalises_kernels_and_leaves_the_rest_to_adamw(x64):
     np.testing.assert_allclose(moved, 0.1 * np.sqrt(8 / 6) * x, rtol=1e-5, atol=1e-7)
     adam = gradients[0]["embed.embedding"] / (np.abs(gradients[0]["embed.embedding"]) + 1e-8)
     np.testing.assert_allclose(start["embed.embedding"] - found["embed.embedding"], 0.1 * adam, rtol=1e-9)
+
+
+KEPT = ("scale", "bias", "gate", "gain", "persistent", "q_conv.kernel", "k_conv.kernel", "v_conv.kernel")
+
+
+def memory_decoder():
+    """Return a decoder with every kind of parameter that a memory may have, and its parameters."""
+    neural = parallel_proof.NEURAL.model_copy(update={"residual_norm": True})
+    memory = parallel_proof.MEMORY["mac"].model_copy(update={"neural": neural})
+    plain = parallel_proof.LLAMA.model_copy(update={"num_layers": 2})
+    config = decoder_config.with_memory(plain, memory)
+    params = decoder_config.initial_params(config, 0, distinct=True)
+    return config, params | {"layers.0.block.bank.gate": np.ones((4, 4)), "layers.0.mlp.down_proj.bias": np.ones(4)}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "sgd", "adafactor", "muon"])
+def test_weight_decay_of_matrices_spares_gains_gates_persistent_tokens_and_depthwise_convolutions(kind):
+    _, params = memory_decoder()
+    params = {name: jnp.asarray(value) for name, value in params.items()}
+    step = optimizers.transform(OptimizerConfig(kind=kind, weight_decay=0.5), 0.1, params)
+    updates, _ = step.update(jax.tree.map(jnp.zeros_like, params), step.init(params), params)
+    moved = {name for name, value in updates.items() if np.any(value)}
+    assert moved == {name for name in params if not name.endswith(KEPT)}
+    assert {name.rpartition("block.")[2] for name in params.keys() - moved} >= {
+        "memory.memory.gain", "bank.gate", "attention.persistent", "memory.k_conv.kernel",
+    }  # fmt: skip
+
+
+def test_the_twin_decays_the_same_parameters():
+    config, params = memory_decoder()
+    params = {name: value for name, value in params.items() if name in decoder_config.parameter_shapes(config)}
+    model = torch_transformer.build(config, params)
+    groups = torch_update._optimizer(model, StepConfig()).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    kept = {names[id(parameter)] for parameter in groups[1]["params"]}
+    assert kept == {name for name in params if name.endswith(KEPT)}
 
 
 def test_the_twin_says_what_it_lacks():

@@ -203,9 +203,9 @@ def _autocast(model: torch.nn.Module, how: StepConfig) -> torch.autocast:
 
 
 def _optimizer(model: torch.nn.Module, how: StepConfig) -> torch.optim.Optimizer:
-    o, trained = how.optimizer, [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if o.decay == "all" or p.ndim >= 2]
-    rest = [p for p in trained if not (o.decay == "all" or p.ndim >= 2)]
+    o, named = how.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [p for _, p in named]
+    decayed, rest = ([p for name, p in named if o.decays(name) == decays] for decays in (True, False))
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     # Zeros are what PyTorch itself starts from at the first step; made here, the state has one shape from the start.
