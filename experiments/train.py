@@ -84,10 +84,9 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
       ValueError: a limit that no batch fits in.
     """
     values = flags.FLAGS
-    from jaxbench import batch_size, train_run
+    from jaxbench import batch_size, train_inputs
 
-    data = train_run.prepare_data(settings, values.data)
-    model, params = train_run.starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
+    data, model, params = train_inputs.prepare(settings, values.data)
     names = ("implementation", "block_size", "scan_layers", "fused_projections")
     how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
@@ -108,11 +107,10 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
 def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
     """Print what each way of saving memory saves and costs, and write it to memory_ladder.json."""
     values = flags.FLAGS
-    from jaxbench import batch_size, memory_ladder, train_run
+    from jaxbench import batch_size, memory_ladder, train_inputs
     from jaxbench.bench import records
 
-    data = train_run.prepare_data(settings, values.data)
-    model, params = train_run.starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
+    data, model, params = train_inputs.prepare(settings, values.data)
     names = ("batch_size", "seed", "block_size", "scan_layers", "fused_projections")
     how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20

@@ -119,6 +119,31 @@ def split(corpus: Corpus, fraction: float) -> tuple[Corpus, Corpus]:
     return corpus._replace(ids=corpus.ids[:cut], starts=first), corpus._replace(ids=corpus.ids[cut:], starts=second)
 
 
+def check(corpus: Corpus, *, vocab_size: int, what: str) -> None:
+    """Check that a decoder of this vocabulary can learn from a corpus, or be measured on it.
+
+    Args:
+      corpus: the documents.
+      vocab_size: ids are 0 to vocab_size - 1.
+      what: stands in the message, such as "the held-out part of books.txt".
+
+    Raises:
+      ValueError: an id lies outside the vocabulary, or no token follows another.
+    """
+    ids, num_documents = corpus.ids, len(corpus.starts) - 1
+    if len(ids) <= num_documents:
+        raise ValueError(
+            f"dataset: {what} has {len(ids)} tokens in {num_documents} documents, so that none follows another and "
+            "there is no target; use a longer text, or hold out another share of it (data.validation_fraction)"
+        )
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        place = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        raise ValueError(
+            f"dataset: {what} has token id {ids[place]} at place {place}, wanted 0 to {vocab_size - 1} "
+            f"(model.vocab_size={vocab_size})"
+        )
+
+
 def documents(path: Path | None, progress: Progress | None = None) -> Iterator[str]:
     """Yield the documents of a text file, one in memory at a time for .jsonl.
 

@@ -1,12 +1,13 @@
 """Tokenizers that need no vocabulary file: one id a byte, or one id a character (S file).
 
 Both encode a text of any length to an array at once, and say how many UTF-8 bytes each id stands for, which is what
-turns nats per token into bits per byte.
+turns nats per token into bits per byte. Saved, they are tokenizers of Hugging Face that give the same ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from jaxbench.tokenizer import Tokenizer
 
 BYTES = 256
+END = "<|endoftext|>"  # of a saved byte tokenizer, whose id ends a document
 KINDS = ("byte", "character")
 
 
@@ -39,6 +41,17 @@ class ByteTokenizer:
     def byte_lengths(self) -> np.ndarray:
         """Return the UTF-8 bytes that each id stands for, [V] int64."""
         return np.array([1] * BYTES + [0], np.int64)
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json: a byte-level BPE (Radford et al. 2019) without merges."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Core
+
+        core = Core(models.BPE({name: i for i, name in enumerate(_byte_names())}, []))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.decoder = decoders.ByteLevel()
+        core.add_special_tokens([AddedToken(END, special=True)])
+        _save(core, self.eos_id, folder)
 
 
 class CharacterTokenizer:
@@ -88,6 +101,16 @@ class CharacterTokenizer:
         """Return the UTF-8 bytes that each id stands for, [V] int64."""
         return np.array([len(c.encode()) for c in self.characters], np.int64)
 
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json: a word a character."""
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Core
+
+        core = Core(models.WordLevel({character: i for i, character in enumerate(self.characters)}))
+        core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        core.decoder = decoders.Fuse()
+        _save(core, self.eos_id, folder)
+
 
 def encode_array(tokenizer: Any, text: str) -> np.ndarray:
     """Return a text's ids with any tokenizer, without the end token, [T]."""
@@ -115,6 +138,19 @@ def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> n
         elif not special[index].special:
             lengths[index] = len(token.encode())
     return lengths
+
+
+def _byte_names() -> list[str]:
+    """Return the printable character that byte-level BPE writes for each byte, in the order of bytes."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(BYTES, 2 * BYTES))
+    return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]
+
+
+def _save(core: Any, eos_id: int | None, folder: str | Path) -> None:
+    from jaxbench.tokenizer import Tokenizer
+
+    Tokenizer(core, eos_id=eos_id, bos_id=None, chat_template=None).save(folder)
 
 
 def _codes(text: str) -> np.ndarray:

@@ -19,9 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from jaxbench import cli, config, dataset, observe, schedules, small_tokenizers, weights
+from jaxbench import cli, config, observe, schedules, train_inputs, weights
 from jaxbench.checkpoint import Checkpoints
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import bank_config, decoder_config
@@ -33,16 +31,6 @@ CHECKPOINTS, EXPORT, BOARD, PROFILE = "checkpoints", "export", "tensorboard", "p
 MAY_CHANGE = ("steps", "evaluation", "checkpoints", "logging", "parallel")  # between one start of a run and the next
 
 
-class Data(NamedTuple):
-    """Rows to train on and rows held out."""
-
-    train: dataset.PackedDataset
-    held_out: dataset.PackedDataset
-    tokenizer: Any
-    byte_lengths: np.ndarray | None  # UTF-8 bytes of each id
-    sha256: str
-
-
 class Result(NamedTuple):
     """What a finished run leaves."""
 
@@ -50,27 +38,6 @@ class Result(NamedTuple):
     validation_loss: float  # nats per token, after the last step
     bits_per_byte: float | None
     tokens_per_s: float  # of this process, without compiling, evaluation and saving
-
-
-def prepare_data(settings: TrainConfig, path: str | None = None) -> Data:
-    """Return the rows of a configuration, tokenising its text on first use.
-
-    Raises:
-      ValueError: a bad file (see dataset.prepare), or token ids outside the vocabulary.
-    """
-    source, data = path or settings.data.path, settings.data
-    bar, progress = observe.reading("tokenising")
-    with bar:
-        corpus = dataset.prepare(source, tokenizer=data.tokenizer, progress=progress)
-    if data.validation_path is not None:
-        first, last = corpus, dataset.prepare(data.validation_path, tokenizer=corpus.tokenizer or data.tokenizer)
-    else:
-        first, last = dataset.split(corpus, data.validation_fraction)
-    tokenizer = corpus.tokenizer
-    lengths = None if tokenizer is None else small_tokenizers.byte_lengths(tokenizer)
-    rows = dataset.PackedDataset(first, data.seq_len, seed=settings.seed)
-    held_out = dataset.PackedDataset(last, data.seq_len, seed=settings.seed)
-    return Data(rows, held_out, tokenizer, lengths, corpus.sha256 + (last.sha256 if data.validation_path else ""))
 
 
 def run(
@@ -100,10 +67,8 @@ def run(
       OSError: full disk; the last good checkpoint stays.
     """
     workdir = Path(workdir)
+    data, model, params = train_inputs.prepare(settings, data_path)  # bad data leaves no folder behind
     with held(workdir, processes):
-        data = prepare_data(settings, data_path)
-        model, params = starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
-        _check_ids(data, model)
         engine = make_engine(
             model, params, settings.step, batch_size=settings.batch_size,
             seq_len=settings.data.seq_len, seed=settings.seed, implementation=settings.implementation,
@@ -117,36 +82,12 @@ def run(
             trainer.close()
 
 
-def starting_point(settings: TrainConfig, vocab_size: int | None) -> tuple[TransformerConfig, dict[str, np.ndarray]]:
-    """Return a run's decoder and the parameters that it starts from; vocab_size is the tokenizer's.
-
-    Raises:
-      ValueError: the checkpoint to start from is no such decoder, or memory does not fit it.
-    """
-    plain = settings.model.resolved(vocab_size)
-    model = decoder_config.with_memory(plain, settings.memory)
-    if settings.start is None:
-        return model, decoder_config.initial_params(model, settings.seed)
-    checkpoint = weights.load_checkpoint(None if settings.start == "default" else settings.start)
-    ours, theirs = plain.model_dump(exclude={"dropout"}), checkpoint.config.model_dump(exclude={"dropout"})
-    differing = [f"{key}={ours[key]} (its: {theirs[key]})" for key in ours if ours[key] != theirs[key]]
-    if differing:
-        raise ValueError(f"start: {settings.start} is another decoder than model: {', '.join(differing)}")
-    return model, decoder_config.inserted(model, dict(checkpoint.params), settings.seed)
-
-
-def _check_ids(data: Data, model: TransformerConfig) -> None:
-    highest = max(int(rows.corpus.ids.max()) for rows in (data.train, data.held_out)) if data.tokenizer is None else 0
-    if highest >= model.vocab_size:
-        raise ValueError(f"train: the data has token id {highest}, but model.vocab_size={model.vocab_size}")
-
-
 class _Trainer:
     """One run in progress: the engine, what is written, and where the run stands."""
 
     def __init__(
-        self, settings: TrainConfig, engine: Any, model: TransformerConfig, data: Data, workdir: Path, backend: str,
-        processes: Processes,
+        self, settings: TrainConfig, engine: Any, model: TransformerConfig, data: train_inputs.Data, workdir: Path,
+        backend: str, processes: Processes,
     ):  # fmt: skip
         self.settings, self.engine, self.model, self.data = settings, engine, model, data
         self.workdir, self.backend, self.processes = workdir, backend, processes
@@ -284,21 +225,14 @@ class _Trainer:
 
     def _evaluate(self, done: int) -> None:
         """Measure the held-out loss on the same rows every time; every process reads them all, for their bytes."""
-        s, rows = self.settings, self.data.held_out
-        batches = -(-rows.rows_per_epoch // s.batch_size)
-        batches = batches if s.evaluation.batches is None else min(batches, s.evaluation.batches)
-        total, count, size = 0.0, 0, 0
-        for index in range(batches):
-            batch = rows.batch(index, s.batch_size)
+        s, total, count, size = self.settings, 0.0, 0, 0
+        for batch in train_inputs.evaluation_batches(s, self.data):
             decoder_config.check_documents(self.model, batch.segments)
-            # The last batch would begin the next epoch.
-            inside = np.arange(s.batch_size) + index * s.batch_size < rows.rows_per_epoch
-            batch = batch._replace(mask=batch.mask & inside[:, None])
             part, targets = self.engine.evaluate(batch)
             total, count = total + part, count + targets
             if self.data.byte_lengths is not None:
                 size += int(self.data.byte_lengths[batch.targets[batch.mask]].sum())
-        loss = total / max(count, 1)
+        loss = total / count
         self.measured_at = done
         self.validation = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         if size:
@@ -310,7 +244,7 @@ class _Trainer:
             self.progress = self.progress | {"without_gain": self.progress["without_gain"] + 1}
         self.records.add([{"step": done} | {f"validation_{k}": v for k, v in self.validation.items()}])
         self.board.add(done, {f"validation/{k}": v for k, v in self.validation.items()})
-        for layer, state in self.engine.banks(rows.batch(0, s.batch_size)).items():
+        for layer, state in self.engine.banks(self.data.held_out.batch(0, s.batch_size)).items():
             self.board.add(done, observe.bank_scalars(layer, bank_config.memory_stats(state)))
         words = ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in self.validation.items())
         self.display.say(f"step {done}: held-out {words}; {self.throughput.rate:,.0f} tokens/s")
@@ -362,11 +296,9 @@ class _Trainer:
             return ""
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            weights.save_checkpoint(folder, self.model, params)
+            weights.save_checkpoint(folder, self.model, params, tokenizer=self.data.tokenizer)
         except ValueError as error:  # no Hugging Face architecture is this decoder
             return f"not exported ({error})"
-        if hasattr(self.data.tokenizer, "save"):
-            self.data.tokenizer.save(folder)
         return f"{EXPORT}/"
 
     def _size(self) -> int:

@@ -94,8 +94,17 @@ def resolve(spec: str | Path | None = None) -> Path:
         ) from error
 
 
-def save_checkpoint(folder: str | Path, config: TransformerConfig, params: dict[str, np.ndarray]) -> Path:
+def save_checkpoint(
+    folder: str | Path, config: TransformerConfig, params: dict[str, np.ndarray], *, tokenizer: Any = None
+) -> Path:
     """Write a Hugging Face folder that transformers and load_checkpoint read; all of it appears at once or nothing.
+
+    Args:
+      folder: its name; it must not exist, or be empty.
+      config: the decoder.
+      params: its parameters by dotted name.
+      tokenizer: of text to its ids, written beside it; its ids of beginning and end stand in config.json and
+        generation_config.json (null where there are none: transformers would take its own otherwise).
 
     Raises:
       ValueError: the folder has content, parameters do not fit the configuration, or no architecture matches it.
@@ -122,8 +131,12 @@ def save_checkpoint(folder: str | Path, config: TransformerConfig, params: dict[
         made = Path(temporary) / folder.name
         made.mkdir()
         save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(values | {"dtype": dtypes.pop() if len(dtypes) == 1 else "float32"}, indent=2)
-        (made / "config.json").write_text(text + "\n", encoding="utf-8")
+        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id", None) for name in ("bos", "eos")}
+        values |= ids | {"dtype": dtypes.pop() if len(dtypes) == 1 else "float32"}
+        for name, content in (("config.json", values), ("generation_config.json", ids)):
+            (made / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(made)
         os.replace(made, folder)
     return folder
 

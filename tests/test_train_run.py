@@ -214,7 +214,7 @@ def test_a_decoder_too_small_for_its_data_is_refused(tmp_path, text):
         train(tmp_path, text, model=small)
     np.save(tmp_path / "ids.npy", np.arange(200, dtype=np.uint16))
     data = {"tokenizer": "byte", "seq_len": 16, "path": str(tmp_path / "ids.npy")}
-    with pytest.raises(ValueError, match=r"token id 199, but model\.vocab_size=64"):
+    with pytest.raises(ValueError, match=r"ids.npy has token id 64 at place 64, wanted 0 to 63"):
         train(tmp_path / "w", None, data=data, model=small | {"vocab_size": 64})
     with pytest.raises(ValueError, match="batch_size=4 is not a multiple of step.accumulation=3"):
         settings(step={"accumulation": 3})

@@ -27,13 +27,13 @@ def change_of_logits(settings: TrainConfig, batch: Any) -> float:
     import jax
     from flax import nnx
 
-    from jaxbench import train_run, transformer
+    from jaxbench import train_inputs, transformer
 
     if settings.memory is None or settings.start is None:
         given = "unset" if settings.memory is None else "given"
         raise ValueError(f"insert: wanted a run with memory and start, got memory {given} and start={settings.start}")
     logits, shape = [], settings.model.resolved(settings.model.vocab_size)
-    params = train_run.starting_point(settings, shape.vocab_size)[1]
+    params = train_inputs.starting_point(settings, shape.vocab_size)[1]
     for config in (shape, decoder_config.with_memory(shape, settings.memory)):
         names = decoder_config.parameter_shapes(config)
         model = transformer.build(config, {name: params[name] for name in names})
@@ -48,10 +48,10 @@ def change_of_logits(settings: TrainConfig, batch: Any) -> float:
 def main() -> int:
     """Print the change; 1 where it is above the limit."""
     launch.ensure("cpu")
-    from jaxbench import train_run
+    from jaxbench import train_inputs
 
     settings = cli.load_config(TrainConfig)
-    batch = train_run.prepare_data(settings).train.batch(0, settings.batch_size)
+    batch = train_inputs.prepare_data(settings).train.batch(0, settings.batch_size)
     change = change_of_logits(settings, batch)
     print(f"relative change of {batch.mask.size} tokens' logits: {change:.2e}, limit {LIMIT:.0e}")
     if change > LIMIT:
