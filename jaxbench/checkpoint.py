@@ -1,8 +1,9 @@
 """Checkpoints of a training run with Orbax: asynchronous, whole or not there, checked when read.
 
 A checkpoint is a flat {name: array} and a JSON object. Orbax writes into a temporary folder and renames it, so that a
-killed process leaves no half checkpoint under a step's number; every array's CRC-32 lies in the JSON object, so that a
-damaged file is noticed even where it can be read. Both backends use the same format.
+killed process leaves no half checkpoint under a step's number; every array's CRC-32 lies in the JSON object, and the
+JSON object's own beside its text, so that a damaged file is noticed even where it can be read. Both backends use the
+same format.
 
 Of several processes each writes the parts of arrays that its devices hold, and the CRC-32 is of every part. Reading
 takes whole arrays into each process's memory, so that any mesh can go on from them and the parts can be checked.
@@ -11,6 +12,7 @@ takes whole arrays into each process's memory, so that any mesh can go on from t
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -106,7 +108,8 @@ class Checkpoints:
         copied = {name: _copy(value) for name, value in arrays.items()}
         sums = self._sums(copied)
         shapes = {name: [list(value.shape), str(value.dtype)] for name, value in copied.items()}
-        entry = dict(meta) | {"arrays": shapes, "crc32": sums}
+        text = json.dumps(dict(meta) | {"arrays": shapes, "crc32": sums})
+        entry = {"content": text, "crc32": zlib.crc32(text.encode())}
         items = self._ocp.args.Composite(
             **{STATE: self._ocp.args.StandardSave(copied), META: self._ocp.args.JsonSave(entry)}
         )
@@ -137,8 +140,7 @@ class Checkpoints:
         """
         for step in reversed(self.steps()):
             try:
-                meta = self._manager.restore(step, args=self._ocp.args.Composite(meta=self._ocp.args.JsonRestore()))
-                meta = dict(meta[META])
+                meta = self._read_meta(step)
                 shapes, sums = meta.pop("arrays"), meta.pop("crc32")
                 reason = None
             except Exception as error:  # Orbax and TensorStore raise many types for a damaged file
@@ -185,6 +187,15 @@ class Checkpoints:
             found = iter(self.processes.gather(np.array(owned, np.uint32)).max(axis=0).tolist())
             sums |= {n: [[b, next(found)] for b in parts] for n, parts in sums.items() if isinstance(parts, list)}
         return sums
+
+    def _read_meta(self, step: int) -> dict[str, Any]:
+        found = self._manager.restore(step, args=self._ocp.args.Composite(meta=self._ocp.args.JsonRestore()))[META]
+        text = str(found.get("content"))
+        if zlib.crc32(text.encode()) != found.get("crc32"):
+            raise ValueError(
+                f"the checksum of its JSON object is {zlib.crc32(text.encode())}, not {found.get('crc32')}"
+            )
+        return json.loads(text)
 
     def _read(self, step: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
         target = {name: np.zeros(value.shape, _numpy_dtype(value.dtype)) for name, value in wanted.items()}

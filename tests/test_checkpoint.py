@@ -1,6 +1,7 @@
 """Checkpoints: kept, refused, damaged, on a full disk."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -91,6 +92,35 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(opened,
     assert "going on from step 1" in opened.said[0] and opened.steps() == [1]
     save(opened, 2)  # its number is free again
     assert opened.restore(ARRAYS, check_meta=accept).step == 2 and len(opened.said) == 1
+
+
+def test_no_flipped_bit_refuses_a_run_or_changes_what_it_reads(opened, tmp_path):
+    """Every file of the newest checkpoint in turn: it is whole all the same, or the one before is used."""
+    save(opened, 1, 2)
+    random, outcomes = np.random.default_rng(0), set()
+
+    def check_meta(meta):
+        assert meta["text"] in ("step 1", "step 2")
+
+    files = sorted(path for path in (opened.folder / "2").rglob("*") if path.is_file() and path.stat().st_size)
+    flips = [(path, place) for path in files for place in random.integers(path.stat().st_size, size=2)]
+    meta = opened.folder / "2" / "meta" / "metadata"
+    flips += [(meta, place) for place in random.integers(meta.stat().st_size, size=20)]
+    for number, (path, place) in enumerate(flips):
+        copy = tmp_path / f"copy-{number}"
+        shutil.copytree(opened.folder, copy)
+        content = bytearray(path.read_bytes())
+        content[place] ^= 1 << random.integers(8)
+        (copy / path.relative_to(opened.folder)).write_bytes(content)
+        one = Checkpoints(copy, keep=2, say=lambda text: None)
+        found = one.restore(ARRAYS, check_meta=check_meta)
+        one.close()
+        assert found.meta["text"] == f"step {found.step}"
+        for name, value in ARRAYS.items():
+            wanted = value if value.dtype == bool else value + np.array(found.step, value.dtype)
+            np.testing.assert_array_equal(found.arrays[name], wanted)
+        outcomes.add((path == meta, found.step))
+    assert outcomes >= {(False, 1), (False, 2), (True, 1)} and (True, 2) not in outcomes
 
 
 def test_when_all_are_damaged_the_run_starts_anew(opened):
