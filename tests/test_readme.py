@@ -1,0 +1,46 @@
+"""The front page's library snippet, run as it stands there, by a user whose shell sets nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from tests.structure import ROOT
+from tests.test_cli import shell_environment
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    environment = shell_environment(PYTHONPATH=str(ROOT))
+    environment.pop("TPU_SKIP_MDS_QUERY")
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_the_library_snippet_completes_its_prompt_and_prints_nothing_else():
+    snippet = re.search(r"As a library:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    done = run(snippet + "\nimport jax\nprint(jax.config.jax_platforms)")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.startswith(" Paris.") and done.stdout.endswith("\ncpu\n"), done.stdout
+
+
+def test_a_choice_of_platforms_is_kept(monkeypatch):
+    import jax
+
+    from jaxbench import devices
+
+    monkeypatch.setattr(devices, "has_tpu", lambda: False)
+    before = jax.config.jax_platforms
+    assert before == "cpu", "conftest.py chose it"
+    try:
+        jax.config.update("jax_platforms", "cpu,cuda")
+        devices.leave_out_absent_tpu()
+        assert jax.config.jax_platforms == "cpu,cuda"
+        jax.config.update("jax_platforms", None)
+        monkeypatch.setattr(devices, "has_tpu", lambda: True)
+        devices.leave_out_absent_tpu()
+        assert jax.config.jax_platforms is None
+        monkeypatch.setattr(devices, "has_tpu", lambda: False)
+        devices.leave_out_absent_tpu()
+        assert jax.config.jax_platforms == "cpu"
+    finally:
+        jax.config.update("jax_platforms", before)
