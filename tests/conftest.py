@@ -40,6 +40,8 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+LARGE_BYTES = 3 * 2**29  # resident memory from which on programs are dropped between files
+
 _connect = socket.socket.connect
 
 
@@ -68,6 +70,34 @@ def torch_settings():
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(min(2, os.cpu_count() or 1))
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory_of_one_file(request):
+    """Let go of compiled programs between files once they take room: all of the suite's would take over 5 GB."""
+    yield
+    import psutil
+
+    if psutil.Process().memory_info().rss > LARGE_BYTES:
+        free_programs(request.module)
+
+
+def free_programs(module) -> None:
+    """Drop what a test file and the compilers keep, and give the memory back."""
+    import ctypes
+    import gc
+    import sys
+
+    for value in vars(module).values():
+        if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
+            value.cache_clear()
+    if (jax := sys.modules.get("jax")) is not None:
+        jax.clear_caches()
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture
