@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jaxbench import parallel, parallel_proof, train, transformer, update
 from jaxbench.memory import decoder_config
 from jaxbench.step_config import StepConfig
+from torch_ref import train as torch_train
+from torch_ref import transformer as torch_transformer
+from torch_ref import update as torch_update
 
 FORMS = {
     "alone": {},
@@ -62,6 +66,18 @@ def test_every_form_sums_what_one_device_sums_at_once(x64, form, accumulation):
     model = transformer.build(parallel_proof.LLAMA, jax.tree.map(np.asarray, params), dtype="float64")
     batch = jax.tree.map(jnp.asarray, batch_of(parallel_proof.BATCH))
     assert float(wanted) == pytest.approx(float(train.loss_fn(model, batch)) * int(targets), rel=1e-12)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_twin_sums_the_same(x64, accumulation):
+    evaluate, params, _ = program("alone", accumulation)
+    wanted, targets = evaluate(params, batch_of(parallel_proof.BATCH))
+    named = jax.tree.map(np.asarray, params)
+    model = torch_transformer.build(parallel_proof.LLAMA, named, dtype="float64")
+    batch = torch_train.Batch(*map(torch.tensor, batch_of(parallel_proof.BATCH)))
+    settings = StepConfig(precision="float64", accumulation=accumulation)
+    total, count = torch_update.eval_step(model, batch, graph=None, how=settings)
+    assert int(count) == int(targets) and float(total) == pytest.approx(float(wanted), rel=1e-12)
 
 
 @pytest.mark.parametrize("form", ["alone", "1f1b"])
