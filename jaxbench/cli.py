@@ -173,6 +173,9 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
         # started with SIGINT ignored.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a locale may lack letters of a text: they are spelled out
+            stream.reconfigure(errors="backslashreplace")
     try:
         parse(argv)
         return main() or EXIT_OK

@@ -57,6 +57,12 @@ def test_one_text_is_shown_with_its_scores(key_file):
     assert done.returncode == 0 and "p = 1 " in done.stdout and "too short" in done.stdout, done.stderr
 
 
+def test_letters_that_the_locale_lacks_are_spelled_out(key_file):
+    text = "--text=Words of a na\u00efve \u2014 text."
+    done = watermark("detect", "--backend=numpy", f"--key_file={key_file}", text, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "na\\xefve \\u2014 text" in done.stdout, done.stdout + done.stderr
+
+
 def test_identify_shows_every_candidate(key_file):
     family = ("--schemes=kgw,unigram,kgw_transformers", f"--key_files={key_file}")
     done = watermark("identify", *family, "--backend=numpy", "--text=Words of a text.")
