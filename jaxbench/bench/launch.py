@@ -283,7 +283,9 @@ class Launch:
             return found
         context = self.plan.inputs[load][row] + theirs[:step]
         answers = [self._ask(name, "logits", tokens=context) for name in (reference, arm)]
-        return found | (agreement.near_tie(*(answer["logits"] for answer in answers)) if all(answers) else {})
+        if not all(answers):
+            return found
+        return found | agreement.near_tie(*(answer["logits"] for answer in answers), self.plan.device)
 
     def _note_output(self, arm: str, load: Workload, answer: dict) -> None:
         """Keep an arm's first output: its tokens, or the first loss of the train step."""

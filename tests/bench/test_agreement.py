@@ -31,7 +31,7 @@ def test_first_difference_names_row_and_step(left, right, wanted):
 
 
 def test_margin_and_errors_are_those_of_the_definition():
-    found = agreement.near_tie([3.0, 4.0, 0.0, 0.0], [3.0, 4.0, 0.0, 0.5])
+    found = agreement.near_tie([3.0, 4.0, 0.0, 0.0], [3.0, 4.0, 0.0, 0.5], "cpu")
     assert found == {"margin": 1.0, "logit_error": 0.5, "logit_error_relative": 0.1, "near_tie": False}
 
 
@@ -39,11 +39,16 @@ def test_margin_and_errors_are_those_of_the_definition():
 def test_a_tie_has_a_margin_under_ten_errors(errors, is_tie):
     margin = 1e-4
     reference = np.array([100.0, 100.0 + margin])
-    assert agreement.near_tie(reference, reference + [margin / errors, 0.0])["near_tie"] is is_tie
+    assert agreement.near_tie(reference, reference + [margin / errors, 0.0], "cpu")["near_tie"] is is_tie
 
 
 def test_a_wrong_program_does_not_excuse_itself_by_its_own_error():
-    assert not agreement.near_tie([1.0, 1.001], [0.0, 5.0])["near_tie"]
+    assert not agreement.near_tie([1.0, 1.001], [0.0, 5.0], "gpu")["near_tie"]
+
+
+def test_the_narrower_products_of_an_accelerator_are_rounding_there_only():
+    logits = [10.0, 10.001], [10.005, 10.0]
+    assert [agreement.near_tie(*logits, device)["near_tie"] for device in ("cpu", "gpu", "tpu")] == [False, True, True]
 
 
 def test_notes_say_which_arms_agree_and_where_one_parts():
