@@ -183,12 +183,12 @@ def read_yaml(path: Path) -> dict:
 
 
 def _nearest_file(path: Path) -> str:
-    """Suggest a file of configs/ whose name is near, spelled as the path is: relative or absolute."""
+    """Suggest a file beside it, or anywhere in configs/, whose name is near."""
     folder = Path("configs") if Path("configs").is_dir() and not path.is_absolute() else CONFIGS
     near = [
         str(found)
-        for found in sorted(folder.rglob("*.yaml"))
-        if difflib.SequenceMatcher(None, path.stem, found.stem).ratio() >= NEAR
+        for found in sorted({*path.parent.glob("*.yaml"), *folder.rglob("*.yaml")})
+        if not found.name.startswith(".") and difflib.SequenceMatcher(None, path.stem, found.stem).ratio() >= NEAR
     ]
     hint = difflib.get_close_matches(str(path), near, n=1, cutoff=0.0)
     return f", the nearest is {hint[0]}" if hint else ""
@@ -236,9 +236,9 @@ def override(content: dict, text: str) -> tuple[str, ...]:
     if not equals or not all(path):
         raise ValueError(f"--set {text!r} is not of the form key=value or a.b=value")
     try:
-        parsed = _parse(value, f"--set {text!r}: the value")
+        parsed = _parse(value, "it")
     except ValueError as error:
-        raise ValueError(f"{error}; put quotes around text") from error
+        raise ValueError(f"--set {text!r}: {value!r} is not a YAML value ({error}); put quotes around text") from error
     place = content
     for depth, name in enumerate(path[:-1]):
         inner = place.setdefault(name, {})
@@ -278,7 +278,7 @@ def _problem(problem: Any, key: str, place: tuple, model_class: type[Base]) -> s
 def shown(value: Any) -> str:
     """Return a value for an error message, cut short: YAML's aliases make billions of items out of a few lines."""
     short = reprlib.Repr()
-    short.maxstring = short.maxother = MAX_SHOWN
+    short.maxlevel, short.maxstring, short.maxother = 2, MAX_SHOWN, MAX_SHOWN
     return short.repr(value)
 
 
