@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+CODE = ("jaxbench", "torch_ref", "experiments")
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -115,24 +116,24 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return what code this is: the short git commit; + and a hash of the changes where files differ from it.
+    """Return what code this is: the short git commit; + and a hash of the changes where the code differs from it.
 
-    Outside git it is `sources-` and a hash of jaxbench's and torch_ref's Python files.
+    A changed document or configuration is no other code. Outside git it is `sources-` and a hash of the Python files.
     """
     if not (ROOT / ".git").exists():
         return f"sources-{_hash(_sources())}"
     try:
         head = _git("rev-parse", "--short=12", "HEAD").decode().strip()
-        changes = [_git("diff", "HEAD", "--binary")]
-        new = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py").decode().split("\0")
-        changes += [name.encode() + (ROOT / name).read_bytes() for name in sorted(filter(None, new))]
+        changes = [_git("diff", "HEAD", "--binary", "--", *CODE)]
+        new = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE).decode().split("\0")
+        changes += [name.encode() + (ROOT / name).read_bytes() for name in sorted(new) if name.endswith(".py")]
     except (OSError, subprocess.SubprocessError):
         return f"sources-{_hash(_sources())}"
     return head + (f"+{_hash(changes)}" if any(changes) else "")
 
 
 def _sources() -> list[bytes]:
-    files = [path for package in ("jaxbench", "torch_ref") for path in sorted((ROOT / package).rglob("*.py"))]
+    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
     return [str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in files]
 
 
