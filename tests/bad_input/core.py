@@ -64,6 +64,14 @@ def index(weight_map: object) -> dict[str, str | bytes]:
 EMBEDDING = {"token_embd.weight": ((16, 8), F32)}
 RESULTS = {"out/results.jsonl": b"\x89\xff\x00binary\n", "out/keep": ""}
 
+DEEP = """model: {vocab_size: 64, d_model: 8, d_ff: 8, num_layers: 2000000000, num_heads: 2, num_kv_heads: 2,
+  head_dim: 4, max_seq_len: 64}
+data: {seq_len: 8}
+batch_size: 1
+steps: 1
+learning_rate: 0.1
+"""
+
 CASES = [
     # flags
     Case("compare.py --set=rounds.launchs=3", ("rounds.launchs", "nearest is rounds.launches")),
@@ -236,4 +244,5 @@ CASES = [
     ),
     Case(f"{TINY} --model=configs/lm/tiny.yaml", ("configs/lm/tiny.yaml", "model.vocab_size")),
     Case(f"{TINY} --model=x.yaml", ("x.yaml",), {"x.yaml": "model: 3\n"}),
+    Case(f"{TINY} --model=x.yaml", ("GiB", "available"), {"x.yaml": DEEP}),
 ]

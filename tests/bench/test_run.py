@@ -1,5 +1,6 @@
 """A whole run with stand-in launches: budget, interrupt, resume, earlier results moved aside."""
 
+import importlib.util
 import re
 
 import pytest
@@ -112,6 +113,15 @@ def test_everything_that_was_asked_for_and_failed_is_named():
     ]
 
 
+def test_without_libtpu_the_slices_are_skipped_by_name_and_the_command_is_not_failed(compare, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else found(name))
+    records_of_run = compare(suite={"tpu": SUITE.tpu.model_copy(update={"topologies": ("v5e:2x2",)})})
+    [skipped] = [record for record in records_of_run if record.metric == "tpu"]
+    assert (skipped.status, skipped.device) == ("skipped", "v5e:2x2") and "libtpu is not installed" in skipped.reason
+    assert run.failures(records_of_run) == []
+
+
 class Differing(FakeLaunch):
     """A launch whose arms write other tokens."""
 
@@ -182,6 +192,14 @@ def test_resume_counts_nothing_of_another_run_and_says_why(compare, tmp_path, mo
     assert found == after and suite.seed == options.get("suite", {}).get("seed", 0)
     compare(resume=True, **options)
     assert FakeLaunch.begun == []
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG", b"[]", b'{"suite": 3}', b"{}"])
+def test_a_damaged_folder_of_results_is_named(compare, tmp_path, content):
+    compare()
+    (tmp_path / "suite.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"suite\.json.* (cannot be read as JSON|holds a list|holds no suite)"):
+        report.read_run(tmp_path)
 
 
 def test_results_from_before_runs_had_ids_are_left_aside_by_resume_and_still_reported(compare, tmp_path):
