@@ -19,8 +19,9 @@ A main of several commands, `watermark.py detect --input=FILE`, gives each its o
 
     cli.run_commands({"detect": cli.Command(define_detect, detect, "find a watermark")}, about=__doc__)
 
-Exit codes: 0 success, 1 a gate failed, 2 bad input (one line on stderr that says what and how to mend it), 130
-interrupted. JAXBENCH_DEBUG=1 shows the whole traceback of bad input.
+Exit codes: 0 success, 1 a gate failed or a part that was asked for broke, 2 bad input (one line on stderr that says
+what and how to mend it), 130 interrupted. JAXBENCH_DEBUG=1 shows the whole traceback of bad input. Before the main
+runs, --device has to be attached and --workdir a folder that can be written; nothing is left there.
 """
 
 from __future__ import annotations
