@@ -3,7 +3,11 @@
     python experiments/compare.py --config=configs/suites/default.yaml        (or: make compare)
 
 Writes results.jsonl, results.csv, report.html and TensorBoard scalars into --workdir. Interrupt at any point: what is
-finished is kept, --resume goes on.
+finished is kept, --resume goes on with the results of the same configuration, device, commit, versions and arms.
+
+Exit code 1, the reasons last: a parity proof failed or broke, float32 outputs differ by more than a near tie, or an
+arm, a TPU compile or a trace that the suite asks for broke. What this machine cannot run at all (no compiler, no
+libtpu) is named in the report and ends with 0.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from jaxbench import cli
 
 
 def main() -> int:
-    """Run the suite that the flags name; 1 when the parity proof failed."""
+    """Run the suite that the flags name; 1 when a proof, an arm or another part of it failed."""
     from rich import markup
 
     from jaxbench import terminal
@@ -28,13 +32,16 @@ def main() -> int:
     from jaxbench.bench.suite import Suite
 
     suite = cli.load_config(Suite)
-    if flags.FLAGS.tpu_topology:
+    if flags.FLAGS.tpu_topology is not None:
+        if not all(flags.FLAGS.tpu_topology) or not flags.FLAGS.tpu_topology:
+            given = ",".join(flags.FLAGS.tpu_topology)
+            raise ValueError(f"--tpu_topology={given} has no name; write v5e:2x2,v6e:2x4, or --set=tpu.topologies=[]")
         topologies = tuple(flags.FLAGS.tpu_topology)
         suite = suite.model_copy(update={"tpu": suite.tpu.model_copy(update={"topologies": topologies})})
     suite = suite.model_copy(
         update={name: flags.FLAGS[name].value for name in ("model", "data") if flags.FLAGS[name].present}
     )
-    workdir = Path(flags.FLAGS.workdir or Path("out") / Path(flags.FLAGS.config).stem)
+    workdir = cli.workdir(Path("out") / Path(flags.FLAGS.config).stem)
     console, started = terminal.console(stderr=True), time.monotonic()
     cli.keep(f"finished results are in {workdir / records.RESULTS_NAME}; go on with --resume")
 
@@ -50,7 +57,9 @@ def main() -> int:
         say=say,
     )
     report.write(found, suite, workdir)
-    return cli.EXIT_GATE if run.failed_gates(found) else cli.EXIT_OK
+    if failures := run.failures(found):
+        raise cli.GateFailed("; ".join(failures))
+    return cli.EXIT_OK
 
 
 if __name__ == "__main__":

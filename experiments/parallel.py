@@ -39,12 +39,14 @@ def selected() -> list:
     """Return the cases that the flags ask for.
 
     Raises:
-      ValueError: an unknown case, or a part that is not k/n with 1 <= k <= n.
+      ValueError: an unknown case, one beside --all, or a part that is not k/n with 1 <= k <= n.
     """
     from jaxbench import parallel_proof
 
     values = flags.FLAGS
     part = cli.part()
+    if values.case is not None and values.all:
+        raise ValueError(f"--case={values.case} and --all exclude each other")
     if values.case is not None:
         return [parallel_proof.find(values.case)]
     cases = list(parallel_proof.every_case()) if values.all else list(parallel_proof.PAIRWISE)
@@ -53,6 +55,8 @@ def selected() -> list:
 
 def main() -> int:
     """Prove the selected cases; 1 when one fails."""
+    if flags.FLAGS.output is not None:
+        cli.check_output(flags.FLAGS.output)
     os.environ.update(launch.simulated_devices(NUM_DEVICES))
     launch.ensure("cpu")
     cases = selected()
@@ -67,7 +71,7 @@ def main() -> int:
         verdict = f"FAILED at {failures[0].name}" if failures else "equal"
         line = f"{number}/{len(cases)} {one.id}: {verdict}, worst {largest[1]} {largest[0]:.1e}"
         console.print(line, style="bold red" if failures else "green")
-        if flags.FLAGS.output:
+        if flags.FLAGS.output is not None:
             found = {"case": one.id, "passed": not failures, "worst": largest[0], "kind": largest[1]}
             with open(flags.FLAGS.output, "a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch, processes
+from jaxbench import cli, dataset, launch, processes, small_tokenizers
 
 
 def main() -> int:
@@ -36,6 +36,8 @@ def main() -> int:
         if values[name].value and settings.parallel is not None:
             raise ValueError(f"--{name} works on one device, got parallel.mesh={settings.parallel.mesh}")
     processes.check_place(values.coordinator, values.num_processes, values.process_id)
+    check_input(settings)
+    workdir = cli.workdir(Path("out") / f"{Path(values.config).stem}-{values.backend}")
     is_joined = values.cluster or values.coordinator is not None
     if is_joined and (values.backend != "flax" or values.find_batch_size or values.memory_ladder):
         raise ValueError(f"several processes train with --backend=flax only, got --backend={values.backend}")
@@ -50,17 +52,56 @@ def main() -> int:
         importlib.import_module("jaxbench.devices").check_device(values.device)
         make_engine = importlib.import_module("jaxbench.engine").Engine
     else:
-        device = {"gpu": "cuda"}.get(values.device, values.device)
+        device = torch_device(values.device)
         make_engine = functools.partial(importlib.import_module("torch_ref.engine").Engine, device=device)
-    workdir = values.workdir or Path("out") / f"{Path(values.config).stem}-{values.backend}"
     if values.find_batch_size:
         return find_batch_size(settings, make_engine)
     if values.memory_ladder:
-        return memory_ladder(settings, make_engine, Path(workdir))
+        return memory_ladder(settings, make_engine, workdir)
     cli.keep(f"finished checkpoints in {workdir} are kept; the same command goes on")
     places = {"workdir": workdir, "data_path": values.data, "profile_steps": profile_steps, "processes": run_by}
     train_run.run(settings, make_engine, backend=values.backend, **places)
     return cli.EXIT_OK
+
+
+def check_input(settings: Any) -> None:
+    """Check what can be checked before JAX starts and before anything is written.
+
+    Raises:
+      ValueError: a run that cannot fit, a backend that is not on the device, or a text that is no file.
+    """
+    from jaxbench.bench import estimate
+
+    values = flags.FLAGS
+    if values.backend == "torch" and values.device == "tpu":
+        raise ValueError(f"--backend=torch runs on cpu and gpu, got --device={values.device}; use --backend=flax")
+    estimate.check_run(settings)
+    named = settings.data.path if values.data is None else values.data
+    if named is None:
+        return
+    text = Path(named).expanduser()
+    if not text.is_file():
+        raise ValueError(f"data: {text} is no file; name a text with --data")
+    if text.suffix in dataset.TOKEN_SUFFIXES and settings.data.tokenizer in small_tokenizers.KINDS:
+        try:
+            settings.model.resolved(None)
+        except ValueError as error:
+            raise ValueError(f"data: {text}: {error}") from error
+
+
+def torch_device(device: str) -> str:
+    """Return PyTorch's name of a device.
+
+    Raises:
+      ValueError: this build of PyTorch sees none.
+    """
+    if device == "cpu":
+        return device
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device={device}: PyTorch {torch.__version__} sees no GPU; use --device=cpu")
+    return "cuda"
 
 
 def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:

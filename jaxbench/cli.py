@@ -19,8 +19,9 @@ A main of several commands, `watermark.py detect --input=FILE`, gives each its o
 
     cli.run_commands({"detect": cli.Command(define_detect, detect, "find a watermark")}, about=__doc__)
 
-Exit codes: 0 success, 1 a gate failed, 2 bad input (one line on stderr that says what and how to mend it), 130
-interrupted. JAXBENCH_DEBUG=1 shows the whole traceback of bad input.
+Exit codes: 0 success, 1 a gate failed or a part that was asked for broke, 2 bad input (one line on stderr that says
+what and how to mend it), 130 interrupted. JAXBENCH_DEBUG=1 shows the whole traceback of bad input. Before the main
+runs, --device has to be attached and --workdir a folder that can be written; nothing is left there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +40,7 @@ from typing import NamedTuple, TypeVar
 
 from absl import flags
 
-from jaxbench import config
+from jaxbench import config, launch
 
 FLAGS = flags.FLAGS
 DEVICES = ("cpu", "gpu", "tpu")
@@ -108,9 +110,65 @@ def part() -> slice:
 
 def load_config(model_class: type[Model]) -> Model:
     """Read --config with every --set applied."""
-    if FLAGS.config is None:
+    if not FLAGS.config:
         raise ValueError(f"--config is missing: name a YAML file with the keys of {model_class.__name__}")
     return config.load(FLAGS.config, FLAGS.set, model_class)
+
+
+# Places: checked by `run` before the main does anything, and by the mains for what they choose themselves
+
+
+def workdir(default: str | Path) -> Path:
+    """Return --workdir, or `default` where it is not given, as a folder that can be written.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    path = Path(FLAGS.workdir or default)
+    check_folder(path)
+    return path
+
+
+def check_folder(path: str | Path, flag: str = "--workdir") -> None:
+    """Check that a folder can be made and written, without leaving anything behind.
+
+    Raises:
+      ValueError: a file stands in its place or above it, or the system lets nobody write there.
+    """
+    place = Path(path).absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not str(path) or not place.is_dir():
+        reason = f"{place} is a file" if str(path) else "it is empty"
+        raise ValueError(f"{flag}={path} cannot be a folder: {reason}; name another with {flag}")
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise ValueError(
+            f"{flag}={path}: nothing can be written in {place} ({error.strerror}); name another folder with {flag}"
+        ) from error
+
+
+def check_output(path: str | Path, flag: str = "--output") -> None:
+    """Check that a file can be written: its folder is there, and it is no folder itself.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{flag}={path} is a folder, wanted the name of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag}={path}: there is no folder {path.parent}; make it, or name another file")
+    check_folder(path.parent, flag)
+
+
+def _check_flags() -> None:
+    """Check what --device and --workdir name, in every command that has them, before anything heavy starts."""
+    if "device" in FLAGS:
+        launch.check_attached(FLAGS.device)
+    if "workdir" in FLAGS and FLAGS.workdir is not None:
+        check_folder(FLAGS.workdir)
 
 
 # Running a main
@@ -178,6 +236,7 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         parse(argv)
+        _check_flags()
         return main() or EXIT_OK
     except KeyboardInterrupt:
         return _complain(f"interrupted; {_kept[0] if _kept else 'finished outputs are kept'}", EXIT_INTERRUPT, "")

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import os
+import reprlib
 import tempfile
 import types
 import typing
@@ -21,9 +22,9 @@ import pydantic
 
 
 class Base(pydantic.BaseModel):
-    """A frozen configuration that rejects unknown keys."""
+    """A frozen configuration that rejects unknown keys and numbers that are not finite."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RotaryScaling(Base):
@@ -74,6 +75,9 @@ class TransformerConfig(Base):
 
 Model = TypeVar("Model", bound=Base)
 MAX_ERRORS = 3  # errors spelled out in one message
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+MAX_SHOWN = 120  # characters of a text in an error
+NEAR = 0.6  # share of letters in which a name must agree to be suggested, difflib's own default
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), model_class: type[Model] = TransformerConfig) -> Model:
@@ -164,19 +168,13 @@ def _refuse_switches(given: Any, resolved: Any, place: str) -> None:
 
 def read_yaml(path: Path) -> dict:
     """Return the mapping in a YAML file; ValueError names file and place where it is none."""
-    import yaml
-
     if not path.is_file():
-        near = sorted(str(found) for found in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        hint = difflib.get_close_matches(str(path), near, n=1, cutoff=0.0)
-        raise ValueError(f"config: {path} is no file" + (f", the nearest is {hint[0]}" if hint else ""))
+        raise ValueError(f"config: {path} is {'a folder' if path.is_dir() else 'no file'}{_nearest_file(path)}")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_yaml_loader())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ValueError(f"config: {path}{place} is not YAML: {problem}") from error
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config: {path} is not UTF-8 text (byte {error.start})") from error
+    content = _parse(text, f"config: {path}")
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -184,16 +182,45 @@ def read_yaml(path: Path) -> dict:
     return content
 
 
+def _nearest_file(path: Path) -> str:
+    """Suggest a file beside it, or anywhere in configs/, whose name is near."""
+    folder = Path("configs") if Path("configs").is_dir() and not path.is_absolute() else CONFIGS
+    near = [
+        str(found)
+        for found in sorted({*path.parent.glob("*.yaml"), *folder.rglob("*.yaml")})
+        if not found.name.startswith(".") and difflib.SequenceMatcher(None, path.stem, found.stem).ratio() >= NEAR
+    ]
+    hint = difflib.get_close_matches(str(path), near, n=1, cutoff=0.0)
+    return f", the nearest is {hint[0]}" if hint else ""
+
+
+def _parse(text: str, place: str) -> Any:
+    """Return the value of a YAML text; ValueError names the place in one line, whatever is wrong with it."""
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_yaml_loader())
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply ({len(text)} characters)") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that Python does not take
+        mark = getattr(error, "problem_mark", None)
+        at = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError(f"{place}{at} is not YAML: {problem}") from error
+
+
 def _yaml_loader() -> type:
     """Return yaml's safe loader, which silently takes the last of two equal keys, made to refuse them."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A safe loader that refuses a key given twice."""
+        """A safe loader that refuses a key given twice, and one that is a list or a mapping."""
 
         def construct_mapping(self, node, deep=False):
             seen = set()
             for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise yaml.MarkedYAMLError(problem=f"a {key.id} cannot be a key", problem_mark=key.start_mark)
                 if key.value in seen:
                     raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
                 seen.add(key.value)
@@ -204,23 +231,22 @@ def _yaml_loader() -> type:
 
 def override(content: dict, text: str) -> tuple[str, ...]:
     """Set one `a.b=value` in a mapping, in place, and return its path."""
-    import yaml
-
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
         raise ValueError(f"--set {text!r} is not of the form key=value or a.b=value")
     try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ValueError(f"--set {text!r}: {value!r} is not a YAML value; put quotes around text") from error
+        parsed = _parse(value, "it")
+    except ValueError as error:
+        raise ValueError(f"--set {text!r}: {value!r} is not a YAML value ({error}); put quotes around text") from error
     place = content
     for depth, name in enumerate(path[:-1]):
         inner = place.setdefault(name, {})
         if inner is None:
             inner = place[name] = {}
         if not isinstance(inner, dict):
-            raise ValueError(f"--set {text!r}: {'.'.join(path[: depth + 1])} is {inner!r}, which has no keys below it")
+            above = ".".join(path[: depth + 1])
+            raise ValueError(f"--set {text!r}: {above} is {shown(inner)}, which has no keys below it")
         place = inner
     place[path[-1]] = parsed
     return path
@@ -246,7 +272,14 @@ def _problem(problem: Any, key: str, place: tuple, model_class: type[Base]) -> s
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and not key:
         return message
-    return f"key {key!r} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"key {key!r} is {shown(problem['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error message, cut short: YAML's aliases make billions of items out of a few lines."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 2, MAX_SHOWN, MAX_SHOWN
+    return short.repr(value)
 
 
 def _nearest(key: str, place: tuple, model_class: type[Base]) -> str:

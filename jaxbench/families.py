@@ -20,7 +20,7 @@ import numpy as np
 import pydantic
 
 from jaxbench import gguf_file, rotary
-from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.config import RotaryScaling, TransformerConfig, shown
 
 
 class Rule(NamedTuple):
@@ -123,6 +123,20 @@ class _Settings:
             raise ValueError(f"{self.source}: the setting {self.prefix + key!r} is missing")
         return self.values[self.prefix + key]
 
+    def count(self, key: str) -> int:
+        """Return a setting that is a whole number from 1."""
+        value = self.need(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{self.source}: {self.prefix + key}={shown(value)} is no whole number from 1")
+        return value
+
+    def number(self, key: str, *default: Any) -> float:
+        """Return a float32 setting as the shortest decimal that rounds to it."""
+        value = self.get(key, *default) if default else self.need(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{self.source}: {self.prefix + key}={shown(value)} is no number")
+        return _shortest(value)
+
     def get(self, key: str, default: Any) -> Any:
         value = self.values.get(self.prefix + key)
         return default if value is None else value
@@ -131,7 +145,7 @@ class _Settings:
         value = self.get(key, default)
         if value not in supported:
             wanted = " or ".join(map(repr, supported))
-            raise ValueError(f"{self.source}: {self.prefix + key}={value!r} is not supported, wanted {wanted}")
+            raise ValueError(f"{self.source}: {self.prefix + key}={shown(value)} is not supported, wanted {wanted}")
 
 
 def config_from_hf(values: dict[str, Any], source: Path) -> TransformerConfig:
@@ -142,10 +156,9 @@ def config_from_hf(values: dict[str, Any], source: Path) -> TransformerConfig:
     """
     s = _Settings(values, source)
     model_type = s.get("model_type", None)
-    if model_type not in HF_FAMILIES:
-        raise ValueError(
-            f"{source}: architecture {model_type!r} is not supported, wanted one of {', '.join(HF_FAMILIES)}"
-        )
+    if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
+        wanted = ", ".join(HF_FAMILIES)
+        raise ValueError(f"{source}: architecture {shown(model_type)} is not supported, wanted one of {wanted}")
     read = _gpt2_from_hf if model_type == "gpt2" else _llama_from_hf
     return _build(read, s)
 
@@ -155,7 +168,7 @@ def _gpt2_from_hf(s: _Settings) -> dict[str, Any]:
     s.only("scale_attn_weights", True, True)
     s.only("scale_attn_by_inverse_layer_idx", False, False)
     s.only("add_cross_attention", False, False)
-    d_model, heads = s.need("n_embd"), s.need("n_head")
+    d_model, heads = s.count("n_embd"), s.count("n_head")
     if d_model % heads:
         raise ValueError(f"{s.source}: n_embd={d_model} is not a multiple of n_head={heads}")
     return GPT2_SHAPE | {
@@ -179,7 +192,7 @@ def _llama_from_hf(s: _Settings) -> dict[str, Any]:
         raise ValueError(
             f"{s.source}: attention_bias={attention_bias} with mlp_bias={mlp_bias} is not supported, wanted them equal"
         )
-    d_model, heads = s.need("hidden_size"), s.need("num_attention_heads")
+    d_model, heads = s.count("hidden_size"), s.count("num_attention_heads")
     theta, scaling = _rotary_from_hf(s)
     return {
         "vocab_size": s.need("vocab_size"),
@@ -225,9 +238,9 @@ def config_from_gguf(file: gguf_file.GgufFile) -> TransformerConfig:
       ValueError: an unsupported architecture or setting, or a missing one.
     """
     arch = file.metadata.get("general.architecture")
-    if arch not in GGUF_FAMILIES:
+    if not isinstance(arch, str) or arch not in GGUF_FAMILIES:
         wanted = ", ".join(GGUF_FAMILIES)
-        raise ValueError(f"{file.path}: architecture {arch!r} is not supported, wanted one of {wanted}")
+        raise ValueError(f"{file.path}: architecture {shown(arch)} is not supported, wanted one of {wanted}")
     if "token_embd.weight" not in file.tensors:
         raise ValueError(f"{file.path}: missing tensor token_embd.weight")
     s = _Settings(file.metadata, file.path, f"{arch}.")
@@ -239,14 +252,14 @@ def _build(read: Callable[[_Settings], dict[str, Any]], s: _Settings) -> Transfo
     try:
         return TransformerConfig(**read(s))
     except pydantic.ValidationError as error:
-        parts = [".".join(map(str, e["loc"])) + " " + e["msg"] + f", got {e['input']!r}" for e in error.errors()]
+        parts = [".".join(map(str, e["loc"])) + " " + e["msg"] + f", got {shown(e['input'])}" for e in error.errors()]
         raise ValueError(f"{s.source}: {'; '.join(parts)}") from error
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{s.source}: a setting has the wrong type or is zero ({error})") from error
 
 
 def _from_gguf(s: _Settings, file: gguf_file.GgufFile, arch: str) -> dict[str, Any]:
-    d_model, heads = s.need("embedding_length"), s.need("attention.head_count")
+    d_model, heads = s.count("embedding_length"), s.count("attention.head_count")
     fields = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "d_model": d_model,
@@ -258,7 +271,7 @@ def _from_gguf(s: _Settings, file: gguf_file.GgufFile, arch: str) -> dict[str, A
     }
     if arch == "gpt2":
         fields |= GPT2_SHAPE | {"num_kv_heads": heads, "head_dim": d_model // heads}
-        return fields | {"norm_eps": _shortest(s.need("attention.layer_norm_epsilon"))}
+        return fields | {"norm_eps": s.number("attention.layer_norm_epsilon")}
     return fields | _llama_from_gguf(s, file, d_model // heads)
 
 
@@ -267,16 +280,16 @@ def _llama_from_gguf(s: _Settings, file: gguf_file.GgufFile, default_head_dim: i
     s.only("rope.dimension_count", head_dim, head_dim)
     s.only("rope.scaling.type", "none", "none", "linear")
     s.only("expert_count", 0, 0)
-    theta = _shortest(s.get("rope.freq_base", 10000.0))
+    theta = s.number("rope.freq_base", 10000.0)
     scaling = None
     if s.get("rope.scaling.type", "none") == "linear":
-        scaling = RotaryScaling(kind="linear", factor=_shortest(s.need("rope.scaling.factor")))
+        scaling = RotaryScaling(kind="linear", factor=s.number("rope.scaling.factor"))
     elif "rope_freqs.weight" in file.tensors:
         scaling = _llama3_from_gguf(file, head_dim, theta)
     return {
         "num_kv_heads": s.get("attention.head_count_kv", s.need("attention.head_count")),
         "head_dim": head_dim,
-        "norm_eps": _shortest(s.need("attention.layer_norm_rms_epsilon")),
+        "norm_eps": s.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "use_bias": "blk.0.attn_q.bias" in file.tensors,

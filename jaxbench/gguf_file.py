@@ -19,6 +19,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by type code
 STRING, ARRAY = 8, 9
+# Types that `gguf` does not turn into float32: integers, and those of llama.cpp's intermediate results
+NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0")
 MAX_NESTING = 4  # deeper arrays of arrays appear in no real file
 DEFAULT_ALIGNMENT = 32  # bytes
 
@@ -135,9 +137,13 @@ class _Parser:
 
         shape, kind, offset = entry
         try:
-            block, block_bytes = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType(kind)]
+            known = constants.GGMLQuantizationType(kind)
         except ValueError:
             raise ValueError(f"{self.path}: tensor {name!r} has the unknown GGUF type {kind}") from None
+        if known.name in NO_WEIGHTS:
+            wanted = "F32, F16, BF16 or a quantised type of weights"
+            raise ValueError(f"{self.path}: tensor {name!r} has type {known.name}, wanted {wanted}")
+        block, block_bytes = constants.GGML_QUANT_SIZES[known]
         num_values = int(np.prod(shape, dtype=object))
         if shape[-1] % block:
             raise ValueError(f"{self.path}: tensor {name!r} has rows of {shape[-1]} values, not a multiple of {block}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -24,6 +25,18 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     if not c.tie_embeddings:
         shapes["head.kernel"] = (c.d_model, c.vocab_size)
     return shapes
+
+
+def num_parameters(config: TransformerConfig) -> int:
+    """Return how many numbers parameter_shapes names, without listing the layers: there may be billions."""
+    layer = layer_parameters(config)
+    one = sum(math.prod(shape) for shape in parameter_shapes(config.model_copy(update={"num_layers": 1})).values())
+    return one + (config.num_layers - 1) * layer
+
+
+def layer_parameters(config: TransformerConfig, prefix: str = "") -> int:
+    """Return how many parameters a layer has whose names start with a prefix, such as `attention.`."""
+    return sum(math.prod(shape) for name, shape in _layer_shapes(config).items() if name.startswith(prefix))
 
 
 def _norm_shapes(name: str, config: TransformerConfig) -> dict[str, tuple[int, ...]]:

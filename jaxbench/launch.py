@@ -17,6 +17,11 @@ from pathlib import Path
 from jaxbench import assets
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+# Where the drivers of NVIDIA, AMD, Windows' Linux and TPUs show what is attached
+DEVICE_FILES = {
+    "gpu": ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"),
+    "tpu": ("/dev/accel0", "/dev/vfio/0"),
+}
 MALLOC_BYTES = str(8 * 2**30)  # glibc keeps blocks up to this size mapped and does not trim
 MARKER = "JAXBENCH_LAUNCHED"  # set in the process that was started anew; holds its id, which stays the same
 
@@ -43,6 +48,17 @@ def environment(device: str) -> dict[str, str]:
         wanted["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # PyTorch and JAX share the device
     kept = {name: os.environ.get(name, value) for name, value in wanted.items()}
     return kept | {"JAX_PLATFORMS": PLATFORMS[device]}
+
+
+def check_attached(device: str) -> None:
+    """Raise ValueError when the device is unknown or not attached; looks at device files, imports no backend."""
+    if device not in PLATFORMS:
+        raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(PLATFORMS)}")
+    files = DEVICE_FILES.get(device, ())
+    if files and not any(os.path.exists(path) for path in files):
+        raise ValueError(
+            f"--device={device}, but this machine has none ({', '.join(files)} not found); use --device=cpu"
+        )
 
 
 def simulated_devices(count: int) -> dict[str, str]:

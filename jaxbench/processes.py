@@ -42,9 +42,12 @@ ALONE = Processes(0, 1, lambda own: own[None])
 def locked(workdir: Path) -> Iterator[None]:
     """Hold a folder for this process; the system lets go of it however the process ends.
 
+    A folder that was made for this and in which an error left nothing is taken away again.
+
     Raises:
       ValueError: another live process holds it.
     """
+    made = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / LOCK, "a+", encoding="utf-8") as file:
         try:
@@ -58,7 +61,14 @@ def locked(workdir: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        yield
+        try:
+            yield
+        except Exception:
+            if made and os.listdir(workdir) == [LOCK]:
+                (workdir / LOCK).unlink()
+                for folder in made:
+                    folder.rmdir()
+            raise
 
 
 @contextlib.contextmanager

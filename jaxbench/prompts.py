@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,9 @@ import numpy as np
 
 MIN_PROMPT = 16  # tokens; shorter prompts share one bucket
 SLOT_MULTIPLE = 64  # cache slots come in multiples of this
+# Float32 tells logits apart to about a millionth of their size: below this a draw is the most probable token anyway,
+# and far below, logits over the temperature overflow and the token is nobody's.
+MIN_TEMPERATURE = 1e-6
 MAX_PARTS, MIN_PART = 4, 128  # parts of ordered queries: more save little more and compile longer (docs/xla_cpu.md)
 
 
@@ -102,14 +106,17 @@ def check_sampling(sampling: Any) -> None:
       ValueError: a field is out of range; its value and range are named.
     """
     ranges = {
-        "temperature": (sampling.temperature >= 0, "at least 0"),
+        "temperature": (
+            sampling.temperature == 0 or sampling.temperature >= MIN_TEMPERATURE,
+            f"0 for the most probable token, or at least {MIN_TEMPERATURE}",
+        ),
         "top_k": (sampling.top_k >= 0, "at least 0 (0 = all tokens)"),
         "top_p": (0 < sampling.top_p <= 1, "in (0, 1]"),
         "min_p": (0 <= sampling.min_p < 1, "in [0, 1)"),
         "repetition_penalty": (sampling.repetition_penalty > 0, "above 0"),
     }
     for field, (is_fine, wanted) in ranges.items():
-        if not is_fine:
+        if not (is_fine and math.isfinite(getattr(sampling, field))):
             raise ValueError(f"sampling: {field}={getattr(sampling, field)}, wanted {wanted}")
 
 

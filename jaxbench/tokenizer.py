@@ -100,7 +100,7 @@ def _from_gguf(path: Path) -> Tokenizer:
 
     metadata = gguf_file.read(path).metadata
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+    if kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise ValueError(
             f"{path}: tokenizer model {kind!r} with pre-tokenizer {pre!r} is not supported, wanted model 'gpt2' with "
             f"one of {', '.join(PRE_TOKENIZERS)}; pass the Hugging Face folder instead"
@@ -116,10 +116,12 @@ def _from_gguf(path: Path) -> Tokenizer:
     core.pre_tokenizer = _pre_tokenizer(pre)
     core.decoder = decoders.ByteLevel()
     types = metadata.get("tokenizer.ggml.token_type", [])
+    if not isinstance(types, list):
+        raise ValueError(f"{path}: tokenizer.ggml.token_type is {types!r}, wanted one type a token")
     kept = [(tokens[i], kind) for i, kind in enumerate(types[: len(tokens)]) if kind in (SPECIAL, USER_DEFINED)]
     core.add_tokens([AddedToken(t, special=kind == SPECIAL, normalized=False) for t, kind in kept])
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    bad = {name: i for name, i in ids.items() if i is not None and not 0 <= i < len(tokens)}
+    bad = {name: i for name, i in ids.items() if i is not None and not (isinstance(i, int) and 0 <= i < len(tokens))}
     if bad:
         raise ValueError(f"{path}: special ids {bad} lie outside the vocabulary of {len(tokens)}")
     if metadata.get("tokenizer.ggml.add_bos_token", False) and ids["bos"] is not None:
@@ -170,11 +172,12 @@ def _special_id(core: tokenizers.Tokenizer, settings: dict, model: dict, name: s
     """Find the id by tokenizer_config.json's token, else by the model configuration's id (the first of several)."""
     token = settings.get(f"{name}_token")
     token = token.get("content") if isinstance(token, dict) else token
-    if token is not None and core.token_to_id(token) is not None:
+    if isinstance(token, str) and core.token_to_id(token) is not None:
         return core.token_to_id(token)
     found = model.get(f"{name}_token_id")
     found = found[0] if isinstance(found, list) and found else found
-    return found if isinstance(found, int) and core.id_to_token(found) is not None else None
+    is_id = isinstance(found, int) and 0 <= found < core.get_vocab_size(with_added_tokens=True)
+    return found if is_id and core.id_to_token(found) is not None else None
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

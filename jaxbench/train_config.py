@@ -27,7 +27,12 @@ class DecoderConfig(TransformerConfig):
           ValueError: nobody says how large the vocabulary is, or it is smaller than the tokenizer's.
         """
         size = self.vocab_size or vocab_size
-        if size is None or (vocab_size is not None and size < vocab_size):
+        if size is None:
+            raise ValueError(
+                f"model.vocab_size={self.vocab_size} leaves it to the tokenizer, and token ids come without one; say "
+                "how many tokens there are: --set=model.vocab_size=N"
+            )
+        if vocab_size is not None and size < vocab_size:
             raise ValueError(f"model.vocab_size={self.vocab_size} does not hold the tokenizer's {vocab_size} tokens")
         return TransformerConfig(**(self.model_dump() | {"vocab_size": size}))
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench import assets, families, gguf_file
-from jaxbench.config import TransformerConfig
+from jaxbench.config import TransformerConfig, shown
 from jaxbench.families import Family, Rule
 from jaxbench.initial import parameter_shapes
 from jaxbench.memory import decoder_config
@@ -74,6 +74,10 @@ def resolve(spec: str | Path | None = None) -> Path:
     """
     if spec in (None, "default"):
         return assets.fetch_default_model()
+    if not str(spec):
+        raise ValueError(
+            f"model: {spec!r} names nothing; pass a GGUF file, a Hugging Face folder, a hub id or `default`"
+        )
     path = Path(spec).expanduser()
     if path.exists():
         return path
@@ -147,7 +151,7 @@ def _open_folder(folder: Path) -> tuple[_Tensors, TransformerConfig, Family, str
     config = families.config_from_hf(values, folder / "config.json")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map", {})
+        weight_map = _weight_map(index)
         files = sorted({folder / name for name in weight_map.values()})
     else:
         weight_map, files = None, [folder / "model.safetensors"]
@@ -166,6 +170,18 @@ def _open_folder(folder: Path) -> tuple[_Tensors, TransformerConfig, Family, str
     )
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return which file holds which tensor."""
+    found = read_json(index).get("weight_map")
+    wanted = "wanted an object of tensor: file"
+    if not isinstance(found, dict):
+        raise ValueError(f"{index}: weight_map is a {type(found).__name__}, {wanted}")
+    for name, file in found.items():
+        if not isinstance(file, str):
+            raise ValueError(f"{index}: weight_map has {name!r}: {shown(file)}, {wanted}")
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
@@ -174,7 +190,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: holds a {type(values).__name__}, wanted an object")
@@ -224,6 +240,9 @@ def _parts(rule: Rule, layer: int, wanted: dict[str, Any]) -> dict[str, list[str
 
 def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> dict[str, np.ndarray]:
     """Translate a file's tensors, strictly; several threads, because NumPy releases the lock while it copies."""
+    if config.num_layers > len(tensors.shapes):  # before names are listed: a header may say billions
+        count = len(tensors.shapes)
+        raise ValueError(f"{tensors.source}: says it has {config.num_layers} layers, and holds {count} tensors in all")
     shapes, found = parameter_shapes(config), _found_names(tensors, family, config)
     jobs, expected = [], {}
     for rule, layer in _rows(family, config):

@@ -186,7 +186,44 @@ def test_help_lists_the_projects_own_flags_only():
     assert "absl" not in done.stdout and "pdb" not in done.stdout
 
 
+def test_a_gpu_that_pytorch_does_not_have_is_refused_before_anything_is_written(tmp_path):
+    if any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd")):
+        pytest.skip("this machine has a GPU")
+    for backend in ("torch", "flax"):
+        done = command("train.py", f"--backend={backend}", "--device=gpu", f"--workdir={tmp_path / 'out'}")
+        refused(done, "--device=gpu", "this machine has none")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_to_write_is_checked_before_the_proof_starts(tmp_path):
+    done = command("parallel.py", "--case=zero0", f"--output={tmp_path / 'none' / 'x.jsonl'}")
+    refused(done, "--output", str(tmp_path / "none"))
+
+
 # The pieces
+
+
+def test_folders_are_checked_without_leaving_anything_behind(tmp_path):
+    before = tmp_path.stat().st_mtime_ns
+    cli.check_folder(tmp_path)
+    cli.check_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == [] and tmp_path.stat().st_mtime_ns == before
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    for name in ("file", "file/below", "dangling", "dangling/below"):
+        with pytest.raises(ValueError, match=rf"--workdir={tmp_path / name} cannot be a folder: .* is a file"):
+            cli.check_folder(tmp_path / name)
+
+
+def test_a_folder_that_the_system_lets_nobody_write_is_named(tmp_path, monkeypatch):
+    def read_only(dir):
+        raise OSError(30, "Read-only file system", str(dir))
+
+    monkeypatch.setattr(cli.tempfile, "TemporaryFile", read_only)
+    with pytest.raises(ValueError, match=r"--output=.*nothing can be written in .*Read-only file system"):
+        cli.check_output(tmp_path / "x.json")
+    with pytest.raises(ValueError, match="--output=.* is a folder"):
+        cli.check_output(tmp_path)
 
 
 @pytest.mark.parametrize(

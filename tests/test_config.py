@@ -111,6 +111,43 @@ def test_an_absent_file_names_its_nearest_neighbour(write):
     assert str(path) in error(path.with_name("fil.yaml"))
 
 
+def test_an_absent_file_without_a_near_one_gets_no_suggestion(write, monkeypatch):
+    path = write("")
+    path.with_name(".pre-commit-config.yaml").write_text("")
+    monkeypatch.chdir(path.parent)
+    assert error("another.yaml") == "config: another.yaml is no file"
+    assert error("pre-commit.yaml") == "config: pre-commit.yaml is no file"
+    assert error("configs/shakespere_char.yaml").endswith("configs/lm/shakespeare_char.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("? [a, b]\n: 1\n", ("line 1 column 3", "a sequence cannot be a key")),
+        ("decode: {{a: 1}: 2}\n", ("line 1 column 10", "a mapping cannot be a key")),
+        ("[" * 5000, ("nested too deeply",)),
+        ("limit: 2026-02-30\n", ("day is out of range",)),
+        ("decode: {rate: .inf}\n", ("decode.rate", "finite number")),
+        ("decode: {rate: nan}\n", ("decode.rate", "finite number")),
+    ],
+)
+def test_what_yaml_takes_and_a_configuration_cannot_be_is_one_line_with_its_place(write, text, words):
+    path = write(text)
+    message = error(path)
+    assert [word for word in (str(path), *words) if word not in message] == []
+
+
+def test_a_value_of_billions_of_aliases_is_shown_cut_short(write):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    assert len(error(write("\n".join([*lines, "name: *a11"])))) < 2000
+
+
+@pytest.mark.parametrize("text", ["limit={[1]: 2}", "limit=[1, [2]: 3]", "limit={a: 1, a: 2}", "limit=2026-02-30"])
+def test_overrides_are_as_strict_as_files(write, text):
+    assert error(write(""), [text]).startswith(f"--set {text!r}: ")
+
+
 def test_id_ignores_spelling_and_exclusions_and_follows_everything_else(write):
     plain, spelled = config.load(write("{}"), (), Outer), config.load(write("decode: {new_tokens: 8}"), (), Outer)
     assert config.config_id(plain) == config.config_id(spelled)

@@ -1,5 +1,6 @@
 """Settings of Hugging Face and GGUF files become one configuration; what is not supported is refused by name."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -80,8 +81,8 @@ def test_window_counts_for_mistral_only():
         (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "setting 'factor' is missing"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
-        (LLAMA | {"num_attention_heads": 0}, "wrong type or is zero"),
-        (LLAMA | {"hidden_size": "wide"}, "wrong type or is zero"),
+        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads=0 is no whole number from 1"),
+        (LLAMA | {"hidden_size": "wide"}, "hidden_size='wide' is no whole number from 1"),
         (LLAMA | {"num_hidden_layers": -1}, "num_layers Input should be greater than 0, got -1"),
         (LLAMA | {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({key: value for key, value in LLAMA.items() if key != "vocab_size"}, "setting 'vocab_size' is missing"),
@@ -144,3 +145,18 @@ def test_every_parameter_has_exactly_one_rule(config, table):
     ]
     assert len(covered) == len(set(covered))
     assert set(initial.parameter_shapes(CONFIGS[config])) <= set(covered)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_parameters_are_counted_without_listing_them(config):
+    for layers in (1, 3):
+        shape = CONFIGS[config].model_copy(update={"num_layers": layers})
+        listed = sum(math.prod(each) for each in initial.parameter_shapes(shape).values())
+        assert initial.num_parameters(shape) == listed
+
+
+@pytest.mark.parametrize("value", [0, "8", 8.0, True, [8], {"a": 1}])
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads"])
+def test_sizes_that_are_no_whole_numbers_are_named(key, value):
+    with pytest.raises(ValueError, match=f"config.json: {key}=.* is no whole number from 1"):
+        families.config_from_hf(LLAMA | {key: value}, SOURCE)

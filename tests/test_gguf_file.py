@@ -65,6 +65,25 @@ def test_everything_agrees_with_the_gguf_packages_own_reader(written):
         np.testing.assert_array_equal(ours.tensor(tensor.name), expected)
 
 
+@pytest.mark.parametrize("kind", list(gguf.GGMLQuantizationType), ids=lambda kind: kind.name)
+def test_types_that_gguf_cannot_turn_into_floats_are_refused_by_name_and_no_others(tmp_path, kind):
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    path = tmp_path / "one.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("only", np.zeros((1, size), np.uint8), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    try:
+        gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+    except NotImplementedError:
+        with pytest.raises(ValueError, match=f"one.gguf: tensor 'only' has type {kind.name}, wanted F32"):
+            gguf_file.read(path)
+    else:
+        assert gguf_file.read(path).tensor("only").shape == (1, block)
+
+
 @given(share=st.floats(0, 0.999))
 def test_file_cut_anywhere_is_one_error_that_names_it(written, share):
     content = written.read_bytes()

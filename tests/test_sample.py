@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench import initial, prompts, sample, transformer
+from jaxbench import initial, prng, prompts, sample, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.eqx import sample as eqx_sample
 from jaxbench.eqx import transformer as eqx_transformer
@@ -312,6 +312,28 @@ def test_settings_out_of_range_are_named(field):
     sampling = sample.Sampling()._replace(**{field: -1})
     with pytest.raises(ValueError, match=f"sampling: {field}=-1, wanted"):
         prompts.check_sampling(SimpleNamespace(**sampling._asdict()))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 1e-40),
+        ("temperature", float("inf")),
+        ("repetition_penalty", float("inf")),
+        ("top_p", float("nan")),
+    ],
+)
+def test_settings_that_overflow_the_logits_are_named(field, value):
+    sampling = sample.Sampling()._replace(**{field: value})
+    with pytest.raises(ValueError, match=f"sampling: {field}={value}, wanted"):
+        prompts.check_sampling(sampling)
+
+
+def test_the_least_temperature_draws_the_most_probable_token():
+    logits = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
+    where = {"key": prng.key_from_seed(0), "step": jnp.int32(0), "row_ids": jnp.arange(3)}
+    drawn = sample.draw(jnp.asarray(logits), sample.Sampling(temperature=prompts.MIN_TEMPERATURE), **where)
+    assert drawn.tolist() == logits.argmax(1).tolist()
 
 
 @given(st.integers(1, 40), st.integers(1, 4000), st.integers(1, 500))

@@ -236,6 +236,22 @@ def test_damaged_config_json_is_an_error_that_names_it(llama_folder, content, me
         weights.load_checkpoint(llama_folder)
 
 
+def test_more_layers_than_tensors_are_refused_before_their_names_are_listed(llama_folder):
+    path = llama_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 2_000_000_000}))
+    with pytest.raises(ValueError, match="says it has 2000000000 layers, and holds 21 tensors in all"):
+        weights.load_checkpoint(llama_folder)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "wanted"), [([], "list"), (None, "NoneType"), ({"a": 3}, "'a': 3"), ({"a": ["b"]}, r"\['b'\]")]
+)
+def test_an_index_of_another_form_is_an_error_that_names_it(llama_folder, weight_map, wanted):
+    (llama_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=rf"index\.json: weight_map .*{wanted}, wanted an object of tensor: file"):
+        weights.load_checkpoint(llama_folder)
+
+
 def test_folder_without_weights_is_an_error(llama_folder):
     (llama_folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="llama: missing model.safetensors"):

@@ -65,6 +65,10 @@ class Arm:
         """Run the workload's programs once, a few tokens of decoding: touches memory and starts threads."""
         return self.measure(workload, inputs)
 
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Return the scores [V] of the token after these."""
+        raise NotImplementedError(f"{self.name}: logits after {len(tokens)} tokens")
+
     def unload(self) -> None:
         """Drop the weights and compiled programs."""
         raise NotImplementedError(f"{self.name}: unload")

@@ -75,6 +75,11 @@ class JaxArm(arms.Arm):
             return self._run_step(inputs)
         return arms.generate(self.generator, inputs, workload, np.asarray, limit=arms.WARM_TOKENS)
 
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Run the model on one row, without a cache."""
+        row = np.asarray([tokens], np.int32)
+        return np.asarray(self.model(row, np.arange(row.shape[1], dtype=np.int32)[None])[0, -1], np.float32)
+
     def unload(self) -> None:
         """Drop weights and programs."""
         import jax

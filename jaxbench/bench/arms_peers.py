@@ -9,6 +9,8 @@ import importlib.util
 import time
 from pathlib import Path
 
+import numpy as np
+
 from jaxbench.bench import arms
 from jaxbench.bench.arms_torch import TorchBase
 from jaxbench.bench.records import Workload
@@ -43,6 +45,14 @@ class TransformersArm(TorchBase):
         )
         self.model.to(self.torch_device)
         self._finish_loading(train)
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Run the model on one row, without a cache."""
+        import torch
+
+        with torch.inference_mode():
+            scores = self.model(input_ids=torch.tensor([tokens], device=self.torch_device), use_cache=False).logits
+        return scores[0, -1].float().cpu().numpy()
 
     def _loss(self, inputs, wanted, positions):
         import torch.nn.functional as F

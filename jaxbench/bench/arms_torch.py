@@ -7,6 +7,8 @@ import os
 import shutil
 import time
 
+import numpy as np
+
 from jaxbench.bench import arms, arms_run
 from jaxbench.bench.records import Workload
 
@@ -176,6 +178,14 @@ class EagerArm(TorchBase):
     def prepare(self, workload: Workload) -> dict:
         """Make the engine of a run's step; other eager code has nothing to compile."""
         return {} if self.run_step is None else self.run_step.prepare()
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Run the model on one row, without a cache."""
+        import torch
+
+        row = torch.tensor([tokens], device=self.torch_device)
+        with torch.inference_mode():
+            return self.model(row, torch.arange(row.shape[1], device=row.device)[None])[0, -1].float().cpu().numpy()
 
     def unload(self) -> None:
         """Drop model, generator and optimiser."""

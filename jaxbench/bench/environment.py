@@ -9,6 +9,8 @@ import platform
 import subprocess
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ("jaxbench", "torch_ref", "experiments")
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -114,15 +116,29 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the short git commit of this tree, with + when files differ from it; empty outside git."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return ""
+    """Return what code this is: the short git commit; + and a hash of the changes where the code differs from it.
+
+    A changed document or configuration is no other code. Outside git it is `sources-` and a hash of the Python files.
+    """
+    if not (ROOT / ".git").exists():
+        return f"sources-{_hash(_sources())}"
     try:
-        head = _git(root, "rev-parse", "--short=12", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        head = _git("rev-parse", "--short=12", "HEAD").decode().strip()
+        changes = [_git("diff", "HEAD", "--binary", "--", *CODE)]
+        new = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE).decode().split("\0")
+        changes += [name.encode() + (ROOT / name).read_bytes() for name in sorted(new) if name.endswith(".py")]
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return f"sources-{_hash(_sources())}"
+    return head + (f"+{_hash(changes)}" if any(changes) else "")
+
+
+def _sources() -> list[bytes]:
+    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in files]
+
+
+def _hash(parts: list[bytes]) -> str:
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:8]
 
 
 def pressure() -> dict[str, float]:
@@ -145,7 +161,6 @@ def _cgroup_stat(name: str) -> int:
     return 0
 
 
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "--no-optional-locks", *arguments]  # killed by the timeout, `git status` would leave its lock
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()
+def _git(*arguments: str) -> bytes:
+    command = ["git", "--no-optional-locks", *arguments]  # killed by the timeout, git would leave its lock
+    return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=10, check=True).stdout

@@ -5,8 +5,10 @@ from __future__ import annotations
 from jaxbench import prompts
 from jaxbench.bench import environment, flops
 from jaxbench.bench.records import Workload
-from jaxbench.bench.suite import Suite
+from jaxbench.bench.suite import Roofline, Suite
 from jaxbench.config import TransformerConfig
+from jaxbench.memory import decoder_config
+from jaxbench.train_config import TrainConfig
 
 IMPORT_BYTES = 450 * 2**20  # resident set of one worker after its imports: 250 (jax) to 450 MB (transformers), measured
 
@@ -37,6 +39,42 @@ def train_bytes(config: TransformerConfig, load: Workload, *, weights: str | Non
     layer += 2 * load.batch * config.num_heads * load.prompt_tokens**2 * 4
     logits = 3 * tokens * config.vocab_size * 4  # logits, their softmax and gradient
     return 4 * flops.parameter_bytes(config, weights or load.dtype) + config.num_layers * layer + logits
+
+
+def check_run(settings: TrainConfig) -> int:
+    """Return the least bytes that a training run takes on this host, whatever its mesh and options.
+
+    The initial values are made here in float64, a step's rows are cut out of the text as arrays of tokens, targets,
+    positions and segments (int32) and a mask. Where the vocabulary is left to the tokenizer it counts as one token.
+
+    Raises:
+      ValueError: this machine does not have them.
+    """
+    model = decoder_config.with_memory(settings.model.resolved(settings.model.vocab_size or 1), settings.memory)
+    parameters = decoder_config.num_parameters(model)
+    needed = {
+        f"{parameters:,} parameters (model.num_layers={model.num_layers}, d_model={model.d_model}, d_ff={model.d_ff}, "
+        f"vocab_size={model.vocab_size})": 8 * parameters,
+        f"a step's rows (batch_size={settings.batch_size}, data.seq_len={settings.data.seq_len})": (
+            17 * settings.batch_size * settings.data.seq_len
+        ),
+    }
+    room = environment.total_memory_bytes()
+    for what, size in needed.items():
+        if size > room:
+            raise ValueError(f"train: {what} take {size / 2**30:.3g} GiB, this machine has {room / 2**30:.1f} GiB")
+    return sum(needed.values())
+
+
+def check_roofline(settings: Roofline) -> int:
+    """Return the bytes of the largest arrays that the roofline measures; ValueError where they do not fit."""
+    products = [4 * (m * k + k * n + m * n) for m, k, n in settings.gemm_sizes]
+    available = environment.available_memory_bytes()
+    for name, size in {"read_bytes": settings.read_bytes, "gemm_sizes": max(products, default=0)}.items():
+        if size > available:
+            room = f"{available / 2**30:.1f} GiB are available"
+            raise ValueError(f"suite: roofline.{name} needs {size / 2**30:.3g} GiB, {room}; take less")
+    return max(settings.read_bytes, *products, 0)
 
 
 def needed_bytes(suite: Suite, config: TransformerConfig) -> tuple[int, str]:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jaxbench.bench import statistics, wording
 from jaxbench.bench import view as views
-from jaxbench.bench import wording
 from jaxbench.bench.records import Workload
 from jaxbench.bench.summary import SPEED, Row
 from jaxbench.bench.view import View
@@ -56,7 +56,7 @@ def forest(view: View) -> Figure | None:
         for row, y in zip(rows, places, strict=True):
             trace = traces.setdefault(row.verdict, _verdict_trace(row.verdict))
             point, low, high = row.ratio
-            bounded = math.isfinite(high) and low > 0
+            bounded = statistics.is_informative(low, high)
             trace["x"].append(point)
             trace["y"].append(y)
             trace["error_x"]["array"].append(high - point if bounded else 0)

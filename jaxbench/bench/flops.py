@@ -12,12 +12,11 @@ Axis letters: B batch, T query positions, S key slots, D model width, F feed-for
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from jaxbench import prompts
 from jaxbench.config import TransformerConfig
-from jaxbench.initial import parameter_shapes
+from jaxbench.initial import num_parameters
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -43,7 +42,7 @@ def dtype_bytes(dtype: str) -> int:
 
 def parameter_count(config: TransformerConfig) -> int:
     """Return the number of parameters, a tied embedding counted once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    return num_parameters(config)
 
 
 def parameter_bytes(config: TransformerConfig, dtype: str) -> int:

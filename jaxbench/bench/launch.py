@@ -6,8 +6,6 @@ falls on every arm alike. A worker that fails becomes a record with its error; t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import shutil
@@ -20,13 +18,11 @@ import numpy as np
 
 from jaxbench import launch as process_environment
 from jaxbench import observe
-from jaxbench.bench import records, roofline, statistics
+from jaxbench.bench import agreement, records, roofline, statistics
 from jaxbench.bench.plan import Plan
 from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.bench.records import RecordFile, Workload
 
-# Relative, between arms' first losses; autocast and all-bfloat16 activations round at different places.
-LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 UNITS = {
     "load_s": "s",
     "compile_cold_s": "s",
@@ -266,14 +262,30 @@ class Launch:
             base = self.plan.suite.verdicts.baseline
             reference = base if base in outputs else next(iter(outputs), None)
             for arm, tokens in outputs.items():
-                tolerance = LOSS_TOLERANCE[load.dtype] if load.kind == "train" else 0.0
-                difference = first_difference(outputs[reference], tokens, tolerance=tolerance)
+                tolerance = agreement.LOSS_TOLERANCE[load.dtype] if load.kind == "train" else 0.0
+                difference = agreement.first_difference(outputs[reference], tokens, tolerance=tolerance)
                 same_as = outputs[reference] if difference is None else tokens
-                detail = {"digest": digest(same_as), "reference": reference, "first_difference": difference}
+                detail = {"digest": agreement.digest(same_as), "reference": reference, "first_difference": difference}
                 if load.kind == "train":
-                    detail["loss"] = tokens[0][0]
+                    detail |= {"loss": tokens[0][0], "reference_loss": outputs[reference][0][0]}
+                elif difference is not None:
+                    detail |= self._parting(load, reference, arm, *difference)
                 same = 1.0 if difference is None else 0.0
                 self.file.append(self._record("tokens", load, same, "count", arm=arm, detail=detail))
+
+    def _parting(self, load: Workload, reference: str, arm: str, row: int, step: int) -> dict:
+        """Return the two tokens at which outputs part and, in float32, whether the logits there are a near tie."""
+        ours, theirs = (self.tokens[load][name][row] for name in (arm, reference))
+        if step >= min(len(ours), len(theirs)):
+            return {}
+        found = {"token": ours[step], "reference_token": theirs[step]}
+        if load.dtype != "float32" or arm in agreement.OTHER_WEIGHTS or reference in agreement.OTHER_WEIGHTS:
+            return found
+        context = self.plan.inputs[load][row] + theirs[:step]
+        answers = [self._ask(name, "logits", tokens=context) for name in (reference, arm)]
+        if not all(answers):
+            return found
+        return found | agreement.near_tie(*(answer["logits"] for answer in answers), self.plan.device)
 
     def _note_output(self, arm: str, load: Workload, answer: dict) -> None:
         """Keep an arm's first output: its tokens, or the first loss of the train step."""
@@ -354,22 +366,6 @@ def rates(load: Workload, found: list[dict]) -> dict[str, list[float]]:
 def main_metric(load: Workload) -> str:
     """Return the metric that a workload is about."""
     return f"{load.kind}_tokens_per_s"
-
-
-def first_difference(reference: list[list], other: list[list], *, tolerance: float = 0.0) -> list[int] | None:
-    """Return [row, step] of the first unequal token (loss: further apart than `tolerance`, relative), or None."""
-    for row, (left, right) in enumerate(zip(reference, other, strict=False)):
-        for step, (a, b) in enumerate(zip(left, right, strict=False)):
-            if abs(a - b) > tolerance * abs(a):
-                return [row, step]
-        if len(left) != len(right):
-            return [row, min(len(left), len(right))]
-    return None if len(reference) == len(other) else [min(len(reference), len(other)), 0]
-
-
-def digest(tokens: list[list]) -> str:
-    """Return a short sha256 of an arm's output."""
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
 
 
 def control_seconds(repeats: int = 9) -> float:

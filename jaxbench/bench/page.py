@@ -134,7 +134,8 @@ def _ratios(view: View, charts: dict) -> tuple[str, str, str] | None:
     text = (
         "<p>Each point is the geometric mean over launches of an arm's rate over that of "
         f"{escape(wording.arm(view.baseline))}; the bar is its {confidence} interval over launches "
-        "(fresh processes). <b class='faster'>Faster</b> and <b class='slower'>slower</b> mean that the whole "
+        "(fresh processes), left out where it is too wide to say anything. <b class='faster'>Faster</b> and "
+        "<b class='slower'>slower</b> mean that the whole "
         "interval lies on one side; everything else is undecided.</p>"
     )
     return _section("ratios", "Which backend is faster where", text, chart)

@@ -6,6 +6,7 @@ becomes a record with its reason: the rest of the comparison goes on.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -54,6 +55,12 @@ def parity(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
 def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     """Compile the model's programs for each TPU topology and append what the compiler says."""
     settings = work.suite.tpu
+    if importlib.util.find_spec("libtpu") is None:
+        reason = "libtpu is not installed; `pip install 'jaxbench[tpu]'` brings it (no TPU is needed)"
+        names = [*settings.topologies, *(one.name() for one in settings.runs)]
+        file.append(*(work.record("tpu", device=name, status="skipped", reason=reason) for name in names))
+        say(f"tpu: {reason}")
+        return
     for topology in settings.topologies:
         if _done(file, work, "tpu", device=topology):
             continue
@@ -101,7 +108,7 @@ def _tpu_run(one: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable
 def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     """Write a trace of one run of each float32 workload on every arm that can: xprof for JAX, Chrome for PyTorch."""
     environment = launch.worker_environment(work.device, cache=work.workdir / "compile_cache", threads=work.threads)
-    dtype = work.suite.dtypes()[0]
+    [dtype, *_] = work.suite.dtypes()
     for arm in work.suite.arms:
         log = work.workdir / "logs" / f"profile-{arm}.log"
         worker = Worker(arm, environment=environment, log=log, threads=work.threads)
@@ -127,8 +134,8 @@ def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
 
 def _done(file: RecordFile, work: Plan, metric: str, *, device: str | None = None, arm: str | None = None) -> bool:
     return any(
-        record.metric == metric and record.status == "ok" and record.config_id == work.config_id
-        for record in file.read()
+        record.metric == metric and record.status == "ok"
+        for record in file.of_run(work.run_id)
         if device in (None, record.device) and arm in (None, record.arm)
     )
 

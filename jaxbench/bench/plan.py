@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxbench import assets, config
+from jaxbench import assets, config, launch
 from jaxbench.bench import chips, environment, estimate
 from jaxbench.bench import suite as suites
 from jaxbench.bench.records import Record, Workload, now_utc
@@ -44,6 +43,8 @@ class Plan(NamedTuple):
     threads: int
     workdir: Path
     config_id: str
+    origin: dict  # what a run's results depend on besides chance; equal for two runs that may share their results
+    run_id: str  # of the origin
     text_sha256: str
     inputs: dict[Workload, list[list[int]]]  # token ids of each workload, equal for every arm
     common: dict  # fields that every record carries
@@ -60,51 +61,67 @@ class Plan(NamedTuple):
 
 def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
     """Check every input and return the plan; ValueError before anything is compiled or measured."""
-    check_device(device)
+    launch.check_attached(device)
     for topology in suite.tpu.topologies:
         chips.parse_topology(topology)
     for one in suite.tpu.runs:
         chips.parse_topology(one.topology)
         config.load(ROOT / one.config, one.set, TrainConfig)
-    model = find_model(suite, workdir)
-    suite.check_context(model.config.max_seq_len)
-    if device == "cpu":
-        estimate.check_fits(suite, model.config)
     threads = suite.threads or environment.usable_cores()
     if threads > environment.usable_cores():
         raise ValueError(f"suite: threads={threads}, this process may use {environment.usable_cores()} cores")
+    if device == "cpu" and suite.roofline.enabled:
+        estimate.check_roofline(suite.roofline)
+    if (shape := random_decoder(suite.model)) is not None:  # whose model is about to be written
+        check_shape(suite, shape, device)
+        if suite.data is not None:
+            raise ValueError(f"compare: --data={suite.data} needs a tokenizer, model {suite.model!r} has none")
+    model = find_model(suite, workdir)
+    check_shape(suite, model.config, device)
     token_ids, text_sha256 = read_text(suite, model)
-    common = {
-        "config_id": suites.config_id(suite, model_sha256=model.sha256, text_sha256=text_sha256),
+    config_id = suites.config_id(suite, model_sha256=model.sha256, text_sha256=text_sha256)
+    origin = {
+        "configuration": config_id,
         "device": device,
         "host": environment.fingerprint(),
         "commit": environment.commit(),
+        "arms": list(suite.arms),
+        "threads": threads,
+        "tpu": suite.tpu.model_dump(mode="json", exclude={"topologies", "runs"}),
+        "versions": environment.versions(),
+    }
+    run_id = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:12]
+    common = {
+        **{name: origin[name] for name in ("device", "host", "commit")},
+        "config_id": config_id,
+        "run_id": run_id,
         "model_sha256": model.sha256,
         "text_sha256": text_sha256,
     }
     inputs = {load: draw(token_ids, load, seed=suite.seed) for load in suite.workloads()}
-    return Plan(suite, model, device, threads, workdir, common["config_id"], text_sha256, inputs, common)
+    return Plan(suite, model, device, threads, workdir, config_id, origin, run_id, text_sha256, inputs, common)
 
 
-def check_device(device: str) -> None:
-    """Raise ValueError when the device is unknown or not attached; looks at device files, imports no backend."""
-    if device not in ("cpu", "gpu", "tpu"):
-        raise ValueError(f"compare: --device={device} is unknown, wanted cpu, gpu or tpu")
-    files = {"gpu": ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"), "tpu": ("/dev/accel0", "/dev/vfio/0")}
-    if device in files and not any(os.path.exists(path) for path in files[device]):
-        raise ValueError(
-            f"compare: --device={device}, but this machine has none ({', '.join(files[device])} not found)"
-        )
+def check_shape(suite: Suite, shape: TransformerConfig, device: str) -> None:
+    """Raise ValueError when the suite's lengths are over the model's context, or this machine's memory too small."""
+    suite.check_context(shape.max_seq_len)
+    if device == "cpu":
+        estimate.check_fits(suite, shape)
+
+
+def random_decoder(model: str) -> TransformerConfig | None:
+    """Return the shape of a model with random weights: tiny, or that of a training configuration; None for others."""
+    if model == "tiny":
+        return TINY
+    return _decoder_of(model) if model.endswith(".yaml") else None
 
 
 def find_model(suite: Suite, workdir: Path) -> Model:
     """Return the model as a Hugging Face folder, written once into the cache where it came as GGUF."""
     from jaxbench import families, weights
 
-    if suite.model == "tiny":
-        return _random_model(TINY, workdir, distinct=True)
-    if suite.model.endswith(".yaml"):
-        return _random_model(_decoder_of(suite.model), workdir, distinct=False)
+    if (shape := random_decoder(suite.model)) is not None:
+        return _random_model(shape, workdir, distinct=suite.model == "tiny")
     path = weights.resolve(suite.model)
     if path.is_dir():
         checkpoint = weights.load_checkpoint(path)
@@ -143,8 +160,6 @@ def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:
     """Return the token ids that prompts are cut from, and the sha256 of the text."""
     wanted = 4 * sum(load.batch * (load.prompt_tokens + 1) for load in suite.workloads()) + 4096
     if model.tokenizer is None:
-        if suite.data is not None:
-            raise ValueError(f"compare: --data={suite.data} needs a tokenizer, model {suite.model!r} has none")
         ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=wanted)
         return ids, hashlib.sha256(ids.tobytes()).hexdigest()
     from jaxbench import tokenizer

@@ -25,6 +25,7 @@ SUITE_ARM = (
     "suite"  # the arm name of records that belong to the whole run: roofline, control, parity, TPU, launch marks
 )
 LAUNCH_DONE = "launch_done"  # the metric that marks a finished launch (`--resume` skips it)
+RUN = "run"  # the metric whose detail is a run's origin: device, host, commit, versions, arms and what else is its key
 
 
 class Workload(Base):
@@ -58,6 +59,7 @@ class Record(Base):
     status: Literal["ok", "skipped", "error"] = "ok"
     reason: str = ""  # why it was skipped or failed: one line
     detail: dict = {}  # further facts: digests of tokens, parity rows, TPU collectives
+    run_id: str = ""  # stable id of the run's origin (the record `run`): only records of one id are reported together
     config_id: str = ""  # stable id of the configuration, with model and text sha256
     device: str = ""  # cpu, gpu, tpu, or a TPU topology such as v5e:2x2 (compiled ahead of time)
     host: str = ""  # hashed fingerprint of the machine
@@ -69,7 +71,7 @@ class Record(Base):
 
     def key(self) -> tuple:
         """Return what makes a record unique; a later record with the same key replaces an earlier one."""
-        return (self.config_id, self.metric, self.arm, self.workload, self.launch, self.device)
+        return (self.run_id, self.config_id, self.metric, self.arm, self.workload, self.launch, self.device)
 
 
 class RecordFile:
@@ -109,9 +111,36 @@ class RecordFile:
             latest[record.key()] = record
         return list(latest.values())
 
-    def finished_launches(self, config_id: str) -> set[int]:
-        """Return the numbers of the launches of this configuration that ran to their end."""
-        return {r.launch for r in self.read() if r.metric == LAUNCH_DONE and r.config_id == config_id}
+    def of_run(self, run_id: str) -> list[Record]:
+        """Return the records of one run."""
+        return [record for record in self.read() if record.run_id == run_id]
+
+    def finished_launches(self, run_id: str) -> set[int]:
+        """Return the numbers of the launches of this run that ran to their end."""
+        return {record.launch for record in self.of_run(run_id) if record.metric == LAUNCH_DONE}
+
+    def left_aside(self, run_id: str, origin: Mapping[str, object]) -> str:
+        """Return one sentence about the records of other runs, and in what each run differs; empty without any."""
+        others = [record for record in self.read() if record.run_id != run_id]
+        known = {record.run_id: record.detail for record in others if record.metric == RUN}
+        reasons = {
+            record.run_id: _difference(known[record.run_id], origin)
+            if record.run_id in known
+            else "written before records carried their origin"
+            for record in others
+        }
+        return f"{len(others)} records of other runs are left aside: {'; '.join(reasons.values())}" if others else ""
+
+
+def _difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Name the keys in which two origins differ, with both values."""
+    flat = []
+    for origin in (before, now):
+        versions = origin.get("versions")
+        named = {f"{name} version": value for name, value in versions.items()} if isinstance(versions, dict) else {}
+        flat.append({key: value for key, value in origin.items() if key != "versions"} | named)
+    keys = [key for key in sorted(flat[0].keys() | flat[1].keys()) if flat[0].get(key) != flat[1].get(key)]
+    return ", ".join(f"{key} was {flat[0].get(key)}, is {flat[1].get(key)}" for key in keys)
 
 
 def read_lines(path: str | os.PathLike) -> list[Record]:
@@ -119,7 +148,12 @@ def read_lines(path: str | os.PathLike) -> list[Record]:
     path = Path(path)
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"results: {path} is not UTF-8 text (byte {error.start}), so no file of results; move it away"
+        ) from error
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -63,7 +63,10 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def csv_text(view: View) -> str:
-    """Return the result rows and the TPU figures as CSV, numbers at full precision."""
+    """Return the result rows and the TPU figures as CSV, numbers at full precision.
+
+    Intervals that the tables show as a dash stand here as they are, infinite ends included.
+    """
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -208,19 +211,35 @@ def _tpu_table(view: View):
     return table
 
 
-def main() -> int:
-    """Write the report of a run again from its folder."""
-    import json
+def read_run(workdir: Path) -> tuple[list[Record], Suite]:
+    """Return the records of the run that a folder's suite.json names, and its suite; those of other runs stay out.
 
-    from absl import flags
+    Raises:
+      ValueError: there is no such run, or a file is damaged.
+    """
+    import pydantic
 
-    workdir = Path(flags.FLAGS.workdir)
+    from jaxbench import weights
+
     settings = workdir / "suite.json"
     if not settings.exists():
         raise ValueError(f"report: {settings} does not exist; name the folder of a finished comparison with --workdir")
-    stored = json.loads(settings.read_text())
-    records = [r for r in RecordFile(workdir / "results.jsonl").read() if r.config_id == stored["config_id"]]
-    write(records, Suite.model_validate(stored["suite"]), workdir)
+    stored = weights.read_json(settings)
+    try:
+        suite = Suite.model_validate(stored.get("suite"))
+    except pydantic.ValidationError as error:
+        raise ValueError(f"report: {settings} holds no suite ({str(error).splitlines()[0]})") from error
+    # Records from before there was a run_id have none, and are told apart by their configuration.
+    found = RecordFile(workdir / "results.jsonl").of_run(stored.get("run_id", ""))
+    return [record for record in found if record.config_id == stored.get("config_id")], suite
+
+
+def main() -> int:
+    """Write the report of a run again from its folder."""
+    from absl import flags
+
+    workdir = Path(flags.FLAGS.workdir)
+    write(*read_run(workdir), workdir)
     return 0
 
 

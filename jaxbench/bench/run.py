@@ -1,16 +1,18 @@
 """The comparison from start to report: plan, proof, launches, TPU compile, report (S file).
 
 Each part appends to `results.jsonl` as it ends. An interrupt keeps what is there; `resume` skips finished launches
-and parts. The budget is kept by starting no launch that would pass it, judged by the longest launch so far.
+and parts of the same run: the same configuration, device, host, commit, versions, arms and threads. The budget is kept
+by starting no launch that would pass it, judged by the longest launch so far.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxbench.bench import environment, launch, parts, plan, records, summary
+from jaxbench.bench import agreement, environment, launch, parts, plan, records
 from jaxbench.bench.records import Record, RecordFile
 from jaxbench.bench.suite import Suite
 
@@ -39,22 +41,31 @@ def compare(
       OSError: results cannot be written; what was written before is kept.
     """
     started = time.monotonic()
+    if profile and not suite.dtypes():
+        grids = f"prefill.dtypes={list(suite.prefill.dtypes)}, decode.dtypes={list(suite.decode.dtypes)}"
+        raise ValueError(f"compare: --profile traces inference, and the suite has none ({grids}); leave --profile out")
+    if resume:
+        records.read_lines(workdir / records.RESULTS_NAME)  # a damaged file is refused before anything is written
     work = plan.make_plan(suite, device=device, workdir=workdir)
     file = open_results(work, resume=resume)
+    if aside := file.left_aside(work.run_id, work.origin):
+        say(aside)
+    if not file.of_run(work.run_id):
+        file.append(work.record(records.RUN, detail=work.origin))
     facts = environment.describe(threads=work.threads)
     settings = launch.worker_environment(device, cache=workdir / "compile_cache", threads=work.threads)
     facts["settings"] = environment.fair_settings(threads=work.threads, environment=settings)
     if suite.train.enabled and suite.train.form == "run":
         facts["settings"].append(RUN_STEP)
     records.write_json(workdir / "environment.json", facts)
-    resolved = {"config_id": work.config_id, "device": device, "suite": suite.model_dump(mode="json")}
-    records.write_json(workdir / "suite.json", resolved)
+    ids = {"run_id": work.run_id, "config_id": work.config_id}
+    records.write_json(workdir / "suite.json", ids | {"device": device, "suite": suite.model_dump(mode="json")})
     parts.parity(work, file, say)
     parts.tpu(work, file, say)
     run_launches(work, file, started=started, say=say)
     if profile:
         parts.profile(work, file, say)
-    found = [record for record in file.read() if record.config_id == work.config_id]
+    found = file.of_run(work.run_id)
     say(f"{sum(r.metric == records.LAUNCH_DONE for r in found)} launches in {time.monotonic() - started:.0f} s")
     return found
 
@@ -74,7 +85,7 @@ def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:
 def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Callable[[str], None]) -> None:
     """Run the launches that are not finished yet, as far as the budget reaches; the first always runs."""
     rounds = work.suite.rounds
-    done = file.finished_launches(work.config_id)
+    done = file.finished_launches(work.run_id)
     missing = [number for number in range(1, rounds.launches + 1) if number not in done]
     if len(missing) < rounds.launches:
         say(f"{rounds.launches - len(missing)} of {rounds.launches} launches are already in {file.path.name}")
@@ -95,23 +106,25 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
         say(f"{name}: {took:.0f} s")
 
 
-def failed_gates(found: list[Record]) -> list[str]:
-    """Return the arms whose parity proof ran and failed."""
-    return [r.arm for r in found if r.metric == "parity" and r.status == "ok" and not r.detail.get("passed", False)]
+def failures(found: list[Record]) -> list[str]:
+    """Return one sentence for everything that the suite asked for and that failed: the reasons for exit code 1.
 
-
-def agreement_notes(found: list[Record]) -> list[str]:
-    """Return one sentence a workload: whether every arm generated the same tokens, or where they part."""
-    notes = []
-    for label, digests in summary.token_agreement(found).items():
-        if len(digests) < 2:
-            continue
-        if len(set(digests.values())) == 1:
-            notes.append(f"{label}: equal output on {', '.join(digests)}")
-            continue
-        rows = [r for r in found if r.metric == "tokens" and r.workload.label() == label and r.value == 0.0]
-        parting = {r.arm: r.detail.get("first_difference") for r in rows}
-        reference = rows[-1].detail.get("reference", "") if rows else ""
-        places = ", ".join(f"{arm} at row {place[0]} step {place[1]}" for arm, place in parting.items() if place)
-        notes.append(f"{label}: differs from {reference}: {places}")
-    return notes
+    A proof that failed or did not end, float32 outputs that differ, an arm, a TPU compile or a trace that broke. What
+    this machine cannot run at all (status skipped: no compiler, no libtpu, no such package) is none.
+    """
+    sentences = [
+        f"parity: {record.arm}: worst relative difference {record.detail.get('worst', math.nan):.1e}"
+        for record in found
+        if record.metric == "parity" and record.status == "ok" and not record.detail.get("passed", False)
+    ]
+    sentences += agreement.failures(found)
+    broken: dict[str, list[str]] = {}
+    for record in found:
+        if record.status == "error" and not record.metric.startswith("tpu_"):  # tpu_: does not fit, which is a result
+            name = {records.SUITE_ARM: f"{record.metric} {record.device}"}.get(record.arm, record.arm)
+            what = f"{record.metric}: {name}" if record.metric in ("parity", "profile") else name
+            broken.setdefault(what, []).append(record.reason)
+    return sentences + [
+        f"{what}: {reasons[0]}" + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
+        for what, reasons in broken.items()
+    ]

@@ -9,6 +9,7 @@ A percentile is given only where its 95 % bound exists.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -16,6 +17,9 @@ import numpy as np
 from scipy import stats
 
 Verdict = Literal["faster", "slower", "undecided"]
+# Upper over lower end of a ratio's interval: what is wider allows both ten times faster and ten times slower, more than
+# any two arms here were ever apart.
+MOST_WIDTH = 100.0
 
 
 class Interval(NamedTuple):
@@ -81,6 +85,16 @@ def verdict(interval: Interval, *, margin: float = 0.0) -> Verdict:
     return "undecided"
 
 
+def is_informative(low: float, high: float) -> bool:
+    """Tell whether an interval of a ratio says anything: it leaves out 1, or is no wider than a factor of MOST_WIDTH.
+
+    Few launches far apart give t-intervals such as [0.00, 456864.72]: true, and no reader learns anything from them.
+    """
+    if not (0 < low and high < math.inf):
+        return False
+    return not low <= 1 <= high or high / low <= MOST_WIDTH
+
+
 def holm(p_values: Sequence[float], *, alpha: float = 0.05) -> list[bool]:
     """Return which hypotheses Holm's step-down procedure rejects (family-wise error at most alpha).
 
@@ -142,4 +156,4 @@ def drift(control: Sequence[Sequence[float]]) -> float:
 
 
 def _exp(value: float) -> float:
-    return math.inf if value == math.inf else math.exp(value)
+    return math.inf if value > math.log(sys.float_info.max) else math.exp(value)

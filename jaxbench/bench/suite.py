@@ -15,6 +15,7 @@ ARMS = ("flax", "equinox", "torch_eager", "torch_compile", "transformers", "llam
 Arm = Literal["flax", "equinox", "torch_eager", "torch_compile", "transformers", "llama_cpp"]
 Dtype = Literal["float32", "bfloat16"]
 Batch = pydantic.PositiveInt
+GemmSize = tuple[pydantic.PositiveInt, pydantic.PositiveInt, pydantic.PositiveInt]  # (M, K, N)
 Topology = str  # e.g. v5e:2x2; checked by bench/tpu.py against its table before anything runs
 
 
@@ -59,6 +60,8 @@ class TrainStep(Base):
                 f"suite: train.accumulation={self.accumulation} and train.implementation={self.implementation} need "
                 f"train.form=run, got {self.form}"
             )
+        if not self.dtype:
+            raise ValueError(f"suite: train.dtype={list(self.dtype)} names none; train.enabled=false leaves it out")
         if self.batch % self.accumulation:
             raise ValueError(f"suite: train.batch={self.batch} is not a multiple of accumulation={self.accumulation}")
         return self
@@ -67,11 +70,12 @@ class TrainStep(Base):
 class Rounds(Base):
     """How often a launch repeats each measurement. Each arm's workers live for one launch."""
 
-    launches: int = pydantic.Field(default=3, gt=0)  # sets of fresh processes: the unit of replication
+    launches: int = pydantic.Field(default=3, gt=0, le=10_000)  # sets of fresh processes: the unit of replication
     rounds: int = pydantic.Field(default=2, gt=0)  # measurements a launch; odd rounds run the arms in reverse order
     warmup: int = pydantic.Field(default=1, ge=0)  # unrecorded runs before the first round
     budget_s: float = pydantic.Field(default=480, gt=0)  # no new launch starts that would pass it
-    worker_timeout_s: float = pydantic.Field(default=300, gt=0)  # one request to a worker; a compile is one request
+    # one request to a worker; a compile is one request; epoll counts milliseconds in 31 bits
+    worker_timeout_s: float = pydantic.Field(default=300, gt=0, lt=2**31 / 1e3)
 
 
 class Verdicts(Base):
@@ -89,8 +93,8 @@ class Roofline(Base):
     """What the machine can do, measured in the same run: read bandwidth and matmul rate."""
 
     enabled: bool = True
-    read_bytes: int = pydantic.Field(default=512 * 2**20, gt=0)  # size of the array that is summed
-    gemm_sizes: tuple[tuple[int, int, int], ...] = ((512, 576, 1536), (512, 1536, 576), (1024, 1024, 1024))  # (M, K, N)
+    read_bytes: int = pydantic.Field(default=512 * 2**20, ge=4)  # size of the array of float32 that is summed
+    gemm_sizes: tuple[GemmSize, ...] = ((512, 576, 1536), (512, 1536, 576), (1024, 1024, 1024))
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     repeats: int = pydantic.Field(default=5, gt=0)
 
@@ -144,9 +148,17 @@ class Suite(Base):
             raise ValueError(f"suite: arms={list(self.arms)} is empty, name at least one of {', '.join(ARMS)}")
         if len(set(self.arms)) != len(self.arms):
             raise ValueError(f"suite: arms={list(self.arms)} names an arm twice")
+        if not (self.workloads() or self.roofline.enabled or self.parity or self.tpu.topologies or self.tpu.runs):
+            dtypes = [list(grid.dtypes) for grid in (self.prefill, self.decode)]
+            raise ValueError(f"suite: nothing to measure: dtypes of prefill and decode are {dtypes}, every part is off")
         others = [arm for arm in self.arms if arm not in RUN_ARMS]
         if self.train.enabled and self.train.form == "run" and others:
             raise ValueError(f"suite: train.form=run with arms {others}, which have none; has {', '.join(RUN_ARMS)}")
+        if self.verdicts.baseline not in self.arms:
+            raise ValueError(
+                f"suite: verdicts.baseline={self.verdicts.baseline} is not among arms={list(self.arms)}, so there is "
+                f"nothing to compare with; add it, or pass --set=verdicts.baseline={self.arms[0]}"
+            )
         return self
 
     def workloads(self) -> list[Workload]:

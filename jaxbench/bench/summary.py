@@ -75,15 +75,6 @@ def control_drift(records: Sequence[Record]) -> float:
     return statistics.drift(control)
 
 
-def token_agreement(records: Sequence[Record]) -> dict[str, dict[str, str]]:
-    """Return {workload label: {arm: digest of the generated tokens}} of the last launch that has them."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for record in records:
-        if record.metric == "tokens" and record.status == "ok":
-            found[record.workload.label()][record.arm] = str(record.detail.get("digest", ""))
-    return dict(found)
-
-
 def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Record], verdicts: Verdicts):
     """Return one row and its p-value (None when it is not compared)."""
     good = {n: r for n, r in sorted(launches.items()) if r.status == "ok" and r.value is not None}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench.bench import summary, wording
+from jaxbench.bench import agreement, summary, wording
 from jaxbench.bench.records import Record
 from jaxbench.bench.suite import Suite
 from jaxbench.bench.summary import Row
@@ -56,7 +56,7 @@ def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
         environment=environment,
         suite=suite,
         config_id=next((record.config_id for record in records if record.config_id), ""),
-        agreement=_agreement(records),
+        agreement=agreement.notes(records),
         drift=summary.control_drift(records),
     )
 
@@ -152,24 +152,9 @@ def headline(view: View) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _agreement(records: Sequence[Record]) -> list[str]:
-    notes = []
-    for label, digests in summary.token_agreement(records).items():
-        if len(digests) < 2:
-            continue
-        groups: dict[str, list[str]] = {}
-        for name, digest in digests.items():
-            groups.setdefault(digest, []).append(wording.arm(name))
-        if len(groups) == 1:
-            notes.append(f"{label}: equal on {', '.join(wording.arm(name) for name in digests)}")
-        else:
-            notes.append(f"{label}: differs: " + "; ".join(" = ".join(names) for names in groups.values()))
-    return notes
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from jaxbench.bench import statistics
 from jaxbench.bench.records import Workload
 
 ARMS = {
@@ -105,8 +106,8 @@ def scaled(number: float, base: int, units: tuple[str, ...]) -> str:
 
 
 def ratio(triple: tuple[float, float, float]) -> str:
-    """Return a ratio with its interval: `2.51 [2.40, 2.63]`; a single launch has none."""
+    """Return a ratio with its interval: `2.51 [2.40, 2.63]`; with a dash, `2.51 \u2013`, where it says nothing."""
     point, low, high = triple
-    if not (math.isfinite(low) and math.isfinite(high)) or low == 0:
-        return f"{point:.2f}"
+    if not statistics.is_informative(low, high):
+        return f"{point:.2f} \u2013"
     return f"{point:.2f} [{low:.2f}, {high:.2f}]"

@@ -98,6 +98,9 @@ class Session:
 
         return self.arm.warm(Workload(**workload), inputs)
 
+    def _logits(self, *, tokens: list) -> dict:
+        return {"logits": [float(value) for value in self.arm.logits(tokens)]}
+
     def _memory(self) -> dict:
         answer = {"peak_bytes": max(peak_bytes() - self.level_bytes, 0)}
         device = self.arm.device_memory()
@@ -123,7 +126,7 @@ class Session:
         return {"path": self.arm.profile(Workload(**workload), inputs, folder)}
 
 
-_OPERATIONS = ("start", "load", "prepare", "warm", "measure", "memory", "unload", "read", "gemm", "profile")
+_OPERATIONS = ("start", "load", "prepare", "warm", "measure", "logits", "memory", "unload", "read", "gemm", "profile")
 
 
 def limit_cores(threads: int) -> None:

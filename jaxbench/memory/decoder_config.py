@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Literal
 
@@ -99,6 +100,16 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(f"layers.{i}.attention.")}
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(config).items()}
     return shapes
+
+
+def num_parameters(config: TransformerConfig) -> int:
+    """Return how many numbers parameter_shapes names, without listing the layers."""
+    if memory_of(config) is None:
+        return initial.num_parameters(config)
+    layers = config.memory.layers
+    added = sum(math.prod(shape) for shape in _layer_shapes(config).values())
+    replaced = 0 if config.memory.insert else initial.layer_parameters(config, "attention.")
+    return initial.num_parameters(config) + (config.num_layers if layers is None else len(layers)) * (added - replaced)
 
 
 def _layer_shapes(config: Any) -> dict[str, tuple[int, ...]]:

@@ -42,3 +42,15 @@ def test_micro_batches_and_another_attention_kernel_compute_the_same_step(folder
     _, whole = losses("torch_eager", folder, steps=2)
     _, parts = losses("torch_eager", folder, steps=2, accumulation=2, implementation="fused")
     assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flax", "equinox", "transformers"])
+def test_arms_give_the_same_float32_logits_of_a_context(name, folder):
+    found = []
+    for each in (name, "torch_eager"):
+        arm = arms.create(each, device="cpu", threads=2, checkpoint=folder)
+        assert arm.start() == ""
+        arm.load("float32", num_layers=None, train=None)
+        found.append(arm.logits([5, 1, 99, 7]))
+        assert found[-1].shape == (plan.TINY.vocab_size,)
+    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxbench.bench import launch, plan, records
+from jaxbench.bench import agreement, launch, plan, records
 from jaxbench.bench.process import WorkerError
 from jaxbench.bench.records import RecordFile, Workload
 from jaxbench.bench.suite import Suite
@@ -29,6 +29,7 @@ class StandIn:
     faults: dict[tuple[str, str], str] = {}
     closed: list[str] = []
     device_kind = "cpu"
+    logits: dict[str, list[float]] = {}  # by arm, after any tokens
 
     def __init__(self, arm, *, environment, log, threads):
         self.arm, self.alive, self.environment = arm, True, environment
@@ -53,6 +54,7 @@ class StandIn:
         return {
             "load": {"seconds": 0.1}, "memory": {"peak_bytes": 99},
             "prepare": {"compile_s": 3.0, "flops": 100.0, "temp_bytes": 5, "device_kind": self.device_kind},
+            "logits": {"logits": self.logits.get(self.arm)},
             "unload": {}, "read": {"seconds": [1.0, 0.5]}, "gemm": {"seconds": [1e-6]},
         }[operation]  # fmt: skip
 
@@ -134,7 +136,28 @@ def test_an_arm_that_cannot_run_here_is_skipped_with_its_reason(run_launch):
     assert {r.reason for r in skipped} == {"no compiler"} and len(skipped) == len(SUITE.workloads())
 
 
-def test_differing_tokens_are_located(run_launch):
+@pytest.mark.parametrize(
+    ("margin", "error", "is_tie"),
+    [(1.0, 1e-6, False), (1e-6, 1e-6, True), (5e-5, 1e-6, False), (0.01, 0.1, False)],
+    ids=["another function", "a near tie", "no tie", "errors far above rounding"],
+)
+def test_differing_float32_tokens_fail_unless_their_logits_are_a_near_tie(
+    run_launch, monkeypatch, margin, error, is_tie
+):
+    reference = [0.0, 5.0 + margin, 0.0, 5.0]
+    logits = {"torch_eager": reference, "flax": [value + error for value in reference]}
+    monkeypatch.setattr(StandIn, "logits", logits)
+    found = run_launch(faults={("flax", "measure"): "differs"})
+    decode = [r for r in found if r.workload.kind == "decode"]  # of two prompts with 5 new tokens
+    sentence = "tokens: flax from torch_eager on decode float32 b2 p8 n5 at prompt 0 step 4: token 7, torch_eager's 1"
+    failures = agreement.failures(decode)
+    assert [line.split(" (")[0] for line in failures] == ([] if is_tie else [sentence])
+    [note] = agreement.notes(decode)
+    assert ("(a near tie: top-two margin" in note) == is_tie
+
+
+def test_differing_tokens_are_located(run_launch, monkeypatch):
+    monkeypatch.setattr(StandIn, "logits", {"torch_eager": [1.0, 0.0], "flax": [1.0, 0.0]})
     found = run_launch(faults={("flax", "measure"): "differs"})
     tokens = next(r for r in found if r.metric == "tokens" and r.arm == "flax" and r.workload.kind == "decode")
     assert tokens.value == 0.0
@@ -157,19 +180,6 @@ def test_an_interrupt_closes_every_worker_and_keeps_finished_stages(run_launch, 
     assert sorted(StandIn.closed) == ["equinox", "flax", "torch_eager"]
     assert any(r.metric == "decode_tokens_per_s" for r in kept)
     assert not any(r.metric == records.LAUNCH_DONE for r in kept)
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "wanted"),
-    [
-        ([[1, 2], [3, 4]], [[1, 2], [3, 4]], None),
-        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], [1, 1]),
-        ([[1, 2, 3]], [[1, 2]], [0, 2]),
-        ([[1]], [[1], [2]], [1, 0]),
-    ],
-)
-def test_first_difference_names_row_and_step(left, right, wanted):
-    assert launch.first_difference(left, right) == wanted
 
 
 def test_workers_get_tuned_malloc_and_a_compile_cache_of_the_run(tmp_path):

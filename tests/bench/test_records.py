@@ -75,9 +75,9 @@ def test_a_full_disk_keeps_finished_lines_and_says_so(tmp_path):
     assert file.read() == [make(1.0)]
 
 
-def test_finished_launches_are_those_with_a_mark_of_the_same_configuration(tmp_path):
+def test_finished_launches_are_those_with_a_mark_of_the_same_run(tmp_path):
     file = RecordFile(tmp_path / "results.jsonl")
-    marks = [Record(metric=records.LAUNCH_DONE, launch=n, value=n, config_id=c) for n, c in ((1, "abc"), (2, "other"))]
+    marks = [Record(metric=records.LAUNCH_DONE, launch=n, value=n, run_id=c) for n, c in ((1, "abc"), (2, "other"))]
     file.append(make(1.0), *marks, make(2.0, launch=3))
     assert file.finished_launches("abc") == {1}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from xml.etree import ElementTree
 
@@ -216,6 +217,36 @@ def test_a_file_that_cannot_be_written_keeps_the_old_one(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_values_have_three_significant_digits(number, unit, shown):
     assert wording.value(number, unit) == shown
+
+
+@pytest.mark.parametrize(
+    ("triple", "shown"),
+    [
+        ((2.51, 2.4, 2.63), "2.51 [2.40, 2.63]"), ((0.93, 1.9e-6, 456864.72), "0.93 \u2013"),
+        ((3.0, 0.0, math.inf), "3.00 \u2013"),
+    ],
+)  # fmt: skip
+def test_an_interval_without_information_is_a_dash(triple, shown):
+    assert wording.ratio(triple) == shown
+
+
+def test_an_interval_without_information_is_a_dash_everywhere_and_stays_a_number_in_the_csv(tmp_path, capsys):
+    common = {"metric": "decode_tokens_per_s", "unit": "tokens/s", "workload": DECODE}
+    rates = {"torch_eager": (30.0, 30.0), "flax": (60.0, 300.0)}
+    found = [
+        Record(arm=arm, launch=n, value=rate, samples=(rate,), **common)
+        for arm, values in rates.items()
+        for n, rate in enumerate(values, start=1)
+    ]
+    view = report.write(found, SUITE, tmp_path)
+    [row] = [row for row in view.rows if row.ratio]
+    assert row.verdict == "undecided" and row.ratio[1] < 0.01 and row.ratio[2] > 1e4
+    assert "? 4.47 \u2013" in capsys.readouterr().out
+    assert "4.47 \u2013" in text_of((tmp_path / "report.html").read_text())
+    [trace] = figures.forest(view)["data"]
+    assert trace["error_x"]["array"] == trace["error_x"]["arrayminus"] == [0]
+    line = next(line for line in csv.DictReader(io.StringIO(report.csv_text(view))) if line["arm"] == "flax")
+    assert (float(line["ratio_low"]), float(line["ratio_high"])) == row.ratio[1:]
 
 
 def test_workloads_read_as_sentences():

@@ -59,6 +59,21 @@ def test_shifting_every_launch_shifts_the_interval_by_as_much(shift, values):
     assert after.high - after.low == pytest.approx(before.high - before.low, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "says"),
+    [
+        (0.00, 456864.72, False), (0.0, math.inf, False), (0.2, math.inf, False), (math.nan, math.nan, False),
+        (0.09, 11.0, False), (0.11, 9.0, True), (0.95, 1.05, True), (1.2, 500.0, True), (0.001, 0.9, True),
+    ],
+)  # fmt: skip
+def test_an_interval_that_allows_everything_says_nothing(low, high, says):
+    assert statistics.is_informative(low, high) == says
+
+
+def test_ratios_too_large_for_a_float_are_infinite():
+    assert statistics.t_interval([0.0, 400.0]).ratio() == (pytest.approx(math.exp(200)), 0.0, math.inf)
+
+
 def test_false_alarms_stay_near_the_nominal_rate_when_processes_differ():
     """Equal arms, process offsets of 10 %, round noise of 30 %: the launch design holds, pooling fails."""
     generator = np.random.default_rng(20261121)

@@ -52,7 +52,7 @@ def test_arms_without_a_training_run_are_refused(arms):
 @pytest.mark.parametrize(
     ("change", "same"),
     [
-        ({"arms": ["flax"]}, True),
+        ({"arms": ["flax"], "verdicts": {"baseline": "flax"}}, True),
         ({"rounds": {"launches": 9, "rounds": 5, "budget_s": 9.0}}, True),
         ({"tpu": {"topologies": ["v6e:2x4"]}}, True),
         ({"model": "/another/place/of/the/same/file.gguf"}, True),
@@ -73,6 +73,13 @@ def test_config_id_takes_in_model_and_text():
 def test_a_workload_longer_than_the_context_is_named():
     with pytest.raises(ValueError, match=r"prefill float32 b1 p512 takes 512 positions, the model's context is 256"):
         Suite().check_context(256)
+
+
+@pytest.mark.parametrize("arms", [["flax"], ["flax", "transformers"]])
+def test_a_baseline_that_is_no_arm_is_refused_with_its_cure(arms):
+    with pytest.raises(ValueError, match=r"verdicts.baseline=torch_eager is not among .*verdicts.baseline=flax"):
+        Suite.model_validate({"arms": arms})
+    assert Suite.model_validate({"arms": arms, "verdicts": {"baseline": "flax"}}).verdicts.baseline == "flax"
 
 
 @pytest.mark.parametrize("change", [{"arms": []}, {"arms": ["flax", "flax"]}, {"arms": ["jaxx"]},

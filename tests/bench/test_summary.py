@@ -84,13 +84,6 @@ def test_share_of_roofline_is_the_median_over_launches():
     assert row(records, "flax").share_of_roofline == 0.6
 
 
-def test_token_agreement_maps_workload_to_digest_by_arm():
-    tokens = [Record(metric="tokens", arm=arm, workload=DECODE, launch=1, value=1.0, detail={"digest": digest})
-              for arm, digest in (("flax", "aa"), ("torch_eager", "ab"))]  # fmt: skip
-    assert summary.token_agreement(tokens) == {DECODE.label(): {"flax": "aa", "torch_eager": "ab"}}
-    assert summary.rows(tokens, Verdicts()) == []
-
-
 def test_control_drift_compares_launches():
     records = [Record(metric="control_s", value=v, samples=(v,), launch=n) for n, v in ((1, 1.0), (2, 1.3))]
     assert summary.control_drift(records) == pytest.approx(0.3)

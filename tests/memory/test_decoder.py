@@ -284,3 +284,12 @@ def test_a_run_names_what_keeps_its_memory_from_training():
         TrainConfig(**base, step={"optimizer": {"trained": "memory"}})
     with pytest.raises(ValueError, match=r"layers=\[9\] must be"):
         TrainConfig(**base, memory=memory("mag").model_dump() | {"layers": (9,)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", [(0, 2), None])
+def test_parameters_are_counted_without_listing_them(kind, layers):
+    shape = with_memory(PLAIN, memory(kind, layers=layers))
+    listed = sum(math.prod(each) for each in decoder_config.parameter_shapes(shape).values())
+    assert decoder_config.num_parameters(shape) == listed
+    assert decoder_config.num_parameters(PLAIN) == sum(math.prod(x) for x in initial.parameter_shapes(PLAIN).values())

@@ -1,0 +1,103 @@
+"""Whether the arms of a comparison generate the same: first differences, near ties, the sentences about them (S file).
+
+In float32 two programs that compute the same function may round a logit differently, and where the two best tokens are
+that close either is right. So a difference is excused up to the first step of a row whose top-two margin is under ten
+times the measured error of the logits; the error itself has to be one of rounding, or a wrong program would excuse
+itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxbench.bench import wording
+from jaxbench.bench.records import Record
+
+# Relative, between arms' first losses; autocast and all-bfloat16 activations round at different places.
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+# Relative 2-norm of two arms' float32 logits that still is rounding. On a CPU 2e-7 (tiny model) is seen; JAX's float32
+# products on a GPU or TPU are of narrower type unless asked otherwise (TF32: 2**-11 = 5e-4 each), PyTorch's are not.
+LOGIT_TOLERANCE = {"cpu": 1e-4, "gpu": 1e-2, "tpu": 1e-2}
+TIE_FACTOR = 10.0  # a margin under this many errors is a tie
+OTHER_WEIGHTS = ("llama_cpp",)  # arms that compute with narrower values by design: shown, never judged
+
+
+def first_difference(reference: list[list], other: list[list], *, tolerance: float = 0.0) -> list[int] | None:
+    """Return [row, step] of the first unequal token (loss: further apart than `tolerance`, relative), or None."""
+    for row, (left, right) in enumerate(zip(reference, other, strict=False)):
+        for step, (a, b) in enumerate(zip(left, right, strict=False)):
+            if not abs(a - b) <= tolerance * abs(a):  # so that a loss that is no number differs
+                return [row, step]
+        if len(left) != len(right):
+            return [row, min(len(left), len(right))]
+    return None if len(reference) == len(other) else [min(len(reference), len(other)), 0]
+
+
+def digest(tokens: list[list]) -> str:
+    """Return a short sha256 of an arm's output."""
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
+
+
+def near_tie(reference: Sequence[float], other: Sequence[float], device: str) -> dict[str, float | bool]:
+    """Judge two arms' logits [V] of the step at which their tokens part.
+
+    Returns the reference's top-two margin, the largest difference of a logit, the relative 2-norm of the difference,
+    and `near_tie`: the margin is under TIE_FACTOR errors, and the error is one of rounding on this device.
+    """
+    left, right = np.asarray(reference, np.float64), np.asarray(other, np.float64)
+    second, first = np.sort(left)[-2:]
+    error = float(np.abs(left - right).max())
+    relative = float(np.linalg.norm(left - right) / np.linalg.norm(left))
+    is_tie = relative <= LOGIT_TOLERANCE[device] and first - second < TIE_FACTOR * error
+    found = {"margin": float(first - second), "logit_error": error, "logit_error_relative": relative}
+    return found | {"near_tie": bool(is_tie)}
+
+
+def failures(found: Sequence[Record]) -> list[str]:
+    """Return one sentence for each float32 output that differs from the reference's by more than a near tie."""
+    return [
+        f"tokens: {_parting(record)}"
+        for record in found
+        if record.metric == "tokens"
+        and record.value == 0.0
+        and record.workload.dtype == "float32"
+        and record.arm not in OTHER_WEIGHTS
+        and not record.detail.get("near_tie")
+    ]
+
+
+def notes(found: Sequence[Record]) -> list[str]:
+    """Return one sentence a workload: whether every arm gave the same output, or which part, and where."""
+    groups: dict[str, dict[str, Record]] = defaultdict(dict)
+    for record in found:
+        if record.metric == "tokens" and record.status == "ok":
+            groups[record.workload.label()][record.arm] = record  # of the last launch
+    sentences = []
+    for label, arms in groups.items():
+        if len(arms) < 2:
+            continue
+        parting = [_parting(record) for record in arms.values() if record.value == 0.0]
+        equal = ", ".join(wording.arm(name) for name, record in arms.items() if record.value != 0.0)
+        sentences += [f"{label}: equal on {equal}" if not parting else f"{label}: differs: {'; '.join(parting)}"]
+    return sentences
+
+
+def _parting(record: Record) -> str:
+    """Say where an arm's output leaves the reference's: prompt and step count from 0."""
+    detail = record.detail
+    (row, step), reference = detail["first_difference"], detail["reference"]
+    place = f"{record.arm} from {reference} on {record.workload.label()}"
+    if record.workload.kind == "train":
+        return f"{place}: first loss {detail['loss']:.6g}, {reference}'s {detail['reference_loss']:.6g}"
+    text = f"{place} at prompt {row} step {step}"
+    if "token" in detail:
+        text += f": token {detail['token']}, {reference}'s {detail['reference_token']}"
+    if "margin" in detail:
+        kind = "a near tie" if detail["near_tie"] else "no tie"
+        text += f" ({kind}: top-two margin {detail['margin']:.1e}, logits differ by {detail['logit_error']:.1e})"
+    return text

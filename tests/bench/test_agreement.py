@@ -1,0 +1,73 @@
+"""Whether arms generate the same: where outputs part, and when a difference is rounding."""
+
+import numpy as np
+import pytest
+
+from jaxbench.bench import agreement
+from jaxbench.bench.records import Record, Workload
+
+DECODE = Workload(kind="decode", dtype="float32", batch=1)
+TRAIN = Workload(kind="train", dtype="float32", batch=1)
+
+
+def tokens(arm: str, load: Workload = DECODE, **detail) -> Record:
+    """Return an arm's record, which differs from the reference's where `first_difference` is given."""
+    same = 0.0 if detail else 1.0
+    return Record(metric="tokens", arm=arm, workload=load, value=same, detail={"reference": "torch_eager"} | detail)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "wanted"),
+    [
+        ([[1, 2], [3, 4]], [[1, 2], [3, 4]], None),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], [1, 1]),
+        ([[1, 2, 3]], [[1, 2]], [0, 2]),
+        ([[1]], [[1], [2]], [1, 0]),
+        ([[2.0]], [[float("nan")]], [0, 0]),
+    ],
+)
+def test_first_difference_names_row_and_step(left, right, wanted):
+    assert agreement.first_difference(left, right) == wanted
+
+
+def test_margin_and_errors_are_those_of_the_definition():
+    found = agreement.near_tie([3.0, 4.0, 0.0, 0.0], [3.0, 4.0, 0.0, 0.5], "cpu")
+    assert found == {"margin": 1.0, "logit_error": 0.5, "logit_error_relative": 0.1, "near_tie": False}
+
+
+@pytest.mark.parametrize(("errors", "is_tie"), [(9, True), (11, False)])
+def test_a_tie_has_a_margin_under_ten_errors(errors, is_tie):
+    margin = 1e-4
+    reference = np.array([100.0, 100.0 + margin])
+    assert agreement.near_tie(reference, reference + [margin / errors, 0.0], "cpu")["near_tie"] is is_tie
+
+
+def test_a_wrong_program_does_not_excuse_itself_by_its_own_error():
+    assert not agreement.near_tie([1.0, 1.001], [0.0, 5.0], "gpu")["near_tie"]
+
+
+def test_the_narrower_products_of_an_accelerator_are_rounding_there_only():
+    logits = [10.0, 10.001], [10.005, 10.0]
+    assert [agreement.near_tie(*logits, device)["near_tie"] for device in ("cpu", "gpu", "tpu")] == [False, True, True]
+
+
+def test_notes_say_which_arms_agree_and_where_one_parts():
+    assert agreement.notes([tokens("flax"), tokens("torch_eager")]) == [
+        "decode float32 b1: equal on Flax NNX, PyTorch eager"
+    ]
+    assert agreement.notes([tokens("flax", first_difference=[0, 3]), tokens("torch_eager")]) == [
+        "decode float32 b1: differs: flax from torch_eager on decode float32 b1 at prompt 0 step 3"
+    ]
+    assert agreement.notes([tokens("flax")]) == []
+
+
+def test_differences_in_narrower_types_and_near_ties_are_no_failures():
+    narrow = DECODE.model_copy(update={"dtype": "bfloat16"})
+    parts = {"first_difference": [1, 2]}
+    assert agreement.failures([tokens("flax", narrow, **parts), tokens("llama_cpp", **parts)]) == []
+    tie = parts | {"margin": 1e-6, "logit_error": 1e-6, "near_tie": True}
+    assert agreement.failures([tokens("flax", **tie)]) == []
+    lost = {"first_difference": [0, 0], "loss": 2.0, "reference_loss": 2.5}
+    assert agreement.failures([tokens("equinox", TRAIN, **lost)]) == [
+        "tokens: equinox from torch_eager on train float32 b1: first loss 2, torch_eager's 2.5"
+    ]
