@@ -15,6 +15,8 @@ from pydantic import Field
 from jaxbench.config import Base
 
 MAX_WIDTH = 8  # tokens of context at most
+Level = Annotated[float, Field(gt=0, lt=1)]  # a rate or a share
+Count = Annotated[int, Field(ge=1, le=10**9)]
 MAX_DEPTH = 30  # layers of a tournament at most: a word has 32 bits
 
 

@@ -8,7 +8,6 @@ report.html come last. No twin: it calls the parts of one backend.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench import config, sample
+from jaxbench import config, outputs, sample
 from jaxbench.watermark import (
     attacks,
     detectability,
@@ -52,8 +51,8 @@ class Evaluation:
         path = self.workdir / f"{name}.json"
         is_new = not path.exists()
         if is_new:
-            write(path, json.dumps(compute(), ensure_ascii=False))
-        result = json.loads(path.read_text(encoding="utf-8"))
+            outputs.write_text(path, json.dumps(compute(), ensure_ascii=False))
+        result = outputs.read_json(path)
         if self._on_stage:
             self._on_stage(name, is_new)
         return result
@@ -318,25 +317,16 @@ def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
         for name in (SETTINGS, "material.json"):
             (workdir / name).unlink(missing_ok=True)
     if path.exists():
-        there = json.loads(path.read_text(encoding="utf-8"))["config_id"]
+        held = outputs.read_json(path)
+        there = held.get("config_id") if isinstance(held, dict) else None
         if there != own:
             raise ValueError(
                 f"evaluate: {workdir} holds the stages of configuration {there}, this is {own}; name another "
                 "--workdir, or throw them away with --noresume"
             )
-    write(path, json.dumps({"config_id": own, **extra, "settings": settings.model_dump(mode="json")}, indent=1))
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also when the process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    outputs.write_text(
+        path, json.dumps({"config_id": own, **extra, "settings": settings.model_dump(mode="json")}, indent=1)
+    )
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:

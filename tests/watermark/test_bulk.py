@@ -79,7 +79,7 @@ def test_several_files_and_a_family_of_candidates(tmp_path, small_chunks):
     summary = bulk.run(f"{tmp_path}/*.jsonl*", str(out), job("kgw", "unigram"))
     table = pq.read_table(out)
     assert (summary["files"], summary["texts"], table.num_rows) == (2, 22, 22)
-    assert table["file"].to_pylist() == ["a.jsonl"] * 10 + ["b.jsonl.gz"] * 12
+    assert table["file"].to_pylist() == [f"{tmp_path}/a.jsonl"] * 10 + [f"{tmp_path}/b.jsonl.gz"] * 12
     p = np.stack([table[f"p_{name}"].to_numpy() for name in ("kgw", "unigram")], axis=1)
     assert (p[:10, 0] == expected(texts(10, 1))).all()
     assert table["best"].to_pylist() == [("kgw", "unigram")[i] for i in p.argmin(axis=1)]
