@@ -172,6 +172,8 @@ def read_yaml(path: Path) -> dict:
         raise ValueError(f"config: {path} is no file" + (f", the nearest is {hint[0]}" if hint else ""))
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_yaml_loader())
+    except RecursionError as error:
+        raise ValueError(f"config: {path} is not YAML that can be read: it is nested too deeply") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
@@ -212,8 +214,8 @@ def override(content: dict, text: str) -> tuple[str, ...]:
         raise ValueError(f"--set {text!r} is not of the form key=value or a.b=value")
     try:
         parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ValueError(f"--set {text!r}: {value!r} is not a YAML value; put quotes around text") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"--set {text[:200]!r} is not a YAML value; put quotes around text") from error
     place = content
     for depth, name in enumerate(path[:-1]):
         inner = place.setdefault(name, {})

@@ -178,7 +178,7 @@ def _json_text(path: Path, number: int, line: str) -> str:
     """Return the text of one line of a .jsonl file."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"data: {path} line {number} is not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise ValueError(f'data: {path} line {number} has no "text" string: {line[:60]}')

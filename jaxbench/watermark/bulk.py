@@ -180,9 +180,14 @@ def run(
     for report in done.values():
         say(report, total_bytes)
     work = engine or (local_engine if processes > 1 else serial_engine)
-    for report in work(paths, job, str(folder), kind, processes=processes, skip=frozenset(done)):
-        done[report["name"]] = report
-        say(report, total_bytes)
+    try:
+        for report in work(paths, job, str(folder), kind, processes=processes, skip=frozenset(done)):
+            done[report["name"]] = report
+            say(report, total_bytes)
+    except BaseException:
+        if not done:  # nothing to go on with
+            shutil.rmtree(folder)
+        raise
     reports = [done[name] for name in sorted(done)]
     summary = _summary(reports, paths, time.monotonic() - start)
     if not summary["texts"]:

@@ -175,6 +175,19 @@ def num_payloads(scheme: Any) -> int:
     return 1 << getattr(scheme, "payload_bits", 0)
 
 
+def check_generates(scheme: Any, place: str, *, lists: bool = True) -> None:
+    """Raise a ValueError where no text can be marked with a scheme.
+
+    Args:
+      place: what the message begins with.
+      lists: whether schemes of green lists, whose key is a field of theirs, are taken.
+    """
+    if "self" in (getattr(scheme, "window_scheme", ""), getattr(scheme, "seeding_scheme", "")[:4]):
+        raise ValueError(f"{place}: scheme {scheme!r} has a list for each candidate token, which is for detection only")
+    if not lists and scheme.scheme in ("kgw_markllm", "kgw_transformers"):
+        raise ValueError(f"{place}: scheme {scheme.scheme} has one key, a field of its own, wanted one that takes keys")
+
+
 def draws(scheme: Any) -> bool:
     """Return True where the scheme replaces the draw of a token (and so needs a temperature above 0)."""
     return scheme.scheme in ("gumbel", "synthid", "dip")

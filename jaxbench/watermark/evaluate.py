@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class Evaluation:
     def run(self) -> dict[str, Any]:
         """Run every stage and return all results."""
         s = self.settings
-        made = self.stage("material", lambda: self._material()._asdict())
+        made = self.stage("material", lambda: self.read_material()._asdict())
         self.material = evaluate_data.Material(**made)
         texts = {arm: self._texts(arm) for arm in s.arms()}
         attacked = {name: {CLEAN: self._short(texts[name]["text"])} for name in s.schemes}
@@ -106,7 +107,12 @@ class Evaluation:
 
     # What the stages compute
 
-    def _material(self) -> evaluate_data.Material:
+    def read_material(self) -> evaluate_data.Material:
+        """Return prompts and human texts; nothing is written.
+
+        Raises:
+          ValueError: data do not fit.
+        """
         s = self.settings
         return evaluate_data.load(
             s.data,
@@ -293,6 +299,10 @@ def run(
     if data is not None:
         settings = settings.model_copy(update={"data": data})
     workdir = Path(workdir)
+    evaluate_data.fingerprint(settings.data)
+    if not (resume and (workdir / "material.json").exists()):
+        with tempfile.TemporaryDirectory() as place:  # where a tiny model may be made
+            Evaluation(settings, Path(place)).read_material()  # data that do not fit leave nothing in the workdir
     prepare(settings, workdir, resume=resume)
     with evaluate_report.Progress(console) as progress:
         evaluation = Evaluation(settings, workdir, on_stage=progress.stage)
@@ -305,9 +315,13 @@ def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
     """Make the folder ready for this configuration.
 
     Raises:
-      ValueError: it holds stages of another one.
+      ValueError: it holds stages of another one, or files of their names that no evaluation made.
     """
     path = workdir / SETTINGS
+    stages = [workdir / name for name in (*FOLDERS, "material.json")]
+    strange = [str(one) for one in stages if one.exists() and not path.exists()]
+    if strange:
+        raise ValueError(f"evaluate: {strange[0]} is in the way, and {path} is not there; name another --workdir")
     models = {spec: evaluate_models.sha256(spec) for spec in evaluate_models.names(settings)}
     extra = {"text_sha256": evaluate_data.fingerprint(settings.data), "models": models}
     own = config.config_id(settings, exclude=("data",), extra=extra)

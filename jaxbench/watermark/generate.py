@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxbench import data, outputs, sample, transformer, weights
 from jaxbench import tokenizer as tokenizers
 from jaxbench.config import Base
 from jaxbench.watermark import evaluate_models, identity, schemes, tables
 from jaxbench.watermark import keys as key_files
-from jaxbench.watermark.config import Scheme
+from jaxbench.watermark.config import Scheme, check_generates, draws, num_payloads
 from jaxbench.watermark.keys import Key
 
 LISTED = ("kgw_markllm", "kgw_transformers")  # schemes of green lists, whose key is a field of their own
@@ -34,6 +34,13 @@ class Mark(Base):
     scheme: Scheme | None = None  # None: not marked
     key_file: str | None = None  # made by `watermark.py keygen`
     payload: int = Field(default=0, ge=0)  # message of schemes with payload_bits
+
+    @model_validator(mode="after")
+    def _check(self) -> Mark:
+        limit = 1 if self.scheme is None else num_payloads(self.scheme)
+        if self.payload >= limit:
+            raise ValueError(f"mark {self.name!r}: payload={self.payload}, wanted below {limit} for its payload_bits")
+        return self
 
 
 class Sampling(Base):
@@ -56,10 +63,21 @@ class GenerateConfig(Base):
     num_prompts: int = Field(default=8, ge=1)  # of the default text; of a file, at most this many
     prompt_tokens: int = Field(default=32, ge=1)  # length of the default text's prompts; a file's are cut to it
     chat: bool = False  # put each prompt into the model's chat template
-    new_tokens: int = Field(default=200, ge=1)  # at most
+    new_tokens: int = Field(default=200, ge=1, le=10**6)  # at most
     batch_size: int = Field(default=8, ge=1)  # rows generated together
     sampling: Sampling = Sampling()
     seed: int = Field(default=0, ge=0, lt=2**64)  # of the ordinary randomness
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerateConfig:
+        for scheme in (mark.scheme for mark in self.marks if mark.scheme is not None):
+            if draws(scheme) and not self.sampling.temperature:
+                raise ValueError(
+                    f"generate: sampling.temperature={self.sampling.temperature} leaves scheme {scheme.scheme} nothing "
+                    "to draw, wanted above 0"
+                )
+            check_generates(scheme, "generate")
+        return self
 
 
 class Backend(NamedTuple):
@@ -115,17 +133,16 @@ def run(
     checkpoint = weights.load_checkpoint(settings.model)
     model = backend.transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
     writer = Writer(settings, found, model=model, eos_id=tokenizer.eos_id, backend=backend)
-    if done == 0:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
-        identity.write(record_of(output), wanted, used)
-    with output.open("a", encoding="utf-8") as file:
-        for start in range(done, len(prompts), settings.batch_size):
-            rows = range(start, min(start + settings.batch_size, len(prompts)))
-            for row, made in zip(rows, writer([prompts[row] for row in rows], rows)):
-                file.write(json.dumps(_record(settings, tokenizer, run_id, row, prompts[row], made)) + "\n")
-            file.flush()
-            say(f"{rows.stop} of {len(prompts)} rows")
+    for start in range(done, len(prompts), settings.batch_size):
+        rows = range(start, min(start + settings.batch_size, len(prompts)))
+        made = writer([prompts[row] for row in rows], rows)
+        lines = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, made)]
+        if start == 0:  # whatever cannot be generated has failed by now
+            output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
+            identity.write(record_of(output), wanted, used)
+        with output.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        say(f"{rows.stop} of {len(prompts)} rows")
     return output
 
 

@@ -54,6 +54,8 @@ class Power(Base):
 
     @model_validator(mode="after")
     def _check(self) -> Power:
+        for scheme in self.schemes.values():
+            config.check_generates(scheme, "power")
         for bar in self.bars:
             if bar.scheme not in self.schemes or bar.num_tokens not in self.lengths or bar.level not in self.levels:
                 raise ValueError(
@@ -161,11 +163,12 @@ def run(
       ValueError: workdir has the batches of another configuration.
     """
     workdir, begun = Path(workdir), time.process_time()
+    given = prompts(settings, tokenizer.load_tokenizer(settings.model), path)
     checkpoint = weights.load_checkpoint(settings.model)
     vocab_size = checkpoint.config.vocab_size
     extra = {"text_sha256": data.text_sha256(path), "model_sha256": checkpoint.sha256}
     identity = config_id(settings, exclude=("bars", "levels", "num_texts"), extra=extra)
-    given = prompts(settings, tokenizer.load_tokenizer(settings.model), path)
+    check_length(settings.prompt_tokens + max(settings.lengths), checkpoint.config.max_seq_len)
     claim(workdir / "chunks", identity)
     model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
     found: list[Cell] = []
@@ -187,6 +190,14 @@ def run(
     for cell in found:
         say(line(cell))
     return result
+
+
+def check_length(num_tokens: int, max_seq_len: int) -> None:
+    """Raise a ValueError where texts and their prompts are longer than the model's context."""
+    if num_tokens > max_seq_len:
+        raise ValueError(
+            f"power: {num_tokens} tokens of prompt and text do not fit the model's {max_seq_len} positions"
+        )
 
 
 def is_missed(cell: Cell) -> bool:

@@ -41,9 +41,11 @@ def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
 
 def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
     """Return the schemes of a generating configuration's marks."""
-    if not isinstance(marks, list) or not all(isinstance(mark, dict) for mark in marks):
+    listed = marks if isinstance(marks, list) else [marks]
+    schemes = [mark.get("scheme") if isinstance(mark, dict) else mark for mark in listed]
+    if listed is not marks or not all(one is None or isinstance(one, dict) for one in schemes):
         raise ValueError(f"scheme: {path} has marks: {str(marks)[:60]}, wanted a list of mappings with a scheme each")
-    return [mark["scheme"] for mark in marks if mark.get("scheme")]
+    return [one for one in schemes if one]
 
 
 def read_key(scheme: Any, path: str | None) -> Key:

@@ -71,6 +71,8 @@ class Training(Base):
 
     @model_validator(mode="after")
     def _check(self) -> Training:
+        for scheme in (*self.train_schemes.values(), *self.test_schemes.values()):
+            config.check_generates(scheme, "train-detector", lists=False)
         if max(self.test_lengths) > self.num_tokens or self.min_tokens > self.num_tokens:
             raise ValueError(
                 f"train-detector: test_lengths={list(self.test_lengths)} and min_tokens={self.min_tokens} must not be "
@@ -248,11 +250,13 @@ def run(
     shared = [name for name, scheme in settings.test_schemes.items() if scheme in settings.train_schemes.values()]
     if shared:
         raise ValueError(f"train-detector: test schemes {shared} are also trained on; their keys alone would differ")
-    checkpoint = weights.load_checkpoint(settings.model)
-    encoder, vocab_size = tokenizer.load_tokenizer(settings.model), checkpoint.config.vocab_size
-    extra = {"text_sha256": data.text_sha256(path), "model_sha256": checkpoint.sha256, "vocab_size": vocab_size}
+    encoder = tokenizer.load_tokenizer(settings.model)
     texts = passages.read_texts(path)
     human = split(passages.cut(encoder, texts, num_tokens=settings.num_tokens, max_passages=100_000))
+    checkpoint = weights.load_checkpoint(settings.model)
+    vocab_size = checkpoint.config.vocab_size
+    extra = {"text_sha256": data.text_sha256(path), "model_sha256": checkpoint.sha256, "vocab_size": vocab_size}
+    power.check_length(settings.prompt_tokens + settings.num_tokens, checkpoint.config.max_seq_len)
     model = transformer.build(checkpoint.config, checkpoint.params)
     made = {}
     for part, schemes, count in (

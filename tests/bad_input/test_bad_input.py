@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bad_input import core, harness
+from tests.bad_input import core, harness, watermark
 
-CASES = list(harness.cases(core))
+CASES = list(harness.cases(core, watermark))
 
 
 @pytest.fixture(scope="module", autouse=True)

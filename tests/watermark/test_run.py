@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +18,8 @@ from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.definition import Evidence
 from jaxbench.watermark.keys import Key, write_key_file
 from jaxbench.watermark.texts import Ragged
-from tests.test_cli import command, refused
+from tests.structure import ROOT
+from tests.test_cli import command, refused, shell_environment
 
 
 def watermark(*arguments: str, **options):
@@ -225,6 +229,61 @@ def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
     assert total == len(rows) == 2 and edits > 0
     assert [row["original"] for row in rows] == path.read_text().splitlines()
     assert all(row["text"].lower() == row["original"].lower() != row["text"] for row in rows)
+
+
+def test_an_attack_never_writes_over_a_file_unasked_nor_over_an_input(tmp_path):
+    path, there = tmp_path / "a.jsonl", tmp_path / "there.jsonl"
+    path.write_text('{"text": "Some words of one text here."}\n')
+    there.write_text("mine\n")
+    (tmp_path / "soft.jsonl").symlink_to(path)
+    before, attack = path.read_bytes(), attacks.parse_attack("case:1.0")
+    with pytest.raises(ValueError, match="there.jsonl exists; name another --output, or pass --overwrite"):
+        run.attack_file(str(path), str(there), attack, seed=1)
+    assert there.read_text() == "mine\n"
+    for output in ("a.jsonl", "soft.jsonl"):
+        with pytest.raises(ValueError, match="is the input .*a.jsonl, which would be lost"):
+            run.attack_file(str(path), str(tmp_path / output), attack, seed=1, overwrite=True)
+    assert path.read_bytes() == before
+    assert run.attack_file(str(path), str(there), attack, seed=1, overwrite=True)[0] == 1
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.jsonl", "soft.jsonl", "there.jsonl"]
+
+
+def test_key_files_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    paths = [tmp_path / name / "key" for name in ("a", "b")]
+    for number, path in enumerate(paths):
+        path.parent.mkdir()
+        write_key_file(path, Key(number))
+    found = run.candidates([run.read_scheme("kgw")], [str(path) for path in paths])
+    assert [one.name for one in found] == [f"kgw/{path}" for path in paths]
+    with pytest.raises(ValueError, match="names a file twice"):
+        run.candidates([run.read_scheme("kgw")], [str(paths[0])] * 2)
+
+
+def test_a_passphrase_is_asked_for_on_a_terminal_only(tmp_path):
+    words = [str(ROOT / "experiments" / "watermark.py"), "keygen", "--passphrase", f"--output={tmp_path}/key"]
+    done = subprocess.run(
+        [sys.executable, *words],
+        input="secret\n", capture_output=True, text=True, start_new_session=True, env=shell_environment(), timeout=60,
+    )  # fmt: skip
+    refused(done, "--passphrase", "terminal", "leave the flag out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["gpu", "tpu"])
+@pytest.mark.parametrize("name", ["detect", "identify", "attack", "generate"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(name, device, tmp_path, key_file, corpus):
+    if any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/accel0")):
+        pytest.skip("this machine has a GPU or a TPU")
+    words = {
+        "detect": (f"--key_file={key_file}", f"--input={corpus}"),
+        "identify": (f"--key_files={key_file}", f"--input={corpus}"),
+        "attack": ("--attack=typo", f"--input={corpus}"),
+        "generate": (f"--set=marks=[{{name: a, key_file: {key_file}, scheme: {{scheme: kgw}}}}]",),
+    }
+    before = sorted(one.name for one in tmp_path.iterdir())
+    done = watermark(name, *words[name], f"--output={tmp_path}/o.jsonl", f"--device={device}")
+    refused(done, f"--device={device}", f"JAX sees no {device}")
+    assert sorted(one.name for one in tmp_path.iterdir()) == before
 
 
 def test_attacks_of_the_command_chain_and_bring_their_own_tools(tmp_path):
