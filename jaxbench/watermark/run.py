@@ -17,6 +17,7 @@ from jaxbench.watermark.config import num_payloads, parse_scheme
 from jaxbench.watermark.keys import Key, read_key_file
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
+LONGEST_CHARACTER = 4  # tokens: each is at least one byte of UTF-8
 PUBLIC_KEY = Key(0)  # for schemes whose own field is the key
 
 
@@ -171,17 +172,21 @@ def detect_text(
     vocab_size = vocab_size or tokenizer.vocab_size
     encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
     encoded = encoder.encode([text])
+    judge = None
+    if neural is not None:
+        from jaxbench.watermark import neural_test
+
+        judge = neural_test.NeuralTest(neural, vocab_size=vocab_size)
+        judge.check(scheme)
     detector = make_detector(scheme, vocab_size=vocab_size)
     found = pipeline.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
     ids, payload, number = encoded.ids.text(0), max(0, int(found.payload[0])), num_payloads(scheme)
     evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)
     if number > 1:
-        console.print(f"payload {payload}, the likeliest of {number:,}; every p below is corrected for all of them")
+        console.print(f"payload {payload}, the likeliest of {number:,}; every p is corrected for all, z is its own")
     _print_scores(found, len(ids), int(encoded.num_changed[0]), console)
-    if neural is not None:
-        from jaxbench.watermark import neural_test
-
-        verdict = neural_test.NeuralTest(neural, vocab_size=vocab_size)(scheme, ids, evidence)
+    if judge is not None:
+        verdict = judge(scheme, ids, evidence)
         line = f"neural p = {verdict.p_value:.3g}   (first {verdict.num_tokens} tokens, {verdict.num_null} null scores"
         console.print(f"{line}; the exact p above decides)")
     spans = localize.localize(scheme, evidence, vocab_size=vocab_size, level=level, num_payloads=number)[0].spans
@@ -201,15 +206,22 @@ def _print_scores(found: statistics.Detections, num_tokens: int, num_changed: in
 
 
 def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spans: Sequence[Any]) -> Any:
-    """Return a text whose tokens are coloured: green speaks for the mark, red against, dim is not scored."""
+    """Return a text whose tokens are coloured: green speaks for the mark, red against, dim is not scored.
+
+    A character of several tokens has the colour of its last one.
+    """
     from rich.text import Text
 
     mean, _ = statistics.token_moments(scheme, vocab_size=max(2, int(ids.max(initial=1)) + 1))
-    scores, line = statistics.token_scores(scheme, evidence)[0], Text()
-    for i, token in enumerate(ids):
+    scores, line, begun = statistics.token_scores(scheme, evidence)[0], Text(), 0
+    for i in range(len(ids)):
+        piece = tokenizer.decode(ids[begun : i + 1])
+        if piece.endswith("\ufffd") and i + 1 < min(len(ids), begun + LONGEST_CHARACTER):
+            continue
+        begun = i + 1
         inside = any(span.start <= i < span.end for span in spans)
         colour = "dim" if not evidence.scored[0, i] else "green" if scores[i] > mean else "red"
-        line.append(tokenizer.decode([token]), style=colour + (" underline" if inside else ""))
+        line.append(piece, style=colour + (" underline" if inside else ""))
     return line
 
 

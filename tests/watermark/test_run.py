@@ -185,7 +185,7 @@ def test_the_p_in_bold_is_corrected_for_all_payloads():
         one, screen = shown(" ".join(map(str, row)), scheme, Key(number))
         bold = re.search(r"\x1b\[1mp = (\S+)", screen)
         assert float(bold[1]) == pytest.approx(one.p_value[0], rel=1e-2)
-        assert f"payload {one.payload[0]}, the likeliest of 128" in screen
+        assert f"payload {one.payload[0]}, the likeliest of 128; every p is corrected for all" in screen
         found.append(one.p_value[0])
     assert (np.array(found) <= 0.05).mean() <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 60)
 
@@ -217,6 +217,19 @@ def test_tokens_are_coloured_by_their_evidence():
     words = np.array([[0, 0, 2**31]], np.uint32)
     text = run.highlighted(Words(), np.array([5, 6, 7]), scheme, Evidence(words, np.array([[False, True, True]])), [])
     assert text.plain == "w5 w6 w7 " and [str(span.style) for span in text.spans] == ["dim", "green", "red"]
+
+
+def test_characters_of_several_tokens_are_shown_whole():
+    class Bytes:
+        def decode(self, ids):
+            return bytes(int(one) for one in ids).decode("utf-8", errors="replace")
+
+    given = "a\U0001f600\u4e00b"
+    ids = np.array(list(given.encode()))
+    evidence = Evidence(np.zeros((1, len(ids)), np.uint32), np.ones((1, len(ids)), bool))
+    assert run.highlighted(Bytes(), ids, parse_scheme("kgw"), evidence, []).plain == given
+    broken = run.highlighted(Bytes(), ids[:3], parse_scheme("kgw"), evidence, [])
+    assert broken.plain.startswith("a\ufffd")
 
 
 def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
