@@ -10,7 +10,7 @@
     watermark.py calibrate --config=configs/watermark/calibrate.yaml               realised false-positive rates
 
 Texts that generate wrote are scored as token ids, without their prompts, by --field=ids --prompt_field=prompt_tokens.
-A generate, detect or identify run that is killed goes on with the same command. Bad input ends with exit code 2 and
+Every run that is killed goes on with the same command, but keygen and attack. Bad input ends with exit code 2 and
 one line; calibrate and power end with 1 when a gate fails.
 """
 
