@@ -43,6 +43,8 @@ def check_where(*read: str | None) -> None:
     given = [name for name in ("text", "input") if VALUES[name].value is not None]
     if len(given) != 1:
         raise ValueError(f"give either --text or --input, got {' and '.join(given) or 'none'}")
+    if VALUES.text is not None and any("\ud800" <= letter <= "\udfff" for letter in VALUES.text):
+        raise ValueError(f"--text={VALUES.text[:60]!a} is not UTF-8")
     if given == ["input"] and VALUES.output is None:
         raise ValueError(f"--input={VALUES.input} needs --output=FILE.parquet (or .jsonl, .csv)")
     idle = FILE_FLAGS if given == ["text"] else TEXT_FLAGS

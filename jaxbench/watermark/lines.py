@@ -56,7 +56,7 @@ def find(pattern: str) -> list[str]:
     """Return the files that a path or a glob pattern names, sorted.
 
     Raises:
-      ValueError: no such file, an unknown suffix, or an empty file.
+      ValueError: no such file, an unknown suffix, a name that is not UTF-8, or an empty file.
     """
     if Path(pattern).is_dir():
         raise ValueError(f"input: {pattern} is a folder; name its files, as in '{pattern.rstrip('/')}/*.jsonl'")
@@ -65,6 +65,8 @@ def find(pattern: str) -> list[str]:
     if not paths:
         raise ValueError(f"input: {pattern} names no file")
     for path in paths:
+        if _is_broken(path):
+            raise ValueError(f"input: {path!a} has a name that is not UTF-8; rename it")
         if not path.endswith(SUFFIXES):
             raise ValueError(f"input: {path} has an unknown suffix, wanted one of {', '.join(SUFFIXES)}")
         if Path(path).stat().st_size == 0:

@@ -17,6 +17,7 @@ from jaxbench.watermark.config import num_payloads, parse_scheme
 from jaxbench.watermark.keys import Key, read_key_file
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
+SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters: no terminal obeys
 LONGEST_CHARACTER = 4  # tokens: each is at least one byte of UTF-8
 PUBLIC_KEY = Key(0)  # for schemes whose own field is the key
 
@@ -221,7 +222,7 @@ def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spa
         begun = i + 1
         inside = any(span.start <= i < span.end for span in spans)
         colour = "dim" if not evidence.scored[0, i] else "green" if scores[i] > mean else "red"
-        line.append(piece, style=colour + (" underline" if inside else ""))
+        line.append(piece.translate(SHOWN), style=colour + (" underline" if inside else ""))
     return line
 
 

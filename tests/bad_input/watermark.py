@@ -48,6 +48,7 @@ CASES = [
     of("keygen", "--output=new|--passphrase=secret", "passphrase"),
     detect("--text=a", "--key_file is missing", "kgw"),
     detect("--key_file=key", "--text or --input", "none"),
+    detect("--key_file=key|--text=a\udcffb", "--text='a\\udcffb' is not UTF-8"),
     detect(f"{ONE}|--input=a.jsonl", "text and input"),
     detect(f"{ONE}|--scheme=kgv", "'kgv'", "nearest is kgw"),
     detect(f"{ONE}|--scheme=none.yaml", "none.yaml is no file"),

@@ -228,6 +228,9 @@ def test_characters_of_several_tokens_are_shown_whole():
     ids = np.array(list(given.encode()))
     evidence = Evidence(np.zeros((1, len(ids)), np.uint32), np.ones((1, len(ids)), bool))
     assert run.highlighted(Bytes(), ids, parse_scheme("kgw"), evidence, []).plain == given
+    control = np.array(list(b"a\x1b[31m\n"))
+    evidence = Evidence(np.zeros((1, len(ids)), np.uint32), np.ones((1, len(ids)), bool))
+    assert run.highlighted(Bytes(), control, parse_scheme("kgw"), evidence, []).plain == "a\u241b[31m\n"
     broken = run.highlighted(Bytes(), ids[:3], parse_scheme("kgw"), evidence, [])
     assert broken.plain.startswith("a\ufffd")
 
