@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch
+from jaxbench import cli, launch, outputs
 
 NUM_DEVICES = 8
 
@@ -55,8 +55,10 @@ def selected() -> list:
 
 def main() -> int:
     """Prove the selected cases; 1 when one fails."""
-    if flags.FLAGS.output is not None:
-        cli.check_output(flags.FLAGS.output)
+    if (output := flags.FLAGS.output) is not None:
+        if not Path(output).parent.is_dir():
+            raise ValueError(f"--output={output}: there is no folder {Path(output).parent}; make it, or name another")
+        outputs.check_file(output, overwrite=True)  # lines are appended
     os.environ.update(launch.simulated_devices(NUM_DEVICES))
     launch.ensure("cpu")
     cases = selected()
@@ -71,9 +73,9 @@ def main() -> int:
         verdict = f"FAILED at {failures[0].name}" if failures else "equal"
         line = f"{number}/{len(cases)} {one.id}: {verdict}, worst {largest[1]} {largest[0]:.1e}"
         console.print(line, style="bold red" if failures else "green")
-        if flags.FLAGS.output is not None:
+        if output is not None:
             found = {"case": one.id, "passed": not failures, "worst": largest[0], "kind": largest[1]}
-            with open(flags.FLAGS.output, "a", encoding="utf-8") as file:
+            with open(output, "a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
     console.print(f"{len(cases) - failed} of {len(cases)} cases equal the unsharded program, worst {worst:.1e}")
     return cli.EXIT_GATE if failed else cli.EXIT_OK

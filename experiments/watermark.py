@@ -10,7 +10,7 @@
     watermark.py calibrate --config=configs/watermark/calibrate.yaml               realised false-positive rates
 
 Texts that generate wrote are scored as token ids, without their prompts, by --field=ids --prompt_field=prompt_tokens.
-A generate, detect or identify run that is killed goes on with the same command. Bad input ends with exit code 2 and
+Every run that is killed goes on with the same command, but keygen and attack. Bad input ends with exit code 2 and
 one line; calibrate and power end with 1 when a gate fails.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch, terminal
+from jaxbench import cli, launch, outputs, terminal
+from jaxbench.watermark import checks
 
 VALUES = flags.FLAGS
 DETECTORS = {
@@ -50,15 +52,11 @@ def keygen() -> int:
     """Write a key file."""
     from jaxbench.watermark import keys
 
-    if VALUES.output is None:
-        raise ValueError(f"--output={VALUES.output}: name a file for the key")
-    if VALUES.passphrase:
-        import getpass
-
-        key = keys.Key.from_passphrase(getpass.getpass("passphrase: "))
-    else:
-        key = keys.Key.random()
-    keys.write_key_file(VALUES.output, key)
+    checks.needed("output", "a file for the key")
+    if os.path.lexists(VALUES.output):
+        raise ValueError(f"--output={VALUES.output} exists; a key that is written over is lost, name another file")
+    outputs.check_file(VALUES.output)
+    keys.write_key_file(VALUES.output, keys.ask_passphrase() if VALUES.passphrase else keys.Key.random())
     print(f"written: {VALUES.output} (keep it secret: whoever has it can find and forge the mark)")
     return cli.EXIT_OK
 
@@ -77,26 +75,24 @@ def define_generate() -> None:
 
 def generate() -> int:
     """Write marked continuations of prompts."""
-    if VALUES.output is None:
-        raise ValueError(f"--output={VALUES.output}: name a .jsonl file for the texts")
+    checks.needed("output", "a .jsonl file for the texts")
+    checks.check_device()
+    if VALUES.backend == "torch" and VALUES.device != "cpu":
+        raise ValueError(f"--device={VALUES.device}: generate with --backend=torch runs on the CPU")
     launch.ensure(VALUES.device)
-    from jaxbench import devices
     from jaxbench.watermark import generate as part
 
     settings = cli.load_config(part.GenerateConfig)
-    backend = part.Backend()
-    if VALUES.backend == "torch":
-        names = ("torch_ref.transformer", "torch_ref.sample", "torch_ref.watermark.schemes")
-        backend = part.Backend(*map(importlib.import_module, names))
-        if VALUES.device != "cpu":
-            raise ValueError(f"--device={VALUES.device}: generate with --backend=torch runs on the CPU")
-    else:
-        devices.check_device(VALUES.device)
-        if VALUES.backend == "equinox":
-            twins = map(importlib.import_module, ("jaxbench.eqx.transformer", "jaxbench.eqx.sample"))
-            backend = part.Backend(*twins)
+    outputs.check_file(VALUES.output, [VALUES.config], overwrite=True)
+    twins = {
+        "flax": (),
+        "equinox": ("jaxbench.eqx.transformer", "jaxbench.eqx.sample"),
+        "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.watermark.schemes"),
+    }
+    backend = part.Backend(*map(importlib.import_module, twins[VALUES.backend]))
     cli.keep(f"finished rows in {VALUES.output} are kept; the same command goes on")
-    say(f"written: {part.run(settings, VALUES.output, backend=backend, overwrite=VALUES.overwrite, say=say)}")
+    how = {"backend": backend, "overwrite": VALUES.overwrite, "device": VALUES.device, "say": say}
+    say(f"written: {part.run(settings, VALUES.output, **how)}")
     return cli.EXIT_OK
 
 
@@ -115,7 +111,7 @@ def define_texts() -> None:
     flags.DEFINE_float("level", 0.01, "p-value that counts as found", lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_integer("processes", 1, "processes of one thread each, or Ray actors", lower_bound=1)
     flags.DEFINE_enum("engine", "local", ["local", "ray"], "where they run: this machine, or a Ray cluster")
-    flags.DEFINE_bool("overwrite", False, "replace an output, or what an earlier run left of one")
+    flags.DEFINE_bool("overwrite", False, "replace an output, or what another run left of one; never an input")
     flags.DEFINE_multi_string("set", [], "change one field of the scheme: --set gamma=0.5 --set context.width=4")
     cli.define_model()
     cli.define_backend(choices=tuple(DETECTORS))
@@ -139,20 +135,8 @@ def define_identify() -> None:
     define_texts()
 
 
-def check_where() -> None:
-    """Raise unless either --text, or --input and --output are given."""
-    given = [name for name in ("text", "input") if VALUES[name].value is not None]
-    if len(given) != 1:
-        raise ValueError(f"give either --text or --input, got {' and '.join(given) or 'none'}")
-    if given == ["input"] and VALUES.output is None:
-        raise ValueError(f"--input={VALUES.input} needs --output=FILE.parquet (or .jsonl, .csv)")
-
-
 def detector_maker() -> Callable[..., Any]:
-    """Return the detector class of --backend on --device; JAX starts here."""
-    if VALUES.backend == "flax":
-        launch.ensure(VALUES.device)
-        importlib.import_module("jaxbench.devices").check_device(VALUES.device)
+    """Return the detector class of --backend on --device."""
     module, name = DETECTORS[VALUES.backend]
     maker = getattr(importlib.import_module(module), name)
     return maker if VALUES.backend == "numpy" else functools.partial(maker, device=VALUES.device)
@@ -162,7 +146,7 @@ def make_job(candidates: tuple[Any, ...], **how: Any) -> Any:
     """Return the job that the flags describe."""
     from jaxbench.watermark import bulk
 
-    check_vocab_size(model := None if VALUES.model == "default" else VALUES.model)
+    checks.check_vocab_size(model := None if VALUES.model == "default" else VALUES.model, candidates)
     return bulk.Job(
         candidates,
         detector_maker(),
@@ -173,15 +157,6 @@ def make_job(candidates: tuple[Any, ...], **how: Any) -> Any:
         prompt_field=VALUES.prompt_field,
         **how,
     )
-
-
-def check_vocab_size(model: str | None) -> None:
-    """Raise where --vocab_size is smaller than the tokenizer of --model."""
-    if VALUES.vocab_size is not None:
-        from jaxbench.tokenizer import load_tokenizer
-        from jaxbench.watermark.texts import check_sizes
-
-        check_sizes(load_tokenizer(model).vocab_size, VALUES.vocab_size)
 
 
 def score_files(job: Any) -> int:
@@ -201,12 +176,10 @@ def detect() -> int:
     """Find the mark of one scheme and key."""
     from jaxbench.watermark import identify, run
 
-    check_where()
+    checks.check_where(VALUES.scheme, VALUES.key_file)
     scheme = run.read_scheme(VALUES.scheme, VALUES.set)
     key = run.read_key(scheme, VALUES.key_file)
     if VALUES.neural is not None:
-        if VALUES.text is None:
-            raise ValueError(f"--neural={VALUES.neural} judges a single --text, and there is none")
         launch.ensure(VALUES.device)
     job = make_job((identify.Candidate(scheme.scheme, scheme, key),))
     if VALUES.input is not None:
@@ -225,7 +198,7 @@ def identify_family() -> int:
     """Find which of several schemes and keys marked a text."""
     from jaxbench.watermark import run
 
-    check_where()
+    checks.check_where(*VALUES.schemes, *VALUES.key_files)
     schemes = [run.read_scheme(name, VALUES.set) for name in VALUES.schemes]
     job = make_job(run.candidates(schemes, VALUES.key_files), correction=VALUES.correction)
     if VALUES.input is not None:
@@ -262,6 +235,7 @@ def power_or_training(module: str, settings: str) -> Callable[[], int]:
     """Return the main of a module with run(settings, path=, workdir=, say=)."""
 
     def main() -> int:
+        checks.check_workdir("power.json", "neural.json")
         launch.ensure("cpu")
         part = importlib.import_module(f"jaxbench.watermark.{module}")
         config = cli.load_config(getattr(part, settings))
@@ -278,7 +252,9 @@ def calibrate() -> int:
     from jaxbench.tokenizer import load_tokenizer
     from jaxbench.watermark import calibrate as part
 
+    checks.check_workdir("calibration.json")
     settings = cli.load_config(part.Calibration)
+    cli.keep(f"finished schemes in {VALUES.workdir} are kept; the same command goes on")
     result = part.run(settings, load_tokenizer(), path=VALUES.data, workdir=VALUES.workdir, say=say)
     say(f"{result['num_outside']} rows outside their band, {result['expected_outside']} expected by chance")
     say(f"written: {VALUES.workdir}/calibration.json, {VALUES.workdir}/calibration.html")
@@ -294,6 +270,7 @@ def define_evaluate() -> None:
 
 def evaluate() -> int:
     """Run the evaluation."""
+    checks.check_workdir("material.json")
     launch.ensure("cpu")
     from jaxbench.watermark import evaluate as part
     from jaxbench.watermark.evaluate_config import Evaluate
@@ -306,6 +283,7 @@ def evaluate() -> int:
 
 def benchmark() -> int:
     """Measure rates against peers."""
+    checks.check_workdir()
     from jaxbench.watermark import benchmark as part
 
     settings = cli.load_config(part.Benchmark)
@@ -327,8 +305,9 @@ def define_attack() -> None:
     flags.DEFINE_string("human", None, "human texts to paste into or to take words from (unset: the packaged prose)")
     flags.DEFINE_string("input", None, "texts: .jsonl or .txt (one a line), plain or .gz")
     flags.DEFINE_string("output", None, "the attacked texts: a .jsonl file")
+    flags.DEFINE_bool("overwrite", False, "replace the output; never an input")
     flags.DEFINE_string("field", "text", "key of the text in a line of .jsonl")
-    flags.DEFINE_integer("seed", 0, "of the attack's random stream")
+    flags.DEFINE_integer("seed", 0, "of the attack's random stream", lower_bound=0, upper_bound=2**64 - 1)
     cli.define_model()
     cli.define_device()
 
@@ -337,17 +316,18 @@ def attack() -> int:
     """Attack the texts of a file."""
     from jaxbench.watermark import attacks, run
 
-    if None in (VALUES.attack, VALUES.input, VALUES.output):
-        raise ValueError(
-            f"attack needs --attack, --input and --output, got {VALUES.attack}, {VALUES.input}, {VALUES.output}"
-        )
+    checks.needed("attack", "one, as in --attack=typo:0.1")
+    checks.needed("input", "a file of texts")
+    checks.needed("output", "a .jsonl file for the attacked texts")
     chosen = run.read_attacks(VALUES.attack, strength=VALUES.strength, changes=VALUES.set)
-    if attacks.rewrites(chosen):
-        launch.ensure(VALUES.device)
+    run.check_attack_files(VALUES.input, VALUES.output, overwrite=VALUES.overwrite, inputs=[VALUES.human])
+    if attacks.rewrites(chosen) or VALUES.device != "cpu":
+        checks.check_device()
     tools = run.attack_tools(chosen, human=VALUES.human, model=None if VALUES.model == "default" else VALUES.model)
     total, edits = run.attack_file(
-        VALUES.input, VALUES.output, chosen, seed=VALUES.seed, field=VALUES.field, tools=tools
-    )
+        VALUES.input, VALUES.output, chosen, seed=VALUES.seed, field=VALUES.field, tools=tools,
+        overwrite=VALUES.overwrite,
+    )  # fmt: skip
     say(f"{total:,} texts attacked, {edits:.1%} of the words changed on average; written: {VALUES.output}")
     return cli.EXIT_OK
 

@@ -32,7 +32,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ from typing import NamedTuple, TypeVar
 
 from absl import flags
 
-from jaxbench import config, launch
+from jaxbench import config, launch, outputs
 
 FLAGS = flags.FLAGS
 DEVICES = ("cpu", "gpu", "tpu")
@@ -124,43 +123,7 @@ def workdir(default: str | Path) -> Path:
     Raises:
       ValueError: it cannot.
     """
-    path = Path(FLAGS.workdir or default)
-    check_folder(path)
-    return path
-
-
-def check_folder(path: str | Path, flag: str = "--workdir") -> None:
-    """Check that a folder can be made and written, without leaving anything behind.
-
-    Raises:
-      ValueError: a file stands in its place or above it, or the system lets nobody write there.
-    """
-    place = Path(path).absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    if not str(path) or not place.is_dir():
-        reason = f"{place} is a file" if str(path) else "it is empty"
-        raise ValueError(f"{flag}={path} cannot be a folder: {reason}; name another with {flag}")
-    try:
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        raise ValueError(
-            f"{flag}={path}: nothing can be written in {place} ({error.strerror}); name another folder with {flag}"
-        ) from error
-
-
-def check_output(path: str | Path, flag: str = "--output") -> None:
-    """Check that a file can be written: its folder is there, and it is no folder itself.
-
-    Raises:
-      ValueError: it cannot.
-    """
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{flag}={path} is a folder, wanted the name of a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"{flag}={path}: there is no folder {path.parent}; make it, or name another file")
-    check_folder(path.parent, flag)
+    return outputs.check_folder(FLAGS.workdir or default)
 
 
 def _check_flags() -> None:
@@ -168,7 +131,7 @@ def _check_flags() -> None:
     if "device" in FLAGS:
         launch.check_attached(FLAGS.device)
     if "workdir" in FLAGS and FLAGS.workdir is not None:
-        check_folder(FLAGS.workdir)
+        outputs.check_folder(FLAGS.workdir)
 
 
 # Running a main

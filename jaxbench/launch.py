@@ -7,6 +7,7 @@ docs/xla_cpu.md rule 8), and where compiled programs are cached.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.metadata
 import os
@@ -17,11 +18,9 @@ from pathlib import Path
 from jaxbench import assets
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-# Where the drivers of NVIDIA, AMD, Windows' Linux and TPUs show what is attached
-DEVICE_FILES = {
-    "gpu": ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"),
-    "tpu": ("/dev/accel0", "/dev/vfio/0"),
-}
+GPU_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # of the drivers of NVIDIA, AMD and Windows' Linux
+TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # those of TPUs
+GOOGLE, NO_TPU = "0x1ae0", ("0x0042", "0x001f")  # on the PCI bus: the vendor of TPUs, and its network card and disk
 MALLOC_BYTES = str(8 * 2**30)  # glibc keeps blocks up to this size mapped and does not trim
 MARKER = "JAXBENCH_LAUNCHED"  # set in the process that was started anew; holds its id, which stays the same
 
@@ -51,14 +50,22 @@ def environment(device: str) -> dict[str, str]:
 
 
 def check_attached(device: str) -> None:
-    """Raise ValueError when the device is unknown or not attached; looks at device files, imports no backend."""
+    """Raise ValueError when the device is unknown or not attached; looks at the system's files, imports no backend."""
     if device not in PLATFORMS:
         raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(PLATFORMS)}")
-    files = DEVICE_FILES.get(device, ())
-    if files and not any(os.path.exists(path) for path in files):
-        raise ValueError(
-            f"--device={device}, but this machine has none ({', '.join(files)} not found); use --device=cpu"
-        )
+    if sys.platform != "linux" or device == "cpu":
+        return
+    if not (any(map(glob.glob, GPU_FILES)) if device == "gpu" else is_tpu_attached()):
+        looked = ", ".join(GPU_FILES if device == "gpu" else TPU_FILES)
+        raise ValueError(f"--device={device}, but this machine has none ({looked} not found); use --device=cpu")
+
+
+def is_tpu_attached() -> bool:
+    """Return True where there may be a TPU, without touching it."""
+    vendors = map(Path, glob.glob("/sys/bus/pci/devices/*/vendor"))
+    google = [path.with_name("device") for path in vendors if path.read_text(encoding="ascii").strip() == GOOGLE]
+    on_bus = any(path.read_text(encoding="ascii").strip() not in NO_TPU for path in google)
+    return on_bus or any(map(glob.glob, TPU_FILES))
 
 
 def simulated_devices(count: int) -> dict[str, str]:

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from jaxbench import devices, nn, philox, remat, rotary
+from jaxbench import libtpu, nn, philox, remat, rotary
 from jaxbench.attention import attention
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.memory.decoder_config import DecoderMemory
@@ -329,7 +329,7 @@ def build(
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
-    devices.leave_out_absent_tpu()
+    libtpu.leave_out_if_absent()
     fields = {name: getattr(config, name) for name in type(config).model_fields}
     how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
     how |= {"fused_projections": fused_projections}

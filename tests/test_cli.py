@@ -203,29 +203,6 @@ def test_a_place_to_write_is_checked_before_the_proof_starts(tmp_path):
 # The pieces
 
 
-def test_folders_are_checked_without_leaving_anything_behind(tmp_path):
-    before = tmp_path.stat().st_mtime_ns
-    cli.check_folder(tmp_path)
-    cli.check_folder(tmp_path / "a" / "b")
-    assert list(tmp_path.iterdir()) == [] and tmp_path.stat().st_mtime_ns == before
-    (tmp_path / "file").touch()
-    (tmp_path / "dangling").symlink_to(tmp_path / "none")
-    for name in ("file", "file/below", "dangling", "dangling/below"):
-        with pytest.raises(ValueError, match=rf"--workdir={tmp_path / name} cannot be a folder: .* is a file"):
-            cli.check_folder(tmp_path / name)
-
-
-def test_a_folder_that_the_system_lets_nobody_write_is_named(tmp_path, monkeypatch):
-    def read_only(dir):
-        raise OSError(30, "Read-only file system", str(dir))
-
-    monkeypatch.setattr(cli.tempfile, "TemporaryFile", read_only)
-    with pytest.raises(ValueError, match=r"--output=.*nothing can be written in .*Read-only file system"):
-        cli.check_output(tmp_path / "x.json")
-    with pytest.raises(ValueError, match="--output=.* is a folder"):
-        cli.check_output(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [

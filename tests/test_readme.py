@@ -26,21 +26,21 @@ def test_the_library_snippet_completes_its_prompt_and_prints_nothing_else():
 def test_a_choice_of_platforms_is_kept(monkeypatch):
     import jax
 
-    from jaxbench import devices
+    from jaxbench import launch, libtpu
 
-    monkeypatch.setattr(devices, "has_tpu", lambda: False)
+    monkeypatch.setattr(launch, "is_tpu_attached", lambda: False)
     before = jax.config.jax_platforms
     assert before == "cpu", "conftest.py chose it"
     try:
         jax.config.update("jax_platforms", "cpu,cuda")
-        devices.leave_out_absent_tpu()
+        libtpu.leave_out_if_absent()
         assert jax.config.jax_platforms == "cpu,cuda"
         jax.config.update("jax_platforms", None)
-        monkeypatch.setattr(devices, "has_tpu", lambda: True)
-        devices.leave_out_absent_tpu()
+        monkeypatch.setattr(launch, "is_tpu_attached", lambda: True)
+        libtpu.leave_out_if_absent()
         assert jax.config.jax_platforms is None
-        monkeypatch.setattr(devices, "has_tpu", lambda: False)
-        devices.leave_out_absent_tpu()
+        monkeypatch.setattr(launch, "is_tpu_attached", lambda: False)
+        libtpu.leave_out_if_absent()
         assert jax.config.jax_platforms == "cpu"
     finally:
         jax.config.update("jax_platforms", before)

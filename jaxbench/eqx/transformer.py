@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxbench import devices, philox, rotary
+from jaxbench import libtpu, philox, rotary
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.eqx import nn
 from jaxbench.eqx.attention import attention
@@ -314,7 +314,7 @@ def build(
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
-    devices.leave_out_absent_tpu()
+    libtpu.leave_out_if_absent()
     fields = {name: getattr(config, name) for name in type(config).model_fields}
     how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
     how |= {"fused_projections": fused_projections}

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.config import Base
 from jaxbench.tokenizer import load_tokenizer
 from jaxbench.watermark import benchmark_report
-from jaxbench.watermark.config import Scheme
+from jaxbench.watermark.config import Count, Scheme
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKLLM = ".venvs/markllm/bin/python"  # made by `make peers`
@@ -47,11 +47,13 @@ TIMEOUT_S = 1800.0  # of one request; the slowest is a peer's pass over its text
 class Detection(Base):
     """What is measured of detection."""
 
-    schemes: tuple[Scheme, ...]
-    engines: tuple[str, ...] = ("numpy", "jax", "torch")
+    schemes: tuple[Scheme, ...] = Field(min_length=1)
+    engines: tuple[Literal["numpy", "jax", "torch"], ...] = Field(default=("numpy", "jax", "torch"), min_length=1)
     text_tokens: int = Field(default=200, ge=8, le=4096)  # tokens of each text
     texts: int = Field(default=2048, ge=1)  # texts of a call for jaxbench's engines
-    batch_sizes: tuple[int, ...] = (1, 64, 2048)  # texts of one call, for the first engine scheme by scheme
+    batch_sizes: tuple[Count, ...] = Field(
+        default=(1, 64, 2048), min_length=1
+    )  # texts of one call, for the first engine scheme by scheme
     slow_peer_texts: int = Field(default=40, ge=1)  # texts for MarkLLM's KGW and transformers, tens a second
     fast_peer_texts: int = Field(default=1000, ge=1)  # texts for MarkLLM's Unigram
     identify_keys: int = Field(default=8, ge=1)  # keys of the multi-method case
@@ -62,8 +64,8 @@ class Detection(Base):
 class Generation(Base):
     """What is measured of generation."""
 
-    schemes: tuple[Scheme, ...]
-    batch_sizes: tuple[int, ...] = (1, 8)
+    schemes: tuple[Scheme, ...] = Field(min_length=1)
+    batch_sizes: tuple[Count, ...] = Field(default=(1, 8), min_length=1)
     prompt_tokens: int = Field(default=32, ge=8)
     new_tokens: int = Field(default=48, ge=3)  # of one decode call
     rounds: int = Field(default=10, ge=2)  # pairs of plain and marked decode calls
@@ -99,8 +101,8 @@ def run(settings: Benchmark, workdir: str | Path) -> dict[str, Any]:
       ValueError: the text is too short, or a part of jaxbench itself failed.
     """
     workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
     bench = _Run(settings, workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
     if settings.detection is not None:
         for number in range(settings.launches):
             bench.once(f"detection-{number}", lambda number=number: bench.detection_launch(number))
@@ -123,6 +125,7 @@ class _Run:
 
     def __init__(self, settings: Benchmark, workdir: Path):
         self.settings, self.workdir = settings, workdir
+        data.load_text(settings.data)  # what is wrong with it is said before anything starts
         self.tokenizer = load_tokenizer(settings.model)
         self.vocab_size = weights.load_checkpoint(settings.model).config.vocab_size
         self.id = config.config_id(settings, extra={"text": data.text_sha256(settings.data)})

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxbench import outputs
 from jaxbench.watermark import bulk_output, identify, lines, pipeline
-from jaxbench.watermark import tables as lists
+from jaxbench.watermark.config import num_payloads
 from jaxbench.watermark.texts import Encoded, Ragged, TextEncoder
 
 IN_FLIGHT = 3  # chunks a process, waiting or worked on
@@ -36,7 +37,7 @@ ONE_THREAD = {
 class Job:
     """What is done with every text; one candidate is tested alone, several as a family."""
 
-    candidates: tuple[identify.Candidate, ...]
+    candidates: tuple[identify.Candidate, ...]  # a scheme with payloads is tested for all of them
     make_detector: Callable[..., pipeline.Evidencer] = pipeline.NumpyDetector  # a backend's detect.Detector; pickled
     model: str | None = None  # whose tokenizer splits the texts
     vocab_size: int | None = None  # unset: that of the model
@@ -61,7 +62,7 @@ class Worker:
         records, bad = lines.read(chunk, field=self.job.field, prompt_field=self.job.prompt_field)
         records, outside, encoded = self._encode(records)
         columns = {
-            "file": np.full(len(records), os.path.basename(chunk.path), object),
+            "file": np.full(len(records), chunk.path, object),
             "line": np.array([record.line for record in records], np.int64),
             "id": np.array([record.id for record in records], object),
             "num_tokens": encoded.ids.lengths,
@@ -78,7 +79,7 @@ class Worker:
             "changed": int((encoded.num_changed > 0).sum()), "tokens": int(encoded.ids.lengths.sum()),
             "seconds": time.monotonic() - start,
         }  # fmt: skip
-        bulk_output.write_json(self.folder / f"{chunk.name}.json", report)
+        outputs.write_json(self.folder / f"{chunk.name}.json", report)
         return report
 
     def _encode(self, records: list[lines.Record]) -> tuple[list[lines.Record], list[lines.Bad], Encoded]:
@@ -114,8 +115,6 @@ class Worker:
     def _detector(self, scheme: Any, *, vocab_size: int, tables: Any) -> Any:
         name = f"{scheme}"
         if name not in self._detectors:
-            if scheme.scheme in pipeline.TABLE_SCHEMES:
-                tables = lists.Tables(scheme, vocab_size=vocab_size)
             self._detectors[name] = self.job.make_detector(scheme, vocab_size=vocab_size, tables=tables)
         return self._detectors[name]
 
@@ -131,6 +130,11 @@ class Worker:
         )  # fmt: skip
         columns = {f"p_{name}": found.p_values[:, i] for i, name in enumerate(found.names)}
         columns |= {f"corrected_p_{name}": found.corrected[:, i] for i, name in enumerate(found.names)}
+        columns |= {
+            f"payload_{one.name}": found.payloads[:, i]
+            for i, one in enumerate(candidates)
+            if num_payloads(one.scheme) > 1
+        }
         return {"best": np.array(found.names, object)[found.best], "p_value": found.p_value} | columns
 
 
@@ -156,35 +160,42 @@ def run(
     Args:
       output: a .parquet, .jsonl or .csv file. Beside it: `OUTPUT.parts` while the run lasts, `OUTPUT.report.json`.
       processes: on this machine, each with one thread.
-      overwrite: replace an output, or parts of another run, that are there already.
+      overwrite: replace an output, or parts of another run, that are there already; never an input.
       say: called with each chunk's report as it is done, and the bytes of all files.
       engine: runs a Worker over chunks in another way, see ray_engine.py.
 
     Raises:
-      ValueError: bad input, an output that exists, parts of another run, or no usable text at all.
+      ValueError: bad input, an output that exists or is an input, parts of another run, or no usable text at all.
     """
     start = time.monotonic()
-    paths, out = lines.find(pattern), Path(output)
+    out, parts = Path(output), bulk_output.parts_of(Path(output)).absolute()
     kind = bulk_output.kind_of(out)
-    if out.exists() and not overwrite:
-        raise ValueError(f"output: {out} exists; name another --output, or pass --overwrite")
+    # a pattern such as **/*.jsonl finds the parts of the run that it goes on with
+    paths = [path for path in lines.find(pattern) if parts not in Path(path).absolute().parents]
+    outputs.check_file(out, paths, overwrite=overwrite)
+    outputs.check_file(f"{out}.report.json", paths, overwrite=overwrite or parts.exists())
     folder = bulk_output.open_parts(out, paths, job, overwrite=overwrite)
     done = bulk_output.finished(folder)
     total_bytes = sum(os.path.getsize(path) for path in paths)
     for report in done.values():
         say(report, total_bytes)
     work = engine or (local_engine if processes > 1 else serial_engine)
-    for report in work(paths, job, str(folder), kind, processes=processes, skip=frozenset(done)):
-        done[report["name"]] = report
-        say(report, total_bytes)
+    try:
+        for report in work(paths, job, str(folder), kind, processes=processes, skip=frozenset(done)):
+            done[report["name"]] = report
+            say(report, total_bytes)
+    except BaseException:
+        if not done:  # nothing to go on with
+            shutil.rmtree(folder)
+        raise
     reports = [done[name] for name in sorted(done)]
     summary = _summary(reports, paths, time.monotonic() - start)
     if not summary["texts"]:
-        problem = f"; line {summary['first_bad'][0][1]}: {summary['first_bad'][0][2]}" if summary["bad"] else ""
+        problem = "; {} line {}: {}".format(*summary["first_bad"][0]) if summary["bad"] else ""
         shutil.rmtree(folder)
         raise ValueError(f"input: {pattern} holds no usable text ({summary['bad']} bad lines{problem})")
     bulk_output.merge(folder, [report["name"] for report in reports], out, kind)
-    bulk_output.write_json(Path(f"{out}.report.json"), summary)
+    outputs.write_json(Path(f"{out}.report.json"), summary)
     shutil.rmtree(folder)
     return summary
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import os
-import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxbench import outputs
+from jaxbench.watermark import identity
+
 KINDS = ("parquet", "jsonl", "csv")
 LISTED = 100  # bad lines that a report spells out
 MANIFEST = "manifest.json"
+FORMAT = 2  # of the columns: parts of another one are not gone on with
 
 
 def kind_of(output: Path) -> str:
@@ -28,13 +30,6 @@ def kind_of(output: Path) -> str:
     if kind not in KINDS:
         raise ValueError(f"output: {output} has an unknown suffix, wanted one of {', '.join('.' + k for k in KINDS)}")
     return kind
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def write_part(path: Path, columns: dict[str, np.ndarray], kind: str) -> None:
@@ -58,7 +53,7 @@ def write_part(path: Path, columns: dict[str, np.ndarray], kind: str) -> None:
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the reports of the chunks that are done, by name."""
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("[0-9]*.json")))
+    found = (outputs.read_json(path) for path in sorted(folder.glob("[0-9]*.json")))
     return {report["name"]: report for report in found}
 
 
@@ -83,39 +78,39 @@ def merge(folder: Path, names: list[str], output: Path, kind: str) -> None:
 def open_parts(output: Path, paths: list[str], job: Any, *, overwrite: bool) -> Path:
     """Return the folder of the parts: a new one, or that of the same run, to go on with.
 
-    The manifest holds a salted scrypt of the keys, so that another key is noticed and none is given away.
+    Args:
+      overwrite: drop the parts of another run; those of this one are gone on with all the same.
 
     Raises:
-      ValueError: the folder belongs to a run with other files, settings or keys.
+      ValueError: the folder belongs to a run with other files, settings or keys, or is no folder of parts.
     """
     from jaxbench.watermark import bulk
 
-    folder = Path(f"{output}.parts")
+    folder = parts_of(output)
     manifest = folder / MANIFEST
     files = [[os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns] for path in paths]
-    wanted = {"files": files, "job": bulk.describe(job), "kind": kind_of(output)}
-    if manifest.is_file() and not overwrite:
-        held = json.loads(manifest.read_text(encoding="utf-8"))
-        salt = bytes.fromhex(held["salt"])
-        differing = [name for name, value in wanted.items() if held.get(name) != value]
-        differing += ["keys"] if held["keys"] != _digest(job, salt) else []
-        if differing:
+    wanted = {"files": files, "job": bulk.describe(job), "kind": kind_of(output), "format": FORMAT}
+    keys = [one.key for one in job.candidates]
+    if manifest.is_file():
+        differing = identity.differing(manifest, wanted, keys)
+        if not differing:
+            return folder
+        if not overwrite:
             raise ValueError(
                 f"output: {folder} belongs to a run with other {' and '.join(differing)}; repeat that run's command to "
                 "go on with it, or pass --overwrite to drop it"
             )
-        return folder
-    if folder.exists():
         shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    salt = secrets.token_bytes(16)
-    write_json(manifest, wanted | {"salt": salt.hex(), "keys": _digest(job, salt)})
+    elif folder.exists() and (not folder.is_dir() or any(not name.startswith(".") for name in os.listdir(folder))):
+        raise ValueError(f"output: {folder} is in the way and was not made by this command; name another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    identity.write(manifest, wanted, keys)
     return folder
 
 
-def _digest(job: Any, salt: bytes) -> str:
-    halves = np.array([one.key.halves for one in job.candidates], np.uint32)
-    return hashlib.scrypt(halves.tobytes(), salt=salt, n=2**14, r=8, p=1, dklen=16).hex()
+def parts_of(output: Path) -> Path:
+    """Return the folder beside an output that its parts lie in while the run lasts."""
+    return Path(f"{output}.parts")
 
 
 def _names(folder: Path) -> Path:

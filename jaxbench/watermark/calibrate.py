@@ -29,8 +29,6 @@ outside.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,9 +38,9 @@ import numpy as np
 from pydantic import Field
 from scipy import stats
 
-from jaxbench import data
+from jaxbench import data, outputs
 from jaxbench.config import Base, config_id
-from jaxbench.watermark import config, definition, passages, statistics, tables
+from jaxbench.watermark import config, definition, identity, passages, statistics, tables
 from jaxbench.watermark.keys import Key
 
 LISTS = {"kgw_markllm": "hash_key", "kgw_transformers": "hashing_key"}  # schemes whose key is a field of their own
@@ -58,9 +56,9 @@ class Calibration(Base):
     per_text: int | None = Field(default=None, ge=1)  # passages from one document at most; unset = all of it
     num_keys: int = Field(default=100, ge=2)
     num_list_keys: int = Field(default=20, ge=2)  # for kgw_markllm and kgw_transformers, whose lists take seconds a key
-    levels: tuple[float, ...] = (1e-2, 1e-3)  # nominal false-positive rates
+    levels: tuple[config.Level, ...] = Field(default=(1e-2, 1e-3), min_length=1)  # nominal false-positive rates
     confidence: float = Field(default=0.99, gt=0, lt=1)  # of the band
-    passphrase: str = "calibration"  # the keys are derived from it
+    passphrase: str = Field(default="calibration", min_length=1)  # the keys are derived from it
 
 
 class Band(NamedTuple):
@@ -136,27 +134,49 @@ def under(scheme: Any, key: Key) -> Any:
     return scheme.model_copy(update={LISTS[scheme.scheme]: 1 + key.halves[0] % LARGEST_HASH_KEY})
 
 
-def judge(name: str, values: np.ndarray, *, level: float, confidence: float, seconds: float = 0.0) -> Row:
+def judge(name: str, values: np.ndarray, *, level: float, confidence: float) -> Row:
     """Return the row of one scheme at one level from its p-values [2 N K]."""
     phi = rejection(*values, level)
     exact = values[0] <= level
     by_key = exact.mean(axis=0)
     spread = (float(by_key.min()), float(np.median(by_key)), float(by_key.max()))
     limits = band(phi, level, confidence=confidence)
-    return Row(name, level, float(exact.mean()), float(phi.mean()), limits, spread, *phi.shape, seconds)
+    return Row(name, level, float(exact.mean()), float(phi.mean()), limits, spread, *phi.shape, 0.0)
 
 
-def rows(settings: Calibration, tokens: np.ndarray, *, vocab_size: int, **how: Any) -> Iterator[Row]:
-    """Yield the rows of every scheme and level for passages [N T]; how is passed on to the evidence."""
+def rows(
+    settings: Calibration, tokens: np.ndarray, *, vocab_size: int, folder: Path | None = None, **how: Any
+) -> Iterator[tuple[Row, bool]]:
+    """Yield the rows of every scheme and level for passages [N T], and whether each was measured before.
+
+    Args:
+      folder: of the rows of finished schemes, a file each: those that are there are not measured again.
+      how: passed on to the evidence.
+    """
     root = Key.from_passphrase(settings.passphrase)
     for name, scheme in settings.schemes.items():
+        path = None if folder is None else folder / f"{config_id(scheme)}.json"
+        if path is not None and path.is_file():
+            yield from ((_from_json(name, value), True) for value in outputs.read_json(path))
+            continue
         start = time.monotonic()
         count = settings.num_list_keys if scheme.scheme in LISTS else settings.num_keys
         keys = [root.derive(f"key {k}") for k in range(count)]
         values = p_values(scheme, tokens, keys, vocab_size=vocab_size, **how)
-        for level in settings.levels:
-            seconds = time.monotonic() - start
-            yield judge(name, values, level=level, confidence=settings.confidence, seconds=seconds)
+        found = [judge(name, values, level=level, confidence=settings.confidence) for level in settings.levels]
+        found = [row._replace(seconds=time.monotonic() - start) for row in found]
+        if path is not None:
+            outputs.write_json(path, [_to_json(row) for row in found])
+        yield from ((row, False) for row in found)
+
+
+def _to_json(row: Row) -> dict[str, Any]:
+    return row._asdict() | {"band": row.band._asdict(), "passed": row.passed}
+
+
+def _from_json(name: str, value: dict[str, Any]) -> Row:
+    fields = {key: value[key] for key in Row._fields}
+    return Row(**fields | {"name": name, "band": Band(**value["band"]), "key_rates": tuple(value["key_rates"])})
 
 
 def run(
@@ -172,17 +192,24 @@ def run(
     Args:
       tokenizer: of the model whose texts are detected; the vocabulary is its own.
       path: human texts (passages.read_texts); None = the packaged default text.
+      workdir: a scheme that is finished is a file in its folder `rows`, and is not measured again.
       say: is told each row as it comes.
+
+    Raises:
+      ValueError: there is too little text, or workdir holds the rows of another configuration.
     """
+    workdir = Path(workdir)
     texts = passages.read_texts(path)
     how = {"num_tokens": settings.num_tokens, "max_passages": settings.num_texts, "per_text": settings.per_text}
     found = passages.cut(tokenizer, texts, **how)
-    measured = []
-    for row in rows(settings, found.tokens, vocab_size=tokenizer.vocab_size):
-        measured.append(row)
-        say(line(row))
-    outside = [row for row in measured if not row.passed]
     sha256 = data.text_sha256(path)
+    shared = {"text_sha256": sha256, "vocab_size": tokenizer.vocab_size}
+    identity.claim(workdir / "rows", config_id(settings, exclude=("schemes",), extra=shared))
+    measured = []
+    for row, is_kept in rows(settings, found.tokens, vocab_size=tokenizer.vocab_size, folder=workdir / "rows"):
+        measured.append(row)
+        say(line(row) + "  (kept)" * is_kept)
+    outside = [row for row in measured if not row.passed]
     result = {
         "passed": not outside,
         "num_outside": len(outside),
@@ -192,10 +219,10 @@ def run(
         "text_sha256": sha256,
         "config_id": config_id(settings, extra={"text_sha256": sha256}),
         "config": settings.model_dump(mode="json"),
-        "rows": [row._asdict() | {"band": row.band._asdict(), "passed": row.passed} for row in measured],
+        "rows": [_to_json(row) for row in measured],
     }
-    write(Path(workdir) / "calibration.json", json.dumps(result, indent=1) + "\n")
-    write(Path(workdir) / "calibration.html", page(measured, result))
+    outputs.write_json(workdir / "calibration.json", result)
+    outputs.write_text(workdir / "calibration.html", page(measured, result))
     return result
 
 
@@ -210,14 +237,6 @@ def line(row: Row) -> str:
         f"{row.name:<28} {row.level:<6g} exact {row.rate:.2e}  randomised {row.randomized_rate:.2e}  band {limits}  "
         f"by key {least:.1e} / {median:.1e} / {most:.1e}  {'pass' if row.passed else 'FAIL'}"
     )
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def page(measured: list[Row], result: dict[str, Any]) -> str:

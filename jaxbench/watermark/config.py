@@ -15,6 +15,8 @@ from pydantic import Field
 from jaxbench.config import Base
 
 MAX_WIDTH = 8  # tokens of context at most
+Level = Annotated[float, Field(gt=0, lt=1)]  # a rate or a share
+Count = Annotated[int, Field(ge=1, le=10**9)]
 MAX_DEPTH = 30  # layers of a tournament at most: a word has 32 bits
 
 
@@ -171,6 +173,19 @@ def context_length(scheme: Any) -> int:
 def num_payloads(scheme: Any) -> int:
     """Return how many payloads the scheme can carry; 1 = it carries none."""
     return 1 << getattr(scheme, "payload_bits", 0)
+
+
+def check_generates(scheme: Any, place: str, *, lists: bool = True) -> None:
+    """Raise a ValueError where no text can be marked with a scheme.
+
+    Args:
+      place: what the message begins with.
+      lists: whether schemes of green lists, whose key is a field of theirs, are taken.
+    """
+    if "self" in (getattr(scheme, "window_scheme", ""), getattr(scheme, "seeding_scheme", "")[:4]):
+        raise ValueError(f"{place}: scheme {scheme!r} has a list for each candidate token, which is for detection only")
+    if not lists and scheme.scheme in ("kgw_markllm", "kgw_transformers"):
+        raise ValueError(f"{place}: scheme {scheme.scheme} has one key, a field of its own, wanted one that takes keys")
 
 
 def draws(scheme: Any) -> bool:

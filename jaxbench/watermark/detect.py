@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, UInt32
 
-from jaxbench import philox
+from jaxbench import devices, philox
 from jaxbench.watermark import definition, pipeline, prf
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.statistics import Detections
@@ -33,7 +33,7 @@ def detect_batch(
     vocab_size: int,
     tokenizer: Any = None,
     prompt_lengths: np.ndarray | int | None = None,
-    payload: int = 0,
+    payload: int | None = None,
     canonicalize: bool = True,
     tables: Any = None,
     device: str = "cpu",
@@ -42,13 +42,16 @@ def detect_batch(
 
     Args:
       texts_or_ids: strings, lists of ids, an array [B T] of ids, or pipeline.Ragged.
-      tokenizer: turns strings into ids; wanted for strings only.
+      scheme: a name, a mapping with the key `scheme`, or a scheme.
+      tokenizer: turns strings into ids; wanted for strings only. One of jaxbench, transformers or tokenizers.
       prompt_lengths: tokens at the beginning of each text that are not scored.
+      payload: the message, where it is known; unset, all are tried and the p-value is corrected (pipeline.detect).
       canonicalize: undo look-alikes and invisible characters before tokenising (canonical.py).
-      tables: green lists of kgw_markllm and kgw_transformers.
+      tables: green lists of kgw_markllm and kgw_transformers; unset, they are made.
 
     Raises:
-      ValueError: strings without a tokenizer, a tokenizer of another vocabulary, or a token outside the vocabulary.
+      ValueError: an unknown scheme, a device that is not there, strings without a tokenizer, a tokenizer of another
+        vocabulary, or a token outside the vocabulary.
     """
     detector = Detector(scheme, vocab_size=vocab_size, tables=tables, device=device)
     ids = pipeline.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
@@ -59,9 +62,10 @@ class Detector:
     """A scheme's evidence on one device. Programs are shared between detectors: keys and sizes are arguments."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, tables: Any = None, device: str = "cpu"):
-        self.scheme = scheme
+        self.scheme = pipeline.checked_scheme(scheme, vocab_size)
         self.vocab_size = vocab_size
-        self.tables = tables
+        self.tables = pipeline.own_tables(self.scheme, vocab_size, tables)
+        devices.check_device(device)
         self._device = jax.local_devices(backend={"cpu": "cpu", "gpu": "cuda"}.get(device, device))[0]
         self._lists: dict[Key, np.ndarray] = {}
 
@@ -79,7 +83,7 @@ class Detector:
         One payload, or one for each text.
 
         Raises:
-          ValueError: a token lies outside the vocabulary, or a scheme of lists comes without its tables.
+          ValueError: a token lies outside the vocabulary.
         """
         tokens, lengths, prompt = pipeline.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
         if self.scheme.scheme in pipeline.TABLE_SCHEMES or tokens.shape[1] > pipeline.MAX_DEVICE_LENGTH:

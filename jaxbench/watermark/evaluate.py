@@ -8,15 +8,15 @@ report.html come last. No twin: it calls the parts of one backend.
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxbench import config, sample
+from jaxbench import config, outputs, sample
 from jaxbench.watermark import (
     attacks,
     detectability,
@@ -52,8 +52,8 @@ class Evaluation:
         path = self.workdir / f"{name}.json"
         is_new = not path.exists()
         if is_new:
-            write(path, json.dumps(compute(), ensure_ascii=False))
-        result = json.loads(path.read_text(encoding="utf-8"))
+            outputs.write_text(path, json.dumps(compute(), ensure_ascii=False))
+        result = outputs.read_json(path)
         if self._on_stage:
             self._on_stage(name, is_new)
         return result
@@ -70,7 +70,7 @@ class Evaluation:
     def run(self) -> dict[str, Any]:
         """Run every stage and return all results."""
         s = self.settings
-        made = self.stage("material", lambda: self._material()._asdict())
+        made = self.stage("material", lambda: self.read_material()._asdict())
         self.material = evaluate_data.Material(**made)
         texts = {arm: self._texts(arm) for arm in s.arms()}
         attacked = {name: {CLEAN: self._short(texts[name]["text"])} for name in s.schemes}
@@ -107,7 +107,12 @@ class Evaluation:
 
     # What the stages compute
 
-    def _material(self) -> evaluate_data.Material:
+    def read_material(self) -> evaluate_data.Material:
+        """Return prompts and human texts; nothing is written.
+
+        Raises:
+          ValueError: data do not fit.
+        """
         s = self.settings
         return evaluate_data.load(
             s.data,
@@ -294,6 +299,10 @@ def run(
     if data is not None:
         settings = settings.model_copy(update={"data": data})
     workdir = Path(workdir)
+    evaluate_data.fingerprint(settings.data)
+    if not (resume and (workdir / "material.json").exists()):
+        with tempfile.TemporaryDirectory() as place:  # where a tiny model may be made
+            Evaluation(settings, Path(place)).read_material()  # data that do not fit leave nothing in the workdir
     prepare(settings, workdir, resume=resume)
     with evaluate_report.Progress(console) as progress:
         evaluation = Evaluation(settings, workdir, on_stage=progress.stage)
@@ -306,9 +315,13 @@ def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
     """Make the folder ready for this configuration.
 
     Raises:
-      ValueError: it holds stages of another one.
+      ValueError: it holds stages of another one, or files of their names that no evaluation made.
     """
     path = workdir / SETTINGS
+    stages = [workdir / name for name in (*FOLDERS, "material.json")]
+    strange = [str(one) for one in stages if one.exists() and not path.exists()]
+    if strange:
+        raise ValueError(f"evaluate: {strange[0]} is in the way, and {path} is not there; name another --workdir")
     models = {spec: evaluate_models.sha256(spec) for spec in evaluate_models.names(settings)}
     extra = {"text_sha256": evaluate_data.fingerprint(settings.data), "models": models}
     own = config.config_id(settings, exclude=("data",), extra=extra)
@@ -318,25 +331,16 @@ def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
         for name in (SETTINGS, "material.json"):
             (workdir / name).unlink(missing_ok=True)
     if path.exists():
-        there = json.loads(path.read_text(encoding="utf-8"))["config_id"]
+        held = outputs.read_json(path)
+        there = held.get("config_id") if isinstance(held, dict) else None
         if there != own:
             raise ValueError(
                 f"evaluate: {workdir} holds the stages of configuration {there}, this is {own}; name another "
                 "--workdir, or throw them away with --noresume"
             )
-    write(path, json.dumps({"config_id": own, **extra, "settings": settings.model_dump(mode="json")}, indent=1))
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also when the process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    outputs.write_text(
+        path, json.dumps({"config_id": own, **extra, "settings": settings.model_dump(mode="json")}, indent=1)
+    )
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from jaxbench.config import Base
 from jaxbench.watermark import attacks as attacking
-from jaxbench.watermark.config import Scheme, parse_scheme
+from jaxbench.watermark.config import Scheme, check_generates, parse_scheme
 
 UNMARKED, HUMAN, CLEAN = "unmarked", "human", "none"  # arms beside the schemes; the attack that does nothing
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -88,6 +88,8 @@ class Evaluate(Base):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Evaluate:
+        for scheme in self.schemes.values():
+            check_generates(scheme, "schemes", lists=False)
         wrong = [name for name in self.schemes if not NAME.fullmatch(name) or name in (UNMARKED, HUMAN)]
         if wrong:
             raise ValueError(f"schemes: the name {wrong[0]!r} is taken or not made of a-z, 0-9, dot, dash, underscore")

@@ -24,6 +24,7 @@ from scipy import special
 from jaxbench import assets, initial, philox
 from jaxbench.config import Base
 from jaxbench.watermark import definition
+from jaxbench.watermark.config import Count
 
 FEATURES = 3  # centred evidence, its exponential score, whether the token is scored
 NO_EVIDENCE = 0.5  # of a token that is not scored
@@ -34,11 +35,13 @@ SYNTHID_WEIGHTS = (10.0, 1.0)  # of the first and the last layer (Dathathri et a
 class NeuralConfig(Base):
     """Shape of the neural detector."""
 
-    num_rows: int = Field(default=4096, ge=2)  # rows of the token table; half of them belong to one token each
-    d_model: int = Field(default=32, ge=1)  # width of a token's vector
-    dilations: tuple[int, ...] = (1, 2, 4)  # tokens between a convolution's three taps, one for each layer
-    num_pooled: int = Field(default=16, ge=1)  # numbers a token hands to the pooling
-    d_hidden: int = Field(default=32, ge=1)  # width of the layer behind the pooling
+    num_rows: int = Field(
+        default=4096, ge=2, le=2**24
+    )  # rows of the token table; half of them belong to one token each
+    d_model: int = Field(default=32, ge=1, le=2**14)  # width of a token's vector
+    dilations: tuple[Count, ...] = (1, 2, 4)  # tokens between a convolution's three taps, one for each layer
+    num_pooled: int = Field(default=16, ge=1, le=2**14)  # numbers a token hands to the pooling
+    d_hidden: int = Field(default=32, ge=1, le=2**14)  # width of the layer behind the pooling
     norm_eps: float = Field(default=1e-5, gt=0)
 
 

@@ -1,25 +1,27 @@
 """Marked continuations of prompts, in batches whose rows have schemes and keys of their own.
 
 Rows take the marks of a run in turn; a row's tokens depend on the seed and its number, not on its batch. Results are
-one JSON line a row, without keys; a run that was stopped goes on after its last whole line.
+one JSON line a row, without keys; a run that was stopped goes on after its last whole line. OUTPUT.run.json says what
+the rows were made with, keys included as a salted hash: a run with anything else does not go on with them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from jaxbench import config, data, sample, transformer, weights
+from jaxbench import data, outputs, sample, transformer, weights
 from jaxbench import tokenizer as tokenizers
 from jaxbench.config import Base
+from jaxbench.watermark import evaluate_models, identity, schemes, tables
 from jaxbench.watermark import keys as key_files
-from jaxbench.watermark import schemes, tables
-from jaxbench.watermark.config import Scheme
+from jaxbench.watermark.config import Scheme, check_generates, draws, num_payloads
 from jaxbench.watermark.keys import Key
 
 LISTED = ("kgw_markllm", "kgw_transformers")  # schemes of green lists, whose key is a field of their own
@@ -32,6 +34,13 @@ class Mark(Base):
     scheme: Scheme | None = None  # None: not marked
     key_file: str | None = None  # made by `watermark.py keygen`
     payload: int = Field(default=0, ge=0)  # message of schemes with payload_bits
+
+    @model_validator(mode="after")
+    def _check(self) -> Mark:
+        limit = 1 if self.scheme is None else num_payloads(self.scheme)
+        if self.payload >= limit:
+            raise ValueError(f"mark {self.name!r}: payload={self.payload}, wanted below {limit} for its payload_bits")
+        return self
 
 
 class Sampling(Base):
@@ -54,10 +63,21 @@ class GenerateConfig(Base):
     num_prompts: int = Field(default=8, ge=1)  # of the default text; of a file, at most this many
     prompt_tokens: int = Field(default=32, ge=1)  # length of the default text's prompts; a file's are cut to it
     chat: bool = False  # put each prompt into the model's chat template
-    new_tokens: int = Field(default=200, ge=1)  # at most
+    new_tokens: int = Field(default=200, ge=1, le=10**6)  # at most
     batch_size: int = Field(default=8, ge=1)  # rows generated together
     sampling: Sampling = Sampling()
     seed: int = Field(default=0, ge=0, lt=2**64)  # of the ordinary randomness
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerateConfig:
+        for scheme in (mark.scheme for mark in self.marks if mark.scheme is not None):
+            if draws(scheme) and not self.sampling.temperature:
+                raise ValueError(
+                    f"generate: sampling.temperature={self.sampling.temperature} leaves scheme {scheme.scheme} nothing "
+                    "to draw, wanted above 0"
+                )
+            check_generates(scheme, "generate")
+        return self
 
 
 class Backend(NamedTuple):
@@ -75,6 +95,7 @@ def run(
     keys: Sequence[Key | None] | None = None,
     backend: Backend = Backend(),
     overwrite: bool = False,
+    device: str = "cpu",
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Generate, write one JSON line a row, and return the file's path.
@@ -84,33 +105,44 @@ def run(
 
     Args:
       keys: one for each mark, in place of key files; None where the mark has no scheme.
-      overwrite: start anew where the file holds rows.
+      overwrite: start anew where the file is there.
+      device: where the backend runs; rows of another device are not gone on with.
 
     Raises:
-      ValueError: a key is missing, prompts do not fit the model, or the file holds rows of another run.
+      ValueError: a key is missing, prompts do not fit the model, or the file is an input or holds something else than
+        rows of this very run.
     """
-    output, text = Path(output), {"text_sha256": data.text_sha256(settings.prompts)}
-    run_id = config.config_id(settings, exclude=["batch_size"], extra=text)
+    output = Path(output)
     found = [_key(mark) for mark in settings.marks] if keys is None else list(keys)
     if [key is not None for key in found] != [mark.scheme is not None for mark in settings.marks]:
         raise ValueError(f"generate: {len(found)} keys for {len(settings.marks)} marks, wanted one for each scheme")
+    check_output(settings, output)
+    wanted = _describe(settings, f"{backend.transformer.__name__} on {device}")
+    run_id = wanted["run"]
+    used = [key for key in found if key is not None]
+    if not overwrite:
+        _check_same(output, wanted, used)
     done = 0 if overwrite else _finished(output, run_id)
     tokenizer = tokenizers.load_tokenizer(settings.model)
     prompts = read_prompts(settings, tokenizer)
     if done >= len(prompts):
         say(f"{output} has all {len(prompts)} rows")
         return output
+    if done:
+        say(f"{output} has {done} of {len(prompts)} rows, going on")
     checkpoint = weights.load_checkpoint(settings.model)
     model = backend.transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
     writer = Writer(settings, found, model=model, eos_id=tokenizer.eos_id, backend=backend)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w" if done == 0 else "a", encoding="utf-8") as file:
-        for start in range(done, len(prompts), settings.batch_size):
-            rows = range(start, min(start + settings.batch_size, len(prompts)))
-            for row, made in zip(rows, writer([prompts[row] for row in rows], rows)):
-                file.write(json.dumps(_record(settings, tokenizer, run_id, row, prompts[row], made)) + "\n")
-            file.flush()
-            say(f"{rows.stop} of {len(prompts)} rows")
+    for start in range(done, len(prompts), settings.batch_size):
+        rows = range(start, min(start + settings.batch_size, len(prompts)))
+        made = writer([prompts[row] for row in rows], rows)
+        lines = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, made)]
+        if start == 0:  # whatever cannot be generated has failed by now
+            output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
+            identity.write(record_of(output), wanted, used)
+        with output.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        say(f"{rows.stop} of {len(prompts)} rows")
     return output
 
 
@@ -182,19 +214,65 @@ def _tables(scheme: Any, vocab_size: int) -> tables.Tables | None:
     return tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in LISTED else None
 
 
+def check_output(settings: GenerateConfig, output: str | Path) -> None:
+    """Raise a ValueError where texts may not be written: no .jsonl file, or one that the run reads."""
+    if not str(output).endswith(".jsonl"):
+        raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
+    read = [settings.prompts, settings.model, *(mark.key_file for mark in settings.marks)]
+    outputs.check_file(output, read, overwrite=True)
+
+
+def record_of(output: Path) -> Path:
+    """Return the file beside an output that says what its rows were made with."""
+    return Path(f"{output}.run.json")
+
+
+def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
+    """Return what decides the texts, keys apart: by name, so that a message can say what differs."""
+    marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its place
+    fields = settings.model_copy(update={"marks": marks}).model_dump(mode="json", exclude={"batch_size"})
+    shared = {"text_sha256": data.text_sha256(settings.prompts), "model_sha256": evaluate_models.sha256(settings.model)}
+    whole = {**fields, **shared, "backend": backend}
+    text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
+    return {**whole, "run": hashlib.sha256(text.encode()).hexdigest()[:12]}
+
+
+def _check_same(output: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> None:
+    """Raise a ValueError where a file holds anything but rows of this very run."""
+    if not output.exists() or not output.stat().st_size:
+        return
+    record = record_of(output)
+    if not record.is_file():
+        raise ValueError(
+            f"generate: {output} exists, and {record.name}, which would say what its rows were made with, does not; "
+            "name another file, or pass --overwrite"
+        )
+    differing = [name for name in identity.differing(record, wanted, keys) if name != "run"]
+    if differing:
+        raise ValueError(
+            f"generate: {output} holds rows made with other {' and '.join(differing)}; name another file, or pass "
+            "--overwrite"
+        )
+
+
 def _finished(output: Path, run_id: str) -> int:
     """Return how many rows a file holds, after cutting off what follows its last whole line."""
     if not output.is_file():
         return 0
     content = output.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    for line in whole.splitlines():
-        found = json.loads(line).get("run") if line.startswith(b"{") else None
+    rows = whole.split(b"\n")[:-1]
+    for number, line in enumerate(rows, 1):
+        try:
+            found = json.loads(line).get("run")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"generate: {output} line {number} is no row of generate ({error})") from error
         if found != run_id:
-            raise ValueError(f"generate: {output} holds rows of run {found}, this is run {run_id}; name another file")
+            raise ValueError(f"generate: {output} line {number} is of run {found}, this is run {run_id}")
     if len(whole) < len(content):
-        output.write_bytes(whole)
-    return len(whole.splitlines())
+        with output.open("r+b") as file:
+            file.truncate(len(whole))
+    return len(rows)
 
 
 def _record(

@@ -23,6 +23,10 @@ class HostLoop:
 
     The loop may divide by the temperature and filter afterwards; it must not do so before. Rows padded on the left are
     marked too, with their padding as context at the start.
+
+    Where the loop has several rows for each key (num_return_sequences or num_beams of transformers, which put those of
+    one prompt next to each other), they share it. gumbel then draws them alike wherever their contexts are alike: give
+    each row a key of its own where they are to differ.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class HostLoop:
             name = watermark.scheme.scheme
             raise ValueError(f"watermark {name}: temperature={temperature} leaves nothing to draw, wanted above 0")
         self._watermark, self._temperature, self._prompt_length = watermark, temperature, -1
+        self._keys, self._payloads, self._seed = list(keys), payloads, seed
         self._state = watermark.state(keys, payloads=payloads, seed=seed)
         shared = getattr(watermark, "shared", None)
         self._given = (
@@ -53,6 +58,7 @@ class HostLoop:
         """Return the logits of the next token, marked; input_ids are prompt and continuation so far."""
         if self._prompt_length < 0:
             self._prompt_length = input_ids.shape[1]
+            self._share_keys(input_ids.shape[0])
         recent = input_ids[:, -MAX_WIDTH:]  # no rule looks farther back; one shape for all steps
         length = jnp.full((recent.shape[0],), recent.shape[1], jnp.int32)
         recent = jnp.pad(recent, ((0, 0), (0, MAX_WIDTH - recent.shape[1])))
@@ -62,3 +68,18 @@ class HostLoop:
         given = (self._given(self._state), scaled, recent, length, step)
         self._state, marked = jax.jit(self._watermark.reweight)(*given)
         return jnp.where(marked == scaled, scores, marked * scale)  # what is not changed stays exactly as it is
+
+    def _share_keys(self, rows: int) -> None:
+        """Give every row of a first call a key.
+
+        Raises:
+          ValueError: the rows are no multiple of the keys.
+        """
+        number = len(self._keys)
+        if rows % number:
+            raise ValueError(f"watermark: {rows} rows for {number} keys, wanted as many, or a multiple of them")
+        if rows > number:
+            times = range(rows // number)
+            keys = [key for key in self._keys for _ in times]
+            payloads = None if self._payloads is None else [one for one in self._payloads for _ in times]
+            self._state = self._watermark.state(keys, payloads=payloads, seed=self._seed)

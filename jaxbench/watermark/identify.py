@@ -31,10 +31,11 @@ class Identification(NamedTuple):
     """Answers for N texts and K candidates."""
 
     names: tuple[str, ...]
-    p_values: np.ndarray  # float64 [N K], of each candidate alone
+    p_values: np.ndarray  # float64 [N K], of each candidate alone, over all payloads that it can carry
     corrected: np.ndarray  # float64 [N K], over the family of K
     best: np.ndarray  # int64 [N], the candidate with the smallest p-value
     p_value: np.ndarray  # float64 [N], its corrected p-value: that of `any of them`
+    payloads: np.ndarray  # int64 [N K], the likeliest message under each candidate; -1 where it carries none
 
     def accepted(self, level: float) -> np.ndarray:
         """Return the candidates found at a family-wise error rate, bool [N K]."""
@@ -72,16 +73,15 @@ def identify(
         raise ValueError(f"identify: candidates {names}, wanted at least one and no name twice")
     if correction not in CORRECTIONS:
         raise ValueError(f"identify: correction={correction!r} is unknown, wanted one of {', '.join(CORRECTIONS)}")
-    found = np.empty((len(ids), len(names)))
+    found, payloads = np.empty((len(ids), len(names))), np.empty((len(ids), len(names)), np.int64)
     for column, candidate in enumerate(candidates):
         detector = make_detector(candidate.scheme, vocab_size=vocab_size, tables=candidate.tables)
-        if num_payloads(candidate.scheme) > 1:
-            found[:, column] = decode_payload(detector, ids, candidate.key, prompt_lengths=prompt_lengths).p_value
-        else:
-            found[:, column] = pipeline.detect(detector, ids, candidate.key, prompt_lengths=prompt_lengths).p_value
+        one = pipeline.detect(detector, ids, candidate.key, prompt_lengths=prompt_lengths)
+        found[:, column], payloads[:, column] = one.p_value, one.payload
     corrected = CORRECTIONS[correction](found)
     best = found.argmin(axis=1)
-    return Identification(names, found, corrected, best, np.take_along_axis(corrected, best[:, None], axis=1)[:, 0])
+    p_value = np.take_along_axis(corrected, best[:, None], axis=1)[:, 0]
+    return Identification(names, found, corrected, best, p_value, payloads)
 
 
 def decode_payload(
@@ -94,32 +94,12 @@ def decode_payload(
     """Return the payload of each text among the 2**payload_bits cyclic shifts, with a p-value for having looked at all.
 
     Raises:
-      ValueError: the scheme carries no payload, or more payloads than tokens.
+      ValueError: the scheme carries no payload.
     """
     number = num_payloads(detector.scheme)
-    if number < 2 or number > detector.vocab_size:
+    if number < 2:
         raise ValueError(
-            f"decode_payload: scheme {detector.scheme.scheme} has {number} payloads and a vocabulary of "
-            f"{detector.vocab_size}, wanted payload_bits of at least 1 and no more payloads than tokens"
+            f"decode_payload: scheme {detector.scheme.scheme} has {number} payloads, wanted payload_bits of at least 1"
         )
-    prompt = np.broadcast_to(np.asarray(0 if prompt_lengths is None else prompt_lengths, np.int32), len(ids))
-    best, payload = np.full(len(ids), np.inf), np.zeros(len(ids), np.int64)
-    scored = np.zeros(len(ids), np.int64)
-    for rows, tokens, lengths in pipeline.batches(ids):
-        # all payloads of few texts, or few payloads of many texts, fill one call
-        together = max(1, min(number, pipeline.BATCH_TOKENS // max(1, tokens.size)))
-        for start in range(0, number, together):
-            shifts = np.arange(start, min(number, start + together))
-            tiled = (np.tile(tokens, (len(shifts), 1)), np.tile(lengths, len(shifts)))
-            evidence = detector.evidence(
-                *tiled, key, prompt_lengths=np.tile(prompt[rows], len(shifts)), payload=np.repeat(shifts, len(rows))
-            )
-            found = statistics.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
-            p_values = found.p_value.reshape(len(shifts), len(rows))
-            at = p_values.argmin(axis=0)
-            least = np.take_along_axis(p_values, at[None], axis=0)[0]
-            better = least < best[rows]
-            best[rows] = np.where(better, least, best[rows])
-            payload[rows] = np.where(better, shifts[at], payload[rows])
-            scored[rows] = found.num_scored[: len(rows)]
-    return Payloads(payload, statistics.any_of(np.minimum(best, 1.0), number), scored)
+    found = pipeline.detect(detector, ids, key, prompt_lengths=prompt_lengths)
+    return Payloads(found.payload, found.p_value, found.num_scored)

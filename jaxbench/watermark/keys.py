@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import os
 import secrets
 import stat
 import string
+import warnings
 from pathlib import Path
 
 from jaxbench import philox
@@ -62,6 +64,23 @@ class Key:
 
     def __repr__(self) -> str:
         return "Key(hidden)"
+
+
+def ask_passphrase() -> Key:
+    """Ask for a passphrase on the terminal, without showing it, and return its key.
+
+    Raises:
+      ValueError: there is no terminal to ask on, or the passphrase is empty.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", getpass.GetPassWarning)  # it would read, and show, what comes on standard input
+        try:
+            return Key.from_passphrase(getpass.getpass("passphrase: "))
+        except (getpass.GetPassWarning, EOFError) as error:
+            raise ValueError(
+                f"--passphrase asks on a terminal, and there is none ({error}); run it in one, or leave the flag out "
+                "for a random key"
+            ) from error
 
 
 def read_key_file(path: str | Path) -> Key:

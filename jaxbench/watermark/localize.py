@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
     start: int
     end: int
-    p_value: float  # exact p of its strongest window, times the number of windows of the text
+    p_value: float  # exact p of its strongest window, times the number of windows of the text and of payloads
     num_scored: int
 
 
@@ -53,9 +53,11 @@ def localize(
     vocab_size: int,
     sizes: Sequence[int] = SIZES,
     level: float = LEVEL,
+    num_payloads: int = 1,
 ) -> list[Localization]:
     """Return the marked spans of each text: windows whose exact p, times the number of windows, is at most `level`.
 
+    Where the evidence is that of the likeliest of `num_payloads` messages, p is multiplied by their number, too.
     Spans are disjoint, and neighbours are one span. The whole text counts as a window, so that a text marked from
     end to end loses little. Valid because the number of windows depends on the number of scored positions only.
 
@@ -77,7 +79,7 @@ def localize(
         running = np.concatenate([[0], np.cumsum(scores[row, places])])
         totals, numbers = running[ends] - running[starts], ends - starts
         p_values = statistics.tail_of(scheme, totals, numbers, vocab_size=vocab_size).upper
-        p_values = np.minimum(1.0, p_values * len(starts))
+        p_values = np.minimum(1.0, p_values * (len(starts) * num_payloads))
         found.append(Localization(float(p_values.min()), _spans(places, starts, ends, p_values, level), len(starts)))
     return found
 

@@ -41,14 +41,22 @@ class NeuralTest:
         self._vocab_size, self._scorer = vocab_size, train_detector.Scorer(shape, params)
         self._human = features.load_calibration(folder)
 
-    def __call__(self, scheme: Any, tokens: np.ndarray, evidence: Evidence) -> NeuralVerdict:
-        """Judge a text (ids [T]) by the evidence [1 T] that a Detector found under the key in question.
+    def check(self, scheme: Any) -> None:
+        """Raise where the detector cannot judge a scheme.
 
         Raises:
           ValueError: the scheme carries a payload: evidence of the likeliest of many messages is not that of one key.
         """
         if config.num_payloads(scheme) > 1:
             raise ValueError(f"neural: scheme {scheme.scheme} has payload_bits={scheme.payload_bits}, wanted 0")
+
+    def __call__(self, scheme: Any, tokens: np.ndarray, evidence: Evidence) -> NeuralVerdict:
+        """Judge a text (ids [T]) by the evidence [1 T] that a Detector found under the key in question.
+
+        Raises:
+          ValueError: as check.
+        """
+        self.check(scheme)
         length = min(len(tokens), self._human.shape[1])
         if not evidence.scored[0, :length].any():
             return NeuralVerdict(1.0, 0, length)

@@ -35,7 +35,7 @@ def read_texts(path: str | Path | None = None, *, key: str = "text") -> list[str
     try:
         content = path.read_bytes()
         entries = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise ValueError(f"data: cannot read {path} as JSON ({error})") from error
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"data: {path} holds {type(entries).__name__} {str(entries)[:40]}, wanted a list with entries")

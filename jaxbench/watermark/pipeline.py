@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxbench.watermark import definition, statistics
-from jaxbench.watermark.config import context_length
+from jaxbench.watermark import tables as lists
+from jaxbench.watermark.config import context_length, num_payloads, parse_scheme
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
@@ -20,6 +21,7 @@ MAX_DEVICE_LENGTH = 4096  # tokens; longer texts are sorted on the host instead 
 FEW_ROWS = 128
 MANY_TEXTS = 2048  # from here on, tighter padding is worth more programs to compile
 BATCH_TOKENS = 2**18  # padded tokens of one call: fits the cache, and keeps the devices busy
+MAX_VOCAB = 2**24  # tokens: sixteen times the largest vocabularies; unigram's list has one entry for each
 
 
 class Form(NamedTuple):
@@ -45,9 +47,9 @@ class NumpyDetector:
     """The reference as a detector: no compilation, no device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, tables: Any = None):
-        self.scheme = scheme
+        self.scheme = checked_scheme(scheme, vocab_size)
         self.vocab_size = vocab_size
-        self.tables = tables
+        self.tables = own_tables(self.scheme, vocab_size, tables)
 
     def evidence(
         self,
@@ -85,16 +87,20 @@ def as_ids(texts_or_ids: Any, tokenizer: Any, *, vocab_size: int, canonicalize: 
         return texts_or_ids
     if isinstance(texts_or_ids, str):
         raise ValueError(f"detect: got one string of {len(texts_or_ids)} characters, wanted a list of texts")
-    if isinstance(texts_or_ids, np.ndarray) and texts_or_ids.ndim == 2:
-        return Ragged.from_array(texts_or_ids)
-    if len(texts_or_ids) and isinstance(texts_or_ids[0], str):
+    if getattr(texts_or_ids, "ndim", 0) == 2:
+        return Ragged.from_array(_whole(texts_or_ids))
+    texts_or_ids = list(texts_or_ids)
+    if any(isinstance(one, str) for one in texts_or_ids):
         if tokenizer is None:
             raise ValueError(
                 f"detect: {len(texts_or_ids)} texts came without a tokenizer; pass tokenizer= or token ids"
             )
+        if not all(isinstance(one, str) for one in texts_or_ids):
+            kinds = sorted({type(one).__name__ for one in texts_or_ids})
+            raise ValueError(f"detect: got {' and '.join(kinds)} in one list, wanted texts or lists of token ids")
         encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
         return encoder.encode(texts_or_ids).ids
-    return Ragged.from_lists(texts_or_ids)
+    return Ragged.from_lists([_whole(one) for one in texts_or_ids])
 
 
 def detect(
@@ -103,19 +109,68 @@ def detect(
     key: Key | Sequence[Key],
     *,
     prompt_lengths: np.ndarray | int | None = None,
-    payload: int = 0,
+    payload: int | None = None,
     dual_key_method: str = "exact",
 ) -> statistics.Detections:
-    """Return scores and p-values of N texts under one key or one each; texts of similar length share a batch."""
+    """Return scores and p-values of N texts under one key or one each; texts of similar length share a batch.
+
+    Args:
+      payload: the message, where it is known before the texts are seen. Unset, every message that the scheme can carry
+        is tried: the likeliest is returned, with p-values of `some message is there`, corrected for all that were tried
+        (statistics.any_of); statistic and z-score are that message's own.
+
+    Raises:
+      ValueError: the scheme has no such payload.
+    """
+    number = num_payloads(detector.scheme)
+    if payload is not None and not 0 <= payload < number:
+        raise ValueError(f"detect: payload={payload}, wanted 0 <= payload < {number} for this scheme")
+    how = {"vocab_size": detector.vocab_size, "dual_key_method": dual_key_method}
     prompt = np.broadcast_to(np.asarray(0 if prompt_lengths is None else prompt_lengths, np.int32), len(ids))
     parts, places = [], []
     for rows, tokens, lengths in batches(ids):
         one = key if isinstance(key, Key) else [key[row] for row in rows]
-        found = detector.evidence(tokens, lengths, one, prompt_lengths=prompt[rows], payload=payload)
-        how = {"vocab_size": detector.vocab_size, "dual_key_method": dual_key_method}
-        parts.append(statistics.score(detector.scheme, found, **how))
+        if payload is None and number > 1:
+            parts.append(_any_payload(detector, one, tokens, lengths, prompt[rows], how))
+        else:
+            evidence = detector.evidence(tokens, lengths, one, prompt_lengths=prompt[rows], payload=payload or 0)
+            found = statistics.score(detector.scheme, evidence, **how)
+            parts.append(found if number == 1 else found._replace(payload=np.full(len(rows), payload, np.int64)))
         places.append(rows)
     return join(parts, places)
+
+
+def _any_payload(detector: Evidencer, key: Any, tokens: Any, lengths: Any, prompt: Any, how: dict) -> Any:
+    """Return the detections of the likeliest payload of each text [B T], p-values corrected for all of them.
+
+    The randomised p-value is the smallest over all payloads before it is corrected: where discrete p-values tie, that
+    of one payload alone would not be uniform.
+    """
+    number, rows = num_payloads(detector.scheme), np.arange(len(tokens))
+    # all payloads of few texts, or few payloads of many texts, fill one call
+    together = max(1, min(number, BATCH_TOKENS // max(1, tokens.size)))
+    best = None
+    for start in range(0, number, together):
+        payloads = np.arange(start, min(number, start + together))
+        size = len(payloads)
+        keys = key if isinstance(key, Key) else list(key) * size
+        tiled = (np.tile(tokens, (size, 1)), np.tile(lengths, size), keys)
+        of_each = {"prompt_lengths": np.tile(prompt, size), "payload": np.repeat(payloads, len(rows))}
+        found = statistics.score(detector.scheme, detector.evidence(*tiled, **of_each), **how)
+        table = statistics.Detections(*(column.reshape(size, len(rows)) for column in found))
+        at = table.p_value.argmin(axis=0)
+        chosen = statistics.Detections(*(column[at, rows] for column in table))
+        chosen = chosen._replace(payload=payloads[at], randomized_p=table.randomized_p.min(axis=0))
+        if best is None:
+            best = chosen
+            continue
+        least = np.minimum(best.randomized_p, chosen.randomized_p)
+        better = chosen.p_value < best.p_value
+        best = statistics.Detections(*(np.where(better, new, old) for new, old in zip(chosen, best)))
+        best = best._replace(randomized_p=least)
+    assert best is not None  # there is at least one payload
+    names = ("p_value", "mid_p", "randomized_p")
+    return best._replace(**{name: statistics.any_of(getattr(best, name), number) for name in names})
 
 
 def batches(ids: Ragged) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -145,12 +200,49 @@ def join(parts: Sequence[statistics.Detections], places: Sequence[np.ndarray]) -
     if not parts:
         none = np.zeros(0)
         whole = none.astype(np.int64)
-        return statistics.Detections(none, whole, whole, none, none, none, none, none.astype(object))
+        return statistics.Detections(none, whole, whole, whole, none, none, none, none, none.astype(object))
     order = np.argsort(np.concatenate(places), kind="stable")
     return statistics.Detections(*(np.concatenate(column)[order] for column in zip(*parts)))
 
 
 # What the backends share
+
+
+def checked_scheme(scheme: Any, vocab_size: int) -> Any:
+    """Return the scheme that a name, a mapping or a scheme stands for, fit for a vocabulary.
+
+    Raises:
+      ValueError: an unknown scheme, a vocabulary size outside 2..MAX_VOCAB, or more payloads than tokens.
+    """
+    scheme = parse_scheme(scheme)
+    if not isinstance(vocab_size, (int, np.integer)) or not 2 <= vocab_size <= MAX_VOCAB:
+        raise ValueError(f"detect: vocab_size={vocab_size!r}, wanted a whole number from 2 to {MAX_VOCAB:,}")
+    if num_payloads(scheme) > vocab_size:
+        raise ValueError(
+            f"detect: scheme {scheme.scheme} with payload_bits={scheme.payload_bits} has more payloads than the "
+            f"vocabulary of {vocab_size} has tokens; lower payload_bits"
+        )
+    return scheme
+
+
+def own_tables(scheme: Any, vocab_size: int, tables: Any = None) -> Any:
+    """Return the green lists of a scheme that has tables, the given ones if any; None for other schemes."""
+    if tables is not None or scheme.scheme not in TABLE_SCHEMES:
+        return tables
+    return lists.Tables(scheme, vocab_size=vocab_size)
+
+
+def _whole(ids: Any) -> np.ndarray:
+    """Return token ids as an array.
+
+    Raises:
+      ValueError: they are no whole numbers that fit 32 bits, or no list.
+    """
+    array = np.asarray(ids)
+    fits = array.dtype.kind in "iu" and -(2**31) <= array.min(initial=0) and array.max(initial=0) < 2**31
+    if not array.ndim or (array.size and not fits):
+        raise ValueError(f"detect: got {str(ids)[:60]} as a text, wanted a list of token ids, or a string")
+    return array.astype(np.int32, copy=False)
 
 
 def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, ...]:

@@ -15,14 +15,15 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from jaxbench import data, philox, sample, tokenizer, transformer, weights
+from jaxbench import data, outputs, philox, sample, tokenizer, transformer, weights
 from jaxbench.config import Base, config_id
 from jaxbench.watermark import calibrate, config, definition, detectability, passages, schemes, statistics, tables
+from jaxbench.watermark.identity import claim
 from jaxbench.watermark.keys import Key
 
 
@@ -40,19 +41,21 @@ class Power(Base):
 
     schemes: dict[str, config.Scheme] = Field(min_length=1)  # name of a row -> scheme
     model: str = "default"
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     temperature: float = Field(default=1.0, gt=0)
     num_texts: int = Field(default=1000, ge=1)
     prompt_tokens: int = Field(default=32, ge=1)
-    lengths: tuple[int, ...] = (25, 50, 100, 200)  # generated tokens that detection sees
-    levels: tuple[float, ...] = (1e-2, 1e-3, 1e-5)  # false-positive rates
+    lengths: tuple[config.Count, ...] = Field(default=(25, 50, 100, 200), min_length=1)  # tokens that detection sees
+    levels: tuple[config.Level, ...] = Field(default=(1e-2, 1e-3, 1e-5), min_length=1)  # false-positive rates
     batch_size: int = Field(default=32, ge=1)
-    seed: int = Field(default=0, ge=0)  # of the ordinary randomness
-    passphrase: str = "power"  # the keys, one for each text, are derived from it
+    seed: int = Field(default=0, ge=0, lt=2**64)  # of the ordinary randomness
+    passphrase: str = Field(default="power", min_length=1)  # the keys, one for each text, are derived from it
     bars: tuple[Bar, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Power:
+        for scheme in self.schemes.values():
+            config.check_generates(scheme, "power")
         for bar in self.bars:
             if bar.scheme not in self.schemes or bar.num_tokens not in self.lengths or bar.level not in self.levels:
                 raise ValueError(
@@ -160,12 +163,13 @@ def run(
       ValueError: workdir has the batches of another configuration.
     """
     workdir, begun = Path(workdir), time.process_time()
+    given = prompts(settings, tokenizer.load_tokenizer(settings.model), path)
     checkpoint = weights.load_checkpoint(settings.model)
     vocab_size = checkpoint.config.vocab_size
     extra = {"text_sha256": data.text_sha256(path), "model_sha256": checkpoint.sha256}
     identity = config_id(settings, exclude=("bars", "levels", "num_texts"), extra=extra)
-    _claim(workdir / "chunks" / "config_id", identity)
-    given = prompts(settings, tokenizer.load_tokenizer(settings.model), path)
+    check_length(settings.prompt_tokens + max(settings.lengths), checkpoint.config.max_seq_len)
+    claim(workdir / "chunks", identity)
     model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
     found: list[Cell] = []
     for name in settings.schemes:
@@ -182,10 +186,18 @@ def run(
         "config": settings.model_dump(mode="json"),
         "cells": [cell._asdict() | {"rate": cell.rate._asdict()} for cell in found],
     }
-    calibrate.write(workdir / "power.json", json.dumps(result, indent=1) + "\n")
+    outputs.write_text(workdir / "power.json", json.dumps(result, indent=1) + "\n")
     for cell in found:
         say(line(cell))
     return result
+
+
+def check_length(num_tokens: int, max_seq_len: int) -> None:
+    """Raise a ValueError where texts and their prompts are longer than the model's context."""
+    if num_tokens > max_seq_len:
+        raise ValueError(
+            f"power: {num_tokens} tokens of prompt and text do not fit the model's {max_seq_len} positions"
+        )
 
 
 def is_missed(cell: Cell) -> bool:
@@ -217,12 +229,3 @@ def _save(path: Path, array: np.ndarray) -> None:
     temporary = path.with_name(f".{path.name}.tmp.npy")
     np.save(temporary, array)
     temporary.replace(path)
-
-
-def _claim(path: Path, identity: str) -> None:
-    """Write the configuration's id beside its batches, or check the one that is there."""
-    if path.is_file() and (known := path.read_text().strip()) != identity:
-        raise ValueError(
-            f"power: {path.parent} holds batches of configuration {known}, this is {identity}; use another --workdir"
-        )
-    calibrate.write(path, identity + "\n")

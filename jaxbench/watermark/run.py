@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from jaxbench import config as core
-from jaxbench.watermark import attacks, bulk, identify, lines, localize, pipeline, statistics
-from jaxbench.watermark import tables as lists
+from jaxbench import outputs
+from jaxbench.watermark import attacks, bulk, bulk_output, identify, lines, localize, pipeline, statistics
 from jaxbench.watermark.config import num_payloads, parse_scheme
 from jaxbench.watermark.keys import Key, read_key_file
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
+SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters: no terminal obeys
+LONGEST_CHARACTER = 4  # tokens: each is at least one byte of UTF-8
 PUBLIC_KEY = Key(0)  # for schemes whose own field is the key
 
 
@@ -29,7 +31,7 @@ def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
     content: dict[str, Any] = {"scheme": given}
     if given.endswith((".yaml", ".yml")):
         content = core.read_yaml(Path(given))
-        marks = [mark["scheme"] for mark in content.get("marks", ()) if mark.get("scheme")]
+        marks = _marked(content.get("marks", []), given)
         if len(marks) > 1:
             raise ValueError(f"scheme: {given} has {len(marks)} marked schemes, wanted one; name the scheme instead")
         content = marks[0] if marks else content
@@ -37,6 +39,15 @@ def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
     for change in changes:
         core.override(content, change)
     return parse_scheme(content)
+
+
+def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
+    """Return the schemes of a generating configuration's marks."""
+    listed = marks if isinstance(marks, list) else [marks]
+    schemes = [mark.get("scheme") if isinstance(mark, dict) else mark for mark in listed]
+    if listed is not marks or not all(one is None or isinstance(one, dict) for one in schemes):
+        raise ValueError(f"scheme: {path} has marks: {str(marks)[:60]}, wanted a list of mappings with a scheme each")
+    return [one for one in schemes if one]
 
 
 def read_key(scheme: Any, path: str | None) -> Key:
@@ -55,27 +66,42 @@ def read_key(scheme: Any, path: str | None) -> Key:
 def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identify.Candidate, ...]:
     """Return every scheme under every key, named scheme/key file; schemes of one kind are numbered.
 
+    A key file is called by its name without folder and suffix, or as it was given where two have the same.
+
     Raises:
-      ValueError: no scheme, or a key file that cannot be read.
+      ValueError: no scheme, no key, a key file given twice, or one that cannot be read.
     """
     if not schemes:
         raise ValueError(f"--schemes is empty and --key_files names {len(key_files)}; wanted at least one of each")
     kinds = [scheme.scheme for scheme in schemes]
     labels = [kind if kinds.count(kind) == 1 else f"{kind}{kinds[:i].count(kind) + 1}" for i, kind in enumerate(kinds)]
     found = []
+    stems = [Path(path).stem for path in key_files]
+    names = stems if len(set(stems)) == len(stems) else list(key_files)  # files of one name in several folders
     for label, scheme in zip(labels, schemes):
         if scheme.scheme in pipeline.TABLE_SCHEMES:
             found.append(identify.Candidate(label, scheme, PUBLIC_KEY))
             continue
         found += [
-            identify.Candidate(f"{label}/{Path(path).stem}", scheme, read_key(scheme, path)) for path in key_files
+            identify.Candidate(f"{label}/{name}", scheme, read_key(scheme, path))
+            for name, path in zip(names, key_files)
         ]
+    if not found:
+        raise ValueError(f"--key_files names {len(key_files)} files, and {', '.join(kinds)} need a key; name one")
+    if len(set(key_files)) < len(key_files):
+        raise ValueError(f"--key_files={','.join(key_files)} names a file twice")
     return tuple(found)
 
 
-def make_tables(scheme: Any, vocab_size: int) -> Any:
-    """Return the green lists of a scheme that has tables, None for others."""
-    return lists.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in pipeline.TABLE_SCHEMES else None
+def check_score_files(pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()) -> None:
+    """Raise a ValueError where the texts of a pattern cannot be scored into an output: before anything is loaded.
+
+    Args:
+      overwrite: the output may be there already.
+      inputs: further files that the command reads.
+    """
+    bulk_output.kind_of(Path(output))
+    outputs.check_file(output, [*lines.find(pattern), *inputs], overwrite=overwrite)
 
 
 def detect_file(pattern: str, output: str, job: bulk.Job, *, level: float, console: Any, **how: Any) -> dict[str, Any]:
@@ -107,8 +133,8 @@ def detect_file(pattern: str, output: str, job: bulk.Job, *, level: float, conso
     if summary["bad"]:
         console.print(f"{summary['bad']:,} bad lines were left out:", style="yellow")
         for path, number, problem in summary["first_bad"][:5]:
-            console.print(f"  {path} line {number}: {problem}", style="yellow", markup=False)
-    console.print(f"written: {output}, {output}.report.json", markup=False, soft_wrap=True)
+            console.print(f"  {path} line {number}: {problem}", style="yellow", markup=False, emoji=False)
+    console.print(f"written: {output}, {output}.report.json", markup=False, emoji=False, soft_wrap=True)
     return summary
 
 
@@ -147,23 +173,24 @@ def detect_text(
     vocab_size = vocab_size or tokenizer.vocab_size
     encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
     encoded = encoder.encode([text])
-    detector = make_detector(scheme, vocab_size=vocab_size, tables=make_tables(scheme, vocab_size))
-    payload = 0
-    if num_payloads(scheme) > 1:
-        decoded = identify.decode_payload(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
-        payload = int(decoded.payload[0])
-        console.print(f"payload {payload}, corrected p = {decoded.p_value[0]:.3g}")
-    ids = encoded.ids.text(0)
-    evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)
-    found = statistics.score(scheme, evidence, vocab_size=vocab_size)
-    _print_scores(found, len(ids), int(encoded.num_changed[0]), console)
+    judge = None
     if neural is not None:
         from jaxbench.watermark import neural_test
 
-        verdict = neural_test.NeuralTest(neural, vocab_size=vocab_size)(scheme, ids, evidence)
+        judge = neural_test.NeuralTest(neural, vocab_size=vocab_size)
+        judge.check(scheme)
+    detector = make_detector(scheme, vocab_size=vocab_size)
+    found = pipeline.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
+    ids, payload, number = encoded.ids.text(0), max(0, int(found.payload[0])), num_payloads(scheme)
+    evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)
+    if number > 1:
+        console.print(f"payload {payload}, the likeliest of {number:,}; every p is corrected for all, z is its own")
+    _print_scores(found, len(ids), int(encoded.num_changed[0]), console)
+    if judge is not None:
+        verdict = judge(scheme, ids, evidence)
         line = f"neural p = {verdict.p_value:.3g}   (first {verdict.num_tokens} tokens, {verdict.num_null} null scores"
         console.print(f"{line}; the exact p above decides)")
-    spans = localize.localize(scheme, evidence, vocab_size=vocab_size, level=level)[0].spans
+    spans = localize.localize(scheme, evidence, vocab_size=vocab_size, level=level, num_payloads=number)[0].spans
     console.print(highlighted(tokenizer, ids, scheme, evidence, spans))
     for span in spans:
         where = f"tokens {span.start}..{span.end - 1}"
@@ -180,33 +207,42 @@ def _print_scores(found: statistics.Detections, num_tokens: int, num_changed: in
 
 
 def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spans: Sequence[Any]) -> Any:
-    """Return a text whose tokens are coloured: green speaks for the mark, red against, dim is not scored."""
+    """Return a text whose tokens are coloured: green speaks for the mark, red against, dim is not scored.
+
+    A character of several tokens has the colour of its last one.
+    """
     from rich.text import Text
 
     mean, _ = statistics.token_moments(scheme, vocab_size=max(2, int(ids.max(initial=1)) + 1))
-    scores, line = statistics.token_scores(scheme, evidence)[0], Text()
-    for i, token in enumerate(ids):
+    scores, line, begun = statistics.token_scores(scheme, evidence)[0], Text(), 0
+    for i in range(len(ids)):
+        piece = tokenizer.decode(ids[begun : i + 1])
+        if piece.endswith("\ufffd") and i + 1 < min(len(ids), begun + LONGEST_CHARACTER):
+            continue
+        begun = i + 1
         inside = any(span.start <= i < span.end for span in spans)
         colour = "dim" if not evidence.scored[0, i] else "green" if scores[i] > mean else "red"
-        line.append(tokenizer.decode([token]), style=colour + (" underline" if inside else ""))
+        line.append(piece.translate(SHOWN), style=colour + (" underline" if inside else ""))
     return line
 
 
 def identify_text(text: str, job: bulk.Job, *, tokenizer: Any, console: Any, level: float) -> identify.Identification:
     """Test one text against every candidate and print the table, the most likely first."""
     from rich.table import Table
+    from rich.text import Text
 
     vocab_size = job.vocab_size or tokenizer.vocab_size
     ids: Ragged = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=job.canonicalize).encode([text]).ids
 
-    def make(scheme: Any, *, vocab_size: int, tables: Any) -> pipeline.Evidencer:
-        return job.make_detector(scheme, vocab_size=vocab_size, tables=tables or make_tables(scheme, vocab_size))
-
-    found = identify.identify(job.candidates, ids, vocab_size=vocab_size, make_detector=make, correction=job.correction)
-    table = Table("candidate", "p", f"p ({job.correction})", "")
+    how = {"make_detector": job.make_detector, "correction": job.correction}
+    found = identify.identify(job.candidates, ids, vocab_size=vocab_size, **how)
+    carries = bool((found.payloads >= 0).any())
+    table = Table("candidate", *(["payload"] if carries else []), "p", f"p ({job.correction})", "")
     for i in np.argsort(found.p_values[0], kind="stable"):
         verdict = "found" if found.corrected[0, i] <= level else ""
-        table.add_row(found.names[i], f"{found.p_values[0, i]:.3g}", f"{found.corrected[0, i]:.3g}", verdict)
+        payload = [str(found.payloads[0, i]) if found.payloads[0, i] >= 0 else ""] if carries else []
+        p_values = f"{found.p_values[0, i]:.3g}", f"{found.corrected[0, i]:.3g}"
+        table.add_row(Text(found.names[i]), *payload, *p_values, verdict)
     console.print(table)
     return found
 
@@ -247,31 +283,60 @@ def attack_tools(attack: Any, *, human: str | None, model: str | None) -> attack
     )
 
 
+def check_attack_files(
+    pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()
+) -> list[str]:
+    """Return the files that a pattern names, where their attacked texts may be written.
+
+    Args:
+      overwrite: the output may be there already.
+      inputs: further files that the command reads.
+
+    Raises:
+      ValueError: there is no such input, or the output exists, is an input, or is no .jsonl file.
+    """
+    if not output.endswith(".jsonl"):
+        raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
+    paths = lines.find(pattern)
+    outputs.check_file(output, [*paths, *inputs], overwrite=overwrite)
+    return paths
+
+
 def attack_file(
-    pattern: str, output: str, attack: Any, *, seed: int, field: str = "text", tools: attacks.Tools | None = None
+    pattern: str,
+    output: str,
+    attack: Any,
+    *,
+    seed: int,
+    field: str = "text",
+    tools: attacks.Tools | None = None,
+    overwrite: bool = False,
 ) -> tuple[int, float]:
     """Attack the texts of files and write one object a line; return their number and the mean share of edited words.
 
     Raises:
-      ValueError: a line cannot be used, or the output is no .jsonl file.
+      ValueError: a line cannot be used, there is no text, or as check_attack_files.
     """
-    if not output.endswith(".jsonl"):
-        raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
+    paths = check_attack_files(pattern, output, overwrite=overwrite)
     total, edits, target = 0, 0.0, Path(output)
+    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            for chunk in (chunk for path in lines.find(pattern) for chunk in lines.chunks(path)):
+            for chunk in (chunk for path in paths for chunk in lines.chunks(path)):
                 records, bad = lines.read(chunk, field=field)
                 if bad or any(not isinstance(record.content, str) for record in records):
-                    where = f"{chunk.path} line {bad[0].line}: {bad[0].problem}" if bad else f"{chunk.path}: token ids"
-                    raise ValueError(f"attack: {where}; wanted texts")
+                    ids = next((one.line for one in records if not isinstance(one.content, str)), 0)
+                    line, problem = bad[0] if bad else (ids, "token ids")
+                    raise ValueError(f"attack: {chunk.path} line {line}: {problem}; wanted texts")
                 texts = [record.content for record in records]
                 found = attacks.apply(attack, texts, seed=seed, indices=range(total, total + len(texts)), tools=tools)
                 for record, text, share in zip(records, found.texts, found.word_edits):
                     row = {"id": record.id, "text": text, "original": record.content, "word_edits": float(share)}
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 total, edits = total + len(texts), edits + float(found.word_edits.sum())
+        if not total:
+            raise ValueError(f"attack: {pattern} holds no text in its {len(paths)} files")
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

@@ -34,6 +34,7 @@ class Detections(NamedTuple):
     statistic: np.ndarray  # float64: green tokens, summed Gumbel score, mean of the bits, log-likelihood ratio in nats
     num_scored: np.ndarray  # int64: positions with distinct PRF inputs
     num_green: np.ndarray  # int64, -1 where the scheme has no green tokens
+    payload: np.ndarray  # int64: the message that was found, or looked for; -1 where the scheme carries none
     score: np.ndarray  # float64: (statistic - mean) / standard deviation under the null, 0 without scored positions
     p_value: np.ndarray  # float64: exact, never below 2.2e-308
     mid_p: np.ndarray
@@ -256,7 +257,8 @@ def _detections(scheme, statistic, number, green, z, p_value, mid_p, randomized_
         needed = f"{length} tokens before it" if length else "a token"
         reason[empty] = f"too short: {scheme.scheme} scores a position that has {needed} and lies behind the prompt"
     one = [np.where(empty, 1.0, p) for p in (p_value, mid_p, randomized_p)]
-    return Detections(statistic.astype(np.float64), number, green, z, *one, reason)
+    none = np.full(len(number), -1, np.int64)
+    return Detections(statistic.astype(np.float64), number, green, none, z, *one, reason)
 
 
 @functools.lru_cache(maxsize=32)

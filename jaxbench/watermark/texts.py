@@ -7,7 +7,7 @@ same either way. Axis letters: N texts, T tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,14 +84,14 @@ class TextEncoder:
     """Encodes texts as detection wants them: canonical, without special tokens around."""
 
     def __init__(self, tokenizer: Any, *, vocab_size: int | None = None, canonicalize: bool = True, fast: bool = True):
-        """Keep the tokenizer (jaxbench.tokenizer.Tokenizer, or anything with encode_batch).
+        """Keep the tokenizer: jaxbench.tokenizer.Tokenizer, or one of the libraries transformers and tokenizers.
 
         Raises:
-          ValueError: the tokenizer has more tokens than the detector's vocabulary.
+          ValueError: it is none of these, or it has more tokens than the detector's vocabulary.
         """
+        self._encode_batch, size = _reader(tokenizer)
         if vocab_size is not None:
-            check_sizes(getattr(tokenizer, "vocab_size", 0), vocab_size)
-        self.tokenizer = tokenizer
+            check_sizes(size, vocab_size)
         self.canonicalize = canonicalize
         self._fast = _fast_tokenizer(tokenizer) if fast else None
 
@@ -108,8 +108,25 @@ class TextEncoder:
             texts = [one.text for one in found]
             changed[:] = [one.num_changed for one in found]
         if self._fast is None:
-            return Encoded(Ragged.from_lists(self.tokenizer.encode_batch(texts, add_special=False)), changed)
+            return Encoded(Ragged.from_lists(self._encode_batch(list(texts))), changed)
         return Encoded(_encode_fast(self._fast, texts), changed)
+
+
+def _reader(tokenizer: Any) -> tuple[Callable[[list[str]], list[list[int]]], int]:
+    """Return the function from texts to ids without special tokens, and the number of tokens, added ones included."""
+    if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "vocab_size"):  # jaxbench.tokenizer.Tokenizer
+        return lambda texts: tokenizer.encode_batch(texts, add_special=False), tokenizer.vocab_size
+    if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "get_vocab_size"):  # tokenizers.Tokenizer
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        return lambda texts: [one.ids for one in tokenizer.encode_batch(texts, add_special_tokens=False)], size
+    if callable(tokenizer) and hasattr(tokenizer, "added_tokens_encoder"):  # transformers, whose vocab_size lacks them
+        how = {"add_special_tokens": False, "padding": False, "truncation": False, "verbose": False}
+        how |= {"return_attention_mask": False, "return_token_type_ids": False}
+        return lambda texts: tokenizer(texts, **how)["input_ids"] if texts else [], len(tokenizer)
+    raise ValueError(
+        f"detect: tokenizer is a {type(tokenizer).__name__}, wanted one of jaxbench, transformers or tokenizers; or "
+        "pass token ids"
+    )
 
 
 def check_sizes(tokenizer_size: int, vocab_size: int) -> None:

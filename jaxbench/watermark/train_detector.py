@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from jaxbench import data, tokenizer, train, transformer, weights
+from jaxbench import data, outputs, tokenizer, train, transformer, weights
 from jaxbench.config import Base, config_id
 from jaxbench.watermark import (
-    calibrate,
     config,
     definition,
     detectability,
@@ -37,6 +36,7 @@ from jaxbench.watermark import (
     statistics,
 )
 from jaxbench.watermark import training_data as examples
+from jaxbench.watermark.identity import claim
 from jaxbench.watermark.keys import Key
 
 SCORING_ROWS = 64  # texts of one call, which fit the cache; fewer are filled up
@@ -61,13 +61,24 @@ class Training(Base):
     min_tokens: int = Field(default=25, ge=1)  # shortest text shown in training
     max_edited: float = Field(default=0.4, ge=0, lt=1)  # largest share of replaced tokens in training
     pasted_share: float = Field(default=0.25, ge=0, le=1)  # of training examples that are a passage in human text
-    test_lengths: tuple[int, ...] = (25, 50, 100, 200)
-    test_edits: tuple[float, ...] = (0.1, 0.3)  # shares of replaced tokens, at the greatest length
-    test_pasted: tuple[float, ...] = (0.5, 0.25)  # shares of marked tokens inside human text
-    num_null: int = Field(default=4000, ge=100)  # null scores behind each conformal p-value
-    levels: tuple[float, ...] = (1e-2, 1e-3)
-    seed: int = Field(default=0, ge=0)
-    passphrase: str = "neural"  # keys of training and test texts are derived from it
+    test_lengths: tuple[config.Count, ...] = Field(default=(25, 50, 100, 200), min_length=1)
+    test_edits: tuple[config.Level, ...] = (0.1, 0.3)  # shares of replaced tokens, at the greatest length
+    test_pasted: tuple[config.Level, ...] = (0.5, 0.25)  # shares of marked tokens inside human text
+    num_null: int = Field(default=4000, ge=100, le=10**6)  # null scores behind each conformal p-value
+    levels: tuple[config.Level, ...] = Field(default=(1e-2, 1e-3), min_length=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    passphrase: str = Field(default="neural", min_length=1)  # keys of training and test texts are derived from it
+
+    @model_validator(mode="after")
+    def _check(self) -> Training:
+        for scheme in (*self.train_schemes.values(), *self.test_schemes.values()):
+            config.check_generates(scheme, "train-detector", lists=False)
+        if max(self.test_lengths) > self.num_tokens or self.min_tokens > self.num_tokens:
+            raise ValueError(
+                f"train-detector: test_lengths={list(self.test_lengths)} and min_tokens={self.min_tokens} must not be "
+                f"above num_tokens={self.num_tokens}"
+            )
+        return self
 
 
 class Corpus(NamedTuple):
@@ -232,16 +243,20 @@ def run(
       say: is told the progress.
 
     Raises:
-      ValueError: a training scheme is also a test scheme, or there are too few human documents.
+      ValueError: a training scheme is also a test scheme, there are too few human documents, or workdir holds the texts
+        of another configuration.
     """
     workdir, begun = Path(workdir), time.process_time()
     shared = [name for name, scheme in settings.test_schemes.items() if scheme in settings.train_schemes.values()]
     if shared:
         raise ValueError(f"train-detector: test schemes {shared} are also trained on; their keys alone would differ")
-    checkpoint = weights.load_checkpoint(settings.model)
-    encoder, vocab_size = tokenizer.load_tokenizer(settings.model), checkpoint.config.vocab_size
+    encoder = tokenizer.load_tokenizer(settings.model)
     texts = passages.read_texts(path)
     human = split(passages.cut(encoder, texts, num_tokens=settings.num_tokens, max_passages=100_000))
+    checkpoint = weights.load_checkpoint(settings.model)
+    vocab_size = checkpoint.config.vocab_size
+    extra = {"text_sha256": data.text_sha256(path), "model_sha256": checkpoint.sha256, "vocab_size": vocab_size}
+    power.check_length(settings.prompt_tokens + settings.num_tokens, checkpoint.config.max_seq_len)
     model = transformer.build(checkpoint.config, checkpoint.params)
     made = {}
     for part, schemes, count in (
@@ -250,6 +265,7 @@ def run(
     ):
         plan = _generation(settings, part, schemes, count)
         given = power.prompts(plan, encoder, path)
+        claim(workdir / part / "chunks", config_id(plan, exclude=("bars", "levels", "num_texts"), extra=extra))
         for name in schemes:
             tokens = power.generate(plan, name, given, model=model, workdir=workdir / part, say=say)
             root = Key.from_passphrase(plan.passphrase)
@@ -262,14 +278,13 @@ def run(
         examples.human_pool(scheme, human.train, vocab_size=vocab_size) for scheme in settings.train_schemes.values()
     ]
     params, losses = fit(settings, marked, plain, say=say)
-    extra = {"text_sha256": data.text_sha256(path), "model_sha256": checkpoint.sha256, "vocab_size": vocab_size}
     record = {"training": settings.model_dump(mode="json"), "config_id": config_id(settings, extra=extra), **extra}
     features.save(workdir, settings.detector, params, record, human.calibration)
     scorer, rows = Scorer(settings.detector, params), []
     for name in settings.test_schemes:
         rows += judge(settings, scorer, name, *made["test", name], human, vocab_size=vocab_size)
     result = {**record, "cpu_s": round(time.process_time() - begun, 1), "losses": losses, "rows": rows}
-    calibrate.write(workdir / "neural.json", json.dumps(result, indent=1) + "\n")
+    outputs.write_text(workdir / "neural.json", json.dumps(result, indent=1) + "\n")
     for row in rows:
         say(line(row))
     return result

@@ -55,6 +55,7 @@ def prepare(case: Case, folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
+        path.chmod(0o600)  # key files that others may read are refused
 
 
 def listing(folder: Path) -> set[tuple[str, int, int]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bad_input import core, harness, training
+from tests.bad_input import core, harness, training, watermark
 
-CASES = list(harness.cases(core, training))
+CASES = list(harness.cases(core, training, watermark))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -79,7 +79,7 @@ def test_several_files_and_a_family_of_candidates(tmp_path, small_chunks):
     summary = bulk.run(f"{tmp_path}/*.jsonl*", str(out), job("kgw", "unigram"))
     table = pq.read_table(out)
     assert (summary["files"], summary["texts"], table.num_rows) == (2, 22, 22)
-    assert table["file"].to_pylist() == ["a.jsonl"] * 10 + ["b.jsonl.gz"] * 12
+    assert table["file"].to_pylist() == [f"{tmp_path}/a.jsonl"] * 10 + [f"{tmp_path}/b.jsonl.gz"] * 12
     p = np.stack([table[f"p_{name}"].to_numpy() for name in ("kgw", "unigram")], axis=1)
     assert (p[:10, 0] == expected(texts(10, 1))).all()
     assert table["best"].to_pylist() == [("kgw", "unigram")[i] for i in p.argmin(axis=1)]
@@ -212,3 +212,82 @@ def test_keys_are_in_no_file_of_a_run(tmp_path, small_chunks, monkeypatch):
     found = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert "scores.jsonl.parts" in os.listdir(tmp_path)
     assert str(key).encode() not in found and f"{key:x}".encode() not in found.lower()
+
+
+def test_one_deeply_nested_line_is_a_bad_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    deep = '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    path.write_text('{"text": [1, 2, 3]}\n' + deep + '\n{"text": [4, 5]}\n')
+    summary = bulk.run(str(path), str(tmp_path / "scores.jsonl"), job())
+    assert (summary["texts"], summary["bad"]) == (2, 1)
+    assert summary["first_bad"][0][:2] == [str(path), 2] and "nested too deeply" in summary["first_bad"][0][2]
+
+
+@pytest.mark.parametrize("kind", bulk_output.KINDS)
+def test_an_id_that_is_no_text_is_a_bad_line(kind, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "\\ud800", "text": [1, 2]}\n{"id": {"a": [1]}, "text": [1, 2]}\n')
+    summary = bulk.run(str(path), str(tmp_path / f"scores.{kind}"), job())
+    assert (summary["texts"], summary["bad"]) == (1, 1) and "lone surrogate" in summary["first_bad"][0][2]
+
+
+def test_files_of_one_name_in_two_folders_differ_in_the_rows(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "a.jsonl", texts(2))
+    bulk.run(f"{tmp_path}/*/a.jsonl", str(tmp_path / "scores.jsonl"), job())
+    rows = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [row["file"] for row in rows] == [f"{tmp_path}/{name}/a.jsonl" for name in ("one", "one", "two", "two")]
+
+
+def test_no_usable_text_names_the_file_and_the_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n{broken\n")
+    with pytest.raises(ValueError, match=r"1 bad lines; .*/a.jsonl line 2: not JSON"):
+        bulk.run(f"{tmp_path}/*.jsonl", str(tmp_path / "scores.csv"), job())
+
+
+def test_an_output_that_is_an_input_is_refused_whatever_it_is_called(tmp_path):
+    path = write(tmp_path / "a.jsonl", texts(3))
+    write(tmp_path / "b.jsonl", texts(3))
+    (tmp_path / "soft.jsonl").symlink_to(path)
+    os.link(path, tmp_path / "hard.jsonl")
+    before = (tmp_path / "a.jsonl").read_bytes()
+    for output in ("a.jsonl", "soft.jsonl", "hard.jsonl"):
+        for pattern in (path, f"{tmp_path}/[ab].jsonl"):
+            with pytest.raises(ValueError, match=rf"--output=.*{output} is the input .*a.jsonl, which would be lost"):
+                bulk.run(pattern, str(tmp_path / output), job(), overwrite=True)
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "b.jsonl", "hard.jsonl", "soft.jsonl"]
+
+
+def test_a_run_goes_on_also_where_the_pattern_finds_its_parts_and_where_it_replaces(
+    tmp_path, small_chunks, monkeypatch
+):
+    path, out = write(tmp_path / "a.jsonl", texts(45)), tmp_path / "scores.jsonl"
+    pattern, real, done = f"{tmp_path}/**/*.jsonl", bulk.Worker.__call__, []
+
+    def dies(self, chunk):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(chunk.name)
+        return real(self, chunk)
+
+    monkeypatch.setattr(bulk.Worker, "__call__", dies)
+    with pytest.raises(KeyboardInterrupt):
+        bulk.run(pattern, str(out), job(), overwrite=True)
+    monkeypatch.setattr(bulk.Worker, "__call__", lambda self, chunk: done.append(chunk.name) or real(self, chunk))
+    assert bulk.run(pattern, str(out), job(), overwrite=True)["texts"] == 45
+    assert done == [f"00000-{i:07d}" for i in range(6)]
+    with pytest.raises(ValueError, match="is the input"):
+        bulk.run(pattern, str(out), job(), overwrite=True)
+    assert path
+
+
+def test_a_folder_of_someone_else_in_the_place_of_the_parts_is_not_touched(tmp_path):
+    path, parts = write(tmp_path / "a.jsonl", texts(3)), tmp_path / "scores.csv.parts"
+    parts.mkdir()
+    (parts / "mine").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="scores.csv.parts is in the way and was not made by this command"):
+            bulk.run(path, str(tmp_path / "scores.csv"), job(), overwrite=overwrite)
+    assert (parts / "mine").read_text() == "mine"

@@ -31,7 +31,7 @@ def human():
 
 
 def rows(tokens, **how):
-    return list(calibrate.rows(SETTINGS, tokens, vocab_size=49152, **how))
+    return [row for row, _ in calibrate.rows(SETTINGS, tokens, vocab_size=49152, **how)]
 
 
 def test_every_scheme_keeps_its_level_on_human_text(human):
@@ -121,6 +121,33 @@ def test_a_run_writes_rows_and_page(tmp_path):
     assert [row["level"] for row in stored["rows"]] == [0.01, 0.001] and len(lines) == 2
     assert stored["rows"][0]["num_keys"] == 3 and stored["num_texts"] == 20
     assert "Realised false-positive rates" in (tmp_path / "calibration.html").read_text()
+
+
+def test_finished_schemes_are_kept_and_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    schemes = {"one": config.parse_scheme(KGW), "two": config.parse_scheme("unigram")}
+    settings = SETTINGS.model_copy(update={"schemes": schemes, "num_texts": 20, "num_keys": 3})
+    encoder, real, measured = tokenizer.load_tokenizer(), calibrate.p_values, []
+
+    def stops(scheme, *arguments, **how):
+        if scheme.scheme == "unigram" and not measured[1:]:
+            measured.append("interrupted")
+            raise KeyboardInterrupt
+        measured.append(scheme.scheme)
+        return real(scheme, *arguments, **how)
+
+    monkeypatch.setattr(calibrate, "p_values", stops)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.run(settings, encoder, workdir=tmp_path)
+    assert not (tmp_path / "calibration.json").exists()
+    said = []
+    result = calibrate.run(settings, encoder, workdir=tmp_path, say=said.append)
+    assert measured == ["kgw", "interrupted", "unigram"]
+    assert [line.endswith("(kept)") for line in said] == [True, True, False, False]
+    fresh = calibrate.run(settings, encoder, workdir=tmp_path / "fresh")
+    for one, other in zip(result["rows"], fresh["rows"]):
+        assert one | {"seconds": 0} == other | {"seconds": 0}
+    with pytest.raises(ValueError, match="holds the work of configuration .* use another --workdir"):
+        calibrate.run(settings.model_copy(update={"num_keys": 4}), encoder, workdir=tmp_path)
 
 
 def test_json_lists_are_read_and_bad_entries_are_named(tmp_path):

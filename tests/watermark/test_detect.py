@@ -199,5 +199,25 @@ def test_bad_input_is_named(backend):
         module.detect_batch(["a", "b"], scheme, Key(1), vocab_size=VOCAB)
     with pytest.raises(ValueError, match="one string of 5 characters"):
         module.detect_batch("a bcd", scheme, Key(1), vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="kgw_markllm needs the tables"):
-        module.detect_batch([[1, 2]], parse_scheme("kgw_markllm"), Key(1), vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="vocab_size=99999999999, wanted a whole number from 2 to 16,777,216"):
+        module.detect_batch([[1, 2]], scheme, Key(1), vocab_size=99_999_999_999)
+    with pytest.raises(ValueError, match=r"got 1 as a text, wanted a list of token ids"):
+        module.detect_batch([1, 2, 3], scheme, Key(1), vocab_size=VOCAB)
+    with pytest.raises(ValueError, match=r"got \[1.5\] as a text"):
+        module.detect_batch([[1.5]], scheme, Key(1), vocab_size=VOCAB)
+    with pytest.raises(ValueError, match=r"got \[1099511627776\] as a text"):
+        module.detect_batch([[2**40]], scheme, Key(1), vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="got list and str in one list"):
+        module.detect_batch(["a", [1]], scheme, Key(1), vocab_size=VOCAB, tokenizer=object())
+    with pytest.raises(ValueError, match="--device=tpu: .* sees no tpu"):
+        module.detect_batch([[1, 2]], scheme, Key(1), vocab_size=VOCAB, device="tpu")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["kgw", "kgw_markllm"])
+def test_a_scheme_is_given_by_its_name(name, backend):
+    module, ids = BACKENDS[backend], np.arange(40).reshape(2, 20)
+    found = module.detect_batch(ids, name, Key(1), vocab_size=VOCAB)
+    wanted = module.detect_batch(ids.tolist(), parse_scheme(name), Key(1), vocab_size=VOCAB)
+    assert found.p_value.tolist() == wanted.p_value.tolist() and (found.num_scored == 19).all()
+    assert found.payload.tolist() == [-1, -1]

@@ -168,15 +168,6 @@ def test_starting_over_throws_stages_away_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluate.json", "notes.txt"]
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "stage.json"
-    evaluate.write(path, "old")
-    monkeypatch.setattr(evaluate.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
-    with pytest.raises(OSError, match="no space"):
-        evaluate.write(path, "new")
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["stage.json"]
-
-
 # Data
 
 

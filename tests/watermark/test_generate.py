@@ -1,6 +1,7 @@
 """Runs of marked generation: rows with marks of their own, records, going on after a stop, bad input."""
 
 import json
+import shutil
 
 import pytest
 
@@ -65,6 +66,7 @@ def test_rows_take_marks_in_turn_and_records_hold_no_key(tiny, tmp_path):
 def test_tokens_do_not_depend_on_the_batch_and_a_stopped_run_goes_on(tiny, tmp_path):
     whole = lines(generate.run(settings(), tmp_path / "whole.jsonl", keys=KEYS))
     path = tmp_path / "parts.jsonl"
+    shutil.copy(tmp_path / "whole.jsonl.run.json", tmp_path / "parts.jsonl.run.json")
     path.write_text("".join(json.dumps(record) + "\n" for record in whole[:2]) + '{"torn')
     assert lines(generate.run(settings(batch_size=2), path, keys=KEYS)) == whole
     before = path.stat().st_mtime_ns
@@ -74,10 +76,65 @@ def test_tokens_do_not_depend_on_the_batch_and_a_stopped_run_goes_on(tiny, tmp_p
 
 def test_rows_of_another_run_are_not_touched(tiny, tmp_path):
     path = generate.run(settings(num_prompts=1), tmp_path / "out.jsonl", keys=KEYS)
-    with pytest.raises(ValueError, match=r"out.jsonl holds rows of run \w+, this is run \w+; name another file"):
-        generate.run(settings(num_prompts=1, seed=1), path, keys=KEYS)
+    before = path.read_bytes()
+    others = [("seed", {"seed": 1}), ("sampling", {"sampling": {"top_k": 3}}), ("marks", {"marks": MARKS[::-1]})]
+    others += [("new_tokens", {"new_tokens": 3}), ("dtype", {"dtype": "bfloat16"})]
+    for name, changed in others:
+        keys = KEYS[::-1] if name == "marks" else KEYS
+        with pytest.raises(ValueError, match=f"out.jsonl holds rows made with other {name}.*; name another file"):
+            generate.run(settings(**{"num_prompts": 1, **changed}), path, keys=keys)
+    with pytest.raises(ValueError, match="holds rows made with other backend"):
+        generate.run(settings(num_prompts=1), path, keys=KEYS, device="gpu")
+    assert path.read_bytes() == before
     generate.run(settings(num_prompts=1, seed=1), path, keys=KEYS, overwrite=True)
-    assert len(lines(path)) == 1
+    assert len(lines(path)) == 1 and path.read_bytes() != before
+
+
+def test_rows_under_another_key_are_not_gone_on_with_and_no_key_is_given_away(tiny, tmp_path):
+    path = generate.run(settings(num_prompts=2), tmp_path / "out.jsonl", keys=KEYS)
+    with pytest.raises(ValueError, match="out.jsonl holds rows made with other keys; name another file"):
+        generate.run(settings(num_prompts=2), path, keys=[Key(1), Key(0x1234567890ABCDEF), None])
+    path = generate.run(settings(num_prompts=2), path, keys=[Key(1), Key(0x1234567890ABCDEF), None], overwrite=True)
+    record = (tmp_path / "out.jsonl.run.json").read_text().lower()
+    assert "1234567890abcdef" not in record and str(0x1234567890ABCDEF) not in record
+
+
+def test_a_key_file_may_move_while_its_rows_go_on(tiny, tmp_path):
+    write_key_file(tmp_path / "key", Key(1))
+    marks = [{**MARKS[0], "key_file": str(tmp_path / "key")}]
+    path = generate.run(settings(marks=marks, num_prompts=1), tmp_path / "out.jsonl")
+    (tmp_path / "key").rename(tmp_path / "moved")
+    marks = [{**MARKS[0], "key_file": str(tmp_path / "moved")}]
+    said = []
+    generate.run(settings(marks=marks, num_prompts=1), path, say=said.append)
+    assert said == [f"{path} has all 1 rows"]
+
+
+@pytest.mark.parametrize("content", ["my notes, without a line end", "one\ntwo\n", '{"text": "mine"}\n'])
+def test_a_file_that_is_no_output_of_generate_is_not_touched(content, tiny, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="mine.jsonl exists, and mine.jsonl.run.json, .* does not"):
+        generate.run(settings(), path, keys=KEYS)
+    assert path.read_text() == content and [one.name for one in tmp_path.iterdir()] == ["mine.jsonl"]
+
+
+def test_a_broken_row_is_named_by_file_and_line(tiny, tmp_path):
+    path = generate.run(settings(num_prompts=2), tmp_path / "out.jsonl", keys=KEYS)
+    path.write_text(path.read_text().splitlines()[0] + "\n{broken\n")
+    with pytest.raises(ValueError, match="out.jsonl line 2 is no row of generate"):
+        generate.run(settings(num_prompts=2), path, keys=KEYS)
+
+
+def test_the_prompts_and_the_keys_are_never_written_over(tiny, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "Some prompt that is long enough."}\n')
+    before = prompts.read_text()
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    for output in (prompts, tmp_path / "link.jsonl", tmp_path / "." / ".." / tmp_path.name / "prompts.jsonl"):
+        with pytest.raises(ValueError, match="is the input .*prompts.jsonl, which would be lost"):
+            generate.run(settings(prompts=str(prompts)), output, keys=KEYS, overwrite=True)
+    assert prompts.read_text() == before
 
 
 def test_keys_come_from_their_files(tiny, tmp_path):

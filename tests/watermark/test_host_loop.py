@@ -70,6 +70,39 @@ def test_both_twins_change_the_logits_alike(name):
         np.testing.assert_array_equal(other[1], logits[1])
 
 
+def test_several_sequences_of_one_prompt_are_marked_under_its_key(llama):
+    from transformers import LogitsProcessorList
+
+    scheme = config.parse_scheme({"scheme": "kgw", "delta": 8.0})
+    processor = torch_host_loop.HostLoop(torch_schemes.Watermark(scheme, vocab_size=VOCAB), KEYS)
+    prompt = torch.tensor([[1, 2, 3, 4, 5]] * 3)
+    made = llama.generate(
+        prompt, attention_mask=torch.ones_like(prompt), logits_processor=LogitsProcessorList([processor]),
+        num_return_sequences=2, do_sample=True, top_k=0, max_new_tokens=40, pad_token_id=0,
+    ).numpy()  # fmt: skip
+    assert made.shape == (6, 45) and (made[0] != made[1]).any()
+    keys = [key or Key(1) for key in KEYS for _ in range(2)]
+    found = definition.evidence(scheme, keys, made, np.full(6, 45), vocab_size=VOCAB, prompt_lengths=5)
+    green = [definition.is_green(scheme, found.words[row][found.scored[row]]).mean() > 0.75 for row in range(6)]
+    assert green == [True, True, False, False, True, True]
+
+
+@pytest.mark.parametrize("side", ["flax", "torch"])
+def test_rows_share_keys_evenly_or_not_at_all(side):
+    library, marks, array = (
+        (host_loop, schemes, jnp.asarray) if side == "flax" else (torch_host_loop, torch_schemes, torch.asarray)
+    )
+    watermark = marks.Watermark({"scheme": "kgw", "payload_bits": 2}, vocab_size=VOCAB)
+    logits, tokens = np.zeros((4, VOCAB), np.float32), np.array([[1, 2]] * 4)
+    shared = library.HostLoop(watermark, KEYS[:2], payloads=[3, 0])(array(tokens), array(logits))
+    keys = [KEYS[0], KEYS[0], KEYS[1], KEYS[1]]
+    spelled = library.HostLoop(watermark, keys, payloads=[3, 3, 0, 0])(array(tokens), array(logits))
+    np.testing.assert_array_equal(np.asarray(shared), np.asarray(spelled))
+    assert np.asarray(shared)[0].any() and not np.asarray(shared)[2].any()
+    with pytest.raises(ValueError, match="4 rows for 3 keys, wanted as many, or a multiple"):
+        library.HostLoop(watermark, KEYS)(array(tokens), array(logits))
+
+
 def test_a_temperature_of_zero_is_refused_for_schemes_that_draw():
     watermark = torch_schemes.Watermark("gumbel", vocab_size=VOCAB)
     with pytest.raises(ValueError, match="gumbel: temperature=0.0 leaves nothing to draw"):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from scipy import stats
 
-from jaxbench.watermark import definition, identify, pipeline
+import jaxbench.watermark.detect
+import torch_ref.watermark.detect
+from jaxbench.watermark import bulk, definition, identify, pipeline
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
@@ -74,6 +79,80 @@ def test_a_text_without_a_payload_is_accused_at_most_at_the_level():
     tokens = np.random.default_rng(2).integers(0, VOCAB, (300, 30))
     found = identify.decode_payload(pipeline.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), Key(5))
     assert (found.p_value <= 0.2).mean() <= 0.2 + 3 * np.sqrt(0.16 / 300)
+
+
+PAYLOAD = parse_scheme({"scheme": "kgw", "payload_bits": 7})
+
+
+def carriers(number: int = 20) -> tuple[identify.Candidate, list[list[int]], list[int]]:
+    """Return a candidate, marked texts and the payload of each."""
+    one = identify.Candidate("kgw", PAYLOAD, Key(3))
+    payloads = [(37 * i + 5) % 128 for i in range(number)]
+    return one, [write(one, 60, seed, payload) for seed, payload in enumerate(payloads)], payloads
+
+
+@pytest.mark.parametrize("backend", ["numpy", "flax", "torch"])
+def test_every_payload_is_found_by_the_plain_call(backend):
+    one, texts, payloads = carriers(20 if backend == "numpy" else 3)
+    how = {"vocab_size": VOCAB}
+    if backend == "numpy":
+        detector = pipeline.NumpyDetector(PAYLOAD, **how)
+        found = pipeline.detect(detector, Ragged.from_lists(texts), one.key)
+    else:
+        library = {"flax": jaxbench.watermark.detect, "torch": torch_ref.watermark.detect}[backend]
+        found = library.detect_batch(texts, PAYLOAD, one.key, **how)
+    assert found.payload.tolist() == payloads and (found.p_value <= 1e-3).all()
+    known = pipeline.detect(
+        pipeline.NumpyDetector(PAYLOAD, **how), Ragged.from_lists(texts[:1]), one.key, payload=payloads[0]
+    )
+    assert known.payload.tolist() == payloads[:1]
+    assert found.p_value[0] == pytest.approx(1 - (1 - known.p_value[0]) ** 128, rel=1e-6)
+    assert found.statistic[0] == known.statistic[0] and found.score[0] == pytest.approx(known.score[0])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_files_and_families_of_one_find_every_payload(count, tmp_path):
+    one, texts, payloads = carriers()
+    family = (one, identify.Candidate("other", parse_scheme("kgw"), Key(4)))[:count]
+    path, out = tmp_path / "a.jsonl", tmp_path / "scores.jsonl"
+    path.write_text("".join(json.dumps({"text": ids}) + "\n" for ids in texts))
+    bulk.run(str(path), str(out), bulk.Job(family, vocab_size=VOCAB))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["payload" if count == 1 else "payload_kgw"] for row in rows] == payloads
+    assert all(row["p_value"] <= 1e-3 for row in rows)
+    assert "payload_other" not in rows[0]
+    found = identify.identify(family, Ragged.from_lists(texts), vocab_size=VOCAB, make_detector=pipeline.NumpyDetector)
+    assert found.payloads[:, 0].tolist() == payloads and found.accepted(1e-3)[:, 0].all()
+
+
+def test_of_texts_without_a_mark_p_over_all_payloads_is_uniform_or_larger():
+    keys = [Key(100 + i) for i in range(1000)]  # the keys are the random experiment: one for each text
+    for name in ("gumbel", "kgw"):
+        scheme = parse_scheme({"scheme": name, "payload_bits": 6, "context": {"width": 1}})
+        tokens = np.random.default_rng(7).integers(0, VOCAB, (1000, 40))
+        found = pipeline.detect(pipeline.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), keys)
+        for level in (0.01, 0.05, 0.2, 0.5):
+            limit = level + 3 * np.sqrt(level * (1 - level) / 1000)
+            assert (found.p_value <= level).mean() <= limit, (scheme.scheme, level)
+        assert stats.kstest(found.randomized_p, "uniform").pvalue > 0.01, scheme.scheme
+
+
+def test_payloads_in_one_call_or_one_by_one_are_the_same(monkeypatch):
+    one, texts, payloads = carriers(3)
+    detector = pipeline.NumpyDetector(PAYLOAD, vocab_size=VOCAB)
+    together = pipeline.detect(detector, Ragged.from_lists(texts), [one.key] * 3)
+    monkeypatch.setattr(pipeline, "BATCH_TOKENS", 200)
+    alone = pipeline.detect(detector, Ragged.from_lists(texts), [one.key] * 3)
+    for name, values in together._asdict().items():
+        assert values.tolist() == getattr(alone, name).tolist(), name
+
+
+def test_payloads_that_do_not_fit_are_named():
+    detector = pipeline.NumpyDetector(PAYLOAD, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="payload=128, wanted 0 <= payload < 128"):
+        pipeline.detect(detector, Ragged.from_lists([[1, 2]]), Key(1), payload=128)
+    with pytest.raises(ValueError, match="more payloads than the vocabulary of 211 has tokens"):
+        pipeline.NumpyDetector({"scheme": "kgw", "payload_bits": 8}, vocab_size=VOCAB)
 
 
 def test_bad_families_are_named():

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxbench.watermark import attacks, bulk, pipeline, run
+from jaxbench.watermark import attacks, bulk, identify, localize, pipeline, run, statistics
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.definition import Evidence
 from jaxbench.watermark.keys import Key, write_key_file
 from jaxbench.watermark.texts import Ragged
-from tests.test_cli import command, refused
+from tests.structure import ROOT
+from tests.test_cli import command, refused, shell_environment
 
 
 def watermark(*arguments: str, **options):
@@ -46,7 +51,7 @@ def test_a_key_is_made_and_used_to_score_a_file(tmp_path, corpus):
     assert f"written: {out}, {out}.report.json" in done.stdout
     row = json.loads((tmp_path / "scores.jsonl").read_text())
     assert row["num_scored"] > 10 and 0 < row["p_value"] <= 1
-    refused(watermark("keygen", f"--output={key}"), "new_key", "File exists")
+    refused(watermark("keygen", f"--output={key}"), "new_key exists", "name another file")
 
 
 def test_one_text_is_shown_with_its_scores(key_file):
@@ -88,7 +93,7 @@ def test_identify_shows_every_candidate(key_file):
         (["detect", "--input=CORPUS", "--key_file=KEY"], ("--input", "--output=FILE.parquet")),
         (["detect", "--input=EMPTY", "--output=o.csv", "--key_file=KEY"], ("empty.txt is empty",)),
         (["detect", "--input=CORPUS", "--output=o.xls", "--key_file=KEY"], ("o.xls", ".parquet")),
-        (["identify", "--text=a"], ("candidates ()",)),
+        (["identify", "--text=a"], ("--key_files names 0 files", "kgw")),
         (["attack", "--attack=typoo", "--input=CORPUS", "--output=o.jsonl"], ("typoo", "typo")),
         (["attack", "--attack=typo", "--input=CORPUS", "--output=o.jsonl"], ("line 2", "not UTF-8")),
     ],
@@ -149,13 +154,64 @@ def test_the_number_found_is_read_from_every_kind_of_output(tmp_path):
     path, rows = tmp_path / "a.jsonl", [list(range(i, i + 30)) for i in range(40)]
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     scheme = parse_scheme("kgw_transformers")
-    detector = pipeline.NumpyDetector(scheme, vocab_size=101, tables=run.make_tables(scheme, 101))
+    detector = pipeline.NumpyDetector(scheme, vocab_size=101)
     p_values = pipeline.detect(detector, Ragged.from_lists(rows), run.PUBLIC_KEY).p_value
     for kind in ("parquet", "jsonl", "csv"):
         job = bulk.Job(run.candidates([scheme], []), vocab_size=101)
         out, screen = str(tmp_path / f"o.{kind}"), Console(file=io.StringIO(), width=100)
         run.detect_file(str(path), out, job, level=0.5, console=screen)
         assert f"{(p_values <= 0.5).sum()} texts at p <= 0.5" in screen.file.getvalue()
+
+
+class Numbers:
+    """A tokenizer of numbers."""
+
+    vocab_size = 211
+
+    def encode_batch(self, texts, *, add_special=True):
+        return [[int(word) for word in text.split()] for text in texts]
+
+    def decode(self, ids):
+        return f"{ids[0]} "
+
+
+def shown(text: str, scheme, key: Key = Key(5)) -> tuple[statistics.Detections, str]:
+    """Return what detect_text finds, and the screen with its styles."""
+    screen = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard", highlight=False)
+    options = {"vocab_size": None, "canonicalize": False, "level": 0.01, "prompt_tokens": 0}
+    found = run.detect_text(
+        text, scheme, key, tokenizer=Numbers(), make_detector=pipeline.NumpyDetector, console=screen, **options
+    )
+    return found, screen.file.getvalue()
+
+
+def test_the_p_in_bold_is_corrected_for_all_payloads():
+    scheme, found = parse_scheme({"scheme": "kgw", "payload_bits": 7}), []
+    for number, row in enumerate(np.random.default_rng(3).integers(0, 211, (60, 40))):
+        one, screen = shown(" ".join(map(str, row)), scheme, Key(number))
+        bold = re.search(r"\x1b\[1mp = (\S+)", screen)
+        assert float(bold[1]) == pytest.approx(one.p_value[0], rel=1e-2)
+        assert f"payload {one.payload[0]}, the likeliest of 128; every p is corrected for all" in screen
+        found.append(one.p_value[0])
+    assert (np.array(found) <= 0.05).mean() <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 60)
+
+
+def test_a_span_of_a_text_with_a_payload_is_corrected_for_all_payloads():
+    scheme = parse_scheme({"scheme": "kgw", "payload_bits": 7})
+    words = np.zeros((1, 30), np.uint32)
+    evidence = Evidence(words, np.ones((1, 30), bool))
+    alone = localize.localize(scheme, evidence, vocab_size=211)[0].p_value
+    assert localize.localize(scheme, evidence, vocab_size=211, num_payloads=128)[0].p_value == 128 * alone
+
+
+def test_brackets_of_a_text_and_of_a_name_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(Numbers, "decode", lambda self, ids: "[bold]:smile: [/x] " if ids == [1] else "w ")
+    _, screen = shown("1 2 3", parse_scheme("kgw"))
+    assert "[bold]:smile: [/x] " in re.sub(r"\x1b\[[0-9;]*m", "", screen)
+    console = Console(file=io.StringIO(), width=200)
+    job = bulk.Job((identify.Candidate("kgw/[red]key", parse_scheme("kgw"), Key(1)),), canonicalize=False)
+    run.identify_text("1 2 3", job, tokenizer=Numbers(), console=console, level=0.01)
+    assert "kgw/[red]key" in console.file.getvalue()
 
 
 def test_tokens_are_coloured_by_their_evidence():
@@ -169,6 +225,22 @@ def test_tokens_are_coloured_by_their_evidence():
     assert text.plain == "w5 w6 w7 " and [str(span.style) for span in text.spans] == ["dim", "green", "red"]
 
 
+def test_characters_of_several_tokens_are_shown_whole():
+    class Bytes:
+        def decode(self, ids):
+            return bytes(int(one) for one in ids).decode("utf-8", errors="replace")
+
+    given = "a\U0001f600\u4e00b"
+    ids = np.array(list(given.encode()))
+    evidence = Evidence(np.zeros((1, len(ids)), np.uint32), np.ones((1, len(ids)), bool))
+    assert run.highlighted(Bytes(), ids, parse_scheme("kgw"), evidence, []).plain == given
+    control = np.array(list(b"a\x1b[31m\n"))
+    evidence = Evidence(np.zeros((1, len(ids)), np.uint32), np.ones((1, len(ids)), bool))
+    assert run.highlighted(Bytes(), control, parse_scheme("kgw"), evidence, []).plain == "a\u241b[31m\n"
+    broken = run.highlighted(Bytes(), ids[:3], parse_scheme("kgw"), evidence, [])
+    assert broken.plain.startswith("a\ufffd")
+
+
 def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
     path, out = tmp_path / "a.txt", tmp_path / "b.jsonl"
     path.write_text("Some words of one text here.\nAnd these are the words of another one.\n")
@@ -179,6 +251,61 @@ def test_an_attacked_file_keeps_the_original_beside_it(tmp_path):
     assert total == len(rows) == 2 and edits > 0
     assert [row["original"] for row in rows] == path.read_text().splitlines()
     assert all(row["text"].lower() == row["original"].lower() != row["text"] for row in rows)
+
+
+def test_an_attack_never_writes_over_a_file_unasked_nor_over_an_input(tmp_path):
+    path, there = tmp_path / "a.jsonl", tmp_path / "there.jsonl"
+    path.write_text('{"text": "Some words of one text here."}\n')
+    there.write_text("mine\n")
+    (tmp_path / "soft.jsonl").symlink_to(path)
+    before, attack = path.read_bytes(), attacks.parse_attack("case:1.0")
+    with pytest.raises(ValueError, match="there.jsonl exists; name another --output, or pass --overwrite"):
+        run.attack_file(str(path), str(there), attack, seed=1)
+    assert there.read_text() == "mine\n"
+    for output in ("a.jsonl", "soft.jsonl"):
+        with pytest.raises(ValueError, match="is the input .*a.jsonl, which would be lost"):
+            run.attack_file(str(path), str(tmp_path / output), attack, seed=1, overwrite=True)
+    assert path.read_bytes() == before
+    assert run.attack_file(str(path), str(there), attack, seed=1, overwrite=True)[0] == 1
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.jsonl", "soft.jsonl", "there.jsonl"]
+
+
+def test_key_files_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    paths = [tmp_path / name / "key" for name in ("a", "b")]
+    for number, path in enumerate(paths):
+        path.parent.mkdir()
+        write_key_file(path, Key(number))
+    found = run.candidates([run.read_scheme("kgw")], [str(path) for path in paths])
+    assert [one.name for one in found] == [f"kgw/{path}" for path in paths]
+    with pytest.raises(ValueError, match="names a file twice"):
+        run.candidates([run.read_scheme("kgw")], [str(paths[0])] * 2)
+
+
+def test_a_passphrase_is_asked_for_on_a_terminal_only(tmp_path):
+    words = [str(ROOT / "experiments" / "watermark.py"), "keygen", "--passphrase", f"--output={tmp_path}/key"]
+    done = subprocess.run(
+        [sys.executable, *words],
+        input="secret\n", capture_output=True, text=True, start_new_session=True, env=shell_environment(), timeout=60,
+    )  # fmt: skip
+    refused(done, "--passphrase", "terminal", "leave the flag out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["gpu", "tpu"])
+@pytest.mark.parametrize("name", ["detect", "identify", "attack", "generate"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(name, device, tmp_path, key_file, corpus):
+    if any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/accel0")):
+        pytest.skip("this machine has a GPU or a TPU")
+    words = {
+        "detect": (f"--key_file={key_file}", f"--input={corpus}"),
+        "identify": (f"--key_files={key_file}", f"--input={corpus}"),
+        "attack": ("--attack=typo", f"--input={corpus}"),
+        "generate": (f"--set=marks=[{{name: a, key_file: {key_file}, scheme: {{scheme: kgw}}}}]",),
+    }
+    before = sorted(one.name for one in tmp_path.iterdir())
+    done = watermark(name, *words[name], f"--output={tmp_path}/o.jsonl", f"--device={device}")
+    refused(done, f"--device={device}", f"JAX sees no {device}")
+    assert sorted(one.name for one in tmp_path.iterdir()) == before
 
 
 def test_attacks_of_the_command_chain_and_bring_their_own_tools(tmp_path):
@@ -195,7 +322,8 @@ def test_attacks_of_the_command_chain_and_bring_their_own_tools(tmp_path):
     human.write_text("Nobody marked this sentence, which goes on for a good while.\n")
     for attack in (chosen, token):
         run.attack_file(
-            str(path), str(out), attack, seed=1, tools=run.attack_tools(attack, human=str(human), model=None)
-        )
+            str(path), str(out), attack, seed=1, tools=run.attack_tools(attack, human=str(human), model=None),
+            overwrite=True,
+        )  # fmt: skip
         row = json.loads(out.read_text())
         assert row["text"] != row["original"]

@@ -63,6 +63,27 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused():
     TextEncoder(default(), vocab_size=50000)  # logits are often padded
 
 
+def test_tokenizers_of_other_libraries_give_the_same_ids(tmp_path):
+    import tokenizers
+    import transformers
+
+    default().save(tmp_path)
+    given = ["The 12 quick foxes' jumps.", "", "\u4e00 \U0001f600 <|im_start|> x" * 90]
+    wanted = [default().encode(text, add_special=False) for text in given]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    core = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for other in (theirs, core):
+        found = TextEncoder(other, vocab_size=49152, canonicalize=False).encode(given).ids
+        assert [found.text(i).tolist() for i in range(3)] == wanted
+        with pytest.raises(ValueError, match="tokenizer has 49152 tokens"):
+            TextEncoder(other, vocab_size=49151)
+    theirs.add_tokens(["<one_more>"])  # which their vocab_size does not count
+    with pytest.raises(ValueError, match="tokenizer has 49153 tokens"):
+        TextEncoder(theirs, vocab_size=49152)
+    with pytest.raises(ValueError, match="tokenizer is a dict, wanted one of jaxbench, transformers or tokenizers"):
+        TextEncoder({})
+
+
 @given(st.lists(st.lists(st.integers(0, 99), max_size=6), max_size=8), st.randoms())
 def test_ragged_ids_are_taken_in_any_order(lists, random):
     ragged = Ragged.from_lists(lists)

@@ -16,6 +16,7 @@ from torch import Tensor
 from jaxbench.watermark import definition, pipeline
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.statistics import Detections
+from torch_ref import devices
 from torch_ref.watermark import prf
 
 Words = tuple[Tensor, ...]  # int64 [B T] each
@@ -30,7 +31,7 @@ def detect_batch(
     vocab_size: int,
     tokenizer: Any = None,
     prompt_lengths: np.ndarray | int | None = None,
-    payload: int = 0,
+    payload: int | None = None,
     canonicalize: bool = True,
     tables: Any = None,
     device: str = "cpu",
@@ -39,13 +40,16 @@ def detect_batch(
 
     Args:
       texts_or_ids: strings, lists of ids, an array [B T] of ids, or texts.Ragged.
-      tokenizer: turns strings into ids; wanted for strings only.
+      scheme: a name, a mapping with the key `scheme`, or a scheme.
+      tokenizer: turns strings into ids; wanted for strings only. One of jaxbench, transformers or tokenizers.
       prompt_lengths: tokens at the beginning of each text that are not scored.
+      payload: the message, where it is known; unset, all are tried and the p-value is corrected (pipeline.detect).
       canonicalize: undo look-alikes and invisible characters before tokenising (canonical.py).
-      tables: green lists of kgw_markllm and kgw_transformers.
+      tables: green lists of kgw_markllm and kgw_transformers; unset, they are made.
 
     Raises:
-      ValueError: strings without a tokenizer, a tokenizer of another vocabulary, or a token outside the vocabulary.
+      ValueError: an unknown scheme, a device that is not there, strings without a tokenizer, a tokenizer of another
+        vocabulary, or a token outside the vocabulary.
     """
     detector = Detector(scheme, vocab_size=vocab_size, tables=tables, device=device)
     ids = pipeline.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
@@ -56,9 +60,10 @@ class Detector:
     """A scheme's evidence on one device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, tables: Any = None, device: str = "cpu"):
-        self.scheme = scheme
+        self.scheme = pipeline.checked_scheme(scheme, vocab_size)
         self.vocab_size = vocab_size
-        self.tables = tables
+        self.tables = pipeline.own_tables(self.scheme, vocab_size, tables)
+        devices.check_device(device)
         self._device = {"gpu": "cuda"}.get(device, device)
         self._lists: dict[Key, np.ndarray] = {}
 
@@ -77,7 +82,7 @@ class Detector:
         One payload, or one for each text.
 
         Raises:
-          ValueError: a token lies outside the vocabulary, or a scheme of lists comes without its tables.
+          ValueError: a token lies outside the vocabulary.
         """
         tokens, lengths, prompt = pipeline.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
         if self.scheme.scheme in pipeline.TABLE_SCHEMES:

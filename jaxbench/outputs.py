@@ -1,0 +1,100 @@
+"""Where a command may write, checked before it starts; files written whole or not at all (S file).
+
+A file that is there is the user's. It is written over only where --overwrite says so, and never while it is an input of
+the same command, by whatever name: paths are compared as files, so that links count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def check_file(
+    output: str | Path, inputs: Iterable[str | Path | None] = (), *, overwrite: bool = False, flag: str = "--output"
+) -> Path:
+    """Return the path of a file that may be written.
+
+    Args:
+      inputs: files that the command reads; None and files that are not there are passed over.
+      overwrite: it may be there already.
+      flag: what the message calls it.
+
+    Raises:
+      ValueError: it is one of the inputs, is there already, is no file, or lies where nothing can be written.
+    """
+    path = Path(output)
+    same = next((str(one) for one in inputs if one is not None and is_same(path, one)), None)
+    if same is not None:
+        raise ValueError(f"{flag}={path} is the input {same}, which would be lost; name another file")
+    if path.is_dir():
+        raise ValueError(f"{flag}={path} is a folder, wanted a file")
+    if (path.exists() or path.is_symlink()) and not overwrite:
+        raise ValueError(f"{flag}={path} exists; name another {flag}, or pass --overwrite")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{flag}={path} is no ordinary file, and writing would replace it; name another file")
+    check_folder(path.absolute().parent, flag=flag)
+    return path
+
+
+def check_folder(folder: str | Path, *, flag: str = "--workdir") -> Path:
+    """Return the path of a folder that is there and can be written, or can be made; leaves nothing behind.
+
+    Raises:
+      ValueError: a file is in its place or above it, or nothing can be written there.
+    """
+    path = Path(folder)
+    there = path.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not str(folder) or not there.is_dir():
+        reason = f"{there} is a file" if str(folder) else "it is empty"
+        raise ValueError(f"{flag}={folder} cannot be a folder: {reason}; name another with {flag}")
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ValueError(
+            f"{flag}={folder}: nothing can be written in {there} ({error.strerror}); name another with {flag}"
+        ) from error
+    return path
+
+
+def is_same(one: str | Path, other: str | Path) -> bool:
+    """Return True where two paths lead to the same file, through links too; False where either is not there."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, whole or not at all."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, also when the process is killed; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file of an earlier run holds.
+
+    Raises:
+      ValueError: it cannot be read; the message names the file.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error}); remove it, and the work is done again") from error

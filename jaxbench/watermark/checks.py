@@ -1,0 +1,81 @@
+"""What the watermark commands check of their flags, before anything is loaded or written (S file)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from absl import flags
+
+from jaxbench import launch, outputs
+
+VALUES = flags.FLAGS
+FILE_FLAGS = ("output", "field", "prompt_field", "processes", "engine", "overwrite")  # of --input
+TEXT_FLAGS = ("prompt_tokens", "neural")  # of --text
+
+
+def needed(name: str, what: str) -> None:
+    """Raise where a flag without a default was left out."""
+    if not VALUES[name].value:
+        raise ValueError(f"--{name} is missing: name {what}")
+
+
+def check_device() -> None:
+    """Raise where --device is not there for --backend, before anything is written or loaded; JAX starts here."""
+    backend = VALUES.backend if "backend" in VALUES else "flax"
+    if backend == "numpy":
+        if VALUES.device != "cpu":
+            raise ValueError(f"--device={VALUES.device}: --backend=numpy runs on the CPU; leave one of them out")
+        return
+    if backend != "torch":
+        launch.ensure(VALUES.device)
+    importlib.import_module("torch_ref.devices" if backend == "torch" else "jaxbench.devices").check_device(
+        VALUES.device
+    )
+
+
+def check_where(*read: str | None) -> None:
+    """Raise unless either --text, or --input and --output with their flags are given, and can be read and written.
+
+    Args:
+      read: further files that the command reads.
+    """
+    given = [name for name in ("text", "input") if VALUES[name].value is not None]
+    if len(given) != 1:
+        raise ValueError(f"give either --text or --input, got {' and '.join(given) or 'none'}")
+    if VALUES.text is not None and any("\ud800" <= letter <= "\udfff" for letter in VALUES.text):
+        raise ValueError(f"--text={VALUES.text[:60]!a} is not UTF-8")
+    if given == ["input"] and VALUES.output is None:
+        raise ValueError(f"--input={VALUES.input} needs --output=FILE.parquet (or .jsonl, .csv)")
+    idle = FILE_FLAGS if given == ["text"] else TEXT_FLAGS
+    unused = [name for name in idle if name in VALUES and VALUES[name].present]
+    if unused:
+        other = "input" if given == ["text"] else "text"
+        raise ValueError(f"--{unused[0]} is for --{other} and would do nothing with --{given[0]}; leave it out")
+    if not 0 < VALUES.level < 1:
+        raise ValueError(f"--level={VALUES.level}: wanted a p-value between 0 and 1")
+    if given == ["input"]:
+        from jaxbench.watermark import run
+
+        run.check_score_files(VALUES.input, VALUES.output, overwrite=VALUES.overwrite, inputs=read)
+    check_device()
+
+
+def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
+    """Raise where --vocab_size does not fit the schemes, or is smaller than the tokenizer of --model."""
+    from jaxbench.tokenizer import load_tokenizer
+    from jaxbench.watermark.pipeline import checked_scheme
+    from jaxbench.watermark.texts import check_sizes
+
+    if VALUES.vocab_size is not None:
+        for one in candidates:
+            checked_scheme(one.scheme, VALUES.vocab_size)
+        check_sizes(load_tokenizer(model).vocab_size, VALUES.vocab_size)
+
+
+def check_workdir(*written: str) -> None:
+    """Raise where --workdir can be no folder, or where --data is one of the files that are written there."""
+    needed("workdir", "a folder")
+    folder = outputs.check_folder(VALUES.workdir)
+    for name in written:
+        outputs.check_file(folder / name, [VALUES.data], overwrite=True, flag="--workdir")

@@ -1,0 +1,63 @@
+"""What a run is, kept beside what it writes, so that the work of another run is never gone on with (S file)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxbench import outputs
+from jaxbench.watermark.keys import Key
+
+
+def write(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -> None:
+    """Write what a run is.
+
+    Args:
+      wanted: everything that decides its results, as JSON values; a message names what differs by these names.
+      keys: of the run. The file holds a salted scrypt of them: another key is noticed, and none is given away.
+    """
+    salt = secrets.token_bytes(16)
+    outputs.write_json(path, {**wanted, "salt": salt.hex(), "keys": _digest(keys, salt)})
+
+
+def differing(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -> list[str]:
+    """Return the names in which the run that wrote `path` is another than this one; none where they are the same.
+
+    Raises:
+      ValueError: the file is missing or damaged, or says nothing of a run.
+    """
+    held = outputs.read_json(path)
+    try:
+        salt = bytes.fromhex(held["salt"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no record of a run ({type(error).__name__}: {error}); name another file"
+        ) from error
+    plain = json.loads(json.dumps(dict(wanted)))  # tuples are lists in a file
+    found = [name for name, value in plain.items() if held.get(name) != value]
+    return found + (["keys"] if held.get("keys") != _digest(keys, salt) else [])
+
+
+def claim(folder: Path, config_id: str) -> None:
+    """Write a configuration's id into the folder of its finished work.
+
+    Raises:
+      ValueError: another id is there.
+    """
+    path = folder / "config_id"
+    if path.is_file() and (known := path.read_text(encoding="utf-8", errors="replace").strip()) != config_id:
+        raise ValueError(
+            f"{folder} holds the work of configuration {known[:40]}, this is {config_id}; use another --workdir"
+        )
+    outputs.write_text(path, config_id + "\n")
+
+
+def _digest(keys: Iterable[Key], salt: bytes) -> str:
+    halves = np.array([key.halves for key in keys], np.uint32)
+    return hashlib.scrypt(halves.tobytes(), salt=salt, n=2**14, r=8, p=1, dklen=16).hex()

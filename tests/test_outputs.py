@@ -1,0 +1,87 @@
+"""Where a command may write: never over an input, over a file only where it was asked, never half a file."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from jaxbench import outputs
+
+
+def test_a_new_file_may_be_written_also_into_folders_to_be_made(tmp_path):
+    for place in (tmp_path / "new", tmp_path / "a" / "b" / "new"):
+        assert outputs.check_file(place, [None, tmp_path / "absent"]) == place
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_there_needs_overwrite(tmp_path):
+    path = tmp_path / "there"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="there exists; name another --output, or pass --overwrite"):
+        outputs.check_file(path)
+    assert outputs.check_file(path, overwrite=True) == path
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="dangling exists"):
+        outputs.check_file(tmp_path / "dangling")
+
+
+def test_an_input_is_refused_by_whatever_name(tmp_path, monkeypatch):
+    path = tmp_path / "input"
+    path.write_text("mine")
+    (tmp_path / "soft").symlink_to(path)
+    os.link(path, tmp_path / "hard")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("input", "soft", "hard", "folder/input"):
+        with pytest.raises(ValueError, match=f"--output={name} is the input .*input, which would be lost"):
+            outputs.check_file(name, [tmp_path / "other", path], overwrite=True)
+
+
+def test_what_is_no_file_or_lies_below_one_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="is a folder, wanted a file"):
+        outputs.check_file(tmp_path, overwrite=True)
+    with pytest.raises(ValueError, match="cannot be a folder: .*file is a file"):
+        outputs.check_file(tmp_path / "file" / "below")
+    with pytest.raises(ValueError, match="no ordinary file"):
+        outputs.check_file(os.devnull, overwrite=True)
+
+
+def test_a_folder_may_be_there_or_made_and_a_file_or_a_dangling_link_is_none(tmp_path):
+    for place in (tmp_path, tmp_path / "a" / "b"):
+        assert outputs.check_folder(place) == place
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    for name in ("file", "file/below", "dangling", "dangling/below"):
+        with pytest.raises(ValueError, match=rf"--workdir={tmp_path / name} cannot be a folder: .* is a file"):
+            outputs.check_folder(tmp_path / name)
+    with pytest.raises(ValueError, match="--workdir= cannot be a folder: it is empty"):
+        outputs.check_folder("")
+
+
+def test_a_folder_that_the_system_lets_nobody_write_is_named(tmp_path, monkeypatch):
+    def read_only(dir):
+        raise OSError(30, "Read-only file system", str(dir))
+
+    monkeypatch.setattr(outputs.tempfile, "TemporaryFile", read_only)
+    with pytest.raises(ValueError, match=r"--output=.*nothing can be written in .*Read-only file system"):
+        outputs.check_file(tmp_path / "x.json")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "folder" / "stage.json"
+    outputs.write_text(path, "old")
+    monkeypatch.setattr(outputs.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
+    with pytest.raises(OSError, match="no space"):
+        outputs.write_json(path, {"new": 1})
+    assert path.read_text() == "old" and os.listdir(path.parent) == ["stage.json"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000])
+def test_a_damaged_json_file_is_named(content, tmp_path):
+    path = tmp_path / "stage.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="stage.json: cannot be read as JSON .* the work is done again"):
+        outputs.read_json(path)

@@ -1,0 +1,24 @@
+"""Which devices PyTorch sees. Twin: jaxbench/devices.py."""
+
+from __future__ import annotations
+
+import torch
+
+from jaxbench import launch
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError when no such device is attached."""
+    if device not in launch.PLATFORMS:
+        raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(launch.PLATFORMS)}")
+    if device not in platforms():
+        seen = ", ".join(platforms())
+        raise ValueError(
+            f"--device={device}: PyTorch sees no {device} on this machine (it sees {seen}); use --device=cpu, or "
+            "install a build of PyTorch for the device where one is attached"
+        )
+
+
+def platforms() -> list[str]:
+    """Return the kinds of devices that PyTorch sees, sorted."""
+    return ["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]
