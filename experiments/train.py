@@ -52,7 +52,8 @@ def main() -> int:
         importlib.import_module("jaxbench.devices").check_device(values.device)
         make_engine = importlib.import_module("jaxbench.engine").Engine
     else:
-        device = torch_device(values.device)
+        importlib.import_module("torch_ref.devices").check_device(values.device)
+        device = {"gpu": "cuda"}.get(values.device, values.device)
         make_engine = functools.partial(importlib.import_module("torch_ref.engine").Engine, device=device)
     if values.find_batch_size:
         return find_batch_size(settings, make_engine)
@@ -87,21 +88,6 @@ def check_input(settings: Any) -> None:
             settings.model.resolved(None)
         except ValueError as error:
             raise ValueError(f"data: {text}: {error}") from error
-
-
-def torch_device(device: str) -> str:
-    """Return PyTorch's name of a device.
-
-    Raises:
-      ValueError: this build of PyTorch sees none.
-    """
-    if device == "cpu":
-        return device
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ValueError(f"--device={device}: PyTorch {torch.__version__} sees no GPU; use --device=cpu")
-    return "cuda"
 
 
 def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:

@@ -189,7 +189,7 @@ def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
 def _json_text(path: Path, line: int, text: str) -> str:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"dataset: {path} line {line} is not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise ValueError(f'dataset: {path} line {line} has no "text" string: {text[:60].strip()}')

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxbench import devices, launch
+from jaxbench import launch
 from tests.structure import ROOT
 
 
@@ -81,24 +81,3 @@ def test_the_compile_cache_is_one_folder_a_jaxlib_and_a_processor(monkeypatch, t
     assert first.parent == tmp_path / "xla" and "jaxlib-" in first.name and not first.exists()
     monkeypatch.setattr(launch.platform, "machine", lambda: "other")
     assert launch.compile_cache_dir() != first
-
-
-def test_a_device_that_is_not_attached_is_refused_by_its_device_files(monkeypatch):
-    monkeypatch.setattr(launch.os.path, "exists", lambda path: False)
-    for device in ("gpu", "tpu"):
-        with pytest.raises(ValueError, match=f"--device={device}, but this machine has none .*use --device=cpu"):
-            launch.check_attached(device)
-    with pytest.raises(ValueError, match="--device=npu is unknown"):
-        launch.check_attached("npu")
-    launch.check_attached("cpu")
-    monkeypatch.setattr(launch.os.path, "exists", lambda path: path == "/dev/kfd")
-    launch.check_attached("gpu")
-
-
-def test_a_device_that_jax_does_not_see_is_named_with_those_it_sees():
-    devices.check_device("cpu")
-    assert devices.platforms() == ["cpu"]
-    with pytest.raises(ValueError, match="--device=gpu: JAX sees no gpu on this machine .it sees cpu."):
-        devices.check_device("gpu")
-    with pytest.raises(ValueError, match="--device=phone is unknown"):
-        devices.check_device("phone")

@@ -21,26 +21,3 @@ def test_the_library_snippet_completes_its_prompt_and_prints_nothing_else():
     done = run(snippet + "\nimport jax\nprint(jax.config.jax_platforms)")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout.startswith(" Paris.") and done.stdout.endswith("\ncpu\n"), done.stdout
-
-
-def test_a_choice_of_platforms_is_kept(monkeypatch):
-    import jax
-
-    from jaxbench import launch, libtpu
-
-    monkeypatch.setattr(launch, "is_tpu_attached", lambda: False)
-    before = jax.config.jax_platforms
-    assert before == "cpu", "conftest.py chose it"
-    try:
-        jax.config.update("jax_platforms", "cpu,cuda")
-        libtpu.leave_out_if_absent()
-        assert jax.config.jax_platforms == "cpu,cuda"
-        jax.config.update("jax_platforms", None)
-        monkeypatch.setattr(launch, "is_tpu_attached", lambda: True)
-        libtpu.leave_out_if_absent()
-        assert jax.config.jax_platforms is None
-        monkeypatch.setattr(launch, "is_tpu_attached", lambda: False)
-        libtpu.leave_out_if_absent()
-        assert jax.config.jax_platforms == "cpu"
-    finally:
-        jax.config.update("jax_platforms", before)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, UInt32
 
-from jaxbench import devices, philox
+from jaxbench import devices, libtpu, philox
 from jaxbench.watermark import definition, pipeline, prf
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.statistics import Detections
@@ -65,6 +65,7 @@ class Detector:
         self.scheme = pipeline.checked_scheme(scheme, vocab_size)
         self.vocab_size = vocab_size
         self.tables = pipeline.own_tables(self.scheme, vocab_size, tables)
+        libtpu.leave_out_if_absent()
         devices.check_device(device)
         self._device = jax.local_devices(backend={"cpu": "cpu", "gpu": "cuda"}.get(device, device))[0]
         self._lists: dict[Key, np.ndarray] = {}

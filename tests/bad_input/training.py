@@ -34,6 +34,7 @@ CASES = [
     data("a.txt", "", "a.txt", "no text"),
     data("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "a.jsonl line 2", '"text"'),
     data("a.jsonl", '{"text": "a"\n', "a.jsonl line 1", "not JSON"),
+    data("a.jsonl", '{"text": "a"}\n' + "[" * 200_000 + "\n", "a.jsonl line 2", "not JSON"),
     data("a.txt", b"words \xff", "a.txt", "not UTF-8", "0xff"),
     data("a.npy", b"nothing", "a.npy", "cannot read"),
     data("a.npy", npy(1, 2, dtype="float32"), "a.npy", "float32"),

@@ -1,7 +1,6 @@
 """The training command's own flags; what it runs is tested in tests/test_train_run.py."""
 
 import os
-import runpy
 import subprocess
 import sys
 
@@ -27,15 +26,3 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, message, tmp_path):
     command = [sys.executable, str(ROOT / "experiments" / "train.py"), f"--workdir={tmp_path}", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, cwd=ROOT, timeout=60)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-
-
-def test_a_build_of_pytorch_without_gpus_is_named(monkeypatch):
-    import torch
-
-    name_of = runpy.run_path(str(ROOT / "experiments" / "train.py"))["torch_device"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert name_of("cpu") == "cpu"
-    with pytest.raises(ValueError, match=r"--device=gpu: PyTorch \d.* sees no GPU; use --device=cpu"):
-        name_of("gpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert name_of("gpu") == "cuda"
