@@ -36,9 +36,9 @@ CASES = [
     data("a.jsonl", '{"text": "a"\n', "a.jsonl line 1", "not JSON"),
     data("a.jsonl", '{"text": "a"}\n' + "[" * 200_000 + "\n", "a.jsonl line 2", "not JSON"),
     data("a.txt", b"words \xff", "a.txt", "not UTF-8", "0xff"),
-    data("a.npy", b"nothing", "a.npy", "cannot read"),
-    data("a.npy", npy(1, 2, dtype="float32"), "a.npy", "float32"),
-    data("a.bin", b"\x01", "a.bin", "cannot read"),
+    data("a.npy", b"nothing", "a.npy", "cannot read", options=VOCABULARY),
+    data("a.npy", npy(1, 2, dtype="float32"), "a.npy", "float32", options=VOCABULARY),
+    data("a.bin", b"\x01", "a.bin", "cannot read", options=VOCABULARY),
     data("a.csv", "text", "a.csv", "unknown suffix"),
     data("a.txt.gz", b"\x1f\x8bnothing", "a.txt.gz", "cannot read"),
 ]
