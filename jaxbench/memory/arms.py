@@ -49,6 +49,7 @@ class Arm(Base):
 
     d_ff: int = Field(gt=0)
     memory: DecoderMemory | None = None
+    window: int | None = Field(default=None, gt=0)  # instead of that of Arms
     learning_rates: tuple[float, ...] = ()  # instead of those of Arms
     seeds: tuple[int, ...] = ()  # instead of those of Arms
     against: str | None = None  # another arm, its rival, from which it is told apart; None = the first
@@ -57,7 +58,7 @@ class Arm(Base):
 class Arms(Base):
     """Which decoders are trained on what, and for how long: configs/memory/arms.yaml."""
 
-    window: int = Field(gt=0)  # tokens that a layer's attention sees, in every arm
+    window: int = Field(gt=0)  # tokens that a layer's attention sees, in every arm that has no window of its own
     decoder: Decoder = Decoder()
     arms: dict[str, Arm] = Field(min_length=1)
     tasks: dict[str, AnyTask] = Field(min_length=1)  # name of a row -> task at the length of training
@@ -77,8 +78,11 @@ class Arms(Base):
     @pydantic.model_validator(mode="after")
     def _check(self) -> Arms:
         for name, arm in self.arms.items():
-            if arm.memory is not None and arm.memory.window not in (None, self.window):
-                raise ValueError(f"arms: window of {name} is {arm.memory.window}, and window={self.window}")
+            wanted = arm.window or self.window
+            if arm.memory is not None and arm.memory.window not in (None, wanted):
+                raise ValueError(
+                    f"arms: window of {name}'s memory is {arm.memory.window}, and that of the arm {wanted}"
+                )
             if arm.against is not None and (arm.against == name or arm.against not in self.arms):
                 raise ValueError(f"arms: {name} is against {arm.against}, wanted another of {', '.join(self.arms)}")
         for name, steps in self.task_steps.items():
@@ -102,8 +106,8 @@ class Arms(Base):
         longest = max(task.length for task in self.tasks.values()) * max(self.factors)
         sizes = self.decoder.model_dump(exclude={"initial_std"}) | {"num_kv_heads": self.decoder.num_heads}
         plain = TransformerConfig(
-            vocab_size=vocab_size, max_seq_len=longest, sliding_window=self.window, tie_embeddings=True,
-            d_ff=self.arms[arm].d_ff, **sizes,
+            vocab_size=vocab_size, max_seq_len=longest, sliding_window=self.arms[arm].window or self.window,
+            tie_embeddings=True, d_ff=self.arms[arm].d_ff, **sizes,
         )  # fmt: skip
         return decoder_config.with_memory(plain, self.arms[arm].memory)
 

@@ -146,6 +146,8 @@ CASES: tuple[Case, ...] = (
     _memory("neural-padded", seed=1, depth=1, residual_norm=True, loss_reduction="mean", max_update_norm=0.5),
     _memory("neural-linear", depth=1, read="chunk", forgetting=False, qkv_activation="none", qk_norm=False,
             max_theta=0.1),
+    _memory("neural-before", seed=1, read="before", activation="gelu_erf"),
+    _memory("neural-none", seed=1, depth=0),
     Case("memory/bank", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2),
          module="memory.bank", task="memory.bank", data="memory.bank_config", length=22, prompt=0, seed=1,
          backends=("flax",)),
