@@ -21,9 +21,9 @@ import pydantic
 
 
 class Base(pydantic.BaseModel):
-    """A frozen configuration that rejects unknown keys."""
+    """A frozen configuration that rejects unknown keys and numbers that are not finite."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RotaryScaling(Base):

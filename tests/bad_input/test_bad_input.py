@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bad_input import core, harness
+from tests.bad_input import core, harness, memory
 
-CASES = list(harness.cases(core))
+CASES = list(harness.cases(core, memory))
 
 
 @pytest.fixture(scope="module", autouse=True)

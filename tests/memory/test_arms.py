@@ -182,6 +182,36 @@ def test_arms_are_compared_with_their_rival_seed_by_seed(tmp_path):
     assert "<polyline" not in arm_report.picture(settings, rows)
 
 
+def test_an_arm_may_have_a_window_of_its_own():
+    names = {"plain": {"d_ff": 16}, "full": {"d_ff": 16, "window": 16}}
+    settings = arms.Arms(**PLAIN | {"arms": names})
+    assert [settings.model(name, 16).sliding_window for name in names] == [4, 16]
+    with pytest.raises(ValueError, match="window of full is 4, and window=16"):
+        memory = {"kind": "mag", "window": 4, "neural": {"d_model": 16, "num_heads": 1, "head_dim": 16}}
+        arms.Arms(**PLAIN | {"arms": names | {"full": {"d_ff": 16, "window": 16, "memory": memory}}})
+
+
+def test_a_record_without_its_end_of_line_is_taken_again_not_lost(finished, tmp_path):
+    """A line cut off just before its end is removed when the next one is written, so it is no finished run."""
+    path = tmp_path / "runs-1-of-1.jsonl"
+    path.write_text((finished / path.name).read_text().rstrip("\n"))
+    assert arms.known(arms.Arms(**PLAIN), tmp_path) == {}
+    path.write_text((finished / path.name).read_text())
+    assert len(arms.known(arms.Arms(**PLAIN), tmp_path)) == 1
+
+
+def test_a_text_that_is_too_short_to_be_asked_about_is_refused_before_anything_is_trained(tmp_path):
+    from jaxbench.memory import arm_runs
+
+    path = tmp_path / "text.txt"
+    path.write_text(1000 * "a")  # 50 tokens are the last half of what is held out
+    task = {"task": "text", "length": 16, "path": str(path)}
+    settings = arms.Arms(**TEXT | {"tasks": {"prose": task}, "factors": [1, 4]})
+    with pytest.raises(ValueError, match="rows of length=64 do not fit into a part of 51 tokens"):
+        arm_runs.run_all(settings, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_arm_may_have_seeds_and_rates_of_its_own():
     names = {"plain": {"d_ff": 16}, "memory": {"d_ff": 16, "seeds": [1, 5], "learning_rates": [1e-3]}}
     settings = arms.Arms(**PLAIN | {"arms": names, "seeds": [0, 1]})
