@@ -73,7 +73,8 @@ class Cost(Base):
 
     layer: LayerShape
     lengths: Several[Length] = (2048, 8192, 32768, 131072)
-    segment: int = Field(default=2048, ge=1)  # tokens of a call for the memories, whose state goes on to the next
+    # tokens of a call for the memories, whose state goes on to the next; PyTorch's meta device cannot follow one token
+    segment: int = Field(default=2048, ge=2)
     repeats: int = Field(default=3, ge=1)  # timed calls, after one that is not counted
     max_bytes: float = Field(default=4e9, gt=0)  # more temporary bytes: not timed
     max_flops: float = Field(default=3e12, gt=0)  # more FLOPs: not timed
@@ -81,6 +82,10 @@ class Cost(Base):
     @pydantic.model_validator(mode="after")
     def _check(self) -> Cost:
         for length in self.lengths:
+            if length < 2:
+                raise ValueError(
+                    f"cost: length {length} is one token, whose bytes cannot be counted; wanted at least 2"
+                )
             if length > self.segment and length % self.segment:
                 raise ValueError(f"cost: length {length} is not a multiple of segment={self.segment}")
         return self

@@ -155,6 +155,8 @@ COSTS = [
     Case(_set(COST, "lengths=[]"), ("lengths", "at least 1 item")),
     Case(_set(COST, "lengths=[-5]"), ("lengths.0", "greater than or equal to 1")),
     Case(_set(COST, "lengths=[0]"), ("lengths.0", "greater than or equal to 1")),
+    Case(_set(COST, "lengths=[1]"), ("length 1", "at least 2")),
+    Case(_set(COST, "segment=1"), ("segment", "greater than or equal to 2")),
     Case(_set(COST, "lengths=2048"), ("lengths", "valid tuple")),
     Case(_set(COST, "lengths=[2048, 2048]"), ("lengths", "2048 is given twice")),
     Case(_set(COST, "lengths=[3000]"), ("3000", "segment=2048")),
