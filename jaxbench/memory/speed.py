@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
@@ -43,7 +43,7 @@ class Network(Base):
 class Speed(Base):
     """What is measured."""
 
-    networks: tuple[Network, ...] = Field(min_length=1)
+    networks: Several[Network]
     engines: Several[Literal["flax", "torch"]] = ("flax", "torch")
     batch: int = Field(default=2, ge=1)
     length: Length = 1024
@@ -51,11 +51,13 @@ class Speed(Base):
     repeats: int = Field(default=5, ge=1)  # calls of a case in a launch
     memory_lengths: Several[Length] = (1024, 4096)  # at which peak memory is taken
     # forward and backward, batch 1, first network
-    slope_lengths: Annotated[Several[Length], Field(min_length=2)] = (1024, 2048, 4096, 8192, 16384)
+    slope_lengths: Several[Length] = (1024, 2048, 4096, 8192, 16384)
     slope_repeats: int = Field(default=3, ge=1)
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Speed:
+        if len(self.slope_lengths) < 2:
+            raise ValueError(f"speed: slope_lengths={list(self.slope_lengths)} give no slope, wanted at least 2")
         names = [network.name for network in self.networks]
         for index, network in enumerate(self.networks):
             if network.name in names[:index]:

@@ -76,6 +76,8 @@ def test_the_report_holds_what_was_found(finished):
     shown = arm_report.write(settings, arms.known(settings, finished), finished)
     assert [table.row_count for table in shown] == [1, 1] and "plain" in (finished / "report.html").read_text()
     assert (finished / "results.csv").read_text().count("\n") == len(rows) + 1
+    (run,) = json.loads((finished / "summary.json").read_text())["runs"]
+    assert run["factors"] == record["factors"]  # so that later arms can be paired with these runs
 
 
 def test_the_learning_rate_is_chosen_by_held_out_rows():
