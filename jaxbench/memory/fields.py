@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 def _different(values: tuple[Item, ...]) -> tuple[Item, ...]:
     # Not a Field(min_length=1), which also complains about a list whose only item is wrong.
     if not values:
-        raise ValueError("it is empty, wanted at least one")
+        raise ValueError(f"{list(values)} is empty, wanted at least one")
     for index, value in enumerate(values):
         if value in values[:index]:
             raise ValueError(f"{value} is given twice")
