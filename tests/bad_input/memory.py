@@ -190,7 +190,8 @@ SPEEDS = [
     Case(
         _set(
             SPEED,
-            "networks=[{name: a, shape: &s {d_model: 8, num_heads: 2, head_dim: 4}}, {name: a, shape: *s, reads: [chunk]}]",
+            "networks=[{name: a, shape: &s {d_model: 8, num_heads: 1, head_dim: 4}}, "
+            "{name: a, shape: *s, reads: [token]}]",
         ),
         ("two networks", "named a"),
     ),
