@@ -8,6 +8,7 @@ import scipy.stats
 
 from jaxbench import config
 from jaxbench.memory import arm_report, arms, tasks, text_task
+from tests.structure import ROOT
 
 PLAIN = {
     "window": 4,
@@ -191,6 +192,25 @@ def test_an_arm_may_have_a_window_of_its_own():
     with pytest.raises(ValueError, match="window of full is 4, and window=16"):
         memory = {"kind": "mag", "window": 4, "neural": {"d_model": 16, "num_heads": 1, "head_dim": 16}}
         arms.Arms(**PLAIN | {"arms": names | {"full": {"d_ff": 16, "window": 16, "memory": memory}}})
+
+
+@pytest.mark.parametrize(("arm", "reach"), [("plain", 7), ("no learning", 7), ("convolution only", 7), ("mag", 35)])
+def test_controls_on_books_see_as_far_as_the_plain_decoder_and_memory_sees_everything(arm, reach):
+    import jax
+    import jax.numpy as jnp
+
+    from jaxbench import transformer
+    from jaxbench.memory import decoder_config
+
+    settings = config.load(ROOT / "configs" / "memory" / "books.yaml", (), arms.Arms)
+    model = settings.model(arm, 257)
+    decoder = transformer.build(model, decoder_config.initial_params(model, 0, distinct=True))
+    tokens = np.random.default_rng(0).integers(256, size=(1, 40))
+    changed = tokens.copy()
+    changed[0, 5] += 1
+    run = jax.jit(lambda tokens: decoder(tokens, jnp.arange(40)[None]))
+    moved = np.abs(np.asarray(run(tokens) - run(changed))).max(axis=-1)[0]
+    np.testing.assert_array_equal(np.flatnonzero(moved), np.arange(5, 5 + reach))
 
 
 def test_a_record_without_its_end_of_line_is_taken_again_not_lost(finished, tmp_path):
