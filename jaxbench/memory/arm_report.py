@@ -23,7 +23,7 @@ def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path)
     rows, lengths = arms.summarise(settings, dict(finished)), arms.by_length(settings, dict(finished))
     costs = [
         {"task": run.task, "arm": run.arm, "learning_rate": run.learning_rate, "seed": run.seed}
-        | {name: record[name] for name in ("seconds", "cpu_seconds", "held_out", "parameters", "skipped")}
+        | {name: record[name] for name in ("seconds", "cpu_seconds", "held_out", "parameters", "skipped", "factors")}
         for run, record in finished.items()
     ]
     summary = {

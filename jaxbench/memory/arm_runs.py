@@ -31,12 +31,18 @@ def run_all(settings: Arms, workdir: str | Path, *, part: slice = slice(0, None,
 
     Args:
       part: which of the runs, cli.part().
+
+    Raises:
+      ValueError: a text has too few bytes, or a file of the folder holds what is no run; nothing was written then.
     """
     workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
+    for task in settings.tasks.values():
+        if isinstance(task, TextConfig):
+            text_task.check(task, settings.factors)
     path, trials = workdir / f"runs-{part.start + 1}-of-{part.step}.jsonl", Trials(settings)
     mine, done = arms.runs(settings)[part], arms.known(settings, workdir)
     left = [run for run in mine if run not in done]
+    workdir.mkdir(parents=True, exist_ok=True)
     _cut_short(path)
     display = observe.Display(len(mine), what="run")
     display.start(len(mine) - len(left))

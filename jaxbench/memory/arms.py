@@ -26,6 +26,7 @@ from jaxbench.bench import statistics
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.memory import decoder_config, text_task
 from jaxbench.memory.decoder_config import DecoderMemory
+from jaxbench.memory.fields import Length, Rate, Seed, Several
 from jaxbench.memory.tasks import TaskConfig
 from jaxbench.memory.text_task import TextConfig
 
@@ -49,36 +50,36 @@ class Arm(Base):
 
     d_ff: int = Field(gt=0)
     memory: DecoderMemory | None = None
-    learning_rates: tuple[float, ...] = ()  # instead of those of Arms
-    seeds: tuple[int, ...] = ()  # instead of those of Arms
+    window: int | None = Field(default=None, gt=0)  # instead of that of Arms
+    learning_rates: Several[Rate] | None = None  # instead of those of Arms
+    seeds: Several[Seed] | None = None  # instead of those of Arms
     against: str | None = None  # another arm, its rival, from which it is told apart; None = the first
 
 
 class Arms(Base):
     """Which decoders are trained on what, and for how long: configs/memory/arms.yaml."""
 
-    window: int = Field(gt=0)  # tokens that a layer's attention sees, in every arm
+    window: int = Field(gt=0)  # tokens that a layer's attention sees, in every arm that has no window of its own
     decoder: Decoder = Decoder()
     arms: dict[str, Arm] = Field(min_length=1)
     tasks: dict[str, AnyTask] = Field(min_length=1)  # name of a row -> task at the length of training
-    learning_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)  # peaks of AdamW, cosine to a tenth
-    seeds: tuple[int, ...] = (0, 1, 2)
+    learning_rates: Several[Rate] = (1e-3, 3e-3, 1e-2)  # peaks of AdamW, cosine to a tenth
+    seeds: Several[Seed] = (0, 1, 2)
     steps: int = Field(default=1000, ge=1)
     task_steps: dict[str, int] = {}  # instead of steps, by task
     batch_size: int = Field(default=32, ge=1)  # rows a step
     warmup_steps: int = Field(default=50, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
-    factors: tuple[int, ...] = Field(
-        default=(1, 2, 4, 8, 16), min_length=1
-    )  # times the training length, at which the arms are asked
+    factors: Several[Length] = (1, 2, 4, 8, 16)  # times the training length, at which the arms are asked
     test_rows: int = Field(default=128, ge=8)  # at each factor
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Arms:
         for name, arm in self.arms.items():
-            if arm.memory is not None and arm.memory.window not in (None, self.window):
-                raise ValueError(f"arms: window of {name} is {arm.memory.window}, and window={self.window}")
+            wanted = arm.window or self.window
+            if arm.memory is not None and arm.memory.window not in (None, wanted):
+                raise ValueError(f"arms: window of {name} is {arm.memory.window}, and window={wanted}")
             if arm.against is not None and (arm.against == name or arm.against not in self.arms):
                 raise ValueError(f"arms: {name} is against {arm.against}, wanted another of {', '.join(self.arms)}")
         for name, steps in self.task_steps.items():
@@ -102,8 +103,8 @@ class Arms(Base):
         longest = max(task.length for task in self.tasks.values()) * max(self.factors)
         sizes = self.decoder.model_dump(exclude={"initial_std"}) | {"num_kv_heads": self.decoder.num_heads}
         plain = TransformerConfig(
-            vocab_size=vocab_size, max_seq_len=longest, sliding_window=self.window, tie_embeddings=True,
-            d_ff=self.arms[arm].d_ff, **sizes,
+            vocab_size=vocab_size, max_seq_len=longest, sliding_window=self.arms[arm].window or self.window,
+            tie_embeddings=True, d_ff=self.arms[arm].d_ff, **sizes,
         )  # fmt: skip
         return decoder_config.with_memory(plain, self.arms[arm].memory)
 
@@ -132,7 +133,7 @@ class Run(NamedTuple):
 def runs(settings: Arms) -> list[Run]:
     """Return every run: all arms of a task, seed after seed, so that an unfinished table is of whole seeds."""
     found = []
-    for seed in dict.fromkeys((*settings.seeds, *(seed for arm in settings.arms.values() for seed in arm.seeds))):
+    for seed in dict.fromkeys((*settings.seeds, *(seed for arm in settings.arms.values() for seed in arm.seeds or ()))):
         for task in settings.tasks:
             for name, arm in settings.arms.items():
                 if seed not in (arm.seeds or settings.seeds):
@@ -162,19 +163,32 @@ def identity(settings: Arms, run: Run) -> dict[str, Any]:
 
 
 def known(settings: Arms, workdir: str | Path) -> dict[Run, dict[str, Any]]:
-    """Return the finished runs of a folder, by run; lines cut short and runs of other settings are left out."""
+    """Return the finished runs of a folder, by run; a last line cut short and runs of other settings are left out.
+
+    Raises:
+      ValueError: another line of its files is no record of a run.
+    """
     wanted = {run: identity(settings, run) for run in runs(settings)}
     found: dict[Run, dict[str, Any]] = {}
     for path in sorted(Path(workdir).glob(RECORDS)):
-        for line in path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            run = Run(*record["identity"]["run"])
+        for run, record in _records(path):
             if wanted.get(run) == record["identity"]:
                 found[run] = record
     return found
+
+
+def _records(path: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Yield the runs of a file and their records; what stands behind the last end of a line was cut short."""
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            run = Run(*record["identity"]["run"])
+            is_whole = isinstance(hash(run), int) and {"held_out", "factors"} <= set(record)
+        except (ValueError, KeyError, TypeError):
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"arms: {path} line {number} is no record of a run; remove it, or name another --workdir")
+        yield run, record
 
 
 # Distances

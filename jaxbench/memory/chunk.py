@@ -30,6 +30,7 @@ from jaxtyping import Bool, Float
 from jaxbench.memory.products import multiply, multiply_transposed, outer
 
 GELU = (math.sqrt(2.0 / math.pi), 0.044715)  # of the tanh approximation (Hendrycks and Gimpel 2016)
+ROOT_HALF, ROOT_TAU = math.sqrt(0.5), math.sqrt(2.0 * math.pi)
 
 
 class Weights(NamedTuple):
@@ -54,9 +55,9 @@ class Tokens(NamedTuple):
 class Rule(NamedTuple):
     """How memories read and learn; static."""
 
-    activation: str  # "gelu" or "silu"
+    activation: str  # "gelu", "gelu_erf" or "silu"
     loss_scale: float  # of the squared error: 1 = sum over the width
-    read: str  # "token" or "chunk"
+    read: str  # "token", "before" or "chunk"
     max_update_norm: float | None
     norm_eps: float
 
@@ -86,7 +87,7 @@ def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
     """
     tokens = _silenced(tokens)
     length, dtype = tokens.theta.shape[1], tokens.theta.dtype
-    first = 0 if read == "token" else length - 1
+    first = length - 1 if read == "chunk" else 0
     beta, retained = _products(tokens.log_keep, first, length, dtype)
     retained = jnp.broadcast_to(retained, (len(tokens.theta), *retained.shape[1:]))
     if tokens.is_token is not None:
@@ -124,9 +125,11 @@ def _silenced(tokens: Tokens) -> Tokens:
 
 
 def activate(kind: str, z: Float[Array, "E T I"]) -> Float[Array, "E T I"]:
-    """Return GELU in its tanh form, or SiLU."""
+    """Return GELU, in its tanh form or exact (gelu_erf), or SiLU."""
     if kind == "silu":
         return z * jax.nn.sigmoid(z)
+    if kind == "gelu_erf":
+        return z * _normal_below(z)
     return 0.5 * z * (1.0 + jnp.tanh(GELU[0] * (z + GELU[1] * z * z * z)))
 
 
@@ -135,8 +138,15 @@ def slope(kind: str, z: Float[Array, "E T I"]) -> Float[Array, "E T I"]:
     if kind == "silu":
         gate = jax.nn.sigmoid(z)
         return gate * (1.0 + z * (1.0 - gate))
+    if kind == "gelu_erf":
+        return _normal_below(z) + z * jnp.exp(-0.5 * z * z) / ROOT_TAU
     tanh = jnp.tanh(GELU[0] * (z + GELU[1] * z * z * z))
     return 0.5 * (1.0 + tanh) + 0.5 * z * (1.0 - tanh * tanh) * GELU[0] * (1.0 + 3.0 * GELU[1] * z * z)
+
+
+def _normal_below(z: Array) -> Array:
+    """Return how much of a standard normal lies below z."""
+    return 0.5 + 0.5 * lax.erf(ROOT_HALF * z)
 
 
 def _normalise(x: Array, eps: float) -> tuple[Array, Array]:
@@ -205,10 +215,11 @@ def learn(
         # A token's gradient longer than the limit is shortened to it: clipping before the sum keeps reads causal.
         limit = rule.max_update_norm
         theta = theta * limit * lax.rsqrt(jnp.maximum(squares, limit * limit))
-    if rule.read == "token":
-        answer = _recall_each(weights, momentum, tokens.query, found, parts, theta, rule)
-    else:
+    if rule.read == "chunk":
         answer = recall(anchor, tokens.query, rule)
+    else:
+        own = _one_back(parts) if rule.read == "before" else parts
+        answer = _recall_each(weights, momentum, tokens.query, found, own, theta, rule)
     last = Coefficients(*(None if x is None else x[:, -1] for x in parts[:-1]), parts.e)
     shares = (last.c * theta, last.e * theta)
     moved = [_moved(*each, shares, last) for each in zip(weights.kernels, momentum.kernels, found.inputs, found.deltas)]
@@ -219,6 +230,19 @@ def learn(
         gain = tuple(x[:, 0] for x in gain)
     kernels, momenta = zip(*moved, strict=True)
     return answer, Weights(kernels, gain[0]), Weights(momenta, gain[1])
+
+
+def _one_back(parts: Coefficients) -> Coefficients:
+    """Return the coefficients of the weights W_(t-1) that each token finds: those of the token before it."""
+
+    def moved(x: Array | None, first: float) -> Array | None:
+        return (
+            None
+            if x is None
+            else jnp.pad(x[:, :-1], ((0, 0), (1, 0), *((0, 0),) * (x.ndim - 2)), constant_values=first)
+        )
+
+    return Coefficients(moved(parts.beta, 1.0), moved(parts.f, 0.0), moved(parts.p, 1.0), moved(parts.c, 0.0), parts.e)
 
 
 def _moved(

@@ -24,12 +24,12 @@ class NeuralMemoryConfig(Base):
     num_heads: int = Field(gt=0)  # memories side by side
     head_dim: int = Field(gt=0)  # width of keys, values and queries of one memory
     chunk_size: int = Field(default=64, gt=0)  # tokens whose gradients are taken at the same weights; 1 = recurrence
-    depth: int = Field(default=2, ge=1, le=4)  # layers of the network; 1 = a matrix
+    depth: int = Field(default=2, ge=0, le=4)  # layers of the network; 1 = a matrix; 0 = none: queries are the answers
     hidden_factor: int = Field(default=2, gt=0)  # width of its hidden layers / head_dim
-    activation: Literal["gelu", "silu"] = "gelu"  # between its layers; gelu is the tanh approximation
+    activation: Literal["gelu", "gelu_erf", "silu"] = "gelu"  # between its layers; gelu is the tanh approximation
     residual_norm: bool = False  # M(x) = LayerNorm(network(x)) (1 + gain) + x, of Sun et al. 2024; the paper is silent
     loss_reduction: Literal["sum", "mean"] = "sum"  # over the head's width; mean = a learning rate / head_dim
-    read: Literal["token", "chunk"] = "token"  # which weights answer token t: M_t, or those before its chunk
+    read: Literal["token", "before", "chunk"] = "token"  # weights that answer token t: M_t, M_(t-1), M before its chunk
     momentum: bool = True  # False: eta = 0
     forgetting: bool = True  # False: alpha = 0
     max_theta: float = Field(default=1.0, gt=0)  # theta lies in (0, max_theta)
@@ -51,12 +51,24 @@ class NeuralMemoryConfig(Base):
             raise ValueError(
                 f"memory: initial_theta={self.initial_theta} is not below max_theta={self.max_theta}, its upper limit"
             )
+        if not self.depth and (self.residual_norm or self.num_persistent):
+            raise ValueError(
+                f"memory: depth=0 has no network to normalise or to learn from persistent tokens: wanted "
+                f"residual_norm=false and num_persistent=0, got {str(self.residual_norm).lower()} and "
+                f"{self.num_persistent}"
+            )
         return self
+
+    @property
+    def streams(self) -> str:
+        """Return which projections there are: queries, keys and values, or without a network queries alone."""
+        return "qkv" if self.depth else "q"
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Return the widths of the network's layers, input first."""
-        return (self.head_dim, *(self.depth - 1) * (self.hidden_factor * self.head_dim,), self.head_dim)
+        hidden = (self.depth - 1) * (self.hidden_factor * self.head_dim,)
+        return (self.head_dim, *hidden, self.head_dim) if self.depth else ()
 
     @property
     def weights_per_row(self) -> int:
@@ -68,9 +80,9 @@ class NeuralMemoryConfig(Base):
 def parameter_shapes(config: NeuralMemoryConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a neural memory by its dotted name; kernels are (in, out)."""
     c, width = config, config.num_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.kernel": (c.d_model, width) for x in "qkv"}
+    shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.kernel": (c.d_model, width) for x in c.streams}
     if c.conv_size > 1:
-        shapes |= {f"{x}_conv.kernel": (c.conv_size, width) for x in "qkv"}
+        shapes |= {f"{x}_conv.kernel": (c.conv_size, width) for x in c.streams}
     for gate in gate_names(c):
         shapes |= {f"{gate}.kernel": (c.d_model, c.num_heads), f"{gate}.bias": (c.num_heads,)}
     pairs = zip(c.widths, c.widths[1:])
@@ -86,9 +98,9 @@ def parameter_shapes(config: NeuralMemoryConfig) -> dict[str, tuple[int, ...]]:
 
 
 def gate_names(config: NeuralMemoryConfig) -> tuple[str, ...]:
-    """Return the gates that a configuration has, of eta, theta and alpha."""
+    """Return the gates that a configuration has, of eta, theta and alpha; without a network none."""
     used = {"eta": config.momentum, "theta": True, "alpha": config.forgetting}
-    return tuple(name for name, is_used in used.items() if is_used)
+    return tuple(name for name, is_used in used.items() if is_used and config.depth)
 
 
 def initial_params(
@@ -106,7 +118,7 @@ def initial_params(
         noise = philox.normal(seed, step=0, site=name, num_elements=math.prod(shape)).reshape(shape)
         centre, spread = _distribution(config, name, shape, std)
         params[name] = centre + (max(spread, 0.1) if distinct else spread) * noise
-    if config.initial_match and not distinct:
+    if config.initial_match and config.depth and not distinct:
         params["k_proj.kernel"] = params["q_proj.kernel"].copy()
         if config.conv_size > 1:
             params["k_conv.kernel"] = np.full_like(params["k_conv.kernel"], 1.0 / config.conv_size)

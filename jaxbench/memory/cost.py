@@ -21,6 +21,7 @@ from jaxbench.config import Base
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.fields import Length, Several
 
 LAYERS = ("naive", "blocked", "bank", "neural")
 TITLES = {
@@ -44,6 +45,12 @@ class LayerShape(Base):
     window: int = Field(gt=0)  # of the attention beside the bank
     neural: NeuralMemoryConfig
 
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> LayerShape:
+        for layer in ("bank", "neural"):
+            self.block(layer)  # refused here, before anything is measured
+        return self
+
     def block(self, layer: str) -> BlockConfig:
         """Return the block of a memory: attention to a window beside a bank, or the neural memory alone."""
         sizes = {"d_model": self.d_model, "num_heads": self.num_heads, "num_kv_heads": self.num_heads}
@@ -65,8 +72,9 @@ class Cost(Base):
     """What is measured."""
 
     layer: LayerShape
-    lengths: tuple[int, ...] = (2048, 8192, 32768, 131072)
-    segment: int = Field(default=2048, ge=1)  # tokens of a call for the memories, whose state goes on to the next
+    lengths: Several[Length] = (2048, 8192, 32768, 131072)
+    # tokens of a call for the memories, whose state goes on to the next; PyTorch's meta device cannot follow one token
+    segment: int = Field(default=2048, ge=2)
     repeats: int = Field(default=3, ge=1)  # timed calls, after one that is not counted
     max_bytes: float = Field(default=4e9, gt=0)  # more temporary bytes: not timed
     max_flops: float = Field(default=3e12, gt=0)  # more FLOPs: not timed
@@ -74,6 +82,10 @@ class Cost(Base):
     @pydantic.model_validator(mode="after")
     def _check(self) -> Cost:
         for length in self.lengths:
+            if length < 2:
+                raise ValueError(
+                    f"cost: length {length} is one token, whose bytes cannot be counted; wanted at least 2"
+                )
             if length > self.segment and length % self.segment:
                 raise ValueError(f"cost: length {length} is not a multiple of segment={self.segment}")
         return self
@@ -90,6 +102,7 @@ class Measured(NamedTuple):
 def run(settings: Cost, workdir: str | Path) -> dict[str, Any]:
     """Measure layers by length, write summary.json, cost.csv, cost.html and cost.svg, and return the summary."""
     workdir, rows = Path(workdir), []
+    workdir.mkdir(parents=True, exist_ok=True)
     parts = {name: importlib.import_module(module) for name, module in BACKENDS.items()}
     for length in settings.lengths:
         for layer in LAYERS:

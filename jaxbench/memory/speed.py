@@ -12,9 +12,10 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pydantic
 from pydantic import Field
 
 from jaxbench import launch
@@ -22,6 +23,7 @@ from jaxbench.bench import environment, records, statistics
 from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.config import Base
 from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.fields import Length, Several
 
 ROOT = Path(__file__).resolve().parents[2]
 TITANS = ".venvs/titans/bin/python"  # made by `make peers`
@@ -33,23 +35,36 @@ TIMEOUT_S = 600.0  # of one request
 class Network(Base):
     """A memory that all arms build."""
 
-    name: str
+    name: str = Field(min_length=1)
     shape: NeuralMemoryConfig
-    reads: tuple[Literal["token", "chunk"], ...] = ("token", "chunk")  # how jaxbench reads; titans-pytorch: by chunks
+    reads: Several[Literal["token", "chunk"]] = ("token", "chunk")  # how jaxbench reads; titans-pytorch: by chunks
 
 
 class Speed(Base):
     """What is measured."""
 
-    networks: tuple[Network, ...]
-    engines: tuple[str, ...] = ("flax", "torch")
+    networks: Several[Network]
+    engines: Several[Literal["flax", "torch"]] = ("flax", "torch")
     batch: int = Field(default=2, ge=1)
-    length: int = Field(default=1024, ge=1)
+    length: Length = 1024
     launches: int = Field(default=6, ge=2)
     repeats: int = Field(default=5, ge=1)  # calls of a case in a launch
-    memory_lengths: tuple[Annotated[int, Field(ge=1)], ...] = (1024, 4096)  # at which peak memory is taken
-    slope_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # forward and backward, batch 1, first network
+    memory_lengths: Several[Length] = (1024, 4096)  # at which peak memory is taken
+    # forward and backward, batch 1, first network
+    slope_lengths: Several[Length] = (1024, 2048, 4096, 8192, 16384)
     slope_repeats: int = Field(default=3, ge=1)
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Speed:
+        if len(self.slope_lengths) < 2:
+            raise ValueError(f"speed: slope_lengths={list(self.slope_lengths)} give no slope, wanted at least 2")
+        names = [network.name for network in self.networks]
+        for index, network in enumerate(self.networks):
+            if network.name in names[:index]:
+                raise ValueError(f"speed: two networks are named {network.name}; results are told apart by their names")
+            if not network.shape.depth:
+                raise ValueError(f"speed: network {network.name} has depth=0, wanted one that learns: 1 to 4")
+        return self
 
 
 def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
@@ -59,6 +74,7 @@ def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
       ValueError: a part of jaxbench itself failed.
     """
     workdir = Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
     arms = [*settings.engines, "titans"]
     missing, rows, memory = {}, [], []
     if not (ROOT / TITANS).exists():

@@ -24,6 +24,7 @@ from jaxbench import data
 from jaxbench.bench import environment, records
 from jaxbench.config import Base
 from jaxbench.memory import config, neural
+from jaxbench.memory.fields import Length, Seed, Several
 
 BYTES = 256
 
@@ -32,16 +33,24 @@ class Stability(Base):
     """What is trained."""
 
     memory: config.NeuralMemoryConfig
-    depths: tuple[Annotated[int, Field(ge=1, le=4)], ...] = (2, 4)  # layers of the memory's network, a run each
+    depths: Several[Annotated[int, Field(ge=1, le=4)]] = (2, 4)  # layers of the memory's network, a run each
     steps: int = Field(default=2000, ge=1)
-    length: int = Field(default=1024, ge=1)  # tokens of a row
+    length: Length = 1024  # tokens of a row
     batch: int = Field(default=1, ge=1)
     learning_rate: float = Field(default=3e-3, gt=0)  # of AdamW, constant
-    seed: int = 0
+    seed: Seed = 0
 
 
 def run(settings: Stability, workdir: str | Path) -> dict[str, Any]:
-    """Train once for each depth, write summary.json, and return it."""
+    """Train once for each depth, write summary.json, and return it.
+
+    Raises:
+      ValueError: the text is not longer than a row.
+    """
+    size = len(_text())
+    if settings.length >= size:
+        raise ValueError(f"stability: length={settings.length} must be below the {size} bytes of the default text")
+    Path(workdir).mkdir(parents=True, exist_ok=True)
     rows = [train(settings, depth) for depth in settings.depths]
     about = environment.describe(threads=environment.usable_cores())
     summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
@@ -74,7 +83,7 @@ def train(settings: Stability, depth: int) -> dict[str, Any]:
         seen = jnp.stack([loss, optax.tree.norm(grads), weight])
         return optax.apply_updates(learned, updates), moments, seen
 
-    text = np.frombuffer("\n".join(data.load_text()).encode(), np.uint8).astype(np.int32)
+    text = _text()
     moments, seen, start = optimizer.init(learned), [], time.perf_counter()
     for number in range(settings.steps):
         places = random.integers(len(text) - settings.length, size=settings.batch)
@@ -85,6 +94,11 @@ def train(settings: Stability, depth: int) -> dict[str, Any]:
             text_of = f"    depth {depth}, step {number + 1} of {settings.steps}: loss {float(found[0]):.3f}"
             print(text_of, file=sys.stderr, flush=True)
     return {"depth": depth, "steps": settings.steps, "seconds": time.perf_counter() - start} | _summary(np.stack(seen))
+
+
+def _text() -> np.ndarray:
+    """Return the default text as bytes [N]."""
+    return np.frombuffer("\n".join(data.load_text()).encode(), np.uint8).astype(np.int32)
 
 
 def _summary(seen: np.ndarray) -> dict[str, Any]:

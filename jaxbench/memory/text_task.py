@@ -8,6 +8,7 @@ second half of the seed TEST, and no other seed's rows reach into it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -40,6 +41,8 @@ class TextConfig(Base):
 
 @functools.lru_cache
 def _corpus(path: str | None) -> Corpus:
+    if path is not None and path.endswith(dataset.TOKEN_SUFFIXES):
+        raise ValueError(f"text: {path} holds ids, wanted a text: {', '.join(dataset.SUFFIXES)}")
     return dataset.prepare(path)
 
 
@@ -58,6 +61,17 @@ def _parts(path: str | None, share: float) -> dict[int | None, np.ndarray]:
     train, held_out = dataset.split(_corpus(path), share)
     half = len(held_out.ids) // 2
     return {None: train.ids, HELD_OUT: held_out.ids[:half], TEST: held_out.ids[half:]}
+
+
+def check(config: TextConfig, factors: Iterable[int]) -> None:
+    """Check that rows can be had of the text: to train on, to choose by, and to test on at every factor of the length.
+
+    Raises:
+      ValueError: as `batch`.
+    """
+    wanted = [(config, 0), (config, HELD_OUT), *((config.at_length(factor), TEST) for factor in factors)]
+    for rows, seed in wanted:
+        batch(rows, seed=seed, step=0, batch_size=1)
 
 
 def batch(config: TextConfig, *, seed: int, step: int, batch_size: int) -> TaskBatch:

@@ -87,14 +87,15 @@ def _memory(name: str, *, seed: int = 0, length: int = 18, **update: Any) -> Cas
     return Case(f"memory/{name}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",))
 
 
-def _block(kind: str, *, seed: int = 0, length: int = 10) -> Case:
+def _block(kind: str, *, seed: int = 0, length: int = 10, depth: int = 2) -> Case:
     """Return a case of a block with memory; odd seeds have padding."""
     shape, parts = {"d_model": 20, "head_dim": 8}, {"num_heads": 2, "num_kv_heads": 2 if kind == "bank" else 1}
     if kind == "bank":
         bank = BankConfig(**shape, num_heads=2, block_size=2, memory_slots=2, ratio=2)
         config = BlockConfig(kind=kind, **shape, **parts, window=3, bank=bank)
     else:
-        neural = NeuralMemoryConfig(**shape, num_heads=2, chunk_size=4, num_persistent=0 if kind == "mac" else 2)
+        learned = 0 if kind == "mac" or not depth else 2
+        neural = NeuralMemoryConfig(**shape, num_heads=2, chunk_size=4, depth=depth, num_persistent=learned)
         config = BlockConfig(kind=kind, **shape, **parts, window=4, num_persistent=2, neural=neural)
     path = {"module": "memory.blocks", "task": "memory.blocks", "data": "memory.block_config"}
     return Case(f"memory/{kind}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",),
@@ -146,6 +147,7 @@ CASES: tuple[Case, ...] = (
     _memory("neural-padded", seed=1, depth=1, residual_norm=True, loss_reduction="mean", max_update_norm=0.5),
     _memory("neural-linear", depth=1, read="chunk", forgetting=False, qkv_activation="none", qk_norm=False,
             max_theta=0.1),
+    _memory("neural-before", seed=1, read="before", activation="gelu_erf"),
     Case("memory/bank", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2),
          module="memory.bank", task="memory.bank", data="memory.bank_config", length=22, prompt=0, seed=1,
          backends=("flax",)),
@@ -155,6 +157,7 @@ CASES: tuple[Case, ...] = (
     Case("transformer/memory-gate", GATED, length=12, prompt=7, sampled=True, backends=("flax",)),
     _block("mac", seed=1),
     _block("mag", length=7),
+    _block("mag", seed=1, length=8, depth=0)._replace(id="memory/mag-none"),
     _block("mal", length=6),
     _block("lmm", length=5),
     _block("bank", length=9)._replace(id="memory/bank-window"),

@@ -42,10 +42,14 @@ class Refusal(NamedTuple):
     written: tuple[str, ...]  # paths that appeared, vanished or changed
 
 
+def words_of(case: Case) -> list[str]:
+    """Return the words of a case's command line, script first."""
+    return case.words.split() if isinstance(case.words, str) else list(case.words)
+
+
 def arguments(case: Case, folder: Path) -> list[str]:
     """Return the command line of a case, script first."""
-    words = case.words.split() if isinstance(case.words, str) else case.words
-    return [word.replace("{tmp}", str(folder)) for word in words]
+    return [word.replace("{tmp}", str(folder)) for word in words_of(case)]
 
 
 def prepare(case: Case, folder: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
-from tests.bad_input import core, harness, training, watermark
+from tests.bad_input import core, harness, memory, proofs, training, watermark
+from tests.structure import ROOT
 
-CASES = list(harness.cases(core, training, watermark))
+MODULES = (core, memory, proofs, training, watermark)
+CASES = list(harness.cases(*MODULES))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,3 +23,15 @@ def imported():
 @pytest.mark.parametrize("case", CASES, ids=harness.name)
 def test_bad_input_is_refused_in_one_line(case, tmp_path, capsys, monkeypatch):
     harness.check(harness.call(case, tmp_path, capsys, monkeypatch), case)
+
+
+def test_every_command_is_fed_at_least_forty():
+    counts = collections.Counter(harness.words_of(case)[0] for case in CASES)
+    commands = {path.name for path in (ROOT / "experiments").glob("*.py")}
+    assert {name for name, count in counts.items() if count >= 40} == commands
+
+
+def test_a_command_that_accepts_fails_the_table(tmp_path, capsys, monkeypatch):
+    accepted = harness.Case("parity.py --help", ())
+    with pytest.raises(AssertionError):
+        harness.check(harness.call(accepted, tmp_path, capsys, monkeypatch), accepted)

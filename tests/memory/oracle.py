@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import scipy.special
 
 QK_EPS = 1e-6  # added to the squared length that a query or a key is divided by the root of
 
@@ -20,9 +21,11 @@ def sigmoid(z: np.ndarray) -> np.ndarray:
 
 
 def activate(kind: str, z: np.ndarray) -> np.ndarray:
-    """Return SiLU, or GELU in its tanh form."""
+    """Return SiLU, GELU (gelu_erf), or GELU in its tanh form."""
     if kind == "silu":
         return z * sigmoid(z)
+    if kind == "gelu_erf":
+        return 0.5 * z * (1.0 + scipy.special.erf(z / np.sqrt(2.0)))
     return 0.5 * z * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (z + 0.044715 * z**3)))
 
 
@@ -44,6 +47,10 @@ def layer(config: Any, params: Mapping[str, np.ndarray], x: np.ndarray) -> tuple
 def _row(c: Any, params: Mapping[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, list[tuple[list, list]]]:
     if c.num_persistent:
         x = np.concatenate([params["persistent"], x])
+    if not c.depth:  # no memory: the queries are the answers
+        query = _stream(c, params, x, "q")
+        query = query / np.sqrt(np.sum(query**2, axis=2, keepdims=True) + QK_EPS) if c.qk_norm else query
+        return _told(c, params, x, query), [([], [])] * c.num_heads
     query, key, value = (_stream(c, params, x, name) for name in "qkv")
     if c.qk_norm:
         query, key = (each / np.sqrt(np.sum(each**2, axis=2, keepdims=True) + QK_EPS) for each in (query, key))
@@ -54,12 +61,16 @@ def _row(c: Any, params: Mapping[str, np.ndarray], x: np.ndarray) -> tuple[np.nd
         told, *memory = _head(c, first, *(each[:, n] for each in (query, key, value, eta, theta, alpha)))
         answers.append(told)
         memories.append(tuple(memory))
-    answer = np.stack(answers, axis=1)  # [T N H]
+    return _told(c, params, x, np.stack(answers, axis=1))[c.num_persistent :], memories
+
+
+def _told(c: Any, params: Mapping[str, np.ndarray], x: np.ndarray, answer: np.ndarray) -> np.ndarray:
+    """Return the heads' answers [T N H] as the stream's [T D]."""
     if c.output == "gated":
         root = np.sqrt(np.mean(answer**2, axis=2, keepdims=True) + c.norm_eps)
         gate = activate("silu", x @ params["g_proj.kernel"])
         answer = answer / root * params["out_norm.scale"] * gate.reshape(answer.shape)
-    return (answer.reshape(len(x), -1) @ params["o_proj.kernel"])[c.num_persistent :], memories
+    return answer.reshape(len(x), -1) @ params["o_proj.kernel"]
 
 
 def _stream(c: Any, params: Mapping[str, np.ndarray], x: np.ndarray, name: str) -> np.ndarray:
@@ -88,8 +99,9 @@ def _head(c: Any, weights: list, query: Any, key: Any, value: Any, eta: Any, the
             anchor = weights
         update = gradient(c, anchor, key[t], value[t])
         momentum = [eta[t] * s - theta[t] * u for s, u in zip(momentum, update, strict=True)]
-        weights = [(1.0 - alpha[t]) * w + s for w, s in zip(weights, momentum, strict=True)]
-        answers.append(forward(c, weights if c.read == "token" else anchor, query[t])[1][-1])
+        before, weights = weights, [(1.0 - alpha[t]) * w + s for w, s in zip(weights, momentum, strict=True)]
+        answering = {"token": weights, "before": before, "chunk": anchor}[c.read]
+        answers.append(forward(c, answering, query[t])[1][-1])
     return np.stack(answers), weights, momentum
 
 

@@ -8,6 +8,7 @@ import scipy.stats
 
 from jaxbench import config
 from jaxbench.memory import arm_report, arms, tasks, text_task
+from tests.structure import ROOT
 
 PLAIN = {
     "window": 4,
@@ -76,6 +77,8 @@ def test_the_report_holds_what_was_found(finished):
     shown = arm_report.write(settings, arms.known(settings, finished), finished)
     assert [table.row_count for table in shown] == [1, 1] and "plain" in (finished / "report.html").read_text()
     assert (finished / "results.csv").read_text().count("\n") == len(rows) + 1
+    (run,) = json.loads((finished / "summary.json").read_text())["runs"]
+    assert run["factors"] == record["factors"]  # so that later arms can be paired with these runs
 
 
 def test_the_learning_rate_is_chosen_by_held_out_rows():
@@ -180,6 +183,55 @@ def test_arms_are_compared_with_their_rival_seed_by_seed(tmp_path):
     rows = arms.summarise(settings, alone)
     assert all(row["mean"] == pytest.approx(13 / 3) and row["difference"] is None and not row["pairs"] for row in rows)
     assert "<polyline" not in arm_report.picture(settings, rows)
+
+
+def test_an_arm_may_have_a_window_of_its_own():
+    names = {"plain": {"d_ff": 16}, "full": {"d_ff": 16, "window": 16}}
+    settings = arms.Arms(**PLAIN | {"arms": names})
+    assert [settings.model(name, 16).sliding_window for name in names] == [4, 16]
+    with pytest.raises(ValueError, match="window of full is 4, and window=16"):
+        memory = {"kind": "mag", "window": 4, "neural": {"d_model": 16, "num_heads": 1, "head_dim": 16}}
+        arms.Arms(**PLAIN | {"arms": names | {"full": {"d_ff": 16, "window": 16, "memory": memory}}})
+
+
+@pytest.mark.parametrize(("arm", "reach"), [("plain", 7), ("no learning", 7), ("convolution only", 7), ("mag", 35)])
+def test_controls_on_books_see_as_far_as_the_plain_decoder_and_memory_sees_everything(arm, reach):
+    import jax
+    import jax.numpy as jnp
+
+    from jaxbench import transformer
+    from jaxbench.memory import decoder_config
+
+    settings = config.load(ROOT / "configs" / "memory" / "books.yaml", (), arms.Arms)
+    model = settings.model(arm, 257)
+    decoder = transformer.build(model, decoder_config.initial_params(model, 0, distinct=True))
+    tokens = np.random.default_rng(0).integers(256, size=(1, 40))
+    changed = tokens.copy()
+    changed[0, 5] += 1
+    run = jax.jit(lambda tokens: decoder(tokens, jnp.arange(40)[None]))
+    moved = np.abs(np.asarray(run(tokens) - run(changed))).max(axis=-1)[0]
+    np.testing.assert_array_equal(np.flatnonzero(moved), np.arange(5, 5 + reach))
+
+
+def test_a_record_without_its_end_of_line_is_taken_again_not_lost(finished, tmp_path):
+    """A line cut off just before its end is removed when the next one is written, so it is no finished run."""
+    path = tmp_path / "runs-1-of-1.jsonl"
+    path.write_text((finished / path.name).read_text().rstrip("\n"))
+    assert arms.known(arms.Arms(**PLAIN), tmp_path) == {}
+    path.write_text((finished / path.name).read_text())
+    assert len(arms.known(arms.Arms(**PLAIN), tmp_path)) == 1
+
+
+def test_a_text_that_is_too_short_to_be_asked_about_is_refused_before_anything_is_trained(tmp_path):
+    from jaxbench.memory import arm_runs
+
+    path = tmp_path / "text.txt"
+    path.write_text(1000 * "a")  # 50 tokens are the last half of what is held out
+    task = {"task": "text", "length": 16, "path": str(path)}
+    settings = arms.Arms(**TEXT | {"tasks": {"prose": task}, "factors": [1, 4]})
+    with pytest.raises(ValueError, match="rows of length=64 do not fit into a part of 51 tokens"):
+        arm_runs.run_all(settings, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_arm_may_have_seeds_and_rates_of_its_own():

@@ -149,6 +149,28 @@ def test_pictures_in_the_docs_are_those_of_the_committed_records():
         assert arm_report.picture(settings, rows) == (ROOT / "docs" / f"memory_{name}.svg").read_text()
 
 
+def test_differences_in_the_docs_are_those_of_the_committed_records():
+    summary = json.loads((RESULTS.parent / "2026-11-22-memory" / "books.json").read_text())
+    known = {}
+    for again, lengths in ((False, summary["lengths"]), (True, summary["controls"]["lengths"])):
+        for row in lengths:
+            numbers = (f"{row[name]:.3f}" for name in ("difference", "difference_low", "difference_high"))
+            shown = "{} [{}, {}]".format(*numbers)
+            known[row["arm"], row["rival"], again, row["factor"]] = (
+                str(row["pairs"]),
+                shown.replace("-0.000", "0.000"),
+            )
+    shown = set()
+    for line in (ROOT / "docs" / "memory_measured.md").read_text().splitlines():
+        if " minus " in line and line.startswith("|"):
+            label, pairs, *_, short, long = (cell.strip().replace("`", "") for cell in line.strip("|").split("|"))
+            label, comma, _ = label.partition(", again")
+            key = (*label.split(" minus "), bool(comma) or label == "no learning minus plain")
+            assert [known[*key, factor] for factor in (1, 4)] == [(pairs, short), (pairs, long)], line
+            shown.add(key)
+    assert {arm for arm, *_ in shown} == {row["arm"] for row in summary["lengths"]} - {"plain"}
+
+
 def test_a_length_that_segments_do_not_fill_is_refused():
     with pytest.raises(ValueError, match="length 2000 is not a multiple of segment=512"):
         cost.Cost(layer=SHAPE, lengths=[1024, 2000], segment=512)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.config import NeuralMemoryConfig, gate_names
 from torch_ref import nn
 from torch_ref.memory import chunk, layout
 from torch_ref.memory.chunk import Rule, Tokens, Weights
@@ -96,15 +96,16 @@ class NeuralMemory(torch.nn.Module):
         super().__init__()
         c, width = config, config.num_heads * config.head_dim
         linear = functools.partial(nn.Linear, c.d_model, use_bias=False, dtype=dtype)
-        self.q_proj, self.k_proj, self.v_proj = linear(width), linear(width), linear(width)
-        has_conv = c.conv_size > 1
-        self.q_conv = Conv(c.conv_size, width, dtype=dtype) if has_conv else None
-        self.k_conv = Conv(c.conv_size, width, dtype=dtype) if has_conv else None
-        self.v_conv = Conv(c.conv_size, width, dtype=dtype) if has_conv else None
-        gate = functools.partial(nn.Linear, c.d_model, c.num_heads, use_bias=True, dtype=dtype)
-        self.eta = gate() if c.momentum else None
-        self.theta = gate()
-        self.alpha = gate() if c.forgetting else None
+        self.q_proj = linear(width)
+        self.k_proj, self.v_proj = (linear(width), linear(width)) if c.depth else (None, None)
+        convolved = c.streams if c.conv_size > 1 else ""
+        self.q_conv = Conv(c.conv_size, width, dtype=dtype) if "q" in convolved else None
+        self.k_conv = Conv(c.conv_size, width, dtype=dtype) if "k" in convolved else None
+        self.v_conv = Conv(c.conv_size, width, dtype=dtype) if "v" in convolved else None
+        gate, gates = functools.partial(nn.Linear, c.d_model, c.num_heads, use_bias=True, dtype=dtype), gate_names(c)
+        self.eta = gate() if "eta" in gates else None
+        self.theta = gate() if "theta" in gates else None
+        self.alpha = gate() if "alpha" in gates else None
         self.memory = Network(c.num_heads, c.widths, residual_norm=c.residual_norm, dtype=dtype)
         self.persistent = _zeros(c.num_persistent, c.d_model, dtype=dtype) if c.num_persistent else None
         is_gated = c.output == "gated"
@@ -112,7 +113,7 @@ class NeuralMemory(torch.nn.Module):
         self.g_proj = linear(width) if is_gated else None
         self.o_proj = nn.Linear(width, c.d_model, use_bias=False, dtype=dtype)
         self.num_heads, self.head_dim = c.num_heads, c.head_dim
-        self.chunk_size, self.conv_size = c.chunk_size, c.conv_size
+        self.chunk_size, self.conv_size, self.num_streams = c.chunk_size, c.conv_size, len(c.streams)
         self.has_silu, self.qk_norm, self.max_theta = c.qkv_activation == "silu", c.qk_norm, c.max_theta
         scale = 1.0 if c.loss_reduction == "sum" else 1.0 / c.head_dim
         self.rule = Rule(c.activation, scale, c.read, c.max_update_norm, c.norm_eps)
@@ -141,6 +142,7 @@ class NeuralMemory(torch.nn.Module):
         """
         if state is not None:
             self._check(state, len(x))
+        learn = learn and self.theta is not None
         if learn and state is None and is_token is None and not within_chunk:
             return self._read_whole(x)
         state = self.init_state(len(x)) if state is None else state
@@ -175,9 +177,12 @@ class NeuralMemory(torch.nn.Module):
         weights = self.memory.weights(batch_size)
         momentum = layout.tree_map(torch.zeros_like, weights)
         like = self.o_proj.kernel
-        tail = like.new_zeros((batch_size, self.conv_size - 1, 3 * self.num_heads * self.head_dim))
+        tail = like.new_zeros(self._tail_shape(batch_size))
         count = torch.zeros((batch_size,), dtype=torch.int32, device=like.device)
         return NeuralState(weights, momentum, weights, count, tail)
+
+    def _tail_shape(self, batch_size: int) -> tuple[int, int, int]:
+        return (batch_size, self.conv_size - 1, self.num_streams * self.num_heads * self.head_dim)
 
     def _persistent(self, batch_size: int) -> Tensor:
         return self.persistent.expand(batch_size, *self.persistent.shape)
@@ -199,7 +204,7 @@ class NeuralMemory(torch.nn.Module):
                 f"memory: the state's kernels are {found}, {_norms(gain)}, wanted {wanted} (rows, heads, in, out), "
                 f"{_norms(wanted_gain)}"
             )
-        tail = (batch_size, self.conv_size - 1, 3 * self.num_heads * self.head_dim)
+        tail = self._tail_shape(batch_size)
         if tuple(state.tail.shape) != tail:
             raise ValueError(
                 f"memory: the state's tail is {tuple(state.tail.shape)}, wanted {tail} (rows, taps - 1, channels)"
@@ -286,16 +291,17 @@ class NeuralMemory(torch.nn.Module):
         """Return what tokens ask of the memories; `number` = tokens of each row, None = all of them."""
         wide = torch.promote_types(x.dtype, torch.float32)
         projections, convs = (self.q_proj, self.k_proj, self.v_proj), (self.q_conv, self.k_conv, self.v_conv)
-        streams, tails = [], []
-        for projection, conv, before in zip(projections, convs, tail.chunk(3, dim=-1), strict=True):
+        streams, tails, n = [], [], self.num_streams
+        for projection, conv, before in zip(projections[:n], convs[:n], tail.chunk(n, dim=-1), strict=True):
             stream, rest = self._convolve(conv, projection(x), before, number)
             stream = chunk.activate("silu", stream) if self.has_silu else stream
             streams.append(stream.to(wide).reshape(*x.shape[:2], self.num_heads, self.head_dim))
             tails.append(rest)
-        query, key, value = streams
+        *asked, value = streams if n > 1 else (*streams, None)
         if self.qk_norm:
-            query, key = (x * torch.rsqrt(torch.sum(x * x, dim=-1, keepdim=True) + QK_EPS) for x in (query, key))
-        theta = self.max_theta * torch.sigmoid(self.theta(x).to(wide))
+            asked = [x * torch.rsqrt(torch.sum(x * x, dim=-1, keepdim=True) + QK_EPS) for x in asked]
+        query, key = asked if n > 1 else (*asked, None)
+        theta = None if self.theta is None else self.max_theta * torch.sigmoid(self.theta(x).to(wide))
         log_eta = None if self.eta is None else F.logsigmoid(self.eta(x).to(wide))
         log_keep = None if self.alpha is None else F.logsigmoid(-self.alpha(x).to(wide))
         gate = None if self.g_proj is None else chunk.activate("silu", self.g_proj(x))
