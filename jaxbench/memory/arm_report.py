@@ -176,7 +176,9 @@ def picture(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
     if counts:
         number = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else f"{max(counts)}"
         about = f"means over {number} seeds with 95 % intervals" if max(counts) > 1 else "one seed"
-    note = f"{about}; each point from the shortest rows that reach so far; attention sees {settings.window} tokens"
+    own = "".join(f", in {name} {arm.window}" for name, arm in settings.arms.items() if arm.window is not None)
+    sees = f"attention sees {settings.window} tokens{own}"
+    note = f"{about}; each point from the shortest rows that reach so far; {sees}"
     return line_picture.draw("What memory buys", note, [panel for panel in panels if panel.lines])
 
 
