@@ -40,7 +40,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-LARGE_BYTES = 3 * 2**29  # resident memory from which on programs are dropped between files
+LARGE_BYTES = 5 * 2**28  # resident memory from which on programs are dropped between files
 
 _connect = socket.socket.connect
 
@@ -79,18 +79,24 @@ def memory_of_one_file(request):
     import psutil
 
     if psutil.Process().memory_info().rss > LARGE_BYTES:
-        free_programs(request.module)
+        for value in vars(request.module).values():
+            if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+                value.cache_clear()
+        drop_programs()
 
 
-def free_programs(module) -> None:
-    """Drop what a test file and the compilers keep, and give the memory back."""
+@pytest.fixture(scope="session")
+def free_programs():
+    """Return a function that drops what the compilers keep, for tests that hold large models one after another."""
+    return drop_programs
+
+
+def drop_programs() -> None:
+    """Drop what the compilers keep, and give the memory back."""
     import ctypes
     import gc
     import sys
 
-    for value in vars(module).values():
-        if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
-            value.cache_clear()
     if (jax := sys.modules.get("jax")) is not None:
         jax.clear_caches()
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
