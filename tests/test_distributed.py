@@ -70,7 +70,8 @@ def runs(tmp_path_factory, text):
     train_alone(one, text, 6)
     train_alone(many, text, 2)
     printed = train_in_two(many, text, 4)
-    parts = json.loads(next((many / "checkpoints" / "4" / "meta").glob("metadata")).read_text())
+    meta = json.loads(next((many / "checkpoints" / "4" / "meta").glob("metadata")).read_text())
+    parts = json.loads(meta["content"])
     train_alone(many, text, 6)
     return one, many, printed, parts
 

@@ -209,7 +209,7 @@ def test_bad_input_is_named(backend):
         module.detect_batch([[2**40]], scheme, Key(1), vocab_size=VOCAB)
     with pytest.raises(ValueError, match="got list and str in one list"):
         module.detect_batch(["a", [1]], scheme, Key(1), vocab_size=VOCAB, tokenizer=object())
-    with pytest.raises(ValueError, match="--device=tpu: .* sees no tpu"):
+    with pytest.raises(ValueError, match="--device=tpu"):
         module.detect_batch([[1, 2]], scheme, Key(1), vocab_size=VOCAB, device="tpu")
 
 
