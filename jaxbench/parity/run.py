@@ -7,9 +7,12 @@ Expected: 1 minute on 2 cores, exit code 0; the last line names the worst error 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -168,19 +171,35 @@ class _Work:
             side, other = self._sides("float64")
             self.gates.append(gates.precision(self.settings))
             self.gates += gates.conversion(side, other, self.params)
+            self._free_memory()
             if side.is_captured:
                 calls = other.calls(self.arrays, seed=evidence.SEED)
                 forced = side.forced(self.arrays, calls, seed=evidence.SEED)
                 self.local = capture.local_errors(forced, calls)
                 self.gates.append(gates.blame(self.local))
+                del calls, forced  # every module's inputs and outputs, on both sides
             how = {"gradients": gradients, "is_quick": is_quick}
             found = evidence.gather(side, self.case, self.config, **how)
             del side  # a real model in float64 holds a gigabyte, and its gradients another
+            self._free_memory()
             reference = evidence.gather(other, self.case, self.config, **how)
         findings = evidence.judge(found, reference)
         self.gates += findings.gates
         self.comparisons |= findings.comparisons
         self.reference = reference
+
+    def _free_memory(self) -> None:
+        """Let go of compiled programs, which hold weights as constants, and of freed blocks that malloc keeps.
+
+        The default model's proof takes 4.8 GiB instead of 6.4; a tiny case keeps its programs.
+        """
+        if self.case.config is None:
+            import jax
+
+            jax.clear_caches()
+            gc.collect()
+            if sys.platform == "linux":
+                ctypes.CDLL(None).malloc_trim(0)
 
     def reduced(self, dtype: str) -> None:
         """Run the error-ratio gates of a narrower type, and float32's training curve."""

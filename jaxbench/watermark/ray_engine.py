@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 from jaxbench.watermark import bulk, lines
+
+# Ray puts sockets into the folder for temporary files, under names of 66 characters; a socket's path has at most 107.
+LONGEST_FOLDER = 40
 
 
 def engine(
@@ -30,7 +34,10 @@ def engine(
     except ImportError as error:
         raise ValueError(f"engine: ray cannot be imported ({error}); pip install 'jaxbench[ray]'") from error
     if not ray.is_initialized():
-        ray.init(num_cpus=processes, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        how = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        if len(tempfile.gettempdir()) > LONGEST_FOLDER:
+            how["_temp_dir"] = "/tmp/ray"
+        ray.init(num_cpus=processes, **how)
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     pieces = list(_pieces(paths, skip))

@@ -422,7 +422,7 @@ def test_a_state_of_another_batch_or_model_is_refused():
         ({"depth": 5}, "less than or equal to 4"),
         ({"chunk_size": 0}, "greater than 0"),
         ({"initial_theta": 1.0}, "initial_theta=1.0 is not below max_theta=1.0"),
-        ({"read": "row"}, "'token' or 'chunk'"),
+        ({"read": "row"}, "'token', 'before' or 'chunk'"),
     ],
 )
 def test_a_wrong_configuration_is_refused(update, message):
