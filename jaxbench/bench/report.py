@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxbench import terminal
+from jaxbench import outputs, terminal
 from jaxbench.bench import page, picture, summary, wording
 from jaxbench.bench import view as views
 from jaxbench.bench.records import Record, RecordFile
@@ -52,13 +52,9 @@ def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=Non
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        outputs.write_text(path, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"report: cannot write {path} ({error.strerror or error}); results.jsonl is kept") from error
 
 

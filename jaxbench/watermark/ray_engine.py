@@ -36,7 +36,7 @@ def engine(
     if not ray.is_initialized():
         how = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         if len(tempfile.gettempdir()) > LONGEST_FOLDER:
-            how["_temp_dir"] = "/tmp/ray"
+            how["_temp_dir"] = "/tmp/ray"  # where Ray itself puts them on a system that names no folder
         ray.init(num_cpus=processes, **how)
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
