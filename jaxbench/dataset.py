@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench import assets, philox, small_tokenizers
+from jaxbench import assets, launch, philox, small_tokenizers
 from jaxbench.data import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
 
 TOKEN_SUFFIXES = (".npy", ".bin")  # one-dimensional integers; .bin is little-endian uint16, as nanoGPT writes it
@@ -88,7 +88,7 @@ def prepare(
     tokenizer = _load_tokenizer(tokenizer)
     name = tokenizer if isinstance(tokenizer, str) else tokenizer_id(tokenizer)
     key = hashlib.sha256(json.dumps([FORMAT, sha256, name, _kind(path)]).encode()).hexdigest()[:24]
-    folder = (assets.cache_dir() / "tokens" if cache is None else Path(cache)) / key
+    folder = (launch.cache_dir() / "tokens" if cache is None else Path(cache)) / key
     if not _is_whole(folder):
         _build(folder, path, tokenizer, progress)
     return _open(folder, tokenizer, sha256)

@@ -50,7 +50,7 @@ class Engine:
           ValueError: sizes, mesh, optimiser or rematerialisation do not fit each other; the message names the values.
         """
         self.how, self.policy = how, precision.policy(how.precision)
-        offload.check(how, jax.local_devices()[0])
+        offload.check(how.on_host(), jax.local_devices()[0])
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
         groups = _groups(parallel) if fused_projections else 0
         model = transformer.build(config, params, dtype=self.policy.compute, fused_projections=groups, **kind)

@@ -15,8 +15,6 @@ import platform
 import sys
 from pathlib import Path
 
-from jaxbench import assets
-
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 GPU_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # of the drivers of NVIDIA, AMD and Windows' Linux
 TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # those of TPUs
@@ -112,13 +110,22 @@ def ensure(device: str) -> None:
     os.execve(sys.executable, arguments, {**os.environ, **wanted, MARKER: str(os.getpid())})
 
 
+def cache_dir() -> Path:
+    """Name the folder for downloads: $JAXBENCH_CACHE, else the platform's cache folder. Does not create it."""
+    if folder := os.environ.get("JAXBENCH_CACHE"):
+        return Path(folder).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("jaxbench"))
+
+
 def compile_cache_dir() -> Path:
     """Name the folder of JAX's persistent compile cache: one for each jaxlib version and kind of processor."""
     try:
         version = importlib.metadata.version("jaxlib")
     except importlib.metadata.PackageNotFoundError:
         version = "none"
-    return assets.cache_dir() / "xla" / f"jaxlib-{version}-{cpu_flags_id()}"
+    return cache_dir() / "xla" / f"jaxlib-{version}-{cpu_flags_id()}"
 
 
 def cpu_flags_id() -> str:

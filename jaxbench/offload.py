@@ -6,27 +6,27 @@ offloaded by rematerialisation (remat.py, policy offload).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jaxbench.step_config import StepConfig
-
-HOST = "pinned_host"
+from jaxbench.remat import PINNED_HOST
 
 
-def check(how: StepConfig, device: jax.Device) -> None:
-    """Check that the device can reach pinned host memory where a step wants it.
+def check(wanted: Sequence[str], device: jax.Device) -> None:
+    """Check that the device can reach pinned host memory where a step wants to keep something there.
+
+    Args:
+      wanted: what is to be kept there, by name: StepConfig.on_host; may be empty.
 
     Raises:
       ValueError: it cannot; the message names the memories it has.
     """
-    wanted = [name for name, is_on in how.offload.model_dump().items() if is_on]
-    wanted += ["remat"] if how.remat.policy == "offload" else []
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if wanted and HOST not in kinds:
+    if wanted and PINNED_HOST not in kinds:
         raise ValueError(
-            f"offload: {', '.join(wanted)} need memory of kind {HOST}, but {device.device_kind} has "
+            f"offload: {', '.join(wanted)} need memory of kind {PINNED_HOST}, but {device.device_kind} has "
             f"{', '.join(kinds)}; switch them off in step.offload and step.remat.policy"
         )
 
@@ -47,4 +47,4 @@ def _moved(tree: Any, space: jax.memory.Space) -> Any:
 
 def host_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     """Return the sharding with its arrays in pinned host memory."""
-    return sharding.with_memory_kind(HOST)
+    return sharding.with_memory_kind(PINNED_HOST)

@@ -34,6 +34,7 @@ from jaxbench import (
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder_config, placement
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
+from jaxbench.remat import PINNED_HOST
 
 ROWS = (STAGE, DATA, FSDP)  # the axes that split the batch; its micro-batches lie split over the stages
 Shardings = Mapping[str, NamedSharding]
@@ -140,7 +141,7 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
     def place(path: tuple, leaf: Any) -> NamedSharding:
         found = place_on_device(path, leaf)
         kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-        return offload.host_sharding(found) if kind == offload.HOST else found
+        return offload.host_sharding(found) if kind == PINNED_HOST else found
 
     def place_on_device(path: tuple, leaf: Any) -> NamedSharding:
         words = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]

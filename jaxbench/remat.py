@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jax import Array
 
-from jaxbench import offload, sharding
-from jaxbench.step_config import RematConfig
+from jaxbench import sharding
 
 NAMES = ("input", "attention", "mlp")  # what a block names: its input, its branches' outputs before they are added
 HOST = "host:"  # before names that are kept in pinned host memory
+PINNED_HOST = "pinned_host"  # the kind of that memory, as JAX calls it
 
 
-def apply(model: Any, config: RematConfig) -> Any:
+def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ()) -> Any:
     """Make a decoder compute its blocks again in the backward pass, and return it.
 
-    block: each block keeps its input only. group: `config.group` blocks in a row keep the first one's input. names: as
-    block, and the named values are kept too. offload: block, and the named values are kept in pinned host memory;
-    with "input", nothing of a block stays on the device.
+    Args:
+      policy: what the backward pass computes again. none: nothing. block: each block keeps its input only. group:
+        `group` blocks in a row keep the first one's input. names: as block, and the named values are kept too.
+        offload: block, and the named values are kept in pinned host memory; with "input", nothing of a block stays
+        on the device.
+      group: blocks computed again together, >= 1 (policy group).
+      names: of NAMES (policies names and offload).
 
     Raises:
       ValueError: a name that blocks do not have, or groups together with scan_layers.
     """
-    unknown = [name for name in config.names if name not in NAMES]
-    if config.policy in ("names", "offload") and (unknown or not config.names):
+    unknown = [name for name in names if name not in NAMES]
+    if policy in ("names", "offload") and (unknown or not names):
         raise ValueError(f"remat: names {unknown or 'of nothing'} are unknown, a block has {', '.join(NAMES)}")
-    if config.policy == "group" and model.scan_layers:
-        raise ValueError(f"remat: groups of {config.group} blocks need scan_layers=False; use policy block")
-    model.remat = {"none": 0, "group": config.group}.get(config.policy, 1)
-    prefix = {"names": "", "offload": HOST}.get(config.policy)
-    model.remat_names = "" if prefix is None else prefix + ",".join(config.names)
+    if policy == "group" and model.scan_layers:
+        raise ValueError(f"remat: groups of {group} blocks need scan_layers=False; use policy block")
+    model.remat = {"none": 0, "group": group}.get(policy, 1)
+    prefix = {"names": "", "offload": HOST}.get(policy)
+    model.remat_names = "" if prefix is None else prefix + ",".join(names)
     return model
 
 
@@ -42,7 +46,7 @@ def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]
     policies, policy = jax.checkpoint_policies, None
     if names.startswith(HOST):
         moved = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": names.removeprefix(HOST).split(",")}
-        policy = policies.save_and_offload_only_these_names(**moved, offload_src="device", offload_dst=offload.HOST)
+        policy = policies.save_and_offload_only_these_names(**moved, offload_src="device", offload_dst=PINNED_HOST)
     elif names:
         policy = policies.save_only_these_names(*names.split(","))
     return jax.checkpoint(function, policy=policy)

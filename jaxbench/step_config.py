@@ -71,3 +71,8 @@ class StepConfig(Base):
     offload: OffloadConfig = OffloadConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     torch_compile: bool = False  # PyTorch: loss and gradient by torch.compile (Inductor); JAX always compiles
+
+    def on_host(self) -> list[str]:
+        """Names of what the step keeps in the host's pinned memory: optimizer, gradients, remat."""
+        kept = [name for name, is_on in self.offload.model_dump().items() if is_on]
+        return kept + (["remat"] if self.remat.policy == "offload" else [])

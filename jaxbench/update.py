@@ -19,8 +19,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import float8, initial, offload, optimizers, precision, train
-from jaxbench import remat as remat_module
+from jaxbench import float8, initial, offload, optimizers, precision, remat, train
 from jaxbench.step_config import StepConfig
 
 CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
@@ -66,7 +65,8 @@ def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) ->
     policy = precision.policy(how.precision)
     if policy.parameter == "float64" and not jax.config.jax_enable_x64:
         raise ValueError(f"update: precision={how.precision} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
-    model = remat_module.apply(float8.apply(model) if policy.is_float8 else model, how.remat)
+    model = float8.apply(model) if policy.is_float8 else model
+    model = remat.apply(model, policy=how.remat.policy, group=how.remat.group, names=how.remat.names)
     graph, abstract = nnx.split(model, nnx.Param)
     shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(abstract)}
     shapes = {name: shape for name, shape in shapes.items() if not name.endswith(float8.SCALES)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxbench import assets
+from jaxbench import assets, launch
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def test_cache_is_where_the_variable_says(empty_cache):
-    assert assets.cache_dir() == empty_cache
+    assert launch.cache_dir() == empty_cache
 
 
 def test_cache_is_the_platforms_folder_without_the_variable(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXBENCH_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert assets.cache_dir().name == "jaxbench"
+    assert launch.cache_dir().name == "jaxbench"
 
 
 def test_sha256_is_that_of_the_published_example(tmp_path):

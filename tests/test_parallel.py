@@ -14,7 +14,6 @@ from jaxbench import initial, parallel, parallel_proof, remat, sharding, train, 
 from jaxbench.bench import hlo
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parity import distance
-from jaxbench.step_config import RematConfig
 
 LLAMA = parallel_proof.LLAMA
 IDS = [one.id for one in parallel_proof.PAIRWISE]
@@ -180,7 +179,7 @@ def test_rematerialised_layers_gather_their_own_weights_and_keep_nothing_but_the
     kept = {}
     for policy, zero in (("none", 2), ("block", 2), ("block", 3)):
         model = transformer.build(LLAMA, params, dtype="float64", scan_layers=scan_layers)
-        graph, weights = nnx.split(remat.apply(model, RematConfig(policy=policy)), nnx.Param)
+        graph, weights = nnx.split(remat.apply(model, policy=policy), nnx.Param)
         how = parallel_proof.form("here", fsdp=4, zero=zero).parallel
         plan = parallel.make_plan(LLAMA, how, batch=32, tokens=8, devices=jax.devices()[:4])
 

@@ -415,8 +415,8 @@ def test_remat_in_a_scan_keeps_the_loss_and_groups_are_refused():
     model = transformer.build(config, params, scan_layers=True)
     batch = train.Batch(*(None if x is None else jnp.asarray(x) for x in data()))
     plain = train.loss_fn(model, batch)
-    assert float(train.loss_fn(remat.apply(model, RematConfig(policy="block")), batch)) == pytest.approx(float(plain))
+    assert float(train.loss_fn(remat.apply(model, policy="block"), batch)) == pytest.approx(float(plain))
     with pytest.raises(ValueError, match="groups of 2 blocks need scan_layers=False"):
-        remat.apply(model, RematConfig(policy="group"))
+        remat.apply(model, policy="group", group=2)
     with pytest.raises(ValueError, match=r"names \['query'\] are unknown"):
-        remat.apply(model, RematConfig(policy="names", names=("query", "mlp")))
+        remat.apply(model, policy="names", names=("query", "mlp"))

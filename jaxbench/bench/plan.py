@@ -127,7 +127,7 @@ def find_model(suite: Suite, workdir: Path) -> Model:
         checkpoint = weights.load_checkpoint(path)
         return Model(checkpoint.config, path, checkpoint.sha256, checkpoint.tokenizer)
     sha256 = assets.sha256_file(path)
-    folder = assets.cache_dir() / "checkpoints" / sha256[:16]
+    folder = launch.cache_dir() / "checkpoints" / sha256[:16]
     if not (folder / "config.json").exists():
         checkpoint = weights.load_checkpoint(suite.model)
         weights.save_checkpoint(folder, checkpoint.config, checkpoint.params)
