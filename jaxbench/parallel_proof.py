@@ -67,20 +67,20 @@ class Case(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Return how many devices the mesh has."""
+        """Number of devices of the mesh."""
         return int(np.prod(list(self.parallel.mesh.model_dump().values())))
 
 
 def case(family: str, stage: int, rounds: int, schedule: str, model: int, rows: str) -> Case:
-    """Return the case of one value of each factor."""
+    """Case of one value of each of FACTORS."""
     sizes = {"data": 1, "stage": stage, "model": model} | ROWS[rows]
     zero = sizes.pop("zero", 3)
-    how = ParallelConfig(mesh=MeshConfig(**sizes), zero=zero, schedule=schedule, micro_batches=stage * rounds)
-    return Case(f"{family}-stage{stage}-micro{stage * rounds}-{schedule}-model{model}-{rows}", family, how)
+    parallel = ParallelConfig(mesh=MeshConfig(**sizes), zero=zero, schedule=schedule, micro_batches=stage * rounds)
+    return Case(f"{family}-stage{stage}-micro{stage * rounds}-{schedule}-model{model}-{rows}", family, parallel)
 
 
 def form(name: str, family: str = "llama", *, zero: int = 3, **settings: Any) -> Case:
-    """Return a case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
+    """Case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
     sizes = {axis: settings.pop(axis) for axis in list(settings) if axis in MeshConfig.model_fields}
     return Case(name, family, ParallelConfig(mesh=MeshConfig(**({"data": 1} | sizes)), zero=zero, **settings))
 
@@ -126,18 +126,18 @@ def every_case() -> Iterator[Case]:
     """Yield the full product of the factors, as far as it fits 8 devices, and the forms without a pipeline."""
     yield from FORMS
     for values in itertools.product(*FACTORS.values()):
-        one = case(*values)
-        if one.num_devices <= MAX_DEVICES:
-            yield one
+        listed = case(*values)
+        if listed.num_devices <= MAX_DEVICES:
+            yield listed
 
 
 def find(name: str) -> Case:
-    """Return a case by its id.
+    """Case of an id.
 
     Raises:
       ValueError: there is none.
     """
-    cases = {one.id: one for one in (*every_case(), *MEMORY_FORMS)}
+    cases = {listed.id: listed for listed in (*every_case(), *MEMORY_FORMS)}
     if name not in cases:
         raise ValueError(
             f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *MEMORY_FORMS))}"
@@ -146,7 +146,7 @@ def find(name: str) -> Case:
 
 
 def batch_of(step: int, config: TransformerConfig) -> train.Batch:
-    """Return a packed batch: two documents a row, some targets that do not count."""
+    """Packed batch of a step, BATCH rows of TOKENS: two documents a row, some targets that do not count."""
     words = philox.words(step, step=0, site="parallel_proof", rows=np.arange(BATCH), num_elements=2 * TOKENS + 1)
     ids = (words[:, : TOKENS + 1] % config.vocab_size).astype(np.int32)
     ends = 2 + np.arange(BATCH, dtype=np.int32)[:, None] % (TOKENS - 3)  # where the first document ends
@@ -156,20 +156,20 @@ def batch_of(step: int, config: TransformerConfig) -> train.Batch:
 
 
 def initial_state(family: str, dtype: str) -> train.TrainState:
-    """Return the state before the first step; every parameter is random."""
+    """Training state before the first step; every parameter is random."""
     config = FAMILIES[family]
     model = transformer.build(config, decoder_config.initial_params(config, 0, distinct=True), dtype=dtype)
     return train.init_state(model, OPTIMIZER)
 
 
-Outcome = dict[str, dict[str, np.ndarray]]
+Outcome = dict[str, dict[str, np.ndarray]]  # loss, gradients, params, first_moment, second_moment: by name
 
 
-def run_case(one: Case, dtype: str) -> Outcome:
-    """Return what three steps over the case's mesh give; see `_train`."""
-    config, devices = FAMILIES[one.family], jax.devices()[: one.num_devices]
-    plan = parallel.make_plan(config, one.parallel, batch=BATCH, tokens=TOKENS, devices=devices)
-    state = parallel.place_state(plan, initial_state(one.family, dtype))
+def run_case(proved: Case, dtype: str) -> Outcome:
+    """Losses, gradients, parameters and moments of STEPS steps over the case's mesh."""
+    config, devices = FAMILIES[proved.family], jax.devices()[: proved.num_devices]
+    plan = parallel.make_plan(config, proved.parallel, batch=BATCH, tokens=TOKENS, devices=devices)
+    state = parallel.place_state(plan, initial_state(proved.family, dtype))
     lowered = parallel.make_step(plan, state).lower(state, parallel.place_batch(plan, batch_of(0, config)), {})
     step = lowered.compile(compiler_options=FAST_COMPILE)
     return _train(state, lambda state, batch: step(state, parallel.place_batch(plan, batch), {}), config)
@@ -177,26 +177,29 @@ def run_case(one: Case, dtype: str) -> Outcome:
 
 @functools.lru_cache(maxsize=8)
 def run_unsharded(family: str, dtype: str) -> Outcome:
-    """Return what the same steps give on one device."""
+    """Losses, gradients, parameters and moments of the same steps on one device."""
     return _train(initial_state(family, dtype), jax.jit(train.train_step), FAMILIES[family])
 
 
 def _train(state: train.TrainState, step: Any, config: TransformerConfig) -> Outcome:
-    """Return losses, every step's gradients, and parameters and moments after the last, each by name."""
+    """Losses and gradients of every step, and parameters and moments after the last, each by name."""
     losses, gradients = {}, {}
     before: Mapping[str, np.ndarray] = {}
-    for number in range(STEPS):
-        state, loss = step(state, batch_of(number, config))
-        losses[f"step {number}"] = np.asarray(loss)
+    for i in range(STEPS):
+        state, loss = step(state, batch_of(i, config))
+        losses[f"step {i}"] = np.asarray(loss)
         arrays = train.state_arrays(state)
         for name, moment in arrays["first_moment"].items():  # b1 * the one before + (1 - b1) * gradient
             kept = OPTIMIZER.b1 * before[name].astype(np.float64) if before else 0.0
-            gradients[f"step {number}: {name}"] = (moment.astype(np.float64) - kept) / (1 - OPTIMIZER.b1)
+            gradients[f"step {i}: {name}"] = (moment.astype(np.float64) - kept) / (1 - OPTIMIZER.b1)
         before = arrays["first_moment"]
     return {"loss": losses, "gradients": gradients, **arrays}
 
 
-def prove(one: Case) -> dict[str, distance.Comparison]:
-    """Return the distances of losses, gradients, parameters and moments in float64; call with 64-bit types on."""
-    found, wanted = run_case(one, "float64"), run_unsharded(one.family, "float64")
-    return {kind: distance.compare(values, wanted[kind], kind=kind) for kind, values in found.items()}
+def prove(proved: Case) -> dict[str, distance.Comparison]:
+    """Distances between mesh and one device of losses, gradients, parameters and moments, by kind, in float64.
+
+    Call with JAX's 64-bit types on.
+    """
+    sharded, unsharded = run_case(proved, "float64"), run_unsharded(proved.family, "float64")
+    return {kind: distance.compare(values, unsharded[kind], kind=kind) for kind, values in sharded.items()}
