@@ -15,14 +15,14 @@ from jaxbench.step_config import StepConfig
 HOST = "pinned_host"
 
 
-def check(how: StepConfig, device: jax.Device) -> None:
+def check(step_config: StepConfig, device: jax.Device) -> None:
     """Check that the device can reach pinned host memory where a step wants it.
 
     Raises:
       ValueError: it cannot; the message names the memories it has.
     """
-    wanted = [name for name, is_on in how.offload.model_dump().items() if is_on]
-    wanted += ["remat"] if how.remat.policy == "offload" else []
+    wanted = [name for name, is_on in step_config.offload.model_dump().items() if is_on]
+    wanted += ["remat"] if step_config.remat.policy == "offload" else []
     kinds = [memory.kind for memory in device.addressable_memories()]
     if wanted and HOST not in kinds:
         raise ValueError(
@@ -32,12 +32,12 @@ def check(how: StepConfig, device: jax.Device) -> None:
 
 
 def to_host(tree: Any) -> Any:
-    """Return the tree with its arrays in pinned host memory; scalars stay where they are."""
+    """Tree with its arrays moved to pinned host memory; scalars stay where they are."""
     return _moved(tree, jax.memory.Space.Host)
 
 
 def to_device(tree: Any) -> Any:
-    """Return the tree with its arrays in device memory."""
+    """Tree with its arrays moved to device memory."""
     return _moved(tree, jax.memory.Space.Device)
 
 
@@ -46,5 +46,5 @@ def _moved(tree: Any, space: jax.memory.Space) -> Any:
 
 
 def host_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Return the sharding with its arrays in pinned host memory."""
+    """The same sharding in pinned host memory."""
     return sharding.with_memory_kind(HOST)
