@@ -63,7 +63,7 @@ def prepare(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """Return the documents of a file as memory-mapped ids, tokenising them on first use.
+    """Corpus of a file: its documents as memory-mapped token ids, tokenised on first use.
 
     Args:
       path: .txt (documents parted by form feeds) or .jsonl (a "text" key in each line), plain or .gz, UTF-8; or ids as
@@ -95,7 +95,7 @@ def prepare(
 
 
 def tokenizer_id(tokenizer: Any) -> str:
-    """Return a name that differs between tokenizers that give other ids."""
+    """Cache key of a tokenizer: another name for one that gives other ids."""
     if isinstance(tokenizer, small_tokenizers.ByteTokenizer):
         return "byte"
     if isinstance(tokenizer, small_tokenizers.CharacterTokenizer):
@@ -104,7 +104,7 @@ def tokenizer_id(tokenizer: Any) -> str:
 
 
 def split(corpus: Corpus, fraction: float) -> tuple[Corpus, Corpus]:
-    """Return the first and the last part of a corpus, cut at floor((1 - fraction) * tokens), inside a document if so.
+    """First and last part of a corpus, cut at token floor((1 - fraction) * tokens), even inside a document.
 
     Raises:
       ValueError: fraction is outside (0, 1), or a part would be empty.
@@ -158,11 +158,11 @@ def documents(path: Path | None, progress: Progress | None = None) -> Iterator[s
         stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         offset = 0
         try:
-            for number, content in enumerate(stream if has_lines else _whole(stream), start=1):
-                text = _decoded(path, content, number, offset)
+            for line_number, content in enumerate(stream if has_lines else _whole(stream), start=1):
+                text = _decoded(path, content, line_number, offset)
                 offset += len(content)
                 if has_lines and text.strip():
-                    yield _json_text(path, number, text)
+                    yield _json_text(path, line_number, text)
                 elif not has_lines:
                     yield from (part for part in text.split(DOCUMENT_SEPARATOR) if part.strip())
                 if progress is not None:
@@ -176,6 +176,7 @@ def _whole(stream: Any) -> Iterator[bytes]:
 
 
 def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
+    """Text of a line, or of a whole file, that starts at a byte offset."""
     try:
         return content.decode("utf-8-sig" if offset == 0 else "utf-8")
     except UnicodeDecodeError as error:
@@ -187,6 +188,7 @@ def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
 
 
 def _json_text(path: Path, line: int, text: str) -> str:
+    """The "text" of one line of a .jsonl file; lines count from 1."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -197,7 +199,7 @@ def _json_text(path: Path, line: int, text: str) -> str:
 
 
 def _load_tokenizer(spec: Any) -> Any:
-    """Return a tokenizer; "character" stays a word, because its vocabulary is the text's."""
+    """Tokenizer by name, path or value; "character" stays a word, because its vocabulary is the text's."""
     if spec == "byte":
         return small_tokenizers.ByteTokenizer()
     if spec is None or (isinstance(spec, str | Path) and spec != "character"):
@@ -212,6 +214,7 @@ def _kind(path: Path | None) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
+    """True for a cache folder that holds all ids its description counts."""
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         size = meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize
@@ -254,6 +257,7 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
 
 
 def _open(folder: Path, tokenizer: Any, sha256: str) -> Corpus:
+    """Corpus of a cache folder."""
     meta = json.loads((folder / META).read_text(encoding="utf-8"))
     if tokenizer == "character":
         tokenizer = small_tokenizers.CharacterTokenizer(meta["characters"])
@@ -262,7 +266,7 @@ def _open(folder: Path, tokenizer: Any, sha256: str) -> Corpus:
 
 
 def _token_file(path: Path, tokenizer: Any) -> Corpus:
-    """Open a file of ids; each end token of the tokenizer closes a document."""
+    """Corpus of a file of ids; each end token of the tokenizer closes a document."""
     try:
         ids = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype="<u2", mode="r")
     except (OSError, ValueError) as error:
@@ -281,7 +285,7 @@ def _token_file(path: Path, tokenizer: Any) -> Corpus:
 
 
 class PackedDataset:
-    """Packed rows of a corpus by number; see the module's docstring.
+    """Packed rows of a corpus by index, a function of (seed, step); see the module's docstring.
 
     A document that is cut continues in another row as a segment of its own and loses no target; only the last row of an
     epoch is padded. Memory: 8 bytes a document and 4 a row for each of the last two epochs.
@@ -302,7 +306,7 @@ class PackedDataset:
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def batch(self, step: int, batch_size: int, *, first: int = 0, count: int | None = None) -> Batch:
-        """Return rows first to first + count of the batch of one step (all of them by default).
+        """Packed batch of one step, or its rows first to first + count.
 
         Raises:
           ValueError: step is negative, or the rows lie outside the batch.
@@ -313,11 +317,12 @@ class PackedDataset:
         return self.rows(step * batch_size + first, count)
 
     def rows(self, first: int, count: int) -> Batch:
-        """Return `count` rows of the endless sequence of epochs, from row `first` on."""
+        """Packed rows first to first + count of the endless sequence of epochs."""
         rows = [self._row(index) for index in range(first, first + count)]
         return Batch(*(np.stack(parts) for parts in zip(*rows, strict=True)))
 
     def _row(self, index: int) -> Batch:
+        """One packed row, arrays [T]."""
         epoch, row = divmod(index, self.rows_per_epoch)
         order, ends, rows = self._epoch(epoch)
         start = int(rows[row]) * self.seq_len
@@ -340,16 +345,17 @@ class PackedDataset:
         return Batch(tokens, targets, positions, mask, segments)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the order of documents, the ends of the documents in that order, and the order of rows."""
+        """Order of an epoch's documents, their ends in tokens in that order, and order of its rows."""
         if epoch not in self._epochs:
             order = self._order("dataset.documents", epoch, len(self._lengths))
             rows = self._order("dataset.rows", epoch, self.rows_per_epoch)
             kept = list(self._epochs)[-1:]  # a batch may span two epochs
-            made = (order, np.cumsum(self._lengths[order]), rows)
-            self._epochs = {e: self._epochs[e] for e in kept} | {epoch: made}
+            ends = np.cumsum(self._lengths[order])
+            self._epochs = {e: self._epochs[e] for e in kept} | {epoch: (order, ends, rows)}
         return self._epochs[epoch]
 
     def _order(self, site: str, epoch: int, count: int) -> np.ndarray:
+        """Permutation [count] int32 of an epoch, drawn from Philox; 0, 1, .. without shuffling."""
         if not self.shuffle:
             return np.arange(count, dtype=np.int32)
         words = philox.words(self.seed, step=epoch, site=site, rows=np.zeros(1), num_elements=count)[0]

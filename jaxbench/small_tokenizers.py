@@ -27,19 +27,19 @@ class ByteTokenizer:
     vocab_size = BYTES + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
+        """Token ids of a text: its UTF-8 bytes."""
         return list(text.encode())
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Return the bytes of a text, [T] uint8."""
+        """Token ids of a text: its UTF-8 bytes, [T] uint8."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; end tokens vanish, bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; end tokens vanish, bytes that are no UTF-8 become U+FFFD."""
         return bytes(int(i) for i in ids if int(i) != BYTES).decode(errors="replace")
 
     def byte_lengths(self) -> np.ndarray:
-        """Return the UTF-8 bytes that each id stands for, [V] int64."""
+        """Number of UTF-8 bytes of each token id, [V] int64."""
         return np.array([1] * BYTES + [0], np.int64)
 
     def save(self, folder: str | Path) -> None:
@@ -74,11 +74,11 @@ class CharacterTokenizer:
         self._codes = _codes(characters)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+        """Token ids of a text."""
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Return the ids of a text, [T] int64.
+        """Token ids of a text, [T] int64.
 
         Raises:
           ValueError: a character that is not in the vocabulary, with its place.
@@ -94,11 +94,11 @@ class CharacterTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+        """Text of token ids."""
         return "".join(self.characters[int(i)] for i in ids)
 
     def byte_lengths(self) -> np.ndarray:
-        """Return the UTF-8 bytes that each id stands for, [V] int64."""
+        """Number of UTF-8 bytes of each token id, [V] int64."""
         return np.array([len(c.encode()) for c in self.characters], np.int64)
 
     def save(self, folder: str | Path) -> None:
@@ -113,14 +113,14 @@ class CharacterTokenizer:
 
 
 def encode_array(tokenizer: Any, text: str) -> np.ndarray:
-    """Return a text's ids with any tokenizer, without the end token, [T]."""
+    """Token ids of a text by any tokenizer, without the end token, [T]."""
     if hasattr(tokenizer, "encode_array"):
         return tokenizer.encode_array(text)
     return np.asarray(tokenizer.encode(text), np.int64)
 
 
 def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> np.ndarray | None:
-    """Return the UTF-8 bytes that each id of a tokenizer stands for, [V]; None where its tokens do not tell.
+    """Number of UTF-8 bytes of each token id, [V]; None where the tokens of this kind of tokenizer do not tell.
 
     A byte-level BPE writes one printable character a byte; control tokens stand for no text.
     """
@@ -141,7 +141,7 @@ def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> n
 
 
 def _byte_names() -> list[str]:
-    """Return the printable character that byte-level BPE writes for each byte, in the order of bytes."""
+    """Printable character that byte-level BPE writes for each byte, in the order of bytes."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(BYTES, 2 * BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]
@@ -154,4 +154,5 @@ def _save(core: Any, eos_id: int | None, folder: str | Path) -> None:
 
 
 def _codes(text: str) -> np.ndarray:
+    """Code points of a text, [T] uint32."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
