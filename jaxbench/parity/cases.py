@@ -1,7 +1,7 @@
 """The table of parity cases: one row a case; unit tests, the parity command and every workload share it (S file).
 
-A row names the module that holds `build(config, params, dtype=..., **how)` in jaxbench/, torch_ref/ and jaxbench/eqx/,
-by their common relative path. To add a workload's case, add a row; where its model is no decoder, the row also names
+A row names the module that holds `build(config, params, dtype=..., **options)` in jaxbench/, torch_ref/ and
+jaxbench/eqx/, by their common relative path. To add a workload's case, add a row; where its model is no decoder, the row also names
 
     task    the module, beside `module` in every package, with Batch, predict, loss_of and loss_fn, as train.py has them
     data    the S module with initial_params(config, seed, distinct=True) and parity_arrays(config, batch=, length=,
@@ -39,6 +39,7 @@ GPT2 = LLAMA.model_copy(
         "num_kv_heads": 4,
     }
 )
+BLOCKED = {"implementation": "blocked", "block_size": 4}
 LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
 GATED = decoder_config.with_memory(LLAMA, decoder_config.DecoderMemory(
     kind="mag", layers=(1,), window=4, num_persistent=2, max_documents=2,
@@ -52,7 +53,7 @@ class Case(NamedTuple):
     id: str  # <workload>/<variant>
     config: Any  # the configuration that `build` takes; None = the default model with its own weights
     module: str = "transformer"  # relative path of the module with `build`
-    how: Mapping[str, Any] = {}  # further arguments of build: implementation, scan_layers, fused_projections, ...
+    options: Mapping[str, Any] = {}  # further arguments of build: implementation, scan_layers, fused_projections, ...
     batch: int = 2  # rows; every second one starts with padding
     length: int = 16  # tokens a row
     prompt: int = 10  # tokens of the prefill before single-token decoding; 0 = the model does not decode
@@ -69,26 +70,26 @@ class Case(NamedTuple):
 
     @property
     def is_scanned(self) -> bool:
-        """Return True when the layers run inside a scan, which hides their outputs from capture."""
-        return self.is_closed or bool(self.how.get("scan_layers"))
+        """True where the layers run inside a scan, which hides their outputs from capture."""
+        return self.is_closed or bool(self.options.get("scan_layers"))
 
 
 def _llama(
-    name: str, *, how: Mapping[str, Any] | None = None, packed: bool = False, sampled: bool = False, **update: Any
+    name: str, *, options: Mapping[str, Any] | None = None, packed: bool = False, sampled: bool = False, **update: Any
 ) -> Case:
     config = TransformerConfig(**(LLAMA.model_dump() | update))
-    return Case(f"transformer/{name}", config, how=how or {}, packed=packed, sampled=sampled)
+    return Case(f"transformer/{name}", config, options=options or {}, packed=packed, sampled=sampled)
 
 
 def _memory(name: str, *, seed: int = 0, length: int = 18, **update: Any) -> Case:
-    """Return a case of a neural memory; 18 tokens leave the last chunk half full, odd seeds have padding."""
+    """Case of a neural memory; 18 tokens leave the last chunk half full, odd seeds have padding."""
     config = NeuralMemoryConfig(d_model=20, num_heads=2, head_dim=8, chunk_size=4, **update)
     path = {"module": "memory.neural", "task": "memory.neural", "data": "memory.config"}
     return Case(f"memory/{name}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",))
 
 
 def _block(kind: str, *, seed: int = 0, length: int = 10, depth: int = 2) -> Case:
-    """Return a case of a block with memory; odd seeds have padding."""
+    """Case of a block with memory; odd seeds have padding."""
     shape, parts = {"d_model": 20, "head_dim": 8}, {"num_heads": 2, "num_kv_heads": 2 if kind == "bank" else 1}
     if kind == "bank":
         bank = BankConfig(**shape, num_heads=2, block_size=2, memory_slots=2, ratio=2)
@@ -103,7 +104,7 @@ def _block(kind: str, *, seed: int = 0, length: int = 10, depth: int = 2) -> Cas
 
 
 def _mark(name: str, **scheme: Any) -> Case:
-    """Return a case of a watermarking scheme: bits, p-values and generated tokens."""
+    """Case of a watermarking scheme: bits, p-values and generated tokens."""
     return Case(f"watermark/{name}", parse_scheme(scheme), module="watermark.schemes", exact="watermark",
                 backends=("flax",))  # fmt: skip
 
@@ -118,14 +119,14 @@ CASES: tuple[Case, ...] = (
     _llama("llama-rope-linear", rope_scaling=RotaryScaling(kind="linear", factor=4.0)),
     _llama("llama-rope-llama3", rope_scaling=LLAMA3_SCALING, rope_theta=500000.0),
     _llama("llama-packed", packed=True),
-    _llama("llama-blocked", how={"implementation": "blocked", "block_size": 4}),
-    _llama("llama-blocked-window", how={"implementation": "blocked", "block_size": 4}, sliding_window=5, packed=True),
-    _llama("llama-scan", how={"scan_layers": True}),
-    _llama("llama-fused", how={"fused_projections": 2}, use_bias=True),  # two parts, as over a mesh's model=2
+    _llama("llama-blocked", options=BLOCKED),
+    _llama("llama-blocked-window", options=BLOCKED, sliding_window=5, packed=True),
+    _llama("llama-scan", options={"scan_layers": True}),
+    _llama("llama-fused", options={"fused_projections": 2}, use_bias=True),  # two parts, as over a mesh's model=2
     Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),
-         how={"implementation": "blocked", "block_size": 4}),
+         options=BLOCKED),
     _mark("kgw", scheme="kgw"),
     _mark("kgw-left-5", scheme="kgw", context={"kind": "left", "width": 5}),
     _mark("kgw-min", scheme="kgw", context={"kind": "min", "width": 4}),
@@ -166,7 +167,7 @@ CASES: tuple[Case, ...] = (
 
 
 def find(case_id: str) -> Case:
-    """Return the case of an id.
+    """Case of an id.
 
     Raises:
       ValueError: there is none; the message names the nearest ids.
@@ -179,7 +180,7 @@ def find(case_id: str) -> Case:
 
 
 def load(case: Case, *, model: str | None = None) -> tuple[Any, dict[str, np.ndarray]]:
-    """Return a case's configuration and parameters: distinct random ones, the default model's, or those of `model`."""
+    """Configuration and parameters of a case: distinct random ones, the default model's, or those of `model`."""
     if case.data is not None:
         source = importlib.import_module(f"jaxbench.{case.data}")
         return case.config, source.initial_params(case.config, case.seed, distinct=True)
@@ -192,17 +193,17 @@ def load(case: Case, *, model: str | None = None) -> tuple[Any, dict[str, np.nda
 
 
 class Arrays(NamedTuple):
-    """One step's data in numpy; the fields of a backend's Batch."""
+    """Batch of one step in numpy, arrays [B T]; the fields of a backend's Batch."""
 
-    tokens: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    mask: np.ndarray
-    segments: np.ndarray | None = None
+    tokens: np.ndarray  # int32
+    targets: np.ndarray  # int32, the next tokens
+    positions: np.ndarray  # int32, -1 = padding
+    mask: np.ndarray  # bool, True where a target counts
+    segments: np.ndarray | None = None  # int32, by document; None = one document a row
 
 
 def arrays(case: Case, config: Any, *, step: int = 0) -> Any:
-    """Return the data of one step: random tokens, every second row starting with a quarter of padding."""
+    """Batch of one step: random tokens, every second row starting with a quarter of padding."""
     if case.data is not None:
         source = importlib.import_module(f"jaxbench.{case.data}")
         return source.parity_arrays(config, batch=case.batch, length=case.length, seed=case.seed, step=step)

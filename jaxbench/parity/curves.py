@@ -25,11 +25,11 @@ class Curves(NamedTuple):
     perturbed: tuple[np.ndarray, ...]  # of PyTorch from weights moved by one ulp
 
     def gate(self) -> gates.Gate:
-        """Return whether Flax stays inside the band that the perturbed curves span."""
+        """Gate P7: Flax stays inside the band that the perturbed curves span."""
         return gates.training_noise(self.flax, self.torch, self.perturbed, reference=self.torch, dtype="float32")
 
     def gaps(self) -> dict[str, float]:
-        """Return the largest and the last gap to PyTorch's curve: of Flax, and of the farthest perturbed curve."""
+        """Largest and last gap to PyTorch's curve in nats: of Flax, and of the farthest perturbed curve."""
         own = np.max([np.abs(curve - self.torch) for curve in self.perturbed], axis=0)
         gap = np.abs(self.flax - self.torch)
         return {
@@ -46,7 +46,7 @@ def record(
     *,
     num_perturbed: int = 2,
 ) -> Curves:
-    """Return the curves of "flax" and "torch", and of "torch" from perturbed weights.
+    """Training curves of "flax" and "torch", and of "torch" from perturbed weights.
 
     Args:
       engines: backend -> a function of the initial values that returns an Engine.
