@@ -1,7 +1,8 @@
 """The table of parity cases: one row a case; unit tests, the parity command and every workload share it (S file).
 
 A row names the module that holds `build(config, params, dtype=..., **options)` in jaxbench/, torch_ref/ and
-jaxbench/eqx/, by their common relative path. To add a workload's case, add a row; where its model is no decoder, the row also names
+jaxbench/eqx/, by their common relative path. To add a workload's case, add a row; where its model is no decoder, the
+row also names
 
     task    the module, beside `module` in every package, with Batch, predict, loss_of and loss_fn, as train.py has them
     data    the S module with initial_params(config, seed, distinct=True) and parity_arrays(config, batch=, length=,
