@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int, Int32, Int64
 
 from jaxbench import assets, philox, small_tokenizers
 from jaxbench.data import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
@@ -37,20 +38,20 @@ Progress = Callable[[int, int], None]  # bytes of the file read, bytes in all
 class Corpus(NamedTuple):
     """Documents as one array of ids; document i is ids[starts[i] : starts[i + 1]], its end token included."""
 
-    ids: np.ndarray  # [N], memory-mapped
-    starts: np.ndarray  # [documents + 1] int64
+    ids: Int[np.ndarray, " tokens"]  # memory-mapped
+    starts: Int64[np.ndarray, " documents_and_one"]
     tokenizer: Any  # None for a token file
     sha256: str  # of the file (for the default text, of its bytes)
 
 
 class Batch(NamedTuple):
-    """One packed batch, each [B T]; the fields of a backend's Batch."""
+    """One packed batch; the fields of a backend's Batch."""
 
-    tokens: np.ndarray  # int32
-    targets: np.ndarray  # int32: the document's next token, 0 where there is none
-    positions: np.ndarray  # int32: from 0 in each segment of a row, -1 for padding
-    mask: np.ndarray  # bool: True where the target counts
-    segments: np.ndarray  # int32: documents of a row are 1, 2, ...; padding 0
+    tokens: Int32[np.ndarray, "B T"]
+    targets: Int32[np.ndarray, "B T"]  # the document's next token, 0 where there is none
+    positions: Int32[np.ndarray, "B T"]  # from 0 in each segment of a row, -1 for padding
+    mask: Bool[np.ndarray, "B T"]  # True where the target counts
+    segments: Int32[np.ndarray, "B T"]  # documents of a row are 1, 2, ...; padding 0
 
 
 # Preparing a corpus
@@ -354,8 +355,8 @@ class PackedDataset:
             self._epochs = {e: self._epochs[e] for e in kept} | {epoch: (order, ends, rows)}
         return self._epochs[epoch]
 
-    def _order(self, site: str, epoch: int, count: int) -> np.ndarray:
-        """Permutation [count] int32 of an epoch, drawn from Philox; 0, 1, .. without shuffling."""
+    def _order(self, site: str, epoch: int, count: int) -> Int32[np.ndarray, " count"]:
+        """Permutation of an epoch, drawn from Philox; 0, 1, .. without shuffling."""
         if not self.shuffle:
             return np.arange(count, dtype=np.int32)
         words = philox.words(self.seed, step=epoch, site=site, rows=np.zeros(1), num_elements=count)[0]

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Shaped
 
 from jaxbench.processes import ALONE, Processes
 
@@ -50,7 +51,7 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
     return Processes(jax.process_index(), jax.process_count(), _gather)
 
 
-def place(value: Any, sharding: NamedSharding) -> Array:
+def place(value: Any, sharding: NamedSharding) -> Shaped[Array, "*shape"]:
     """Array over the mesh from its whole value, which every process has; the value is copied."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding, may_alias=False)
@@ -58,7 +59,9 @@ def place(value: Any, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
 
-def place_rows(value: np.ndarray, sharding: NamedSharding, *, first: int, rows: int) -> Array:
+def place_rows(
+    value: Shaped[np.ndarray, "own ..."], sharding: NamedSharding, *, first: int, rows: int
+) -> Shaped[Array, "rows ..."]:
     """Array of `rows` rows over the mesh; `value` holds those of this process, from row `first` on."""
     if sharding.is_fully_addressable and len(value) == rows:
         return jax.device_put(value, sharding)
@@ -77,7 +80,7 @@ def rows_of(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, int]:
     return first, max(stop for _, stop in bounds) - first
 
 
-def whole(value: Array) -> np.ndarray:
+def whole(value: Shaped[Array, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
     """All-gather of an array into numpy; where other processes hold parts of it, every process has to call."""
     if not value.is_fully_addressable and not value.is_fully_replicated:
         everywhere = NamedSharding(value.sharding.mesh, P())

@@ -26,7 +26,7 @@ def _wide(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _contract(x: Array, kernel: Array, axis: int) -> Array:
+def _contract(x: Float[Array, "*rows I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "*rows O"]:
     """Product over the last axis of x and one axis of kernel, accumulated in at least float32, in x's dtype."""
     dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
     return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)

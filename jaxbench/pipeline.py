@@ -60,7 +60,7 @@ class Pipeline(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp)
-def _copied(x: Array) -> Array:
+def _copied(x: Hidden) -> Hidden:
     """Megatron's operator f: identity; its gradient is summed over `model`."""
     return x
 
@@ -69,7 +69,7 @@ _copied.defvjp(lambda x: (x, None), lambda _, grad: (lax.psum(grad, MODEL),))
 
 
 @functools.partial(jax.custom_vjp)
-def _summed(x: Array) -> Array:
+def _summed(x: Hidden) -> Hidden:
     """Megatron's operator g: sum over `model`; the gradient passes unchanged."""
     return lax.psum(x, MODEL)
 
@@ -78,7 +78,7 @@ _summed.defvjp(lambda x: (lax.psum(x, MODEL), None), lambda _, grad: (grad,))
 
 
 @functools.partial(jax.custom_vjp)
-def _counted_once(x: Array) -> Array:
+def _counted_once(x: Hidden) -> Hidden:
     """Identity whose gradient only the first device of `model` keeps: a later sum over `model` counts it once."""
     return x
 
@@ -213,8 +213,8 @@ def _run_schedule(
     return end.loss, end.grads
 
 
-def _pull_back(run: Callable, weights: Weights, stash: Any, slot: Array, output_grad: Array, scale: Array,
-               loss: Array, grads: Weights) -> tuple[Hidden, Scalar, Weights]:  # fmt: skip
+def _pull_back(run: Callable, weights: Weights, stash: Any, slot: Array, output_grad: Hidden, scale: Scalar,
+               loss: Scalar, grads: Weights) -> tuple[Hidden, Scalar, Weights]:  # fmt: skip
     """Backward pass of a stage: gradient of its input in a slot of the stash; loss and weight gradients added to."""
     received, micro = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), stash)
     (_, share), vjp = jax.vjp(lambda weights, received: run(weights, received, micro), weights, received)
@@ -358,8 +358,8 @@ def _layer(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def _of_stage(pipeline: Pipeline, value: Array, spec: P) -> Array:
-    """This stage's layers [L/S ...] of a stacked parameter [L ...] stored as `spec` says."""
+def _of_stage(pipeline: Pipeline, value: Float[Array, "L ..."], spec: P) -> Float[Array, "L/S ..."]:
+    """This stage's layers of a stacked parameter stored as `spec` says."""
     value, dim = whole(value, spec, (FSDP,)), dim_of(spec, STAGE)
     if dim is not None:
         return lax.all_to_all(value, STAGE, split_axis=0, concat_axis=dim, tiled=True)
@@ -367,8 +367,8 @@ def _of_stage(pipeline: Pipeline, value: Array, spec: P) -> Array:
     return lax.dynamic_slice_in_dim(value, lax.axis_index(STAGE) * each, each, axis=0)
 
 
-def _to_owners(pipeline: Pipeline, grad: Array, spec: P) -> Array:
-    """Gradients of a stage's layers [L/S ...] as the part of all layers [L ...] stored here, summed over the batch."""
+def _to_owners(pipeline: Pipeline, grad: Float[Array, "L/S ..."], spec: P) -> Float[Array, "L ..."]:
+    """Gradients of a stage's layers as the part of all layers that is stored here, summed over the batch."""
     dim = dim_of(spec, STAGE)
     if dim is not None:
         grad = lax.all_to_all(grad, STAGE, split_axis=dim, concat_axis=0, tiled=True)

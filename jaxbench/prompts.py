@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int32, Shaped
 
 MIN_PROMPT = 16  # tokens; shorter prompts share one bucket
 SLOT_MULTIPLE = 64  # cache slots come in multiples of this
@@ -27,10 +28,10 @@ class Bucket(NamedTuple):
 class Batch(NamedTuple):
     """Prompts padded on the right to the bucket's length, and below to its rows."""
 
-    tokens: np.ndarray  # [B T] int32
-    lengths: np.ndarray  # [B] int32, tokens
-    is_padding: np.ndarray  # [B] bool: rows that only fill the bucket
-    row_ids: np.ndarray  # [B] int32, of the random streams
+    tokens: Int32[np.ndarray, "B T"]
+    lengths: Int32[np.ndarray, " B"]  # tokens
+    is_padding: Bool[np.ndarray, " B"]  # rows that only fill the bucket
+    row_ids: Int32[np.ndarray, " B"]  # of the random streams
 
 
 def bucket(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
@@ -89,14 +90,14 @@ def pad(
 
 
 def continuations(
-    prompts: Sequence[Sequence[int]], tokens: np.ndarray, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Generated tokens behind each prompt [B M], -1 after a row's end, and their number [B].
+    prompts: Sequence[Sequence[int]], tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"]
+) -> tuple[Int32[np.ndarray, "B new"], Int32[np.ndarray, " B"]]:
+    """Generated tokens behind each prompt, -1 after a row's end, and their number.
 
     Args:
       prompts: token ids of each row.
-      tokens: [B T] prompts and what was generated.
-      lengths: [B] of both together.
+      tokens: prompts and what was generated.
+      lengths: of both together, tokens.
     """
     counts = np.array([lengths[row] - len(prompt) for row, prompt in enumerate(prompts)])
     out = np.full((len(prompts), counts.max()), -1, np.int32)
@@ -150,8 +151,8 @@ def check_states(states: Sequence, processors: Sequence) -> None:
         raise ValueError(f"processor_states: {len(states)} states for {len(processors)} processors")
 
 
-def fill_rows(array: np.ndarray, num_rows: int, batch_size: int) -> np.ndarray:
-    """Copy of a state's array [num_rows or batch_size ..] with rows of zeros up to batch_size.
+def fill_rows(array: Shaped[np.ndarray, "rows ..."], num_rows: int, batch_size: int) -> Shaped[np.ndarray, "B ..."]:
+    """Copy of an array of a processor's state, of num_rows or batch_size rows, with zeros up to batch_size.
 
     Raises:
       ValueError: its first axis is neither.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxbench.attention import attention_mask
 
@@ -31,6 +31,11 @@ class Spans(NamedTuple):
     key_positions: Int[Array, "B S"]
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
+
+
+Query = Float[Array, "B K G T H"]  # or attention output, or a gradient of either
+Key = Float[Array, "B K H S"]
+Value = Float[Array, "B K S H"]
 
 
 class Ring(NamedTuple):
@@ -75,7 +80,7 @@ def ring_attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
-def _padded(x: Array, size: int, axis: int, fill: int = 0) -> Array:
+def _padded(x: Shaped[Array, "..."], size: int, axis: int, fill: int = 0) -> Shaped[Array, "..."]:
     """Lengthen an axis to a multiple of size; keys that are added have position -1, which nothing attends to."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
@@ -87,9 +92,7 @@ def _einsum(equation: str, left: Array, right: Array) -> Array:
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.promote_types(left.dtype, jnp.float32))
 
 
-def _scores(
-    query: Float[Array, "B K G T H"], key: Float[Array, "B K H S"], mask: Bool[Array, "B T S"]
-) -> Float[Array, "B K G T S"]:
+def _scores(query: Query, key: Key, mask: Bool[Array, "B T S"]) -> Float[Array, "B K G T S"]:
     """Scaled scores, -inf where the mask is False."""
     scores = _einsum("BKGTH,BKHS->BKGTS", query, key) / math.sqrt(query.shape[-1])
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
@@ -125,7 +128,7 @@ def _round(axis: str, step, start: tuple, moving: tuple, spans: Spans) -> tuple[
     return carry, moving
 
 
-def _block(spans: Spans, ring: Ring, start: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+def _block(spans: Spans, ring: Ring, start: Int[Array, ""], key: Key, value: Value) -> tuple[Key, Value, Array]:
     """Keys [B K H block], values [B K block H] and attention mask [B T block] of the block at `start`."""
     cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=ring.block_size)
     block = spans._replace(key_positions=cut(spans.key_positions, axis=1))
@@ -139,11 +142,11 @@ def _starts(spans: Spans, ring: Ring) -> Int[Array, " blocks"]:
     return jnp.arange(0, spans.key_positions.shape[1], ring.block_size, dtype=jnp.int32)
 
 
-def _forward(ring: Ring, query: Array, key: Array, value: Array, spans: Spans):
-    """Attention output [B K G T H], and log-sum-exp of a query's scores [B K G T 1], -inf where it has no key."""
+def _forward(ring: Ring, query: Query, key: Key, value: Value, spans: Spans) -> tuple[Query, Float[Array, "B K G T 1"]]:
+    """Attention output, and the log-sum-exp of a query's scores, -inf where it has no key."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
 
-    def absorb(carry: tuple, key: Array, value: Array, mask: Array) -> tuple:
+    def absorb(carry: tuple, key: Key, value: Value, mask: Bool[Array, "B T S"]) -> tuple:
         peak, total, summed = carry
         scores = _scores(query, key, mask)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
@@ -167,22 +170,22 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array, spans: Spans):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: Ring, query: Array, key: Array, value: Array, spans: Spans) -> Array:
+def _ring(ring: Ring, query: Query, key: Key, value: Value, spans: Spans) -> Query:
     return _forward(ring, query, key, value, spans)[0]
 
 
-def _ring_forward(ring: Ring, query: Array, key: Array, value: Array, spans: Spans):
+def _ring_forward(ring: Ring, query: Query, key: Key, value: Value, spans: Spans) -> tuple[Query, tuple]:
     mixed, normaliser = _forward(ring, query, key, value, spans)
     return mixed, (query, key, value, spans, mixed, normaliser)
 
 
-def _ring_backward(ring: Ring, residuals: tuple, grad: Array) -> tuple:
+def _ring_backward(ring: Ring, residuals: tuple, grad: Query) -> tuple[Query, Key, Value, None]:
     query, key, value, spans, mixed, normaliser = residuals
     wide = grad.dtype
     normaliser = jnp.where(jnp.isfinite(normaliser), normaliser, jnp.full_like(normaliser, jnp.inf))  # weights 0
     along = jnp.sum(grad * mixed, axis=-1, keepdims=True)
 
-    def pull_back(grads: tuple, key: Array, value: Array, mask: Array) -> tuple[Array, Array, Array]:
+    def pull_back(grads: tuple, key: Key, value: Value, mask: Bool[Array, "B T S"]) -> tuple[Array, Array, Array]:
         query_grad, key_grad, value_grad = grads
         weights = jnp.exp(_scores(query, key, mask) - normaliser)
         upstream = _einsum("BKGTH,BKSH->BKGTS", grad, value.astype(wide))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Int, Int64, UInt8, UInt32
 
 if TYPE_CHECKING:
     from jaxbench.tokenizer import Tokenizer
@@ -30,16 +31,16 @@ class ByteTokenizer:
         """Token ids of a text: its UTF-8 bytes."""
         return list(text.encode())
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """Token ids of a text: its UTF-8 bytes, [T] uint8."""
+    def encode_array(self, text: str) -> UInt8[np.ndarray, " T"]:
+        """Token ids of a text: its UTF-8 bytes."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; end tokens vanish, bytes that are no UTF-8 become U+FFFD."""
         return bytes(int(i) for i in ids if int(i) != BYTES).decode(errors="replace")
 
-    def byte_lengths(self) -> np.ndarray:
-        """Number of UTF-8 bytes of each token id, [V] int64."""
+    def byte_lengths(self) -> Int64[np.ndarray, " V"]:
+        """Number of UTF-8 bytes of each token id."""
         return np.array([1] * BYTES + [0], np.int64)
 
     def save(self, folder: str | Path) -> None:
@@ -77,8 +78,8 @@ class CharacterTokenizer:
         """Token ids of a text."""
         return self.encode_array(text).tolist()
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """Token ids of a text, [T] int64.
+    def encode_array(self, text: str) -> Int64[np.ndarray, " T"]:
+        """Token ids of a text.
 
         Raises:
           ValueError: a character that is not in the vocabulary, with its place.
@@ -97,8 +98,8 @@ class CharacterTokenizer:
         """Text of token ids."""
         return "".join(self.characters[int(i)] for i in ids)
 
-    def byte_lengths(self) -> np.ndarray:
-        """Number of UTF-8 bytes of each token id, [V] int64."""
+    def byte_lengths(self) -> Int64[np.ndarray, " V"]:
+        """Number of UTF-8 bytes of each token id."""
         return np.array([len(c.encode()) for c in self.characters], np.int64)
 
     def save(self, folder: str | Path) -> None:
@@ -112,15 +113,15 @@ class CharacterTokenizer:
         _save(core, self.eos_id, folder)
 
 
-def encode_array(tokenizer: Any, text: str) -> np.ndarray:
-    """Token ids of a text by any tokenizer, without the end token, [T]."""
+def encode_array(tokenizer: Any, text: str) -> Int[np.ndarray, " T"]:
+    """Token ids of a text by any tokenizer, without the end token."""
     if hasattr(tokenizer, "encode_array"):
         return tokenizer.encode_array(text)
     return np.asarray(tokenizer.encode(text), np.int64)
 
 
-def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> np.ndarray | None:
-    """Number of UTF-8 bytes of each token id, [V]; None where the tokens of this kind of tokenizer do not tell.
+def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> Int64[np.ndarray, " V"] | None:
+    """Number of UTF-8 bytes of each token id; None where the tokens of this kind of tokenizer do not tell.
 
     A byte-level BPE writes one printable character a byte; control tokens stand for no text.
     """
@@ -153,6 +154,6 @@ def _save(core: Any, eos_id: int | None, folder: str | Path) -> None:
     Tokenizer(core, eos_id=eos_id, bos_id=None, chat_template=None).save(folder)
 
 
-def _codes(text: str) -> np.ndarray:
-    """Code points of a text, [T] uint32."""
+def _codes(text: str) -> UInt32[np.ndarray, " T"]:
+    """Code points of a text."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
