@@ -115,18 +115,18 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
 
     data, model, params = train_inputs.prepare(settings, values.data)
     names = ("implementation", "block_size", "scan_layers", "fused_projections")
-    sizes = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
+    how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
-    largest = batch_size.find_optimal_batch_size(
-        lambda rows: batch_size.run_bytes(model, settings.step, rows, **sizes),
+    found = batch_size.find_optimal_batch_size(
+        lambda rows: batch_size.run_bytes(model, settings.step, rows, **how),
         limit_bytes=limit,
         multiple=settings.step.accumulation,
     )
-    engine = make_engine(model, params, settings.step, batch_size=largest.batch_size, seed=settings.seed, **sizes)
-    metrics = engine.fetch(engine.step(data.train.batch(0, largest.batch_size), settings.learning_rate))
+    engine = make_engine(model, params, settings.step, batch_size=found.batch_size, seed=settings.seed, **how)
+    metrics = engine.fetch(engine.step(data.train.batch(0, found.batch_size), settings.learning_rate))
     print(
-        f"batch_size={largest.batch_size}: {largest.run_bytes / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB, "
-        f"{len(largest.tried)} sizes compiled; one step was taken with it, loss {metrics.loss:.4f}"
+        f"batch_size={found.batch_size}: {found.run_bytes / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB, "
+        f"{len(found.tried)} sizes compiled; one step was taken with it, loss {metrics.loss:.4f}"
     )
     return cli.EXIT_OK
 

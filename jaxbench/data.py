@@ -1,4 +1,4 @@
-"""Documents of a text file, and prompts of exact lengths out of them (S file); packed batches: dataset.py."""
+"""Texts of files, and prompts cut out of them (S file)."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def real_prompts(tokenizer: Encoder, lengths: Sequence[int], documents: Sequence
     return prompts
 
 
-def _json_text(path: Path, line_number: int, line: str) -> str:
-    """The "text" of one line of a .jsonl file; lines count from 1."""
+def _json_text(path: Path, number: int, line: str) -> str:
+    """Return the text of one line of a .jsonl file."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"data: {path} line {line_number} is not JSON ({error})") from error
+        raise ValueError(f"data: {path} line {number} is not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise ValueError(f'data: {path} line {line_number} has no "text" string: {line[:60]}')
+        raise ValueError(f'data: {path} line {number} has no "text" string: {line[:60]}')
     return value["text"]
 
 

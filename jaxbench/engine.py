@@ -51,11 +51,9 @@ class Engine:
         """
         self.how, self.policy = how, precision.policy(how.precision)
         offload.check(how, jax.local_devices()[0])
+        kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
         groups = _groups(parallel) if fused_projections else 0
-        model = transformer.build(
-            config, params, dtype=self.policy.compute, implementation=implementation, block_size=block_size,
-            scan_layers=scan_layers, fused_projections=groups,
-        )  # fmt: skip
+        model = transformer.build(config, params, dtype=self.policy.compute, fused_projections=groups, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
         self.plan, self.batch_size, self.rows, self.num_devices = None, batch_size, (0, batch_size), 1
@@ -81,9 +79,9 @@ class Engine:
         self, config: TransformerConfig, parallel: ParallelConfig, step: Any, batch_size: int, seq_len: int
     ) -> Any:
         """Place the state on a mesh and return the step jitted for it."""
-        from jaxbench.parallel import make_plan, make_step, place_state
+        from jaxbench import parallel as mesh
 
-        self.plan = make_plan(config, parallel, batch=batch_size // self.how.accumulation, tokens=seq_len)
+        self.plan = mesh.make_plan(config, parallel, batch=batch_size // self.how.accumulation, tokens=seq_len)
         is_gathered = parallel.zero == 3 and self.plan.mesh.shape["fsdp"] > 1
         if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full" or is_gathered):
             raise ValueError(
@@ -91,9 +89,9 @@ class Engine:
                 f"stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, zero={parallel.zero}, "
                 f"gradient_type={parallel.gradient_type}"
             )
-        self.state, self.num_devices = place_state(self.plan, self.state), self.plan.mesh.size
+        self.state, self.num_devices = mesh.place_state(self.plan, self.state), self.plan.mesh.size
         self.rows = distributed.rows_of(self.plan.batch, (batch_size, seq_len))
-        return make_step(self.plan, self.state, step=step)
+        return mesh.make_step(self.plan, self.state, step=step)
 
     def _evaluation(self, evaluate: Any) -> Any:
         """Evaluation jitted for the mesh."""

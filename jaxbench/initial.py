@@ -28,14 +28,14 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: TransformerConfig) -> int:
-    """Number of parameters, without listing the layers: there may be billions."""
+    """Return how many numbers parameter_shapes names, without listing the layers: there may be billions."""
     layer = layer_parameters(config)
-    with_one_layer = parameter_shapes(config.model_copy(update={"num_layers": 1}))
-    return sum(math.prod(shape) for shape in with_one_layer.values()) + (config.num_layers - 1) * layer
+    one = sum(math.prod(shape) for shape in parameter_shapes(config.model_copy(update={"num_layers": 1})).values())
+    return one + (config.num_layers - 1) * layer
 
 
 def layer_parameters(config: TransformerConfig, prefix: str = "") -> int:
-    """Number of a layer's parameters whose names start with a prefix, such as `attention.`."""
+    """Return how many parameters a layer has whose names start with a prefix, such as `attention.`."""
     return sum(math.prod(shape) for name, shape in _layer_shapes(config).items() if name.startswith(prefix))
 
 

@@ -181,7 +181,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """RMS norm x / rms(x) * scale, over the last axis."""
+        """Return x / rms(x) * scale."""
         wide = x.astype(_wide(x.dtype))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         return (wide * lax.rsqrt(mean_square + self.eps)).astype(x.dtype) * self.scale[...][None, None, :]

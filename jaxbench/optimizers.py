@@ -38,7 +38,7 @@ def transform(
 
 
 def with_fixed(config: OptimizerConfig, params: Mapping[str, Array]) -> dict[str, Array]:
-    """Parameters with a stop_gradient on those that are not trained."""
+    """Return parameters of which those that are not trained take no gradient."""
     if config.trained == "all":
         return dict(params)
     return {name: x if decoder_config.is_memory(name) else jax.lax.stop_gradient(x) for name, x in params.items()}

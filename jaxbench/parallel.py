@@ -34,8 +34,9 @@ from jaxbench import (
 )
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder_config, placement
-from jaxbench.mesh import FSDP, MODEL, MODEL_X, MODEL_Y, ROWS, SEQUENCE, STAGE, ParallelConfig
+from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
 
+ROWS = (STAGE, DATA, FSDP)  # the axes that split the batch; its micro-batches lie split over the stages
 Shardings = Mapping[str, NamedSharding]
 
 

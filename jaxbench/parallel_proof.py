@@ -72,15 +72,15 @@ class Case(NamedTuple):
 
 
 def case(family: str, stage: int, rounds: int, schedule: str, model: int, rows: str) -> Case:
-    """Case of one value of each of FACTORS."""
+    """Return the case of one value of each factor."""
     sizes = {"data": 1, "stage": stage, "model": model} | ROWS[rows]
     zero = sizes.pop("zero", 3)
-    parallel = ParallelConfig(mesh=MeshConfig(**sizes), zero=zero, schedule=schedule, micro_batches=stage * rounds)
-    return Case(f"{family}-stage{stage}-micro{stage * rounds}-{schedule}-model{model}-{rows}", family, parallel)
+    how = ParallelConfig(mesh=MeshConfig(**sizes), zero=zero, schedule=schedule, micro_batches=stage * rounds)
+    return Case(f"{family}-stage{stage}-micro{stage * rounds}-{schedule}-model{model}-{rows}", family, how)
 
 
 def form(name: str, family: str = "llama", *, zero: int = 3, **settings: Any) -> Case:
-    """Case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
+    """Return a case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
     sizes = {axis: settings.pop(axis) for axis in list(settings) if axis in MeshConfig.model_fields}
     return Case(name, family, ParallelConfig(mesh=MeshConfig(**({"data": 1} | sizes)), zero=zero, **settings))
 
@@ -132,12 +132,12 @@ def every_case() -> Iterator[Case]:
 
 
 def find(name: str) -> Case:
-    """Case of an id.
+    """Return a case by its id.
 
     Raises:
       ValueError: there is none.
     """
-    cases = {listed.id: listed for listed in (*every_case(), *MEMORY_FORMS)}
+    cases = {one.id: one for one in (*every_case(), *MEMORY_FORMS)}
     if name not in cases:
         raise ValueError(
             f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *MEMORY_FORMS))}"
@@ -156,7 +156,7 @@ def batch_of(step: int, config: TransformerConfig) -> train.Batch:
 
 
 def initial_state(family: str, dtype: str) -> train.TrainState:
-    """Training state before the first step; every parameter is random."""
+    """Return the state before the first step; every parameter is random."""
     config = FAMILIES[family]
     model = transformer.build(config, decoder_config.initial_params(config, 0, distinct=True), dtype=dtype)
     return train.init_state(model, OPTIMIZER)
@@ -165,11 +165,11 @@ def initial_state(family: str, dtype: str) -> train.TrainState:
 Outcome = dict[str, dict[str, np.ndarray]]  # loss, gradients, params, first_moment, second_moment: by name
 
 
-def run_case(proved: Case, dtype: str) -> Outcome:
-    """Losses, gradients, parameters and moments of STEPS steps over the case's mesh."""
-    config, devices = FAMILIES[proved.family], jax.devices()[: proved.num_devices]
-    plan = parallel.make_plan(config, proved.parallel, batch=BATCH, tokens=TOKENS, devices=devices)
-    state = parallel.place_state(plan, initial_state(proved.family, dtype))
+def run_case(one: Case, dtype: str) -> Outcome:
+    """Return what three steps over the case's mesh give; see `_train`."""
+    config, devices = FAMILIES[one.family], jax.devices()[: one.num_devices]
+    plan = parallel.make_plan(config, one.parallel, batch=BATCH, tokens=TOKENS, devices=devices)
+    state = parallel.place_state(plan, initial_state(one.family, dtype))
     lowered = parallel.make_step(plan, state).lower(state, parallel.place_batch(plan, batch_of(0, config)), {})
     step = lowered.compile(compiler_options=FAST_COMPILE)
     return _train(state, lambda state, batch: step(state, parallel.place_batch(plan, batch), {}), config)
@@ -177,7 +177,7 @@ def run_case(proved: Case, dtype: str) -> Outcome:
 
 @functools.lru_cache(maxsize=8)
 def run_unsharded(family: str, dtype: str) -> Outcome:
-    """Losses, gradients, parameters and moments of the same steps on one device."""
+    """Return what the same steps give on one device."""
     return _train(initial_state(family, dtype), jax.jit(train.train_step), FAMILIES[family])
 
 
@@ -196,10 +196,7 @@ def _train(state: train.TrainState, step: Any, config: TransformerConfig) -> Out
     return {"loss": losses, "gradients": gradients, **arrays}
 
 
-def prove(proved: Case) -> dict[str, distance.Comparison]:
-    """Distances between mesh and one device of losses, gradients, parameters and moments, by kind, in float64.
-
-    Call with JAX's 64-bit types on.
-    """
-    sharded, unsharded = run_case(proved, "float64"), run_unsharded(proved.family, "float64")
-    return {kind: distance.compare(values, unsharded[kind], kind=kind) for kind, values in sharded.items()}
+def prove(one: Case) -> dict[str, distance.Comparison]:
+    """Return the distances of losses, gradients, parameters and moments in float64; call with 64-bit types on."""
+    found, wanted = run_case(one, "float64"), run_unsharded(one.family, "float64")
+    return {kind: distance.compare(values, wanted[kind], kind=kind) for kind, values in found.items()}

@@ -131,7 +131,6 @@ class _Trainer:
             raise ValueError(f"train: {self.workdir} holds another run: {listed}; use another --workdir")
 
     def _identity(self) -> dict[str, Any]:
-        """Settings, text and backend that all starts of one run have in common."""
         content = self.settings.model_dump(mode="json", exclude=set(MAY_CHANGE))
         content["data"].pop("path")  # the text itself counts, not where it lies
         if (bank := (content.get("memory") or {}).get("bank")) is not None:
@@ -149,11 +148,11 @@ class _Trainer:
         self.display.start(self.start)
         done, early, is_traced = self.start, self._is_early(), False
         first, count = self.engine.rows  # a process reads its own rows
-        own_rows = functools.partial(self.data.train.batch, batch_size=batch, first=first, count=count)
+        part = functools.partial(self.data.train.batch, batch_size=batch, first=first, count=count)
         with ThreadPoolExecutor(1) as ahead:  # the next batch is packed while the device works
-            upcoming = ahead.submit(own_rows, done)
+            upcoming = ahead.submit(part, done)
             while done < s.steps and not early:
-                arrays, upcoming = upcoming.result(), ahead.submit(own_rows, done + 1)
+                arrays, upcoming = upcoming.result(), ahead.submit(part, done + 1)
                 decoder_config.check_documents(self.model, arrays.segments)
                 if done == profile_steps[0] and self.processes.is_first:
                     self.engine.start_profile(str(self.workdir / PROFILE))
@@ -308,7 +307,6 @@ class _Trainer:
         return f"{EXPORT}/"
 
     def _size(self) -> int:
-        """Number of parameters."""
         return sum(math.prod(shape) for shape in decoder_config.parameter_shapes(self.model).values())
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """RMS norm x / rms(x) * scale, over the last axis."""
+        """Return x / rms(x) * scale."""
         wide = x.to(_wide(x.dtype))
         mean_square = torch.mean(torch.square(wide), dim=-1, keepdim=True)
         return (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype) * self.scale

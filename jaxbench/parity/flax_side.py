@@ -38,7 +38,7 @@ class Side:
         self.lib = importlib.import_module(f"{self.package}.train")
         self.task = importlib.import_module(f"{self.package}.{case.task}")
         module = importlib.import_module(f"{self.package}.{case.module}")
-        self._hold(module.build(config, params, dtype=dtype, **case.options))
+        self._hold(module.build(config, params, dtype=dtype, **case.how))
 
     def _hold(self, model: Any) -> None:
         self.model = model

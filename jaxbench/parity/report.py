@@ -121,7 +121,7 @@ def _number(value: float | None) -> str:
 
 
 def heat_map(result: dict[str, Any]) -> Any:
-    """Heat map as a plotly figure: modules down in order of computation, kinds of error across, colour = log10."""
+    """Return a plotly figure: modules down in order of computation, kinds of error across, colour = log10."""
     import plotly.graph_objects as go
 
     titles, rows = columns(result), result["layers"]
@@ -159,7 +159,7 @@ def heat_map(result: dict[str, Any]) -> Any:
 
 
 def page(results: Sequence[dict[str, Any]]) -> str:
-    """Self-contained HTML page of several results."""
+    """Return one self-contained HTML page of several results."""
     failed = [result for result in results if not result["passed"]]
     head = f"{len(results) - len(failed)} of {len(results)} cases equal"
     parts = [_STYLE.format(title=html.escape(f"Parity: {head}")), f"<h1>Parity: {head}</h1>"]
@@ -184,7 +184,6 @@ def write_page(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def _gate_table(result: dict[str, Any]) -> str:
-    """HTML table of a result's gates."""
     names = ("id", "what", "passed", "error", "limit", "where", "note")
     lines = ["<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
     for gate in result["gates"]:

@@ -99,8 +99,12 @@ def sides(case: Case, config: Any, params: Mapping[str, np.ndarray], *, dtype: s
     from jaxbench.parity import torch_side
 
     check_backend(case, backend)
-    jax_side = importlib.import_module(f"jaxbench.parity.{backend}_side")
-    return jax_side.Side(case, config, params, dtype=dtype), torch_side.Side(case, config, params, dtype=dtype)
+    if backend == "flax":
+        from jaxbench.parity import flax_side as jax_side
+    else:
+        from jaxbench.parity import equinox_side as jax_side
+    arguments = (case, config, params)
+    return jax_side.Side(*arguments, dtype=dtype), torch_side.Side(*arguments, dtype=dtype)
 
 
 def run(
