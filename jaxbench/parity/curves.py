@@ -38,6 +38,12 @@ class Curves(NamedTuple):
         }  # fmt: skip
 
 
+def perturbed(params: Mapping[str, np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Parameters moved by one unit in the last place of float32, each value up or down at random."""
+    moved = {name: x * (1.0 + ULP * random.choice((-1.0, 1.0), x.shape)) for name, x in params.items()}
+    return {name: x.astype(params[name].dtype) for name, x in moved.items()}
+
+
 def record(
     engines: Mapping[str, Callable[[Mapping[str, np.ndarray]], Any]],
     params: Mapping[str, np.ndarray],
@@ -55,11 +61,10 @@ def record(
       rates: learning rate of each step.
       num_perturbed: how many curves span the band.
     """
-    sign = np.random.default_rng(0)
+    random = np.random.default_rng(0)
     starts = [("flax", params), ("torch", params)]
     for _ in range(num_perturbed):
-        moved = {name: x * (1.0 + ULP * sign.choice((-1.0, 1.0), x.shape)) for name, x in params.items()}
-        starts.append(("torch", {name: x.astype(params[name].dtype) for name, x in moved.items()}))
+        starts.append(("torch", perturbed(params, random)))
     curves = []
     for backend, values in starts:
         engine = engines[backend](values)
