@@ -39,7 +39,7 @@ class Corpus(NamedTuple):
     """Documents as one array of ids; document i is ids[starts[i] : starts[i + 1]], its end token included."""
 
     ids: Int[np.ndarray, " tokens"]  # memory-mapped
-    starts: Int64[np.ndarray, " documents_and_one"]
+    starts: Int64[np.ndarray, " documents+1"]
     tokenizer: Any  # None for a token file
     sha256: str  # of the file (for the default text, of its bytes)
 

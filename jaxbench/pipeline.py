@@ -358,7 +358,7 @@ def _layer(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def _of_stage(pipeline: Pipeline, value: Float[Array, "L ..."], spec: P) -> Float[Array, "L/S ..."]:
+def _of_stage(pipeline: Pipeline, value: Float[Array, "layers ..."], spec: P) -> Float[Array, "own_layers ..."]:
     """This stage's layers of a stacked parameter stored as `spec` says."""
     value, dim = whole(value, spec, (FSDP,)), dim_of(spec, STAGE)
     if dim is not None:
@@ -367,7 +367,7 @@ def _of_stage(pipeline: Pipeline, value: Float[Array, "L ..."], spec: P) -> Floa
     return lax.dynamic_slice_in_dim(value, lax.axis_index(STAGE) * each, each, axis=0)
 
 
-def _to_owners(pipeline: Pipeline, grad: Float[Array, "L/S ..."], spec: P) -> Float[Array, "L ..."]:
+def _to_owners(pipeline: Pipeline, grad: Float[Array, "own_layers ..."], spec: P) -> Float[Array, "layers ..."]:
     """Gradients of a stage's layers as the part of all layers that is stored here, summed over the batch."""
     dim = dim_of(spec, STAGE)
     if dim is not None:
