@@ -148,9 +148,7 @@ def _shift(tree: Any, step: int, stages: int) -> Any:
     return jax.tree.map(lambda x: lax.ppermute(x, STAGE, pairs), tree)
 
 
-def _next_micro(
-    pipeline: Pipeline, stream: train.Batch, arrived: train.Batch, tick: Int[Array, ""]
-) -> tuple[train.Batch, train.Batch]:
+def _next_micro(pipeline: Pipeline, stream: train.Batch, arrived: train.Batch, tick: Array) -> tuple[train.Batch, Any]:
     """Micro-batch of this stage's forward pass, and the stream moved one place towards the first stage.
 
     The first stage takes the front of the stream [M/S B T]; the others the one that came with their activations.
@@ -346,16 +344,12 @@ def _loss_and_gradients(
         check_vma=False,
     )
     loss, (layers, ends) = run((layers, ends), batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
-    grads = ends | {name: layers[name.split(".", 2)[2]][_layer(name)] for name in params if name not in ends}
+    split = {name: name.split(".", 2) for name in params if name not in ends}  # "layers", index, name within the layer
+    grads = ends | {name: layers[inner][int(index)] for name, (_, index, inner) in split.items()}
     return loss, {name: grads[name].astype(value.dtype) for name, value in params.items()}
 
 
 # Weights from where they are stored to the stage that computes with them, and gradients back
-
-
-def _layer(name: str) -> int:
-    """Index of the layer that a parameter belongs to."""
-    return int(name.split(".")[1])
 
 
 def _of_stage(pipeline: Pipeline, value: Float[Array, "layers ..."], spec: P) -> Float[Array, "own_layers ..."]:
