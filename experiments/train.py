@@ -139,16 +139,16 @@ def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
 
     data, model, params = train_inputs.prepare(settings, values.data)
     names = ("batch_size", "seed", "block_size", "scan_layers", "fused_projections")
-    how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
+    sizes = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
     batches = [data.train.batch(step, settings.batch_size) for step in range(values.memory_ladder + 1)]
     rows = []
-    for row in memory_ladder.climb(
-        settings, model, lambda run: make_engine(model, params, run.step, implementation=run.implementation, **how),
+    for row in memory_ladder.measure(
+        settings, model, lambda run: make_engine(model, params, run.step, implementation=run.implementation, **sizes),
         batches, kernel="blocked" if values.device == "cpu" else "fused", limit_bytes=limit,
     ):  # fmt: skip
         rows.append(row)
-        print(f"compiled {len(rows)} of {len(memory_ladder.RUNGS)}: {row.name}", file=sys.stderr)
+        print(f"compiled {len(rows)} of {len(memory_ladder.SAVINGS)}: {row.name}", file=sys.stderr)
     count = sum(value.size for value in params.values())
     facts = {"parameters": int(count), "vocabulary": model.vocab_size, "sequence": settings.data.seq_len}
     facts |= {"batch": settings.batch_size, "precision": settings.step.precision, "limit_bytes": limit}

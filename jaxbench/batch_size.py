@@ -21,8 +21,8 @@ from jaxbench.step_config import StepConfig
 from jaxbench.transformer import Transformer
 
 
-class Found(NamedTuple):
-    """The outcome of a search."""
+class LargestBatch(NamedTuple):
+    """Outcome of a search for the largest batch that fits."""
 
     batch_size: int  # rows, a multiple of the micro-batches
     run_bytes: int  # what a run with it needs: state, batch, temporaries of a step or an evaluation
@@ -30,10 +30,15 @@ class Found(NamedTuple):
     tried: dict[int, int]  # batch size -> bytes
 
 
-def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int, multiple: int = 1) -> Found:
-    """Return the largest batch size, a multiple of `multiple`, whose run needs at most limit_bytes.
+def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int, multiple: int = 1) -> LargestBatch:
+    """Largest batch size, a multiple of `multiple`, whose run needs at most limit_bytes.
 
-    Doubles until a batch is too large, then halves the gap; bytes_of must not fall as the batch grows.
+    Doubles until a batch is too large, then halves the gap.
+
+    Args:
+      bytes_of: batch size -> bytes that a run needs; must not fall as the batch grows.
+      limit_bytes: of device memory.
+      multiple: micro-batches of a step.
 
     Raises:
       ValueError: limit_bytes does not hold even the smallest batch.
@@ -55,16 +60,16 @@ def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int,
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return Found(low * multiple, tried[low * multiple], limit_bytes, tried)
+    return LargestBatch(low * multiple, tried[low * multiple], limit_bytes, tried)
 
 
-def run_bytes(config: TransformerConfig, how: StepConfig, batch_size: int, **sizes: Any) -> int:
-    """Return the bytes of device memory that a run needs at once: its step, or an evaluation while the state stays.
+def run_bytes(config: TransformerConfig, step_config: StepConfig, batch_size: int, **sizes: Any) -> int:
+    """Bytes of device memory that a run needs at once: its step, or an evaluation while the state stays.
 
     Arguments as for `compiled`; sizes may hold all but `is_evaluation`.
     """
     step, evaluation = (
-        compiled(config, how, batch_size, is_evaluation=is_evaluation, **sizes).memory_analysis()
+        compiled(config, step_config, batch_size, is_evaluation=is_evaluation, **sizes).memory_analysis()
         for is_evaluation in (False, True)
     )
     kept = step.output_size_in_bytes - step.alias_size_in_bytes
@@ -74,7 +79,7 @@ def run_bytes(config: TransformerConfig, how: StepConfig, batch_size: int, **siz
 
 def compiled(
     config: TransformerConfig,
-    how: StepConfig,
+    step_config: StepConfig,
     batch_size: int,
     *,
     seq_len: int,
@@ -85,43 +90,43 @@ def compiled(
     device: jax.Device | None = None,
     is_evaluation: bool = False,
 ) -> Any:
-    """Return the compiled step, or evaluation, of one device (the first where None); from shapes, no array is made.
+    """Compiled step, or evaluation, of one device (the first where None); from shapes, no array is made.
 
     The device may be one of a topology that is not attached (jax.experimental.topologies).
     """
     fields = {name: getattr(config, name) for name in type(config).model_fields}
     kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    kind |= {"fused_projections": int(fused_projections), "dtype": precision.policy(how.precision).compute}
+    kind |= {"fused_projections": int(fused_projections), "dtype": precision.policy(step_config.precision).compute}
     place = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
     shapes = decoder_config.parameter_shapes(config)
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
-    on_device = how.model_copy(update={"offload": type(how.offload)()})
+    on_device = step_config.model_copy(update={"offload": type(step_config.offload)()})
 
     def state_of(params: dict) -> update.TrainState:
         return update.init_state(Transformer(**fields, **kind), params, on_device)
 
     def placed(tree: Any, *, is_host: bool = False) -> Any:
-        def one(leaf: Any) -> jax.ShapeDtypeStruct:
-            where = offload.host_sharding(place) if is_host and leaf.ndim else place
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+            sharding = offload.host_sharding(place) if is_host and leaf.ndim else place
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(one, tree)
+        return jax.tree.map(abstract, tree)
 
     state = jax.eval_shape(state_of, shapes)
-    moments = placed(state.moments, is_host=how.offload.optimizer)
+    moments = placed(state.moments, is_host=step_config.offload.optimizer)
     state = dataclasses.replace(placed(state), moments=moments)
     ids, mask = (jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for dtype in (jnp.int32, bool))
     batch = train.Batch(ids, ids, ids, mask, ids)
     if is_evaluation:
-        evaluate = functools.partial(update.eval_step, graph=state.graph, how=how)
+        evaluate = functools.partial(update.eval_step, graph=state.graph, how=step_config)
         return jax.jit(evaluate).lower(state.params, placed(batch)).compile()
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if config.dropout else None
     arguments = placed((batch, jax.ShapeDtypeStruct((), "float32"), key))
-    step = jax.jit(functools.partial(update.train_step, how=how), donate_argnums=0)
+    step = jax.jit(functools.partial(update.train_step, how=step_config), donate_argnums=0)
     return step.lower(state, *arguments).compile()
 
 
 def device_bytes() -> int:
-    """Return the memory of the first device, or what the host has free where the device is the CPU."""
+    """Memory of the first device in bytes, or what the host has free where the device is the CPU."""
     stats = jax.devices()[0].memory_stats() or {}
     return int(stats.get("bytes_limit") or psutil.virtual_memory().available)

@@ -70,8 +70,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as policies
 
-        for half in self.folder.glob(f"*{TEMPORARY}*") if self.processes.is_first else ():
-            shutil.rmtree(half)  # of a process that was killed while it saved
+        for unfinished in self.folder.glob(f"*{TEMPORARY}*") if self.processes.is_first else ():
+            shutil.rmtree(unfinished)  # of a process that was killed while it saved
         self.processes.agree(True)
         # Orbax reports every phase of every save, and a failed one in pages of traces before it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -90,7 +90,7 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Return the steps of the finished checkpoints, oldest first."""
+        """Steps of the finished checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, arrays: Mapping[str, Any], meta: Mapping[str, Any], *, loss: float | None = None) -> None:
@@ -117,7 +117,7 @@ class Checkpoints:
         self._guarded(lambda: self._manager.save(step, args=items, metrics=metrics, force=True))
 
     def wait(self) -> None:
-        """Return when everything is on disk.
+        """Wait until the last save is on disk.
 
         Raises:
           OSError: the last save could not be written.
@@ -125,11 +125,11 @@ class Checkpoints:
         self._guarded(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Wait, and free the threads."""
+        """Wait until the last save is on disk, and free the threads."""
         self._guarded(self._manager.close)
 
     def restore(self, wanted: Mapping[str, Any], *, check_meta: Callable[[dict], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole, None where there is none; damaged ones are named and set aside.
+        """Newest checkpoint that is whole, None where there is none; damaged ones are named and set aside.
 
         Args:
           wanted: arrays, or their shapes and types, by name.
@@ -161,14 +161,14 @@ class Checkpoints:
         return None
 
     def _is_damaged(self, step: int, reason: Exception | None) -> bool:
-        """Set a checkpoint aside that any process could not read."""
+        """True for a checkpoint that any process could not read; it is set aside."""
         if self.processes.agree(reason is None):
             return False
         self._set_aside(step, reason or ValueError(f"another process than {self.processes.index} could not read it"))
         return True
 
     def _sums(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the CRC-32 of every array: of all of it, or [bounds, CRC-32] of each part where processes hold parts.
+        """CRC-32 of every array: of all of it, or [bounds, CRC-32] of each part where processes hold parts.
 
         A part's bounds are a start and a stop for each dim. It counts where its first device is.
         """
@@ -184,36 +184,39 @@ class Checkpoints:
             owned += [_sum(np.asarray(here[device])) if device in here else 0 for device in owners.values()]
             sums[name] = list(owners)
         if owned:
-            found = iter(self.processes.gather(np.array(owned, np.uint32)).max(axis=0).tolist())
-            sums |= {n: [[b, next(found)] for b in parts] for n, parts in sums.items() if isinstance(parts, list)}
+            gathered = iter(self.processes.gather(np.array(owned, np.uint32)).max(axis=0).tolist())
+            sums |= {n: [[b, next(gathered)] for b in parts] for n, parts in sums.items() if isinstance(parts, list)}
         return sums
 
     def _read_meta(self, step: int) -> dict[str, Any]:
-        found = self._manager.restore(step, args=self._ocp.args.Composite(meta=self._ocp.args.JsonRestore()))[META]
-        text = str(found.get("content"))
-        if zlib.crc32(text.encode()) != found.get("crc32"):
+        """JSON object of a checkpoint, checked against its CRC-32."""
+        entry = self._manager.restore(step, args=self._ocp.args.Composite(meta=self._ocp.args.JsonRestore()))[META]
+        text = str(entry.get("content"))
+        if zlib.crc32(text.encode()) != entry.get("crc32"):
             raise ValueError(
-                f"the checksum of its JSON object is {zlib.crc32(text.encode())}, not {found.get('crc32')}"
+                f"the checksum of its JSON object is {zlib.crc32(text.encode())}, not {entry.get('crc32')}"
             )
         return json.loads(text)
 
     def _read(self, step: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        target = {name: np.zeros(value.shape, _numpy_dtype(value.dtype)) for name, value in wanted.items()}
+        """Whole arrays of a checkpoint, by name."""
+        target = {name: np.zeros(value.shape, value.dtype) for name, value in wanted.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about shardings of arrays that have none
             items = self._ocp.args.Composite(**{STATE: self._ocp.args.StandardRestore(target)})
             return dict(self._manager.restore(step, args=items)[STATE])
 
     def _refuse_other_model(self, step: int, shapes: Mapping[str, list], wanted: Mapping[str, Any]) -> None:
-        found = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
+        """Raise where names, shapes or types of a checkpoint's arrays are not the wanted ones."""
+        saved = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
         needed = {name: (tuple(value.shape), str(value.dtype)) for name, value in wanted.items()}
         parts = {
-            "missing in it": sorted(needed.keys() - found.keys()),
-            "unknown here": sorted(found.keys() - needed.keys()),
+            "missing in it": sorted(needed.keys() - saved.keys()),
+            "unknown here": sorted(saved.keys() - needed.keys()),
             "different": [
-                f"{name} is {found[name][0]} {found[name][1]}, wanted {needed[name][0]} {needed[name][1]}"
-                for name in sorted(needed.keys() & found.keys())
-                if found[name] != needed[name]
+                f"{name} is {saved[name][0]} {saved[name][1]}, wanted {needed[name][0]} {needed[name][1]}"
+                for name in sorted(needed.keys() & saved.keys())
+                if saved[name] != needed[name]
             ],
         }
         if any(parts.values()):
@@ -226,9 +229,9 @@ class Checkpoints:
     def _set_aside(self, step: int, error: Exception) -> None:
         """Name a damaged checkpoint and move it out of the way of the saves to come."""
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        place, number = self.folder / str(step), 0
-        while (aside := self.folder.parent / f"{self.folder.name}-{DAMAGED}" / f"{step}-{number}").exists():
-            number += 1
+        place, copies = self.folder / str(step), 0
+        while (aside := self.folder.parent / f"{self.folder.name}-{DAMAGED}" / f"{step}-{copies}").exists():
+            copies += 1
         if self.processes.is_first:
             aside.parent.mkdir(exist_ok=True)
             os.rename(place, aside)
@@ -253,6 +256,7 @@ class Checkpoints:
             raise OSError(code, f"{os.strerror(code)}, {last}", str(self.folder)) from error
 
     def _finished(self) -> list[int]:
+        """Steps whose folder is there: Orbax renames it when it is whole."""
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
 
@@ -265,24 +269,23 @@ def _copy(value: Any) -> Any:
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(one.indices(size)[:2] for one, size in zip(index, shape))
+    """Start and stop of an index in each dim."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
 
 
 def _differs(value: np.ndarray, wanted: Any) -> bool:
-    """Say whether an array is not the one of which `Checkpoints._sums` told the CRC-32."""
+    """True where an array's CRC-32 is not the wanted one, as `Checkpoints._sums` gives it."""
     if isinstance(wanted, int):
         return _sum(value) != wanted
-    return any(_sum(value[tuple(slice(*ends) for ends in bounds)]) != one for bounds, one in wanted)
-
-
-def _numpy_dtype(dtype: Any) -> np.dtype:
-    return np.dtype(dtype)
+    return any(_sum(value[tuple(slice(*ends) for ends in bounds)]) != crc32 for bounds, crc32 in wanted)
 
 
 def _sum(value: np.ndarray) -> int:
+    """CRC-32 of an array's bytes in C order."""
     return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
 
 def _listed(names: list[str]) -> str:
+    """Names joined by commas, those past MAX_LISTED counted."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more

@@ -96,15 +96,15 @@ def define_part() -> None:
 
 
 def part() -> slice:
-    """Return which items --part names: `items[cli.part()]`.
+    """Slice of a list that --part=k/n names, `items[cli.part()]`: every n-th item from the k-th on.
 
     Raises:
       ValueError: it is not k/n with 1 <= k <= n.
     """
-    found = re.fullmatch(r"(\d+)/(\d+)", FLAGS.part)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", FLAGS.part)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"--part={FLAGS.part} is not k/n with 1 <= k <= n")
-    return slice(int(found[1]) - 1, None, int(found[2]))
+    return slice(int(match[1]) - 1, None, int(match[2]))
 
 
 def load_config(model_class: type[Model]) -> Model:
@@ -118,7 +118,7 @@ def load_config(model_class: type[Model]) -> Model:
 
 
 def workdir(default: str | Path) -> Path:
-    """Return --workdir, or `default` where it is not given, as a folder that can be written.
+    """Path of --workdir, or `default` where it is not given: a folder that can be written.
 
     Raises:
       ValueError: it cannot.
@@ -138,7 +138,7 @@ def _check_flags() -> None:
 
 
 def keep(sentence: str) -> None:
-    """Say what would survive an interrupt now, e.g. `3 launches in out/results.jsonl; go on with --resume`."""
+    """Set the sentence that an interrupt prints, e.g. `3 launches in out/results.jsonl; go on with --resume`."""
     _kept[:] = [sentence]
 
 
@@ -181,7 +181,7 @@ def run_commands(commands: Mapping[str, Command], *, about: str, argv: Sequence[
 
 
 def commands_text(program: str, commands: Mapping[str, Command], about: str) -> str:
-    """Return what --help prints without a command: the main's own text, then one line a command."""
+    """Help text of a main with commands: its own text, then one line a command."""
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {command.about.strip().splitlines()[0]}" for name, command in commands.items()]
     usage = f"usage: {program} COMMAND [--flag=value ...]; {program} COMMAND --help lists its flags"
@@ -189,11 +189,12 @@ def commands_text(program: str, commands: Mapping[str, Command], about: str) -> 
 
 
 def _call(main: Callable[[], int | None], argv: list[str]) -> int:
+    """Exit code of a main; its errors become one line on stderr."""
     if threading.current_thread() is threading.main_thread():
         # SIGTERM is what a batch system sends, and the default would orphan the workers; a shell's background job is
         # started with SIGINT ignored.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signal_number, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a locale may lack letters of a text: they are spelled out
             stream.reconfigure(errors="backslashreplace")
@@ -211,18 +212,23 @@ def _call(main: Callable[[], int | None], argv: list[str]) -> int:
         return _complain(explain(error), EXIT_USAGE)
 
 
-def _interrupt(number: int, _: object) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+def _interrupt(signal_number: int, _: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(signal_number).name)
 
 
 def _complain(message: str, code: int, prefix: str = "error: ") -> int:
+    """Print one line on stderr and hand the exit code on."""
     sys.stdout.flush()
     print(prefix + " ".join(message.split()), file=sys.stderr, flush=True)
     return code
 
 
 def parse(argv: Sequence[str]) -> None:
-    """Parse the command line into FLAGS; ValueError names the flag, and the nearest one where it is unknown."""
+    """Parse the command line into FLAGS.
+
+    Raises:
+      ValueError: a flag is bad, or unknown: the nearest one is named.
+    """
     try:
         rest = FLAGS(list(argv), known_only=False)
     except flags.UnrecognizedFlagError as error:
@@ -234,7 +240,7 @@ def parse(argv: Sequence[str]) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """Return one sentence for an error: what it is and, where it is known, how to mend it."""
+    """Error message in one sentence: what is wrong and, where it is known, how to mend it."""
     if isinstance(error, OSError) and error.errno in FULL_DISK:
         place = f" {error.filename}" if error.filename else ""
         kept = f"; kept: {_kept[0]}" if _kept else ""
@@ -255,16 +261,16 @@ def explain(error: BaseException) -> str:
 
 
 def own_flags() -> list[flags.Flag]:
-    """Return the flags that jaxbench and the running main define, without those of the libraries."""
-    found = {}
+    """Flags that jaxbench and the running main define, by name, without those of the libraries."""
+    by_name = {}
     for module, members in FLAGS.flags_by_module_dict().items():
         if module.startswith(("jaxbench", "experiments", "__main__")) or module == sys.argv[0]:
-            found |= {flag.name: flag for flag in members}
-    return [found[name] for name in sorted(found)]
+            by_name |= {flag.name: flag for flag in members}
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def help_text(program: str, about: str | None = None) -> str:
-    """Return what --help prints: the main's own text, then one entry a flag with its default."""
+    """Help text of a main: its own text, then one entry a flag with its default."""
     lines = [(about or "").strip(), ""] if about else []
     lines += [f"usage: {program} [--flag=value ...]", ""]
     for flag in own_flags():
@@ -277,6 +283,7 @@ def help_text(program: str, about: str | None = None) -> str:
 
 
 def _nearest(name: str) -> str:
+    """Hint at the flag whose name is nearest, or at all flags."""
     names = [flag.name for flag in own_flags()]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:

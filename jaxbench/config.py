@@ -102,7 +102,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), model_class: type[Mode
 
 
 def dump(model: pydantic.BaseModel, path: str | Path | None = None) -> str:
-    """Return a configuration as YAML that `load` reads back; with `path`, write it there (whole file or nothing)."""
+    """YAML text of a configuration, which `load` reads back; with `path`, written there (whole file or nothing)."""
     import yaml
 
     text = yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False, default_flow_style=False)
@@ -121,7 +121,7 @@ def dump(model: pydantic.BaseModel, path: str | Path | None = None) -> str:
 
 
 def config_id(model: pydantic.BaseModel, *, exclude: Iterable[str] = (), extra: dict[str, Any] | None = None) -> str:
-    """Return the stable id of a configuration: 12 hex digits of the sha256 of its canonical JSON.
+    """Stable id of a configuration: 12 hex digits of the sha256 of its canonical JSON.
 
     Values that equal a default count like values left out, so the id does not depend on how a file is spelled.
 
@@ -144,13 +144,13 @@ def config_id(model: pydantic.BaseModel, *, exclude: Iterable[str] = (), extra: 
 
 
 def keys(model_class: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
-    """Return every dotted key that a configuration of this class takes."""
-    found = []
+    """Every dotted key that a configuration of this class takes."""
+    names = []
     for name, field in model_class.model_fields.items():
-        found.append(prefix + name)
+        names.append(prefix + name)
         for inner in _models_in(field.annotation):
-            found += keys(inner, f"{prefix}{name}.")
-    return found
+            names += keys(inner, f"{prefix}{name}.")
+    return names
 
 
 def _refuse_switches(given: Any, resolved: Any, place: str) -> None:
@@ -159,15 +159,19 @@ def _refuse_switches(given: Any, resolved: Any, place: str) -> None:
     if isinstance(given, dict) and isinstance(resolved, dict):
         pairs = [(value, resolved[key], f"{place}: {key}") for key, value in given.items() if key in resolved]
     elif isinstance(given, list) and isinstance(resolved, (list, tuple)):
-        pairs = [(a, b, place) for a, b in zip(given, resolved, strict=False)]
+        pairs = [(value, inner, place) for value, inner in zip(given, resolved, strict=False)]
     elif isinstance(given, bool) and isinstance(resolved, (int, float)) and not isinstance(resolved, bool):
         raise ValueError(f"{place} is {str(given).lower()}: input should be a number")
-    for one, other, where in pairs:
-        _refuse_switches(one, other, where)
+    for value, inner, where in pairs:
+        _refuse_switches(value, inner, where)
 
 
 def read_yaml(path: Path) -> dict:
-    """Return the mapping in a YAML file; ValueError names file and place where it is none."""
+    """Mapping in a YAML file.
+
+    Raises:
+      ValueError: there is no such file, or it holds no mapping; file and place are named.
+    """
     if not path.is_file():
         raise ValueError(f"config: {path} is {'a folder' if path.is_dir() else 'no file'}{_nearest_file(path)}")
     try:
@@ -186,16 +190,16 @@ def _nearest_file(path: Path) -> str:
     """Suggest a file beside it, or anywhere in configs/, whose name is near."""
     folder = Path("configs") if Path("configs").is_dir() and not path.is_absolute() else CONFIGS
     near = [
-        str(found)
-        for found in sorted({*path.parent.glob("*.yaml"), *folder.rglob("*.yaml")})
-        if not found.name.startswith(".") and difflib.SequenceMatcher(None, path.stem, found.stem).ratio() >= NEAR
+        str(file)
+        for file in sorted({*path.parent.glob("*.yaml"), *folder.rglob("*.yaml")})
+        if not file.name.startswith(".") and difflib.SequenceMatcher(None, path.stem, file.stem).ratio() >= NEAR
     ]
     hint = difflib.get_close_matches(str(path), near, n=1, cutoff=0.0)
     return f", the nearest is {hint[0]}" if hint else ""
 
 
 def _parse(text: str, place: str) -> Any:
-    """Return the value of a YAML text; ValueError names the place in one line, whatever is wrong with it."""
+    """Value of a YAML text; ValueError names the place in one line, whatever is wrong with it."""
     import yaml
 
     try:
@@ -210,7 +214,7 @@ def _parse(text: str, place: str) -> Any:
 
 
 def _yaml_loader() -> type:
-    """Return yaml's safe loader, which silently takes the last of two equal keys, made to refuse them."""
+    """Safe loader of yaml that refuses a key given twice, of which yaml's own takes the last."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -230,7 +234,11 @@ def _yaml_loader() -> type:
 
 
 def override(content: dict, text: str) -> tuple[str, ...]:
-    """Set one `a.b=value` in a mapping, in place, and return its path."""
+    """Set one `a.b=value` in a mapping, in place, and return its path.
+
+    Raises:
+      ValueError: it has another form, its value is no YAML, or a key above it holds no mapping.
+    """
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
@@ -253,7 +261,7 @@ def override(content: dict, text: str) -> tuple[str, ...]:
 
 
 def _describe(error: pydantic.ValidationError, path: Path, changed: dict, model_class: type[Base]) -> str:
-    """Return all problems in one line; a value that came from --set is blamed on it, not on the file."""
+    """Error message of all problems in one line; a value that came from --set is blamed on it, not on the file."""
     problems = []
     for problem in error.errors(include_url=False):
         place = problem["loc"]
@@ -265,6 +273,7 @@ def _describe(error: pydantic.ValidationError, path: Path, changed: dict, model_
 
 
 def _problem(problem: Any, key: str, place: tuple, model_class: type[Base]) -> str:
+    """Error message of one of pydantic's problems."""
     if problem["type"] == "extra_forbidden":
         return f"key {key!r} is unknown{_nearest(key, place, model_class)}"
     if problem["type"] == "missing":
@@ -276,7 +285,7 @@ def _problem(problem: Any, key: str, place: tuple, model_class: type[Base]) -> s
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error message, cut short: YAML's aliases make billions of items out of a few lines."""
+    """Text of a value for an error message, cut short: YAML's aliases make billions of items out of a few lines."""
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, MAX_SHOWN, MAX_SHOWN
     return short.repr(value)

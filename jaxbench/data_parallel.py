@@ -22,36 +22,38 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
 from jaxbench import sharding, train
-from jaxbench.mesh import DATA, FSDP, STAGE
-
-ROWS = (STAGE, DATA, FSDP)  # the axes that split the rows of a batch
-
-
-def axes_of(entry: sharding.Axes) -> tuple[str, ...]:
-    """Return the axes of one entry of a PartitionSpec."""
-    return (entry,) if isinstance(entry, str) else entry or ()
+from jaxbench.mesh import DATA, FSDP, ROWS
 
 
 def dim_of(spec: P, axis: str) -> int | None:
-    """Return the dim that an axis splits, None where it splits none."""
-    return next((dim for dim, entry in enumerate(spec) if axis in axes_of(entry)), None)
+    """Index of the dim that a mesh axis splits, None where it splits none."""
+    return next((dim for dim, entry in enumerate(spec) if axis in sharding.axes_of(entry)), None)
 
 
-def whole(value: Array, spec: P, axes: tuple[str, ...]) -> Array:
-    """Gather a value over the axes that split it, the innermost first; under shard_map."""
+def whole(value: Float[Array, "..."], spec: P, axes: tuple[str, ...]) -> Float[Array, "..."]:
+    """All-gather of a value over those of `axes` that split it in `spec`, the innermost first. Under shard_map."""
     for dim, entry in enumerate(spec):
-        for axis in reversed(axes_of(entry)):
+        for axis in reversed(sharding.axes_of(entry)):
             if axis in axes:
                 value = lax.all_gather(value, axis, axis=dim, tiled=True)
     return value
 
 
-def reduced(grad: Array, spec: P, axes: tuple[str, ...], *, gradient_type: str) -> Array:
-    """Add a gradient up over axes; over those that split it in `spec`, keep this device's part only. Under shard_map.
+def reduced(grad: Float[Array, "..."], spec: P, axes: tuple[str, ...], *, gradient_type: str) -> Float[Array, "..."]:
+    """Gradient summed over mesh axes, in 16 bits where asked. Under shard_map.
 
-    gradient_type: bfloat16 or float16 travels and is added up, the result has the gradient's own type; full = its type.
+    Over the axes that split it in `spec` this is a reduce-scatter, which leaves the device its own part; over the
+    others an all-reduce.
+
+    Args:
+      grad: this device's gradient of a whole parameter.
+      spec: how the sum is to be split.
+      axes: over which it is summed.
+      gradient_type: what travels and is added: bfloat16, float16 or full, the gradient's own type, which the result
+        always has.
     """
     if gradient_type == "full":
         return _summed(grad, spec, axes)
@@ -62,7 +64,8 @@ def reduced(grad: Array, spec: P, axes: tuple[str, ...], *, gradient_type: str) 
     return _summed((grad / unit).astype(gradient_type), spec, axes).astype(grad.dtype) * unit
 
 
-def _summed(grad: Array, spec: P, axes: tuple[str, ...]) -> Array:
+def _summed(grad: Float[Array, "..."], spec: P, axes: tuple[str, ...]) -> Float[Array, "..."]:
+    """Reduce-scatter over the axes that split `spec`, all-reduce over the others, in the gradient's type."""
     everywhere = tuple(axis for axis in axes if dim_of(spec, axis) is None)
     grad = lax.psum(grad, everywhere) if everywhere else grad
     for axis in axes:
@@ -81,7 +84,7 @@ def make_loss(
     plain_loss: Callable[..., Array] = train.loss_fn,
     scale: Array | None = None,
 ) -> Callable[..., Array]:
-    """Return loss(model, batch, dropout=None), whose gradient is added up over data and fsdp in gradient_type.
+    """Loss as loss(model, batch, dropout=None), whose gradient is summed over data and fsdp in gradient_type.
 
     Args:
       mesh: on which only data and fsdp are larger than 1.
@@ -91,28 +94,36 @@ def make_loss(
       loss_fn: loss of (model, batch), a mean over the targets of batch.mask; its gradient is taken.
       plain_loss: the same loss under jit's partitioner, for a caller that takes no gradient.
       scale: loss scale of the step, None = 1.
+
+    Raises (the loss):
+      ValueError: dropout is given.
     """
 
-    def loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Array:
+    def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
         if dropout is not None:
             rate = model.layers[0].dropout
             raise ValueError(f"data_parallel: dropout={rate} is not supported with gradient_type={gradient_type}")
-        graph, params = nnx.split(model, nnx.Param)
-        paths = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(params)}
-
-        def merged(named: Mapping[str, Array]) -> Any:
-            flat = [(path, leaf.replace(named[name])) for name, (path, leaf) in paths.items()]
-            return nnx.merge(graph, nnx.from_flat_state(flat))
-
+        params, merged = named_params(model)
         run = functools.partial(_loss_and_gradients, mesh, gradient_type, stored, gradients, merged, loss_fn)
-        by_hand = differentiated(run, lambda named, batch: plain_loss(merged(named), batch))
-        return by_hand({name: leaf[...] for name, (_, leaf) in paths.items()}, batch, scale)
+        return differentiated(run, lambda params, batch: plain_loss(merged(params), batch))(params, batch, scale)
 
     return loss
 
 
+def named_params(model: Any) -> tuple[dict[str, Array], Callable[[Mapping[str, Array]], Any]]:
+    """Parameters of a model by dotted name, and the function that makes the same model with others."""
+    graph, params = nnx.split(model, nnx.Param)
+    paths = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(params)}
+
+    def merged(named: Mapping[str, Array]) -> Any:
+        flat = [(path, leaf.replace(named[name])) for name, (path, leaf) in paths.items()]
+        return nnx.merge(graph, nnx.from_flat_state(flat))
+
+    return {name: leaf[...] for name, (_, leaf) in paths.items()}, merged
+
+
 def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., Array]) -> Callable[..., Array]:
-    """Return loss(params, batch, scale) whose gradient in params is computed beside it, already scaled.
+    """Loss as loss(params, batch, scale), whose gradient in params is computed beside it, already scaled.
 
     Args:
       loss_and_gradients: (params, batch, scale) -> the loss, and the gradients of loss * scale, by name.
@@ -143,27 +154,36 @@ def _loss_and_gradients(
     merged: Callable[[Mapping[str, Array]], Any],
     loss_fn: Callable[..., Array],
     params: dict[str, Array],
-    batch: Any,
-    scale: Array,
-) -> tuple[Array, dict[str, Array]]:
-    """Return the loss and the gradients of loss * scale by dotted name; every device computes those of its rows."""
+    batch: train.Batch,
+    scale: Float[Array, ""],
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Loss in nats per token, and gradients of loss * scale by dotted name; each device computes those of its rows."""
     specs = {name: stored[name].spec for name in params}
-    wanted = {name: gradients[name].spec for name in params}
+    gradient_specs = {name: gradients[name].spec for name in params}
 
-    def local(params: dict[str, Array], batch: Any, total: Array, scale: Array) -> tuple[Array, dict[str, Array]]:
+    def local(
+        params: dict[str, Array], batch: train.Batch, num_targets: Array, scale: Array
+    ) -> tuple[Array, dict[str, Array]]:
         def at(params: dict[str, Array]) -> tuple[Array, Array]:
             with sharding.activations({}):
                 mean = loss_fn(merged(params), batch)
-            share = mean * (jnp.sum(batch.mask).astype(mean.dtype) / total.astype(mean.dtype))
+            share = mean * (jnp.sum(batch.mask).astype(mean.dtype) / num_targets.astype(mean.dtype))
             return share * scale.astype(share.dtype), share
 
         used = {name: whole(value, specs[name], (FSDP,)) for name, value in params.items()}
         (_, share), grads = jax.value_and_grad(at, has_aux=True)(used)
         wide = {name: grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) for name, grad in grads.items()}
-        how = {"axes": (DATA, FSDP), "gradient_type": gradient_type}
-        return lax.psum(share, ROWS), {name: reduced(grad, wanted[name], **how) for name, grad in wide.items()}
+        return lax.psum(share, ROWS), {
+            name: reduced(grad, gradient_specs[name], (DATA, FSDP), gradient_type=gradient_type)
+            for name, grad in wide.items()
+        }
 
-    placed = {"in_specs": (specs, P(ROWS), P(), P()), "out_specs": (P(), wanted)}
-    run = jax.shard_map(local, mesh=mesh, check_vma=False, **placed)
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, P(ROWS), P(), P()),
+        out_specs=(P(), gradient_specs),
+        check_vma=False,
+    )
     loss, grads = run(params, batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
     return loss, {name: grads[name].astype(value.dtype) for name, value in params.items()}

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int, Int32, Int64
 
 from jaxbench import assets, launch, philox, small_tokenizers
 from jaxbench.data import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
@@ -37,20 +38,20 @@ Progress = Callable[[int, int], None]  # bytes of the file read, bytes in all
 class Corpus(NamedTuple):
     """Documents as one array of ids; document i is ids[starts[i] : starts[i + 1]], its end token included."""
 
-    ids: np.ndarray  # [N], memory-mapped
-    starts: np.ndarray  # [documents + 1] int64
+    ids: Int[np.ndarray, " tokens"]  # memory-mapped
+    starts: Int64[np.ndarray, " documents+1"]
     tokenizer: Any  # None for a token file
     sha256: str  # of the file (for the default text, of its bytes)
 
 
 class Batch(NamedTuple):
-    """One packed batch, each [B T]; the fields of a backend's Batch."""
+    """One packed batch; the fields of a backend's Batch."""
 
-    tokens: np.ndarray  # int32
-    targets: np.ndarray  # int32: the document's next token, 0 where there is none
-    positions: np.ndarray  # int32: from 0 in each segment of a row, -1 for padding
-    mask: np.ndarray  # bool: True where the target counts
-    segments: np.ndarray  # int32: documents of a row are 1, 2, ...; padding 0
+    tokens: Int32[np.ndarray, "B T"]
+    targets: Int32[np.ndarray, "B T"]  # the document's next token, 0 where there is none
+    positions: Int32[np.ndarray, "B T"]  # from 0 in each segment of a row, -1 for padding
+    mask: Bool[np.ndarray, "B T"]  # True where the target counts
+    segments: Int32[np.ndarray, "B T"]  # documents of a row are 1, 2, ...; padding 0
 
 
 # Preparing a corpus
@@ -63,7 +64,7 @@ def prepare(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """Return the documents of a file as memory-mapped ids, tokenising them on first use.
+    """Corpus of a file: its documents as memory-mapped token ids, tokenised on first use.
 
     Args:
       path: .txt (documents parted by form feeds) or .jsonl (a "text" key in each line), plain or .gz, UTF-8; or ids as
@@ -95,7 +96,7 @@ def prepare(
 
 
 def tokenizer_id(tokenizer: Any) -> str:
-    """Return a name that differs between tokenizers that give other ids."""
+    """Cache key of a tokenizer: another name for one that gives other ids."""
     if isinstance(tokenizer, small_tokenizers.ByteTokenizer):
         return "byte"
     if isinstance(tokenizer, small_tokenizers.CharacterTokenizer):
@@ -104,7 +105,7 @@ def tokenizer_id(tokenizer: Any) -> str:
 
 
 def split(corpus: Corpus, fraction: float) -> tuple[Corpus, Corpus]:
-    """Return the first and the last part of a corpus, cut at floor((1 - fraction) * tokens), inside a document if so.
+    """First and last part of a corpus, cut at token floor((1 - fraction) * tokens), even inside a document.
 
     Raises:
       ValueError: fraction is outside (0, 1), or a part would be empty.
@@ -158,11 +159,11 @@ def documents(path: Path | None, progress: Progress | None = None) -> Iterator[s
         stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         offset = 0
         try:
-            for number, content in enumerate(stream if has_lines else _whole(stream), start=1):
-                text = _decoded(path, content, number, offset)
+            for line_number, content in enumerate(stream if has_lines else _whole(stream), start=1):
+                text = _decoded(path, content, line_number, offset)
                 offset += len(content)
                 if has_lines and text.strip():
-                    yield _json_text(path, number, text)
+                    yield _json_text(path, line_number, text)
                 elif not has_lines:
                     yield from (part for part in text.split(DOCUMENT_SEPARATOR) if part.strip())
                 if progress is not None:
@@ -176,6 +177,7 @@ def _whole(stream: Any) -> Iterator[bytes]:
 
 
 def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
+    """Text of a line, or of a whole file, that starts at a byte offset."""
     try:
         return content.decode("utf-8-sig" if offset == 0 else "utf-8")
     except UnicodeDecodeError as error:
@@ -187,6 +189,7 @@ def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
 
 
 def _json_text(path: Path, line: int, text: str) -> str:
+    """The "text" of one line of a .jsonl file; lines count from 1."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -197,7 +200,7 @@ def _json_text(path: Path, line: int, text: str) -> str:
 
 
 def _load_tokenizer(spec: Any) -> Any:
-    """Return a tokenizer; "character" stays a word, because its vocabulary is the text's."""
+    """Tokenizer by name, path or value; "character" stays a word, because its vocabulary is the text's."""
     if spec == "byte":
         return small_tokenizers.ByteTokenizer()
     if spec is None or (isinstance(spec, str | Path) and spec != "character"):
@@ -212,6 +215,7 @@ def _kind(path: Path | None) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
+    """True for a cache folder that holds all ids its description counts."""
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         size = meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize
@@ -254,6 +258,7 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
 
 
 def _open(folder: Path, tokenizer: Any, sha256: str) -> Corpus:
+    """Corpus of a cache folder."""
     meta = json.loads((folder / META).read_text(encoding="utf-8"))
     if tokenizer == "character":
         tokenizer = small_tokenizers.CharacterTokenizer(meta["characters"])
@@ -262,7 +267,7 @@ def _open(folder: Path, tokenizer: Any, sha256: str) -> Corpus:
 
 
 def _token_file(path: Path, tokenizer: Any) -> Corpus:
-    """Open a file of ids; each end token of the tokenizer closes a document."""
+    """Corpus of a file of ids; each end token of the tokenizer closes a document."""
     try:
         ids = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype="<u2", mode="r")
     except (OSError, ValueError) as error:
@@ -281,7 +286,7 @@ def _token_file(path: Path, tokenizer: Any) -> Corpus:
 
 
 class PackedDataset:
-    """Packed rows of a corpus by number; see the module's docstring.
+    """Packed rows of a corpus by index, a function of (seed, step); see the module's docstring.
 
     A document that is cut continues in another row as a segment of its own and loses no target; only the last row of an
     epoch is padded. Memory: 8 bytes a document and 4 a row for each of the last two epochs.
@@ -302,7 +307,7 @@ class PackedDataset:
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def batch(self, step: int, batch_size: int, *, first: int = 0, count: int | None = None) -> Batch:
-        """Return rows first to first + count of the batch of one step (all of them by default).
+        """Packed batch of one step, or its rows first to first + count.
 
         Raises:
           ValueError: step is negative, or the rows lie outside the batch.
@@ -313,11 +318,12 @@ class PackedDataset:
         return self.rows(step * batch_size + first, count)
 
     def rows(self, first: int, count: int) -> Batch:
-        """Return `count` rows of the endless sequence of epochs, from row `first` on."""
+        """Packed rows first to first + count of the endless sequence of epochs."""
         rows = [self._row(index) for index in range(first, first + count)]
         return Batch(*(np.stack(parts) for parts in zip(*rows, strict=True)))
 
     def _row(self, index: int) -> Batch:
+        """One packed row, arrays [T]."""
         epoch, row = divmod(index, self.rows_per_epoch)
         order, ends, rows = self._epoch(epoch)
         start = int(rows[row]) * self.seq_len
@@ -340,16 +346,17 @@ class PackedDataset:
         return Batch(tokens, targets, positions, mask, segments)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the order of documents, the ends of the documents in that order, and the order of rows."""
+        """Order of an epoch's documents, their ends in tokens in that order, and order of its rows."""
         if epoch not in self._epochs:
             order = self._order("dataset.documents", epoch, len(self._lengths))
             rows = self._order("dataset.rows", epoch, self.rows_per_epoch)
             kept = list(self._epochs)[-1:]  # a batch may span two epochs
-            made = (order, np.cumsum(self._lengths[order]), rows)
-            self._epochs = {e: self._epochs[e] for e in kept} | {epoch: made}
+            ends = np.cumsum(self._lengths[order])
+            self._epochs = {e: self._epochs[e] for e in kept} | {epoch: (order, ends, rows)}
         return self._epochs[epoch]
 
-    def _order(self, site: str, epoch: int, count: int) -> np.ndarray:
+    def _order(self, site: str, epoch: int, count: int) -> Int32[np.ndarray, " count"]:
+        """Permutation of an epoch, drawn from Philox; 0, 1, .. without shuffling."""
         if not self.shuffle:
             return np.arange(count, dtype=np.int32)
         words = philox.words(self.seed, step=epoch, site=site, rows=np.zeros(1), num_elements=count)[0]

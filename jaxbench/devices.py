@@ -12,7 +12,11 @@ from jaxbench import launch
 
 
 def check_device(device: str) -> None:
-    """Raise ValueError when no such device is attached."""
+    """Check that JAX sees a device.
+
+    Raises:
+      ValueError: the device is unknown, not attached, or JAX sees none.
+    """
     launch.check_attached(device)  # or libtpu would say in a dozen lines that there is no TPU
     try:
         jax.devices(device)
@@ -25,8 +29,8 @@ def check_device(device: str) -> None:
 
 
 def platforms() -> list[str]:
-    """Return the kinds of devices that JAX sees, sorted; empty where it cannot start at all."""
+    """Kinds of devices that JAX sees, sorted; empty where it cannot start at all."""
     try:
-        return sorted({found.platform for found in jax.devices()})
+        return sorted({device.platform for device in jax.devices()})
     except RuntimeError:
         return []

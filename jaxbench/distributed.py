@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Shaped
 
 from jaxbench.processes import ALONE, Processes
 
@@ -21,7 +22,7 @@ SHUTDOWN_SECONDS = 60  # that a process which ends waits for the others
 
 
 def start(coordinator: str | None = None, count: int | None = None, index: int | None = None) -> Processes:
-    """Join the processes of a run; call it before anything asks for a device.
+    """Join the processes of a run through jax.distributed; call it before anything asks for a device.
 
     Args:
       coordinator: host:port of the first process; None = what the cluster says (SLURM, Open MPI, Kubernetes, TPU pod).
@@ -32,9 +33,13 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
       ValueError: no cluster is found where one is asked for, or the others do not come in time.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    where = {"coordinator_address": coordinator, "num_processes": count, "process_id": index}
     try:
-        jax.distributed.initialize(**where, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
+        jax.distributed.initialize(
+            coordinator_address=coordinator,
+            num_processes=count,
+            process_id=index,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
@@ -46,16 +51,18 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
     return Processes(jax.process_index(), jax.process_count(), _gather)
 
 
-def place(value: Any, sharding: NamedSharding) -> Array:
-    """Return an array over the mesh from its whole value, which every process has; the value is copied."""
+def place(value: Any, sharding: NamedSharding) -> Shaped[Array, "*shape"]:
+    """Array over the mesh from its whole value, which every process has; the value is copied."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding, may_alias=False)
     whole = np.asarray(value)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
 
-def place_rows(value: np.ndarray, sharding: NamedSharding, *, first: int, rows: int) -> Array:
-    """Return an array of `rows` rows over the mesh from those that this process has, `first` and the ones after it."""
+def place_rows(
+    value: Shaped[np.ndarray, "own ..."], sharding: NamedSharding, *, first: int, rows: int
+) -> Shaped[Array, "rows ..."]:
+    """Array of `rows` rows over the mesh; `value` holds those of this process, from row `first` on."""
     if sharding.is_fully_addressable and len(value) == rows:
         return jax.device_put(value, sharding)
 
@@ -67,14 +74,14 @@ def place_rows(value: np.ndarray, sharding: NamedSharding, *, first: int, rows: 
 
 
 def rows_of(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first row of an array that devices of this process hold a part of, and how many there are from it."""
-    held = [index[0].indices(shape[0])[:2] for index in sharding.addressable_devices_indices_map(shape).values()]
-    first = min(start for start, _ in held)
-    return first, max(stop for _, stop in held) - first
+    """Rows of an array of this shape that devices of this process hold a part of: the first, and their number."""
+    bounds = [index[0].indices(shape[0])[:2] for index in sharding.addressable_devices_indices_map(shape).values()]
+    first = min(start for start, _ in bounds)
+    return first, max(stop for _, stop in bounds) - first
 
 
-def whole(value: Array) -> np.ndarray:
-    """Return all of an array; where other processes hold parts of it, every process has to call."""
+def whole(value: Shaped[Array, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
+    """All-gather of an array into numpy; where other processes hold parts of it, every process has to call."""
     if not value.is_fully_addressable and not value.is_fully_replicated:
         everywhere = NamedSharding(value.sharding.mesh, P())
         value = jax.jit(lambda x: x, out_shardings=everywhere)(value)
@@ -82,6 +89,7 @@ def whole(value: Array) -> np.ndarray:
 
 
 def _gather(own: np.ndarray) -> np.ndarray:
+    """All-gather of a numpy array over the processes, [count, ..]."""
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(own)

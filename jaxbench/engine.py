@@ -94,13 +94,13 @@ class Engine:
         return mesh.make_step(self.plan, self.state, step=step)
 
     def _evaluation(self, evaluate: Any) -> Any:
-        from jaxbench import parallel as mesh
+        """Evaluation jitted for the mesh."""
+        from jaxbench.parallel import make_evaluation
 
-        how = {"loss_fn": update.held_out_loss, "accumulation": self.how.accumulation}
-        return mesh.make_evaluation(self.plan, evaluate, **how)
+        return make_evaluation(self.plan, evaluate, loss_fn=update.held_out_loss, accumulation=self.how.accumulation)
 
     def _extras(self, learning_rate: float) -> dict[str, Any]:
-        """Return the step's further arguments, on every device."""
+        """Learning rate and dropout key of a step, on every device."""
         extras = {"learning_rate": jnp.asarray(learning_rate), "dropout_key": self.dropout_key}
         if self.plan is None:
             return extras
@@ -108,7 +108,7 @@ class Engine:
         return jax.tree.map(lambda value: distributed.place(value, everywhere), extras)
 
     def step(self, batch: Any, learning_rate: float) -> update.Metrics:
-        """Start one step; what it measures arrives later (see `fetch`).
+        """Start one step; its metrics arrive later (see `fetch`).
 
         batch holds the rows that this process needs of the step's: `rows` is the first one and how many.
         """
@@ -117,11 +117,11 @@ class Engine:
         return metrics
 
     def fetch(self, metrics: update.Metrics) -> update.Metrics:
-        """Wait for a step and return its metrics as Python numbers."""
+        """Metrics of a step as Python numbers; waits for it."""
         return update.Metrics(*(np.asarray(value).item() for value in metrics))
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
-        """Return the sum of a whole batch's losses in nats and its number of targets."""
+        """Sum of a whole batch's losses in nats, and its number of targets."""
         total, count = self._eval(self.state.params, self._batch(batch))
         return float(total), int(count)
 
@@ -132,7 +132,7 @@ class Engine:
         return jax.device_get(self._watch(self.state.params, self._batch(batch)))
 
     def arrays(self) -> dict[str, Any]:
-        """Return the whole state by name, for a checkpoint."""
+        """Arrays of the whole training state by name, for a checkpoint."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(self.state)
         return {_name(path): leaf for path, leaf in leaves}
 
@@ -144,11 +144,11 @@ class Engine:
         self.state = jax.tree_util.tree_unflatten(structure, loaded)
 
     def params(self) -> dict[str, np.ndarray]:
-        """Return the parameters by name."""
+        """Parameters by dotted name, in the policy's parameter type."""
         return {name: distributed.whole(value) for name, value in self.state.params.items()}
 
     def memory(self) -> dict[str, int]:
-        """Return bytes on devices: `live` now, and `step`, what the compiled step needs in all."""
+        """Device memory in bytes: `live` now, and `step`, what the compiled step needs in all."""
         stats = jax.local_devices()[0].memory_stats() or {}
         live = stats.get("bytes_in_use") or sum(array.nbytes for array in jax.live_arrays())
         analysis = self._step.memory_analysis()
@@ -157,11 +157,11 @@ class Engine:
         return {"live": int(live), "step": int(needed)}
 
     def device_kind(self) -> str:
-        """Return the device's name, such as cpu or NVIDIA H200."""
+        """Name of the device, such as cpu or NVIDIA H200."""
         return jax.devices()[0].device_kind
 
     def matmul_rate(self) -> float:
-        """Measure FLOP/s of a square product in the compute type."""
+        """Rate of a square matrix product in the compute type, FLOP/s, measured."""
         x = jnp.ones((GEMM_SIZE, GEMM_SIZE), self.policy.compute)
         product = jax.jit(jnp.matmul)
         product(x, x).block_until_ready()
@@ -213,21 +213,23 @@ class Engine:
         jax.profiler.stop_trace()
 
     def _batch(self, batch: Any, first: int = 0) -> train.Batch:
+        """Batch on the devices; it holds the rows of this process, from row `first` of the step's on."""
         arrays = train.Batch(*batch)
         if self.plan is None:
             return arrays
-        how = {"first": first, "rows": self.batch_size}
-        return jax.tree.map(lambda x: distributed.place_rows(x, self.plan.batch, **how), arrays)
+        sharding, rows = self.plan.batch, self.batch_size
+        return jax.tree.map(lambda x: distributed.place_rows(x, sharding, first=first, rows=rows), arrays)
 
 
 def _groups(parallel: ParallelConfig | None) -> int:
-    """Return in how many parts the kernels of fused projections interleave."""
+    """Number of interleaved parts of fused projections' kernels."""
     if parallel is None:
         return 1
-    from jaxbench import parallel as mesh
+    from jaxbench.parallel import projection_groups
 
-    return mesh.projection_groups(parallel, len(jax.devices()))
+    return projection_groups(parallel, len(jax.devices()))
 
 
 def _name(path: tuple) -> str:
+    """Dotted name of a leaf's path in the state."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path)

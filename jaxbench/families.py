@@ -124,14 +124,14 @@ class _Settings:
         return self.values[self.prefix + key]
 
     def count(self, key: str) -> int:
-        """Return a setting that is a whole number from 1."""
+        """Setting that is a whole number from 1."""
         value = self.need(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{self.source}: {self.prefix + key}={shown(value)} is no whole number from 1")
         return value
 
     def number(self, key: str, *default: Any) -> float:
-        """Return a float32 setting as the shortest decimal that rounds to it."""
+        """Float32 setting, as the shortest decimal that rounds to it."""
         value = self.get(key, *default) if default else self.need(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{self.source}: {self.prefix + key}={shown(value)} is no number")
@@ -311,12 +311,12 @@ def _llama3_from_gguf(file: gguf_file.GgufFile, head_dim: int, theta: float) -> 
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal that rounds to this float32: a file's 9.99999975e-06 was written as 1e-05."""
+    """Shortest decimal that rounds to this float32: a file's 9.99999975e-06 was written as 1e-05."""
     return float(str(np.float32(value)))
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    """Return the config.json of a decoder, in the form that transformers 4 and 5 both read.
+    """Hugging Face config.json of a decoder, in the form that transformers 4 and 5 both read.
 
     Raises:
       ValueError: no Hugging Face architecture has this combination of parts.

@@ -27,13 +27,13 @@ KERNEL, SCALES = ".kernel", ".scales"
 
 
 def names(params: Mapping[str, Any]) -> list[str]:
-    """Return the names of the layers' scales: one for every kernel inside a block; embedding and head stay wide."""
+    """Names of the scales, one for every kernel inside a block; embedding and head are not computed in 8 bits."""
     parts = ((name, name.split(".")) for name in params)
     return [name.removesuffix(KERNEL) + SCALES for name, path in parts if path[-1] == KERNEL[1:] and is_inside(path)]
 
 
 def is_inside(path: Sequence[Any]) -> bool:
-    """Return True for the path of something in a block's attention or feed-forward layer."""
+    """True for the path of something in a block's attention or feed-forward layer."""
     return len(path) > 3 and path[0] == "layers" and path[2] in ("attention", "mlp")
 
 
@@ -55,39 +55,41 @@ def apply(model: Any) -> Any:
 
 
 def init_history(params: Mapping[str, Any], length: int) -> dict[str, Float[Array, "3 M"]]:
-    """Return the history before the first step: zeros, nothing seen."""
+    """History of largest magnitudes (amax) before the first step: zeros, nothing seen; M = length in steps."""
     return {name: jnp.zeros((len(TYPES), length), jnp.float32) for name in names(params)}
 
 
 def scales(history: Mapping[str, Float[Array, "3 M"]], margin: int) -> dict[str, Float[Array, "3"]]:
-    """Return limit / largest magnitude seen / 2 ** margin of every tensor; 0 where nothing was seen."""
+    """Scales of every tensor: the type's limit / largest magnitude seen / 2 ** margin; 0 where nothing was seen."""
     limits = jnp.array([float(jnp.finfo(dtype).max) for dtype in TYPES], jnp.float32) / 2.0**margin
     peaks = {name: jnp.max(seen, axis=1) for name, seen in history.items()}
     return {name: jnp.where(peak > 0, limits / jnp.where(peak > 0, peak, 1.0), 0.0) for name, peak in peaks.items()}
 
 
 def unscaled(params: Mapping[str, Any]) -> dict[str, Float[Array, "3"]]:
-    """Return scales by which every tensor's own magnitude decides: for evaluation, which keeps no history."""
+    """Scales of 0, with which every tensor's own magnitude decides: for evaluation, which keeps no history."""
     return {name: jnp.zeros(len(TYPES), jnp.float32) for name in names(params)}
 
 
 def remember(
     history: Mapping[str, Float[Array, "3 M"]], seen: Mapping[str, Float[Array, "3"]]
 ) -> dict[str, Float[Array, "3 M"]]:
-    """Return the history with this step's magnitudes first and the oldest ones gone."""
+    """History with this step's largest magnitudes first and the oldest ones gone."""
     return {name: jnp.concatenate([seen[name][:, None], old[:, :-1]], axis=1) for name, old in history.items()}
 
 
 def matmul(
     x: Float[Array, "*rows I"], kernel: Float[Array, "I O"], scales: Float[Array, "3"]
 ) -> Float[Array, "*rows O"]:
-    """Return x @ kernel in x's type, computed in 8 bits; the gradient of `scales` is the largest magnitudes seen."""
+    """Matrix product x @ kernel in 8 bits, in x's type; the "gradient" of `scales` is the largest magnitudes seen."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return _product(rows, kernel, scales).reshape(*x.shape[:-1], kernel.shape[1])
 
 
-def quantise(x: Array, scale: Float[Array, ""], dtype: Any) -> tuple[Array, Float[Array, ""], Float[Array, ""]]:
-    """Return x * scale rounded to dtype, the scale, and x's largest magnitude; scale 0 = the limit over that magnitude.
+def quantise(
+    x: Float[Array, "*shape"], scale: Float[Array, ""], dtype: Any
+) -> tuple[Float[Array, "*shape"], Float[Array, ""], Float[Array, ""]]:
+    """Quantised x * scale, the scale used, and x's largest magnitude; scale 0 = the type's limit over that magnitude.
 
     What is too large for the type becomes its largest value.
     """
@@ -121,6 +123,7 @@ def _backward(residuals: tuple, grad: Array) -> tuple[Array, Array, Array]:
 
 
 def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Float[Array, "..."]:
+    """Product of two matrices in float32, contracted over one axis of each."""
     return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 

@@ -43,7 +43,7 @@ class GgufFile(NamedTuple):
     content: mmap.mmap
 
     def tensor(self, name: str) -> np.ndarray:
-        """Return one tensor dequantised to float32."""
+        """Values of one tensor, dequantised to float32."""
         from gguf import constants, quants
 
         info = self.tensors[name]
@@ -125,6 +125,7 @@ class _Parser:
         return [self.value(kind, nesting + 1) for _ in range(length)]
 
     def tensor_entry(self) -> tuple[str, tuple]:
+        """Name, and (shape, type code, offset), of the next tensor in the table of contents."""
         name = self.string()
         (num_dims,) = self.unpack("I")
         if not 1 <= num_dims <= 4:
@@ -133,6 +134,7 @@ class _Parser:
         return name, (shape, *self.unpack("IQ"))
 
     def locate(self, name: str, entry: tuple, data_start: int) -> TensorInfo:
+        """Place of one tensor, checked to lie inside the file."""
         from gguf import constants
 
         shape, kind, offset = entry

@@ -14,7 +14,7 @@ STANDARD_DEVIATION = 0.02  # GPT-2's initialisation, Radford et al. 2019, sectio
 
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by its dotted name; kernels are (in, out)."""
+    """Shape of every parameter by dotted name; kernels are (in, out)."""
     c = config
     shapes: dict[str, tuple[int, ...]] = {"embed.embedding": (c.vocab_size, c.d_model)}
     if c.position == "learned":
@@ -68,7 +68,7 @@ def _layer_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 def initial_params(
     config: TransformerConfig, seed: int, *, distinct: bool = False, std: float = STANDARD_DEVIATION
 ) -> dict[str, np.ndarray]:
-    """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
+    """Initial values by dotted name, float64, drawn from Philox with the parameter's name as site.
 
     Kernels and embeddings are normal with standard deviation std, scales 1, biases 0. With distinct=True every tensor
     is random (scales 1 +- 0.1, biases +- 0.1, kernels five times wider), so that a swapped or ignored one shows.

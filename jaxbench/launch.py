@@ -24,9 +24,12 @@ MARKER = "JAXBENCH_LAUNCHED"  # set in the process that was started anew; holds 
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return the variables that a process for `device` needs, on top of the ones it inherits.
+    """Environment variables that a process for `device` needs, on top of the ones it inherits.
 
     The platforms are always those of `device`. Everything else keeps the user's own value where one is set.
+
+    Raises:
+      ValueError: the device is unknown.
     """
     if device not in PLATFORMS:
         raise ValueError(f"launch: device={device!r} is unknown, wanted one of {', '.join(PLATFORMS)}")
@@ -48,7 +51,11 @@ def environment(device: str) -> dict[str, str]:
 
 
 def check_attached(device: str) -> None:
-    """Raise ValueError when the device is unknown or not attached; looks at the system's files, imports no backend."""
+    """Check that a device is attached, by the system's files; imports no backend.
+
+    Raises:
+      ValueError: the device is unknown or not attached.
+    """
     if device not in PLATFORMS:
         raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(PLATFORMS)}")
     if sys.platform != "linux" or device == "cpu":
@@ -59,7 +66,7 @@ def check_attached(device: str) -> None:
 
 
 def is_tpu_attached() -> bool:
-    """Return True where there may be a TPU, without touching it."""
+    """True where there may be a TPU, without touching it."""
     vendors = map(Path, glob.glob("/sys/bus/pci/devices/*/vendor"))
     google = [path.with_name("device") for path in vendors if path.read_text(encoding="ascii").strip() == GOOGLE]
     on_bus = any(path.read_text(encoding="ascii").strip() not in NO_TPU for path in google)
@@ -67,7 +74,7 @@ def is_tpu_attached() -> bool:
 
 
 def simulated_devices(count: int) -> dict[str, str]:
-    """Return the variables under which JAX shows this machine's processor as `count` devices.
+    """Environment variables under which JAX shows this machine's processor as `count` devices.
 
     A collective blocks one thread for each device until all have come, and XLA has as many threads as devices: a single
     thread held up by something else would leave the last device waiting for ever. So there are four times as many, and
@@ -94,7 +101,10 @@ def ensure(device: str) -> None:
     """Start this process anew with `environment(device)`, once; return at once where it already has it.
 
     Call it first in a main, before JAX is imported. The command line, the interpreter's options and the process id
-    stay. A process that has imported JAX already is an error, because the platforms are fixed by then.
+    stay.
+
+    Raises:
+      ValueError: JAX is imported already, so that the platforms are fixed, or the variables do not last.
     """
     wanted = environment(device)
     if all(os.environ.get(name) == value for name, value in wanted.items()):
@@ -120,7 +130,7 @@ def cache_dir() -> Path:
 
 
 def compile_cache_dir() -> Path:
-    """Name the folder of JAX's persistent compile cache: one for each jaxlib version and kind of processor."""
+    """Folder of JAX's persistent compile cache: one for each jaxlib version and kind of processor."""
     try:
         version = importlib.metadata.version("jaxlib")
     except importlib.metadata.PackageNotFoundError:
@@ -129,7 +139,7 @@ def compile_cache_dir() -> Path:
 
 
 def cpu_flags_id() -> str:
-    """Return 8 hex digits that differ between processors with different instruction sets."""
+    """Id of this processor's instruction set: 8 hex digits."""
     flags = platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

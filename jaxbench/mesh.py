@@ -22,6 +22,7 @@ from jaxbench.config import Base
 STAGE, DATA, FSDP, SEQUENCE = "stage", "data", "fsdp", "sequence"
 MODEL, MODEL_X, MODEL_Y = "model", "model_x", "model_y"
 AXES = (STAGE, DATA, FSDP, SEQUENCE, MODEL)
+ROWS = (STAGE, DATA, FSDP)  # the axes that split the rows of a batch; micro-batches lie split over the stages
 AXES_2D = (STAGE, DATA, FSDP, SEQUENCE, MODEL_X, MODEL_Y)
 MAX_LISTED = 12  # factorisations spelled out in an error
 
@@ -55,11 +56,11 @@ class MeshConfig(Base):
 
     @property
     def is_2d(self) -> bool:
-        """Return True where model_x or model_y is used."""
+        """True in the 2d form, where model_x or model_y is used."""
         return self.model_x != 1 or self.model_y != 1
 
     def sizes(self, num_devices: int) -> dict[str, int]:
-        """Return the size of every axis of the form in use, in mesh order; their product is num_devices.
+        """Size of every axis of the form in use, in mesh order; their product is num_devices.
 
         Raises:
           ValueError: the sizes do not multiply to num_devices; the possible ones are listed.
@@ -104,10 +105,10 @@ def factorisations(num_devices: int, axes: int) -> Iterator[tuple[int, ...]]:
 def _possible(sizes: dict[str, int], num_devices: int) -> str:
     """List the factorisations over the axes that are not 1, those that keep most of the wanted sizes first."""
     used = [axis for axis, size in sizes.items() if size != 1] or [DATA]
-    found = [dict(zip(used, sizes_)) for sizes_ in factorisations(max(num_devices, 1), len(used))]
-    found.sort(key=lambda one: -sum(size == sizes[axis] for axis, size in one.items()))
-    more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
-    spelled = [", ".join(f"{axis}={size}" for axis, size in one.items()) for one in found[:MAX_LISTED]]
+    meshes = [dict(zip(used, factors)) for factors in factorisations(max(num_devices, 1), len(used))]
+    meshes.sort(key=lambda mesh: -sum(size == sizes[axis] for axis, size in mesh.items()))
+    more = f" and {len(meshes) - MAX_LISTED} more" if len(meshes) > MAX_LISTED else ""
+    spelled = [", ".join(f"{axis}={size}" for axis, size in mesh.items()) for mesh in meshes[:MAX_LISTED]]
     return "; ".join(spelled) + more
 
 

@@ -1,4 +1,4 @@
-"""What a training run shows and leaves behind: records, TensorBoard, throughput, MFU, memory (S file).
+"""Records, TensorBoard scalars, throughput, MFU and memory of a training run (S file).
 
 Records are JSON lines that hold nothing but what is a function of the configuration, so that two runs of it can be
 compared byte for byte; times and memory go to TensorBoard and the terminal.
@@ -38,7 +38,7 @@ class Records:
         self.path, self.is_written = path, is_written
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the whole lines; one that a crash cut off is left out."""
+        """Records of the whole lines; one that a crash cut off is left out."""
         found = []
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
             try:
@@ -96,12 +96,12 @@ class Throughput:
 
     @property
     def mean(self) -> float:
-        """Return tokens a second over all windows."""
+        """Tokens a second over all windows."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def flops_per_token(config: TransformerConfig, seq_len: int, *, is_causal: bool) -> float:
-    """Return FLOPs of forward and backward for one token: 6 N + 12 L (heads * head_dim) T.
+    """FLOPs of forward and backward for one token: 6 N + 12 L (heads * head_dim) T.
 
     N are the parameters that are multiplied: all but a position table and an untied embedding. is_causal counts half of
     the attention, what a causal mask leaves (both conventions are in use; Chowdhery et al. 2022, arXiv:2204.02311,
@@ -115,13 +115,13 @@ def flops_per_token(config: TransformerConfig, seq_len: int, *, is_causal: bool)
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Return a known device's dense peak rate, FLOP/s; None where it is not known."""
+    """Dense peak rate of a known device in FLOP/s; None where it is not known."""
     rates = next((rates for name, rates in PEAK_TFLOPS.items() if name in device_kind), {})
     return rates[dtype] * 1e12 if dtype in rates else None
 
 
 def peak_of(engine: Any, peak_tflops: float | None) -> float:
-    """Return the rate of an engine's device, FLOP/s: the one given, a data sheet's, or a measured product's."""
+    """Peak rate of an engine's device in FLOP/s: the one given, a data sheet's, or a measured product's."""
     if peak_tflops is not None:
         return peak_tflops * 1e12
     return peak_flops(engine.device_kind(), engine.policy.compute) or engine.matmul_rate()
@@ -137,7 +137,7 @@ def bank_scalars(layer: int, stats: Any) -> dict[str, float]:
 
 
 def host_bytes() -> int:
-    """Return this process's resident memory."""
+    """Resident memory of this process, bytes."""
     import psutil
 
     return psutil.Process().memory_info().rss
@@ -156,7 +156,7 @@ class Board:
         self._writer = SummaryWriter(str(folder), purge_step=start, write_to_disk=is_written)
 
     def add(self, step: int, values: Mapping[str, float | int | None]) -> None:
-        """Write scalars."""
+        """Write the scalars of a step; None is left out."""
         for name, value in values.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)
@@ -204,7 +204,7 @@ class Display:
 
 
 def reading(description: str) -> Any:
-    """Return (context, callback) that show how far a file is read: `with context: prepare(..., progress=callback)`."""
+    """Progress bar of reading a file: `bar, callback`, used as `with bar: prepare(..., progress=callback)`."""
     from rich import progress
 
     console = terminal.console(stderr=True)

@@ -32,12 +32,12 @@ def check(wanted: Sequence[str], device: jax.Device) -> None:
 
 
 def to_host(tree: Any) -> Any:
-    """Return the tree with its arrays in pinned host memory; scalars stay where they are."""
+    """Tree with its arrays moved to pinned host memory; scalars stay where they are."""
     return _moved(tree, jax.memory.Space.Host)
 
 
 def to_device(tree: Any) -> Any:
-    """Return the tree with its arrays in device memory."""
+    """Tree with its arrays moved to device memory."""
     return _moved(tree, jax.memory.Space.Device)
 
 
@@ -46,5 +46,5 @@ def _moved(tree: Any, space: jax.memory.Space) -> Any:
 
 
 def host_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Return the sharding with its arrays in pinned host memory."""
+    """The same sharding in pinned host memory."""
     return sharding.with_memory_kind(PINNED_HOST)

@@ -17,7 +17,7 @@ from jaxbench.step_config import OptimizerConfig, is_matrix
 def transform(
     config: OptimizerConfig, learning_rate: Array | float, params: Mapping[str, Any]
 ) -> optax.GradientTransformation:
-    """Return an optimiser at one learning rate; its state does not depend on the rate.
+    """Optimiser of a configuration at one learning rate; its state does not depend on the rate.
 
     A rate that is traced makes one compiled step serve a whole schedule. Parameters that are not trained stay as they
     are and have no state.
@@ -75,7 +75,7 @@ def _transform(
 
 
 def _is_hidden_kernel(name: str, value: Any) -> bool:
-    """Return True for the matrices inside layers: Muon is not meant for embeddings, heads, norms and biases.
+    """True for the matrices inside layers: Muon is not meant for embeddings, heads, norms and biases.
 
     A memory's first weights are a matrix for each head; optax would hand them to an Adam without weight decay.
     """
@@ -85,7 +85,7 @@ def _is_hidden_kernel(name: str, value: Any) -> bool:
 def _decoupled_decay(
     learning_rate: Array | float, weight_decay: float, decays: Mapping[str, bool]
 ) -> optax.GradientTransformation:
-    """Subtract learning_rate * weight_decay * parameter, after the update's own scaling."""
+    """Decoupled weight decay: updates less learning_rate * weight_decay * parameter, after their own scaling."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         decayed = {

@@ -17,7 +17,7 @@ from typing import Any
 def check_file(
     output: str | Path, inputs: Iterable[str | Path | None] = (), *, overwrite: bool = False, flag: str = "--output"
 ) -> Path:
-    """Return the path of a file that may be written.
+    """Path of a file, checked that it may be written.
 
     Args:
       inputs: files that the command reads; None and files that are not there are passed over.
@@ -28,7 +28,7 @@ def check_file(
       ValueError: it is one of the inputs, is there already, is no file, or lies where nothing can be written.
     """
     path = Path(output)
-    same = next((str(one) for one in inputs if one is not None and is_same(path, one)), None)
+    same = next((str(file) for file in inputs if file is not None and is_same(path, file)), None)
     if same is not None:
         raise ValueError(f"{flag}={path} is the input {same}, which would be lost; name another file")
     if path.is_dir():
@@ -42,7 +42,7 @@ def check_file(
 
 
 def check_folder(folder: str | Path, *, flag: str = "--workdir") -> Path:
-    """Return the path of a folder that is there and can be written, or can be made; leaves nothing behind.
+    """Path of a folder, checked that it can be written, or be made; leaves nothing behind.
 
     Raises:
       ValueError: a file is in its place or above it, or nothing can be written there.
@@ -63,10 +63,10 @@ def check_folder(folder: str | Path, *, flag: str = "--workdir") -> Path:
     return path
 
 
-def is_same(one: str | Path, other: str | Path) -> bool:
-    """Return True where two paths lead to the same file, through links too; False where either is not there."""
+def is_same(path: str | Path, other: str | Path) -> bool:
+    """True where two paths lead to the same file, through links too; False where either is not there."""
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(path, other)
     except OSError:
         return False
 
@@ -89,7 +89,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file of an earlier run holds.
+    """Value of a JSON file that an earlier run wrote.
 
     Raises:
       ValueError: it cannot be read; the message names the file.

@@ -18,6 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
 
 from jaxbench import (
     attention,
@@ -56,7 +57,7 @@ class Plan:
 
     @property
     def is_pipelined(self) -> bool:
-        """Return True where the step runs a pipeline schedule."""
+        """True where the step runs a pipeline schedule."""
         return self.mesh.shape[STAGE] > 1 or self.config.micro_batches > 1
 
 
@@ -68,7 +69,14 @@ def make_plan(
     tokens: int,
     devices: Sequence[jax.Device] | None = None,
 ) -> Plan:
-    """Return the plan for batches of `batch` rows of `tokens` tokens on these devices (all where None).
+    """Plan of a training run: where everything lives, for batches of `batch` rows of `tokens` tokens.
+
+    Args:
+      model: the decoder.
+      parallel: mesh axes and what they split.
+      batch: rows of a micro-batch of the step, over all devices.
+      tokens: of a row.
+      devices: those of the mesh; None = all.
 
     Raises:
       ValueError: the mesh does not fit the devices, the model or the batch; the message names the values.
@@ -106,7 +114,7 @@ def make_plan(
 
 
 def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
-    """Return in how many parts the kernels of fused projections interleave, so that they split as they are stored.
+    """Number of interleaved parts of fused projections' kernels, with which they split as they are stored.
 
     Raises:
       ValueError: ZeRO stage 3, whose backward pass would find the gathered kernels kept in the fused one.
@@ -131,7 +139,7 @@ def _parts(model: TransformerConfig) -> dict[str, Any]:
 
 
 def state_shardings(plan: Plan, state: train.TrainState) -> Any:
-    """Return the state's tree with a NamedSharding for every array.
+    """NamedSharding of every array of a training state, as the same tree.
 
     What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
     parameter's moments do; other arrays (counters, factored moments) are on every device.
@@ -139,14 +147,14 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
     shapes = decoder_config.parameter_shapes(plan.model)
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
-        found = place_on_device(path, leaf)
+        on_device = place_on_device(path, leaf)
         kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-        return offload.host_sharding(found) if kind == PINNED_HOST else found
+        return offload.host_sharding(on_device) if kind == PINNED_HOST else on_device
 
     def place_on_device(path: tuple, leaf: Any) -> NamedSharding:
         words = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]
-        dotted = [".".join(words[start:]).removesuffix(".value") for start in range(len(words))]
-        name = next((one for one in dotted if one in shapes), None)
+        endings = (".".join(words[start:]).removesuffix(".value") for start in range(len(words)))
+        name = next((ending for ending in endings if ending in shapes), None)
         if name is None or tuple(leaf.shape) != shapes[name]:
             return NamedSharding(plan.mesh, P())
         return (plan.params if words[0] == "params" else plan.moments)[name]
@@ -155,12 +163,12 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
 
 
 def place_state(plan: Plan, state: train.TrainState) -> train.TrainState:
-    """Return a copy of the state with every array where the plan wants it."""
+    """Copy of the state with every array where the plan wants it."""
     return jax.tree.map(distributed.place, state, state_shardings(plan, state))
 
 
-def place_batch(plan: Plan, batch: Any) -> Any:
-    """Return the batch, arrays [B T], where the plan wants it."""
+def place_batch(plan: Plan, batch: train.Batch) -> train.Batch:
+    """Batch, arrays [B T], with its rows and tokens over the devices as the plan wants them."""
     return jax.device_put(batch, plan.batch)
 
 
@@ -175,7 +183,7 @@ def make_step(
     loss_fn: Callable[..., Array] = train.loss_fn,
     loss_of: Callable[[Array, Any], Array] | None = None,
 ) -> Any:
-    """Return jax.jit of run(state, batch, extras) -> (state, what the step measures); the state is used up.
+    """Jitted training step over a mesh: run(state, batch, extras) -> (state, metrics); the state is donated.
 
     Args:
       plan: where everything lives.
@@ -183,14 +191,18 @@ def make_step(
       step: the step's mathematics, called as step(state, batch, loss_fn=..., **extras).
       loss_fn, loss_of: the loss to descend, see `loss_on`.
     """
-    placed, everywhere = state_shardings(plan, state), NamedSharding(plan.mesh, P())
+    in_state, everywhere = state_shardings(plan, state), NamedSharding(plan.mesh, P())
 
     def run(state: Any, batch: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
         loss = loss_on(plan, loss_fn, loss_of=loss_of, scale=getattr(state, "scale", None))
         return step(state, batch, loss_fn=loss, **extras)
 
-    shardings = {"in_shardings": (placed, plan.batch, everywhere), "out_shardings": (placed, everywhere)}
-    return jax.jit(run, donate_argnums=0, **shardings)
+    return jax.jit(
+        run,
+        in_shardings=(in_state, plan.batch, everywhere),
+        out_shardings=(in_state, everywhere),
+        donate_argnums=0,
+    )
 
 
 def loss_on(
@@ -200,9 +212,10 @@ def loss_on(
     loss_of: Callable[[Array, Any], Array] | None = None,
     scale: Array | None = None,
 ) -> Callable[..., Array]:
-    """Return a loss as the plan computes it, with the gradient that the plan's form gives it.
+    """Loss over the plan's mesh, as loss(model, batch, dropout=None).
 
-    In a pipeline, the gradient is the schedule's; the loss alone is computed without it, every stage on its rows.
+    Its gradient is that of a pipeline's schedule (pipeline.py), summed by hand in 16 bits (data_parallel.py), or what
+    jit's partitioner makes of it. In a pipeline, the loss alone is computed without it, every stage on its rows.
 
     Args:
       plan: where everything lives.
@@ -221,43 +234,50 @@ def loss_on(
             "pipeline loss_of(logits, batch)"
         )
     if loss_of is not None:
-        loss_fn = functools.partial(_of_logits, loss_of)
-    plain = partitioned(plan, loss_fn)
-    how = {"gradient_type": plan.config.gradient_type, "stored": plan.params, "gradients": plan.gradients}
-    if not plan.is_pipelined and plan.config.gradient_type == "full":
-        return plain
-    if not plan.is_pipelined:
-        return data_parallel.make_loss(plan.mesh, **how, loss_fn=loss_fn, plain_loss=plain, scale=scale)
-    return pipeline.make_loss(
+        loss_fn = lambda model, batch, dropout=None: loss_of(train.predict(model, batch, dropout=dropout), batch)
+    by_partitioner = partitioned(plan, loss_fn)
+    if plan.is_pipelined:
+        return pipeline.make_loss(
+            plan.mesh,
+            schedule=plan.config.schedule,
+            micro_batches=plan.config.micro_batches,
+            stored=plan.params,
+            gradients=plan.gradients,
+            is_attention_split=plan.config.heads == "split",
+            gradient_type=plan.config.gradient_type,
+            loss_fn=by_partitioner,
+            loss_of=loss_of or train.loss_of,
+            scale=scale,
+        )
+    if plan.config.gradient_type == "full":
+        return by_partitioner
+    return data_parallel.make_loss(
         plan.mesh,
-        **how,
-        schedule=plan.config.schedule,
-        micro_batches=plan.config.micro_batches,
-        is_attention_split=plan.config.heads == "split",
-        loss_fn=plain,
-        loss_of=loss_of or train.loss_of,
+        gradient_type=plan.config.gradient_type,
+        stored=plan.params,
+        gradients=plan.gradients,
+        loss_fn=loss_fn,
+        plain_loss=by_partitioner,
         scale=scale,
     )
 
 
-def _of_logits(
-    loss_of: Callable[[Array, Any], Array], model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None
-) -> Array:
-    return loss_of(train.predict(model, batch, dropout=dropout), batch)
-
-
 def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Array]:
-    """Return loss_fn under jit's partitioner: weights gathered where they are used, activations at named points."""
-    points: dict[str, Callable] = {name: _placing(where) for name, where in plan.points.items()}
+    """Loss under jit's partitioner: weights gathered where they are used, activations constrained at named points."""
+    constraint = jax.lax.with_sharding_constraint
+    points: dict[str, Callable] = {
+        name: functools.partial(constraint, shardings=where) for name, where in plan.points.items()
+    }
     points[sharding.ATTENTION] = functools.partial(attend, plan)
     is_split = plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1
 
-    def loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Array:
+    def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
         graph, params = nnx.split(model, nnx.Param)
         # Layers in a loop, or computed again, gather their own weights: the stack of all layers' gathered weights
         # would be kept, and a policy around rematerialised blocks would keep what is inside them.
         is_by_layer = is_split and bool(model.scan_layers or model.remat)
-        inside = {sharding.WEIGHTS: functools.partial(_layer_params, plan)} if is_by_layer else {}
+        of_layer = lambda params, index: used_params(plan, params, within=f"layers.{index}.")
+        inside = {sharding.WEIGHTS: of_layer} if is_by_layer else {}
 
         def at(params: nnx.State) -> Array:
             with sharding.activations(points | inside):
@@ -274,7 +294,7 @@ def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Arra
 def make_evaluation(
     plan: Plan, evaluate: Callable[..., Any], *, loss_fn: Callable[..., Array], accumulation: int
 ) -> Any:
-    """Return jax.jit of run(params, batch) -> sums over the batch, on every device.
+    """Jitted evaluation over a mesh: run(params, batch) -> sums over the batch, on every device.
 
     Args:
       plan: where everything lives.
@@ -290,18 +310,19 @@ def make_evaluation(
 
 def attend(
     plan: Plan,
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K H S"],
+    value: Float[Array, "B K S H"],
     *,
-    query_positions: Array,
-    key_positions: Array,
-    query_segments: Array | None,
-    key_segments: Array | None,
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    query_segments: Int[Array, "B T"] | None,
+    key_segments: Int[Array, "B S"] | None,
     window: int | None,
-    **how: Any,
-) -> Array:
-    """Compute jaxbench.attention.attention over the mesh; arguments, letters and result are its own.
+    implementation: str,
+    block_size: int,
+) -> Float[Array, "B T N H"]:
+    """Attention (jaxbench/attention.py) over the plan's mesh.
 
     Every device attends for its rows, heads and tokens, so any kernel runs as on one device. Devices of an axis that
     splits no head share the rows, where their number allows. `sequence_attention` says how other tokens' keys arrive.
@@ -317,10 +338,13 @@ def attend(
     def local(query: Array, key: Array, value: Array, spans: dict[str, Array | None]) -> Array:
         with sharding.activations({}):
             if is_ring:
-                ring = {"axis": SEQUENCE, "window": window, "block_size": how["block_size"]}
-                return ring_attention.ring_attention(query, key, value, **ring, **spans)
-            is_whole = plan.mesh.shape[SEQUENCE] == 1
-            return attention.attention(query, key, value, window=window, is_ordered=is_whole, **spans, **how)
+                return ring_attention.ring_attention(
+                    query, key, value, **spans, window=window, axis=SEQUENCE, block_size=block_size
+                )
+            return attention.attention(
+                query, key, value, **spans, window=window, is_ordered=plan.mesh.shape[SEQUENCE] == 1,
+                implementation=implementation, block_size=block_size,
+            )  # fmt: skip
 
     spans = {"query_positions": query_positions, "key_positions": key_positions}
     spans |= {"query_segments": query_segments, "key_segments": key_segments}
@@ -338,7 +362,7 @@ def attend(
 
 
 def used_params(plan: Plan, params: nnx.State, *, within: str = "", leave: str | None = None) -> nnx.State:
-    """Return parameters placed as the model computes with them; their gradients go where the optimiser reads them.
+    """Parameters placed as the model computes with them; their gradients go where the optimiser reads them.
 
     Args:
       plan: where everything lives.
@@ -358,20 +382,12 @@ def used_params(plan: Plan, params: nnx.State, *, within: str = "", leave: str |
     return nnx.from_flat_state(flat)
 
 
-def _layer_params(plan: Plan, params: nnx.State, index: int) -> nnx.State:
-    return used_params(plan, params, within=f"layers.{index}.")
-
-
 def _all_but(used: Shardings) -> Callable[..., bool]:
-    """Return the rematerialisation policy that keeps everything but gathered weights: the backward pass gathers anew.
+    """Rematerialisation policy that keeps everything but gathered weights: the backward pass gathers anew.
 
     ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.3): no device holds all gathered weights at once.
     """
     gathered = set(used.values())
-    return lambda primitive, *_, **how: (
-        not (primitive.name == "sharding_constraint" and how.get("sharding") in gathered)
+    return lambda primitive, *_, **params: (
+        not (primitive.name == "sharding_constraint" and params.get("sharding") in gathered)
     )
-
-
-def _placing(where: NamedSharding) -> Callable[[Array], Array]:
-    return lambda x: jax.lax.with_sharding_constraint(x, where)

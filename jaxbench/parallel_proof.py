@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Return how many devices the mesh has."""
+        """Number of devices of the mesh."""
         return int(np.prod(list(self.parallel.mesh.model_dump().values())))
 
 
@@ -126,9 +126,9 @@ def every_case() -> Iterator[Case]:
     """Yield the full product of the factors, as far as it fits 8 devices, and the forms without a pipeline."""
     yield from FORMS
     for values in itertools.product(*FACTORS.values()):
-        one = case(*values)
-        if one.num_devices <= MAX_DEVICES:
-            yield one
+        listed = case(*values)
+        if listed.num_devices <= MAX_DEVICES:
+            yield listed
 
 
 def find(name: str) -> Case:
@@ -146,7 +146,7 @@ def find(name: str) -> Case:
 
 
 def batch_of(step: int, config: TransformerConfig) -> train.Batch:
-    """Return a packed batch: two documents a row, some targets that do not count."""
+    """Packed batch of a step, BATCH rows of TOKENS: two documents a row, some targets that do not count."""
     words = philox.words(step, step=0, site="parallel_proof", rows=np.arange(BATCH), num_elements=2 * TOKENS + 1)
     ids = (words[:, : TOKENS + 1] % config.vocab_size).astype(np.int32)
     ends = 2 + np.arange(BATCH, dtype=np.int32)[:, None] % (TOKENS - 3)  # where the first document ends
@@ -162,7 +162,7 @@ def initial_state(family: str, dtype: str) -> train.TrainState:
     return train.init_state(model, OPTIMIZER)
 
 
-Outcome = dict[str, dict[str, np.ndarray]]
+Outcome = dict[str, dict[str, np.ndarray]]  # loss, gradients, params, first_moment, second_moment: by name
 
 
 def run_case(one: Case, dtype: str) -> Outcome:
@@ -182,16 +182,16 @@ def run_unsharded(family: str, dtype: str) -> Outcome:
 
 
 def _train(state: train.TrainState, step: Any, config: TransformerConfig) -> Outcome:
-    """Return losses, every step's gradients, and parameters and moments after the last, each by name."""
+    """Losses and gradients of every step, and parameters and moments after the last, each by name."""
     losses, gradients = {}, {}
     before: Mapping[str, np.ndarray] = {}
-    for number in range(STEPS):
-        state, loss = step(state, batch_of(number, config))
-        losses[f"step {number}"] = np.asarray(loss)
+    for i in range(STEPS):
+        state, loss = step(state, batch_of(i, config))
+        losses[f"step {i}"] = np.asarray(loss)
         arrays = train.state_arrays(state)
         for name, moment in arrays["first_moment"].items():  # b1 * the one before + (1 - b1) * gradient
             kept = OPTIMIZER.b1 * before[name].astype(np.float64) if before else 0.0
-            gradients[f"step {number}: {name}"] = (moment.astype(np.float64) - kept) / (1 - OPTIMIZER.b1)
+            gradients[f"step {i}: {name}"] = (moment.astype(np.float64) - kept) / (1 - OPTIMIZER.b1)
         before = arrays["first_moment"]
     return {"loss": losses, "gradients": gradients, **arrays}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+from jaxtyping import Float64, Int, UInt32
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -19,12 +20,12 @@ MASK32 = 0xFFFFFFFF
 
 
 def site_id(site: str) -> int:
-    """Return the 32-bit number of a named random site, crc32 of its UTF-8 name."""
+    """Number of a named random site: crc32 of its UTF-8 name."""
     return zlib.crc32(site.encode())
 
 
 def split_seed(seed: int) -> tuple[int, int]:
-    """Return the low and high 32-bit halves of a seed.
+    """Low and high 32-bit halves of a seed.
 
     Raises:
       ValueError: seed is outside [0, 2**64).
@@ -38,7 +39,7 @@ Words = np.ndarray | np.integer | int
 
 
 def philox4x32(counter: tuple[Words, ...], key: tuple[Words, Words]) -> tuple[np.ndarray, ...]:
-    """Return the four 32-bit words of each counter under a key (two halves); arrays or integers that broadcast."""
+    """Philox 4x32-10: the four 32-bit words of each counter under a key (two halves); all broadcast."""
     c0, c1, c2, c3 = (np.asarray(c).astype(np.uint64) for c in counter)
     k0, k1 = (np.asarray(k).astype(np.uint64) for k in key)
     for _ in range(ROUNDS):
@@ -50,8 +51,10 @@ def philox4x32(counter: tuple[Words, ...], key: tuple[Words, Words]) -> tuple[np
     return tuple(np.asarray(c, dtype=np.uint32) for c in (c0, c1, c2, c3))
 
 
-def words(seed: int, *, step: int, site: str, rows: np.ndarray, num_elements: int) -> np.ndarray:
-    """Return the random words [B E] (uint32) of rows [B] and elements 0..num_elements-1."""
+def words(
+    seed: int, *, step: int, site: str, rows: Int[np.ndarray, " B"], num_elements: int
+) -> UInt32[np.ndarray, "B E"]:
+    """Random 32-bit words of elements 0..E-1 of each row, E = num_elements."""
     blocks = np.arange(-(-num_elements // 4), dtype=np.uint64)
     rows = np.asarray(rows, dtype=np.uint64)[:, None]
     shape = np.broadcast_shapes(blocks.shape, rows.shape)
@@ -60,13 +63,13 @@ def words(seed: int, *, step: int, site: str, rows: np.ndarray, num_elements: in
     return stacked.reshape(shape[0], -1)[:, :num_elements]
 
 
-def uniform(words: np.ndarray) -> np.ndarray:
-    """Return the float64 uniforms in (0, 1) that words stand for, exactly."""
+def uniform(words: UInt32[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
+    """Float64 uniforms in (0, 1) of random words, exactly."""
     return ((words >> np.uint32(8)).astype(np.float64) + 0.5) * 2.0**-24
 
 
-def normal(seed: int, *, step: int, site: str, num_elements: int) -> np.ndarray:
-    """Return num_elements standard normal float64 values (Box and Muller 1958) of one site, row 0."""
+def normal(seed: int, *, step: int, site: str, num_elements: int) -> Float64[np.ndarray, " E"]:
+    """Standard normal values of elements 0..E-1 (Box and Muller 1958) of one site, row 0."""
     pairs = uniform(words(seed, step=step, site=site, rows=np.zeros(1), num_elements=2 * num_elements))
     radius, angle = pairs.reshape(num_elements, 2).T
     return np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle)

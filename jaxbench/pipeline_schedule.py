@@ -17,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b")
 
 
 class Work(NamedTuple):
-    """One piece of a schedule."""
+    """One pass of one micro-batch through one stage."""
 
     tick: int
     stage: int
@@ -26,7 +26,7 @@ class Work(NamedTuple):
 
 
 def timing(schedule: str, stages: int, micro_batches: int) -> tuple[int, int]:
-    """Return (tick of micro-batch 0's backward in stage 0, inputs that a stage keeps).
+    """Tick of micro-batch 0's backward pass in stage 0, and the number of inputs that a stage keeps.
 
     Raises:
       ValueError: the schedule is unknown.
@@ -38,7 +38,7 @@ def timing(schedule: str, stages: int, micro_batches: int) -> tuple[int, int]:
 
 
 def timetable(schedule: str, stages: int, micro_batches: int) -> Iterator[Work]:
-    """Yield what every stage does, tick by tick: what the compiled program does, written out."""
+    """Yield the passes of all stages, tick by tick: the schedule of the compiled program, written out."""
     offset, _ = timing(schedule, stages, micro_batches)
     for tick in range(offset + micro_batches):
         for stage in range(stages):

@@ -10,7 +10,7 @@ from jaxbench.config import Base
 
 
 class Policy(NamedTuple):
-    """What is kept, computed, added up and handed out in which type."""
+    """Number types of parameters, products, sums and the loss."""
 
     parameter: str  # weights and moments
     compute: str  # activations and matrix products, whose own sums are at least float32
@@ -49,10 +49,10 @@ class DelayedScaling(Base):
 
 
 def policy(name: str) -> Policy:
-    """Return the policy of a name.
+    """Number types of a precision by its name, a key of POLICIES.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is none of this name.
     """
     if name not in POLICIES:
         raise ValueError(f"precision: {name!r} is unknown, wanted one of {', '.join(POLICIES)}")

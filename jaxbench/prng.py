@@ -18,7 +18,7 @@ from jaxbench import philox
 
 
 def key_from_seed(seed: int) -> UInt32[Array, "2"]:
-    """Return the key of a seed, its low and high 32-bit halves.
+    """Philox key of a seed: its low and high 32-bit halves.
 
     Raises:
       ValueError: seed is outside [0, 2**64).
@@ -27,7 +27,7 @@ def key_from_seed(seed: int) -> UInt32[Array, "2"]:
 
 
 def _multiply_wide(constant: int, x: Array) -> tuple[Array, Array]:
-    """Return high and low 32 bits of constant * x through one 64-bit product, with JAX's 64-bit types on inside."""
+    """High and low 32 bits of constant * x through one 64-bit product, with JAX's 64-bit types on inside."""
     with jax.enable_x64(True):
         product = lax.mul(lax.convert_element_type(x, jnp.uint64), lax.full_like(x, constant, jnp.uint64))
         high = lax.shift_right_logical(product, lax.full_like(product, 32))
@@ -35,7 +35,7 @@ def _multiply_wide(constant: int, x: Array) -> tuple[Array, Array]:
 
 
 def _multiply_halves(constant: int, x: Array) -> tuple[Array, Array]:
-    """Return high and low 32 bits of constant * x through 16-bit halves: a TPU has no 64-bit integers."""
+    """High and low 32 bits of constant * x through 16-bit halves: a TPU has no 64-bit integers."""
     low_c, high_c = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
     low_x, high_x = x & 0xFFFF, x >> 16
     middle = high_c * low_x + (low_c * low_x >> 16)
@@ -44,7 +44,7 @@ def _multiply_halves(constant: int, x: Array) -> tuple[Array, Array]:
 
 
 def philox4x32(counter: tuple[Array, ...], key: UInt32[Array, "2"] | tuple[Array, Array]) -> tuple[Array, ...]:
-    """Return the four 32-bit words of each counter (four broadcastable uint32 arrays); a key's halves may be arrays."""
+    """Philox 4x32-10: the four 32-bit words of each counter (four uint32 arrays) under a key; all broadcast."""
     wide, halves = (functools.partial(_rounds, multiply) for multiply in (_multiply_wide, _multiply_halves))
     # XLA:CPU does the halves' sixteen operations at a fifth of the speed of one 64-bit product (docs/xla_cpu.md).
     return lax.platform_dependent(*counter, key[0], key[1], tpu=halves, default=wide)
@@ -67,7 +67,7 @@ def words(
     rows: Int[Array, " B"],
     num_elements: int,
 ) -> UInt32[Array, "B E"]:
-    """Return the random words of elements 0..num_elements-1 of each row; a block of four comes from one counter."""
+    """Random 32-bit words of elements 0..E-1 of each row; a block of four comes from one counter."""
     stacked = jnp.stack(lanes(key, step=step, site=site, rows=rows, num_elements=num_elements), axis=-1)
     return stacked.reshape(rows.shape[0], -1)[:, :num_elements]
 
@@ -80,7 +80,7 @@ def lanes(
     rows: Int[Array, " B"],
     num_elements: int,
 ) -> tuple[Array, ...]:
-    """Return `words` as four arrays [B ceil(E / 4)]: array j holds elements j, j + 4, j + 8, ..
+    """Random words (`words`) as four arrays [B ceil(E / 4)]: array j holds elements j, j + 4, j + 8, ..
 
     XLA:CPU computes a block four times where its words are put side by side in one fused loop, and once here.
     """
@@ -90,13 +90,13 @@ def lanes(
 
 
 def uniform(words: UInt32[Array, "*shape"], *, dtype: str = "float32") -> Float[Array, "*shape"]:
-    """Return the uniforms in (0, 1) that words stand for: exact in float64, rounded and kept below 1 in float32."""
+    """Uniforms in (0, 1) of random words: exact in float64, rounded and kept below 1 in float32."""
     value = ((words >> 8).astype(dtype) + jnp.asarray(0.5, dtype)) * jnp.asarray(2.0**-24, dtype)
     return jnp.minimum(value, jnp.asarray(1.0 - 2.0**-24 if dtype == "float32" else 1.0, dtype))
 
 
 def exponential(words: UInt32[Array, "*shape"], *, dtype: str = "float32") -> Float[Array, "*shape"]:
-    """Return -log(uniform), finite and positive for every word.
+    """Exponentials -log(uniform) of random words, finite and positive for every word.
 
     Above one half, log1p of the complement is used: both arguments are then exact in float32.
     """
@@ -109,5 +109,5 @@ def exponential(words: UInt32[Array, "*shape"], *, dtype: str = "float32") -> Fl
 
 
 def keep_mask(words: UInt32[Array, "*shape"], rate: float) -> Bool[Array, "*shape"]:
-    """Return True where a value survives dropout: uniform >= rate, compared as integers, so equal in every dtype."""
+    """Dropout mask, True where a value survives: uniform >= rate, compared as integers, so equal in every dtype."""
     return (words >> 8) >= jnp.uint32(max(0, math.ceil(rate * 2**24 - 0.5)))

@@ -23,15 +23,15 @@ class Processes(NamedTuple):
 
     index: int  # from 0
     count: int
-    gather: Callable[[np.ndarray], np.ndarray]  # uint32 [N] of this process -> [count N]; every process has to call
+    gather: Callable[[np.ndarray], np.ndarray]  # all-gather: uint32 [n] of this process -> [count, n]; a barrier
 
     @property
     def is_first(self) -> bool:
-        """Return True in the process that writes for all."""
+        """True in the process that writes for all."""
         return self.index == 0
 
     def agree(self, is_good: bool) -> bool:
-        """Return True where it is True in every process; waits for all of them."""
+        """Logical AND of a flag over all processes; a barrier: every process has to call."""
         return bool(self.gather(np.array([is_good], np.uint32)).all())
 
 
@@ -47,7 +47,7 @@ def locked(workdir: Path) -> Iterator[None]:
     Raises:
       ValueError: another live process holds it.
     """
-    made = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
+    new_folders = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / LOCK, "a+", encoding="utf-8") as file:
         try:
@@ -64,9 +64,9 @@ def locked(workdir: Path) -> Iterator[None]:
         try:
             yield
         except Exception:
-            if made and os.listdir(workdir) == [LOCK]:
+            if new_folders and os.listdir(workdir) == [LOCK]:
                 (workdir / LOCK).unlink()
-                for folder in made:
+                for folder in new_folders:
                     folder.rmdir()
             raise
 
@@ -91,7 +91,7 @@ def held(workdir: Path, processes: Processes) -> Iterator[None]:
 
 
 def check_place(coordinator: str | None, count: int | None, index: int | None) -> None:
-    """Check what the command line says about the processes of a run: all three or none.
+    """Check the command line's coordinator, number of processes and index: all three or none.
 
     Raises:
       ValueError: some are missing, the coordinator is not host:port, or index is outside [0, count).

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int32, Shaped
 
 MIN_PROMPT = 16  # tokens; shorter prompts share one bucket
 SLOT_MULTIPLE = 64  # cache slots come in multiples of this
@@ -25,23 +26,23 @@ class Bucket(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Prompts [B T], padded on the right and below."""
+    """Prompts padded on the right to the bucket's length, and below to its rows."""
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    is_padding: np.ndarray  # rows that only fill the bucket
-    row_ids: np.ndarray
+    tokens: Int32[np.ndarray, "B T"]
+    lengths: Int32[np.ndarray, " B"]  # tokens
+    is_padding: Bool[np.ndarray, " B"]  # rows that only fill the bucket
+    row_ids: Int32[np.ndarray, " B"]  # of the random streams
 
 
 def bucket(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
-    """Return the bucket of a batch: powers of two for rows and prompt, a multiple of 64 for cache slots."""
+    """Bucket of a batch: powers of two for rows and prompt, a multiple of 64 for cache slots."""
     prompt_length = 1 << (max(prompt_length, MIN_PROMPT) - 1).bit_length()
     num_slots = -(-(prompt_length + max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
     return Bucket(1 << (batch_size - 1).bit_length(), prompt_length, num_slots)
 
 
 def query_parts(length: int) -> list[tuple[int, int]]:
-    """Return (start, end) of the parts that ordered queries are attended in: keys after a part's end are left out."""
+    """(start, end) of the parts in which ordered queries attend: keys after a part's end are left out."""
     size = max(MIN_PART, -(-length // MAX_PARTS))
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -54,7 +55,7 @@ def pad(
     vocab_size: int,
     row_ids: Sequence[int] | None,
 ) -> Batch:
-    """Return prompts padded to their bucket.
+    """Batch of prompts padded to their bucket.
 
     Raises:
       ValueError: there is no prompt, one is empty, has a token outside the vocabulary, or is too long for the context.
@@ -89,9 +90,15 @@ def pad(
 
 
 def continuations(
-    prompts: Sequence[Sequence[int]], tokens: np.ndarray, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what follows each prompt [B M], -1 after a row's end, and its length."""
+    prompts: Sequence[Sequence[int]], tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"]
+) -> tuple[Int32[np.ndarray, "B new"], Int32[np.ndarray, " B"]]:
+    """Generated tokens behind each prompt, -1 after a row's end, and their number.
+
+    Args:
+      prompts: token ids of each row.
+      tokens: prompts and what was generated.
+      lengths: of both together, tokens.
+    """
     counts = np.array([lengths[row] - len(prompt) for row, prompt in enumerate(prompts)])
     out = np.full((len(prompts), counts.max()), -1, np.int32)
     for row, prompt in enumerate(prompts):
@@ -144,8 +151,8 @@ def check_states(states: Sequence, processors: Sequence) -> None:
         raise ValueError(f"processor_states: {len(states)} states for {len(processors)} processors")
 
 
-def fill_rows(array: np.ndarray, num_rows: int, batch_size: int) -> np.ndarray:
-    """Return a copy of a state's array [num_rows or batch_size ..] with rows of zeros up to batch_size.
+def fill_rows(array: Shaped[np.ndarray, "rows ..."], num_rows: int, batch_size: int) -> Shaped[np.ndarray, "B ..."]:
+    """Copy of an array of a processor's state, of num_rows or batch_size rows, with zeros up to batch_size.
 
     Raises:
       ValueError: its first axis is neither.

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import Array
+from jaxtyping import Float
 
 from jaxbench import sharding
 
@@ -42,33 +43,49 @@ def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ())
 
 
 def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]:
-    """Return a function whose inner values are computed again in the backward pass, but for the named ones."""
+    """Function whose inner values are computed again in the backward pass, but for the named ones (jax.checkpoint).
+
+    names: joined by commas, kept on the device, or in pinned host memory where HOST stands before them; "" = none.
+    """
     policies, policy = jax.checkpoint_policies, None
     if names.startswith(HOST):
-        moved = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": names.removeprefix(HOST).split(",")}
-        policy = policies.save_and_offload_only_these_names(**moved, offload_src="device", offload_dst=PINNED_HOST)
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=names.removeprefix(HOST).split(","),
+            offload_src="device",
+            offload_dst=PINNED_HOST,
+        )
     elif names:
         policy = policies.save_only_these_names(*names.split(","))
     return jax.checkpoint(function, policy=policy)
 
 
 def run_blocks(
-    layers: list[Any], sites: list[Any], hidden: Array, context: Any, *, group: int, names: str
-) -> tuple[Array, list[tuple[Array, Array]]]:
-    """Run blocks without a cache, `group` at a time under one checkpoint; returns hidden states, keys and values."""
-    found: list[tuple[Array, Array]] = []
+    layers: list[Any], sites: list[Any], hidden: Float[Array, "B T D"], context: Any, *, group: int, names: str
+) -> tuple[Float[Array, "B T D"], list[tuple[Float[Array, "B K H S"], Float[Array, "B K S H"]]]]:
+    """Residual stream behind blocks without a cache, and each block's keys and values.
+
+    Args:
+      layers: the blocks.
+      sites: of each block's dropout.
+      hidden: the residual stream before them.
+      context: transformer.Context of the call.
+      group: blocks under one checkpoint.
+      names: of values that are kept, see `checkpointed`.
+    """
+    keys_values: list[tuple[Array, Array]] = []
     for start in range(0, len(layers), group):
         part = slice(start, start + group)
         graphs, states = zip(*(nnx.split(layer) for layer in layers[part]))
 
         def run(states: tuple, hidden: Array, graphs: tuple = graphs, part: slice = part) -> tuple[Array, list]:
-            made = []
+            cached = []
             for index, graph, state, site in zip(range(part.start, part.stop), graphs, states, sites[part]):
                 block = nnx.merge(graph, sharding.layer_weights(state, index))
-                hidden, cached = block(hidden, context, site)
-                made.append(cached)
-            return hidden, made
+                hidden, key_value = block(hidden, context, site)
+                cached.append(key_value)
+            return hidden, cached
 
-        hidden, made = checkpointed(run, names)(states, hidden)
-        found += made
-    return hidden, found
+        hidden, cached = checkpointed(run, names)(states, hidden)
+        keys_values += cached
+    return hidden, keys_values

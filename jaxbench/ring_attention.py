@@ -19,13 +19,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxbench.attention import attention_mask
 
 
 class Spans(NamedTuple):
-    """The integers from which follows who may attend to whom; see jaxbench/attention.py."""
+    """Positions and segments of queries and keys, from which the attention mask follows; see jaxbench/attention.py."""
 
     query_positions: Int[Array, "B T"]
     key_positions: Int[Array, "B S"]
@@ -33,12 +33,17 @@ class Spans(NamedTuple):
     key_segments: Int[Array, "B S"] | None
 
 
-class How(NamedTuple):
-    """What is static."""
+Query = Float[Array, "B K G T H"]  # or attention output, or a gradient of either
+Key = Float[Array, "B K H S"]
+Value = Float[Array, "B K S H"]
 
-    axis: str  # of the mesh
-    window: int | None
-    size: int  # keys whose scores are held at once; divides the keys of a device
+
+class Ring(NamedTuple):
+    """Static settings of one ring attention."""
+
+    axis: str  # of the mesh, whose devices form the ring
+    window: int | None  # tokens a query sees, itself included; None = all before it
+    block_size: int  # keys whose scores are held at once; divides the keys of a device
 
 
 def ring_attention(
@@ -54,9 +59,16 @@ def ring_attention(
     axis: str,
     block_size: int = 128,
 ) -> Float[Array, "B T N H"]:
-    """Attend to the tokens of all devices of mesh axis `axis`; every argument is this device's part.
+    """Attention output of this device's queries over the keys of all devices of a mesh axis; call under shard_map.
 
-    A row that may attend to nothing returns zeros. Scores and sums are of at least float32.
+    A query that may attend to nothing gives zeros. Scores and sums are of at least float32.
+
+    Args:
+      query, key, value: this device's tokens; N is a multiple of K.
+      query_positions, key_positions, query_segments, key_segments: the same tokens', see jaxbench/attention.py.
+      window: tokens a query sees, itself included; None = all before it.
+      axis: of the mesh, over which a row's tokens are split.
+      block_size: keys whose scores are held at once.
     """
     batch, length, num_heads, head_dim = query.shape
     grouped = query.reshape(batch, length, key.shape[1], num_heads // key.shape[1], head_dim).transpose(0, 2, 3, 1, 4)
@@ -64,11 +76,11 @@ def ring_attention(
     spans = Spans(query_positions, _padded(key_positions, size, 1, -1), query_segments, key_segments)
     if key_segments is not None:
         spans = spans._replace(key_segments=_padded(key_segments, size, 1, -1))
-    mixed = _ring(How(axis, window, size), grouped, _padded(key, size, 3), _padded(value, size, 2), spans)
+    mixed = _ring(Ring(axis, window, size), grouped, _padded(key, size, 3), _padded(value, size, 2), spans)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
-def _padded(x: Array, size: int, axis: int, fill: int = 0) -> Array:
+def _padded(x: Shaped[Array, "..."], size: int, axis: int, fill: int = 0) -> Shaped[Array, "..."]:
     """Lengthen an axis to a multiple of size; keys that are added have position -1, which nothing attends to."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
@@ -76,15 +88,18 @@ def _padded(x: Array, size: int, axis: int, fill: int = 0) -> Array:
 
 
 def _einsum(equation: str, left: Array, right: Array) -> Array:
+    """einsum summed, and returned, in at least float32."""
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.promote_types(left.dtype, jnp.float32))
 
 
-def _scores(query: Array, key: Array, mask: Bool[Array, "B T S"]) -> Float[Array, "B K G T S"]:
+def _scores(query: Query, key: Key, mask: Bool[Array, "B T S"]) -> Float[Array, "B K G T S"]:
+    """Scaled scores, -inf where the mask is False."""
     scores = _einsum("BKGTH,BKHS->BKGTS", query, key) / math.sqrt(query.shape[-1])
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
 
 
 def _mask(spans: Spans, window: int | None) -> Bool[Array, "B T S"]:
+    """True where a query may attend to a key."""
     return attention_mask(
         spans.query_positions,
         spans.key_positions,
@@ -95,7 +110,10 @@ def _mask(spans: Spans, window: int | None) -> Bool[Array, "B T S"]:
 
 
 def _round(axis: str, step, start: tuple, moving: tuple, spans: Spans) -> tuple[tuple, tuple]:
-    """Run step(carry, moving, spans) -> (carry, moving) with every device's keys; all come home in the end."""
+    """Once round the ring: step(carry, moving, spans) -> (carry, moving) with the keys of every device in turn.
+
+    `moving` and the keys' positions and segments pass on by one device a step, and end where they began.
+    """
     size = lax.axis_size(axis)
     pairs = [(device, (device + 1) % size) for device in range(size)]
 
@@ -110,24 +128,25 @@ def _round(axis: str, step, start: tuple, moving: tuple, spans: Spans) -> tuple[
     return carry, moving
 
 
-def _block(spans: Spans, how: How, start: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """Return the keys and values of one block, and the mask of who may attend to them."""
-    cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=how.size)
+def _block(spans: Spans, ring: Ring, start: Int[Array, ""], key: Key, value: Value) -> tuple[Key, Value, Array]:
+    """Keys [B K H block], values [B K block H] and attention mask [B T block] of the block at `start`."""
+    cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=ring.block_size)
     block = spans._replace(key_positions=cut(spans.key_positions, axis=1))
     if spans.key_segments is not None:
         block = block._replace(key_segments=cut(spans.key_segments, axis=1))
-    return cut(key, axis=3), cut(value, axis=2), _mask(block, how.window)
+    return cut(key, axis=3), cut(value, axis=2), _mask(block, ring.window)
 
 
-def _starts(spans: Spans, how: How) -> Array:
-    return jnp.arange(0, spans.key_positions.shape[1], how.size, dtype=jnp.int32)
+def _starts(spans: Spans, ring: Ring) -> Int[Array, " blocks"]:
+    """First key of every block."""
+    return jnp.arange(0, spans.key_positions.shape[1], ring.block_size, dtype=jnp.int32)
 
 
-def _forward(how: How, query: Array, key: Array, value: Array, spans: Spans):
-    """Return the mixed values and the logarithm of each query's normaliser, -inf where it has no key."""
+def _forward(ring: Ring, query: Query, key: Key, value: Value, spans: Spans) -> tuple[Query, Float[Array, "B K G T 1"]]:
+    """Attention output, and the log-sum-exp of a query's scores, -inf where it has no key."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
 
-    def absorb(carry: tuple, key: Array, value: Array, mask: Array) -> tuple:
+    def absorb(carry: tuple, key: Key, value: Value, mask: Bool[Array, "B T S"]) -> tuple:
         peak, total, summed = carry
         scores = _scores(query, key, mask)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
@@ -138,35 +157,35 @@ def _forward(how: How, query: Array, key: Array, value: Array, spans: Spans):
 
     def step(carry: tuple, moving: tuple, spans: Spans) -> tuple[tuple, tuple]:
         def over_block(carry: tuple, start: Array) -> tuple[tuple, None]:
-            key, value, mask = _block(spans, how, start, *moving)
+            key, value, mask = _block(spans, ring, start, *moving)
             return lax.cond(jnp.any(mask), absorb, lambda carry, *_: carry, carry, key, value, mask), None
 
-        return lax.scan(over_block, carry, _starts(spans, how))[0], moving
+        return lax.scan(over_block, carry, _starts(spans, ring))[0], moving
 
     column = (*query.shape[:4], 1)
     start = (jnp.full(column, -jnp.inf, wide), jnp.zeros(column, wide), jnp.zeros(query.shape, wide))
-    (peak, total, summed), _ = _round(how.axis, step, start, (key, value), spans)
+    (peak, total, summed), _ = _round(ring.axis, step, start, (key, value), spans)
     mixed = summed / jnp.where(total > 0, total, jnp.ones((), wide))
     return mixed, peak + jnp.log(total)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(how: How, query: Array, key: Array, value: Array, spans: Spans) -> Array:
-    return _forward(how, query, key, value, spans)[0]
+def _ring(ring: Ring, query: Query, key: Key, value: Value, spans: Spans) -> Query:
+    return _forward(ring, query, key, value, spans)[0]
 
 
-def _ring_forward(how: How, query: Array, key: Array, value: Array, spans: Spans):
-    mixed, normaliser = _forward(how, query, key, value, spans)
+def _ring_forward(ring: Ring, query: Query, key: Key, value: Value, spans: Spans) -> tuple[Query, tuple]:
+    mixed, normaliser = _forward(ring, query, key, value, spans)
     return mixed, (query, key, value, spans, mixed, normaliser)
 
 
-def _ring_backward(how: How, residuals: tuple, grad: Array) -> tuple:
+def _ring_backward(ring: Ring, residuals: tuple, grad: Query) -> tuple[Query, Key, Value, None]:
     query, key, value, spans, mixed, normaliser = residuals
     wide = grad.dtype
     normaliser = jnp.where(jnp.isfinite(normaliser), normaliser, jnp.full_like(normaliser, jnp.inf))  # weights 0
     along = jnp.sum(grad * mixed, axis=-1, keepdims=True)
 
-    def pull_back(grads: tuple, key: Array, value: Array, mask: Array) -> tuple[Array, Array, Array]:
+    def pull_back(grads: tuple, key: Key, value: Value, mask: Bool[Array, "B T S"]) -> tuple[Array, Array, Array]:
         query_grad, key_grad, value_grad = grads
         weights = jnp.exp(_scores(query, key, mask) - normaliser)
         upstream = _einsum("BKGTH,BKSH->BKGTS", grad, value.astype(wide))
@@ -181,8 +200,8 @@ def _ring_backward(how: How, residuals: tuple, grad: Array) -> tuple:
 
         def over_block(grads: tuple, start: Array) -> tuple[tuple, None]:
             query_grad, *whole = grads
-            parts = (lax.dynamic_slice_in_dim(x, start, how.size, axis) for x, axis in zip(whole, (3, 2)))
-            key_part, value_part, mask = _block(spans, how, start, key, value)
+            parts = (lax.dynamic_slice_in_dim(x, start, ring.block_size, axis) for x, axis in zip(whole, (3, 2)))
+            key_part, value_part, mask = _block(spans, ring, start, key, value)
             same = lambda grads, *_: grads
             query_grad, *parts = lax.cond(
                 jnp.any(mask), pull_back, same, (query_grad, *parts), key_part, value_part, mask
@@ -190,11 +209,11 @@ def _ring_backward(how: How, residuals: tuple, grad: Array) -> tuple:
             put = lax.dynamic_update_slice_in_dim
             return (query_grad, *(put(x, part, start, axis) for x, part, axis in zip(whole, parts, (3, 2)))), None
 
-        (query_grad, *grads), _ = lax.scan(over_block, (query_grad, *grads), _starts(spans, how))
+        (query_grad, *grads), _ = lax.scan(over_block, (query_grad, *grads), _starts(spans, ring))
         return query_grad, (key, value, *grads)
 
     moving = (key, value, jnp.zeros(key.shape, wide), jnp.zeros(value.shape, wide))
-    query_grad, (_, _, key_grad, value_grad) = _round(how.axis, step, jnp.zeros(query.shape, wide), moving, spans)
+    query_grad, (_, _, key_grad, value_grad) = _round(ring.axis, step, jnp.zeros(query.shape, wide), moving, spans)
     return query_grad.astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), None
 
 

@@ -10,7 +10,7 @@ from jaxbench.config import RotaryScaling
 
 
 def frequencies(head_dim: int, theta: float, scaling: RotaryScaling | None) -> tuple[float, ...]:
-    """Return the head_dim / 2 angular frequencies in radians per token.
+    """Rotary angular frequencies, head_dim / 2 of them, in radians per token.
 
     Sources: Su et al. 2021, arXiv:2104.09864, section 3.2.2; linear scaling, Chen et al. 2023, arXiv:2306.15595;
     llama3 scaling, the rope code of Meta's Llama 3.1 release (wavelengths between the two limits are interpolated).

@@ -25,12 +25,12 @@ class ScheduleConfig(Base):
 
 
 def learning_rate(schedule: ScheduleConfig, step: int, *, peak: float, steps: int) -> float:
-    """Return the learning rate of a step, the first being 0.
+    """Learning rate of a step, the first being 0.
 
     Args:
       schedule: its kind and lengths.
       step: 0 <= step.
-      peak: the highest rate.
+      peak: the highest rate, > 0.
       steps: length of the run.
 
     Raises:
@@ -58,7 +58,7 @@ def learning_rate(schedule: ScheduleConfig, step: int, *, peak: float, steps: in
 
 
 def scaled_peak(peak: float, rule: str, *, batch: int, base_batch: int | None) -> float:
-    """Return the peak rate for an effective batch: times batch / base (linear), its square root (sqrt), or unchanged.
+    """Peak learning rate scaled to an effective batch: by batch / base_batch (linear), its root (sqrt), or not (none).
 
     Sources: Goyal et al. 2017, arXiv:1706.02677 (linear, SGD); Malladi et al. 2022, arXiv:2205.10287 (root, Adam).
 

@@ -41,7 +41,7 @@ Axes = str | tuple[str, ...] | None  # mesh axes that split one dim, the outermo
 def decoder_rules(
     layout: str, *, activation: str, norm: str, position: str, use_bias: bool, tie_embeddings: bool
 ) -> tuple[Rule, ...]:
-    """Return the table of one layout for a decoder with these parts: weights over `data`, no head is split.
+    """Sharding rules of one layout for a decoder with these parts: weights over `data`, no head is split.
 
     replicated: every chip holds all weights. fsdp: every kernel split over `data`. tensor: feed-forward width and
     vocabulary split over `model`. fsdp_tensor: both.
@@ -66,7 +66,7 @@ def decoder_table(
     use_bias: bool,
     tie_embeddings: bool,
 ) -> tuple[Rule, ...]:
-    """Return the table of a decoder with these parts.
+    """Sharding rules (regular expression of parameter names, PartitionSpec) of a decoder with these parts.
 
     Args:
       stored: splits what is stored of every kernel; gathered where it is used (fsdp).
@@ -99,16 +99,21 @@ def decoder_table(
     return tuple(rules)
 
 
-def joined(*axes: Axes) -> Axes:
-    """Return several axes as one entry of a PartitionSpec; None entries are left out."""
-    flat = tuple(one for entry in axes for one in ((entry,) if isinstance(entry, str) else entry or ()))
+def axes_of(entry: Axes) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def joined(*entries: Axes) -> Axes:
+    """Several entries of a PartitionSpec as one that splits by all their axes."""
+    flat = tuple(axis for entry in entries for axis in axes_of(entry))
     return flat[0] if len(flat) == 1 else flat or None
 
 
 def parameter_specs(
     shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], axis_sizes: Mapping[str, int]
 ) -> dict[str, P]:
-    """Return the PartitionSpec of every parameter; the first rule that matches a whole name decides.
+    """PartitionSpec of every parameter; the first rule that matches a whole name decides.
 
     Raises:
       ValueError: a parameter without a rule, a rule without a parameter, or a rule longer than the shape.
@@ -123,30 +128,35 @@ def parameter_specs(
             continue
         used.add(index)
         specs[name] = fit_spec(rules[index][1], shape, axis_sizes, name=name)
-    idle = [pattern for index, (pattern, _) in enumerate(rules) if index not in used]
-    if missing or idle:
+    unused = [pattern for index, (pattern, _) in enumerate(rules) if index not in used]
+    if missing or unused:
         raise ValueError(
-            f"sharding: parameters without a rule: {missing or 'none'}; rules that match no parameter: {idle or 'none'}"
+            f"sharding: parameters without a rule: {missing or 'none'}; "
+            f"rules that match no parameter: {unused or 'none'}"
         )
     return specs
 
 
 def fit_spec(spec: P, shape: tuple[int, ...], axis_sizes: Mapping[str, int], *, name: str = "parameter") -> P:
-    """Return `spec` with every axis on a dim that it divides, moved or dropped as the module's docstring says."""
+    """PartitionSpec with every axis on a dim that it divides, moved or dropped as the module's docstring says.
+
+    Raises:
+      ValueError: the spec has more dims than the shape.
+    """
     if len(spec) > len(shape):
         raise ValueError(f"sharding: the rule for {name} has {len(spec)} dims, {spec}, but its shape is {shape}")
     wanted = list(spec) + [None] * (len(shape) - len(spec))
     placed: list[Axes] = [None] * len(shape)
     left = list(shape)  # size of each dim's part
-    homeless = []
+    unplaced = []
     for dim, entry in enumerate(wanted):
-        for axis in (entry,) if isinstance(entry, str) else entry or ():
+        for axis in axes_of(entry):
             size = axis_sizes.get(axis, 1)
             if size > 1 and left[dim] % size == 0:
                 placed[dim], left[dim] = joined(placed[dim], axis), left[dim] // size
             elif size > 1:
-                homeless.append(axis)
-    for axis in homeless:
+                unplaced.append(axis)
+    for axis in unplaced:
         free = [d for d, size in enumerate(shape) if placed[d] is None and size % axis_sizes[axis] == 0 and size]
         if free:
             placed[max(free, key=lambda d: (shape[d], -d))] = axis
@@ -156,13 +166,17 @@ def fit_spec(spec: P, shape: tuple[int, ...], axis_sizes: Mapping[str, int], *, 
 def parameter_shardings(
     shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: Mesh
 ) -> dict[str, NamedSharding]:
-    """Return the NamedSharding of every parameter on `mesh`."""
+    """NamedSharding of every parameter on `mesh`, see `parameter_specs`."""
     specs = parameter_specs(shapes, rules, dict(mesh.shape))
     return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 
 def batch_sharding(mesh: Mesh, batch: int) -> NamedSharding:
-    """Return the sharding of an array whose first dim is the batch: split over `data`, else a clear error."""
+    """Sharding of an array whose first dim is the batch: split over `data`.
+
+    Raises:
+      ValueError: the batch does not divide into the chips of that axis.
+    """
     chips = dict(mesh.shape).get(DATA, 1)
     if batch % chips:
         raise ValueError(f"sharding: batch={batch} is not a multiple of the {chips} chips of axis {DATA!r}")
@@ -170,9 +184,9 @@ def batch_sharding(mesh: Mesh, batch: int) -> NamedSharding:
 
 
 def gathered(stored: NamedSharding, axes: Sequence[str] = (DATA,)) -> NamedSharding:
-    """Return the sharding without its splits over `axes`."""
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in stored.spec]
-    return NamedSharding(stored.mesh, P(*(joined(tuple(a for a in entry if a not in axes)) for entry in entries)))
+    """Sharding of an array after an all-gather over `axes`: the same without its splits over them."""
+    kept = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in stored.spec)
+    return NamedSharding(stored.mesh, P(*map(joined, kept)))
 
 
 def gather_weights(params: Mapping[str, jax.Array], shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
@@ -186,7 +200,11 @@ def gather_weights(params: Mapping[str, jax.Array], shardings: Mapping[str, Name
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh with these axis sizes, in order, over `devices` (all of the default backend when None)."""
+    """Mesh with these axis sizes, in order, over `devices` (all of the default backend when None).
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+    """
     devices = jax.devices() if devices is None else list(devices)
     wanted = int(np.prod(list(sizes.values()), dtype=np.int64))
     if wanted != len(devices):
@@ -197,7 +215,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def place_both_ways(value: jax.Array, used: NamedSharding, gradient: NamedSharding) -> jax.Array:
-    """Return the value placed as `used`; its gradient is placed as `gradient`."""
+    """Sharding constraint `used` on a value, and `gradient` on its gradient."""
     return jax.lax.with_sharding_constraint(value, used)
 
 
@@ -233,7 +251,7 @@ def activations(actions: Mapping[str, Callable[..., jax.Array]]) -> Iterator[Non
 
 
 def constrain(x: jax.Array, point: str) -> jax.Array:
-    """Return x placed as the running step wants it at this point; x itself where no step says anything.
+    """Sharding constraint of the running step on an activation at a named point; x itself where there is none.
 
     Raises:
       ValueError: the point is not one of POINTS.
@@ -245,7 +263,7 @@ def constrain(x: jax.Array, point: str) -> jax.Array:
 
 
 def layer_weights(state: Any, index: int) -> Any:
-    """Return a layer's parameters as the running step computes with them; themselves where no step says anything.
+    """Parameters of one layer as the running step computes with them, such as gathered; else themselves.
 
     Called inside what the backward pass computes again, or inside the loop over layers: what is gathered here is
     gathered for this layer alone, and not kept.
@@ -255,5 +273,5 @@ def layer_weights(state: Any, index: int) -> Any:
 
 
 def around_attention() -> Callable[..., jax.Array] | None:
-    """Return what computes attention in the running step, None where the model does."""
+    """Attention of the running step over its mesh, parallel.attend; None where there is no mesh."""
     return _actions.get().get(ATTENTION)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Int, Int64, UInt8, UInt32
 
 if TYPE_CHECKING:
     from jaxbench.tokenizer import Tokenizer
@@ -27,19 +28,19 @@ class ByteTokenizer:
     vocab_size = BYTES + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
+        """Token ids of a text: its UTF-8 bytes."""
         return list(text.encode())
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """Return the bytes of a text, [T] uint8."""
+    def encode_array(self, text: str) -> UInt8[np.ndarray, " T"]:
+        """Token ids of a text: its UTF-8 bytes."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; end tokens vanish, bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; end tokens vanish, bytes that are no UTF-8 become U+FFFD."""
         return bytes(int(i) for i in ids if int(i) != BYTES).decode(errors="replace")
 
-    def byte_lengths(self) -> np.ndarray:
-        """Return the UTF-8 bytes that each id stands for, [V] int64."""
+    def byte_lengths(self) -> Int64[np.ndarray, " V"]:
+        """Number of UTF-8 bytes of each token id."""
         return np.array([1] * BYTES + [0], np.int64)
 
     def save(self, folder: str | Path) -> None:
@@ -74,11 +75,11 @@ class CharacterTokenizer:
         self._codes = _codes(characters)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+        """Token ids of a text."""
         return self.encode_array(text).tolist()
 
-    def encode_array(self, text: str) -> np.ndarray:
-        """Return the ids of a text, [T] int64.
+    def encode_array(self, text: str) -> Int64[np.ndarray, " T"]:
+        """Token ids of a text.
 
         Raises:
           ValueError: a character that is not in the vocabulary, with its place.
@@ -94,11 +95,11 @@ class CharacterTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+        """Text of token ids."""
         return "".join(self.characters[int(i)] for i in ids)
 
-    def byte_lengths(self) -> np.ndarray:
-        """Return the UTF-8 bytes that each id stands for, [V] int64."""
+    def byte_lengths(self) -> Int64[np.ndarray, " V"]:
+        """Number of UTF-8 bytes of each token id."""
         return np.array([len(c.encode()) for c in self.characters], np.int64)
 
     def save(self, folder: str | Path) -> None:
@@ -112,15 +113,15 @@ class CharacterTokenizer:
         _save(core, self.eos_id, folder)
 
 
-def encode_array(tokenizer: Any, text: str) -> np.ndarray:
-    """Return a text's ids with any tokenizer, without the end token, [T]."""
+def encode_array(tokenizer: Any, text: str) -> Int[np.ndarray, " T"]:
+    """Token ids of a text by any tokenizer, without the end token."""
     if hasattr(tokenizer, "encode_array"):
         return tokenizer.encode_array(text)
     return np.asarray(tokenizer.encode(text), np.int64)
 
 
-def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> np.ndarray | None:
-    """Return the UTF-8 bytes that each id of a tokenizer stands for, [V]; None where its tokens do not tell.
+def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> Int64[np.ndarray, " V"] | None:
+    """Number of UTF-8 bytes of each token id; None where the tokens of this kind of tokenizer do not tell.
 
     A byte-level BPE writes one printable character a byte; control tokens stand for no text.
     """
@@ -141,7 +142,7 @@ def byte_lengths(tokenizer: ByteTokenizer | CharacterTokenizer | Tokenizer) -> n
 
 
 def _byte_names() -> list[str]:
-    """Return the printable character that byte-level BPE writes for each byte, in the order of bytes."""
+    """Printable character that byte-level BPE writes for each byte, in the order of bytes."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(BYTES, 2 * BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]
@@ -153,5 +154,6 @@ def _save(core: Any, eos_id: int | None, folder: str | Path) -> None:
     Tokenizer(core, eos_id=eos_id, bos_id=None, chat_template=None).save(folder)
 
 
-def _codes(text: str) -> np.ndarray:
+def _codes(text: str) -> UInt32[np.ndarray, " T"]:
+    """Code points of a text."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)

@@ -30,12 +30,12 @@ class OptimizerConfig(Base):
     muon_ratio: float = pydantic.Field(default=1.0, gt=0)  # muon: rate of the kernels over AdamW's rate for the rest
 
     def decays(self, name: str) -> bool:
-        """Return True where weight decay acts on the parameter of this dotted name."""
+        """True where weight decay acts on the parameter of this dotted name."""
         return self.decay == "all" or is_matrix(name)
 
 
 def is_matrix(name: str) -> bool:
-    """Return True for kernels and embeddings, by dotted name.
+    """True for kernels and embeddings, by dotted name.
 
     A number of axes would not tell: gates of banks, persistent tokens and depthwise convolutions, which weigh each
     channel by itself, have two, and a norm's gain may have one for each head.

@@ -38,15 +38,15 @@ class Tokenizer:
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Return a text's ids; add_special puts in front what the model was trained with (often nothing)."""
+        """Token ids of a text; add_special puts in front what the model was trained with (often nothing)."""
         return self.core.encode(text, add_special_tokens=add_special).ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
-        """Encode many texts, on several threads."""
-        return [found.ids for found in self.core.encode_batch(list(texts), add_special_tokens=add_special)]
+        """Token ids of many texts, encoded on several threads."""
+        return [encoding.ids for encoding in self.core.encode_batch(list(texts), add_special_tokens=add_special)]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self.core.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
@@ -132,6 +132,7 @@ def _from_gguf(path: Path) -> Tokenizer:
 
 
 def _pre_tokenizer(pre: str) -> tokenizers.pre_tokenizers.PreTokenizer:
+    """Pre-tokenizer of a name in PRE_TOKENIZERS."""
     from tokenizers import Regex, pre_tokenizers
 
     split = PRE_TOKENIZERS[pre]
@@ -147,6 +148,7 @@ def _pre_tokenizer(pre: str) -> tokenizers.pre_tokenizers.PreTokenizer:
 
 
 def _from_folder(folder: Path) -> Tokenizer:
+    """Tokenizer of a Hugging Face folder."""
     from tokenizers import Tokenizer as Core
 
     file = folder / "tokenizer.json"
@@ -174,17 +176,19 @@ def _special_id(core: tokenizers.Tokenizer, settings: dict, model: dict, name: s
     token = token.get("content") if isinstance(token, dict) else token
     if isinstance(token, str) and core.token_to_id(token) is not None:
         return core.token_to_id(token)
-    found = model.get(f"{name}_token_id")
-    found = found[0] if isinstance(found, list) and found else found
-    is_id = isinstance(found, int) and 0 <= found < core.get_vocab_size(with_added_tokens=True)
-    return found if is_id and core.id_to_token(found) is not None else None
+    token_id = model.get(f"{name}_token_id")
+    token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
+    is_id = isinstance(token_id, int) and 0 <= token_id < core.get_vocab_size(with_added_tokens=True)
+    return token_id if is_id and core.id_to_token(token_id) is not None else None
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
+    """JSON object of a file, empty where there is none."""
     return weights.read_json(path) if path.is_file() else {}
 
 
 def _sandbox() -> Any:
+    """Sandboxed jinja2 environment with what chat templates of transformers use."""
     import jinja2
     from jinja2 import sandbox
 

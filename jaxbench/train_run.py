@@ -98,25 +98,28 @@ class _Trainer:
         self.measured_at = -1  # the step after which it was measured
         self.pending: list[tuple[int, float, Any]] = []
         self.display = observe.Display(settings.steps, is_shown=processes.is_first)
-        how = {"keep": settings.checkpoints.keep, "say": self.display.say, "processes": processes}
-        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, **how)
+        self.checkpoints = Checkpoints(
+            workdir / CHECKPOINTS, keep=settings.checkpoints.keep, say=self.display.say, processes=processes
+        )
         self.start = self._resume()
         if processes.is_first:
             config.dump(settings, workdir / CONFIG)
         self.records.keep_until(self.start)
         self.board = observe.Board(workdir / BOARD, start=self.start, is_written=processes.is_first)
         self.peak = observe.peak_of(self.engine, settings.logging.peak_tflops)
-        scaling = (settings.learning_rate, settings.learning_rate_scaling)
-        self.rate = schedules.scaled_peak(*scaling, batch=settings.batch_size, base_batch=settings.base_batch)
+        self.rate = schedules.scaled_peak(
+            settings.learning_rate, settings.learning_rate_scaling,
+            batch=settings.batch_size, base_batch=settings.base_batch,
+        )  # fmt: skip
 
     def _resume(self) -> int:
         """Load the newest whole checkpoint, and return how many steps are done."""
-        found = self.checkpoints.restore(self.engine.arrays(), check_meta=self._check_meta)
-        if found is None:
+        checkpoint = self.checkpoints.restore(self.engine.arrays(), check_meta=self._check_meta)
+        if checkpoint is None:
             return 0
-        self.engine.load(found.arrays)
-        self.progress = found.meta["progress"]
-        return found.step
+        self.engine.load(checkpoint.arrays)
+        self.progress = checkpoint.meta["progress"]
+        return checkpoint.step
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         """Raise where a checkpoint was made by another run."""
@@ -207,7 +210,7 @@ class _Trainer:
         )
 
     def _mfu(self, rate: float) -> dict[str, float]:
-        """Return what share of its devices' rate a run of so many tokens/s takes, by both conventions."""
+        """Model FLOPs utilisation at a rate of tokens/s, by both conventions: attention counted whole, and by half."""
         peak, seq_len = self.peak * self.engine.num_devices, self.settings.data.seq_len
         shares = {"mfu": False, "mfu_causal": True}
         work = {k: observe.flops_per_token(self.model, seq_len, is_causal=causal) for k, causal in shares.items()}
@@ -250,10 +253,12 @@ class _Trainer:
         self.display.say(f"step {done}: held-out {words}; {self.throughput.rate:,.0f} tokens/s")
 
     def _is_early(self) -> bool:
+        """True where the held-out loss has not fallen for `patience` evaluations."""
         patience = self.settings.evaluation.patience
         return patience is not None and self.progress["without_gain"] >= patience
 
     def _save(self, done: int) -> None:
+        """Start to save a checkpoint after `done` steps."""
         s = self.settings
         meta = {
             "identity": self._identity(),
@@ -313,7 +318,7 @@ class _Trainer:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as one with dotted keys."""
+    """Nested dictionaries as one with dotted keys."""
     if not isinstance(tree, dict):
         return {prefix: tree if not isinstance(tree, list | tuple) else list(tree)}
     return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

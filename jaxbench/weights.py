@@ -67,7 +67,7 @@ def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
 
 
 def resolve(spec: str | Path | None = None) -> Path:
-    """Return the GGUF file or Hugging Face folder that a model's name stands for, fetching it if need be.
+    """Path of the GGUF file or Hugging Face folder that a model's name stands for, fetched if need be.
 
     Raises:
       ValueError: nothing has this name, or it cannot be fetched.
@@ -171,15 +171,15 @@ def _open_folder(folder: Path) -> tuple[_Tensors, TransformerConfig, Family, str
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return which file holds which tensor."""
-    found = read_json(index).get("weight_map")
+    """File name of every tensor, from the index of a folder of several safetensors files."""
+    weight_map = read_json(index).get("weight_map")
     wanted = "wanted an object of tensor: file"
-    if not isinstance(found, dict):
-        raise ValueError(f"{index}: weight_map is a {type(found).__name__}, {wanted}")
-    for name, file in found.items():
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: weight_map is a {type(weight_map).__name__}, {wanted}")
+    for name, file in weight_map.items():
         if not isinstance(file, str):
             raise ValueError(f"{index}: weight_map has {name!r}: {shown(file)}, {wanted}")
-    return found
+    return weight_map
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -198,6 +198,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_safetensors(folder: Path, files: list[Path]) -> _Tensors:
+    """Tensors of all safetensors files of a folder."""
     import ml_dtypes  # noqa: F401  gives numpy the name bfloat16, which safetensors looks up
     import safetensors
 
@@ -221,7 +222,7 @@ def _open_safetensors(folder: Path, files: list[Path]) -> _Tensors:
 
 
 def _rows(family: Family, config: TransformerConfig) -> list[tuple[Rule, int]]:
-    """List a family's rules, those of a layer once for each layer."""
+    """Rules of a family with their layer, those of a layer once for each layer."""
     return [
         (rule, layer)
         for rule in family.rules
@@ -230,7 +231,7 @@ def _rows(family: Family, config: TransformerConfig) -> list[tuple[Rule, int]]:
 
 
 def _parts(rule: Rule, layer: int, wanted: dict[str, Any]) -> dict[str, list[str]]:
-    """Return {"weight": our names, "bias": our names} of one row, without those the configuration has not."""
+    """Our names of one row by part, {"weight": [..], "bias": [..]}, without those the configuration has not."""
     names = {
         "weight": [f"{name.format(i=layer)}.{WEIGHT.get(rule.kind, 'kernel')}" for name in rule.ours],
         "bias": [f"{name.format(i=layer)}.bias" for name in rule.ours],
@@ -243,7 +244,7 @@ def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> di
     if config.num_layers > len(tensors.shapes):  # before names are listed: a header may say billions
         count = len(tensors.shapes)
         raise ValueError(f"{tensors.source}: says it has {config.num_layers} layers, and holds {count} tensors in all")
-    shapes, found = parameter_shapes(config), _found_names(tensors, family, config)
+    shapes, own_names = parameter_shapes(config), _own_names(tensors, family, config)
     jobs, expected = [], {}
     for rule, layer in _rows(family, config):
         for part, ours in _parts(rule, layer, shapes).items():
@@ -252,13 +253,14 @@ def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> di
             shape = (*shapes[ours[0]][:-1], sum(widths))
             expected[theirs] = shape[::-1] if rule.kind in ("linear", "interleaved") else shape
             jobs.append((rule, theirs, ours, widths))
-    _raise_problems(str(tensors.source), _compare(expected, {name: tensors.shapes[own] for name, own in found.items()}))
+    in_file = {name: tensors.shapes[own] for name, own in own_names.items()}
+    _raise_problems(str(tensors.source), _compare(expected, in_file))
 
     def work(job: tuple) -> tuple[str | None, dict[str, np.ndarray]]:
         rule, theirs, ours, widths = job
-        value = tensors.read(found[theirs])
+        value = tensors.read(own_names[theirs])
         if not (np.isfinite(value.min()) and np.isfinite(value.max())):
-            return found[theirs], {}
+            return own_names[theirs], {}
         if rule.kind == "interleaved":
             value = _rotate_half_rows(value, config.head_dim)
         value = value.T if rule.kind in ("linear", "interleaved") else value
@@ -272,20 +274,20 @@ def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> di
     return {name: params[name] for name in shapes}
 
 
-def _found_names(tensors: _Tensors, family: Family, config: TransformerConfig) -> dict[str, str]:
-    """Map the table's names to the file's, which may lack the family's prefix; buffers and a tied head are dropped."""
-    found = {}
+def _own_names(tensors: _Tensors, family: Family, config: TransformerConfig) -> dict[str, str]:
+    """Names in the file by those of the family's table, whose prefix it may lack; no buffers and no tied head."""
+    own_names = {}
     has_prefix = any(name.startswith(family.prefix) for name in tensors.shapes)
     for own in tensors.shapes:
         if re.fullmatch(family.ignored, own):
             continue
         name = own if has_prefix or own.startswith("lm_head.") else family.prefix + own
-        found[name] = own
-    if config.tie_embeddings and "lm_head.weight" in found:
-        embedding = found.get(family.rules[0].theirs + ".weight")
-        if embedding is None or np.array_equal(tensors.read(found["lm_head.weight"]), tensors.read(embedding)):
-            del found["lm_head.weight"]
-    return found
+        own_names[name] = own
+    if config.tie_embeddings and "lm_head.weight" in own_names:
+        embedding = own_names.get(family.rules[0].theirs + ".weight")
+        if embedding is None or np.array_equal(tensors.read(own_names["lm_head.weight"]), tensors.read(embedding)):
+            del own_names["lm_head.weight"]
+    return own_names
 
 
 def _rotate_half_rows(value: np.ndarray, head_dim: int) -> np.ndarray:
@@ -295,7 +297,7 @@ def _rotate_half_rows(value: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def _compare(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """List the names that are missing, unused, or of another shape."""
+    """Names that are missing, unused, or of another shape."""
     both = [name for name in wanted if name in found]
     return {
         "missing": [name for name in wanted if name not in found],

@@ -48,7 +48,7 @@ def program(form: str, accumulation: int):
     state = update.init_state(transformer.build(LLAMA, params, dtype="float16"), params, settings)
     step, place = functools.partial(update.train_step, how=settings), lambda batch: batch
     if form == "alone":
-        loss_fn = functools.partial(parallel._of_logits, small)
+        loss_fn = lambda model, batch, dropout: small(train.predict(model, batch, dropout=dropout), batch)
         jitted = jax.jit(lambda state, batch, extras: step(state, batch, loss_fn=loss_fn, **extras))
     else:
         one = parallel_proof.form("here", **FORMS[form])

@@ -1,4 +1,4 @@
-"""The memory ladder: which rungs there are, what a row says, and a rung that does not fit."""
+"""Memory savings: which there are, what a row says, and one that does not fit."""
 
 from types import SimpleNamespace
 
@@ -29,19 +29,19 @@ class Engine:
         return metrics
 
 
-def climbed(needed, batches=("warm", "one", "two")):
+def measured(needed, batches=("warm", "one", "two")):
     made = []
 
     def make(settings):
         made.append((settings, Engine(needed[len(made)])))
         return made[-1][1]
 
-    how = {"kernel": "blocked", "limit_bytes": 100}
-    return list(memory_ladder.climb(SETTINGS, MODEL, make, list(batches), **how)), made
+    rows = memory_ladder.measure(SETTINGS, MODEL, make, list(batches), kernel="blocked", limit_bytes=100)
+    return list(rows), made
 
 
-def test_each_rung_saves_more_than_the_one_before_and_changes_nothing_else():
-    _, made = climbed([9, 8, 7, 6, 5])
+def test_each_way_saves_more_than_the_one_before_and_changes_nothing_else():
+    _, made = measured([9, 8, 7, 6, 5])
     steps = [settings.step for settings, _ in made]
     assert [settings.implementation for settings, _ in made] == ["dense"] + ["blocked"] * 4
     assert [step.remat.policy for step in steps] == ["none", "none", "block", "block", "offload"]
@@ -52,8 +52,8 @@ def test_each_rung_saves_more_than_the_one_before_and_changes_nothing_else():
     assert same == [SETTINGS] * 5 and {step.accumulation for step in steps} == {2}
 
 
-def test_a_rung_that_does_not_fit_is_a_row_without_a_rate_and_takes_no_step():
-    rows, made = climbed([101, 100, 7, 6, 5])
+def test_a_way_that_does_not_fit_is_a_row_without_a_rate_and_takes_no_step():
+    rows, made = measured([101, 100, 7, 6, 5])
     assert not rows[0].fits and rows[0].tokens_per_s is None and made[0][1].taken == []
     assert made[1][1].taken == ["warm", "one", "two"] and rows[1].fits
     # The peak is the configuration's: 0.1 TFLOP/s.
@@ -65,4 +65,4 @@ def test_a_rung_that_does_not_fit_is_a_row_without_a_rate_and_takes_no_step():
 
 def test_one_batch_is_too_few():
     with pytest.raises(ValueError, match="memory ladder: 1 batches"):
-        climbed([1], batches=("warm",))
+        measured([1], batches=("warm",))

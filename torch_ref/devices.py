@@ -8,7 +8,11 @@ from jaxbench import launch
 
 
 def check_device(device: str) -> None:
-    """Raise ValueError when no such device is attached."""
+    """Check that PyTorch sees a device.
+
+    Raises:
+      ValueError: the device is unknown, or PyTorch sees none.
+    """
     if device not in launch.PLATFORMS:
         raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(launch.PLATFORMS)}")
     if device not in platforms():
@@ -20,5 +24,5 @@ def check_device(device: str) -> None:
 
 
 def platforms() -> list[str]:
-    """Return the kinds of devices that PyTorch sees, sorted."""
+    """Kinds of devices that PyTorch sees, sorted."""
     return ["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]

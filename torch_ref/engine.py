@@ -74,11 +74,11 @@ class Engine:
         return metrics
 
     def fetch(self, metrics: update.Metrics) -> update.Metrics:
-        """Wait for a step and return its metrics as Python numbers."""
+        """Metrics of a step as Python numbers; waits for it."""
         return update.Metrics(*(value.item() for value in metrics))
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
-        """Return the sum of a batch's losses in nats and its number of targets."""
+        """Sum of a batch's losses in nats, and its number of targets."""
         total, count = update.eval_step(self.state.params, self._batch(batch), graph=None, how=self.how)
         return float(total), int(count)
 
@@ -90,16 +90,16 @@ class Engine:
         return {i: layout.tree_map(lambda x: x.cpu().numpy(), state) for i, state in found.items()}
 
     def arrays(self) -> dict[str, Any]:
-        """Return the whole state by name, for a checkpoint."""
-        state, found = self.state, {}
+        """Arrays of the whole training state by name, for a checkpoint."""
+        state, tensors = self.state, {}
         for name, parameter in state.params.named_parameters():
-            found[f"params.{name}"] = parameter
+            tensors[f"params.{name}"] = parameter
             for kind, value in state.moments.state[parameter].items():
-                found[f"moments.{kind}.{name}"] = value
+                tensors[f"moments.{kind}.{name}"] = value
         scaler = state.scaler.state_dict()
-        numbers = {"step": state.step, "skipped": state.skipped, "good_steps": scaler.get("_growth_tracker", 0)}
-        arrays = {name: value.detach().cpu().numpy().copy() for name, value in found.items()}
-        arrays |= {name: np.array(value, np.int32) for name, value in numbers.items()}
+        counters = {"step": state.step, "skipped": state.skipped, "good_steps": scaler.get("_growth_tracker", 0)}
+        arrays = {name: value.detach().cpu().numpy().copy() for name, value in tensors.items()}
+        arrays |= {name: np.array(value, np.int32) for name, value in counters.items()}
         return arrays | {"scale": np.array(scaler.get("scale", 1.0)), "is_halted": np.array(state.is_halted)}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -117,21 +117,21 @@ class Engine:
         state.is_halted = bool(arrays["is_halted"])
 
     def params(self) -> dict[str, np.ndarray]:
-        """Return the parameters by name."""
+        """Parameters by dotted name, in the policy's parameter type."""
         return {name: p.detach().cpu().numpy().copy() for name, p in self.state.params.named_parameters()}
 
     def memory(self) -> dict[str, int]:
-        """Return bytes on the device: `live` now, and `step`, the most that was needed so far; 0 on a CPU."""
+        """Device memory in bytes: `live` now, and `step`, the most that was needed so far; 0 on a CPU."""
         if self.device == "cpu":
             return {"live": 0, "step": 0}
         return {"live": torch.cuda.memory_allocated(), "step": torch.cuda.max_memory_allocated()}
 
     def device_kind(self) -> str:
-        """Return the device's name, such as cpu or NVIDIA H200."""
+        """Name of the device, such as cpu or NVIDIA H200."""
         return "cpu" if self.device == "cpu" else torch.cuda.get_device_name()
 
     def matmul_rate(self) -> float:
-        """Measure FLOP/s of a square product in the compute type."""
+        """Rate of a square matrix product in the compute type, FLOP/s, measured."""
         x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, self.policy.compute), device=self.device)
         seconds = []
         for _ in range(GEMM_REPEATS + 1):
@@ -199,6 +199,7 @@ class Engine:
         return time.perf_counter() - started
 
     def _batch(self, batch: Any) -> train.Batch:
+        """Batch of tensors on the device."""
         return train.Batch(*(None if x is None else torch.as_tensor(x).to(self.device) for x in batch))
 
 
@@ -210,7 +211,7 @@ class _CompiledLoss:
         self._program = torch.compile(train.loss_fn, dynamic=False, fullgraph=True)
 
     def __call__(self, model: Any, batch: train.Batch, *, dropout: tuple[Tensor, int] | None = None) -> Tensor:
-        """Return the loss; the dropout's step goes in as a tensor, as a number it would compile anew each step."""
+        """Loss in nats per token; dropout's step goes in as a tensor: as a number it would compile anew each step."""
         if dropout is not None:
             key, step = dropout
             dropout = (key, torch.tensor(step, device=key.device))

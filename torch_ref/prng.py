@@ -15,7 +15,7 @@ from jaxbench import philox
 
 
 def key_from_seed(seed: int, *, device: str = "cpu") -> Int64[Tensor, "2"]:
-    """Return the key of a seed, its low and high 32-bit halves.
+    """Philox key of a seed: its low and high 32-bit halves.
 
     Raises:
       ValueError: seed is outside [0, 2**64).
@@ -24,13 +24,13 @@ def key_from_seed(seed: int, *, device: str = "cpu") -> Int64[Tensor, "2"]:
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return high and low 32 bits of constant * x without leaving signed 64 bits."""
+    """High and low 32 bits of constant * x without leaving signed 64 bits."""
     low, high = x * (constant & 0xFFFF), x * (constant >> 16)
     return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & philox.MASK32
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: Int64[Tensor, "2"]) -> tuple[Tensor, ...]:
-    """Return the four 32-bit words of each counter (four broadcastable int64 tensors)."""
+    """Philox 4x32-10: the four 32-bit words of each counter (four broadcastable int64 tensors)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key[0], key[1]
     for _ in range(philox.ROUNDS):
@@ -44,7 +44,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: Int64[Tensor, "2"]) -> tuple[Te
 def words(
     key: Int64[Tensor, "2"], *, step: Tensor | int, site: int, rows: Int[Tensor, " B"], num_elements: int
 ) -> Int64[Tensor, "B E"]:
-    """Return the random words of elements 0..num_elements-1 of each row; a block of four comes from one counter."""
+    """Random 32-bit words of elements 0..E-1 of each row; a block of four comes from one counter."""
     stacked = torch.stack(lanes(key, step=step, site=site, rows=rows, num_elements=num_elements), dim=-1)
     return stacked.reshape(rows.shape[0], -1)[:, :num_elements]
 
@@ -52,7 +52,7 @@ def words(
 def lanes(
     key: Int64[Tensor, "2"], *, step: Tensor | int, site: int, rows: Int[Tensor, " B"], num_elements: int
 ) -> tuple[Tensor, ...]:
-    """Return `words` as four tensors [B ceil(E / 4)]: tensor j holds elements j, j + 4, j + 8, .."""
+    """Random words (`words`) as four tensors [B ceil(E / 4)]: tensor j holds elements j, j + 4, j + 8, .."""
     blocks = torch.arange(-(-num_elements // 4), dtype=torch.int64, device=key.device)[None, :]
     blocks, rows = torch.broadcast_tensors(blocks, rows.to(torch.int64)[:, None])
     counter = (blocks, rows, torch.zeros_like(blocks) + step, torch.full_like(blocks, site))
@@ -60,13 +60,13 @@ def lanes(
 
 
 def uniform(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Float[Tensor, "*shape"]:
-    """Return the uniforms in (0, 1) that words stand for: exact in float64, rounded and kept below 1 in float32."""
+    """Uniforms in (0, 1) of random words: exact in float64, rounded and kept below 1 in float32."""
     value = ((words >> 8).to(getattr(torch, dtype)) + 0.5) * 2.0**-24
     return torch.clamp(value, max=1.0 - 2.0**-24 if dtype == "float32" else 1.0)
 
 
 def exponential(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Float[Tensor, "*shape"]:
-    """Return -log(uniform), finite and positive for every word.
+    """Exponentials -log(uniform) of random words, finite and positive for every word.
 
     Above one half, log1p of the complement is used: both arguments are then exact in float32.
     """
@@ -78,5 +78,5 @@ def exponential(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Fl
 
 
 def keep_mask(words: Int64[Tensor, "*shape"], rate: float) -> Bool[Tensor, "*shape"]:
-    """Return True where a value survives dropout: uniform >= rate, compared as integers, so equal in every dtype."""
+    """Dropout mask, True where a value survives: uniform >= rate, compared as integers, so equal in every dtype."""
     return (words >> 8) >= max(0, math.ceil(rate * 2**24 - 0.5))

@@ -1,4 +1,4 @@
-"""What one run of a backend leaves behind, and the names that align two backends (S file: neither JAX nor PyTorch).
+"""Traces of one backend, and the module names that align two backends (S file: neither JAX nor PyTorch).
 
 A module is named by its path, "layers.0.attention.q_proj", the model itself "model". The sides (flax_side.py,
 torch_side.py, equinox_side.py) fill these types without any change to the models.
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Losses of consecutive optimiser steps and what the last one leaves."""
+    """Losses of consecutive optimiser steps, and parameters and moments after the last."""
 
     losses: np.ndarray  # nats per token
     arrays: dict[str, dict[str, np.ndarray]]  # params, first_moment, second_moment by parameter
@@ -47,20 +47,20 @@ class Decoding(NamedTuple):
 
 
 class Local(NamedTuple):
-    """How far one module's own code is from its twin, given the twin's inputs and the twin's inner results."""
+    """Error of one module's own code: its distance from the twin, given the twin's inputs and inner results."""
 
     module: str
     part: str  # "output", or "input of <child>" for what it hands to a module inside it
-    error: float
+    error: float  # relative 2-norm, the largest of its tensors
 
 
 def module_name(path: Iterable[Any]) -> str:
-    """Return the dotted name of a module's path, "model" for the empty one."""
+    """Dotted name of a module's path, "model" for the empty one."""
     return ".".join(map(str, path)) or ROOT
 
 
 def enclosing_module(name: str, modules: Mapping[str, Any]) -> str:
-    """Return the nearest module around a module, "model" for the outermost ones."""
+    """Name of the nearest module around a module, "model" for the outermost ones."""
     parent = name.rpartition(".")[0]
     while parent and parent not in modules:
         parent = parent.rpartition(".")[0]
@@ -80,7 +80,7 @@ def map_floating(tree: Any, function: Callable[[Any], Any], *, is_floating: Call
 
 
 def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> list[Local]:
-    """Return each module's own error, in the reference's order; forced calls were made on the reference's tensors.
+    """Each module's own error, in the reference's order; forced calls were made on the reference's tensors.
 
     A call's inputs are the work of the module around it, so their error is that module's.
 
@@ -103,5 +103,5 @@ def local_errors(forced: Mapping[str, Call], reference: Mapping[str, Call]) -> l
 
 
 def blame(local: Iterable[Local], *, tolerance: float) -> Local | None:
-    """Return the first part that its module computes differently by itself, None when there is none."""
+    """First part whose own error is above the tolerance, in order of computation; None where there is none."""
     return next((entry for entry in local if not entry.error <= tolerance), None)

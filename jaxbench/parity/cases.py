@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
     @property
     def is_scanned(self) -> bool:
-        """Return True when the layers run inside a scan, which hides their outputs from capture."""
+        """True where the layers run inside a scan, which hides their outputs from capture."""
         return self.is_closed or bool(self.how.get("scan_layers"))
 
 
@@ -81,14 +81,14 @@ def _llama(
 
 
 def _memory(name: str, *, seed: int = 0, length: int = 18, **update: Any) -> Case:
-    """Return a case of a neural memory; 18 tokens leave the last chunk half full, odd seeds have padding."""
+    """Case of a neural memory; 18 tokens leave the last chunk half full, odd seeds have padding."""
     config = NeuralMemoryConfig(d_model=20, num_heads=2, head_dim=8, chunk_size=4, **update)
     path = {"module": "memory.neural", "task": "memory.neural", "data": "memory.config"}
     return Case(f"memory/{name}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",))
 
 
 def _block(kind: str, *, seed: int = 0, length: int = 10, depth: int = 2) -> Case:
-    """Return a case of a block with memory; odd seeds have padding."""
+    """Case of a block with memory; odd seeds have padding."""
     shape, parts = {"d_model": 20, "head_dim": 8}, {"num_heads": 2, "num_kv_heads": 2 if kind == "bank" else 1}
     if kind == "bank":
         bank = BankConfig(**shape, num_heads=2, block_size=2, memory_slots=2, ratio=2)
@@ -103,7 +103,7 @@ def _block(kind: str, *, seed: int = 0, length: int = 10, depth: int = 2) -> Cas
 
 
 def _mark(name: str, **scheme: Any) -> Case:
-    """Return a case of a watermarking scheme: bits, p-values and generated tokens."""
+    """Case of a watermarking scheme: bits, p-values and generated tokens."""
     return Case(f"watermark/{name}", parse_scheme(scheme), module="watermark.schemes", exact="watermark",
                 backends=("flax",))  # fmt: skip
 
@@ -166,7 +166,7 @@ CASES: tuple[Case, ...] = (
 
 
 def find(case_id: str) -> Case:
-    """Return the case of an id.
+    """Case of an id.
 
     Raises:
       ValueError: there is none; the message names the nearest ids.
@@ -179,7 +179,7 @@ def find(case_id: str) -> Case:
 
 
 def load(case: Case, *, model: str | None = None) -> tuple[Any, dict[str, np.ndarray]]:
-    """Return a case's configuration and parameters: distinct random ones, the default model's, or those of `model`."""
+    """Configuration and parameters of a case: distinct random ones, the default model's, or those of `model`."""
     if case.data is not None:
         source = importlib.import_module(f"jaxbench.{case.data}")
         return case.config, source.initial_params(case.config, case.seed, distinct=True)
@@ -192,17 +192,17 @@ def load(case: Case, *, model: str | None = None) -> tuple[Any, dict[str, np.nda
 
 
 class Arrays(NamedTuple):
-    """One step's data in numpy; the fields of a backend's Batch."""
+    """Batch of one step in numpy, arrays [B T]; the fields of a backend's Batch."""
 
-    tokens: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    mask: np.ndarray
-    segments: np.ndarray | None = None
+    tokens: np.ndarray  # int32
+    targets: np.ndarray  # int32, the next tokens
+    positions: np.ndarray  # int32, -1 = padding
+    mask: np.ndarray  # bool, True where a target counts
+    segments: np.ndarray | None = None  # int32, by document; None = one document a row
 
 
 def arrays(case: Case, config: Any, *, step: int = 0) -> Any:
-    """Return the data of one step: random tokens, every second row starting with a quarter of padding."""
+    """Batch of one step: random tokens, every second row starting with a quarter of padding."""
     if case.data is not None:
         source = importlib.import_module(f"jaxbench.{case.data}")
         return source.parity_arrays(config, batch=case.batch, length=case.length, seed=case.seed, step=step)

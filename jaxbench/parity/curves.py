@@ -25,17 +25,23 @@ class Curves(NamedTuple):
     perturbed: tuple[np.ndarray, ...]  # of PyTorch from weights moved by one ulp
 
     def gate(self) -> gates.Gate:
-        """Return whether Flax stays inside the band that the perturbed curves span."""
+        """Gate P7: Flax stays inside the band that the perturbed curves span."""
         return gates.training_noise(self.flax, self.torch, self.perturbed, reference=self.torch, dtype="float32")
 
     def gaps(self) -> dict[str, float]:
-        """Return the largest and the last gap to PyTorch's curve: of Flax, and of the farthest perturbed curve."""
+        """Largest and last gap to PyTorch's curve in nats: of Flax, and of the farthest perturbed curve."""
         own = np.max([np.abs(curve - self.torch) for curve in self.perturbed], axis=0)
         gap = np.abs(self.flax - self.torch)
         return {
             "flax_largest": float(gap.max()), "flax_last": float(gap[-1]),
             "torch_largest": float(own.max()), "torch_last": float(own[-1]),
         }  # fmt: skip
+
+
+def perturbed(params: Mapping[str, np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Parameters moved by one unit in the last place of float32, each value up or down at random."""
+    moved = {name: x * (1.0 + ULP * random.choice((-1.0, 1.0), x.shape)) for name, x in params.items()}
+    return {name: x.astype(params[name].dtype) for name, x in moved.items()}
 
 
 def record(
@@ -46,7 +52,7 @@ def record(
     *,
     num_perturbed: int = 2,
 ) -> Curves:
-    """Return the curves of "flax" and "torch", and of "torch" from perturbed weights.
+    """Training curves of "flax" and "torch", and of "torch" from perturbed weights.
 
     Args:
       engines: backend -> a function of the initial values that returns an Engine.
@@ -55,11 +61,10 @@ def record(
       rates: learning rate of each step.
       num_perturbed: how many curves span the band.
     """
-    sign = np.random.default_rng(0)
+    random = np.random.default_rng(0)
     starts = [("flax", params), ("torch", params)]
     for _ in range(num_perturbed):
-        moved = {name: x * (1.0 + ULP * sign.choice((-1.0, 1.0), x.shape)) for name, x in params.items()}
-        starts.append(("torch", {name: x.astype(params[name].dtype) for name, x in moved.items()}))
+        starts.append(("torch", perturbed(params, random)))
     curves = []
     for backend, values in starts:
         engine = engines[backend](values)

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Return True when the error is within the tolerance."""
+        """True where the error is within the tolerance."""
         return self.error <= self.tolerance
 
 
@@ -40,28 +40,28 @@ class Comparison(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Return True when every tensor is within its tolerance."""
+        """True where every tensor is within its tolerance."""
         return all(entry.passed for entry in self.entries)
 
     @property
     def worst(self) -> Entry | None:
-        """Return the tensor with the largest error, None when there is no tensor."""
+        """Tensor with the largest error, None where there is no tensor."""
         return max(self.entries, key=lambda entry: entry.error, default=None)
 
     @property
     def first_failure(self) -> Entry | None:
-        """Return the first tensor over its tolerance, None when all pass."""
+        """First tensor over its tolerance, None where all pass."""
         return next((entry for entry in self.entries if not entry.passed), None)
 
 
 def norm_floor(reference: Mapping[str, Any]) -> float:
-    """Return FLOOR times the root mean square of the tensors' 2-norms."""
+    """Norm under which a tensor counts as zero: FLOOR times the root mean square of the tensors' 2-norms."""
     squares = [float(np.sum(np.square(_wide(value)))) for value in reference.values()]
     return FLOOR * float(np.sqrt(np.mean(squares))) if squares else 0.0
 
 
 def relative_error(value: Any, reference: Any, *, floor: float = 0.0) -> float:
-    """Return ||value - reference|| / max(||reference||, floor); 0 for equal tensors, inf where it is undefined."""
+    """Relative error ||value - reference|| / max(||reference||, floor); 0 for equal tensors, inf where undefined."""
     wide, wide_reference = _wide(value), _wide(reference)
     if wide.shape != wide_reference.shape:
         return float("inf")
@@ -81,7 +81,14 @@ def compare(
     tolerance: float = TOLERANCE_FLOAT64,
     widen: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """Compare tensors of one kind by name; widen holds what to add to a tensor's tolerance (its own repeat error).
+    """Distances of tensors of one kind from their references, by name.
+
+    Args:
+      values: tensors by name.
+      reference: theirs, under the same names, in the order of computation.
+      kind: what they are, for the report.
+      tolerance: largest relative error that passes.
+      widen: what is added to a tensor's tolerance, its own repeat error; 0 for those it does not name.
 
     Raises:
       ValueError: the names differ; the message lists them.
@@ -106,7 +113,7 @@ class RatioEntry(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Return True when neither error is more than ERROR_RATIO times the other plus the slack."""
+        """True where neither error is more than ERROR_RATIO times the other plus the slack."""
         low, high = sorted((self.error, self.other_error))
         return bool(high <= ERROR_RATIO * low + self.slack)
 
@@ -119,17 +126,17 @@ class RatioComparison(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Return True when every tensor's two errors are alike."""
+        """True where every tensor's two errors are alike."""
         return all(entry.passed for entry in self.entries)
 
     @property
     def first_failure(self) -> RatioEntry | None:
-        """Return the first tensor whose errors are not alike, None when all are."""
+        """First tensor whose errors are not alike, None where all are."""
         return next((entry for entry in self.entries if not entry.passed), None)
 
     @property
     def worst(self) -> RatioEntry | None:
-        """Return the tensor whose larger error exceeds the allowed one by most."""
+        """Tensor whose larger error exceeds the allowed one by most."""
 
         def excess(entry: RatioEntry) -> float:
             low, high = sorted((entry.error, entry.other_error))
@@ -164,17 +171,6 @@ def compare_errors(
         is_zero = float(np.linalg.norm(_wide(wanted).ravel())) < floor
         entries.append(RatioEntry(name, *errors, slack / FLOOR if is_zero else slack))
     return RatioComparison(kind, tuple(entries))
-
-
-def ulp_histogram(value: Any, reference: Any, *, dtype: str) -> dict[str, int]:
-    """Count elements by their distance in units in the last place of dtype: informative only, near 0 it explodes."""
-    wide, wide_reference = _wide(value).ravel(), _wide(reference).ravel()
-    spacing = np.maximum(np.abs(wide_reference), np.finfo(np.float32).tiny) * MACHINE_EPSILON[dtype]
-    ulps = np.abs(wide - wide_reference) / spacing
-    edges = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0, 256.0, np.inf)
-    counts = np.histogram(ulps, bins=edges)[0]
-    labels = ("<0.5", "<1", "<2", "<4", "<16", "<256", "more")
-    return dict(zip(labels, counts.tolist(), strict=True))
 
 
 def check_names(values: Mapping[str, Any], reference: Mapping[str, Any], *, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""What the float64 gates need of one backend, gathered once and compared by gates.py (S file).
+"""Results of one backend in float64, gathered once, and the gates on those of two (S file).
 
 The mutation score compares one backend's evidence with that of many broken twins, so gathering and comparing are apart.
 """
@@ -6,6 +6,8 @@ The mutation score compares one backend's evidence with that of many broken twin
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxbench.config import TransformerConfig
 from jaxbench.parity import capture, cases, distance, gates
@@ -24,9 +26,9 @@ class Evidence(NamedTuple):
 
     name: str
     trace: capture.Trace
-    repeat: tuple[gates.Gate, dict[str, dict[str, float]]]  # gate P10, and how far each tensor was from itself
+    repeat: tuple[gates.Gate, dict[str, dict[str, float]]]  # gate P10; each tensor's distance from its repetition
     decoding: capture.Decoding | None
-    tokens: Any | None  # sampled tokens [B M]
+    tokens: np.ndarray | None  # sampled tokens, [B new tokens] int32
     training: capture.Training | None
 
 
@@ -38,12 +40,22 @@ class Findings(NamedTuple):
 
 
 def training_steps(case: Case, config: TransformerConfig) -> list[cases.Arrays]:
-    """Return the data of every training step: NUM_BATCHES batches in turn, so that the loss falls."""
+    """Batch of every training step: NUM_BATCHES batches in turn, so that the loss falls."""
     return [cases.arrays(case, config, step=i % NUM_BATCHES) for i in range(case.steps)]
 
 
 def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool, is_quick: bool = False) -> Evidence:
-    """Run one side; dropout is on in traces and training. Training comes last, because it moves PyTorch's weights."""
+    """Evidence of one side of a case in float64.
+
+    Dropout is on in traces and training. Training comes last, because it moves PyTorch's weights.
+
+    Args:
+      side: flax_side.Side, equinox_side.Side or torch_side.Side of the case.
+      case: what to run.
+      config: its configuration.
+      gradients: take them in traces.
+      is_quick: no sampling and no training.
+    """
     arrays = cases.arrays(case, config)
     trace = side.trace(arrays, gradients=gradients, seed=SEED)
     # The second trace goes at once: with the default model's gradients it holds a gigabyte.
@@ -62,39 +74,52 @@ def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool,
     return Evidence(side.name, trace, repeat, decoding, tokens, training)
 
 
-def judge(found: Evidence, reference: Evidence) -> Findings:
-    """Compare two backends' evidence: gates P1, P6, P7, P8 and P10 in float64."""
-    losses = [{"loss": each.trace.loss} for each in (found, reference)]
-    rows, comparisons = [], {"loss": distance.compare(*losses, kind="loss")}
+def judge(evidence: Evidence, reference: Evidence) -> Findings:
+    """Gates P1, P6, P7, P8 and P10 of one backend's float64 evidence against another's."""
+    traces = _traces(evidence, reference)
+    rows = [_gate("P1", kind, comparison) for kind, comparison in traces.items()]
+    training = {}
+    if evidence.training and reference.training:
+        training = _training(evidence.training, reference.training)
+        rows += [_gate("P7" if kind == "training_curve" else "P1", kind, value) for kind, value in training.items()]
+    if evidence.tokens is not None and reference.tokens is not None:
+        rows.append(gates.sampling({evidence.name: evidence.tokens, reference.name: reference.tokens}))
+    if evidence.decoding and reference.decoding:
+        rows += gates.decoding(
+            evidence.decoding,
+            reference.decoding,
+            names=(evidence.name, reference.name),
+            tolerance=distance.TOLERANCE_FLOAT64,
+        )
+    return Findings([*rows, evidence.repeat[0], reference.repeat[0]], traces | training)
+
+
+def _traces(evidence: Evidence, reference: Evidence) -> dict[str, distance.Comparison]:
+    """Distances of loss, module outputs, their gradients and parameters' gradients, by kind.
+
+    A tensor's tolerance is widened by how far it is from itself when either backend repeats it.
+    """
+    loss, wanted_loss = {"loss": evidence.trace.loss}, {"loss": reference.trace.loss}
+    comparisons = {"loss": distance.compare(loss, wanted_loss, kind="loss")}
     for kind in ("outputs", "output_gradients", "gradients"):
-        values, wanted = getattr(found.trace, kind), getattr(reference.trace, kind)
+        values, wanted = getattr(evidence.trace, kind), getattr(reference.trace, kind)
         if not values:
             continue
-        if kind != "gradients":
-            # A scanned or closed model shows only its logits.
-            wanted = wanted if len(values) > 1 else {name: wanted[name] for name in values}
-        widths = [widen.get(kind, {}) for _, widen in (found.repeat, reference.repeat)]
-        widen = {name: sum(width.get(name, 0.0) for width in widths) for name in wanted}
+        if kind != "gradients" and len(values) == 1:  # a scanned or closed model shows only its logits
+            wanted = {name: wanted[name] for name in values}
+        repeat_errors = [errors.get(kind, {}) for _, errors in (evidence.repeat, reference.repeat)]
+        widen = {name: sum(errors.get(name, 0.0) for errors in repeat_errors) for name in wanted}
         comparisons[kind] = distance.compare(values, wanted, kind=kind, widen=widen)
-    rows += [_gate("P1", kind, comparison) for kind, comparison in comparisons.items()]
-    if found.training and reference.training:
-        trained = _training(found.training, reference.training)
-        comparisons |= trained
-        rows += [_gate("P7" if kind == "training_curve" else "P1", kind, value) for kind, value in trained.items()]
-    if found.tokens is not None and reference.tokens is not None:
-        rows.append(gates.sampling({found.name: found.tokens, reference.name: reference.tokens}))
-    if found.decoding and reference.decoding:
-        both, tolerance = (found.decoding, reference.decoding), distance.TOLERANCE_FLOAT64
-        rows += gates.decoding(*both, names=(found.name, reference.name), tolerance=tolerance)
-    return Findings([*rows, found.repeat[0], reference.repeat[0]], comparisons)
+    return comparisons
 
 
-def _training(found: capture.Training, reference: capture.Training) -> dict[str, distance.Comparison]:
-    curves = [{f"loss {i}": loss for i, loss in enumerate(each.losses)} for each in (found, reference)]
+def _training(training: capture.Training, reference: capture.Training) -> dict[str, distance.Comparison]:
+    """Distances of the losses of all steps, and of parameters and moments after the last, by kind."""
+    curves = [{f"loss {i}": loss for i, loss in enumerate(each.losses)} for each in (training, reference)]
     comparisons = {"training_curve": distance.compare(*curves, kind="training curve")}
     for kind, wanted in reference.arrays.items():
         key = f"{kind}_after_{len(reference.losses)}_steps"
-        comparisons[key] = distance.compare(found.arrays[kind], wanted, kind=key)
+        comparisons[key] = distance.compare(training.arrays[kind], wanted, kind=key)
     return comparisons
 
 

@@ -49,11 +49,11 @@ class Side:
 
     @property
     def is_captured(self) -> bool:
-        """Return True when every module's output can be seen, not the model's alone."""
+        """True where every module's output can be seen, not the model's alone."""
         return not self.case.is_scanned
 
     def get_params(self) -> dict[str, np.ndarray]:
-        """Return the model's parameters by name."""
+        """Parameters of the model by dotted name."""
         return self.nn.get_params(self.model)
 
     def load_params(self, params: Mapping[str, np.ndarray]) -> None:
@@ -61,7 +61,7 @@ class Side:
         self._hold(self.nn.load_params(self.model, params))
 
     def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
-        """Return outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
+        """Loss, outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
         batch, dropout = self._batch(arrays), _dropout(seed, 0)
         if not gradients:
             loss, outputs = self._forward(self.params, {}, batch, dropout)
@@ -84,7 +84,7 @@ class Side:
         return jax.jit(jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True))
 
     def _loss(self, params: Any, deltas: dict, batch: Any, dropout: Any) -> tuple[Any, dict]:
-        """Return the loss and every module's output; deltas are added to outputs, to differentiate by them."""
+        """Loss and every module's output; deltas are added to outputs, to differentiate by them."""
         model = self._merge(params)
 
         def shift(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -111,7 +111,7 @@ class Side:
     def forced(
         self, arrays: Arrays, reference: Mapping[str, capture.Call], *, seed: int | None
     ) -> dict[str, capture.Call]:
-        """Return what every module hands on and returns when each call is made on the reference's tensors.
+        """Inputs and first output of every module's call, each made on the reference's tensors (teacher forcing).
 
         A module's own error stays its own: its inputs are the reference's, and so are the results of modules inside.
         """
@@ -142,7 +142,7 @@ class Side:
         return run
 
     def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
-        """Return losses and final state of AdamW steps with dropout on."""
+        """Losses of AdamW steps with dropout on, and the state after the last."""
         step_fn = jax.jit(functools.partial(self.lib.train_step, loss_fn=self.task.loss_fn))
         state, losses = self.lib.init_state(self.model, self.lib.AdamW(**optimizer)), []
         for step, arrays in enumerate(steps):
@@ -151,7 +151,7 @@ class Side:
         return capture.Training(np.array(losses), self.lib.state_arrays(state))
 
     def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
-        """Return logits in one call, and by a prefill of `prompt` tokens followed by single tokens."""
+        """Logits [B T V] by one call, and by a prefill of `prompt` tokens followed by single tokens."""
 
         @jax.jit
         def features(params: Any, tokens: Any, positions: Any, cache: Any, slot: Any) -> tuple[Any, Any]:
@@ -164,15 +164,15 @@ class Side:
         logits, cache = features(self.params, tokens[:, :prompt], positions[:, :prompt], None, None)
         parts, cache = [logits], cache.padded(tokens.shape[1], dtype=str(cache.keys[0].dtype))
         for slot in range(prompt, tokens.shape[1]):
-            one = slice(slot, slot + 1)
-            logits, cache = features(self.params, tokens[:, one], positions[:, one], cache, jnp.int32(slot))
+            token = slice(slot, slot + 1)
+            logits, cache = features(self.params, tokens[:, token], positions[:, token], cache, jnp.int32(slot))
             parts.append(logits)
         return capture.Decoding(np.asarray(full), np.concatenate([np.asarray(part) for part in parts], axis=1))
 
     def sample(
         self, prompts: list[list[int]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
     ) -> np.ndarray:
-        """Return generated tokens [B M]."""
+        """Generated tokens [B new tokens], int32."""
         lib = importlib.import_module(f"{self.package}.sample")
         generator = lib.Generator(self.model, eos_id=None, sampling=lib.Sampling(**sampling))
         return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
@@ -203,7 +203,7 @@ def intercepted(model: nnx.Module, handler: Handler) -> Iterator[None]:
 
 
 def _outputs(captured: nnx.State) -> dict[str, Any]:
-    """Return the first floating tensor of each module's call out of nnx.capture's state."""
+    """First floating tensor of each module's call, out of nnx.capture's state."""
     outputs = {}
     for path, leaf in nnx.to_flat_state(captured):
         if path[-1] == "__call__":
@@ -216,12 +216,14 @@ def _is_floating(x: Any) -> bool:
 
 
 def _floating(tree: Any) -> tuple[Any, ...]:
-    found: list[Any] = []
-    capture.map_floating(tree, found.append, is_floating=_is_floating)
-    return tuple(found)
+    """Floating tensors of a tree, from left to right."""
+    tensors: list[Any] = []
+    capture.map_floating(tree, tensors.append, is_floating=_is_floating)
+    return tuple(tensors)
 
 
 def _replace(tree: Any, values: tuple[Any, ...], *, where: str) -> Any:
+    """Tree with its floating tensors replaced by others, from left to right."""
     count = len(_floating(tree))
     if count != len(values):
         raise ValueError(f"parity: {where}: {count} floating tensors in JAX, {len(values)} in the twin")
@@ -230,6 +232,7 @@ def _replace(tree: Any, values: tuple[Any, ...], *, where: str) -> Any:
 
 
 def _dropout(seed: int | None, step: int) -> tuple[jax.Array, jax.Array] | None:
+    """Key and step of dropout's random stream."""
     return None if seed is None else (prng.key_from_seed(seed), jnp.int32(step))
 
 

@@ -40,14 +40,14 @@ class Gate(NamedTuple):
 
 
 def from_comparison(gate_id: str, comparison: distance.Comparison, *, what: str | None = None) -> Gate:
-    """Return the gate of one comparison; a failure names the first tensor over its tolerance."""
+    """Gate of one comparison; a failure names the first tensor over its tolerance."""
     shown = comparison.first_failure or comparison.worst
     error, limit, where = (shown.error, shown.tolerance, shown.name) if shown else (0.0, distance.TOLERANCE_FLOAT64, "")
     return Gate(gate_id, what or comparison.kind, comparison.passed, error, limit, where)
 
 
 def from_ratio(comparison: distance.RatioComparison, *, what: str) -> Gate:
-    """Return gate P2 of one error-ratio comparison."""
+    """Gate P2 of one error-ratio comparison."""
     shown = comparison.first_failure or comparison.worst
     if shown is None:
         return Gate("P2", what, True, 0.0, 0.0)
@@ -57,7 +57,7 @@ def from_ratio(comparison: distance.RatioComparison, *, what: str) -> Gate:
 
 
 def precision(settings: Mapping[str, Any]) -> Gate:
-    """Return gate P3: the precision settings are pinned as stated (`highest` products, no TF32)."""
+    """Gate P3: the precision settings are pinned as stated (`highest` products, no TF32)."""
     wanted = {"jax_default_matmul_precision": "highest", "torch_tf32_matmul": False, "torch_tf32_cudnn": False}
     wrong = {name: settings.get(name) for name, value in wanted.items() if settings.get(name) != value}
     note = ", ".join(f"{name}={value}" for name, value in settings.items())
@@ -65,7 +65,7 @@ def precision(settings: Mapping[str, Any]) -> Gate:
 
 
 def blame(local: Sequence[capture.Local], *, tolerance: float = distance.TOLERANCE_FLOAT64) -> Gate:
-    """Return gate P4: no module computes anything differently by itself."""
+    """Gate P4: no module computes anything differently by itself."""
     culprit = capture.blame(local, tolerance=tolerance)
     shown = culprit or max(local, key=lambda entry: entry.error)
     what = "every module's own code, given the twin's inputs"
@@ -73,7 +73,7 @@ def blame(local: Sequence[capture.Local], *, tolerance: float = distance.TOLERAN
 
 
 def conversion(side: Any, other: Any, params: Mapping[str, np.ndarray]) -> list[Gate]:
-    """Return gates P5: weights travel params -> side -> other -> side unchanged, and wrong sets are refused."""
+    """Gates P5: weights travel params -> side -> other -> side unchanged, and wrong sets are refused."""
     original = side.get_params()
     differing = set(_differing(original, params))
     other.load_params(original)
@@ -91,14 +91,14 @@ def conversion(side: Any, other: Any, params: Mapping[str, np.ndarray]) -> list[
 
 
 def _differing(values: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[str]:
-    """Return the names that only one side has, or whose arrays differ after a cast to the first side's type."""
+    """Names that only one side has, or whose arrays differ after a cast to the first side's type."""
     shared = values.keys() & reference.keys()
     unequal = [name for name in shared if not np.array_equal(values[name], reference[name].astype(values[name].dtype))]
     return sorted(unequal) + sorted(values.keys() ^ reference.keys())
 
 
 def _accepted(side: Any, params: Mapping[str, np.ndarray]) -> list[str]:
-    """Return which wrong sets of parameters a side loads without an error."""
+    """Kinds of wrong parameters that a side loads without an error: missing, unused, misshapen."""
     first, *_ = params
     wrong = {
         "missing": {name: value for name, value in params.items() if name != first},
@@ -117,7 +117,7 @@ def _accepted(side: Any, params: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def sampling(tokens: Mapping[str, np.ndarray]) -> Gate:
-    """Return gate P6: backends draw the same tokens, compared exactly; tokens are [B M] by backend."""
+    """Gate P6: two backends draw the same tokens, compared exactly; [B new tokens] int32 by backend."""
     (name, first), (other, second) = tokens.items()
     if first.shape != second.shape:
         return Gate("P6", "sampled tokens", False, float("inf"), 0.0, f"{name} {first.shape}, {other} {second.shape}")
@@ -129,10 +129,16 @@ def sampling(tokens: Mapping[str, np.ndarray]) -> Gate:
 def training_noise(
     losses: np.ndarray, other: np.ndarray, perturbed: Sequence[np.ndarray], *, reference: np.ndarray, dtype: str
 ) -> Gate:
-    """Return gate P7: two curves differ by no more than one-ulp changes of the initial weights move one of them.
+    """Gate P7: two training curves differ by no more than one-ulp changes of the initial weights move one of them.
 
-    perturbed are curves of `other` from such weights; the band is NOISE_BAND times the largest gap so far, plus the
-    rounding of the loss itself.
+    The band is NOISE_BAND times the largest gap so far, plus the rounding of the loss itself.
+
+    Args:
+      losses: of every step, nats per token, by the backend that is tested.
+      other: the same by the other backend.
+      perturbed: curves of `other` from weights moved by one unit in the last place.
+      reference: curve that the rounding is relative to.
+      dtype: of the steps.
     """
     spread = np.max([np.abs(curve - other) for curve in perturbed], axis=0)
     band = NOISE_BAND * np.maximum.accumulate(spread)
@@ -147,15 +153,16 @@ def training_noise(
 def decoding(
     side: capture.Decoding, other: capture.Decoding, *, names: tuple[str, str], tolerance: float
 ) -> list[Gate]:
-    """Return gates P8: cached decoding equals the full call on each backend, and both backends agree."""
-    gates = []
+    """Gates P8: cached decoding equals the full call on each backend, and both backends agree."""
+    rows = []
     for name, result in zip(names, (side, other), strict=True):
-        gates.append(_by_position(f"{name}: cached decode = full call", result.incremental, result.full, tolerance))
-    gates.append(_by_position("cached decode, both backends", side.incremental, other.incremental, tolerance))
-    return gates
+        rows.append(_by_position(f"{name}: cached decode = full call", result.incremental, result.full, tolerance))
+    rows.append(_by_position("cached decode, both backends", side.incremental, other.incremental, tolerance))
+    return rows
 
 
 def _by_position(what: str, values: np.ndarray, reference: np.ndarray, tolerance: float) -> Gate:
+    """Gate P8 of logits [B T V], position by position."""
     steps = range(reference.shape[1])
     by_step = {f"position {t}": reference[:, t] for t in steps}
     result = distance.compare({f"position {t}": values[:, t] for t in steps}, by_step, kind=what, tolerance=tolerance)
@@ -165,7 +172,7 @@ def _by_position(what: str, values: np.ndarray, reference: np.ndarray, tolerance
 def repeatability(
     first: capture.Trace, second: capture.Trace, *, name: str
 ) -> tuple[Gate, dict[str, dict[str, float]]]:
-    """Return gate P10 and, by kind and tensor, how far a backend is from itself: what to widen tolerances by.
+    """Gate P10 and, by kind and tensor, a backend's distance from its own repetition: what tolerances are widened by.
 
     The gate fails only where the repeat error would hide a bug, above the float64 tolerance.
     """

@@ -7,6 +7,7 @@ with the gates that first needed them. Each bug is a context manager around the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -33,19 +34,19 @@ class Mutation(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the gates said about one mutation."""
+    """Gates that one mutation made fail."""
 
     name: str
     caught_by: tuple[str, ...]  # failed gates
 
     @property
     def is_caught(self) -> bool:
-        """Return True when at least one gate failed."""
+        """True where at least one gate failed."""
         return bool(self.caught_by)
 
 
 def _replace(target: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Change:
-    """Return a context in which target.name is make(original)."""
+    """Context in which target.name is make(original)."""
     return mock.patch.object(target, name, make(getattr(target, name)))
 
 
@@ -66,8 +67,8 @@ def _gelu_erf() -> Change:
 
 def _rope_base() -> Change:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def angles(positions: Any, frequencies: tuple[float, ...], **how: Any) -> Any:
-            return original(positions, rotary.frequencies(2 * len(frequencies), 1e6, None), **how)
+        def angles(positions: Any, frequencies: tuple[float, ...], **options: Any) -> Any:
+            return original(positions, rotary.frequencies(2 * len(frequencies), 1e6, None), **options)
 
         return angles
 
@@ -119,10 +120,10 @@ def _attention_scale() -> Change:
     layer = {"index": 0}
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def scaled(query: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        def scaled(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
             layer["index"] += 1
             is_last = layer["index"] % cases.LLAMA.num_layers == 0
-            return original(query * 1.03 if is_last else query, *args, **how)
+            return original(query * 1.03 if is_last else query, *args, **options)
 
         return scaled
 
@@ -140,7 +141,7 @@ def _softmax_bfloat16() -> Change:
 
 
 class _Adam(torch.optim.Optimizer):
-    """AdamW by hand, with one thing wrong."""
+    """AdamW by hand, with eps inside the root, or the second moment not corrected for its start."""
 
     def __init__(self, model: Any, optimizer: train.AdamW, *, eps_inside: bool, is_corrected: bool):
         self._eps_inside, self._is_corrected, self._steps = eps_inside, is_corrected, 0
@@ -183,8 +184,9 @@ def _adam_eps() -> Change:
 
 def _l2_decay() -> Change:
     def build(model: Any, o: train.AdamW) -> torch.optim.Optimizer:
-        how = {"lr": o.learning_rate, "betas": (o.b1, o.b2), "eps": o.eps}
-        return torch.optim.Adam(model.parameters(), weight_decay=o.weight_decay, **how)
+        return torch.optim.Adam(
+            model.parameters(), lr=o.learning_rate, betas=(o.b1, o.b2), eps=o.eps, weight_decay=o.weight_decay
+        )
 
     return _optimizer(build)
 
@@ -210,10 +212,10 @@ def _norm_scale_ignored() -> Change:
 
 def _head_groups_swapped() -> Change:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def swapped(query: torch.Tensor, key: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        def swapped(query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
             groups = query.shape[2] // key.shape[1]
             order = torch.arange(query.shape[2]).reshape(groups, -1).T.flatten()
-            return original(query[:, :, order], key, *args, **how)[:, :, torch.argsort(order)]
+            return original(query[:, :, order], key, *args, **options)[:, :, torch.argsort(order)]
 
         return swapped
 
@@ -243,8 +245,8 @@ def _tied_gradient_lost() -> Change:
 
 def _decode_position_late() -> Change:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def features(self: Any, tokens: Any, positions: Any, *, cache: Any = None, **how: Any) -> Any:
-            return original(self, tokens, positions if cache is None else positions + 1, cache=cache, **how)
+        def features(self: Any, tokens: Any, positions: Any, *, cache: Any = None, **options: Any) -> Any:
+            return original(self, tokens, positions if cache is None else positions + 1, cache=cache, **options)
 
         return features
 
@@ -260,9 +262,9 @@ def _loss_mask_ignored() -> Change:
 
 def _rope_scaling_ignored() -> Change:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def angles(positions: Any, frequencies: tuple[float, ...], **how: Any) -> Any:
+        def angles(positions: Any, frequencies: tuple[float, ...], **options: Any) -> Any:
             unscaled = rotary.frequencies(2 * len(frequencies), cases.LLAMA.rope_theta, None)
-            return original(positions, unscaled, **how)
+            return original(positions, unscaled, **options)
 
         return angles
 
@@ -320,7 +322,7 @@ def injected(name: str) -> Iterator[Mutation]:
 
 
 def score(say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
-    """Return what the float64 gates say about every mutation, and first about none ("none", which must pass)."""
+    """Gates that every mutation makes fail in float64, and those of each case as it is ("none": there must be none)."""
     from jaxbench.parity import run
 
     outcomes = []
@@ -331,20 +333,24 @@ def score(say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
             side, _ = run.sides(case, config, params, dtype="float64", backend="flax")
             mine = [mutation for mutation in MUTATIONS if mutation.case == case_id]
             # Where every bug sits in a module, outputs, gradients and decoding must do without training and sampling.
-            how = {"gradients": True, "is_quick": all(mutation.module for mutation in mine)}
-            found = evidence.gather(side, case, config, **how)
+            gather = functools.partial(
+                evidence.gather, case=case, config=config, gradients=True,
+                is_quick=all(mutation.module for mutation in mine),
+            )  # fmt: skip
+            flax_evidence = gather(side)
             for mutation in (None, *mine):
                 with mutation.change() if mutation else contextlib.nullcontext():
                     _, other = run.sides(case, config, params, dtype="float64", backend="flax")
-                    reference = evidence.gather(other, case, config, **how)
-                failed = [f"{g.id} {g.what}" for g in evidence.judge(found, reference).gates if not g.passed]
+                    torch_evidence = gather(other)
+                judged = evidence.judge(flax_evidence, torch_evidence).gates
+                failed = [f"{row.id} {row.what}" for row in judged if not row.passed]
                 outcomes.append(Outcome(mutation.name if mutation else f"none ({case_id})", tuple(failed)))
                 say(f"{outcomes[-1].name}: {', '.join(failed) or 'no gate failed'}")
     return outcomes
 
 
 def gate(outcomes: list[Outcome]) -> gates.Gate:
-    """Return gate P9: every mutation caught, and no gate fails on the twin as it is."""
+    """Gate P9: every mutation caught, and no gate fails on the twin as it is."""
     wrong = [o.name for o in outcomes if o.is_caught == o.name.startswith("none")]
     injected_bugs = [o for o in outcomes if not o.name.startswith("none")]
     caught = sum(o.is_caught for o in injected_bugs)

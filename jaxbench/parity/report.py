@@ -28,7 +28,7 @@ LOG10_RANGE = (-17.0, 0.0)  # of the heat map's colours
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Return one sentence: passed with the worst error, or where the difference starts and who is to blame."""
+    """Result in one sentence: passed with the worst error, or where the difference starts and the module to blame."""
     head = f"{result['case']}, {result['backend']} against torch"
     if result["passed"]:
         return f"{head}: equal, worst float64 error of an output {result['worst']:.1e}"
@@ -48,14 +48,14 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def layer_rows(result: dict[str, Any], *, max_rows: int = MAX_TERMINAL_ROWS) -> list[dict[str, Any]]:
-    """Return the layers' rows; where there are too many, one row a layer with its worst errors."""
+    """Rows of the modules' errors; where there are too many, one row a layer with its worst errors."""
     rows = result["layers"]
     if len(rows) <= max_rows:
         return rows
     merged: dict[str, dict[str, Any]] = {}
     for row in rows:
-        found = re.match(r"(.*?layers\.\d+)", row["module"])
-        name = found.group(1) if found else row["module"]
+        match = re.match(r"(.*?layers\.\d+)", row["module"])
+        name = match.group(1) if match else row["module"]
         into = merged.setdefault(name, {"module": name})
         for key, value in row.items():
             if key != "module" and value is not None:
@@ -64,7 +64,7 @@ def layer_rows(result: dict[str, Any], *, max_rows: int = MAX_TERMINAL_ROWS) -> 
 
 
 def columns(result: dict[str, Any]) -> dict[str, str]:
-    """Return the titles of the columns that this result has values for."""
+    """Titles of the columns that this result has values for."""
     present = {key for row in result["layers"] for key, value in row.items() if value is not None}
     return {key: title.format(backend=result["backend"]) for key, title in COLUMNS.items() if key in present}
 
@@ -94,6 +94,7 @@ def show(result: dict[str, Any], console: Any = None) -> None:
 
 
 def _layer_table(result: dict[str, Any]) -> Any:
+    """Terminal table of every module's errors."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -113,6 +114,7 @@ def _layer_table(result: dict[str, Any]) -> Any:
 
 
 def _number(value: float | None) -> str:
+    """Text of an error with two digits, empty for None."""
     if value is None:
         return ""
     return "0" if value == 0 else f"{value:.1e}"

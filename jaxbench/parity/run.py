@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench.parity import capture, cases, distance, evidence, gates
+from jaxbench.parity import capture, cases, curves, distance, evidence, gates
 from jaxbench.parity.cases import Case
 
 NUM_PERTURBED = 4  # curves from weights moved by one ulp
@@ -47,7 +47,7 @@ def pinned(dtype: str) -> Iterator[dict[str, Any]]:
 def unit_positions(
     outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], positions: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return outputs [B T ...] at real positions [R D], each divided by the norm of its reference.
+    """Module outputs [B T ..] at real positions [R D], each divided by the norm of its reference.
 
     Rounding errors are compared so that every position counts alike: real models put most of a layer's norm on one
     token (Sun et al. 2024, arXiv:2402.17762), whose rounding is a single draw; and padding reaches nobody. Outputs of
@@ -79,7 +79,11 @@ def torch_threads(case: Case) -> Iterator[None]:
 
 
 def check_backend(case: Case, backend: str) -> None:
-    """Raise a ValueError where there is no such backend, or the case has no twin in it."""
+    """Check that a backend has a case.
+
+    Raises:
+      ValueError: there is no such backend, or the case has no twin in it.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"--backend={backend} is not one of {', '.join(BACKENDS)} (PyTorch is always the other side)")
     if backend not in case.backends:
@@ -87,7 +91,7 @@ def check_backend(case: Case, backend: str) -> None:
 
 
 def sides(case: Case, config: Any, params: Mapping[str, np.ndarray], *, dtype: str, backend: str) -> tuple[Any, Any]:
-    """Return the JAX side and the PyTorch side of a case.
+    """JAX side and PyTorch side of a case.
 
     Raises:
       ValueError: no such backend, or the case has no twin in it.
@@ -112,10 +116,18 @@ def run(
     dtypes: tuple[str, ...] = REDUCED,
     model: str | None = None,
 ) -> dict[str, Any]:
-    """Return the result of a case: gates, layers, first divergence and blame.
+    """Result of a case as plain values: gates, errors of every layer, first divergence and blame.
 
-    quick = float64 outputs, blame, weights and decoding only; gradients = None follows the case; model = checkpoint to
-    use in place of the case's own weights.
+    Args:
+      case: what to run.
+      backend: flax or equinox; PyTorch is the other side.
+      quick: float64 outputs, blame, weights and decoding only.
+      gradients: compare them; None follows the case.
+      dtypes: narrower types, each compared by the ratio of errors against float64.
+      model: checkpoint in place of the case's own weights.
+
+    Raises:
+      ValueError: no such backend, or the case has no twin in it.
     """
     start = time.monotonic()
     if case.exact is not None:
@@ -130,17 +142,17 @@ def run(
 
 
 def _exact(case: Case, backend: str) -> dict[str, Any]:
-    """Return the result of a case without a model, from its own gates, which compare numpy, JAX and PyTorch."""
+    """Result of a case without a model, from its own gates, which compare numpy, JAX and PyTorch."""
     check_backend(case, backend)
     with pinned("float64") as settings:
-        found = importlib.import_module(f"jaxbench.parity.{case.exact}").gates_of(case)
-    failed = next((gate for gate in found if not gate.passed), None)
+        rows = importlib.import_module(f"jaxbench.parity.{case.exact}").gates_of(case)
+    failed = next((gate for gate in rows if not gate.passed), None)
     return {
         "case": case.id,
         "backend": backend,
         "passed": failed is None,
-        "worst": max(gate.error for gate in found),
-        "gates": [gate._asdict() for gate in found],
+        "worst": max(gate.error for gate in rows),
+        "gates": [gate._asdict() for gate in rows],
         "first_divergence": None,
         "first_divergence_backward": None,
         "first_divergence_by_kind": {} if failed is None else {failed.what: failed.where},
@@ -178,12 +190,11 @@ class _Work:
                 self.local = capture.local_errors(forced, calls)
                 self.gates.append(gates.blame(self.local))
                 del calls, forced  # every module's inputs and outputs, on both sides
-            how = {"gradients": gradients, "is_quick": is_quick}
-            found = evidence.gather(side, self.case, self.config, **how)
+            jax_evidence = evidence.gather(side, self.case, self.config, gradients=gradients, is_quick=is_quick)
             del side  # a real model in float64 holds a gigabyte, and its gradients another
             self._free_memory()
-            reference = evidence.gather(other, self.case, self.config, **how)
-        findings = evidence.judge(found, reference)
+            reference = evidence.gather(other, self.case, self.config, gradients=gradients, is_quick=is_quick)
+        findings = evidence.judge(jax_evidence, reference)
         self.gates += findings.gates
         self.comparisons |= findings.comparisons
         self.reference = reference
@@ -207,8 +218,8 @@ class _Work:
             side, other = self._sides(dtype)
             is_captured = side.is_captured
             # A real model's gradients are compared in float64 alone: in narrow types a few tokens decide their error.
-            how = {"gradients": self.has_gradients and self.case.gradients, "seed": evidence.SEED}
-            traces = [each.trace(self.arrays, **how) for each in (side, other)]
+            gradients = self.has_gradients and self.case.gradients
+            traces = [each.trace(self.arrays, gradients=gradients, seed=evidence.SEED) for each in (side, other)]
             for kind in ("outputs", "gradients"):
                 values, others, wanted = (getattr(trace, kind) for trace in (*traces, self.reference.trace))
                 if not is_captured and kind == "outputs":
@@ -217,21 +228,23 @@ class _Work:
                     scaled = (unit_positions(each, wanted, self.arrays.positions) for each in (values, others, wanted))
                     values, others, wanted = scaled
                 if values:
-                    slack = {"dtype": dtype, "slack_epsilons": gates.SLACK_EPSILONS[kind, dtype]}
-                    ratio = distance.compare_errors(values, others, wanted, kind=kind, **slack)
+                    slack = gates.SLACK_EPSILONS[kind, dtype]
+                    ratio = distance.compare_errors(
+                        values, others, wanted, kind=kind, dtype=dtype, slack_epsilons=slack
+                    )
                     self.comparisons[f"{kind}_{dtype}"] = ratio
                     self.gates.append(gates.from_ratio(ratio, what=f"{kind.replace('_', ' ')}, {dtype}"))
             if dtype == "float32" and self.case.steps:
                 self._train_float32(side, other)
 
     def _train_float32(self, side: Any, other: Any) -> None:
-        steps, sign = evidence.training_steps(self.case, self.config), np.random.default_rng(self.case.seed)
+        """Run gate P7: the float32 training curve stays within what one-ulp changes of the weights do to it."""
+        steps, random = evidence.training_steps(self.case, self.config), np.random.default_rng(self.case.seed)
         curve = side.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses
         reference = other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses
         perturbed = []
         for _ in range(NUM_PERTURBED):
-            moved = {name: x * (1.0 + 2.0**-23 * sign.choice((-1.0, 1.0), x.shape)) for name, x in self.params.items()}
-            other.load_params(moved)
+            other.load_params(curves.perturbed(self.params, random))
             perturbed.append(other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses)
         gate = gates.training_noise(
             curve, reference, perturbed, reference=self.reference.training.losses, dtype="float32"
@@ -242,7 +255,7 @@ class _Work:
         return sides(self.case, self.config, self.params, dtype=dtype, backend=self.backend)
 
     def result(self) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Result as plain values, for JSON: gates, errors of every layer, first divergence and blame."""
         culprit = capture.blame(self.local, tolerance=distance.TOLERANCE_FLOAT64)
         failures = {kind: self.comparisons[kind].first_failure for kind in self.comparisons}
         first = {kind: failure.name for kind, failure in failures.items() if failure is not None}

@@ -30,7 +30,7 @@ class Side:
         self.model = module.build(config, params, dtype=dtype, **case.how)
 
     def get_params(self) -> dict[str, np.ndarray]:
-        """Return the model's parameters by name."""
+        """Parameters of the model by dotted name."""
         return nn.get_params(self.model)
 
     def load_params(self, params: Mapping[str, np.ndarray]) -> None:
@@ -41,7 +41,7 @@ class Side:
         return self.task.Batch(*(None if x is None else torch.tensor(x) for x in arrays))
 
     def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
-        """Return outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
+        """Loss, outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
         calls: dict[str, capture.Call] = {}
         output_gradients: dict[str, np.ndarray] = {}
         self.model.zero_grad(set_to_none=True)
@@ -57,7 +57,7 @@ class Side:
         return capture.Trace(_numpy(loss), outputs, output_gradients, grads)
 
     def calls(self, arrays: Arrays, *, seed: int | None) -> dict[str, capture.Call]:
-        """Return every module's floating inputs and outputs in the order of completion."""
+        """Floating inputs and outputs of every module's call, in the order of completion."""
         calls: dict[str, capture.Call] = {}
         with torch.no_grad(), _hooked(self.model, calls, None):
             self.task.loss_fn(self.model, self._batch(arrays), dropout=_dropout(seed, 0))
@@ -67,7 +67,7 @@ class Side:
         }
 
     def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
-        """Return losses and final state of AdamW steps with dropout on; the model's parameters move."""
+        """Losses of AdamW steps with dropout on, and the state after the last; the model's parameters move."""
         state, losses = train.init_state(self.model, train.AdamW(**optimizer)), []
         for step, arrays in enumerate(steps):
             state, loss = train.train_step(
@@ -78,21 +78,21 @@ class Side:
 
     @torch.no_grad()
     def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
-        """Return logits in one call, and by a prefill of `prompt` tokens followed by single tokens."""
+        """Logits [B T V] by one call, and by a prefill of `prompt` tokens followed by single tokens."""
         tokens, positions = torch.tensor(arrays.tokens), torch.tensor(arrays.positions)
         full = self.model(tokens, positions)
         hidden, cache = self.model.features(tokens[:, :prompt], positions[:, :prompt])
         parts, cache = [self.model.logits(hidden)], cache.padded(tokens.shape[1], dtype=self.model.dtype)
         for slot in range(prompt, tokens.shape[1]):
-            one = slice(slot, slot + 1)
-            hidden, cache = self.model.features(tokens[:, one], positions[:, one], cache=cache, slot=slot)
+            token = slice(slot, slot + 1)
+            hidden, cache = self.model.features(tokens[:, token], positions[:, token], cache=cache, slot=slot)
             parts.append(self.model.logits(hidden))
         return capture.Decoding(_numpy(full), _numpy(torch.cat(parts, dim=1)))
 
     def sample(
         self, prompts: list[list[int]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
     ) -> np.ndarray:
-        """Return generated tokens [B M]."""
+        """Generated tokens [B new tokens], int32."""
         lib = importlib.import_module("torch_ref.sample")
         generator = lib.Generator(self.model, eos_id=None, sampling=lib.Sampling(**sampling))
         return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
@@ -135,14 +135,16 @@ def _hooked(
 
 
 def _floating(tree: Any) -> tuple[torch.Tensor, ...]:
-    found: list[torch.Tensor] = []
+    """Floating tensors of a tree, from left to right."""
+    tensors: list[torch.Tensor] = []
     capture.map_floating(
-        tree, found.append, is_floating=lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
+        tree, tensors.append, is_floating=lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
     )
-    return tuple(found)
+    return tuple(tensors)
 
 
 def _dropout(seed: int | None, step: int) -> tuple[torch.Tensor, int] | None:
+    """Key and step of dropout's random stream."""
     return None if seed is None else (prng.key_from_seed(seed), step)
 
 
