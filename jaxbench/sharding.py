@@ -32,6 +32,8 @@ POINTS = (
     "mlp_in",  # the same of its feed-forward layer
     "mlp_out",
 )
+# Fields of TransformerConfig that say which parameters a decoder has: its table of rules needs them.
+PARTS = ("activation", "norm", "position", "use_bias", "tie_embeddings")
 ATTENTION = "attention"  # attention itself over a whole row: an action here takes its arguments and computes it
 WEIGHTS = "weights"  # of a layer whose computation is repeated: an action here takes them and the layer's index
 Rule = tuple[str, P]

@@ -28,8 +28,7 @@ FAMILIES = {"llama": LLAMA, "gpt2": GPT2}
 
 def rules_of(config: TransformerConfig, layout: str):
     """Return the table for a configuration."""
-    fields = ("activation", "norm", "position", "use_bias", "tie_embeddings")
-    return sharding.decoder_rules(layout, **{name: getattr(config, name) for name in fields})
+    return sharding.decoder_rules(layout, **{name: getattr(config, name) for name in sharding.PARTS})
 
 
 def place(config: TransformerConfig, layout: str, sizes: dict[str, int]):

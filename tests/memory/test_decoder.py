@@ -238,7 +238,7 @@ def test_every_parameter_has_a_rule_on_any_mesh(kind):
     else:
         whole = whole.model_copy(update={"neural": whole.neural.model_copy(update={"residual_norm": True})})
     shape = with_memory(PLAIN, whole)
-    parts = {name: getattr(shape, name) for name in ("activation", "norm", "position", "use_bias", "tie_embeddings")}
+    parts = {name: getattr(shape, name) for name in sharding.PARTS}
     rules = sharding.decoder_table(stored="fsdp", out="model", heads="model", width=None, **parts)
     rules = placement.with_memory(rules, shape, stored="fsdp", heads="model", width=None)
     specs = sharding.parameter_specs(decoder_config.parameter_shapes(shape), rules, {"fsdp": 2, "model": 2})
