@@ -32,6 +32,8 @@ from jaxbench.pipeline_schedule import timing
 from jaxbench.transformer import Context
 
 ROWS = (STAGE, DATA, FSDP)  # the axes that split the rows of a batch
+# Weights that every head uses: where heads are split over `model`, each device has a part of their gradient.
+SHARED_BY_HEADS = ("attention.q_norm.scale", "attention.k_norm.scale")
 Weights = tuple[dict[str, Array], dict[str, Array]]  # parameters of the layers, stacked, and of everything else
 
 
@@ -118,7 +120,10 @@ def _run_stage(parts: Parts, weights: Weights, received: Array, micro: Any, tota
         points |= {"attention_in": _copied, "attention_out": _summed}
     with sharding.activations(points if parts.model > 1 else {}):
         for i in range(next(iter(layers.values())).shape[0]):
-            block = nnx.merge(parts.graph, _state({name: value[i] for name, value in layers.items()}))
+            own = {name: value[i] for name, value in layers.items()}
+            if parts.is_attention_split:
+                own |= {name: _copied(own[name]) for name in SHARED_BY_HEADS if name in own}
+            block = nnx.merge(parts.graph, _state(own))
             if parts.is_attention_split:
                 block.attention.num_heads //= parts.model
                 block.attention.num_kv_heads //= parts.model
