@@ -330,7 +330,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("window-one-longer", "transformer/llama-window", _window_longer, _ATTENTION),
     Mutation("segments-ignored", "transformer/llama-packed", _segments_ignored, _ATTENTION),
     Mutation("rope-scaling-ignored", "transformer/llama-rope-linear", _rope_scaling_ignored, "model"),
-    Mutation("qk-norm-after-rotary", _QWEN3, _qk_norm_after_rotary, _ATTENTION),
+    Mutation("qk-norm-after-rotary", _QWEN3, _qk_norm_after_rotary, "layers.0.attention.q_norm"),
     Mutation("qk-norm-of-all-heads", _QWEN3, _qk_norm_of_all_heads, "layers.0.attention.q_norm"),
     Mutation("dropout-not-rescaled", _LLAMA, _dropout_not_rescaled, "layers.0"),
     Mutation("dropout-same-mask-every-step", _LLAMA, _dropout_one_mask),
