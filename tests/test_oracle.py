@@ -25,6 +25,7 @@ import jaxbench.transformer
 import torch_ref.sample
 import torch_ref.transformer
 from jaxbench import data, initial, tokenizer, weights
+from jaxbench.parity import cases
 
 pytestmark = pytest.mark.timeout(900)  # about 90 s on two quiet cores; PyTorch suffers when others compute
 LENGTHS = (8, 31, 100, 256, 512)  # tokens of the prompts
@@ -54,6 +55,10 @@ class Ours(NamedTuple):
 
     logits: list[np.ndarray]
     continuations: np.ndarray
+
+
+def test_every_backend_is_held_to_the_oracle():
+    assert set(BACKENDS) == {*cases.BACKENDS, "torch"}
 
 
 def _forward(backend: str, model) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
