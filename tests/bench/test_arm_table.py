@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxbench import config
+from jaxbench import cli, config
 from jaxbench.bench import agreement, arm_table, arms, environment, launch, suite, summary, view, wording
 from jaxbench.bench.arm_table import ARMS
 from jaxbench.bench.records import Record, Workload
@@ -46,6 +46,7 @@ def test_names_and_colours_tell_arms_apart():
 def test_suites_and_parity_take_the_arms_of_the_table():
     assert typing.get_args(suite.Arm) == tuple(ARMS)
     assert arm_table.names("is_judged") == tuple(cases.BACKENDS)
+    assert cli.BACKENDS == (*cases.BACKENDS, "torch")
     every = tuple(name for name, row in ARMS.items() if not row.has_own_weights)
     assert suite.Suite().arms == every
     assert config.load(ROOT / "configs" / "suites" / "default.yaml", [], suite.Suite).arms == every
