@@ -30,7 +30,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("quick", False, "float64 outputs, blame, weights and decoding only")
     flags.DEFINE_bool("gradients", None, "compare gradients too (default: as the case says; off for the default model)")
     flags.DEFINE_bool("mutations", False, "inject the table of bugs and check that the gates catch every one (gate P9)")
-    cli.define_backend(choices=("flax", "equinox"))
+    cli.define_backend(choices=tuple(cases.BACKENDS))
     cli.define_workdir("out/parity")
 
 

@@ -41,7 +41,7 @@ class RotaryScaling(Base):
 
 
 class TransformerConfig(Base):
-    """Shape of a decoder of the Llama or GPT-2 family."""
+    """Shape of a decoder of the Llama, Qwen3 or GPT-2 family."""
 
     vocab_size: int = pydantic.Field(gt=0)  # tokens
     d_model: int = pydantic.Field(gt=0)  # residual width
@@ -57,6 +57,7 @@ class TransformerConfig(Base):
     position: Literal["rotary", "learned"] = "rotary"
     rope_theta: float = pydantic.Field(default=10000.0, gt=0)  # rotary base wavelength parameter
     rope_scaling: RotaryScaling | None = None
+    qk_norm: bool = False  # RMSNorm over head_dim of each head's query and key, before rotary positions (Qwen3)
     use_bias: bool = False  # biases on every projection
     tie_embeddings: bool = True  # logits from the transposed embedding
     sliding_window: int | None = pydantic.Field(default=None, gt=0)  # tokens a query sees, itself included

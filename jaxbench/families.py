@@ -49,6 +49,8 @@ HF_LLAMA = Family(
         Rule("model.layers.{i}.self_attn.q_proj", ("layers.{i}.attention.q_proj",), "linear"),
         Rule("model.layers.{i}.self_attn.k_proj", ("layers.{i}.attention.k_proj",), "linear"),
         Rule("model.layers.{i}.self_attn.v_proj", ("layers.{i}.attention.v_proj",), "linear"),
+        Rule("model.layers.{i}.self_attn.q_norm", ("layers.{i}.attention.q_norm",), "norm"),  # Qwen3
+        Rule("model.layers.{i}.self_attn.k_norm", ("layers.{i}.attention.k_norm",), "norm"),
         Rule("model.layers.{i}.self_attn.o_proj", ("layers.{i}.attention.o_proj",), "linear"),
         Rule("model.layers.{i}.post_attention_layernorm", ("layers.{i}.mlp_norm",), "norm"),
         Rule("model.layers.{i}.mlp.gate_proj", ("layers.{i}.mlp.gate_proj",), "linear"),
@@ -93,6 +95,13 @@ GGUF_LLAMA = Family(
     ),
     ignored=r"rope_freqs\.weight",  # read as the configuration's rope_scaling
 )
+GGUF_QWEN3 = GGUF_LLAMA._replace(  # llama.cpp rotates its halves of heads, as ours
+    rules=(
+        *(rule._replace(kind="linear") if rule.kind == "interleaved" else rule for rule in GGUF_LLAMA.rules),
+        Rule("blk.{i}.attn_q_norm", ("layers.{i}.attention.q_norm",), "norm"),
+        Rule("blk.{i}.attn_k_norm", ("layers.{i}.attention.k_norm",), "norm"),
+    )
+)
 GGUF_GPT2 = Family(
     rules=(
         Rule("token_embd", ("embed",), "embed"),
@@ -107,9 +116,9 @@ GGUF_GPT2 = Family(
         Rule("output", ("head",), "linear"),
     ),
 )
-HF_FAMILIES = {"llama": HF_LLAMA, "mistral": HF_LLAMA, "gpt2": HF_GPT2}
-GGUF_FAMILIES = {"llama": GGUF_LLAMA, "gpt2": GGUF_GPT2}
-GPT2_SHAPE = {"norm": "layernorm", "activation": "gelu", "position": "learned", "use_bias": True}
+HF_FAMILIES = {"llama": HF_LLAMA, "mistral": HF_LLAMA, "gpt2": HF_GPT2, "qwen3": HF_LLAMA}
+GGUF_FAMILIES = {"llama": GGUF_LLAMA, "gpt2": GGUF_GPT2, "qwen3": GGUF_QWEN3}
+GPT2_SHAPE = {"norm": "layernorm", "activation": "gelu", "position": "learned", "qk_norm": False, "use_bias": True}
 
 
 class _Settings:
@@ -159,8 +168,7 @@ def config_from_hf(values: dict[str, Any], source: Path) -> TransformerConfig:
     if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
         wanted = ", ".join(HF_FAMILIES)
         raise ValueError(f"{source}: architecture {shown(model_type)} is not supported, wanted one of {wanted}")
-    read = _gpt2_from_hf if model_type == "gpt2" else _llama_from_hf
-    return _build(read, s)
+    return _build({"gpt2": _gpt2_from_hf, "qwen3": _qwen3_from_hf}.get(model_type, _llama_from_hf), s)
 
 
 def _gpt2_from_hf(s: _Settings) -> dict[str, Any]:
@@ -210,6 +218,20 @@ def _llama_from_hf(s: _Settings) -> dict[str, Any]:
         "tie_embeddings": s.get("tie_word_embeddings", False),
         "sliding_window": s.values.get("sliding_window", 4096) if s.need("model_type") == "mistral" else None,
     }
+
+
+def _qwen3_from_hf(s: _Settings) -> dict[str, Any]:
+    s.only("attention_bias", False, False)
+    window = s.values.get("sliding_window", 4096) if s.get("use_sliding_window", False) else None
+    kinds, first = set(s.get("layer_types", ["sliding_attention"])), s.get("max_window_layers", 28)
+    if window is not None and (kinds != {"sliding_attention"} or first != 0):
+        raise ValueError(
+            f"{s.source}: use_sliding_window=True with max_window_layers={shown(first)} is not supported, wanted 0, "
+            "a window in every layer"
+        )
+    own = {"num_kv_heads": s.get("num_key_value_heads", 32), "head_dim": s.get("head_dim", 128), "use_bias": False}
+    own |= {"max_seq_len": s.get("max_position_embeddings", 32768), "qk_norm": True, "sliding_window": window}
+    return _llama_from_hf(s) | own
 
 
 def _rotary_from_hf(s: _Settings) -> tuple[float, RotaryScaling | None]:
@@ -272,10 +294,10 @@ def _from_gguf(s: _Settings, file: gguf_file.GgufFile, arch: str) -> dict[str, A
     if arch == "gpt2":
         fields |= GPT2_SHAPE | {"num_kv_heads": heads, "head_dim": d_model // heads}
         return fields | {"norm_eps": s.number("attention.layer_norm_epsilon")}
-    return fields | _llama_from_gguf(s, file, d_model // heads)
+    return fields | _llama_from_gguf(s, file, arch, d_model // heads)
 
 
-def _llama_from_gguf(s: _Settings, file: gguf_file.GgufFile, default_head_dim: int) -> dict[str, Any]:
+def _llama_from_gguf(s: _Settings, file: gguf_file.GgufFile, arch: str, default_head_dim: int) -> dict[str, Any]:
     head_dim = s.get("attention.key_length", default_head_dim)
     s.only("rope.dimension_count", head_dim, head_dim)
     s.only("rope.scaling.type", "none", "none", "linear")
@@ -293,7 +315,8 @@ def _llama_from_gguf(s: _Settings, file: gguf_file.GgufFile, default_head_dim: i
         "rope_theta": theta,
         "rope_scaling": scaling,
         "use_bias": "blk.0.attn_q.bias" in file.tensors,
-        "sliding_window": s.values.get("llama.attention.sliding_window"),
+        "sliding_window": s.get("attention.sliding_window", None),
+        "qk_norm": arch == "qwen3",
     }
 
 
@@ -329,15 +352,16 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
         keys |= {"n_positions": c.max_seq_len, "layer_norm_epsilon": c.norm_eps, "activation_function": "gelu_new"}
         return shared | keys | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     is_llama = (c.norm, c.activation, c.position) == ("rmsnorm", "swiglu", "rotary")
-    if not is_llama or (c.sliding_window and c.use_bias):
+    if not is_llama or (c.use_bias and (c.sliding_window or c.qk_norm)):
         raise ValueError(
             f"model: no Hugging Face architecture has norm={c.norm}, activation={c.activation}, position={c.position}, "
-            f"use_bias={c.use_bias}, sliding_window={c.sliding_window}, "
+            f"qk_norm={c.qk_norm}, use_bias={c.use_bias}, sliding_window={c.sliding_window}, "
             f"num_heads={c.num_heads}, num_kv_heads={c.num_kv_heads}, head_dim={c.head_dim}"
         )
+    name = "Qwen3" if c.qk_norm else "Mistral" if c.sliding_window else "Llama"
     values = shared | {
-        "model_type": "mistral" if c.sliding_window else "llama",
-        "architectures": ["MistralForCausalLM" if c.sliding_window else "LlamaForCausalLM"],
+        "model_type": name.lower(),
+        "architectures": [f"{name}ForCausalLM"],
         "hidden_size": c.d_model,
         "intermediate_size": c.d_ff,
         "num_hidden_layers": c.num_layers,
@@ -350,11 +374,11 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
         "rope_theta": c.rope_theta,
         "rope_scaling": _scaling_to_hf(c.rope_scaling),
     }
-    return values | ({"sliding_window": c.sliding_window} if c.sliding_window else _biases(c.use_bias))
-
-
-def _biases(use_bias: bool) -> dict[str, bool]:
-    return {"attention_bias": use_bias, "mlp_bias": use_bias}
+    window = {"sliding_window": c.sliding_window}
+    if c.qk_norm:
+        window |= {"use_sliding_window": bool(c.sliding_window), "max_window_layers": 0}
+        return values | window | {"attention_bias": False}
+    return values | (window if c.sliding_window else {"attention_bias": c.use_bias, "mlp_bias": c.use_bias})
 
 
 def _scaling_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:

@@ -62,6 +62,8 @@ def _layer_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.kernel"] = shape
         if c.use_bias:
             shapes[f"{name}.bias"] = shape[1:]
+    if c.qk_norm:
+        shapes |= {f"attention.{x}_norm.scale": (c.head_dim,) for x in "qk"}
     return shapes
 
 

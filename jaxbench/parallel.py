@@ -131,8 +131,7 @@ def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
 
 
 def _parts(model: TransformerConfig) -> dict[str, Any]:
-    names = ("activation", "norm", "position", "use_bias", "tie_embeddings")
-    return {name: getattr(model, name) for name in names}
+    return {name: getattr(model, name) for name in sharding.PARTS}
 
 
 # Placing a state

@@ -39,6 +39,7 @@ MEMORY = {  # in one layer of two; the batch's rows hold two documents
     "bank": DecoderMemory(kind="bank", layers=(1,), window=4, max_documents=2, bank=BANK),
 }
 FAMILIES = {"llama": LLAMA, "gpt2": LLAMA.model_copy(update=OTHER | {"tie_embeddings": False})}
+FAMILIES |= {"qwen3": LLAMA.model_copy(update={"qk_norm": True, "head_dim": 8})}
 FAMILIES |= {name: with_memory(LLAMA.model_copy(update={"num_layers": 2}), each) for name, each in MEMORY.items()}
 # What the rows axis does: devices that split the batch, and the ZeRO stage.
 ROWS = {
@@ -88,14 +89,16 @@ def form(name: str, family: str = "llama", *, zero: int = 3, **settings: Any) ->
 FORMS = (
     form("zero0", fsdp=8, zero=0),
     form("sequence-parallel", model=2, sequence=2, fsdp=2, sequence_parallel=True),
-    form("ring", sequence=4, data=2),
+    form("ring", "qwen3", sequence=4, data=2),
     form("gathered-sequence", "gpt2", sequence=4, model=2, sequence_attention="gathered"),
     form("heads-replicated", "gpt2", model=8, heads="replicated"),
     form("2d", "gpt2", model_x=2, model_y=2),
     form("2d-long", model_x=4, model_y=2),
     form("2.5d", model_x=2, model_y=2, data=2),
-    form("3d", model_x=2, model_y=2, fsdp=2),
+    form("3d", "qwen3", model_x=2, model_y=2, fsdp=2),
 )
+# A pipeline that splits heads over `model`, each of which adds to the gradient of the scales they share.
+SHARED_SCALES = (case("qwen3", 2, 1, "1f1b", 2, "zero1"),)
 MEMORY_FORMS = (  # 15 to 25 CPU seconds each, most of it compiling
     form("mac", "mac", data=2, fsdp=2, model=2),
     form("bank", "bank", fsdp=2, sequence=2, model=2),
@@ -137,7 +140,7 @@ def find(name: str) -> Case:
     Raises:
       ValueError: there is none.
     """
-    cases = {one.id: one for one in (*every_case(), *MEMORY_FORMS)}
+    cases = {one.id: one for one in (*every_case(), *SHARED_SCALES, *MEMORY_FORMS)}
     if name not in cases:
         raise ValueError(
             f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *MEMORY_FORMS))}"

@@ -33,6 +33,8 @@ from jaxbench.pipeline_schedule import timing
 from jaxbench.transformer import Context
 
 ENDS = ("embed", "position", "final_norm", "head")  # what the first and the last stage have beside their layers
+# Weights that every head uses: where heads are split over `model`, each device has a part of their gradient.
+SHARED_BY_HEADS = ("attention.q_norm.scale", "attention.k_norm.scale")
 Weights = tuple[dict[str, Array], dict[str, Array]]  # a stage's layers, stacked [L/S ..], and everything else
 
 Hidden = Float[Array, "B T D"]  # activations of one micro-batch, or their gradient
@@ -127,7 +129,10 @@ def _run_stage(
         points |= {"attention_in": _copied, "attention_out": _summed}
     with sharding.activations(points if pipeline.model > 1 else {}):
         for i in range(next(iter(layers.values())).shape[0]):
-            block = _merged(pipeline.layer, {name: value[i] for name, value in layers.items()})
+            layer = {name: value[i] for name, value in layers.items()}
+            if pipeline.is_attention_split:
+                layer |= {name: _copied(layer[name]) for name in SHARED_BY_HEADS if name in layer}
+            block = _merged(pipeline.layer, layer)
             if pipeline.is_attention_split:
                 block.attention.num_heads //= pipeline.model
                 block.attention.num_kv_heads //= pipeline.model

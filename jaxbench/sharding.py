@@ -32,6 +32,8 @@ POINTS = (
     "mlp_in",  # the same of its feed-forward layer
     "mlp_out",
 )
+# Fields of TransformerConfig that say which parameters a decoder has: its table of rules needs them.
+PARTS = ("activation", "norm", "position", "qk_norm", "use_bias", "tie_embeddings")
 ATTENTION = "attention"  # attention itself over a whole row: an action here takes its arguments and computes it
 WEIGHTS = "weights"  # of a layer whose computation is repeated: an action here takes them and the layer's index
 Rule = tuple[str, P]
@@ -39,7 +41,7 @@ Axes = str | tuple[str, ...] | None  # mesh axes that split one dim, the outermo
 
 
 def decoder_rules(
-    layout: str, *, activation: str, norm: str, position: str, use_bias: bool, tie_embeddings: bool
+    layout: str, *, activation: str, norm: str, position: str, qk_norm: bool, use_bias: bool, tie_embeddings: bool
 ) -> tuple[Rule, ...]:
     """Sharding rules of one layout for a decoder with these parts: weights over `data`, no head is split.
 
@@ -48,7 +50,7 @@ def decoder_rules(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"sharding: unknown layout={layout!r}, known: {', '.join(LAYOUTS)}")
-    parts = {"activation": activation, "norm": norm, "position": position, "use_bias": use_bias}
+    parts = {"activation": activation, "norm": norm, "position": position, "qk_norm": qk_norm, "use_bias": use_bias}
     stored = DATA if layout in ("fsdp", "fsdp_tensor") else None
     out = MODEL if layout in ("tensor", "fsdp_tensor") else None
     return decoder_table(stored=stored, out=out, heads=None, width=None, tie_embeddings=tie_embeddings, **parts)
@@ -63,6 +65,7 @@ def decoder_table(
     activation: str,
     norm: str,
     position: str,
+    qk_norm: bool,
     use_bias: bool,
     tie_embeddings: bool,
 ) -> tuple[Rule, ...]:
@@ -73,7 +76,7 @@ def decoder_table(
       out: splits feed-forward width and vocabulary (Shoeybi et al. 2019, arXiv:1909.08053).
       heads: splits query and key-value heads; None leaves attention whole.
       width: splits the residual width, the 2d form (Pope et al. 2022, arXiv:2211.05102, section 3.2.2).
-      activation, norm, position, use_bias, tie_embeddings: fields of TransformerConfig.
+      activation, norm, position, qk_norm, use_bias, tie_embeddings: fields of TransformerConfig.
     """
     layer = r"layers\.\d+\."
     wide = "(gate_proj|up_proj)" if activation == "swiglu" else "up_proj"
@@ -90,6 +93,8 @@ def decoder_table(
         rules.append((rf"({layer}(attention_norm|mlp_norm)|final_norm)\.bias", P(width)))
     if position == "learned":
         rules.append((r"position\.embedding", P(None, rows)))
+    if qk_norm:  # one scale for all heads, however they are split
+        rules.append((layer + r"attention\.(q_norm|k_norm)\.scale", P()))
     if use_bias:
         rules.append((layer + rf"mlp\.{wide}\.bias", P(out)))
         rules.append((layer + r"attention\.(q_proj|k_proj|v_proj)\.bias", P(heads)))

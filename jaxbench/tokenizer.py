@@ -22,7 +22,8 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PRE_TOKENIZERS = {"gpt-2": None, "smollm": "digits", "llama-bpe": LLAMA3_SPLIT}
+QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")  # every digit alone; Qwen3 has it too
+PRE_TOKENIZERS = {"gpt-2": None, "smollm": "digits", "llama-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT}
 
 
 class Tokenizer:
@@ -95,7 +96,7 @@ def load_tokenizer(spec: str | Path | None = None) -> Tokenizer:
 
 def _from_gguf(path: Path) -> Tokenizer:
     """Build a byte-level BPE from metadata."""
-    from tokenizers import AddedToken, decoders, models, processors
+    from tokenizers import AddedToken, decoders, models, normalizers, processors
     from tokenizers import Tokenizer as Core
 
     metadata = gguf_file.read(path).metadata
@@ -113,6 +114,8 @@ def _from_gguf(path: Path) -> Tokenizer:
         core = Core(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     except Exception as error:  # KeyError from the metadata; tokenizers raises bare Exception for a bad merge
         raise ValueError(f"{path}: the vocabulary cannot be read ({type(error).__name__}: {error})") from error
+    if pre == "qwen2":  # as Qwen's own tokenizer.json; llama.cpp leaves it out
+        core.normalizer = normalizers.NFC()
     core.pre_tokenizer = _pre_tokenizer(pre)
     core.decoder = decoders.ByteLevel()
     types = metadata.get("tokenizer.ggml.token_type", [])

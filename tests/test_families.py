@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from jaxbench import families, initial
 from jaxbench.config import RotaryScaling, TransformerConfig
@@ -19,6 +19,7 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+QWEN3 = LLAMA | {"model_type": "qwen3"}
 GPT2 = {"model_type": "gpt2", "vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -39,6 +40,19 @@ def test_llama_settings_left_out_have_transformers_defaults():
     assert config.rope_theta == theirs.rope_parameters["rope_theta"]
     assert config.tie_embeddings is theirs.tie_word_embeddings is False
     assert (config.num_kv_heads, config.d_ff, config.use_bias, config.sliding_window) == (2, 48, False, None)
+
+
+def test_qwen3_settings_left_out_have_transformers_defaults():
+    values = {key: value for key, value in QWEN3.items() if key != "num_key_value_heads"}
+    config, theirs = families.config_from_hf(values | {"num_attention_heads": 64}, SOURCE), Qwen3Config(**values)
+    assert (config.qk_norm, config.head_dim, config.num_kv_heads) == (True, theirs.head_dim, theirs.num_key_value_heads)
+    assert (config.max_seq_len, config.norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (config.tie_embeddings, config.use_bias, config.sliding_window) == (False, False, None)
+    windowed = {"use_sliding_window": True, "max_window_layers": 0}
+    assert families.config_from_hf(QWEN3 | windowed, SOURCE).sliding_window == 4096
+    assert families.config_from_hf(QWEN3 | windowed | {"sliding_window": 9}, SOURCE).sliding_window == 9
+    assert families.config_from_hf(QWEN3 | {"sliding_window": 9}, SOURCE).sliding_window is None
 
 
 def test_gpt2_settings_left_out_have_transformers_defaults():
@@ -86,6 +100,8 @@ def test_window_counts_for_mistral_only():
         (LLAMA | {"num_hidden_layers": -1}, "num_layers Input should be greater than 0, got -1"),
         (LLAMA | {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({key: value for key, value in LLAMA.items() if key != "vocab_size"}, "setting 'vocab_size' is missing"),
+        (QWEN3 | {"attention_bias": True}, "attention_bias=True is not supported, wanted False"),
+        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window=True with max_window_layers=28 is not supported"),
         (GPT2 | {"activation_function": "relu"}, "activation_function='relu' is not supported"),
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
         (GPT2 | {"n_head": 5}, "n_embd=32 is not a multiple of n_head=5"),
@@ -106,9 +122,11 @@ CONFIGS = {
         **SHAPE, num_kv_heads=1, rope_scaling=RotaryScaling(kind="linear", factor=4.0)
     ),
     "mistral": TransformerConfig(**SHAPE, num_kv_heads=2, sliding_window=7),
+    "qwen3": TransformerConfig(**SHAPE | {"head_dim": 16}, num_kv_heads=2, qk_norm=True, rope_theta=1e6),
+    "qwen3 window": TransformerConfig(**SHAPE, num_kv_heads=4, qk_norm=True, sliding_window=7),
     "gpt2": TransformerConfig(**SHAPE, num_kv_heads=4, **families.GPT2_SHAPE),
 }
-THEIR_CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
+THEIR_CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config, "gpt2": GPT2Config}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

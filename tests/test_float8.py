@@ -18,8 +18,9 @@ from torch_ref import transformer as torch_transformer
 from torch_ref import update as torch_update
 
 CONFIG = TransformerConfig(
-    vocab_size=32, d_model=16, d_ff=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=16
-)
+    vocab_size=32, d_model=16, d_ff=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=16,
+    qk_norm=True,
+)  # fmt: skip
 PARAMS = initial.initial_params(CONFIG, 0, distinct=True)
 HOW = StepConfig(precision="float8", delayed_scaling=DelayedScaling(history=3), nonfinite="skip")
 E4M3, E5M2 = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)

@@ -134,6 +134,9 @@ GPT2 = TransformerConfig(
 )
 
 
+QWEN3 = TransformerConfig(**SIZES | {"head_dim": 16}, num_kv_heads=2, qk_norm=True, rope_theta=1e6, norm_eps=1e-6)
+
+
 def _params(config: TransformerConfig) -> dict[str, np.ndarray]:
     return {name: value.astype(np.float32) for name, value in initial_params(config, 1, distinct=True).items()}
 
@@ -164,12 +167,16 @@ LLAMA_GGUF = {
 
 
 def _llama_tensors(config: TransformerConfig, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the tensors of a Llama or Qwen3 file; llama.cpp permutes only what it rotates as Llama's own code."""
     tensors = {"token_embd.weight": params["embed.embedding"], "output_norm.weight": params["final_norm.scale"]}
     if not config.tie_embeddings:
         tensors["output.weight"] = params["head.kernel"].T
-    heads = {"attn_q.weight": config.num_heads, "attn_k.weight": config.num_kv_heads}
+    heads = {"attn_q.weight": config.num_heads, "attn_k.weight": config.num_kv_heads} if not config.qk_norm else {}
+    names = LLAMA_GGUF | (
+        {f"attn_{x}_norm.weight": f"attention.{x}_norm.scale" for x in "qk"} if config.qk_norm else {}
+    )
     for i in range(config.num_layers):
-        for theirs, ours in LLAMA_GGUF.items():
+        for theirs, ours in names.items():
             value = params[f"layers.{i}.{ours}"].T
             tensors[f"blk.{i}.{theirs}"] = _permuted(value, heads[theirs]) if theirs in heads else value
     return tensors
@@ -184,7 +191,7 @@ def _write_gguf(
     writer.add_embedding_length(config.d_model)
     writer.add_feed_forward_length(config.d_ff)
     writer.add_head_count(config.num_heads)
-    if arch == "llama":
+    if arch in ("llama", "qwen3"):
         writer.add_head_count_kv(config.num_kv_heads)
         writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_rope_freq_base(config.rope_theta)
@@ -223,6 +230,15 @@ def test_gguf_quantised_values_are_those_of_the_gguf_package(tmp_path, kind):
     for theirs, ours in (("blk.1.ffn_up.weight", "layers.1.mlp.up_proj.kernel"), ("output.weight", "head.kernel")):
         wanted = gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(tensors[theirs]), kind), kind)
         np.testing.assert_array_equal(found[ours], wanted.T)
+
+
+def test_gguf_qwen3_gives_back_what_was_written(tmp_path):
+    params = _params(QWEN3)
+    how = {"extra": lambda writer: writer.add_key_length(QWEN3.head_dim)}
+    path = _write_gguf(tmp_path / "x.gguf", "qwen3", _llama_tensors(QWEN3, params), QWEN3, **how)
+    found = weights.load_checkpoint(path)
+    assert found.config == QWEN3
+    _assert_equal(found.params, params)
 
 
 def test_gguf_gpt2_gives_back_what_was_written(tmp_path):

@@ -24,11 +24,13 @@ import jaxbench.sample
 import jaxbench.transformer
 import torch_ref.sample
 import torch_ref.transformer
-from jaxbench import data, tokenizer, weights
+from jaxbench import data, initial, tokenizer, weights
+from jaxbench.parity import cases
 
 pytestmark = pytest.mark.timeout(900)  # about 90 s on two quiet cores; PyTorch suffers when others compute
 LENGTHS = (8, 31, 100, 256, 512)  # tokens of the prompts
 NEW_TOKENS = 64
+FLOAT64_TOLERANCE = 1e-9  # relative 2-norm
 LOGIT_TOLERANCE = 1e-5  # relative 2-norm in float32, the issue's bar
 SAFETY = 10  # greedy choices may part only where the margin is under this many times the measured logit error
 BACKENDS = {
@@ -53,6 +55,10 @@ class Ours(NamedTuple):
 
     logits: list[np.ndarray]
     continuations: np.ndarray
+
+
+def test_every_backend_is_held_to_the_oracle():
+    assert set(BACKENDS) == {*cases.BACKENDS, "torch"}
 
 
 def _forward(backend: str, model) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
@@ -149,6 +155,7 @@ SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 56, "num_hidd
 SHAPE |= {"eos_token_id": 1, "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
+QWEN3_ROTARY = {"rope_type": "default", "rope_theta": 1e6}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2}
 VARIANTS = {
     "llama grouped untied": transformers.LlamaConfig(**SHAPE, num_key_value_heads=2),
@@ -163,6 +170,16 @@ VARIANTS = {
         mlp_bias=True,
     ),
     "mistral window": transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=9),
+    "qwen3": transformers.Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16, rope_parameters=QWEN3_ROTARY),
+    "qwen3 tied, one key head, window": transformers.Qwen3Config(
+        **SHAPE,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=0,
+    ),
     "gpt2": transformers.GPT2Config(**GPT2, bos_token_id=0, eos_token_id=1),
     "gpt2 untied, narrow": transformers.GPT2Config(
         **GPT2, n_inner=40, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1
@@ -170,21 +187,62 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_of_small_models_equal_transformers(variant, tmp_path):
+def _small_model(variant: str) -> torch.nn.Module:
+    """Return transformers' random model of a variant, none of whose parameters is one or zero throughout."""
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(VARIANTS[variant]).eval()
     with torch.no_grad():  # norms and biases start at one and zero; a swapped or forgotten one must show
         for parameter in theirs.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+    return theirs
+
+
+def _small_batch() -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.random.default_rng(0).integers(0, 97, (2, 80), dtype=np.int32)
+    return tokens, np.broadcast_to(np.arange(80, dtype=np.int32), tokens.shape).copy()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_small_models_equal_transformers(variant, tmp_path):
+    theirs = _small_model(variant)
     theirs.save_pretrained(tmp_path / "hf")
     checkpoint = weights.load_checkpoint(tmp_path / "hf")
-    tokens = np.random.default_rng(0).integers(0, 97, (2, 80), dtype=np.int32)
-    positions = np.broadcast_to(np.arange(80, dtype=np.int32), tokens.shape).copy()
+    tokens, positions = _small_batch()
     with torch.no_grad():
         wanted = theirs(torch.from_numpy(tokens).long()).logits.numpy()
     for backend, (transformer, _) in BACKENDS.items():
         model = transformer.build(checkpoint.config, checkpoint.params, dtype="float32")
         found = _forward(backend, model)(tokens, positions)
         assert _relative_error(found, wanted) <= LOGIT_TOLERANCE, backend
+
+
+@pytest.fixture
+def wide_transformers(monkeypatch):
+    """Let transformers compute norms, softmax and rotary angles in float64, which it narrows to float32 by name."""
+    for name in ("float", "float32"):
+        monkeypatch.setattr(torch, name, torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.startswith("qwen3")])
+def test_float64_logits_equal_transformers_both_ways(variant, tmp_path, wide_transformers):
+    theirs = _small_model(variant).double()
+    theirs.save_pretrained(tmp_path / "theirs")
+    checkpoint = weights.load_checkpoint(tmp_path / "theirs")
+    assert checkpoint.config.qk_norm and set(checkpoint.params) == set(initial.parameter_shapes(checkpoint.config))
+    folder = weights.save_checkpoint(tmp_path / "ours", checkpoint.config, checkpoint.params)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, output_loading_info=True
+    )
+    assert type(again) is transformers.Qwen3ForCausalLM and not any(report.values()), report
+    tokens, positions = _small_batch()
+    with torch.no_grad():
+        wanted, saved = (model.eval()(torch.from_numpy(tokens).long()).logits.numpy() for model in (theirs, again))
+    assert wanted.dtype == np.float64
+    np.testing.assert_array_equal(saved, wanted)
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        for backend, (transformer, _) in BACKENDS.items():
+            model = transformer.build(checkpoint.config, checkpoint.params, dtype="float64")
+            error = _relative_error(_forward(backend, model)(tokens, positions), wanted)
+            assert error <= FLOAT64_TOLERANCE, (backend, error)

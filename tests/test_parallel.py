@@ -17,7 +17,7 @@ from jaxbench.parity import distance
 
 LLAMA = parallel_proof.LLAMA
 IDS = [one.id for one in parallel_proof.PAIRWISE]
-PROVEN = (*parallel_proof.PAIRWISE, *parallel_proof.MEMORY_FORMS)
+PROVEN = (*parallel_proof.PAIRWISE, *parallel_proof.SHARED_SCALES, *parallel_proof.MEMORY_FORMS)
 
 
 # The proofs

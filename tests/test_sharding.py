@@ -23,13 +23,13 @@ GPT2 = LLAMA.model_copy(
         "tie_embeddings": False,
     }
 )  # fmt: skip
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2}
+QWEN3 = LLAMA.model_copy(update={"qk_norm": True, "head_dim": 32})
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3}
 
 
 def rules_of(config: TransformerConfig, layout: str):
     """Return the table for a configuration."""
-    fields = ("activation", "norm", "position", "use_bias", "tie_embeddings")
-    return sharding.decoder_rules(layout, **{name: getattr(config, name) for name in fields})
+    return sharding.decoder_rules(layout, **{name: getattr(config, name) for name in sharding.PARTS})
 
 
 def place(config: TransformerConfig, layout: str, sizes: dict[str, int]):
@@ -49,6 +49,14 @@ def test_every_parameter_has_a_rule_and_every_rule_a_parameter(family, layout):
     for name, spec in specs.items():
         for dim, axis in enumerate(spec):
             assert axis is None or shapes[name][dim] % {"data": 4, "model": 2}[axis] == 0, name
+
+
+def test_scales_that_all_heads_share_are_on_every_device():
+    parts = {name: getattr(QWEN3, name) for name in sharding.PARTS}
+    rules = sharding.decoder_table(stored="fsdp", out="model", heads="model", width=None, **parts)
+    specs = sharding.parameter_specs(initial.parameter_shapes(QWEN3), rules, {"fsdp": 2, "model": 3})
+    assert specs["layers.1.attention.q_proj.kernel"] == P("fsdp", "model")
+    assert all(specs[f"layers.1.attention.{name}_norm.scale"] == P(None) for name in "qk")
 
 
 def test_missing_and_idle_rules_are_named():

@@ -161,7 +161,9 @@ def _write(path, model="gpt2", pre="gpt-2", merges=("Ġ a", "b c"), eos=1, add_b
     return path
 
 
-@pytest.mark.parametrize(("pre", "digits"), [("gpt-2", [10]), ("llama-bpe", [10]), ("smollm", [6, 7])])
+@pytest.mark.parametrize(
+    ("pre", "digits"), [("gpt-2", [10]), ("llama-bpe", [10]), ("smollm", [6, 7]), ("qwen2", [6, 7])]
+)
 def test_pre_tokenizers_differ_in_how_they_take_digits(tmp_path, pre, digits):
     made = tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", pre=pre))
     assert made.encode("bc a</s>") == [9, 8, 1]

@@ -29,6 +29,7 @@ LLAMA = TransformerConfig(
     max_seq_len=32,
     dropout=0.1,
 )
+QWEN3 = LLAMA.model_copy(update={"qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6})
 GPT2 = LLAMA.model_copy(
     update={
         "norm": "layernorm",
@@ -83,7 +84,7 @@ def test_a_packed_document_equals_the_document_alone(forward, seed, cut):
     np.testing.assert_allclose(packed[:, cut:], alone[:, : T - cut], atol=2e-5)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, GPT2], ids=["llama", "qwen3", "gpt2"])
 def test_prefill_then_cached_steps_equal_the_whole_pass(config):
     graph, state = nnx.split(transformer.build(config, initial.initial_params(config, 0, distinct=True)))
 
@@ -115,7 +116,7 @@ def test_scanned_layers_equal_unrolled_ones_with_dropout_on():
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, GPT2], ids=["llama", "qwen3", "gpt2"])
 def test_flax_and_equinox_compile_to_programs_of_equal_flops_and_bytes(config, scan_layers):
     params = initial.initial_params(config, 0)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
@@ -157,7 +158,7 @@ MODULES = [(transformer, nn), (eqx_transformer, eqx_nn), (torch_transformer, tor
 
 @pytest.mark.parametrize(("module", "layers"), MODULES, ids=["flax", "equinox", "torch"])
 def test_parameters_come_back_as_they_were_put_in(module, layers):
-    for config in (LLAMA, GPT2):
+    for config in (LLAMA, QWEN3, GPT2):
         params = {name: x.astype(np.float32) for name, x in initial.initial_params(config, 1, distinct=True).items()}
         back = layers.get_params(module.build(config, params))
         assert back.keys() == params.keys()

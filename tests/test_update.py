@@ -356,7 +356,8 @@ def memory_decoder():
     plain = parallel_proof.LLAMA.model_copy(update={"num_layers": 2})
     config = decoder_config.with_memory(plain, memory)
     params = decoder_config.initial_params(config, 0, distinct=True)
-    return config, params | {"layers.0.block.bank.gate": np.ones((4, 4)), "layers.0.mlp.down_proj.bias": np.ones(4)}
+    return config, params | {"layers.0.block.bank.gate": np.ones((4, 4)), "layers.0.mlp.down_proj.bias": np.ones(4),
+                            "layers.0.attention.q_norm.scale": np.ones(4)}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lion", "sgd", "adafactor", "muon"])

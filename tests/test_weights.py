@@ -22,6 +22,9 @@ GPT2 = TransformerConfig(
 )
 
 
+QWEN3 = TransformerConfig(**SIZES | {"head_dim": 16}, num_kv_heads=2, qk_norm=True, rope_theta=1e6, norm_eps=1e-6)
+
+
 def _params(config: TransformerConfig) -> dict[str, np.ndarray]:
     return {name: value.astype(np.float32) for name, value in initial_params(config, 1, distinct=True).items()}
 
@@ -140,7 +143,7 @@ def test_tied_head_that_is_stored_too_must_equal_the_embedding(tmp_path):
 # --- round trip
 
 
-@pytest.mark.parametrize("config", [GROUPED, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [GROUPED, QWEN3, GPT2], ids=["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_saved_checkpoint_is_read_back_bit_for_bit(tmp_path, config, dtype):
     params = {name: value.astype(dtype) for name, value in initial_params(config, 1, distinct=True).items()}
@@ -150,7 +153,7 @@ def test_saved_checkpoint_is_read_back_bit_for_bit(tmp_path, config, dtype):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("config", [GROUPED, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [GROUPED, QWEN3, GPT2], ids=["llama", "qwen3", "gpt2"])
 def test_transformers_loads_a_saved_checkpoint_without_complaint(tmp_path, config):
     folder = weights.save_checkpoint(tmp_path / "saved", config, _params(config))
     _, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -126,7 +126,7 @@ class RMSNorm(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(features, dtype=getattr(torch, dtype)))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         """Return x / rms(x) * scale."""
         wide = x.to(_wide(x.dtype))
         mean_square = torch.mean(torch.square(wide), dim=-1, keepdim=True)

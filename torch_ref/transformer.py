@@ -1,4 +1,6 @@
-"""The decoder of the Llama and GPT-2 families in PyTorch. Twins: jaxbench/transformer.py, jaxbench/eqx/transformer.py.
+"""The decoder of the Llama, Qwen3 and GPT-2 families in PyTorch.
+
+Twins: jaxbench/transformer.py, jaxbench/eqx/transformer.py.
 
 Data's way through one call: tokens [B T] -> embed -> blocks (norm, attention, norm, MLP; residual) -> norm -> logits.
 Keys and values of the call come back as a KVCache; padded and handed in again, the next tokens continue from it.
@@ -59,16 +61,22 @@ class Context(NamedTuple):
 
 
 class Attention(torch.nn.Module):
-    """Causal self-attention with grouped heads and rotary positions."""
+    """Causal self-attention with grouped heads, normalised queries and keys (Qwen3) and rotary positions.
 
-    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, use_bias: bool, dtype: str,
-                 sliding_window: int | None, implementation: str, block_size: int, fused_projections: int):  # fmt: skip
+    Sources: Henry et al. 2020, arXiv:2010.04245 (normalised queries and keys); Yang et al. 2025, arXiv:2505.09388.
+    """
+
+    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, qk_norm: bool,
+                 norm_eps: float, use_bias: bool, dtype: str, sliding_window: int | None, implementation: str,
+                 block_size: int, fused_projections: int):  # fmt: skip
         super().__init__()
         query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
         self.k_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
         self.v_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
         self.o_proj = nn.Linear(query_width, d_model, use_bias=use_bias, dtype=dtype)
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
         self.fused_projections = fused_projections
@@ -80,6 +88,8 @@ class Attention(torch.nn.Module):
         batch, length, _ = x.shape
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.fused_projections)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         if context.angles is not None:
             query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
         key = key.permute(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
@@ -132,14 +142,14 @@ class MLP(torch.nn.Module):
 class Block(torch.nn.Module):
     """Pre-norm residual block."""
 
-    def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, use_bias: bool,
-                 dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
+    def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, qk_norm: bool,
+                 use_bias: bool, dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
                  sliding_window: int | None, implementation: str, block_size: int, fused_projections: int):  # fmt: skip
         super().__init__()
         self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.attention = Attention(
-            d_model, num_heads, num_kv_heads, head_dim=head_dim, use_bias=use_bias, dtype=dtype,
-            sliding_window=sliding_window, implementation=implementation, block_size=block_size,
+            d_model, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, norm_eps=norm_eps, use_bias=use_bias,
+            dtype=dtype, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
             fused_projections=fused_projections,
         )  # fmt: skip
         self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
@@ -176,15 +186,15 @@ class Transformer(torch.nn.Module):
 
     def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
                  num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
-                 position: str, rope_theta: float, rope_scaling: RotaryScaling | None, use_bias: bool,
-                 tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
+                 position: str, rope_theta: float, rope_scaling: RotaryScaling | None, qk_norm: bool,
+                 use_bias: bool, tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
                  implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
                  fused_projections: int = 0, memory: DecoderMemory | None = None):  # fmt: skip
         super().__init__()
         self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
         parts = dict(
-            d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, use_bias=use_bias,
+            d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm, use_bias=use_bias,
             dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             sliding_window=sliding_window, implementation=implementation, block_size=block_size,
             fused_projections=fused_projections,

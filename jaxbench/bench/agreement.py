@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxbench.bench import wording
+from jaxbench.bench import arm_table, wording
 from jaxbench.bench.records import Record
 
 # Relative, between arms' first losses; autocast and all-bfloat16 activations round at different places.
@@ -24,7 +24,6 @@ LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 # products on a GPU or TPU are of narrower type unless asked otherwise (TF32: 2**-11 = 5e-4 each), PyTorch's are not.
 LOGIT_TOLERANCE = {"cpu": 1e-4, "gpu": 1e-2, "tpu": 1e-2}
 TIE_FACTOR = 10.0  # a margin under this many errors is a tie
-OTHER_WEIGHTS = ("llama_cpp",)  # arms that compute with narrower values by design: shown, never judged
 
 
 def first_difference(reference: list[list], other: list[list], *, tolerance: float = 0.0) -> list[int] | None:
@@ -66,7 +65,7 @@ def failures(found: Sequence[Record]) -> list[str]:
         if record.metric == "tokens"
         and record.value == 0.0
         and record.workload.dtype == "float32"
-        and record.arm not in OTHER_WEIGHTS
+        and record.arm not in arm_table.names("has_own_weights")
         and not record.detail.get("near_tie")
     ]
 

@@ -14,16 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxbench.bench.arm_table import ARMS
 from jaxbench.bench.records import Workload
 
-REGISTRY = {
-    "flax": ("jaxbench.bench.arms_jax", "FlaxArm"),
-    "equinox": ("jaxbench.bench.arms_jax", "EquinoxArm"),
-    "torch_eager": ("jaxbench.bench.arms_torch", "EagerArm"),
-    "torch_compile": ("jaxbench.bench.arms_torch", "CompiledArm"),
-    "transformers": ("jaxbench.bench.arms_peers", "TransformersArm"),
-    "llama_cpp": ("jaxbench.bench.arms_peers", "LlamaCppArm"),
-}
 WARM_TOKENS = 6  # generated in a warm-up
 # AdamW of every arm's train step, stated because the libraries' defaults differ (Loshchilov and Hutter 2019).
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -92,10 +85,10 @@ class Arm:
 
 def create(name: str, **arguments: Any) -> Arm:
     """Return the arm called `name`."""
-    if name not in REGISTRY:
-        raise ValueError(f"arms: unknown arm {name!r}, known: {', '.join(REGISTRY)}")
-    module, attribute = REGISTRY[name]
-    return getattr(importlib.import_module(module), attribute)(**arguments)
+    if name not in ARMS:
+        raise ValueError(f"arms: unknown arm {name!r}, known: {', '.join(ARMS)}")
+    row = ARMS[name]
+    return getattr(importlib.import_module(row.module), row.attribute)(**arguments)
 
 
 def shallow(config, params: dict[str, np.ndarray], num_layers: int | None):

@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxbench import launch as process_environment
 from jaxbench import observe
-from jaxbench.bench import agreement, records, roofline, statistics
+from jaxbench.bench import agreement, arm_table, records, roofline, statistics
+from jaxbench.bench.arm_table import ARMS
 from jaxbench.bench.plan import Plan
 from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.bench.records import RecordFile, Workload
@@ -115,8 +116,9 @@ class Launch:
         self.say("roofline")
         settings = self.plan.suite.roofline
         reads, products = {}, defaultdict(dict)
-        for arm in ("flax", "equinox", "torch_eager"):
-            if arm not in self._alive(quietly=True) or (arm == "equinox" and "flax" in reads):
+        for arm, row in ARMS.items():
+            is_known = row.library is None or row.library in {ARMS[name].library for name in reads}
+            if is_known or arm not in self._alive(quietly=True):
                 continue
             answer = self._ask(arm, "read", size=settings.read_bytes, repeats=settings.repeats)
             if answer is not None:
@@ -279,7 +281,7 @@ class Launch:
         if step >= min(len(ours), len(theirs)):
             return {}
         found = {"token": ours[step], "reference_token": theirs[step]}
-        if load.dtype != "float32" or arm in agreement.OTHER_WEIGHTS or reference in agreement.OTHER_WEIGHTS:
+        if load.dtype != "float32" or {arm, reference} & set(arm_table.names("has_own_weights")):
             return found
         context = self.plan.inputs[load][row] + theirs[:step]
         answers = [self._ask(name, "logits", tokens=context) for name in (reference, arm)]

@@ -53,7 +53,7 @@ class Record(Base):
     value: float | None = None  # the launch's median over rounds; None when skipped or failed
     unit: str = ""  # s, tokens/s, bytes, FLOP, bytes/s, FLOP/s, ratio, count
     samples: tuple[float, ...] = ()  # one value a round, in time order
-    arm: str = SUITE_ARM  # flax, equinox, torch_eager, torch_compile, transformers, llama_cpp, or suite
+    arm: str = SUITE_ARM  # one of arm_table.py, or suite
     workload: Workload = Workload()
     launch: int = 0  # 1, 2, ...; 0 = belongs to no launch
     status: Literal["ok", "skipped", "error"] = "ok"

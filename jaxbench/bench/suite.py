@@ -7,12 +7,13 @@ from typing import Literal
 import pydantic
 
 from jaxbench import config
+from jaxbench.bench import arm_table
+from jaxbench.bench.arm_table import ARMS
 from jaxbench.bench.records import Workload
 from jaxbench.config import Base
 
-RUN_ARMS = ("flax", "torch_eager", "torch_compile")  # those that train.form=run has
-ARMS = ("flax", "equinox", "torch_eager", "torch_compile", "transformers", "llama_cpp")
-Arm = Literal["flax", "equinox", "torch_eager", "torch_compile", "transformers", "llama_cpp"]
+RUN_ARMS = arm_table.names("has_run_step")  # those that train.form=run has
+Arm = Literal[tuple(ARMS)]
 Dtype = Literal["float32", "bfloat16"]
 Batch = pydantic.PositiveInt
 GemmSize = tuple[pydantic.PositiveInt, pydantic.PositiveInt, pydantic.PositiveInt]  # (M, K, N)
@@ -130,14 +131,16 @@ class Suite(Base):
     # a training configuration (configs/lm/*.yaml)
     model: str = "default"
     data: str | None = None  # text for prompts and the train step; None = the pinned default text
-    arms: tuple[Arm, ...] = ("flax", "equinox", "torch_eager", "torch_compile", "transformers")
+    arms: tuple[Arm, ...] = tuple(name for name, row in ARMS.items() if not row.has_own_weights)
     prefill: PrefillGrid = PrefillGrid()
     decode: DecodeGrid = DecodeGrid()
     train: TrainStep = TrainStep()
     rounds: Rounds = Rounds()
     verdicts: Verdicts = Verdicts()
     roofline: Roofline = Roofline()
-    parity: tuple[Literal["flax", "equinox"], ...] = ("flax",)  # whose model to prove equal to PyTorch's in float64
+    parity: tuple[Literal[arm_table.names("is_judged")], ...] = (
+        "flax",
+    )  # whose model to prove equal to PyTorch's in float64
     tpu: Tpu = Tpu()
     seed: int = pydantic.Field(default=0, ge=0)  # picks the prompts and the order of arms
     threads: int = pydantic.Field(default=0, ge=0)  # threads of every arm; 0 = all cores of this process

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxbench.bench import statistics
+from jaxbench.bench import arm_table, statistics
 from jaxbench.bench.records import SUITE_ARM, Record, Workload
 from jaxbench.bench.suite import Verdicts
 
@@ -64,9 +64,10 @@ def rows(records: Sequence[Record], verdicts: Verdicts) -> list[Row]:
     return table
 
 
-def slower_rows(table: Sequence[Row], arms: Sequence[str] = ("flax", "equinox")) -> list[Row]:
-    """Return the speed rows in which one of the arms is judged slower than the baseline."""
-    return [row for row in table if row.arm in arms and row.metric in SPEED and row.verdict == "slower"]
+def slower_rows(table: Sequence[Row]) -> list[Row]:
+    """Return the speed rows in which one of jaxbench's own arms is judged slower than the baseline."""
+    own = arm_table.names("is_judged")
+    return [row for row in table if row.arm in own and row.metric in SPEED and row.verdict == "slower"]
 
 
 def control_drift(records: Sequence[Record]) -> float:

@@ -155,14 +155,7 @@ def _placed_params(
     model: Abstract, config: TransformerConfig, mesh: Mesh, layout: str
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the abstract parameters with the shardings of a layout."""
-    rules = sharding.decoder_rules(
-        layout,
-        activation=config.activation,
-        norm=config.norm,
-        position=config.position,
-        use_bias=config.use_bias,
-        tie_embeddings=config.tie_embeddings,
-    )
+    rules = sharding.decoder_rules(layout, **{name: getattr(config, name) for name in sharding.PARTS})
     stored = sharding.DATA if layout in ("fsdp", "fsdp_tensor") else None
     rules = placement.with_memory(rules, config, stored=stored, heads=None, width=None)
     placed = sharding.parameter_shardings({name: x.shape for name, x in model.params.items()}, rules, mesh)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench.bench import agreement, summary, wording
+from jaxbench.bench import agreement, arm_table, summary, wording
 from jaxbench.bench.records import Record
 from jaxbench.bench.suite import Suite
 from jaxbench.bench.summary import Row
@@ -88,10 +89,10 @@ def tpu_rows(view: View) -> list[TpuRow]:
 
 
 def verdict_counts(view: View, metrics: Sequence[str] = summary.SPEED) -> dict[str, int]:
-    """Return how often the JAX arms were faster, slower or undecided against the baseline, speed rows only."""
-    counts = {"faster": 0, "slower": 0, "undecided": 0}
+    """Return how often jaxbench's own arms were faster, slower or undecided against the baseline, speed rows only."""
+    counts, own = {"faster": 0, "slower": 0, "undecided": 0}, arm_table.names("is_judged")
     for row in view.rows:
-        if row.metric in metrics and row.arm in ("flax", "equinox") and row.verdict in counts:
+        if row.metric in metrics and row.arm in own and row.verdict in counts:
             counts[row.verdict] += 1
     return counts
 
@@ -107,23 +108,27 @@ def undecided(view: View) -> list[Row]:
 
 
 def program_notes(view: View) -> list[str]:
-    """Return what the compiled programs of Flax and Equinox share exactly, and where they differ."""
+    """Return what the compiled programs of two of jaxbench's own arms share exactly, and where they differ."""
     values: dict[tuple, dict[str, float]] = {}
     for row in view.rows:
         if row.metric in ("flops", "temp_bytes") and row.value is not None:
             values.setdefault((row.metric, row.workload), {})[row.arm] = row.value
-    pairs = {key: arms for key, arms in values.items() if {"flax", "equinox"} <= arms.keys()}
-    if not pairs:
-        return []
-    same = sum(arms["flax"] == arms["equinox"] for arms in pairs.values())
-    notes = [
-        f"Flax and Equinox compile to programs of equal FLOPs and temp bytes: {same} of {len(pairs)} figures agree"
-    ]
-    return notes + [
-        f"{wording.METRICS[metric]}, {wording.workload(load)}: Flax {arms['flax']:.0f}, Equinox {arms['equinox']:.0f}"
-        for (metric, load), arms in pairs.items()
-        if arms["flax"] != arms["equinox"]
-    ]
+    notes = []
+    for one, other in itertools.combinations(arm_table.names("is_judged"), 2):
+        pairs = {key: (arms[one], arms[other]) for key, arms in values.items() if {one, other} <= arms.keys()}
+        if not pairs:
+            continue
+        first, second, same = one.capitalize(), other.capitalize(), sum(a == b for a, b in pairs.values())
+        notes.append(
+            f"{first} and {second} compile to programs of equal FLOPs and temp bytes: {same} of {len(pairs)} figures "
+            "agree"
+        )
+        notes += [
+            f"{wording.METRICS[metric]}, {wording.workload(load)}: {first} {a:.0f}, {second} {b:.0f}"
+            for (metric, load), (a, b) in pairs.items()
+            if a != b
+        ]
+    return notes
 
 
 def headline(view: View) -> list[tuple[str, str, str]]:

@@ -5,25 +5,9 @@ from __future__ import annotations
 import math
 
 from jaxbench.bench import statistics
+from jaxbench.bench.arm_table import ARMS
 from jaxbench.bench.records import Workload
 
-ARMS = {
-    "flax": "Flax NNX",
-    "equinox": "Equinox",
-    "torch_eager": "PyTorch eager",
-    "torch_compile": "PyTorch compiled",
-    "transformers": "HF transformers",
-    "llama_cpp": "llama.cpp",
-}
-# Readable on white and on near-black alike (contrast at least 3:1 against both).
-COLORS = {
-    "flax": "#3b82f6",
-    "equinox": "#0d9f8c",
-    "torch_eager": "#e5722a",
-    "torch_compile": "#c2568f",
-    "transformers": "#8b8f98",
-    "llama_cpp": "#9061d6",
-}
 VERDICT_COLORS = {"faster": "#2c9a5b", "slower": "#d84c4c", "undecided": "#8b8f98", "baseline": "#8b8f98"}
 METRICS = {
     "prefill_tokens_per_s": "prefill",
@@ -45,12 +29,12 @@ SIGNS = {"faster": "▲", "slower": "▼", "undecided": "?", "baseline": "="}
 
 def arm(name: str) -> str:
     """Return the name of an arm as people know it."""
-    return ARMS.get(name, name)
+    return ARMS[name].label if name in ARMS else name
 
 
 def color(name: str) -> str:
     """Return the colour of an arm."""
-    return COLORS.get(name, "#8b8f98")
+    return ARMS[name].color if name in ARMS else "#8b8f98"
 
 
 def workload(load: Workload, *, with_kind: bool = True) -> str:

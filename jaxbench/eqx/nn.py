@@ -184,11 +184,12 @@ class RMSNorm(eqx.Module):
         self.scale = jnp.ones((features,), dtype)
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Return x / rms(x) * scale."""
         wide = x.astype(_wide(x.dtype))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        return (wide * lax.rsqrt(mean_square + self.eps)).astype(x.dtype) * self.scale[None, None, :]
+        scale = self.scale.reshape((1,) * (x.ndim - 1) + (-1,))
+        return (wide * lax.rsqrt(mean_square + self.eps)).astype(x.dtype) * scale
 
 
 class LayerNorm(eqx.Module):

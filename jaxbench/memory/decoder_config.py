@@ -57,6 +57,11 @@ class MemoryTransformerConfig(TransformerConfig):
             raise ValueError(f"memory: insert=true keeps the layer's attention, so kind must be lmm, got {m.kind}")
         if m.window is None and m.kind != "lmm":
             raise ValueError(f"memory: window is missing, kind={m.kind} has an attention of its own")
+        if self.qk_norm and m.kind != "lmm":
+            raise ValueError(
+                f"memory: kind={m.kind} has an attention of its own, which does not normalise queries and keys; with "
+                "qk_norm=true use kind=lmm, or set qk_norm=false"
+            )
         self.block()
         return self
 

@@ -26,6 +26,8 @@ from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.features import NeuralConfig
 
+# Backends that are compared with PyTorch's, and the module of each one's side.
+BACKENDS = {"flax": "jaxbench.parity.flax_side", "equinox": "jaxbench.parity.equinox_side"}
 LLAMA = TransformerConfig(
     vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=64,
     dropout=0.1,
@@ -39,6 +41,8 @@ GPT2 = LLAMA.model_copy(
         "num_kv_heads": 4,
     }
 )
+# Heads wider together than the residual stream, as in the small models of the family.
+QWEN3 = {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6}
 LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
 GATED = decoder_config.with_memory(LLAMA, decoder_config.DecoderMemory(
     kind="mag", layers=(1,), window=4, num_persistent=2, max_documents=2,
@@ -64,7 +68,7 @@ class Case(NamedTuple):
     task: str = "train"  # relative path of the module with Batch, predict, loss_of, loss_fn
     data: str | None = None  # S module of a workload's parameters and batches; None = the decoder's, here
     exact: str | None = None  # module of jaxbench/parity/ whose gates_of(case) take the place of all others
-    backends: tuple[str, ...] = ("flax", "equinox")  # JAX backends that have the case
+    backends: tuple[str, ...] = tuple(BACKENDS)  # JAX backends that have the case
     is_closed: bool = False  # its modules are called inside a scan, which hides their outputs from capture
 
     @property
@@ -122,6 +126,8 @@ CASES: tuple[Case, ...] = (
     _llama("llama-blocked-window", how={"implementation": "blocked", "block_size": 4}, sliding_window=5, packed=True),
     _llama("llama-scan", how={"scan_layers": True}),
     _llama("llama-fused", how={"fused_projections": 2}, use_bias=True),  # two parts, as over a mesh's model=2
+    _llama("qwen3", sampled=True, **QWEN3),
+    _llama("qwen3-untied-scan", how={"scan_layers": True, "fused_projections": 2}, tie_embeddings=False, **QWEN3),
     Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),

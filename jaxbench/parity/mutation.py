@@ -91,6 +91,39 @@ def _rope_not_on_keys() -> Change:
     return _replace(nn, "rotate", make)
 
 
+@contextlib.contextmanager
+def _qk_norm_after_rotary() -> Iterator[None]:
+    """Let the norms of queries and keys, whose inputs alone have four axes, wait for the rotation."""
+    waiting, norm, rotate = [], nn.RMSNorm.forward, nn.rotate
+
+    def postponed(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        if x.ndim < 4:
+            return norm(self, x)
+        waiting.append(self)
+        return x
+
+    def rotate_first(x: torch.Tensor, *angles: torch.Tensor) -> torch.Tensor:
+        return norm(waiting.pop(0), rotate(x, *angles))
+
+    with mock.patch.object(nn.RMSNorm, "forward", postponed), mock.patch.object(nn, "rotate", rotate_first):
+        yield
+
+
+def _qk_norm_of_all_heads() -> Change:
+    """Divide queries and keys by the root mean square of all heads together."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+            if x.ndim < 4:
+                return original(self, x)
+            mean_square = torch.mean(torch.square(x), dim=(-2, -1), keepdim=True)
+            return x * torch.rsqrt(mean_square + self.eps) * self.scale
+
+        return forward
+
+    return _replace(nn.RMSNorm, "forward", make)
+
+
 def _mask(rule: Callable[..., torch.Tensor]) -> Change:
     """Replace the attention mask by rule(original, query_positions, key_positions, **spans)."""
 
@@ -279,6 +312,7 @@ def _temperature_squared() -> Change:
 
 
 _LLAMA, _GPT2, _ATTENTION = "transformer/llama-grouped", "transformer/gpt2", "layers.0.attention"
+_QWEN3 = "transformer/qwen3"
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation("rms-norm-eps", _LLAMA, _rms_eps, "layers.0.attention_norm", True),
     Mutation("gelu-erf-for-tanh", _GPT2, _gelu_erf, "layers.0.mlp", True),
@@ -298,6 +332,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("window-one-longer", "transformer/llama-window", _window_longer, _ATTENTION),
     Mutation("segments-ignored", "transformer/llama-packed", _segments_ignored, _ATTENTION),
     Mutation("rope-scaling-ignored", "transformer/llama-rope-linear", _rope_scaling_ignored, "model"),
+    Mutation("qk-norm-after-rotary", _QWEN3, _qk_norm_after_rotary, "layers.0.attention.q_norm"),
+    Mutation("qk-norm-of-all-heads", _QWEN3, _qk_norm_of_all_heads, "layers.0.attention.q_norm"),
     Mutation("dropout-not-rescaled", _LLAMA, _dropout_not_rescaled, "layers.0"),
     Mutation("dropout-same-mask-every-step", _LLAMA, _dropout_one_mask),
     Mutation("tied-head-passes-no-gradient", _LLAMA, _tied_gradient_lost),

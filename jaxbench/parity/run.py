@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from jaxbench.parity import capture, cases, curves, distance, evidence, gates
-from jaxbench.parity.cases import Case
+from jaxbench.parity.cases import BACKENDS, Case
 
 NUM_PERTURBED = 4  # curves from weights moved by one ulp
-BACKENDS = ("flax", "equinox")
 REDUCED = ("float32", "bfloat16")
 
 
@@ -99,10 +98,7 @@ def sides(case: Case, config: Any, params: Mapping[str, np.ndarray], *, dtype: s
     from jaxbench.parity import torch_side
 
     check_backend(case, backend)
-    if backend == "flax":
-        from jaxbench.parity import flax_side as jax_side
-    else:
-        from jaxbench.parity import equinox_side as jax_side
+    jax_side = importlib.import_module(BACKENDS[backend])
     arguments = (case, config, params)
     return jax_side.Side(*arguments, dtype=dtype), torch_side.Side(*arguments, dtype=dtype)
 

@@ -185,13 +185,15 @@ def test_nothing_can_follow_rows_of_several_documents():
 
 
 @pytest.mark.parametrize("kind", ("insert-neural", "insert-bank"))
-def test_an_inserted_memory_changes_no_logit_until_it_is_trained(kind):
-    params = initial.initial_params(PLAIN, 0, distinct=True)
-    shape = with_memory(PLAIN, memory(kind, layers=None))
+@pytest.mark.parametrize("qk_norm", (False, True))
+def test_an_inserted_memory_changes_no_logit_until_it_is_trained(kind, qk_norm):
+    plain = PLAIN.model_copy(update={"qk_norm": qk_norm})
+    params = initial.initial_params(plain, 0, distinct=True)
+    shape = with_memory(plain, memory(kind, layers=None))
     tokens, positions, _ = data()
     with torch.no_grad():
         found = torch_transformer.build(shape, decoder_config.inserted(shape, params, 0))(*tensors(tokens, positions))
-        wanted = torch_transformer.build(PLAIN, params)(*tensors(tokens, positions))
+        wanted = torch_transformer.build(plain, params)(*tensors(tokens, positions))
     assert float((found - wanted).norm() / wanted.norm()) <= 1e-6
     moved = decoder_config.inserted(shape, params, 0)
     moved["layers.1.gate"] = moved["layers.1.gate"] + 1.0
@@ -238,7 +240,7 @@ def test_every_parameter_has_a_rule_on_any_mesh(kind):
     else:
         whole = whole.model_copy(update={"neural": whole.neural.model_copy(update={"residual_norm": True})})
     shape = with_memory(PLAIN, whole)
-    parts = {name: getattr(shape, name) for name in ("activation", "norm", "position", "use_bias", "tie_embeddings")}
+    parts = {name: getattr(shape, name) for name in sharding.PARTS}
     rules = sharding.decoder_table(stored="fsdp", out="model", heads="model", width=None, **parts)
     rules = placement.with_memory(rules, shape, stored="fsdp", heads="model", width=None)
     specs = sharding.parameter_specs(decoder_config.parameter_shapes(shape), rules, {"fsdp": 2, "model": 2})
@@ -269,6 +271,9 @@ def test_bad_memories_are_refused_with_their_values():
     ):
         with pytest.raises(ValueError, match=message):
             with_memory(PLAIN, memory("mag").model_copy(update=change))
+    for kind in ("mac", "mag", "mal", "bank"):
+        with pytest.raises(ValueError, match=f"kind={kind} has an attention of its own, which does not normalise"):
+            with_memory(PLAIN.model_copy(update={"qk_norm": True}), memory(kind))
     with pytest.raises(ValueError, match="scan_layers=True needs layers that are alike, got memory=mag"):
         shape = with_memory(PLAIN, memory("mag"))
         transformer.build(shape, {}, scan_layers=True)

@@ -14,8 +14,13 @@ from jaxbench.parity import cases, distance, gates, mutation, run
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TINY = [case.id for case in cases.CASES if case.config is not None and case.exact is None]
 # One case a family also passes the narrower types' gates; all of them do in `experiments/parity.py --all`.
-WITH_REDUCED = ("transformer/llama-grouped", "transformer/gpt2")
-WITH_EQUINOX = ("transformer/llama-blocked-window", "transformer/gpt2-untied-blocked", "transformer/llama-scan")
+WITH_REDUCED = ("transformer/llama-grouped", "transformer/qwen3", "transformer/gpt2")
+WITH_OTHERS = (
+    "transformer/qwen3",
+    "transformer/llama-blocked-window",
+    "transformer/gpt2-untied-blocked",
+    "transformer/llama-scan",
+)
 
 
 @functools.cache
@@ -45,9 +50,10 @@ def test_flax_and_torch_compute_the_same_function(case_id):
     assert found["worst"] <= distance.TOLERANCE_FLOAT64
 
 
-@pytest.mark.parametrize("case_id", WITH_EQUINOX)
-def test_equinox_and_torch_compute_the_same_function(case_id):
-    found = result(case_id, backend="equinox")
+@pytest.mark.parametrize("backend", [backend for backend in cases.BACKENDS if backend != "flax"])
+@pytest.mark.parametrize("case_id", WITH_OTHERS)
+def test_every_other_backend_and_torch_compute_the_same_function(case_id, backend):
+    found = result(case_id, backend=backend)
     assert failures(found) == []
     assert {"gradients, float64", "params after 20 steps, float64"} <= {gate["what"] for gate in found["gates"]}
 
