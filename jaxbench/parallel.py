@@ -24,6 +24,7 @@ from jaxbench import (
     data_parallel,
     distributed,
     float8,
+    initial,
     mesh_checks,
     offload,
     pipeline,
@@ -32,7 +33,7 @@ from jaxbench import (
     train,
 )
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config, placement
+from jaxbench.extension import Extension
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
 
 ROWS = (STAGE, DATA, FSDP)  # the axes that split the batch; its micro-batches lie split over the stages
@@ -66,8 +67,11 @@ def make_plan(
     batch: int,
     tokens: int,
     devices: Sequence[jax.Device] | None = None,
+    extension: Extension = Extension(),
 ) -> Plan:
     """Return the plan for batches of `batch` rows of `tokens` tokens on these devices (all where None).
+
+    extension: what a workload adds to the decoder.
 
     Raises:
       ValueError: the mesh does not fit the devices, the model or the batch; the message names the values.
@@ -79,11 +83,12 @@ def make_plan(
     out = MODEL_Y if parallel.mesh.is_2d else MODEL
     width = MODEL_X if parallel.mesh.is_2d else None
     heads = out if parallel.heads == "split" else None
-    shapes = decoder_config.parameter_shapes(model)
+    shapes = initial.parameter_shapes(model)
 
     def placed(stored: sharding.Axes) -> dict[str, NamedSharding]:
         rules = sharding.decoder_table(stored=stored, out=out, heads=heads, width=width, **_parts(model))
-        rules = placement.with_memory(rules, model, stored=stored, heads=heads, width=width)
+        if extension.add_rules is not None:
+            rules = extension.add_rules(rules, model, stored=stored, heads=heads, width=width)
         return sharding.parameter_shardings(shapes, rules, mesh)
 
     whole, split = placed(STAGE), placed((STAGE, FSDP))
@@ -135,7 +140,7 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
     What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
     parameter's moments do; other arrays (counters, factored moments) are on every device.
     """
-    shapes = decoder_config.parameter_shapes(plan.model)
+    shapes = initial.parameter_shapes(plan.model)
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
         found = place_on_device(path, leaf)
