@@ -71,7 +71,7 @@ class TransformerConfig(Base):
             raise ValueError(f"model: rotary positions need an even head_dim, got head_dim={self.head_dim}")
         return self
 
-    # What a workload answers otherwise whose layers are of another kind than the decoder's own.
+    # What the core asks about layers; a workload with layers of its own overrides it (extension.py).
 
     @property
     def layer_kind(self) -> str | None:

@@ -143,8 +143,9 @@ def test_the_core_names_neither_the_proofs_nor_the_comparison(arrows):
 
 def test_only_proofs_and_workers_name_the_torch_twins(arrows):
     """A main hands a workload its twin, as experiments/memory.py does; a string that names one counts as an import."""
-    found = {name for name in PARTS if name.startswith("jaxbench.") for other in arrows[name] if "torch_ref" in other}
-    assert {name for name in found if room(name) not in PROOFS} == {"jaxbench.watermark.checks"}
+    found = {name for name in PARTS for other in arrows[name] if name[:9] != "torch_ref" == other[:9]}
+    others = {name for name in found if room(name) not in PROOFS and not name.endswith("worker")}
+    assert others == {"jaxbench.watermark.checks"}  # which device a backend may have, before anything is loaded
 
 
 def test_no_file_leads_back_to_itself(arrows):

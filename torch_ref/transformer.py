@@ -198,7 +198,7 @@ class Transformer(torch.nn.Module):
         is_rotary = position == "rotary"
         self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
-        self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)
+        self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
 
     def forward(
         self,
