@@ -87,8 +87,11 @@ def cost() -> int:
     """Measure layers by length, and print the table; 1 when the bank saves less than its aim."""
     launch.ensure("cpu")
     from jaxbench.memory import cost as part
+    from jaxbench.memory import cost_layer
+    from torch_ref.memory import cost_layer as torch_cost_layer
 
-    summary = part.run(cli.load_config(part.Cost), VALUES.workdir)
+    backends = {"flax": cost_layer, "torch": torch_cost_layer}
+    summary = part.run(cli.load_config(part.Cost), VALUES.workdir, backends)
     show([part.table(summary)])
     savings = part.saving(summary["rows"], AIM_LENGTH)
     if not savings:

@@ -42,13 +42,14 @@ def selected() -> list:
       ValueError: an unknown case, one beside --all, or a part that is not k/n with 1 <= k <= n.
     """
     from jaxbench import parallel_proof
+    from jaxbench.memory import parallel_forms
 
     values = flags.FLAGS
     part = cli.part()
     if values.case is not None and values.all:
         raise ValueError(f"--case={values.case} and --all exclude each other")
     if values.case is not None:
-        return [parallel_proof.find(values.case)]
+        return [parallel_proof.find(values.case, *parallel_forms.FORMS)]
     cases = list(parallel_proof.every_case()) if values.all else list(parallel_proof.PAIRWISE)
     return cases[part]
 

@@ -25,10 +25,10 @@ from jaxbench import cli, dataset, launch, processes, small_tokenizers
 
 def main() -> int:
     """Run the configuration that the flags name."""
-    from jaxbench.train_config import TrainConfig
+    from jaxbench.memory.train_config import MemoryTrainConfig
 
     values = flags.FLAGS
-    settings = cli.load_config(TrainConfig)
+    settings = cli.load_config(MemoryTrainConfig)
     profile_steps = profiled(values.profile_steps, settings)
     for name in ("find_batch_size", "memory_ladder"):
         if values[name].value and values.backend != "flax":
@@ -50,13 +50,16 @@ def main() -> int:
         run_by = join(values.coordinator, values.num_processes, values.process_id)
     if values.backend == "flax":
         importlib.import_module("jaxbench.devices").check_device(values.device)
-        make_engine = importlib.import_module("jaxbench.engine").Engine
+        extension = importlib.import_module("jaxbench.memory.decoder").extension(settings.memory)
+        make_engine = functools.partial(importlib.import_module("jaxbench.engine").Engine, extension=extension)
     else:
         importlib.import_module("torch_ref.devices").check_device(values.device)
         device = {"gpu": "cuda"}.get(values.device, values.device)
-        make_engine = functools.partial(importlib.import_module("torch_ref.engine").Engine, device=device)
+        extension = importlib.import_module("torch_ref.memory.decoder").extension(settings.memory)
+        where = {"device": device, "extension": extension}
+        make_engine = functools.partial(importlib.import_module("torch_ref.engine").Engine, **where)
     if values.find_batch_size:
-        return find_batch_size(settings, make_engine)
+        return find_batch_size(settings, make_engine, extension)
     if values.memory_ladder:
         return memory_ladder(settings, make_engine, workdir)
     cli.keep(f"finished checkpoints in {workdir} are kept; the same command goes on")
@@ -104,7 +107,7 @@ def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def find_batch_size(settings: Any, make_engine: Any) -> int:
+def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
     """Print the largest batch whose compiled step and evaluation fit, after taking one step with it.
 
     Raises:
@@ -118,7 +121,7 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
     how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
     found = batch_size.find_optimal_batch_size(
-        lambda rows: batch_size.run_bytes(model, settings.step, rows, **how),
+        lambda rows: batch_size.run_bytes(model, settings.step, rows, extension=extension, **how),
         limit_bytes=limit,
         multiple=settings.step.accumulation,
     )

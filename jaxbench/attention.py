@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import prompts, sharding
+from jaxbench import fused_attention, prompts, sharding
 
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
@@ -78,11 +78,8 @@ def attention(
         how = {"implementation": implementation, "block_size": block_size}
         return on_mesh(query, key, value, query_positions=query_positions, key_positions=key_positions, **spans, **how)
     if implementation not in ("dense", "blocked"):
-        from jaxbench import fused_attention
-
-        return fused_attention.attention(
-            query, key, value, query_positions, key_positions, kernel=implementation, **spans
-        )
+        how = {"kernel": implementation, "mask_of": attention_mask}
+        return fused_attention.attention(query, key, value, query_positions, key_positions, **how, **spans)
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4).astype(key.dtype)

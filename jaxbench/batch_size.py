@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from jaxbench import offload, precision, prng, train, update
+from jaxbench import initial, offload, precision, prng, train, transformer, update
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
+from jaxbench.extension import Extension
 from jaxbench.step_config import StepConfig
-from jaxbench.transformer import Transformer
 
 
 class LargestBatch(NamedTuple):
@@ -89,21 +88,23 @@ def compiled(
     fused_projections: bool = False,
     device: jax.Device | None = None,
     is_evaluation: bool = False,
+    extension: Extension = Extension(),
 ) -> Any:
     """Compiled step, or evaluation, of one device (the first where None); from shapes, no array is made.
 
-    The device may be one of a topology that is not attached (jax.experimental.topologies).
+    The device may be one of a topology that is not attached (jax.experimental.topologies). extension: what a workload
+    adds to the decoder of `config`.
     """
-    fields = {name: getattr(config, name) for name in type(config).model_fields}
     kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
     kind |= {"fused_projections": int(fused_projections), "dtype": precision.policy(step_config.precision).compute}
     place = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
-    shapes = decoder_config.parameter_shapes(config)
+    shapes = initial.parameter_shapes(config)
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     on_device = step_config.model_copy(update={"offload": type(step_config.offload)()})
 
     def state_of(params: dict) -> update.TrainState:
-        return update.init_state(Transformer(**fields, **kind), params, on_device)
+        model = transformer.blank(config, make_layer=extension.make_layer, **kind)
+        return update.init_state(model, params, on_device)
 
     def placed(tree: Any, *, is_host: bool = False) -> Any:
         def abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import pydantic
 
 
@@ -70,6 +71,32 @@ class TransformerConfig(Base):
         if self.position == "rotary" and self.head_dim % 2:
             raise ValueError(f"model: rotary positions need an even head_dim, got head_dim={self.head_dim}")
         return self
+
+    # What the core asks about layers; a workload with layers of its own overrides it (extension.py).
+
+    @property
+    def layer_kind(self) -> str | None:
+        """Kind of the layers that differ from the others; None: all layers are alike."""
+        return None
+
+    def layer_counts(self) -> dict[int, int]:
+        """Number of layers of each kind, by the index of one of them."""
+        return {0: self.num_layers}
+
+    def layer_shapes(self, index: int, plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Parameter shapes of a layer by name inside it; plain: those of the decoder's own kind of layer."""
+        return plain
+
+    def own_params(self, seed: int, *, distinct: bool, std: float) -> dict[str, np.ndarray]:
+        """Initial values, by dotted name, of the parameters that only differing layers have (see initial.py)."""
+        return {}
+
+    def check_documents(self, segments: np.ndarray) -> None:
+        """Check that the layers can read the documents of rows [B T] of segment ids, 0 = padding.
+
+        Raises:
+          ValueError: a row has more documents than they can tell apart.
+        """
 
 
 # Reading, writing and naming configurations

@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxbench import distributed, offload, precision, prng, train, transformer, update
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config, watch
+from jaxbench.extension import Extension
+from jaxbench.intercept import intercepted
 from jaxbench.mesh import ParallelConfig
 from jaxbench.step_config import StepConfig
 
@@ -43,8 +44,9 @@ class Engine:
         scan_layers: bool = False,
         fused_projections: bool = False,
         parallel: ParallelConfig | None = None,
+        extension: Extension = Extension(),
     ):
-        """Place the parameters and compile the step.
+        """Place the parameters and compile the step; extension: what a workload adds to the decoder of `config`.
 
         Raises:
           ValueError: sizes, mesh, optimiser or rematerialisation do not fit each other; the message names the values.
@@ -53,9 +55,11 @@ class Engine:
         offload.check(how.on_host(), jax.local_devices()[0])
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
         groups = _groups(parallel) if fused_projections else 0
-        model = transformer.build(config, params, dtype=self.policy.compute, fused_projections=groups, **kind)
+        kind |= {"fused_projections": groups, "make_layer": extension.make_layer}
+        model = transformer.build(config, params, dtype=self.policy.compute, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
+        self.extension = extension
         self.plan, self.batch_size, self.rows, self.num_devices = None, batch_size, (0, batch_size), 1
         step = functools.partial(update.train_step, how=how)
         if parallel is None and jax.process_count() > 1:
@@ -72,8 +76,8 @@ class Engine:
         evaluate = functools.partial(update.eval_step, graph=self.state.graph, how=how)
         self._eval = jax.jit(evaluate) if self.plan is None else self._evaluation(evaluate)
         self._watch = None
-        if (memory := decoder_config.memory_of(config)) is not None and memory.bank is not None:
-            self._watch = jax.jit(functools.partial(watch.bank_states, graph=self.state.graph, how=how))
+        if extension.watch is not None:
+            self._watch = jax.jit(functools.partial(extension.watch, graph=self.state.graph, how=how))
 
     def _on_mesh(
         self, config: TransformerConfig, parallel: ParallelConfig, step: Any, batch_size: int, seq_len: int
@@ -81,7 +85,8 @@ class Engine:
         """Place the state on a mesh and return the step jitted for it."""
         from jaxbench import parallel as mesh
 
-        self.plan = mesh.make_plan(config, parallel, batch=batch_size // self.how.accumulation, tokens=seq_len)
+        shape = {"batch": batch_size // self.how.accumulation, "tokens": seq_len}
+        self.plan = mesh.make_plan(config, parallel, **shape, extension=self.extension)
         is_gathered = parallel.zero == 3 and self.plan.mesh.shape["fsdp"] > 1
         if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full" or is_gathered):
             raise ValueError(
@@ -125,11 +130,11 @@ class Engine:
         total, count = self._eval(self.state.params, self._batch(batch))
         return float(total), int(count)
 
-    def banks(self, batch: Any) -> dict[int, Any]:
-        """Return the states of the decoder's banks behind a whole batch, by layer; of one process alone."""
+    def watched(self, batch: Any) -> dict[str, float]:
+        """Figures of what a workload's layers hold behind a whole batch, by name; of one process alone."""
         if self._watch is None or jax.process_count() > 1:
             return {}
-        return jax.device_get(self._watch(self.state.params, self._batch(batch)))
+        return self.extension.scalars(jax.device_get(self._watch(self.state.params, self._batch(batch))))
 
     def arrays(self) -> dict[str, Any]:
         """Arrays of the whole training state by name, for a checkpoint."""
@@ -175,10 +180,8 @@ class Engine:
     def diagnose(self, batch: Any, step: int) -> str:
         """Name what is first not finite in a step: a parameter, a module's output, or a gradient.
 
-        Modules are watched through the parity engine's interception, in the order in which they finish.
+        Modules are watched in the order in which they finish.
         """
-        from jaxbench.parity import capture, flax_side
-
         params = self.state.params if jax.process_count() == 1 else self.params()  # each process looks for itself
         broken = [name for name, value in params.items() if not bool(jnp.isfinite(value).all())]
         if broken:
@@ -198,10 +201,10 @@ class Engine:
         for k in range(count):
             micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in batch))
             dropout = None if self.dropout_key is None else (self.dropout_key, jnp.int32(step * count + k))
-            with flax_side.intercepted(model, watch):
+            with intercepted(model, watch, root="model"):
                 loss = train.loss_fn(model, micro, dropout=dropout)
             if not found and not bool(jnp.isfinite(loss)):
-                found.append(f"every module is finite, the loss over {capture.ROOT}'s logits is not")
+                found.append("every module is finite, the loss over model's logits is not")
         return found[0] if found else "every module's output is finite: a gradient overflowed in the backward pass"
 
     def start_profile(self, folder: str) -> None:

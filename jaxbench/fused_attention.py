@@ -6,10 +6,12 @@ PyTorch's twin path is scaled_dot_product_attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 LANES = 128  # splash attention's tiles: head width and sequence are padded to multiples of this
 
@@ -25,10 +27,12 @@ def attention(
     key_segments: Int[Array, "B S"] | None,
     window: int | None,
     kernel: str,
+    mask_of: Callable[..., Bool[Array, "B T S"]],
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Attend with kernel "cudnn" or "splash", or with "fused" the one of JAX's default backend.
 
+    mask_of is attention.attention_mask, who may attend to whom, for the kernel that takes a mask.
     interpret=True runs splash attention's program on any platform, slowly, for tests.
 
     Raises:
@@ -39,16 +43,13 @@ def attention(
         kernel = {"gpu": "cudnn", "tpu": "splash"}.get(platform, "none")
     spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
     if kernel == "cudnn" and platform == "gpu":
-        return _cudnn(query, key, value, query_positions, key_positions, **spans)
+        return _cudnn(query, key, value, mask_of(query_positions, key_positions, **spans))
     if kernel == "splash":
         return _splash(query, key, value, query_positions, interpret=interpret, **spans)
     raise ValueError(f"attention: no fused kernel {kernel!r} on platform {platform!r}: use dense or blocked")
 
 
-def _cudnn(query, key, value, query_positions, key_positions, **spans) -> Array:
-    from jaxbench.attention import attention_mask
-
-    mask = attention_mask(query_positions, key_positions, **spans)
+def _cudnn(query: Array, key: Array, value: Array, mask: Bool[Array, "B T S"]) -> Array:
     key, value = key.transpose(0, 3, 1, 2), value.transpose(0, 2, 1, 3)
     mixed = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="cudnn")
     # cuDNN spreads a fully masked row over all keys; here such a row is zero.

@@ -19,8 +19,9 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed.embedding": (c.vocab_size, c.d_model)}
     if c.position == "learned":
         shapes["position.embedding"] = (c.max_seq_len, c.d_model)
+    plain = _layer_shapes(c)
     for i in range(c.num_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(c).items()}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in c.layer_shapes(i, plain).items()}
     shapes |= _norm_shapes("final_norm", c)
     if not c.tie_embeddings:
         shapes["head.kernel"] = (c.d_model, c.vocab_size)
@@ -29,14 +30,13 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 def num_parameters(config: TransformerConfig) -> int:
     """Return how many numbers parameter_shapes names, without listing the layers: there may be billions."""
-    layer = layer_parameters(config)
-    one = sum(math.prod(shape) for shape in parameter_shapes(config.model_copy(update={"num_layers": 1})).values())
-    return one + (config.num_layers - 1) * layer
 
+    def size(shapes: Mapping[str, tuple[int, ...]]) -> int:
+        return sum(math.prod(shape) for shape in shapes.values())
 
-def layer_parameters(config: TransformerConfig, prefix: str = "") -> int:
-    """Return how many parameters a layer has whose names start with a prefix, such as `attention.`."""
-    return sum(math.prod(shape) for name, shape in _layer_shapes(config).items() if name.startswith(prefix))
+    one, plain = config.model_copy(update={"num_layers": 1}), _layer_shapes(config)
+    ends = size(parameter_shapes(one)) - size(one.layer_shapes(0, plain))
+    return ends + sum(count * size(config.layer_shapes(i, plain)) for i, count in config.layer_counts().items())
 
 
 def _norm_shapes(name: str, config: TransformerConfig) -> dict[str, tuple[int, ...]]:
@@ -74,9 +74,12 @@ def initial_params(
 
     Kernels and embeddings are normal with standard deviation std, scales 1, biases 0. With distinct=True every tensor
     is random (scales 1 +- 0.1, biases +- 0.1, kernels five times wider), so that a swapped or ignored one shows.
+    Parameters that only differing layers have are the configuration's own (`own_params`).
     """
-    params = {}
+    params = config.own_params(seed, distinct=distinct, std=std)
     for name, shape in parameter_shapes(config).items():
+        if name in params:
+            continue
         kind = name.rsplit(".", 1)[1]
         if kind in ("scale", "bias") and not distinct:
             params[name] = np.full(shape, 1.0 if kind == "scale" else 0.0)
@@ -89,6 +92,15 @@ def initial_params(
         else:
             params[name] = (5 if distinct else 1) * std * noise
     return params
+
+
+def inserted(config: TransformerConfig, params: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """Parameters of a decoder some of whose layers differ, from those of the plain one and the differing layers' own.
+
+    What the differing layers do not have any more is left out.
+    """
+    wanted, own = parameter_shapes(config), config.own_params(seed, distinct=False, std=STANDARD_DEVIATION)
+    return {name: value for name, value in params.items() if name in wanted} | own
 
 
 def check_params(expected: Mapping[str, tuple[int, ...]], params: Mapping[str, np.ndarray]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
 
 
@@ -45,10 +44,10 @@ def _check_pipeline(
     stages, micro, split = sizes[STAGE], parallel.micro_batches, sizes.get(MODEL, 1)
     if stages > model.num_layers or model.num_layers % stages:
         raise ValueError(f"parallel: num_layers={model.num_layers} do not split evenly into stage={stages} stages")
-    if (memory := decoder_config.memory_of(model)) is not None:
+    if model.layer_kind is not None:
         raise ValueError(
             f"parallel: stage={stages} with micro_batches={micro} needs layers that are alike, and "
-            f"memory.kind={memory.kind} makes some of them differ; use data, fsdp and model"
+            f"memory.kind={model.layer_kind} makes some of them differ; use data, fsdp and model"
         )
     if micro % stages:
         raise ValueError(f"parallel: micro_batches={micro} is not a multiple of stage={stages}")

@@ -16,8 +16,7 @@ from typing import Any
 
 from jaxbench import terminal
 from jaxbench.config import TransformerConfig
-from jaxbench.memory.bank_config import AGE_EDGES
-from jaxbench.memory.decoder_config import parameter_shapes
+from jaxbench.initial import parameter_shapes
 
 # Dense peak rates, TFLOP/s. Sources: NVIDIA's data sheets of A100 (2020), H100 SXM and H200 (2023, 2024).
 PEAK_TFLOPS = {
@@ -125,15 +124,6 @@ def peak_of(engine: Any, peak_tflops: float | None) -> float:
     if peak_tflops is not None:
         return peak_tflops * 1e12
     return peak_flops(engine.device_kind(), engine.policy.compute) or engine.matmul_rate()
-
-
-def bank_scalars(layer: int, stats: Any) -> dict[str, float]:
-    """Return what a layer's memory bank holds (bank_config.MemoryStats) as scalars, means over rows."""
-    found = {name: float(value.mean()) for name, value in stats._asdict().items() if value.ndim == 1}
-    ends = [*(f"below_{edge}" for edge in AGE_EDGES[1:]), f"from_{AGE_EDGES[-1]}"]
-    ages = zip(ends, stats.age_histogram.mean(axis=0), strict=True)
-    found |= {f"age_{end}_blocks": float(number) for end, number in ages}
-    return {f"bank_{layer}/{name}": value for name, value in found.items()}
 
 
 def host_bytes() -> int:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxbench.memory import decoder_config
 from jaxbench.step_config import OptimizerConfig, is_matrix
 
 
@@ -22,11 +21,11 @@ def transform(
     A rate that is traced makes one compiled step serve a whole schedule. Parameters that are not trained stay as they
     are and have no state.
     """
-    if config.trained == "all":
+    if all(map(config.is_trained, params)):
         return _transform(config, learning_rate, params)
 
     def chosen(tree: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in tree.items() if decoder_config.is_memory(name)}
+        return {name: value for name, value in tree.items() if config.is_trained(name)}
 
     inner = _transform(config, learning_rate, chosen(params))
 
@@ -39,9 +38,7 @@ def transform(
 
 def with_fixed(config: OptimizerConfig, params: Mapping[str, Array]) -> dict[str, Array]:
     """Return parameters of which those that are not trained take no gradient."""
-    if config.trained == "all":
-        return dict(params)
-    return {name: x if decoder_config.is_memory(name) else jax.lax.stop_gradient(x) for name, x in params.items()}
+    return {name: x if config.is_trained(name) else jax.lax.stop_gradient(x) for name, x in params.items()}
 
 
 def _transform(

@@ -25,6 +25,7 @@ from jaxbench import (
     data_parallel,
     distributed,
     float8,
+    initial,
     mesh_checks,
     offload,
     pipeline,
@@ -33,7 +34,7 @@ from jaxbench import (
     train,
 )
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config, placement
+from jaxbench.extension import Extension
 from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
 from jaxbench.remat import PINNED_HOST
 
@@ -68,6 +69,7 @@ def make_plan(
     batch: int,
     tokens: int,
     devices: Sequence[jax.Device] | None = None,
+    extension: Extension = Extension(),
 ) -> Plan:
     """Plan of a training run: where everything lives, for batches of `batch` rows of `tokens` tokens.
 
@@ -77,6 +79,8 @@ def make_plan(
       batch: rows of a micro-batch of the step, over all devices.
       tokens: of a row.
       devices: those of the mesh; None = all.
+
+    extension: what a workload adds to the decoder.
 
     Raises:
       ValueError: the mesh does not fit the devices, the model or the batch; the message names the values.
@@ -88,11 +92,12 @@ def make_plan(
     out = MODEL_Y if parallel.mesh.is_2d else MODEL
     width = MODEL_X if parallel.mesh.is_2d else None
     heads = out if parallel.heads == "split" else None
-    shapes = decoder_config.parameter_shapes(model)
+    shapes = initial.parameter_shapes(model)
 
     def placed(stored: sharding.Axes) -> dict[str, NamedSharding]:
         rules = sharding.decoder_table(stored=stored, out=out, heads=heads, width=width, **_parts(model))
-        rules = placement.with_memory(rules, model, stored=stored, heads=heads, width=width)
+        if extension.add_rules is not None:
+            rules = extension.add_rules(rules, model, stored=stored, heads=heads, width=width)
         return sharding.parameter_shardings(shapes, rules, mesh)
 
     whole, split = placed(STAGE), placed((STAGE, FSDP))
@@ -143,7 +148,7 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
     What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
     parameter's moments do; other arrays (counters, factored moments) are on every device.
     """
-    shapes = decoder_config.parameter_shapes(plan.model)
+    shapes = initial.parameter_shapes(plan.model)
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
         on_device = place_on_device(path, leaf)

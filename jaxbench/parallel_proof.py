@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxbench import parallel, philox, train, transformer
+from jaxbench import initial, parallel, philox, train, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
-from jaxbench.memory.bank_config import BankConfig
-from jaxbench.memory.config import NeuralMemoryConfig
-from jaxbench.memory.decoder_config import DecoderMemory, with_memory
+from jaxbench.extension import Extension
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parity import distance
 
@@ -31,16 +28,8 @@ LLAMA = TransformerConfig(
     vocab_size=64, d_model=16, d_ff=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, max_seq_len=16
 )
 OTHER = {"num_kv_heads": 4, "norm": "layernorm", "activation": "gelu", "position": "learned", "use_bias": True}
-ATTENTION = {"d_model": 16, "num_heads": 4, "head_dim": 4}
-NEURAL = NeuralMemoryConfig(**ATTENTION, chunk_size=4)
-BANK = BankConfig(**ATTENTION, block_size=2, memory_slots=2, ratio=2)
-MEMORY = {  # in one layer of two; the batch's rows hold two documents
-    "mac": DecoderMemory(kind="mac", layers=(1,), window=4, num_persistent=2, max_documents=2, neural=NEURAL),
-    "bank": DecoderMemory(kind="bank", layers=(1,), window=4, max_documents=2, bank=BANK),
-}
 FAMILIES = {"llama": LLAMA, "gpt2": LLAMA.model_copy(update=OTHER | {"tie_embeddings": False})}
 FAMILIES |= {"qwen3": LLAMA.model_copy(update={"qk_norm": True, "head_dim": 8})}
-FAMILIES |= {name: with_memory(LLAMA.model_copy(update={"num_layers": 2}), each) for name, each in MEMORY.items()}
 # What the rows axis does: devices that split the batch, and the ZeRO stage.
 ROWS = {
     "one": {},
@@ -63,8 +52,9 @@ class Case(NamedTuple):
     """One mesh, one way to use it, one model."""
 
     id: str
-    family: str
+    model: TransformerConfig
     parallel: ParallelConfig
+    extension: Extension = Extension()  # what a workload adds to the model
 
     @property
     def num_devices(self) -> int:
@@ -77,32 +67,28 @@ def case(family: str, stage: int, rounds: int, schedule: str, model: int, rows: 
     sizes = {"data": 1, "stage": stage, "model": model} | ROWS[rows]
     zero = sizes.pop("zero", 3)
     how = ParallelConfig(mesh=MeshConfig(**sizes), zero=zero, schedule=schedule, micro_batches=stage * rounds)
-    return Case(f"{family}-stage{stage}-micro{stage * rounds}-{schedule}-model{model}-{rows}", family, how)
+    return Case(f"{family}-stage{stage}-micro{stage * rounds}-{schedule}-model{model}-{rows}", FAMILIES[family], how)
 
 
-def form(name: str, family: str = "llama", *, zero: int = 3, **settings: Any) -> Case:
+def form(name: str, decoder: TransformerConfig = LLAMA, *, zero: int = 3, **settings: Any) -> Case:
     """Return a case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
     sizes = {axis: settings.pop(axis) for axis in list(settings) if axis in MeshConfig.model_fields}
-    return Case(name, family, ParallelConfig(mesh=MeshConfig(**({"data": 1} | sizes)), zero=zero, **settings))
+    return Case(name, decoder, ParallelConfig(mesh=MeshConfig(**({"data": 1} | sizes)), zero=zero, **settings))
 
 
 FORMS = (
     form("zero0", fsdp=8, zero=0),
     form("sequence-parallel", model=2, sequence=2, fsdp=2, sequence_parallel=True),
-    form("ring", "qwen3", sequence=4, data=2),
-    form("gathered-sequence", "gpt2", sequence=4, model=2, sequence_attention="gathered"),
-    form("heads-replicated", "gpt2", model=8, heads="replicated"),
-    form("2d", "gpt2", model_x=2, model_y=2),
+    form("ring", FAMILIES["qwen3"], sequence=4, data=2),
+    form("gathered-sequence", FAMILIES["gpt2"], sequence=4, model=2, sequence_attention="gathered"),
+    form("heads-replicated", FAMILIES["gpt2"], model=8, heads="replicated"),
+    form("2d", FAMILIES["gpt2"], model_x=2, model_y=2),
     form("2d-long", model_x=4, model_y=2),
     form("2.5d", model_x=2, model_y=2, data=2),
-    form("3d", "qwen3", model_x=2, model_y=2, fsdp=2),
+    form("3d", FAMILIES["qwen3"], model_x=2, model_y=2, fsdp=2),
 )
 # A pipeline that splits heads over `model`, each of which adds to the gradient of the scales they share.
 SHARED_SCALES = (case("qwen3", 2, 1, "1f1b", 2, "zero1"),)
-MEMORY_FORMS = (  # 15 to 25 CPU seconds each, most of it compiling
-    form("mac", "mac", data=2, fsdp=2, model=2),
-    form("bank", "bank", fsdp=2, sequence=2, model=2),
-)
 PAIRWISE = FORMS + tuple(
     case(*values)
     for values in (
@@ -134,17 +120,15 @@ def every_case() -> Iterator[Case]:
             yield listed
 
 
-def find(name: str) -> Case:
-    """Return a case by its id.
+def find(name: str, *more: Case) -> Case:
+    """Return a case by its id, of those here and `more`, the forms of workloads.
 
     Raises:
       ValueError: there is none.
     """
-    cases = {one.id: one for one in (*every_case(), *SHARED_SCALES, *MEMORY_FORMS)}
+    cases = {listed.id: listed for listed in (*every_case(), *SHARED_SCALES, *more)}
     if name not in cases:
-        raise ValueError(
-            f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *MEMORY_FORMS))}"
-        )
+        raise ValueError(f"parallel: no case {name!r}; the forms are {', '.join(form.id for form in (*FORMS, *more))}")
     return cases[name]
 
 
@@ -158,11 +142,10 @@ def batch_of(step: int, config: TransformerConfig) -> train.Batch:
     return train.Batch(ids[:, :-1], ids[:, 1:], positions, words[:, TOKENS + 1 :] % 5 > 0, segments)
 
 
-def initial_state(family: str, dtype: str) -> train.TrainState:
+def initial_state(config: TransformerConfig, dtype: str, extension: Extension = Extension()) -> train.TrainState:
     """Return the state before the first step; every parameter is random."""
-    config = FAMILIES[family]
-    model = transformer.build(config, decoder_config.initial_params(config, 0, distinct=True), dtype=dtype)
-    return train.init_state(model, OPTIMIZER)
+    params = initial.initial_params(config, 0, distinct=True)
+    return train.init_state(transformer.build(config, params, dtype=dtype, make_layer=extension.make_layer), OPTIMIZER)
 
 
 Outcome = dict[str, dict[str, np.ndarray]]  # loss, gradients, params, first_moment, second_moment: by name
@@ -170,18 +153,19 @@ Outcome = dict[str, dict[str, np.ndarray]]  # loss, gradients, params, first_mom
 
 def run_case(one: Case, dtype: str) -> Outcome:
     """Return what three steps over the case's mesh give; see `_train`."""
-    config, devices = FAMILIES[one.family], jax.devices()[: one.num_devices]
-    plan = parallel.make_plan(config, one.parallel, batch=BATCH, tokens=TOKENS, devices=devices)
-    state = parallel.place_state(plan, initial_state(one.family, dtype))
+    config, devices = one.model, jax.devices()[: one.num_devices]
+    how = {"batch": BATCH, "tokens": TOKENS, "devices": devices, "extension": one.extension}
+    plan = parallel.make_plan(config, one.parallel, **how)
+    state = parallel.place_state(plan, initial_state(config, dtype, one.extension))
     lowered = parallel.make_step(plan, state).lower(state, parallel.place_batch(plan, batch_of(0, config)), {})
     step = lowered.compile(compiler_options=FAST_COMPILE)
     return _train(state, lambda state, batch: step(state, parallel.place_batch(plan, batch), {}), config)
 
 
 @functools.lru_cache(maxsize=8)
-def run_unsharded(family: str, dtype: str) -> Outcome:
+def run_unsharded(config: TransformerConfig, dtype: str, extension: Extension = Extension()) -> Outcome:
     """Return what the same steps give on one device."""
-    return _train(initial_state(family, dtype), jax.jit(train.train_step), FAMILIES[family])
+    return _train(initial_state(config, dtype, extension), jax.jit(train.train_step), config)
 
 
 def _train(state: train.TrainState, step: Any, config: TransformerConfig) -> Outcome:
@@ -201,5 +185,5 @@ def _train(state: train.TrainState, step: Any, config: TransformerConfig) -> Out
 
 def prove(one: Case) -> dict[str, distance.Comparison]:
     """Return the distances of losses, gradients, parameters and moments in float64; call with 64-bit types on."""
-    found, wanted = run_case(one, "float64"), run_unsharded(one.family, "float64")
+    found, wanted = run_case(one, "float64"), run_unsharded(one.model, "float64", one.extension)
     return {kind: distance.compare(values, wanted[kind], kind=kind) for kind, values in found.items()}

@@ -26,12 +26,15 @@ class OptimizerConfig(Base):
     momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)  # sgd, muon; 0 = none
     weight_decay: float = pydantic.Field(default=0.1, ge=0)  # decoupled, times the learning rate; sgd: L2
     decay: Literal["all", "matrices"] = "matrices"  # which parameters decay: all, or kernels and embeddings
-    trained: Literal["all", "memory"] = "all"  # memory: a decoder's memory layers learn, the rest stays as it is
     muon_ratio: float = pydantic.Field(default=1.0, gt=0)  # muon: rate of the kernels over AdamW's rate for the rest
 
     def decays(self, name: str) -> bool:
         """True where weight decay acts on the parameter of this dotted name."""
         return self.decay == "all" or is_matrix(name)
+
+    def is_trained(self, name: str) -> bool:
+        """Return True where the parameter of this dotted name is trained; a workload may leave some as they are."""
+        return True
 
 
 def is_matrix(name: str) -> bool:

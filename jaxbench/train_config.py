@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
 from jaxbench import schedules
 from jaxbench.config import Base, TransformerConfig
-from jaxbench.memory import decoder_config
-from jaxbench.memory.decoder_config import DecoderMemory
 from jaxbench.mesh import ParallelConfig
 from jaxbench.schedules import ScheduleConfig
 from jaxbench.step_config import StepConfig
+
+MAY_CHANGE = ("steps", "evaluation", "checkpoints", "logging", "parallel")  # between one start of a run and the next
 
 
 class DecoderConfig(TransformerConfig):
@@ -75,7 +75,6 @@ class TrainConfig(Base):
     """One training run; backend, device and workdir come from the command line."""
 
     model: DecoderConfig
-    memory: DecoderMemory | None = None  # memory layers of the decoder
     start: str | None = None  # parameters to start from: "default", a folder, GGUF file or hub id; null = random ones
     data: DataConfig
     batch_size: int = pydantic.Field(gt=0)  # rows a step, over all devices and micro-batches
@@ -107,8 +106,19 @@ class TrainConfig(Base):
         schedules.learning_rate(self.schedule, 0, **rate)  # both raise where the settings do not fit each other
         scaling = {"batch": self.batch_size, "base_batch": self.base_batch}
         schedules.scaled_peak(self.learning_rate, self.learning_rate_scaling, **scaling)
-        decoder_config.with_memory(self.model.resolved(self.model.vocab_size or 1), self.memory)
-        trained = self.step.optimizer.trained
-        if trained == "memory" and self.memory is None:
-            raise ValueError(f"step.optimizer.trained={trained}, but memory is null: there would be nothing to train")
+        self.decoder(self.model.vocab_size or 1)
         return self
+
+    def decoder(self, vocab_size: int | None) -> TransformerConfig:
+        """Decoder that the run trains, its vocabulary as large as the tokenizer's where the file leaves it open.
+
+        Raises:
+          ValueError: as DecoderConfig.resolved, or a workload's layers do not fit the decoder.
+        """
+        return self.model.resolved(vocab_size)
+
+    def identity(self) -> dict[str, Any]:
+        """Settings that stay the same from one start of a run to the next, as JSON."""
+        content = self.model_dump(mode="json", exclude=set(MAY_CHANGE))
+        content["data"].pop("path")  # the text itself counts, not where it lies
+        return content

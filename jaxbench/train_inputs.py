@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench import dataset, observe, small_tokenizers, weights
+from jaxbench import dataset, initial, observe, small_tokenizers, weights
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
 from jaxbench.train_config import TrainConfig
 
 
@@ -58,18 +57,17 @@ def starting_point(settings: TrainConfig, vocab_size: int | None) -> tuple[Trans
     """Return a run's decoder and the parameters that it starts from; vocab_size is the tokenizer's.
 
     Raises:
-      ValueError: the checkpoint to start from is no such decoder, or memory does not fit it.
+      ValueError: the checkpoint to start from is no such decoder, or a workload's layers do not fit it.
     """
-    plain = settings.model.resolved(vocab_size)
-    model = decoder_config.with_memory(plain, settings.memory)
+    plain, model = settings.model.resolved(vocab_size), settings.decoder(vocab_size)
     if settings.start is None:
-        return model, decoder_config.initial_params(model, settings.seed)
+        return model, initial.initial_params(model, settings.seed)
     checkpoint = weights.load_checkpoint(None if settings.start == "default" else settings.start)
     ours, theirs = plain.model_dump(exclude={"dropout"}), checkpoint.config.model_dump(exclude={"dropout"})
     differing = [f"{key}={ours[key]} (its: {theirs[key]})" for key in ours if ours[key] != theirs[key]]
     if differing:
         raise ValueError(f"start: {settings.start} is another decoder than model: {', '.join(differing)}")
-    return model, decoder_config.inserted(model, dict(checkpoint.params), settings.seed)
+    return model, initial.inserted(model, checkpoint.params, settings.seed)
 
 
 def prepare_data(settings: TrainConfig, path: str | None = None) -> Data:

@@ -19,16 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench import cli, config, observe, schedules, train_inputs, weights
+from jaxbench import cli, config, initial, observe, schedules, train_inputs, weights
 from jaxbench.checkpoint import Checkpoints
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import bank_config, decoder_config
 from jaxbench.processes import ALONE, Processes, held
 from jaxbench.train_config import TrainConfig
 
 RECORDS, SUMMARY, CONFIG = "records.jsonl", "summary.json", "config.yaml"
 CHECKPOINTS, EXPORT, BOARD, PROFILE = "checkpoints", "export", "tensorboard", "profile"
-MAY_CHANGE = ("steps", "evaluation", "checkpoints", "logging", "parallel")  # between one start of a run and the next
 
 
 class Result(NamedTuple):
@@ -131,11 +129,7 @@ class _Trainer:
             raise ValueError(f"train: {self.workdir} holds another run: {listed}; use another --workdir")
 
     def _identity(self) -> dict[str, Any]:
-        content = self.settings.model_dump(mode="json", exclude=set(MAY_CHANGE))
-        content["data"].pop("path")  # the text itself counts, not where it lies
-        if (bank := (content.get("memory") or {}).get("bank")) is not None:
-            bank.pop("memory_slots")  # a bank may grow or shrink between starts: no parameter depends on its slots
-        return {"config": content, "text_sha256": self.data.sha256, "backend": self.backend}
+        return {"config": self.settings.identity(), "text_sha256": self.data.sha256, "backend": self.backend}
 
     def run(self, profile_steps: tuple[int, int]) -> Result:
         """Take the steps that are left, and trace some of them."""
@@ -153,7 +147,7 @@ class _Trainer:
             upcoming = ahead.submit(part, done)
             while done < s.steps and not early:
                 arrays, upcoming = upcoming.result(), ahead.submit(part, done + 1)
-                decoder_config.check_documents(self.model, arrays.segments)
+                self.model.check_documents(arrays.segments)
                 if done == profile_steps[0] and self.processes.is_first:
                     self.engine.start_profile(str(self.workdir / PROFILE))
                     is_traced = True
@@ -230,7 +224,7 @@ class _Trainer:
         """Measure the held-out loss on the same rows every time; every process reads them all, for their bytes."""
         s, total, count, size = self.settings, 0.0, 0, 0
         for batch in train_inputs.evaluation_batches(s, self.data):
-            decoder_config.check_documents(self.model, batch.segments)
+            self.model.check_documents(batch.segments)
             part, targets = self.engine.evaluate(batch)
             total, count = total + part, count + targets
             if self.data.byte_lengths is not None:
@@ -247,8 +241,7 @@ class _Trainer:
             self.progress = self.progress | {"without_gain": self.progress["without_gain"] + 1}
         self.records.add([{"step": done} | {f"validation_{k}": v for k, v in self.validation.items()}])
         self.board.add(done, {f"validation/{k}": v for k, v in self.validation.items()})
-        for layer, state in self.engine.banks(self.data.held_out.batch(0, s.batch_size)).items():
-            self.board.add(done, observe.bank_scalars(layer, bank_config.memory_stats(state)))
+        self.board.add(done, self.engine.watched(self.data.held_out.batch(0, s.batch_size)))
         words = ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in self.validation.items())
         self.display.say(f"step {done}: held-out {words}; {self.throughput.rate:,.0f} tokens/s")
 
@@ -307,7 +300,7 @@ class _Trainer:
         return f"{EXPORT}/"
 
     def _size(self) -> int:
-        return sum(math.prod(shape) for shape in decoder_config.parameter_shapes(self.model).values())
+        return sum(math.prod(shape) for shape in initial.parameter_shapes(self.model).values())
 
     def close(self) -> None:
         """Stop the display and free the threads of the checkpoints."""

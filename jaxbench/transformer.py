@@ -8,7 +8,8 @@ Keys and values of the call come back as a KVCache; padded and handed in again, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,6 @@ from jaxtyping import Float, Int
 from jaxbench import libtpu, nn, philox, remat, rotary
 from jaxbench.attention import attention
 from jaxbench.config import RotaryScaling, TransformerConfig
-from jaxbench.memory.decoder_config import DecoderMemory
 from jaxbench.sharding import constrain, layer_weights
 
 
@@ -33,10 +33,10 @@ class KVCache(NamedTuple):
     (docs/xla_cpu.md, rule 4).
     """
 
-    keys: tuple[Float[Array, "E H S"] | None, ...]  # None = the layer's memory keeps its own
+    keys: tuple[Float[Array, "E H S"] | None, ...]  # None = the layer keeps none
     values: tuple[Float[Array, "E S H"] | None, ...]
     positions: Int[Array, "B S"]
-    memory: tuple[Any, ...] = ()  # of each layer, None where it has none: memory/decoder.py
+    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
         """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
@@ -138,6 +138,8 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm residual block."""
 
+    auxiliary_weight = 0.0  # in training, of the loss that the layer's cache entry carries (KVCache.memory)
+
     def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, qk_norm: bool,
                  use_bias: bool, dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
                  sliding_window: int | None, implementation: str, block_size: int, fused_projections: int):  # fmt: skip
@@ -191,24 +193,23 @@ class Transformer(nnx.Module):
                  position: str, rope_theta: float, rope_scaling: RotaryScaling | None, qk_norm: bool,
                  use_bias: bool, tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
                  implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
-                 fused_projections: int = 0, memory: DecoderMemory | None = None):  # fmt: skip
+                 fused_projections: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
         self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
         parts = dict(
-            d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm, use_bias=use_bias,
-            dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            sliding_window=sliding_window, implementation=implementation, block_size=block_size,
+            d_model=d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm,
+            use_bias=use_bias, dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            head_dim=head_dim, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
             fused_projections=fused_projections,
         )  # fmt: skip
-        self.layers = nnx.List(_layers(d_model, num_layers, memory, parts | {"rope_theta": rope_theta}))
+        layers = [Block(**parts) if make_layer is None else make_layer(i, **parts) for i in range(num_layers)]
+        self.layers = nnx.List(layers)
         self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
         is_rotary = position == "rotary"
         self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
-        self.compression_weight = memory.loss_weight if memory is not None and memory.bank is not None else 0.0
-        if scan_layers and memory is not None:
-            raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={memory.kind}")
+        self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
         self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
 
     def __call__(
@@ -292,20 +293,6 @@ class Transformer(nnx.Module):
         return hidden, tuple(keys), tuple(values)
 
 
-def _layers(d_model: int, num_layers: int, memory: DecoderMemory | None, parts: dict[str, Any]) -> list[Block]:
-    """Return a decoder's layers; those that a memory names have it."""
-    rope_theta = parts.pop("rope_theta")
-    if memory is None:
-        return [Block(d_model, **parts) for _ in range(num_layers)]
-    from jaxbench.memory.decoder import MemoryLayer  # it builds on this file's Block
-
-    sizes = {name: parts[name] for name in ("num_heads", "num_kv_heads", "head_dim", "norm_eps")}
-    config = memory.block(d_model=d_model, rope_theta=rope_theta, **sizes)
-    kind = {"is_inserted": memory.insert, "max_documents": memory.max_documents, "learn": memory.learn}
-    chosen = range(num_layers) if memory.layers is None else memory.layers
-    return [MemoryLayer(config, **kind, **parts) if i in chosen else Block(d_model, **parts) for i in range(num_layers)]
-
-
 def _by_layer(cache: KVCache) -> list[tuple]:
     """Return what each layer cached."""
     return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
@@ -319,6 +306,26 @@ def _by_kind(cached: Sequence[tuple]) -> list[tuple]:
     return [*kinds, tuple(each[2] if len(each) > 2 else None for each in cached)]
 
 
+def blank(config: TransformerConfig, *, make_layer: Callable[..., Block] | None = None, **how: Any) -> Transformer:
+    """Decoder of a configuration whose parameters have shapes but no values yet; call it under nnx.eval_shape.
+
+    Args:
+      config: its shape.
+      make_layer: make_layer(config, index, **parts) makes the layers where some are of a workload's own kind
+        (extension.py); parts are the arguments of Block. None = every layer is a Block.
+      how: further arguments of Transformer, such as dtype and implementation.
+
+    Raises:
+      ValueError: make_layer is missing, or layers that differ would run in a scan.
+    """
+    if config.layer_kind is not None and make_layer is None:
+        raise ValueError(f"transformer: memory.kind={config.layer_kind} needs a make_layer, got {make_layer}")
+    if config.layer_kind is not None and how.get("scan_layers"):
+        raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={config.layer_kind}")
+    fields = {name: getattr(config, name) for name in TransformerConfig.model_fields}
+    return Transformer(**fields, **how, make_layer=make_layer and functools.partial(make_layer, config))
+
+
 def build(
     config: TransformerConfig,
     params: Mapping[str, np.ndarray],
@@ -328,17 +335,18 @@ def build(
     block_size: int = 128,
     scan_layers: bool = False,
     fused_projections: int = 0,
+    make_layer: Callable[..., Block] | None = None,
 ) -> Transformer:
     """Return the model of a configuration holding `params`, cast to dtype.
 
     fused_projections: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
     their kernels side by side in n interleaved parts (nn.project). Parameters and their names are the same.
+    make_layer: as for `blank`.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+      ValueError: a parameter is missing, unused or misshapen, all names are listed; or as `blank`.
     """
     libtpu.leave_out_if_absent()
-    fields = {name: getattr(config, name) for name in type(config).model_fields}
     how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    how |= {"fused_projections": fused_projections}
-    return nn.load_params(nnx.eval_shape(lambda: Transformer(**fields, **how)), params)
+    how |= {"fused_projections": fused_projections, "make_layer": make_layer}
+    return nn.load_params(nnx.eval_shape(lambda: blank(config, **how)), params)

@@ -22,7 +22,6 @@ from jaxbench import assets, families, gguf_file
 from jaxbench.config import TransformerConfig, shown
 from jaxbench.families import Family, Rule
 from jaxbench.initial import parameter_shapes
-from jaxbench.memory import decoder_config
 
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
@@ -118,8 +117,8 @@ def save_checkpoint(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"save: {folder} exists and is not an empty folder; choose another name or remove it")
-    if (memory := decoder_config.memory_of(config)) is not None:
-        raise ValueError(f"save: memory.kind={memory.kind}: no Hugging Face architecture has memory layers")
+    if config.layer_kind is not None:
+        raise ValueError(f"save: memory.kind={config.layer_kind}: no Hugging Face architecture has memory layers")
     values = families.config_to_hf(config)
     shapes = {name: np.shape(value) for name, value in params.items()}
     _raise_problems("save", _compare(parameter_shapes(config), shapes))

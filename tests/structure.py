@@ -69,6 +69,32 @@ def forbidden_imports(path: Path, roots: tuple[str, ...], *, lazy: bool = True) 
     )
 
 
+def module_name(path: Path) -> str:
+    """Return the dotted name under which a file is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def named_modules(tree: ast.AST, known: set[str]) -> set[str]:
+    """Return which known modules a file imports, at any depth, or names in a string, as import_module takes them."""
+    named = {name for name, _ in imports(tree)}
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return (named | {text.partition(":")[0] for text in texts}) & known
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Return the sets of modules that lead to each other, as sorted lists; arrows: what each module names."""
+    reached = {}
+    for name in arrows:
+        reached[name], left = set(), [name]
+        while left:
+            new = arrows.get(left.pop(), set()) - reached[name]
+            reached[name] |= new
+            left += new
+    back = {name: [other for other in around if name in reached.get(other, ())] for name, around in reached.items()}
+    return [list(each) for each in sorted({tuple(sorted(others)) for others in back.values()}) if len(each) > 1]
+
+
 # Raises, docstrings, sizes
 
 

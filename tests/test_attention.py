@@ -150,8 +150,9 @@ def test_splash_attention_computes_the_same_function(window):
     positions, segments = jnp.asarray(arrays["positions"]), jnp.asarray(arrays["segments"])
     q, k, v = (jnp.asarray(arrays[name]) for name in ("query", "key", "value"))
     spans = {"query_segments": segments, "key_segments": segments, "window": window}
+    how = {"kernel": "splash", "mask_of": attention.attention_mask, "interpret": True}
     with jax.numpy_rank_promotion("allow"):  # the kernel's own code promotes ranks
-        actual = fused_attention.attention(q, k, v, positions, positions, kernel="splash", interpret=True, **spans)
+        actual = fused_attention.attention(q, k, v, positions, positions, **how, **spans)
     np.testing.assert_allclose(np.asarray(actual), definition(**arrays, window=window), atol=2e-6)
 
 

@@ -6,11 +6,11 @@ import time
 import pytest
 
 import jaxbench.sample
-import jaxbench.transformer
 from jaxbench import batcher, initial
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
+from jaxbench.memory import decoder, decoder_config
 from torch_ref import sample, transformer
+from torch_ref.memory import decoder as torch_decoder
 
 
 class Doubler:
@@ -120,7 +120,7 @@ def test_a_decoder_with_memory_answers_a_batch_of_prompts_as_it_answers_each_alo
     sizes, memory = {"d_model": 16, "num_heads": 2, "head_dim": 8}, {"kind": "mag", "window": 2}
     memory |= {"neural": sizes | {"chunk_size": 4, "conv_size": 1, "initial_theta": 0.1}}
     config = decoder_config.MemoryTransformerConfig(**shape, **sizes, memory=memory, tie_embeddings=False)
-    params = decoder_config.initial_params(config, 0, distinct=True)
+    params = initial.initial_params(config, 0, distinct=True)
 
     def generation(build, backend):
         generator = backend.Generator(build(config, params), eos_id=None, sampling=backend.Sampling())
@@ -128,10 +128,10 @@ def test_a_decoder_with_memory_answers_a_batch_of_prompts_as_it_answers_each_alo
 
     # The last two end alike, further back than the window: their answers differ by what the memory learned before.
     prompts = [[7], [8, 9, 10], [*range(20, 29), 3, 1, 4, 1, 5], [50, 51, 3, 1, 4, 1, 5]]
-    twin = generation(transformer.build, sample)
+    twin = generation(torch_decoder.build, sample)
     wanted = [twin([prompt])[0] for prompt in prompts]  # in PyTorch, which compiles nothing for a batch of one
     assert len({tuple(each) for each in wanted}) == 4 and {len(each) for each in wanted} == {6}
-    for generate in (twin, generation(jaxbench.transformer.build, jaxbench.sample)):
+    for generate in (twin, generation(decoder.build, jaxbench.sample)):
         with batcher.Batcher(generate, max_batch_size=4, timeout_ms=60_000) as queue:
             assert queue.map(prompts) == wanted
 

@@ -28,7 +28,7 @@ def compiled(gradient_type: str, **settings):
     devices = jax.devices()[: one.num_devices]
     how = {"batch": parallel_proof.BATCH, "tokens": parallel_proof.TOKENS, "devices": devices}
     plan = parallel.make_plan(LLAMA, one.parallel, **how)
-    state = parallel.place_state(plan, parallel_proof.initial_state("llama", "float32"))
+    state = parallel.place_state(plan, parallel_proof.initial_state(LLAMA, "float32"))
     lowered = parallel.make_step(plan, state).lower(
         state, parallel.place_batch(plan, parallel_proof.batch_of(0, LLAMA)), {}
     )
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_one_device_up_to_a_rounding(gradient_type, setti
     found = parallel_proof._train(
         state, lambda state, batch: step(state, parallel.place_batch(plan, batch), {}), LLAMA
     )["gradients"]  # fmt: skip
-    wanted = parallel_proof.run_unsharded("llama", "float32")["gradients"]
+    wanted = parallel_proof.run_unsharded(LLAMA, "float32")["gradients"]
     errors = {
         name: np.linalg.norm(found[name] - value) / np.linalg.norm(value)
         for name, value in wanted.items()

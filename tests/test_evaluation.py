@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxbench import parallel, parallel_proof, train, transformer, update
-from jaxbench.memory import decoder_config
+from jaxbench import initial, parallel, parallel_proof, train, transformer, update
 from jaxbench.step_config import StepConfig
 from torch_ref import train as torch_train
 from torch_ref import transformer as torch_transformer
@@ -31,7 +30,7 @@ def program(form: str, accumulation: int, rows: int = parallel_proof.BATCH):
     """Return a form's compiled evaluation, its parameters, and where a batch lies; float64."""
     config = parallel_proof.LLAMA
     settings = StepConfig(precision="float64", accumulation=accumulation)
-    params = decoder_config.initial_params(config, 0, distinct=True)
+    params = initial.initial_params(config, 0, distinct=True)
     state = update.init_state(transformer.build(config, params, dtype="float64"), params, settings)
     evaluate, place = functools.partial(update.eval_step, graph=state.graph, how=settings), lambda batch: batch
     if form == "alone":

@@ -15,8 +15,11 @@ from jaxbench import config
 from tests.structure import (
     PACKAGES,
     ROOT,
+    circles,
     forbidden_imports,
     long_functions,
+    module_name,
+    named_modules,
     relative,
     silent_raises,
     sources,
@@ -32,7 +35,8 @@ CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial
 # Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
 CONFIG_MODELS = {
     "lm": "jaxbench.train_config:TrainConfig",
-    "ltm": "jaxbench.train_config:TrainConfig",
+    "lm/memory_124m": "jaxbench.memory.train_config:MemoryTrainConfig",
+    "ltm": "jaxbench.memory.train_config:MemoryTrainConfig",
     "memory": "jaxbench.memory.arms:Arms",
     "memory/cost": "jaxbench.memory.cost:Cost",
     "memory/speed": "jaxbench.memory.speed:Speed",
@@ -57,11 +61,6 @@ def is_s_file(path) -> bool:
 
 
 S_FILES = [path for path in sources("jaxbench") if is_s_file(path)]
-
-
-def module_name(path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def run_python(code: str) -> dict:
@@ -106,6 +105,51 @@ print(json.dumps(sorted(xla_bridge._backends)))
 """
     assert run_python(code) == []
     assert run_python(code.replace("from jax._src", "import jax; jax.devices()\nfrom jax._src")) == ["cpu"]
+
+
+# The core knows no workload, and no two files need each other
+
+
+PARTS = {module_name(path): path for path in sources(*PACKAGES) if path.name != "__init__.py"}
+WORKLOADS, PROOFS = {"memory", "watermark"}, {"parity", "bench"}
+# Workers of the workloads' own benchmarks, which lie in bench/.
+WORKERS = ("jaxbench.bench.memory_", "jaxbench.bench.watermark_")
+KNOWN_CIRCLES = [
+    [f"jaxbench.bench.{name}" for name in ("arms", "arms_jax", "arms_peers", "arms_run", "arms_torch")],
+    ["jaxbench.watermark.bulk", "jaxbench.watermark.bulk_output"],
+]
+
+
+def room(name: str) -> str:
+    """Return the folder of a module below its package, "" for a file that lies flat there."""
+    return name.split(".")[1] if name.count(".") > 1 else ""
+
+
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    return {name: named_modules(tree_of(path), PARTS.keys() - {name}) for name, path in PARTS.items()}
+
+
+def test_the_core_and_the_comparison_name_no_workload(arrows):
+    rooms = PARTS.keys() - {name for name in PARTS if room(name) in WORKLOADS | {"parity"} or name.startswith(WORKERS)}
+    assert [(name, other) for name in rooms for other in arrows[name] if room(other) in WORKLOADS] == []
+
+
+def test_the_core_names_neither_the_proofs_nor_the_comparison(arrows):
+    core = [name for name in PARTS if room(name) not in WORKLOADS | PROOFS]
+    found = [(name, other) for name in core for other in arrows[name] if room(other) in PROOFS]
+    assert found == [("jaxbench.parallel_proof", "jaxbench.parity.distance")]  # itself a proof
+
+
+def test_only_proofs_and_workers_name_the_torch_twins(arrows):
+    """A main hands a workload its twin, as experiments/memory.py does; a string that names one counts as an import."""
+    found = {name for name in PARTS for other in arrows[name] if name[:9] != "torch_ref" == other[:9]}
+    others = {name for name in found if room(name) not in PROOFS and not name.endswith("worker")}
+    assert others == {"jaxbench.watermark.checks"}  # which device a backend may have, before anything is loaded
+
+
+def test_no_file_leads_back_to_itself(arrows):
+    assert circles(arrows) == KNOWN_CIRCLES
 
 
 # What every file keeps to
@@ -168,6 +212,12 @@ def test_pins_are_exact_and_portable():
 
 
 # The checkers must be able to fail
+
+
+def test_a_hidden_import_and_a_circle_are_found():
+    code = 'def f():\n    from a import b\nload("a.c")\nTABLE = {"d": "a.d:Class"}\n"""a.e is only told of."""\n'
+    assert named_modules(ast.parse(code), {"a.b", "a.c", "a.d", "a.e"}) == {"a.b", "a.c", "a.d"}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [["b", "c"]]
 
 
 @pytest.mark.parametrize(

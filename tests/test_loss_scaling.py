@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbench import parallel, parallel_proof, train, transformer, update
-from jaxbench.memory import decoder_config
+from jaxbench import initial, parallel, parallel_proof, train, transformer, update
 from jaxbench.precision import LossScaling
 from jaxbench.step_config import OptimizerConfig, StepConfig
 
@@ -44,7 +43,7 @@ def settings_of(accumulation: int) -> StepConfig:
 def program(form: str, accumulation: int):
     """Return the compiled step of a form ("alone": one device), its first state, and where a batch lies."""
     settings = settings_of(accumulation)
-    params = decoder_config.initial_params(LLAMA, 0, distinct=True)
+    params = initial.initial_params(LLAMA, 0, distinct=True)
     state = update.init_state(transformer.build(LLAMA, params, dtype="float16"), params, settings)
     step, place = functools.partial(update.train_step, how=settings), lambda batch: batch
     if form == "alone":

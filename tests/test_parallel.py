@@ -12,12 +12,13 @@ from flax import nnx
 
 from jaxbench import initial, parallel, parallel_proof, remat, sharding, train, transformer
 from jaxbench.bench import hlo
+from jaxbench.memory import parallel_forms
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parity import distance
 
 LLAMA = parallel_proof.LLAMA
 IDS = [one.id for one in parallel_proof.PAIRWISE]
-PROVEN = (*parallel_proof.PAIRWISE, *parallel_proof.SHARED_SCALES, *parallel_proof.MEMORY_FORMS)
+PROVEN = (*parallel_proof.PAIRWISE, *parallel_proof.SHARED_SCALES, *parallel_forms.FORMS)
 
 
 # The proofs
@@ -33,8 +34,8 @@ def test_a_step_over_a_mesh_equals_the_unsharded_step_in_float64(x64, one):
 def test_in_float32_a_mesh_errs_no_more_than_one_device(name):
     one = parallel_proof.find(name)
     with jax.enable_x64(True):
-        exact = parallel_proof.run_unsharded(one.family, "float64")
-    alone, meshed = parallel_proof.run_unsharded(one.family, "float32"), parallel_proof.run_case(one, "float32")
+        exact = parallel_proof.run_unsharded(one.model, "float64")
+    alone, meshed = parallel_proof.run_unsharded(one.model, "float32"), parallel_proof.run_case(one, "float32")
     for kind in ("loss", "gradients"):
         errors = [
             [distance.relative_error(found[kind][name], value, floor=distance.norm_floor(exact[kind]))
@@ -120,7 +121,7 @@ def share(arrays: dict) -> float:
 )
 def test_zero_splits_optimiser_state_then_parameters(zero, params, moments):
     plan = plan_of(fsdp=8, zero=zero)
-    state = parallel.place_state(plan, parallel_proof.initial_state("llama", "float32"))
+    state = parallel.place_state(plan, parallel_proof.initial_state(LLAMA, "float32"))
     named = {".".join(str(key.key) for key in path[:-1]): leaf
              for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]}  # fmt: skip
     first = {".".join(str(key.key) for key in path[:-1]): leaf
@@ -142,7 +143,7 @@ def test_stages_store_a_part_of_every_layer_and_of_the_embedding():
 
 def test_the_state_is_used_up_and_stays_where_it_was():
     plan = plan_of(fsdp=4, model=2)
-    state = parallel.place_state(plan, parallel_proof.initial_state("llama", "float32"))
+    state = parallel.place_state(plan, parallel_proof.initial_state(LLAMA, "float32"))
     step = parallel.make_step(plan, state)
     kernel = state.params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
     after, _ = step(state, parallel.place_batch(plan, parallel_proof.batch_of(0, LLAMA)), {})
@@ -247,6 +248,7 @@ def test_dropout_over_micro_batches_is_refused():
 def test_unknown_cases_and_activation_points_are_named():
     with pytest.raises(ValueError, match="no case 'four-d'.*2.5d"):
         parallel_proof.find("four-d")
+    assert parallel_proof.find("bank", *parallel_forms.FORMS) == parallel_forms.FORMS[1]
     with pytest.raises(ValueError, match="no activation point 'residuals', known: residual"):
         sharding.constrain(jnp.zeros(()), "residuals")
     with pytest.raises(ValueError, match=r"no activation points \['norms'\]"), sharding.activations({"norms": abs}):

@@ -1,6 +1,7 @@
 """A whole run on both backends: learns, resumes bit for bit, stops early, refuses, and says what broke."""
 
 import fcntl
+import functools
 import json
 import os
 import signal
@@ -13,10 +14,13 @@ import pytest
 
 from jaxbench import cli, config, engine, observe, train_run
 from jaxbench.checkpoint import TEMPORARY
+from jaxbench.memory.decoder_config import DecoderMemory
+from jaxbench.memory.train_config import MemoryTrainConfig
 from jaxbench.parity import cases
 from jaxbench.train_config import TrainConfig
 from tests.structure import ROOT
 from torch_ref import engine as torch_engine
+from torch_ref.memory import decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own, of several kinds
 ENGINES = {"flax": engine.Engine, "torch": torch_engine.Engine}
@@ -45,12 +49,17 @@ def settings(**update):
         "evaluation": {"every_steps": 6, "batches": 2}, "checkpoints": {"every_steps": 4, "keep": 2},
         "logging": {"every_steps": 3, "peak_tflops": 1.0}, "step": {"accumulation": 2},
     }  # fmt: skip
-    return TrainConfig(**(base | update))
+    return (MemoryTrainConfig if "memory" in update else TrainConfig)(**(base | update))
 
 
 def train(workdir, text, backend="flax", make=None, **update):
     make = make or ENGINES[backend]
     return train_run.run(settings(**update), make, workdir=workdir, backend=backend, data_path=text)
+
+
+def with_memory(memory):
+    """Return the PyTorch engine of a decoder with memory."""
+    return functools.partial(ENGINES["torch"], extension=decoder.extension(DecoderMemory(**memory)))
 
 
 def outcome(workdir):
@@ -164,7 +173,7 @@ def test_a_bank_grows_and_shrinks_between_starts_and_nothing_else_of_it_changes(
         parts = {"block_size": 4, "memory_slots": 4, "ratio": 2} | bank
         memory = {"kind": "bank", "layers": [1], "window": 4, "bank": sizes | parts, "max_documents": 4}
         less = {"step": {}, "batch_size": 1, "evaluation": {"every_steps": 9, "batches": 1}}
-        return train(tmp_path, text, backend="torch", steps=steps, memory=memory, **less)
+        return train(tmp_path, text, backend="torch", make=with_memory(memory), steps=steps, memory=memory, **less)
 
     go_on(1)
     for steps, slots in ((2, 16), (3, 2)):
@@ -181,7 +190,8 @@ def test_held_out_rows_of_more_documents_than_the_memory_reads_are_refused(tmp_p
     memory = {"kind": "bank", "layers": [1], "window": 4, "bank": bank}
     less = {"step": {}, "batch_size": 1, "evaluation": {"every_steps": 1, "batches": 1}}
     with pytest.raises(ValueError, match="4 documents"):
-        train(tmp_path / "run", str(path), backend="torch", steps=1, memory=memory, **less)
+        how = {"backend": "torch", "make": with_memory(memory)}
+        train(tmp_path / "run", str(path), **how, steps=1, memory=memory, **less)
 
 
 @BACKENDS

@@ -22,7 +22,7 @@ from jaxbench import (
     transformer,
     update,
 )
-from jaxbench.memory import decoder_config
+from jaxbench.memory import decoder_config, parallel_forms
 from jaxbench.parity import cases, curves, distance, gates
 from jaxbench.step_config import OptimizerConfig, RematConfig, StepConfig
 from torch_ref import engine as torch_engine
@@ -30,6 +30,7 @@ from torch_ref import prng as torch_prng
 from torch_ref import train as torch_train
 from torch_ref import transformer as torch_transformer
 from torch_ref import update as torch_update
+from torch_ref.memory import decoder as torch_decoder
 
 CASE = cases.find("transformer/llama-multi-query")
 PLAIN_SGD = OptimizerConfig(kind="sgd", momentum=0.0, weight_decay=0.0)
@@ -351,13 +352,13 @@ KEPT = ("scale", "bias", "gate", "gain", "persistent", "q_conv.kernel", "k_conv.
 
 def memory_decoder():
     """Return a decoder with every kind of parameter that a memory may have, and its parameters."""
-    neural = parallel_proof.NEURAL.model_copy(update={"residual_norm": True})
-    memory = parallel_proof.MEMORY["mac"].model_copy(update={"neural": neural})
+    neural = parallel_forms.NEURAL.model_copy(update={"residual_norm": True})
+    memory = parallel_forms.MEMORY["mac"].model_copy(update={"neural": neural})
     plain = parallel_proof.LLAMA.model_copy(update={"num_layers": 2})
     config = decoder_config.with_memory(plain, memory)
-    params = decoder_config.initial_params(config, 0, distinct=True)
+    params = initial.initial_params(config, 0, distinct=True)
     return config, params | {"layers.0.block.bank.gate": np.ones((4, 4)), "layers.0.mlp.down_proj.bias": np.ones(4),
-                            "layers.0.attention.q_norm.scale": np.ones(4)}  # fmt: skip
+                             "layers.0.attention.q_norm.scale": np.ones(4)}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lion", "sgd", "adafactor", "muon"])
@@ -375,8 +376,8 @@ def test_weight_decay_of_matrices_spares_gains_gates_persistent_tokens_and_depth
 
 def test_the_twin_decays_the_same_parameters():
     config, params = memory_decoder()
-    params = {name: value for name, value in params.items() if name in decoder_config.parameter_shapes(config)}
-    model = torch_transformer.build(config, params)
+    params = {name: value for name, value in params.items() if name in initial.parameter_shapes(config)}
+    model = torch_decoder.build(config, params)
     groups = torch_update._optimizer(model, StepConfig()).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from jaxbench import philox, precision
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
+from jaxbench.extension import Extension
 from jaxbench.mesh import ParallelConfig
 from jaxbench.step_config import StepConfig
 from torch_ref import prng, train, transformer, update
-from torch_ref.memory import layout, watch
 
 GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
 
@@ -45,9 +45,12 @@ class Engine:
         scan_layers: bool = False,
         fused_projections: bool = False,
         parallel: ParallelConfig | None = None,
+        extension: Extension = Extension(),
         device: str = "cpu",
     ):
         """Place the parameters, and compile where asked; scan_layers matters to the JAX twin only.
+
+        extension: what a workload adds to the decoder of `config`.
 
         Raises:
           ValueError: a mesh, optimiser or rematerialisation that this twin does not have.
@@ -56,12 +59,11 @@ class Engine:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
         self.how, self.policy, self.device = how, precision.policy(how.precision), device
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-        kind |= {"fused_projections": int(fused_projections)}
+        kind |= {"fused_projections": int(fused_projections), "make_layer": extension.make_layer}
         model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
-        memory = decoder_config.memory_of(config)
-        self._has_banks = memory is not None and memory.bank is not None
+        self.extension = extension
         self.rows, self.num_devices = (0, batch_size), 1
         self._loss = _CompiledLoss() if how.torch_compile else train.loss_fn
         self.compile_seconds = self._compile(batch_size, seq_len) if how.torch_compile else 0.0
@@ -82,12 +84,12 @@ class Engine:
         total, count = update.eval_step(self.state.params, self._batch(batch), graph=None, how=self.how)
         return float(total), int(count)
 
-    def banks(self, batch: Any) -> dict[int, Any]:
-        """Return the states of the decoder's banks behind a whole batch, by layer."""
-        if not self._has_banks:
+    def watched(self, batch: Any) -> dict[str, float]:
+        """Figures of what a workload's layers hold behind a whole batch, by name."""
+        if self.extension.watch is None:
             return {}
-        found = watch.bank_states(self.state.params, self._batch(batch), graph=None, how=self.how)
-        return {i: layout.tree_map(lambda x: x.cpu().numpy(), state) for i, state in found.items()}
+        found = self.extension.watch(self.state.params, self._batch(batch), graph=None, how=self.how)
+        return self.extension.scalars(pytree.tree_map(lambda x: x.cpu().numpy(), found))
 
     def arrays(self) -> dict[str, Any]:
         """Arrays of the whole training state by name, for a checkpoint."""

@@ -68,14 +68,13 @@ def loss_of(output: Float[Tensor, "B T V"], batch: Batch) -> Float[Tensor, ""]:
 def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | None = None) -> Float[Tensor, ""]:
     """Return the model's loss on a batch, nats per token; dropout is (Philox key, step), None = off.
 
-    Where the model has banks of memory, the loss that trains their compression is added.
+    Where layers hand on a loss of their own, such as that of a bank's compression, it is added.
     """
-    if not model.compression_weight:
+    if not model.auxiliary_weight:
         return loss_of(predict(model, batch, dropout=dropout), batch)
-    from torch_ref.memory import decoder
-
     hidden, cache = model.features(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
-    return loss_of(model.logits(hidden), batch) + model.compression_weight * decoder.compression_loss(cache.memory)
+    auxiliary = sum(layer.loss for layer in cache.memory if layer is not None)
+    return loss_of(model.logits(hidden), batch) + model.auxiliary_weight * auxiliary
 
 
 def init_state(model: Any, optimizer: AdamW) -> TrainState:

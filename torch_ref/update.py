@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jaxbench import precision
-from jaxbench.memory import decoder_config
 from jaxbench.step_config import TWIN_OPTIMIZERS, StepConfig
 from torch_ref import nn, train
 
@@ -69,7 +68,7 @@ def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) ->
     device = next(model.parameters()).device
     model = nn.load_params(model, params, device=str(device))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(how.optimizer.trained == "all" or decoder_config.is_memory(name))
+        parameter.requires_grad_(how.optimizer.is_trained(name))
     rules = how.loss_scaling
     scaler = torch.amp.GradScaler(
         device.type, init_scale=rules.initial, growth_factor=rules.growth, backoff_factor=rules.backoff,

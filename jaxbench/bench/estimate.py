@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from jaxbench import prompts
+from jaxbench import initial, prompts
 from jaxbench.bench import environment, flops
 from jaxbench.bench.records import Workload
 from jaxbench.bench.suite import Roofline, Suite
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
 from jaxbench.train_config import TrainConfig
 
 IMPORT_BYTES = 450 * 2**20  # resident set of one worker after its imports: 250 (jax) to 450 MB (transformers), measured
@@ -50,8 +49,8 @@ def check_run(settings: TrainConfig) -> int:
     Raises:
       ValueError: this machine does not have them.
     """
-    model = decoder_config.with_memory(settings.model.resolved(settings.model.vocab_size or 1), settings.memory)
-    parameters = decoder_config.num_parameters(model)
+    model = settings.decoder(settings.model.vocab_size or 1)
+    parameters = initial.num_parameters(model)
     needed = {
         f"{parameters:,} parameters (model.num_layers={model.num_layers}, d_model={model.d_model}, d_ff={model.d_ff}, "
         f"vocab_size={model.vocab_size})": 8 * parameters,

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxbench import sharding
 from jaxbench import train as train_module
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config, placement
-from jaxbench.transformer import KVCache, Transformer
+from jaxbench.extension import Extension
+from jaxbench.transformer import KVCache, Transformer, blank
 
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
 
@@ -42,12 +42,18 @@ class Abstract(NamedTuple):
 
     params: dict[str, jax.ShapeDtypeStruct]
     merge: Callable[[dict[str, jax.Array]], Transformer]
+    extension: Extension
 
 
-def abstract_model(config: TransformerConfig, *, dtype: str, scan_layers: bool) -> Abstract:
-    """Return the shapes of a model's parameters by dotted name and the function that puts arrays into the model."""
-    fields = {name: getattr(config, name) for name in type(config).model_fields}
-    model = nnx.eval_shape(lambda: Transformer(**fields, dtype=dtype, scan_layers=scan_layers))
+def abstract_model(
+    config: TransformerConfig, *, dtype: str, scan_layers: bool, extension: Extension = Extension()
+) -> Abstract:
+    """Return the shapes of a model's parameters by dotted name and the function that puts arrays into the model.
+
+    extension: what a workload adds to the decoder.
+    """
+    how = {"dtype": dtype, "scan_layers": scan_layers, "make_layer": extension.make_layer}
+    model = nnx.eval_shape(lambda: blank(config, **how))
     graph, state = nnx.split(model)
     paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
@@ -56,7 +62,7 @@ def abstract_model(config: TransformerConfig, *, dtype: str, scan_layers: bool) 
         flat = [(paths[name], leaves[name].replace(value)) for name, value in params.items()]
         return nnx.merge(graph, nnx.from_flat_state(flat))
 
-    return Abstract({name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}, merge)
+    return Abstract({name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}, merge, extension)
 
 
 def prefill(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: str, batch: int, tokens: int) -> Program:
@@ -70,7 +76,7 @@ def prefill(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: s
     params = _placed_params(model, config, mesh, layout)
     rows = sharding.batch_sharding(mesh, batch)
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=rows)
-    made = jax.eval_shape(run, params, ids, ids) if decoder_config.memory_of(config) else None
+    made = jax.eval_shape(run, params, ids, ids) if config.layer_kind else None
     jitted = jax.jit(run, out_shardings=rows if made is None else _by_rows(made, rows))
     return Program("prefill", jitted, (params, ids, ids), batch, tokens, *_elements_per_chip(params))
 
@@ -89,7 +95,7 @@ def decode(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: st
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=rows)
     slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     placed: Any = rows
-    if decoder_config.memory_of(config) is None:
+    if config.layer_kind is None:
         heads = batch * config.num_kv_heads
         keys = (jax.ShapeDtypeStruct((heads, config.head_dim, length), dtype, sharding=rows),) * config.num_layers
         values = (jax.ShapeDtypeStruct((heads, length, config.head_dim), dtype, sharding=rows),) * config.num_layers
@@ -157,7 +163,8 @@ def _placed_params(
     """Return the abstract parameters with the shardings of a layout."""
     rules = sharding.decoder_rules(layout, **{name: getattr(config, name) for name in sharding.PARTS})
     stored = sharding.DATA if layout in ("fsdp", "fsdp_tensor") else None
-    rules = placement.with_memory(rules, config, stored=stored, heads=None, width=None)
+    if (add := model.extension.add_rules) is not None:
+        rules = add(rules, config, stored=stored, heads=None, width=None)
     placed = sharding.parameter_shardings({name: x.shape for name, x in model.params.items()}, rules, mesh)
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed[name]) for name, x in model.params.items()}
 

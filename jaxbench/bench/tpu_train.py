@@ -24,11 +24,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxbench import observe, precision
+from jaxbench import initial, observe, precision
 from jaxbench.bench import chips, flops, hlo, tpu
 from jaxbench.bench.records import Record, RecordFile, Workload, now_utc
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
+from jaxbench.extension import Extension
 from jaxbench.mesh import MODEL, STAGE
 from jaxbench.pipeline_schedule import timetable
 from jaxbench.train_config import TrainConfig
@@ -53,7 +53,7 @@ class Lowered(NamedTuple):
 
 
 def model_of(settings: TrainConfig) -> TransformerConfig:
-    """Return the decoder of a configuration, its memory included.
+    """Return the decoder of a configuration.
 
     Raises:
       ValueError: the vocabulary is left to a tokenizer.
@@ -63,11 +63,11 @@ def model_of(settings: TrainConfig) -> TransformerConfig:
             f"tpu_train: model.vocab_size is unset and left to data.tokenizer={settings.data.tokenizer}, which is not "
             "read here; give it with --set=model.vocab_size=NUMBER"
         )
-    return decoder_config.with_memory(settings.model.resolved(None), settings.memory)
+    return settings.decoder(None)
 
 
-def lower_step(settings: TrainConfig, topology: chips.Topology) -> Lowered:
-    """Lower the configuration's step for every chip of a slice.
+def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Extension = Extension()) -> Lowered:
+    """Lower the configuration's step for every chip of a slice; extension: what a workload adds to its decoder.
 
     Raises:
       ValueError: there is no mesh in the configuration, or it does not fit the slice or the model.
@@ -84,11 +84,12 @@ def lower_step(settings: TrainConfig, topology: chips.Topology) -> Lowered:
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options)
     shape = (settings.batch_size, settings.data.seq_len)
     plan = parallel.make_plan(
-        model, settings.parallel, batch=shape[0] // how.accumulation, tokens=shape[1], devices=description.devices
-    )
-    shapes = decoder_config.parameter_shapes(model)
+        model, settings.parallel, batch=shape[0] // how.accumulation, tokens=shape[1], devices=description.devices,
+        extension=extension,
+    )  # fmt: skip
+    shapes = initial.parameter_shapes(model)
     shapes = {name: jax.ShapeDtypeStruct(one, "float32") for name, one in shapes.items()}
-    state = _abstract_state(settings, model, shapes, plan.mesh)
+    state = _abstract_state(settings, model, shapes, plan.mesh, extension)
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if model.dropout else None
     extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}
@@ -101,23 +102,24 @@ def lower_step(settings: TrainConfig, topology: chips.Topology) -> Lowered:
     return Lowered(lowered, dict(plan.mesh.shape), stored, used)
 
 
-def _abstract_state(settings: TrainConfig, model: TransformerConfig, shapes: Mapping[str, Any], mesh: Any) -> Any:
+def _abstract_state(
+    settings: TrainConfig, model: TransformerConfig, shapes: Mapping[str, Any], mesh: Any, extension: Extension
+) -> Any:
     """Return the state's shapes; the moments say where they lie when that is the host's memory."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jaxbench import offload, parallel, update
-    from jaxbench.transformer import Transformer
+    from jaxbench import offload, parallel, transformer, update
 
     how, dtype = settings.step, precision.policy(settings.step.precision).compute
     groups = parallel.projection_groups(settings.parallel, mesh.size) if settings.fused_projections else 0
     # "fused" asks for the kernel of the platform that JAX runs on, which is not the one compiled for.
     implementation = "splash" if settings.implementation == "fused" else settings.implementation
     kind = {"implementation": implementation, "block_size": settings.block_size, "scan_layers": settings.scan_layers}
-    fields = {name: getattr(model, name) for name in type(model).model_fields} | kind | {"fused_projections": groups}
+    kind |= {"fused_projections": groups, "dtype": dtype, "make_layer": extension.make_layer}
     on_device = how.model_copy(update={"offload": type(how.offload)()})
     state = jax.eval_shape(
-        lambda params: update.init_state(Transformer(**fields, dtype=dtype), params, on_device), shapes
+        lambda params: update.init_state(transformer.blank(model, **kind), params, on_device), shapes
     )
     if not how.offload.optimizer:
         return state
@@ -128,11 +130,14 @@ def _abstract_state(settings: TrainConfig, model: TransformerConfig, shapes: Map
     return dataclasses.replace(state, moments=moments)
 
 
-def compile_step(settings: TrainConfig, topology: chips.Topology) -> list[Record]:
-    """Compile the step for a slice and return its records; a step that does not fit is one record with status error."""
+def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Extension = Extension()) -> list[Record]:
+    """Compile the step for a slice and return its records; a step that does not fit is one record with status error.
+
+    extension: what a workload adds to the decoder.
+    """
     import jax
 
-    step, started = lower_step(settings, topology), time.perf_counter()
+    step, started = lower_step(settings, topology, extension), time.perf_counter()
     load = {"batch": settings.batch_size, "prompt_tokens": settings.data.seq_len}
     axes = [f"{axis}={size}" for axis, size in step.sizes.items() if size > 1]
     common = {
@@ -265,17 +270,35 @@ def describe(records: list[Record]) -> str:
     ])  # fmt: skip
 
 
-def main() -> int:
-    """Compile for --topology and print what was found; --output keeps the records as JSON lines."""
+def define_flags(path: str) -> None:
+    """Define the command's flags; path: the configuration that it takes by default."""
     from absl import flags
 
     from jaxbench import cli
 
-    settings, values = cli.load_config(TrainConfig), flags.FLAGS
+    cli.define_config(path)
+    flags.DEFINE_string("topology", "v5e:4x4", "slice to compile for")
+    flags.DEFINE_string("output", None, "file that records are appended to")
+
+
+def main() -> int:
+    """Compile the configuration's step; return the exit code."""
+    from jaxbench import cli
+
+    return report(cli.load_config(TrainConfig))
+
+
+def report(settings: TrainConfig, extension: Extension = Extension()) -> int:
+    """Compile a step for --topology and print what was found; --output keeps the records as JSON lines."""
+    from absl import flags
+
+    from jaxbench import cli
+
+    values = flags.FLAGS
     topology = chips.parse_topology(values.topology)
     if reason := tpu.unavailable():
         raise ValueError(f"{reason} (asked for {values.topology})")
-    records = compile_step(settings, topology)
+    records = compile_step(settings, topology, extension)
     if values.output:
         RecordFile(values.output).append(*records)
     print(describe(records), flush=True)
@@ -284,11 +307,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     tpu.start_anew()
-    from absl import flags
-
     from jaxbench import cli
 
-    cli.define_config("configs/lm/tpu_1b.yaml")
-    flags.DEFINE_string("topology", "v5e:4x4", "slice to compile for")
-    flags.DEFINE_string("output", None, "file that records are appended to")
+    define_flags("configs/lm/tpu_1b.yaml")
     cli.run(main, about=__doc__)

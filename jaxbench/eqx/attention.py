@@ -78,7 +78,7 @@ def attention(
         from jaxbench import fused_attention
 
         return fused_attention.attention(
-            query, key, value, query_positions, key_positions, kernel=implementation, **spans
+            query, key, value, query_positions, key_positions, kernel=implementation, mask_of=attention_mask, **spans
         )
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -8,7 +8,8 @@ Keys and values of the call come back as a KVCache; padded and handed in again, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -22,7 +23,6 @@ from jaxbench import libtpu, philox, rotary
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.eqx import nn
 from jaxbench.eqx.attention import attention
-from jaxbench.memory.decoder_config import DecoderMemory
 
 
 class KVCache(NamedTuple):
@@ -35,7 +35,7 @@ class KVCache(NamedTuple):
     keys: tuple[Float[Array, "E H S"], ...]
     values: tuple[Float[Array, "E S H"], ...]
     positions: Int[Array, "B S"]
-    memory: tuple[Any, ...] = ()  # the Flax twin's memory layers; here there are none
+    memory: tuple[Any, ...] = ()  # what the Flax twin's layers keep besides; here there is nothing
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
         """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
@@ -213,20 +213,16 @@ class Transformer(eqx.Module):
                  position: str, rope_theta: float, rope_scaling: RotaryScaling | None, qk_norm: bool,
                  use_bias: bool, tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
                  implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
-                 fused_projections: int = 0, memory: DecoderMemory | None = None):  # fmt: skip
-        if memory is not None:
-            raise ValueError(f"transformer: the Equinox twin has no memory layers, got memory.kind={memory.kind}")
+                 fused_projections: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
         self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
-        self.layers = [
-            Block(
-                d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm,
-                use_bias=use_bias, dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                head_dim=head_dim, sliding_window=sliding_window, implementation=implementation,
-                block_size=block_size, fused_projections=fused_projections,
-            )
-            for _ in range(num_layers)
-        ]  # fmt: skip
+        parts = dict(
+            d_model=d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm,
+            use_bias=use_bias, dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            head_dim=head_dim, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
+            fused_projections=fused_projections,
+        )  # fmt: skip
+        self.layers = [Block(**parts) if make_layer is None else make_layer(i, **parts) for i in range(num_layers)]
         self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
         is_rotary = position == "rotary"
@@ -308,6 +304,24 @@ class Transformer(eqx.Module):
         return hidden, tuple(keys), tuple(values)
 
 
+def blank(config: TransformerConfig, *, make_layer: Callable[..., Block] | None = None, **how: Any) -> Transformer:
+    """Decoder of a configuration whose parameters have shapes but no values yet; call it under eqx.filter_eval_shape.
+
+    Args:
+      config: its shape.
+      make_layer: make_layer(config, index, **parts) makes the layers, parts being the arguments of Block; what they
+        cache is keys and values alone. None = every layer is a Block.
+      how: further arguments of Transformer, such as dtype and implementation.
+
+    Raises:
+      ValueError: the configuration has layers that this twin has not.
+    """
+    if config.layer_kind is not None:
+        raise ValueError(f"transformer: the Equinox twin has no memory layers, got memory.kind={config.layer_kind}")
+    fields = {name: getattr(config, name) for name in TransformerConfig.model_fields}
+    return Transformer(**fields, **how, make_layer=make_layer and functools.partial(make_layer, config))
+
+
 def build(
     config: TransformerConfig,
     params: Mapping[str, np.ndarray],
@@ -317,17 +331,18 @@ def build(
     block_size: int = 128,
     scan_layers: bool = False,
     fused_projections: int = 0,
+    make_layer: Callable[..., Block] | None = None,
 ) -> Transformer:
     """Return the model of a configuration holding `params`, cast to dtype.
 
     fused_projections: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
     their kernels side by side in n interleaved parts (nn.project). Parameters and their names are the same.
+    make_layer: as for `blank`.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+      ValueError: a parameter is missing, unused or misshapen, all names are listed; or as `blank`.
     """
     libtpu.leave_out_if_absent()
-    fields = {name: getattr(config, name) for name in type(config).model_fields}
     how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    how |= {"fused_projections": fused_projections}
-    return nn.load_params(eqx.filter_eval_shape(lambda: Transformer(**fields, **how)), params)
+    how |= {"fused_projections": fused_projections, "make_layer": make_layer}
+    return nn.load_params(eqx.filter_eval_shape(lambda: blank(config, **how)), params)

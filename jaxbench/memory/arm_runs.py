@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from jaxbench import cli, observe, precision, schedules, train, transformer, update
-from jaxbench.memory import arms, decoder_config, tasks, text_task
+from jaxbench import cli, initial, observe, precision, schedules, train, update
+from jaxbench.memory import arms, decoder, tasks, text_task
 from jaxbench.memory.arms import AnyTask, Arms, Run
 from jaxbench.memory.text_task import TextConfig
 from jaxbench.schedules import ScheduleConfig
@@ -87,9 +87,9 @@ class Trials:
         """Train one run, ask it at every length, and return its record without the identity."""
         s, task, steps = self.settings, self.settings.tasks[run.task], self.settings.steps_of(run.task)
         model = s.model(run.arm, task.vocab_size)
-        params = decoder_config.initial_params(model, run.seed, std=s.decoder.initial_std)
+        params = initial.initial_params(model, run.seed, std=s.decoder.initial_std)
         policy = precision.policy(self.how.precision)
-        built = transformer.build(model, params, dtype=policy.compute)
+        built = decoder.build(model, params, dtype=policy.compute)
         state = update.init_state(built, params, self.how)
         schedule = ScheduleConfig(kind="cosine", warmup_steps=min(s.warmup_steps, steps), final_fraction=0.1)
         start, cpu, losses = time.perf_counter(), time.process_time(), []

@@ -12,7 +12,6 @@ commands with different parts (1/2, 2/2) fill one workdir together.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -22,6 +21,7 @@ import pydantic
 from pydantic import Field
 
 from jaxbench import config as config_module
+from jaxbench import initial
 from jaxbench.bench import statistics
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.memory import decoder_config, text_task
@@ -118,7 +118,7 @@ class Arms(Base):
 
     def num_params(self, arm: str, vocab_size: int) -> int:
         """Return the parameters of an arm."""
-        return sum(math.prod(shape) for shape in decoder_config.parameter_shapes(self.model(arm, vocab_size)).values())
+        return initial.num_parameters(self.model(arm, vocab_size))
 
 
 class Run(NamedTuple):

@@ -7,8 +7,8 @@ multiplication; both backends do the same products. Time is measured where the l
 
 from __future__ import annotations
 
-import importlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ TITLES = {
     "bank": "window and memory bank",
     "neural": "neural memory",
 }
-BACKENDS = {"flax": "jaxbench.memory.cost_layer", "torch": "torch_ref.memory.cost_layer"}
+BACKENDS = ("flax", "torch")
 COLORS = {"naive": "#d6336c", "blocked": "#e5722a", "bank": "#3b82f6", "neural": "#0d9f8c"}
 
 
@@ -99,11 +99,13 @@ class Measured(NamedTuple):
     flops: int | None  # of the whole sequence, forward
 
 
-def run(settings: Cost, workdir: str | Path) -> dict[str, Any]:
-    """Measure layers by length, write summary.json, cost.csv, cost.html and cost.svg, and return the summary."""
+def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure layers by length, write summary.json, cost.csv, cost.html and cost.svg, and return the summary.
+
+    parts: the module cost_layer of each of BACKENDS.
+    """
     workdir, rows = Path(workdir), []
     workdir.mkdir(parents=True, exist_ok=True)
-    parts = {name: importlib.import_module(module) for name, module in BACKENDS.items()}
     for length in settings.lengths:
         for layer in LAYERS:
             shape = (layer, settings.layer, length, settings.segment)

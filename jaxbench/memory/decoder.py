@@ -6,17 +6,22 @@ is 0 at the start. Padding changes no memory; each document of a row has a memor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import transformer
-from jaxbench.memory import blocks, layout
+from jaxbench.config import TransformerConfig
+from jaxbench.extension import Extension
+from jaxbench.memory import bank_config, blocks, layout, placement, watch
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.blocks import BlockState
+from jaxbench.memory.decoder_config import DecoderMemory, MemoryTransformerConfig
 
 
 class LayerMemory(NamedTuple):
@@ -30,14 +35,16 @@ class MemoryLayer(transformer.Block):
     """Residual block whose attention is a block with memory, or has a memory beside it."""
 
     def __init__(
-        self, config: BlockConfig, *, is_inserted: bool, max_documents: int, learn: bool, dtype: str, **parts: Any
-    ):
-        super().__init__(config.d_model, dtype=dtype, **parts)
+        self, config: BlockConfig, *, is_inserted: bool, max_documents: int, learn: bool, loss_weight: float,
+        dtype: str, **parts: Any,
+    ):  # fmt: skip
+        super().__init__(dtype=dtype, **parts)
         if not is_inserted:
             del self.attention
         self.block = blocks.Block(config, dtype=dtype)
         self.gate = nnx.Param(jnp.zeros((config.d_model,), dtype)) if is_inserted else None
         self.max_documents, self.learn = max_documents, learn
+        self.auxiliary_weight = loss_weight if config.bank is not None else 0.0
 
     def _mix(
         self, x: Float[Array, "B T D"], context: transformer.Context, cached: tuple | None
@@ -82,6 +89,23 @@ def documents(segments: Int[Array, "B T"], is_token: Bool[Array, "B T"]) -> Int[
     return jnp.where(is_token, layout.gathered(jnp.cumsum(is_next, axis=1), place), -1)
 
 
-def compression_loss(memory: tuple[LayerMemory | None, ...]) -> Float[Array, ""]:
-    """Return the sum of the layers' losses."""
-    return sum(layer.loss for layer in memory if layer is not None)
+def make_layer(config: MemoryTransformerConfig, index: int, **parts: Any) -> transformer.Block:
+    """Layer of a decoder, with memory where the configuration says so; parts: the arguments of transformer.Block."""
+    if not config.has_memory(index):
+        return transformer.Block(**parts)
+    memory = config.memory
+    kind = {"is_inserted": memory.insert, "max_documents": memory.max_documents, "learn": memory.learn}
+    return MemoryLayer(config.block(), **kind, loss_weight=memory.loss_weight, **parts)
+
+
+def build(config: TransformerConfig, params: Mapping[str, np.ndarray], **how: Any) -> transformer.Transformer:
+    """Decoder with the memory layers that its configuration has; arguments and errors are transformer.build's."""
+    return transformer.build(config, params, make_layer=make_layer if config.layer_kind else None, **how)
+
+
+def extension(memory: DecoderMemory | None) -> Extension:
+    """What a decoder with this memory adds to the core's programs; nothing where memory is None."""
+    if memory is None:
+        return Extension()
+    watched = {} if memory.bank is None else {"watch": watch.bank_states, "scalars": bank_config.scalars}
+    return Extension(make_layer=make_layer, add_rules=placement.with_memory, **watched)

@@ -1,16 +1,13 @@
-"""Shape of a decoder with memory layers, its parameters and initial values (S file)."""
+"""Shape of a decoder with memory layers, their parameters and initial values (S file)."""
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Any, Literal
 
 import numpy as np
 import pydantic
 from pydantic import Field
 
-from jaxbench import initial
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.memory import block_config
 from jaxbench.memory.bank_config import BankConfig
@@ -65,14 +62,64 @@ class MemoryTransformerConfig(TransformerConfig):
         self.block()
         return self
 
-    def indices(self) -> tuple[int, ...]:
-        """Return the layers that have memory."""
-        return tuple(range(self.num_layers)) if self.memory.layers is None else self.memory.layers
+    def has_memory(self, index: int) -> bool:
+        """True where the layer of this index has memory."""
+        return self.memory.layers is None or index in self.memory.layers
 
     def block(self) -> BlockConfig:
         """Return the shape of every memory layer's block."""
         sizes = ("d_model", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "norm_eps")
         return self.memory.block(**{name: getattr(self, name) for name in sizes})
+
+    @property
+    def layer_kind(self) -> str:
+        """Kind of the memory layers."""
+        return self.memory.kind
+
+    def layer_counts(self) -> dict[int, int]:
+        """Number of layers with memory and without, by the index of one of them."""
+        if (chosen := self.memory.layers) is None:
+            return {0: self.num_layers}
+        counts = {chosen[0]: len(chosen)}
+        if others := self.num_layers - len(chosen):
+            counts[next(i for i in range(self.num_layers) if i not in chosen)] = others
+        return counts
+
+    def layer_shapes(self, index: int, plain: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Parameter shapes of a layer; without insert, a memory layer has the block's in place of attention's."""
+        if not self.has_memory(index):
+            return plain
+        kept = {n: shape for n, shape in plain.items() if self.memory.insert or not n.startswith("attention.")}
+        block = {f"block.{name}": shape for name, shape in block_config.parameter_shapes(self.block()).items()}
+        return kept | block | ({"gate": (self.d_model,)} if self.memory.insert else {})
+
+    def own_params(self, seed: int, *, distinct: bool, std: float) -> dict[str, np.ndarray]:
+        """Initial values of the memories, each layer's drawn from its own seed.
+
+        A memory that is inserted starts with a gate of 0: the decoder computes what it did without.
+        """
+        params: dict[str, np.ndarray] = {}
+        for i in filter(self.has_memory, range(self.num_layers)):
+            values = block_config.initial_params(self.block(), seed + 1 + i, distinct=distinct, std=std)
+            params |= {f"layers.{i}.block.{name}": value for name, value in values.items()}
+            if self.memory.insert:
+                random = np.random.default_rng((seed, i))
+                params[f"layers.{i}.gate"] = (0.1 if distinct else 0.0) * random.standard_normal(self.d_model)
+        return params
+
+    def check_documents(self, segments: np.ndarray) -> None:
+        """Check that rows [B T] of segment ids, 0 = padding, have no more documents than the memory reads.
+
+        Raises:
+          ValueError: a row has more.
+        """
+        number = segments.max(axis=1) - np.where(segments > 0, segments, segments.max()).min(axis=1) + 1
+        if number.max() > self.memory.max_documents:
+            row = int(number.argmax())
+            raise ValueError(
+                f"memory: row {row} holds {number[row]} documents, and memory.max_documents="
+                f"{self.memory.max_documents} of a row have memory; raise it, or shorten data.seq_len"
+            )
 
 
 def with_memory(model: TransformerConfig, memory: DecoderMemory | None) -> TransformerConfig:
@@ -88,91 +135,3 @@ def with_memory(model: TransformerConfig, memory: DecoderMemory | None) -> Trans
     except pydantic.ValidationError as error:
         problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors(include_url=False)]
         raise ValueError("; ".join(problems)) from error
-
-
-def memory_of(config: TransformerConfig) -> DecoderMemory | None:
-    """Return a decoder's memory, None where it has none."""
-    return getattr(config, "memory", None)
-
-
-def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a decoder, with or without memory, by its dotted name."""
-    shapes = initial.parameter_shapes(config)
-    if memory_of(config) is None:
-        return shapes
-    for i in config.indices():
-        if not config.memory.insert:
-            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(f"layers.{i}.attention.")}
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(config).items()}
-    return shapes
-
-
-def num_parameters(config: TransformerConfig) -> int:
-    """Return how many numbers parameter_shapes names, without listing the layers."""
-    if memory_of(config) is None:
-        return initial.num_parameters(config)
-    layers = config.memory.layers
-    added = sum(math.prod(shape) for shape in _layer_shapes(config).values())
-    replaced = 0 if config.memory.insert else initial.layer_parameters(config, "attention.")
-    return initial.num_parameters(config) + (config.num_layers if layers is None else len(layers)) * (added - replaced)
-
-
-def _layer_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    shapes = {f"block.{name}": shape for name, shape in block_config.parameter_shapes(config.block()).items()}
-    return shapes | ({"gate": (config.d_model,)} if config.memory.insert else {})
-
-
-def initial_params(
-    config: TransformerConfig, seed: int, *, distinct: bool = False, std: float = initial.STANDARD_DEVIATION
-) -> dict[str, np.ndarray]:
-    """Return float64 initial values by name: the decoder's, and the memory's of every layer.
-
-    A memory that is inserted starts with a gate of 0: the decoder computes what it did without. With distinct=True
-    every tensor is random. std is that of kernels and embeddings.
-    """
-    params = initial.initial_params(config, seed, distinct=distinct, std=std)
-    return inserted(config, params, seed, distinct=distinct, std=std)
-
-
-def inserted(
-    config: TransformerConfig,
-    params: dict[str, np.ndarray],
-    seed: int,
-    *,
-    distinct: bool = False,
-    std: float = initial.STANDARD_DEVIATION,
-) -> dict[str, np.ndarray]:
-    """Return a decoder's parameters with the initial values of its memory, each layer's drawn from its own seed."""
-    if memory_of(config) is None:
-        return params
-    wanted = parameter_shapes(config)
-    params = {name: value for name, value in params.items() if name in wanted}
-    for i in config.indices():
-        values = block_config.initial_params(config.block(), seed + 1 + i, distinct=distinct, std=std)
-        params |= {f"layers.{i}.block.{name}": value for name, value in values.items()}
-        if config.memory.insert:
-            random = np.random.default_rng((seed, i))
-            params[f"layers.{i}.gate"] = (0.1 if distinct else 0.0) * random.standard_normal(config.d_model)
-    return params
-
-
-def is_memory(name: str) -> bool:
-    """Return True for a parameter that a decoder has because of its memory."""
-    return re.fullmatch(PARAMETERS, name) is not None
-
-
-def check_documents(config: TransformerConfig, segments: np.ndarray) -> None:
-    """Check that rows [B T] of segment ids, 0 = padding, have no more documents than a decoder's memory reads.
-
-    Raises:
-      ValueError: a row has more.
-    """
-    if (memory := memory_of(config)) is None:
-        return
-    number = segments.max(axis=1) - np.where(segments > 0, segments, segments.max()).min(axis=1) + 1
-    if number.max() > memory.max_documents:
-        row = int(number.argmax())
-        raise ValueError(
-            f"memory: row {row} holds {number[row]} documents, and memory.max_documents={memory.max_documents} of a "
-            "row have memory; raise it, or shorten data.seq_len"
-        )

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from jaxbench import cli, launch
-from jaxbench.memory import decoder_config
-from jaxbench.train_config import TrainConfig
+from jaxbench.memory.train_config import MemoryTrainConfig
 
 LIMIT = 1e-6  # relative 2-norm in float32
 
 
-def change_of_logits(settings: TrainConfig, batch: Any) -> float:
+def change_of_logits(settings: MemoryTrainConfig, batch: Any) -> float:
     """Return how far the memory of a run moves its starting model's logits on a batch, as a relative 2-norm.
 
     Raises:
@@ -27,16 +26,17 @@ def change_of_logits(settings: TrainConfig, batch: Any) -> float:
     import jax
     from flax import nnx
 
-    from jaxbench import train_inputs, transformer
+    from jaxbench import initial, train_inputs
+    from jaxbench.memory import decoder
 
     if settings.memory is None or settings.start is None:
         given = "unset" if settings.memory is None else "given"
         raise ValueError(f"insert: wanted a run with memory and start, got memory {given} and start={settings.start}")
     logits, shape = [], settings.model.resolved(settings.model.vocab_size)
     params = train_inputs.starting_point(settings, shape.vocab_size)[1]
-    for config in (shape, decoder_config.with_memory(shape, settings.memory)):
-        names = decoder_config.parameter_shapes(config)
-        model = transformer.build(config, {name: params[name] for name in names})
+    for config in (shape, settings.decoder(shape.vocab_size)):
+        names = initial.parameter_shapes(config)
+        model = decoder.build(config, {name: params[name] for name in names})
         graph, held = nnx.split(model)
         run = jax.jit(lambda held, x, graph=graph: nnx.merge(graph, held)(*x[:2], segments=x[2]))
         logits.append(np.asarray(run(held, (batch.tokens, batch.positions, batch.segments)), np.float64))
@@ -50,7 +50,7 @@ def main() -> int:
     launch.ensure("cpu")
     from jaxbench import train_inputs
 
-    settings = cli.load_config(TrainConfig)
+    settings = cli.load_config(MemoryTrainConfig)
     batch = train_inputs.prepare_data(settings).train.batch(0, settings.batch_size)
     change = change_of_logits(settings, batch)
     print(f"relative change of {batch.mask.size} tokens' logits: {change:.2e}, limit {LIMIT:.0e}")

@@ -6,23 +6,20 @@ import re
 
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import sharding
-from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
+from jaxbench import initial, sharding
+from jaxbench.memory.decoder_config import MemoryTransformerConfig
 from jaxbench.sharding import Axes, Rule
 
 
 def with_memory(
-    rules: tuple[Rule, ...], config: TransformerConfig, *, stored: Axes, heads: Axes, width: Axes
+    rules: tuple[Rule, ...], config: MemoryTransformerConfig, *, stored: Axes, heads: Axes, width: Axes
 ) -> tuple[Rule, ...]:
-    """Return a decoder's table with rules for its memory layers, where it has them.
+    """Return a decoder's table with rules for its memory layers.
 
     Heads of a memory are split like those of attention; what no memory of this kind has is left out, and so are the
     rules of an attention that every layer has given away. Axes: `sharding.decoder_table`.
     """
-    if decoder_config.memory_of(config) is None:
-        return rules
-    names = decoder_config.parameter_shapes(config)
+    names = initial.parameter_shapes(config)
     rules = (*rules, *memory_table(stored=stored, heads=heads, width=width))
     return tuple(rule for rule in rules if any(re.fullmatch(rule[0], name) for name in names))
 

@@ -18,8 +18,8 @@ from absl import flags
 from jaxbench import cli, config
 from jaxbench.bench import chips, hlo, tpu
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config
-from jaxbench.train_config import TrainConfig
+from jaxbench.memory.decoder_config import MemoryTransformerConfig
+from jaxbench.memory.train_config import MemoryTrainConfig
 
 VOCAB_SIZE = 257  # of the byte tokenizer, where a configuration leaves it open
 
@@ -44,10 +44,12 @@ def compile_programs(
 
     from jaxbench import sharding
     from jaxbench.bench import tpu_programs as programs
+    from jaxbench.memory import decoder
 
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options)
     mesh = sharding.make_mesh({sharding.DATA: topology.num_chips, sharding.MODEL: 1}, description.devices)
-    abstract = programs.abstract_model(model, dtype="bfloat16", scan_layers=False)
+    extension = decoder.extension(model.memory if isinstance(model, MemoryTransformerConfig) else None)
+    abstract = programs.abstract_model(model, dtype="bfloat16", scan_layers=False, extension=extension)
     serve, fit = {"layout": "replicated", "batch": batch}, {"layout": "fsdp", "batch": batch}
     for make in (
         lambda: programs.prefill(abstract, model, mesh, **serve, tokens=tokens),
@@ -74,9 +76,8 @@ def main() -> int:
     for name in values.topology:
         topology = tpu.check([name])[0]
         for path in values.config:
-            settings = config.load(path, (), TrainConfig)
-            plain = settings.model.resolved(settings.model.vocab_size or VOCAB_SIZE)
-            model = decoder_config.with_memory(plain, settings.memory)
+            settings = config.load(path, (), MemoryTrainConfig)
+            model = settings.decoder(settings.model.vocab_size or VOCAB_SIZE)
             batch = -(-settings.batch_size // topology.num_chips) * topology.num_chips
             for found in compile_programs(model, topology, batch=batch, tokens=settings.data.seq_len):
                 print(json.dumps({"config": path} | found), flush=True)

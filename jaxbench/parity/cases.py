@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxbench import initial
 from jaxbench.config import RotaryScaling, TransformerConfig
-from jaxbench.memory import decoder_config
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.decoder_config import DecoderMemory, with_memory
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.features import NeuralConfig
 
@@ -44,7 +45,7 @@ GPT2 = LLAMA.model_copy(
 # Heads wider together than the residual stream, as in the small models of the family.
 QWEN3 = {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6}
 LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
-GATED = decoder_config.with_memory(LLAMA, decoder_config.DecoderMemory(
+GATED = with_memory(LLAMA, DecoderMemory(
     kind="mag", layers=(1,), window=4, num_persistent=2, max_documents=2,
     neural=NeuralMemoryConfig(d_model=32, num_heads=2, head_dim=8, chunk_size=4),
 ))  # fmt: skip
@@ -160,7 +161,8 @@ CASES: tuple[Case, ...] = (
     Case("memory/bank-learned", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2,
          compression="learned"), module="memory.bank", task="memory.bank", data="memory.bank_config", length=18,
          prompt=0, backends=("flax",)),
-    Case("transformer/memory-gate", GATED, length=12, prompt=7, sampled=True, backends=("flax",)),
+    Case("transformer/memory-gate", GATED, module="memory.decoder", length=12, prompt=7, sampled=True,
+         backends=("flax",)),
     _block("mac", seed=1),
     _block("mag", length=7),
     _block("mag", seed=1, length=8, depth=0)._replace(id="memory/mag-none"),
@@ -194,7 +196,7 @@ def load(case: Case, *, model: str | None = None) -> tuple[Any, dict[str, np.nda
 
         checkpoint = weights.load_checkpoint(model)
         return checkpoint.config, dict(checkpoint.params)
-    return case.config, decoder_config.initial_params(case.config, case.seed, distinct=True)
+    return case.config, initial.initial_params(case.config, case.seed, distinct=True)
 
 
 class Arrays(NamedTuple):

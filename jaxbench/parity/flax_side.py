@@ -6,10 +6,9 @@ calls: a zero is added to each output and differentiated, or each call is made o
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,11 +18,11 @@ from flax import nnx
 
 from jaxbench import prng
 from jaxbench.config import TransformerConfig
+from jaxbench.intercept import intercepted
 from jaxbench.parity import capture
 from jaxbench.parity.cases import Arrays, Case
 
 NAME = "flax"
-Handler = Callable[[str, Callable[..., Any], tuple, dict], Any]
 
 
 class Side:
@@ -103,7 +102,7 @@ class Side:
             logits, outputs = logits_and_outputs(model)
         else:
             run = nnx.capture(logits_and_outputs, nnx.Intermediate, method_outputs=nnx.Intermediate)
-            with intercepted(model, shift):
+            with intercepted(model, shift, root=capture.ROOT):
                 (logits, _), captured = run(model)
             outputs = _outputs(captured)
         return self.task.loss_of(logits, batch), outputs
@@ -135,7 +134,7 @@ class Side:
                 calls[name] = capture.Call(handed, (first,))
                 return _replace(result, (*given[name].outputs, *rest), where=f"output of {name}")
 
-            with intercepted(model, force):
+            with intercepted(model, force, root=capture.ROOT):
                 self.task.predict(model, batch, dropout=dropout)
             return calls
 
@@ -176,30 +175,6 @@ class Side:
         lib = importlib.import_module(f"{self.package}.sample")
         generator = lib.Generator(self.model, eos_id=None, sampling=lib.Sampling(**sampling))
         return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
-
-
-@contextlib.contextmanager
-def intercepted(model: nnx.Module, handler: Handler) -> Iterator[None]:
-    """Route every call of the model's modules through handler(name, call, args, kwargs) while the context is open."""
-    names = {id(module): capture.module_name(path) for path, module in nnx.iter_modules(model)}
-    classes = {type(module) for _, module in nnx.iter_modules(model) if "__call__" in vars(type(module))}
-    originals = {cls: vars(cls)["__call__"] for cls in classes}
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-            call = functools.partial(original, self)
-            return handler(names[id(self)], call, args, kwargs) if id(self) in names else call(*args, **kwargs)
-
-        return wrapper
-
-    try:
-        for cls, original in originals.items():
-            cls.__call__ = wrap(original)
-        yield
-    finally:
-        for cls, original in originals.items():
-            cls.__call__ = original
 
 
 def _outputs(captured: nnx.State) -> dict[str, Any]:

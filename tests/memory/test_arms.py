@@ -199,12 +199,12 @@ def test_controls_on_books_see_as_far_as_the_plain_decoder_and_memory_sees_every
     import jax
     import jax.numpy as jnp
 
-    from jaxbench import transformer
-    from jaxbench.memory import decoder_config
+    from jaxbench import initial
+    from jaxbench.memory import decoder as decoders
 
     settings = config.load(ROOT / "configs" / "memory" / "books.yaml", (), arms.Arms)
     model = settings.model(arm, 257)
-    decoder = transformer.build(model, decoder_config.initial_params(model, 0, distinct=True))
+    decoder = decoders.build(model, initial.initial_params(model, 0, distinct=True))
     tokens = np.random.default_rng(0).integers(256, size=(1, 40))
     changed = tokens.copy()
     changed[0, 5] += 1

@@ -11,17 +11,17 @@ import optax
 import pytest
 import torch
 
-from jaxbench import config, initial, optimizers, sharding, transformer
+from jaxbench import config, initial, optimizers, sharding
 from jaxbench.config import TransformerConfig
-from jaxbench.memory import decoder_config, placement
+from jaxbench.memory import decoder, placement
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.decoder_config import DecoderMemory, with_memory
-from jaxbench.step_config import OptimizerConfig, StepConfig
-from jaxbench.train_config import TrainConfig
+from jaxbench.memory.train_config import MemoryOptimizerConfig, MemoryTrainConfig
+from jaxbench.step_config import StepConfig
 from torch_ref import train as torch_train
-from torch_ref import transformer as torch_transformer
 from torch_ref import update as torch_update
+from torch_ref.memory import decoder as torch_decoder
 
 PLAIN = TransformerConfig(
     vocab_size=31, d_model=16, d_ff=24, num_layers=3, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=64
@@ -54,7 +54,7 @@ KINDS = ("mac", "mag", "mal", "lmm", "bank", "insert-neural", "insert-bank")
 @functools.cache
 def twin(kind, dtype="float64"):
     shape = with_memory(PLAIN, memory(kind))
-    return torch_transformer.build(shape, decoder_config.initial_params(shape, 0, distinct=True), dtype=dtype)
+    return torch_decoder.build(shape, initial.initial_params(shape, 0, distinct=True), dtype=dtype)
 
 
 def data(seed=0):
@@ -91,7 +91,7 @@ def test_documents_of_a_row_are_read_as_if_each_were_alone(kind):
 
 def test_flax_keeps_documents_apart_as_the_twin_does(x64):
     shape = with_memory(PLAIN, memory("mac"))
-    model = transformer.build(shape, decoder_config.initial_params(shape, 0, distinct=True), dtype="float64")
+    model = decoder.build(shape, initial.initial_params(shape, 0, distinct=True), dtype="float64")
     tokens, positions, segments = data()
     found = jax.jit(lambda *x: model(*x[:2], segments=x[2]))(*map(jnp.asarray, (tokens, positions, segments)))
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_token_by_token_equals_one_pass_with_one_state_for_keys_and_memory(kind)
 @pytest.mark.parametrize("kind", ("mac", "bank"))
 def test_flax_decodes_token_by_token_from_a_prefix_what_it_answers_in_one_pass(kind, x64):
     shape = with_memory(PLAIN.model_copy(update={"num_layers": 2}), memory(kind))
-    model = transformer.build(shape, decoder_config.initial_params(shape, 0, distinct=True), dtype="float64")
+    model = decoder.build(shape, initial.initial_params(shape, 0, distinct=True), dtype="float64")
 
     @jax.jit
     def read(tokens, positions, cache=None, slot=None):
@@ -157,13 +157,13 @@ def test_a_layers_memory_does_not_grow_with_what_it_read():
         assert sizes[0] == sizes[1] > 0
 
 
-@pytest.mark.parametrize("package", (transformer, torch_transformer), ids=("flax", "torch"))
+@pytest.mark.parametrize("package", (decoder, torch_decoder), ids=("flax", "torch"))
 def test_a_decoder_s_memory_learns_as_it_reads_unless_that_is_switched_off(package):
     tokens, positions, _ = data()
     for learn in (True, False):
         shape = with_memory(PLAIN, memory("lmm", learn=learn))
-        model = package.build(shape, decoder_config.initial_params(shape, 0, distinct=True))
-        if package is transformer:
+        model = package.build(shape, initial.initial_params(shape, 0, distinct=True))
+        if package is decoder:
             _, cache = jax.jit(model.features)(jnp.asarray(tokens), jnp.asarray(positions))
             blank = jax.jit(lambda: model.layers[1].block.init_state(ROWS))()  # noqa: B023 - called here
         else:
@@ -192,21 +192,21 @@ def test_an_inserted_memory_changes_no_logit_until_it_is_trained(kind, qk_norm):
     shape = with_memory(plain, memory(kind, layers=None))
     tokens, positions, _ = data()
     with torch.no_grad():
-        found = torch_transformer.build(shape, decoder_config.inserted(shape, params, 0))(*tensors(tokens, positions))
-        wanted = torch_transformer.build(plain, params)(*tensors(tokens, positions))
+        found = torch_decoder.build(shape, initial.inserted(shape, params, 0))(*tensors(tokens, positions))
+        wanted = torch_decoder.build(plain, params)(*tensors(tokens, positions))
     assert float((found - wanted).norm() / wanted.norm()) <= 1e-6
-    moved = decoder_config.inserted(shape, params, 0)
+    moved = initial.inserted(shape, params, 0)
     moved["layers.1.gate"] = moved["layers.1.gate"] + 1.0
     with torch.no_grad():
-        other = torch_transformer.build(shape, moved)(*tensors(tokens, positions))
+        other = torch_decoder.build(shape, moved)(*tensors(tokens, positions))
     assert float((other - wanted).norm() / wanted.norm()) > 1e-4
 
 
 def test_only_the_memory_is_trained_where_that_is_asked():
     shape = with_memory(PLAIN, memory("insert-neural"))
-    params = decoder_config.initial_params(shape, 0)
-    how = StepConfig(optimizer=OptimizerConfig(trained="memory"))
-    state = torch_update.init_state(torch_transformer.build(shape, params), params, how)
+    params = initial.initial_params(shape, 0)
+    how = StepConfig(optimizer=MemoryOptimizerConfig(trained="memory"))
+    state = torch_update.init_state(torch_decoder.build(shape, params), params, how)
     tokens, positions, _ = tensors(*data())
     batch = torch_train.Batch(tokens, tokens.roll(-1, 1), positions, positions >= 0)
     for _ in range(3):
@@ -214,7 +214,7 @@ def test_only_the_memory_is_trained_where_that_is_asked():
     assert bool(metrics.is_finite)
     after = {name: value.detach().numpy() for name, value in state.params.named_parameters()}
     moved = {name for name, value in after.items() if not np.array_equal(value, params[name].astype(np.float32))}
-    assert moved == {name for name in params if decoder_config.is_memory(name)}
+    assert moved == {name for name in params if how.optimizer.is_trained(name)}
     assert "layers.1.gate" in moved and "layers.1.attention.q_proj.kernel" not in moved
     assert len(state.moments.state) == len(moved)
 
@@ -222,7 +222,7 @@ def test_only_the_memory_is_trained_where_that_is_asked():
 def test_the_jax_optimiser_moves_and_remembers_the_memory_alone():
     params = {"layers.0.block.memory.q_proj.kernel": jnp.ones((2, 2)), "layers.0.gate": jnp.ones(2),
               "layers.0.attention.q_proj.kernel": jnp.ones((2, 2)), "embed.embedding": jnp.ones((2, 2))}  # fmt: skip
-    chosen = OptimizerConfig(trained="memory", weight_decay=0.1)
+    chosen = MemoryOptimizerConfig(trained="memory", weight_decay=0.1)
     transform = optimizers.transform(chosen, 0.1, params)
     state = transform.init(params)
     updates, _ = transform.update(jax.tree.map(jnp.ones_like, params), state, params)
@@ -243,19 +243,19 @@ def test_every_parameter_has_a_rule_on_any_mesh(kind):
     parts = {name: getattr(shape, name) for name in sharding.PARTS}
     rules = sharding.decoder_table(stored="fsdp", out="model", heads="model", width=None, **parts)
     rules = placement.with_memory(rules, shape, stored="fsdp", heads="model", width=None)
-    specs = sharding.parameter_specs(decoder_config.parameter_shapes(shape), rules, {"fsdp": 2, "model": 2})
+    specs = sharding.parameter_specs(initial.parameter_shapes(shape), rules, {"fsdp": 2, "model": 2})
     kernels = [spec for name, spec in specs.items() if name.startswith("layers.1.block") and "_proj" in name]
     assert kernels and all({"fsdp", "model"} == set(spec) for spec in kernels)
     with pytest.raises(ValueError, match="parameters without a rule: .*layers.1.block.other"):
-        shapes = decoder_config.parameter_shapes(shape) | {"layers.1.block.other": (4, 4)}
+        shapes = initial.parameter_shapes(shape) | {"layers.1.block.other": (4, 4)}
         sharding.parameter_specs(shapes, rules, {"fsdp": 2, "model": 2})
 
 
 def test_the_arms_have_as_many_parameters_within_5_percent():
     def size(name):
-        settings = config.load(f"configs/ltm/{name}.yaml", (), TrainConfig)
-        shape = with_memory(settings.model.resolved(257), settings.memory)
-        return sum(math.prod(each) for each in decoder_config.parameter_shapes(shape).values())
+        settings = config.load(f"configs/ltm/{name}.yaml", (), MemoryTrainConfig)
+        shape = settings.decoder(257)
+        return sum(math.prod(each) for each in initial.parameter_shapes(shape).values())
 
     plain = size("plain")
     assert len(ARMS) > 1 and all(abs(size(arm) / plain - 1) < 0.05 for arm in ARMS)
@@ -276,25 +276,25 @@ def test_bad_memories_are_refused_with_their_values():
             with_memory(PLAIN.model_copy(update={"qk_norm": True}), memory(kind))
     with pytest.raises(ValueError, match="scan_layers=True needs layers that are alike, got memory=mag"):
         shape = with_memory(PLAIN, memory("mag"))
-        transformer.build(shape, {}, scan_layers=True)
+        decoder.build(shape, {}, scan_layers=True)
     segments = np.array([[1, 1, 1, 0], [2, 3, 4, 0]])
-    decoder_config.check_documents(PLAIN, segments)
+    PLAIN.check_documents(segments)
     with pytest.raises(ValueError, match="row 1 holds 3 documents, and memory.max_documents=2"):
-        decoder_config.check_documents(with_memory(PLAIN, memory("mag")), segments)
+        with_memory(PLAIN, memory("mag")).check_documents(segments)
 
 
 def test_a_run_names_what_keeps_its_memory_from_training():
     base = {"model": PLAIN.model_dump(), "data": {"seq_len": 16}, "batch_size": 2, "steps": 1, "learning_rate": 0.1}
     with pytest.raises(ValueError, match="trained=memory, but memory is null"):
-        TrainConfig(**base, step={"optimizer": {"trained": "memory"}})
+        MemoryTrainConfig(**base, step={"optimizer": {"trained": "memory"}})
     with pytest.raises(ValueError, match=r"layers=\[9\] must be"):
-        TrainConfig(**base, memory=memory("mag").model_dump() | {"layers": (9,)})
+        MemoryTrainConfig(**base, memory=memory("mag").model_dump() | {"layers": (9,)})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layers", [(0, 2), None])
 def test_parameters_are_counted_without_listing_them(kind, layers):
     shape = with_memory(PLAIN, memory(kind, layers=layers))
-    listed = sum(math.prod(each) for each in decoder_config.parameter_shapes(shape).values())
-    assert decoder_config.num_parameters(shape) == listed
-    assert decoder_config.num_parameters(PLAIN) == sum(math.prod(x) for x in initial.parameter_shapes(PLAIN).values())
+    listed = sum(math.prod(each) for each in initial.parameter_shapes(shape).values())
+    assert initial.num_parameters(shape) == listed
+    assert initial.num_parameters(PLAIN) == sum(math.prod(x) for x in initial.parameter_shapes(PLAIN).values())

@@ -5,11 +5,12 @@ import functools
 import jax
 import numpy as np
 
-from jaxbench import observe, transformer, update
+from jaxbench import initial, update
 from jaxbench import train as jax_train
-from jaxbench.memory import bank_config, decoder_config, watch
+from jaxbench.memory import bank_config, decoder, decoder_config
 from jaxbench.step_config import StepConfig
 from torch_ref import engine, train
+from torch_ref.memory import decoder as torch_decoder
 
 SHAPE = {"d_model": 16, "num_heads": 2, "head_dim": 8}
 MEMORY = {"kind": "bank", "layers": [1], "window": 4}
@@ -27,16 +28,14 @@ def batch(kind, is_token):
     return kind(tokens, tokens, np.where(is_token, positions, -1), is_token, segments)
 
 
-def states(params, is_token, how):
-    """Return the banks' states as the PyTorch engine gives them to a run."""
-    run = engine.Engine(DECODER, params, how, batch_size=2, seq_len=32, seed=0)
-    return run.banks(batch(train.Batch, is_token))
+def run(params, how):
+    """Return the PyTorch engine of a run."""
+    extension = torch_decoder.extension(DECODER.memory)
+    return engine.Engine(DECODER, params, how, batch_size=2, seq_len=32, seed=0, extension=extension)
 
 
 def test_the_banks_of_a_decoder_in_training_are_shown_by_layer():
-    shown = states(decoder_config.initial_params(DECODER, 0), np.ones((2, 32), bool), StepConfig())
-    assert list(shown) == [1] and shown[1].num_slots.tolist() == [4, 4]
-    found = observe.bank_scalars(1, bank_config.memory_stats(shown[1]))
+    found = run(initial.initial_params(DECODER, 0), StepConfig()).watched(batch(train.Batch, np.ones((2, 32), bool)))
     # Eight blocks: one is recent, seven were compressed into 14 slots, of which four are left.
     assert (found["bank_1/occupancy"], found["bank_1/evictions"], found["bank_1/compression_ratio"]) == (1.0, 10.0, 2.0)
     assert found["bank_1/age_below_1_blocks"] == found["bank_1/age_below_2_blocks"] == 2.0
@@ -47,10 +46,12 @@ def test_the_banks_of_a_decoder_in_training_are_shown_by_layer():
 def test_both_backends_show_the_same_banks(x64):
     is_token, how = np.ones((2, 32), bool), StepConfig(precision="float64")
     is_token[1, [3, 14, 15, 16, 17, 31]] = False  # 26 tokens: six blocks, and two that wait
-    params = decoder_config.initial_params(DECODER, 0, distinct=True)
-    state = update.init_state(transformer.build(DECODER, params, dtype="float64"), params, how)
-    show = jax.jit(functools.partial(watch.bank_states, graph=state.graph, how=how))
-    found, wanted = show(state.params, batch(jax_train.Batch, is_token)), states(params, is_token, how)
+    params = initial.initial_params(DECODER, 0, distinct=True)
+    state = update.init_state(decoder.build(DECODER, params, dtype="float64"), params, how)
+    show = jax.jit(functools.partial(decoder.extension(DECODER.memory).watch, graph=state.graph, how=how))
+    found, twin = show(state.params, batch(jax_train.Batch, is_token)), run(params, how)
+    arrays = twin._batch(batch(train.Batch, is_token))
+    wanted = twin.extension.watch(twin.state.params, arrays, graph=None, how=how)
     assert list(found) == list(wanted) == [1] and wanted[1].count.tolist() == [0, 2]
     for name, value in wanted[1]._asdict().items():
         np.testing.assert_allclose(getattr(found[1], name), value, rtol=1e-12, atol=1e-12, err_msg=name)

@@ -6,15 +6,21 @@ is 0 at the start. Padding changes no memory; each document of a row has a memor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from jaxbench.config import TransformerConfig
+from jaxbench.extension import Extension
+from jaxbench.memory import bank_config
 from jaxbench.memory.block_config import BlockConfig
+from jaxbench.memory.decoder_config import DecoderMemory, MemoryTransformerConfig
 from torch_ref import transformer
-from torch_ref.memory import blocks, layout
+from torch_ref.memory import blocks, layout, watch
 from torch_ref.memory.blocks import BlockState
 
 
@@ -29,15 +35,17 @@ class MemoryLayer(transformer.Block):
     """Residual block whose attention is a block with memory, or has a memory beside it."""
 
     def __init__(
-        self, config: BlockConfig, *, is_inserted: bool, max_documents: int, learn: bool, dtype: str, **parts: Any
-    ):
-        super().__init__(config.d_model, dtype=dtype, **parts)
+        self, config: BlockConfig, *, is_inserted: bool, max_documents: int, learn: bool, loss_weight: float,
+        dtype: str, **parts: Any,
+    ):  # fmt: skip
+        super().__init__(dtype=dtype, **parts)
         if not is_inserted:
             del self.attention
         self.block = blocks.Block(config, dtype=dtype)
         gate = torch.zeros(config.d_model, dtype=getattr(torch, dtype)) if is_inserted else None
         self.gate = None if gate is None else torch.nn.Parameter(gate)
         self.max_documents, self.learn = max_documents, learn
+        self.auxiliary_weight = loss_weight if config.bank is not None else 0.0
 
     def _mix(
         self, x: Float[Tensor, "B T D"], context: transformer.Context, cached: tuple | None
@@ -82,6 +90,23 @@ def documents(segments: Int[Tensor, "B T"], is_token: Bool[Tensor, "B T"]) -> In
     return torch.where(is_token, layout.gathered(torch.cumsum(is_next, dim=1), place), -1)
 
 
-def compression_loss(memory: tuple[LayerMemory | None, ...]) -> Float[Tensor, ""]:
-    """Return the sum of the layers' losses."""
-    return sum(layer.loss for layer in memory if layer is not None)
+def make_layer(config: MemoryTransformerConfig, index: int, **parts: Any) -> transformer.Block:
+    """Layer of a decoder, with memory where the configuration says so; parts: the arguments of transformer.Block."""
+    if not config.has_memory(index):
+        return transformer.Block(**parts)
+    memory = config.memory
+    kind = {"is_inserted": memory.insert, "max_documents": memory.max_documents, "learn": memory.learn}
+    return MemoryLayer(config.block(), **kind, loss_weight=memory.loss_weight, **parts)
+
+
+def build(config: TransformerConfig, params: Mapping[str, np.ndarray], **how: Any) -> transformer.Transformer:
+    """Decoder with the memory layers that its configuration has; arguments and errors are transformer.build's."""
+    return transformer.build(config, params, make_layer=make_layer if config.layer_kind else None, **how)
+
+
+def extension(memory: DecoderMemory | None) -> Extension:
+    """What a decoder with this memory adds to the core's programs; nothing where memory is None."""
+    if memory is None:
+        return Extension()
+    watched = {} if memory.bank is None else {"watch": watch.bank_states, "scalars": bank_config.scalars}
+    return Extension(make_layer=make_layer, **watched)

@@ -1,0 +1,25 @@
+"""Compile the step of a training configuration with memory for a TPU slice, as bench/tpu_train.py does.
+
+    python -m jaxbench.memory.tpu_train --config=configs/ltm/mac.yaml --topology=v5e:2x2 \\
+        --set='parallel={mesh: {data: 4}}' --set=model.vocab_size=257 [--output=F]
+"""
+
+from __future__ import annotations
+
+from jaxbench import cli
+from jaxbench.bench import tpu, tpu_train
+from jaxbench.memory.train_config import MemoryTrainConfig
+
+
+def main() -> int:
+    """Compile the configuration's step; return the exit code."""
+    from jaxbench.memory import decoder
+
+    settings = cli.load_config(MemoryTrainConfig)
+    return tpu_train.report(settings, decoder.extension(settings.memory))
+
+
+if __name__ == "__main__":
+    tpu.start_anew()
+    tpu_train.define_flags("configs/ltm/mac.yaml")
+    cli.run(main, about=__doc__)

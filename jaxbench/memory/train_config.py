@@ -1,0 +1,54 @@
+"""What a training run of a decoder with memory is: the model of configs/ltm/*.yaml (S file)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import pydantic
+
+from jaxbench.config import TransformerConfig
+from jaxbench.memory.decoder_config import PARAMETERS, DecoderMemory, with_memory
+from jaxbench.step_config import OptimizerConfig, StepConfig
+from jaxbench.train_config import TrainConfig
+
+
+class MemoryOptimizerConfig(OptimizerConfig):
+    """An optimiser that may leave a decoder as it is but for its memory."""
+
+    trained: Literal["all", "memory"] = "all"  # memory: a decoder's memory layers learn, the rest stays as it is
+
+    def is_trained(self, name: str) -> bool:
+        """Return True where the parameter of this dotted name is trained."""
+        return self.trained == "all" or re.fullmatch(PARAMETERS, name) is not None
+
+
+class MemoryStepConfig(StepConfig):
+    """One optimiser step of a decoder that may have memory."""
+
+    optimizer: MemoryOptimizerConfig = MemoryOptimizerConfig()
+
+
+class MemoryTrainConfig(TrainConfig):
+    """One training run of a decoder that may have memory; without one it is any training run."""
+
+    step: MemoryStepConfig = MemoryStepConfig()
+    memory: DecoderMemory | None = None  # memory layers of the decoder
+
+    @pydantic.model_validator(mode="after")
+    def _check_trained(self) -> MemoryTrainConfig:
+        trained = self.step.optimizer.trained
+        if trained == "memory" and self.memory is None:
+            raise ValueError(f"step.optimizer.trained={trained}, but memory is null: there would be nothing to train")
+        return self
+
+    def decoder(self, vocab_size: int | None) -> TransformerConfig:
+        """Decoder that the run trains, its memory layers included; see TrainConfig.decoder."""
+        return with_memory(super().decoder(vocab_size), self.memory)
+
+    def identity(self) -> dict[str, Any]:
+        """Settings that stay the same from one start of a run to the next, as JSON."""
+        content = super().identity()
+        if (bank := (content["memory"] or {}).get("bank")) is not None:
+            bank.pop("memory_slots")  # a bank may grow or shrink between starts: no parameter depends on its slots
+        return content
