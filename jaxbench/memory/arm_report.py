@@ -36,9 +36,9 @@ def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path)
     records.write_csv(workdir / "results.csv", rows)
     records.write_text(workdir / "report.html", figure(settings, rows))
     records.write_text(workdir / "report.svg", picture(settings, rows))
-    asked = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
+    shown = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
     tables = []
-    for task in asked:
+    for task in shown:
         tables += [table(settings, rows, task), length_table(settings, lengths, task)]
         if any(row["pairs"] and row["arm"] != row["rival"] for row in rows if row["task"] == task):
             tables.append(difference_table(settings, rows, lengths, task))

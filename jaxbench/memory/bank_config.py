@@ -105,25 +105,25 @@ def memory_stats(state: Any, *, dead_share: float = 0.1) -> MemoryStats:
     A slot is dead when its share of the attention mass is below dead_share of an even one, 0 < dead_share < 1.
     """
     values = {name: np.asarray(x, np.float64) for name, x in zip(state._fields, state, strict=True)}
-    capacity, number = values["slots"].shape[1], values["num_slots"]
-    filled = np.arange(capacity)[None] < number[:, None]
+    capacity, num_slots = values["slots"].shape[1], values["num_slots"]
+    filled = np.arange(capacity)[None] < num_slots[:, None]
     mass = np.where(filled, values["mass"][:, -capacity:], 0.0)
     total = mass.sum(axis=1, keepdims=True)
     # Before any attention all filled slots count alike.
-    even = filled / np.maximum(number, 1)[:, None]
+    even = filled / np.maximum(num_slots, 1)[:, None]
     share = np.where(total > 0, mass / np.where(total > 0, total, 1.0), even)
     is_used = filled & ((share > dead_share * even) | (values["age"] == 0))  # the newest slots were not attended to yet
     entropy = -np.sum(share * np.log(np.where(share > 0, share, 1.0)), axis=1)
     ages = np.digitize(values["age"], AGE_EDGES) - 1
     histogram = np.stack([(filled & (ages == i)).sum(axis=1) for i in range(len(AGE_EDGES))], axis=1)
-    made = number + values["evicted"]
+    num_made = num_slots + values["evicted"]
     return MemoryStats(
-        occupancy=number / capacity,
-        utilisation=is_used.sum(axis=1) / np.maximum(number, 1),
-        effective_slots=np.where(number > 0, np.exp(entropy), 0.0),
+        occupancy=num_slots / capacity,
+        utilisation=is_used.sum(axis=1) / np.maximum(num_slots, 1),
+        effective_slots=np.where(num_slots > 0, np.exp(entropy), 0.0),
         dead_slots=(filled & ~is_used).sum(axis=1),
         age_histogram=histogram,
         evictions=values["evicted"],
-        compression_ratio=values["compressed"] / np.maximum(made, 1),
+        compression_ratio=values["compressed"] / np.maximum(num_made, 1),
         reconstruction_cosine=values["cosine"],
     )

@@ -138,13 +138,13 @@ def table(summary: dict[str, Any]) -> Any:
     from rich.table import Table
 
     names = ("backend", "layer", "context", "temporary MiB", "state KiB", "MFLOP/token", "tokens/s")
-    found = Table(*names, title="One layer, forward, batch 1, float32", title_justify="left")
+    shown = Table(*names, title="One layer, forward, batch 1, float32", title_justify="left")
     for row in summary["rows"]:
         speed = "" if row["seconds"] is None else f"{row['length'] / row['seconds']:,.0f}"
         numbers = (row["temp_bytes"] / 2**20, row["state_bytes"] / 2**10, row["flops_per_token"] / 1e6)
         cells = (row["backend"], TITLES[row["layer"]], f"{row['length']:,}")
-        found.add_row(*cells, *(f"{number:,.1f}" for number in numbers), speed)
-    return found
+        shown.add_row(*cells, *(f"{number:,.1f}" for number in numbers), speed)
+    return shown
 
 
 def _series(rows: list[dict], field: str) -> Iterator[tuple[str, str, list[dict]]]:

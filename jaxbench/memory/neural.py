@@ -187,12 +187,12 @@ class NeuralMemory(nnx.Module):
     def _persistent(self, batch_size: int) -> Float[Array, "B P D"]:
         return jnp.broadcast_to(self.persistent[...][None], (batch_size, *self.persistent.shape))
 
-    def _by_memory(self, state: NeuralState) -> tuple[Weights, ...]:
+    def _merge_heads(self, state: NeuralState) -> tuple[Weights, ...]:
         """Weights, momentum and anchor with rows and heads merged, [E ...]."""
         return tuple(layout.tree_map(layout.merge_heads, each) for each in state[:3])
 
-    def _by_row(self, *trees: Weights) -> tuple[Weights, ...]:
-        """Undo `_by_memory`."""
+    def _split_heads(self, *trees: Weights) -> tuple[Weights, ...]:
+        """Undo `_merge_heads`."""
         return tuple(layout.tree_map(lambda x: layout.split_heads(x, self.num_heads), each) for each in trees)
 
     def _check(self, state: NeuralState, batch_size: int) -> None:
@@ -224,7 +224,7 @@ class NeuralMemory(nnx.Module):
         size = self.chunk_size
         projected = self._project(x, state.tail, None)
         tokens = layout.tree_map(layout.heads_first, projected.tokens)
-        weights, momentum, _ = self._by_memory(state)
+        weights, momentum, _ = self._merge_heads(state)
 
         def read(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Array, "E C H"]]:
             (weights, momentum), (tokens, coeffs) = carry, inputs
@@ -243,7 +243,7 @@ class NeuralMemory(nnx.Module):
             parts.append(output)
         read_out = layout.tokens_first(jnp.concatenate(parts, axis=1), self.num_heads)
         count = jnp.full((batch_size,), length - whole, jnp.int32)
-        state = NeuralState(*self._by_row(*carry, anchor), count, projected.tail)
+        state = NeuralState(*self._split_heads(*carry, anchor), count, projected.tail)
         return self._output(read_out, projected.gate), state
 
     def _coefficients(self, chunks: Tokens) -> chunk.Coefficients:
@@ -279,9 +279,9 @@ class NeuralMemory(nnx.Module):
             return (weights, momentum, anchor), output
 
         inputs = (chunks, is_begun, self._coefficients(chunks))
-        carry, outputs = layout.scan_chunks(read, self._by_memory(state), inputs)
+        carry, outputs = layout.scan_chunks(read, self._merge_heads(state), inputs)
         read_out = layout.tokens_first(layout.join_chunks(outputs), self.num_heads)
-        weights, momentum, anchor = self._by_row(*carry)
+        weights, momentum, anchor = self._split_heads(*carry)
         count = (state.count + num_tokens.astype(jnp.int32)) % self.chunk_size
         anchor = layout.tree_map(functools.partial(layout.select_rows, count == 0), weights, anchor)
         read_out = layout.gathered(read_out, jnp.arange(length)[None, :] + offset[:, None])

@@ -126,9 +126,9 @@ def table(summary: dict[str, Any]) -> Any:
     from rich.table import Table
 
     names = ("depth", "steps", "first loss", "last loss", "largest gradient", "largest weight", "finite", "seconds")
-    found = Table(*names, title="Training a neural memory on bytes, nats a byte", title_justify="left")
+    shown = Table(*names, title="Training a neural memory on bytes, nats a byte", title_justify="left")
     for row in summary["rows"]:
         losses = (f"{row[name]:.3f}" for name in ("first_loss", "last_loss", "largest_gradient", "largest_weight"))
         finite = "yes" if row["is_finite"] else "NO"
-        found.add_row(str(row["depth"]), str(row["steps"]), *losses, finite, f"{row['seconds']:.0f}")
-    return found
+        shown.add_row(str(row["depth"]), str(row["steps"]), *losses, finite, f"{row['seconds']:.0f}")
+    return shown
