@@ -4,7 +4,8 @@ From x come queries, keys and values (projection, depthwise causal convolution, 
 eta, theta and alpha of every token and head; chunk.py writes and reads chunk after chunk; read-outs are normalised,
 gated and projected. Chunks are counted in a row's own tokens, so padding and batch neighbours change nothing, and a
 state carries an unfinished chunk from call to call. Source: Behrouz et al. 2024, arXiv:2501.00663, sections 3.1, 3.2
-and 4.4. Axis letters: chunk.py's, C channels of the convolutions (q, k, v), K their taps, P persistent tokens.
+and 4.4. Axis letters: chunk.py's, C channels of the convolutions (q, k, v), K their taps, J = K - 1, P persistent
+tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class NeuralState(NamedTuple):
     momentum: Weights
     anchor: Weights  # weights A at the start of the current chunk, where its gradients are taken
     count: Int[Array, " B"]  # tokens of the current chunk read so far
-    tail: Float[Array, "B K-1 C"]  # last inputs of the convolutions
+    tail: Float[Array, "B J C"]  # last inputs of the convolutions
 
 
 def _norms(gain: Float[Array, "B N H"] | nnx.Param | None) -> str:
@@ -48,7 +49,7 @@ class Projections(NamedTuple):
 
     tokens: Tokens
     gate: Float[Array, "B T I"] | None  # output gate; None = none
-    tail: Float[Array, "B K-1 C"]  # last inputs of the convolutions
+    tail: Float[Array, "B J C"]  # last inputs of the convolutions
 
 
 class Conv(nnx.Module):
@@ -294,7 +295,7 @@ class NeuralMemory(nnx.Module):
         return layout.tokens_first(read_out, self.num_heads)
 
     def _project(
-        self, x: Float[Array, "B T D"], tail: Float[Array, "B K-1 C"], num_tokens: Int[Array, " B"] | None
+        self, x: Float[Array, "B T D"], tail: Float[Array, "B J C"], num_tokens: Int[Array, " B"] | None
     ) -> Projections:
         """Queries, keys, values and gates of each token (Titans, eq. 11, section 4.4).
 
@@ -323,9 +324,9 @@ class NeuralMemory(nnx.Module):
         return Projections(tokens, gate, jnp.concatenate(tails, axis=-1))
 
     def _convolve(
-        self, conv: Conv | None, x: Float[Array, "B T I"], before: Float[Array, "B K-1 I"],
+        self, conv: Conv | None, x: Float[Array, "B T I"], before: Float[Array, "B J I"],
         num_tokens: Int[Array, " B"] | None,
-    ) -> tuple[Float[Array, "B T I"], Float[Array, "B K-1 I"]]:  # fmt: skip
+    ) -> tuple[Float[Array, "B T I"], Float[Array, "B J I"]]:  # fmt: skip
         """Convolve a projection behind the K - 1 inputs before it; also the last K - 1 for the call that follows."""
         if conv is None:
             return x, before

@@ -4,7 +4,8 @@ From x come queries, keys and values (projection, depthwise causal convolution, 
 eta, theta and alpha of every token and head; chunk.py writes and reads chunk after chunk; read-outs are normalised,
 gated and projected. Chunks are counted in a row's own tokens, so padding and batch neighbours change nothing, and a
 state carries an unfinished chunk from call to call. Source: Behrouz et al. 2024, arXiv:2501.00663, sections 3.1, 3.2
-and 4.4. Axis letters: chunk.py's, C channels of the convolutions (q, k, v), K their taps, P persistent tokens.
+and 4.4. Axis letters: chunk.py's, C channels of the convolutions (q, k, v), K their taps, J = K - 1, P persistent
+tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class NeuralState(NamedTuple):
     momentum: Weights
     anchor: Weights  # weights A at the start of the current chunk, where its gradients are taken
     count: Int[Tensor, " B"]  # tokens of the current chunk read so far
-    tail: Float[Tensor, "B K-1 C"]  # last inputs of the convolutions
+    tail: Float[Tensor, "B J C"]  # last inputs of the convolutions
 
 
 def _norms(gain: Float[Tensor, "B N H"] | torch.nn.Parameter | None) -> str:
@@ -47,7 +48,7 @@ class Projections(NamedTuple):
 
     tokens: Tokens
     gate: Float[Tensor, "B T I"] | None  # output gate; None = none
-    tail: Float[Tensor, "B K-1 C"]  # last inputs of the convolutions
+    tail: Float[Tensor, "B J C"]  # last inputs of the convolutions
 
 
 class Conv(torch.nn.Module):
@@ -298,7 +299,7 @@ class NeuralMemory(torch.nn.Module):
         return layout.tokens_first(read_out, self.num_heads)
 
     def _project(
-        self, x: Float[Tensor, "B T D"], tail: Float[Tensor, "B K-1 C"], num_tokens: Int[Tensor, " B"] | None
+        self, x: Float[Tensor, "B T D"], tail: Float[Tensor, "B J C"], num_tokens: Int[Tensor, " B"] | None
     ) -> Projections:
         """Queries, keys, values and gates of each token (Titans, eq. 11, section 4.4).
 
@@ -327,9 +328,9 @@ class NeuralMemory(torch.nn.Module):
         return Projections(tokens, gate, torch.cat(tails, dim=-1))
 
     def _convolve(
-        self, conv: Conv | None, x: Float[Tensor, "B T I"], before: Float[Tensor, "B K-1 I"],
+        self, conv: Conv | None, x: Float[Tensor, "B T I"], before: Float[Tensor, "B J I"],
         num_tokens: Int[Tensor, " B"] | None,
-    ) -> tuple[Float[Tensor, "B T I"], Float[Tensor, "B K-1 I"]]:  # fmt: skip
+    ) -> tuple[Float[Tensor, "B T I"], Float[Tensor, "B J I"]]:  # fmt: skip
         """Convolve a projection behind the K - 1 inputs before it; also the last K - 1 for the call that follows."""
         if conv is None:
             return x, before
