@@ -36,9 +36,9 @@ def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path)
     records.write_csv(workdir / "results.csv", rows)
     records.write_text(workdir / "report.html", figure(settings, rows))
     records.write_text(workdir / "report.svg", picture(settings, rows))
-    asked = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
+    shown = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
     tables = []
-    for task in asked:
+    for task in shown:
         tables += [table(settings, rows, task), length_table(settings, lengths, task)]
         if any(row["pairs"] and row["arm"] != row["rival"] for row in rows if row["task"] == task):
             tables.append(difference_table(settings, rows, lengths, task))
@@ -46,7 +46,7 @@ def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path)
 
 
 def table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
-    """Return a task's accuracy at the training length by distance, as a rich table."""
+    """Rich table of a task's accuracy by distance, at the training length."""
     own, heads = _by_class(settings, rows, task)
     title = f"{task}: {_what(settings, task)} by distance in windows of {settings.window} tokens"
     return _table(settings, title, heads, own)
@@ -55,7 +55,7 @@ def table(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> Any:
 def difference_table(
     settings: Arms, rows: Sequence[dict[str, Any]], lengths: Sequence[dict[str, Any]], task: str
 ) -> Any:
-    """Return how far each arm is from its rival, by distance and by length of the rows, as a rich table."""
+    """Rich table of each arm's difference to its rival, by distance and by length of the rows."""
     own, heads = _by_class(settings, rows, task)
     own |= {(row["arm"], row["factor"]): row for row in lengths if row["task"] == task}
     heads = heads | {factor: f"rows of {factor * settings.tasks[task].length:,}" for factor in settings.factors}
@@ -72,7 +72,7 @@ def difference_table(
 
 
 def _by_class(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> tuple[dict[tuple, dict], dict[tuple, str]]:
-    """Return a task's rows of the training length by (arm, class of distance), and the classes' titles."""
+    """A task's rows at the training length by (arm, distance bin), and the bins' titles."""
     own = [row for row in rows if row["task"] == task and row["factor"] == settings.factors[0]]
     classes = sorted({(row["over"], row["to"]) for row in own})
     heads = {each: f"{each[0] // settings.window} to {each[1] // settings.window}" for each in classes}
@@ -80,7 +80,7 @@ def _by_class(settings: Arms, rows: Sequence[dict[str, Any]], task: str) -> tupl
 
 
 def length_table(settings: Arms, lengths: Sequence[dict[str, Any]], task: str) -> Any:
-    """Return a task's accuracy by length of the rows, as a rich table."""
+    """Rich table of a task's accuracy by length of the rows."""
     size = settings.tasks[task].length
     title = f"{task}: {_what(settings, task)} in rows of so many tokens, trained at {size}"
     heads = {factor: f"{factor * size:,}" for factor in settings.factors}
@@ -88,7 +88,7 @@ def length_table(settings: Arms, lengths: Sequence[dict[str, Any]], task: str) -
 
 
 def _what(settings: Arms, task: str) -> str:
-    """Return what a task's tables show, with the level of guessing."""
+    """Name of a task's metric, with its chance level."""
     chance = arms.chance(settings.tasks[task])
     return "bits per byte" if chance is None else f"right answers in % (chance {100 * chance:.1f})"
 
@@ -100,30 +100,30 @@ def _table(
     cells: dict[tuple[str, Any], dict[str, Any]],
     labels: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return a rich table of arms by columns; heads: column -> its title, cells: (arm, column) -> row."""
+    """Rich table of arms by columns; heads: column -> its title, cells: (arm, column) -> row."""
     from rich.table import Table
 
-    found = Table("arm", "rate", "seeds", *heads.values(), title=title, title_justify="left")
+    table = Table("arm", "rate", "seeds", *heads.values(), title=title, title_justify="left")
     for arm in settings.arms:
         own = [row for (name, _), row in cells.items() if name == arm]
         if own:
             shown = [_shown(cells.get((arm, column))) for column in heads]
             name = arm if labels is None else labels[arm]
-            found.add_row(name, f"{own[0]['learning_rate']:g}", str(own[0]["seeds"]), *shown)
-    return found
+            table.add_row(name, f"{own[0]['learning_rate']:g}", str(own[0]["seeds"]), *shown)
+    return table
 
 
 def _shown(row: dict[str, Any] | None) -> str:
     if row is None:
         return "-"
     scale, digits = (1, 3) if row["chance"] is None else (100, 1)
-    numbers = [row[name] for name in ("mean", "low", "high") if row[name] is not None]
-    mean, *interval = (f"{scale * number:.{digits}f}" for number in numbers)
+    values = [row[name] for name in ("mean", "low", "high") if row[name] is not None]
+    mean, *interval = (f"{scale * value:.{digits}f}" for value in values)
     return f"{mean} [{', '.join(interval)}]" if interval else mean
 
 
 def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
-    """Return an HTML page: accuracy against distance, a panel for each task, a line for each arm."""
+    """HTML page of accuracy against distance: a panel for each task, a line for each arm."""
     from plotly import graph_objects
     from plotly.subplots import make_subplots
 
@@ -155,7 +155,7 @@ def figure(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _points(rows: Sequence[dict[str, Any]], task: str, arm: str) -> list[dict[str, Any]]:
-    """Return an arm's row for each class of distance, nearest first: from the shortest rows that have it."""
+    """An arm's row for each distance bin, nearest first: from the shortest rows that have it."""
     own = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
     return sorted(
         {row["to"]: row for row in sorted(own, key=lambda row: -row["factor"])}.values(), key=lambda r: r["to"]
@@ -163,7 +163,7 @@ def _points(rows: Sequence[dict[str, Any]], task: str, arm: str) -> list[dict[st
 
 
 def picture(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
-    """Return an SVG for pages that show no HTML: right answers by distance, and of a text bits beside each rival."""
+    """SVG for pages that show no HTML: accuracy by distance, and of a text the difference in bits to each rival."""
     panels = []
     for task in settings.tasks:
         if arms.chance(settings.tasks[task]) is not None:
@@ -174,8 +174,8 @@ def picture(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
     counts = [row["seeds"] for row in rows]
     about = "no runs"
     if counts:
-        number = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else f"{max(counts)}"
-        about = f"means over {number} seeds with 95 % intervals" if max(counts) > 1 else "one seed"
+        num_seeds = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else f"{max(counts)}"
+        about = f"means over {num_seeds} seeds with 95 % intervals" if max(counts) > 1 else "one seed"
     own = "".join(f", in {name} {arm.window}" for name, arm in settings.arms.items() if arm.window is not None)
     sees = f"attention sees {settings.window} tokens{own}"
     note = f"{about}; each point from the shortest rows that reach so far; {sees}"
@@ -183,15 +183,15 @@ def picture(settings: Arms, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _panel(settings: Arms, rows: Sequence[dict[str, Any]], task: str, rival: str | None) -> Panel:
-    """Return the chart of a task: right answers in %, or with a rival bits per byte more than its."""
+    """Chart of a task: accuracy in %, or with a rival the difference to its bits per byte."""
     lines, length = [], settings.tasks[task].length
     names, scale = (("mean", "low", "high"), 100) if rival is None else (DIFFERENCE, 1)
     for color, arm in zip(itertools.cycle(COLORS), settings.arms):
         if rival is None or (settings.rival(arm) == rival and arm != rival):
-            found = [row for row in _points(rows, task, arm) if row[names[0]] is not None]
-            shown = [[None if row[name] is None else scale * row[name] for name in names] for row in found]
-            if found:
-                lines.append(Line(arm, color, [Point(row["to"], *each) for row, each in zip(found, shown)]))
+            own = [row for row in _points(rows, task, arm) if row[names[0]] is not None]
+            shown = [[None if row[name] is None else scale * row[name] for name in names] for row in own]
+            if own:
+                lines.append(Line(arm, color, [Point(row["to"], *each) for row, each in zip(own, shown)]))
     places = sorted({point.x for line in lines for point in line.points})
     across = Axis("tokens back, up to", {place: f"{place:,}" for place in places}, is_log=True)
     if rival is None:
@@ -202,7 +202,7 @@ def _panel(settings: Arms, rows: Sequence[dict[str, Any]], task: str, rival: str
 
 
 def _around_zero(lines: Sequence[Line]) -> Axis:
-    """Return an axis of about six ticks, 0 among them, at whole hundredths."""
+    """Axis of about six ticks at whole hundredths, 0 among them."""
     values = [0.0, *(value for line in lines for point in line.points for value in point[1:] if value is not None)]
     step = 0.01 * max(1, round((max(values) - min(values)) / 0.05))
     ticks = range(math.floor(min(values) / step), max(math.ceil(max(values) / step), 1) + 1)

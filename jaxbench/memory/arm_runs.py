@@ -1,4 +1,4 @@
-"""Train and ask the arms of arms.py, in JAX."""
+"""Training and evaluation of the arms of arms.py, in JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 
 from jaxbench import cli, initial, observe, precision, schedules, train, update
 from jaxbench.memory import arms, decoder, tasks, text_task
@@ -22,12 +22,12 @@ from jaxbench.memory.text_task import TextConfig
 from jaxbench.schedules import ScheduleConfig
 from jaxbench.step_config import OptimizerConfig, StepConfig
 
-TOKENS_AT_ONCE = 16_384  # of one call that asks
-CURVE = 50  # losses kept of a run
+TOKENS_AT_ONCE = 16_384  # of one evaluation call
+CURVE = 50  # points kept of a run's loss curve
 
 
 def run_all(settings: Arms, workdir: str | Path, *, part: slice = slice(0, None, 1)) -> None:
-    """Take the runs of a part that the folder does not have yet, a line for each in its file.
+    """Train and evaluate the runs of a part that the folder does not have yet; each adds a line to the part's file.
 
     Args:
       part: which of the runs, cli.part().
@@ -47,20 +47,20 @@ def run_all(settings: Arms, workdir: str | Path, *, part: slice = slice(0, None,
     display = observe.Display(len(mine), what="run")
     display.start(len(mine) - len(left))
     try:
-        for number, run in enumerate(left, len(mine) - len(left) + 1):
+        for num_done, run in enumerate(left, len(mine) - len(left) + 1):
             record = {"identity": arms.identity(settings, run)} | trials.take(run)
             observe.Records(path).add([record])
             cli.keep(f"finished runs are in {path}; the same command goes on")
-            display.update(number, "")
-            display.say(f"{number}/{len(mine)} {_line(settings, run, record)}")
+            display.update(num_done, "")
+            display.say(f"{num_done}/{len(mine)} {_line(settings, run, record)}")
     finally:
         display.close()
 
 
 def _line(settings: Arms, run: Run, record: dict[str, Any]) -> str:
-    name, found = arms.measure(settings.tasks[run.task]).name, record["held_out"]
+    name, held_out = arms.measure(settings.tasks[run.task]).name, record["held_out"]
     return (
-        f"{run.task} {run.arm} {run.learning_rate:g} seed {run.seed}: held-out {name} {found:.3f}, loss "
+        f"{run.task} {run.arm} {run.learning_rate:g} seed {run.seed}: held-out {name} {held_out:.3f}, loss "
         f"{record['curve'][-1][1]:.3f}, {record['seconds']:.0f} s"
     )
 
@@ -76,21 +76,21 @@ class Trials:
 
     def __init__(self, settings: Arms):
         self.settings = settings
-        self.how = StepConfig(
+        self.step_config = StepConfig(
             clip_norm=settings.clip_norm, nonfinite="skip",
             optimizer=OptimizerConfig(weight_decay=settings.weight_decay),
         )  # fmt: skip
-        self._step = jax.jit(functools.partial(update.train_step, how=self.how), donate_argnums=0)
-        self._score = jax.jit(functools.partial(_scores, how=self.how), static_argnames="is_text")
+        self._step = jax.jit(functools.partial(update.train_step, how=self.step_config), donate_argnums=0)
+        self._score = jax.jit(functools.partial(_scores, step_config=self.step_config), static_argnames="is_text")
 
     def take(self, run: Run) -> dict[str, Any]:
-        """Train one run, ask it at every length, and return its record without the identity."""
+        """Train one run, evaluate it at every length, and return its record without the identity."""
         s, task, steps = self.settings, self.settings.tasks[run.task], self.settings.steps_of(run.task)
         model = s.model(run.arm, task.vocab_size)
         params = initial.initial_params(model, run.seed, std=s.decoder.initial_std)
-        policy = precision.policy(self.how.precision)
+        policy = precision.policy(self.step_config.precision)
         built = decoder.build(model, params, dtype=policy.compute)
-        state = update.init_state(built, params, self.how)
+        state = update.init_state(built, params, self.step_config)
         schedule = ScheduleConfig(kind="cosine", warmup_steps=min(s.warmup_steps, steps), final_fraction=0.1)
         start, cpu, losses = time.perf_counter(), time.process_time(), []
         with ThreadPoolExecutor(1) as ahead:  # the next rows are made while the device works
@@ -110,25 +110,25 @@ class Trials:
             "parameters": sum(value.size for value in params.values()),
             "curve": [[k + every, float(np.mean(curve[k : k + every]))] for k in range(0, len(curve), every)],
         }
-        ask = functools.partial(self._ask, state)
-        record["held_out"] = ask(task, seed=tasks.HELD_OUT)[arms.measure(task).mean]
-        record["factors"] = {str(factor): ask(task.at_length(factor), seed=tasks.TEST) for factor in s.factors}
+        evaluate = functools.partial(self._evaluate, state)
+        record["held_out"] = evaluate(task, seed=tasks.HELD_OUT)[arms.measure(task).mean]
+        record["factors"] = {str(factor): evaluate(task.at_length(factor), seed=tasks.TEST) for factor in s.factors}
         return record
 
-    def _ask(self, state: update.TrainState, task: AnyTask, *, seed: int) -> dict[str, Any]:
-        """Return the mean score on rows of a task, and the scores counted by distance."""
+    def _evaluate(self, state: update.TrainState, task: AnyTask, *, seed: int) -> dict[str, Any]:
+        """Mean score on rows of a task, and the scores binned by distance."""
         s, measure = self.settings, arms.measure(task)
         at_once = max(1, min(s.test_rows, TOKENS_AT_ONCE // task.length))
         scores, distances = [], []
         for step in range(-(-s.test_rows // at_once)):
             rows = _batch(task, seed=seed, step=step, batch_size=at_once)
             # Only the scores leave the device: logits of the longest rows are a hundred times as many numbers.
-            found = self._score(
+            score = self._score(
                 state.params, jnp.asarray(rows.tokens), jnp.asarray(rows.targets), graph=state.graph,
                 is_text=measure is arms.BITS,
             )  # fmt: skip
             is_asked = rows.targets != tasks.UNSCORED
-            scores.append(np.asarray(found)[is_asked])
+            scores.append(np.asarray(score)[is_asked])
             distances.append(rows.distance[is_asked])
         scores, distances = np.concatenate(scores), np.concatenate(distances)
         cells = arms.counted(scores, distances, s.window, task.length, measure.total)
@@ -141,7 +141,7 @@ def _batch(task: AnyTask, *, seed: int, step: int, batch_size: int) -> tasks.Tas
 
 
 def _rows(task: AnyTask, *, seed: int, step: int, batch_size: int) -> train.Batch:
-    """Return a step's rows as a training batch, whose loss counts answers alone."""
+    """Rows of a step as a training batch, whose loss counts answers alone."""
     rows = _batch(task, seed=seed, step=step, batch_size=batch_size)
     is_asked = rows.targets != tasks.UNSCORED
     positions = np.broadcast_to(np.arange(task.length, dtype=np.int32), rows.tokens.shape)
@@ -149,10 +149,16 @@ def _rows(task: AnyTask, *, seed: int, step: int, batch_size: int) -> train.Batc
 
 
 def _scores(
-    params: Any, tokens: Int[Array, "B T"], targets: Int[Array, "B T"], *, graph: Any, is_text: bool, how: StepConfig
-) -> Array:
-    """Return for each token whether the likeliest one behind it is its target, or with is_text the target's bits."""
-    narrow = update._narrow(params, precision.policy(how.precision))
+    params: Any,
+    tokens: Int[Array, "B T"],
+    targets: Int[Array, "B T"],
+    *,
+    graph: Any,
+    is_text: bool,
+    step_config: StepConfig,
+) -> Shaped[Array, "B T"]:
+    """Score of each prediction: whether the argmax is the target, or with is_text the target's surprisal in bits."""
+    narrow = update._narrow(params, precision.policy(step_config.precision))
     model = update.merge(graph, narrow)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     logits = model(tokens, positions).astype(jnp.float32)

@@ -1,8 +1,8 @@
-"""What a memory buys: decoders with the same window, with and without memory, on tasks that need more (S file).
+"""The study of what a memory buys: decoders of one window, with and without memory, on long-context tasks (S file).
 
-Every arm is trained on a task at several learning rates and seeds, and asked in rows up to 16 times as long. What is
-right is counted by the distance between a question and its fact, in windows; of a text, bits by what lies before. The
-learning rate of an arm is the one that does best on held-out rows of the training length; what is reported comes from
+Every arm is trained on a task at several learning rates and seeds, and evaluated in rows up to 16 times as long.
+Accuracy is counted by the distance between a question and its fact, in windows; of a text, bits per byte by the number
+of bytes before. An arm's learning rate is selected on held-out rows of the training length; what is reported comes from
 other rows.
 
 A finished run is one line of a file in the workdir: an interrupted command goes on after the last line, and several
@@ -30,13 +30,13 @@ from jaxbench.memory.fields import Length, Rate, Seed, Several
 from jaxbench.memory.tasks import TaskConfig
 from jaxbench.memory.text_task import TextConfig
 
-TOLERANCE = 0.05  # arms have as many parameters as the first, within this share
+TOLERANCE = 0.05  # largest relative difference in parameters between an arm and the first
 RECORDS = "runs-*.jsonl"
 AnyTask = Annotated[TaskConfig | TextConfig, Field(discriminator="task")]
 
 
 class Decoder(Base):
-    """What the arms' decoders share; their window is `window` of Arms."""
+    """Shape that the arms' decoders share; their window is `window` of Arms."""
 
     d_model: int = Field(default=64, gt=0)
     num_layers: int = Field(default=2, gt=0)
@@ -46,20 +46,20 @@ class Decoder(Base):
 
 
 class Arm(Base):
-    """One decoder: its feed-forward width, which makes up for the memory's parameters, and its memory."""
+    """One decoder: its memory, and its feed-forward width, which evens out the memory's parameters."""
 
     d_ff: int = Field(gt=0)
     memory: DecoderMemory | None = None
     window: int | None = Field(default=None, gt=0)  # instead of that of Arms
     learning_rates: Several[Rate] | None = None  # instead of those of Arms
     seeds: Several[Seed] | None = None  # instead of those of Arms
-    against: str | None = None  # another arm, its rival, from which it is told apart; None = the first
+    against: str | None = None  # another arm, its rival, that it is compared with; None = the first
 
 
 class Arms(Base):
-    """Which decoders are trained on what, and for how long: configs/memory/arms.yaml."""
+    """Decoders, tasks and training of the study: configs/memory/arms.yaml."""
 
-    window: int = Field(gt=0)  # tokens that a layer's attention sees, in every arm that has no window of its own
+    window: int = Field(gt=0)  # tokens that a layer attends to, in every arm that has no window of its own
     decoder: Decoder = Decoder()
     arms: dict[str, Arm] = Field(min_length=1)
     tasks: dict[str, AnyTask] = Field(min_length=1)  # name of a row -> task at the length of training
@@ -71,7 +71,7 @@ class Arms(Base):
     warmup_steps: int = Field(default=50, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
-    factors: Several[Length] = (1, 2, 4, 8, 16)  # times the training length, at which the arms are asked
+    factors: Several[Length] = (1, 2, 4, 8, 16)  # times the training length, at which the arms are evaluated
     test_rows: int = Field(default=128, ge=8)  # at each factor
 
     @pydantic.model_validator(mode="after")
@@ -99,7 +99,7 @@ class Arms(Base):
         return self
 
     def model(self, arm: str, vocab_size: int) -> TransformerConfig:
-        """Return an arm's decoder."""
+        """Shape of an arm's decoder."""
         longest = max(task.length for task in self.tasks.values()) * max(self.factors)
         sizes = self.decoder.model_dump(exclude={"initial_std"}) | {"num_kv_heads": self.decoder.num_heads}
         plain = TransformerConfig(
@@ -109,15 +109,15 @@ class Arms(Base):
         return decoder_config.with_memory(plain, self.arms[arm].memory)
 
     def rival(self, arm: str) -> str:
-        """Return the arm that another is compared with."""
+        """Name of the arm that another is compared with."""
         return self.arms[arm].against or next(iter(self.arms))
 
     def steps_of(self, task: str) -> int:
-        """Return how many steps an arm is trained on a task."""
+        """Training steps on a task."""
         return self.task_steps.get(task, self.steps)
 
     def num_params(self, arm: str, vocab_size: int) -> int:
-        """Return the parameters of an arm."""
+        """Number of an arm's parameters."""
         return initial.num_parameters(self.model(arm, vocab_size))
 
 
@@ -131,55 +131,55 @@ class Run(NamedTuple):
 
 
 def runs(settings: Arms) -> list[Run]:
-    """Return every run: all arms of a task, seed after seed, so that an unfinished table is of whole seeds."""
-    found = []
+    """List every run, seed after seed, so that an unfinished table consists of whole seeds."""
+    planned = []
     for seed in dict.fromkeys((*settings.seeds, *(seed for arm in settings.arms.values() for seed in arm.seeds or ()))):
         for task in settings.tasks:
             for name, arm in settings.arms.items():
                 if seed not in (arm.seeds or settings.seeds):
                     continue
                 rates = arm.learning_rates or settings.learning_rates
-                found += [Run(task, name, rate, seed) for rate in rates]
-    return found
+                planned += [Run(task, name, rate, seed) for rate in rates]
+    return planned
 
 
 def config_id(settings: Arms) -> str:
-    """Return the name of what decides a run's result; more seeds, rates, arms or tasks keep finished runs."""
-    not_asked = ("seeds", "learning_rates", "arms", "tasks", "steps", "task_steps")  # in a run's own identity
-    return config_module.config_id(settings, exclude=not_asked)
+    """Hash of the settings that decide a run's result; more seeds, rates, arms or tasks keep finished runs."""
+    excluded = ("seeds", "learning_rates", "arms", "tasks", "steps", "task_steps")  # in a run's own identity
+    return config_module.config_id(settings, exclude=excluded)
 
 
 def identity(settings: Arms, run: Run) -> dict[str, Any]:
-    """Return what a record must hold to be that run's."""
+    """Identity that a record must hold to be a run's: everything that decides the run's result."""
     arm, task = settings.arms[run.arm], settings.tasks[run.task]
-    where = {"path"} if isinstance(task, TextConfig) else set()  # wherever it lies, a text is the same
+    place = {"path"} if isinstance(task, TextConfig) else set()  # wherever it lies, a text is the same
     return {
         "config": config_id(settings),
         "run": [run.task, run.arm, run.learning_rate, run.seed],
         "arm": arm.model_dump(mode="json", exclude={"learning_rates", "seeds", "against"}),
-        "task": task.model_dump(mode="json", exclude=where) | ({"sha256": text_task.sha256(task)} if where else {}),
+        "task": task.model_dump(mode="json", exclude=place) | ({"sha256": text_task.sha256(task)} if place else {}),
         "steps": settings.steps_of(run.task),
     }
 
 
 def known(settings: Arms, workdir: str | Path) -> dict[Run, dict[str, Any]]:
-    """Return the finished runs of a folder, by run; a last line cut short and runs of other settings are left out.
+    """Read a folder's finished runs, by run; a last line cut short and runs of other settings are left out.
 
     Raises:
       ValueError: another line of its files is no record of a run.
     """
     wanted = {run: identity(settings, run) for run in runs(settings)}
-    found: dict[Run, dict[str, Any]] = {}
+    finished: dict[Run, dict[str, Any]] = {}
     for path in sorted(Path(workdir).glob(RECORDS)):
         for run, record in _records(path):
             if wanted.get(run) == record["identity"]:
-                found[run] = record
-    return found
+                finished[run] = record
+    return finished
 
 
 def _records(path: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """Yield the runs of a file and their records; what stands behind the last end of a line was cut short."""
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    """Yield the runs of a file and their records; an unfinished last line is left out."""
+    for place, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             record = json.loads(line)
             run = Run(*record["identity"]["run"])
@@ -187,7 +187,7 @@ def _records(path: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
         except (ValueError, KeyError, TypeError):
             is_whole = False
         if not is_whole:
-            raise ValueError(f"arms: {path} line {number} is no record of a run; remove it, or name another --workdir")
+            raise ValueError(f"arms: {path} line {place} is no record of a run; remove it, or name another --workdir")
         yield run, record
 
 
@@ -195,15 +195,15 @@ def _records(path: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
 
 
 def edges(window: int, longest: int) -> list[int]:
-    """Return the upper ends of the classes of distance, in tokens: one window, two, four, ... up to `longest`."""
-    found = [window]
-    while found[-1] < longest:
-        found.append(2 * found[-1])
-    return found
+    """Upper edges of the distance bins, in tokens: one window, two, four, ... up to `longest`."""
+    upper = [window]
+    while upper[-1] < longest:
+        upper.append(2 * upper[-1])
+    return upper
 
 
 class Measure(NamedTuple):
-    """How the answers to a task are measured."""
+    """Metric of a task, and its names in records."""
 
     name: str
     total: str  # name of its sum in a cell
@@ -216,16 +216,19 @@ BITS = Measure("bits per byte", "bits", "bits_per_byte", True)
 
 
 def measure(task: AnyTask) -> Measure:
-    """Return what is measured of a task."""
+    """Metric of a task: accuracy, or bits per byte of a text."""
     return BITS if isinstance(task, TextConfig) else RIGHT
 
 
 def counted(scores: np.ndarray, distance: np.ndarray, window: int, longest: int, total: str) -> list[dict[str, Any]]:
-    """Return the number of questions and the sum of their scores, in each class of distance that has any.
+    """Histogram of scores by distance: number of questions and sum of scores in each bin that has any.
 
     Args:
-      scores, distance: of the questions alone, each [N].
-      total: the sum's name.
+      scores: of the questions alone, [N].
+      distance: tokens between question and fact, int [N].
+      window: upper edge of the first bin, in tokens.
+      longest: largest distance, in tokens.
+      total: name of the sum.
     """
     cells, low = [], 0
     for high in edges(window, longest):
@@ -240,37 +243,37 @@ def counted(scores: np.ndarray, distance: np.ndarray, window: int, longest: int,
 
 
 def summarise(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each (task, arm, factor, class of distance): the mean over seeds at the arm's best rate.
+    """Summary by distance: a row for each (task, arm, factor, bin), the mean over seeds at the arm's best rate.
 
     `difference` is the mean difference to the arm's rival over the `pairs` of runs that share a seed; None: no pair.
     """
     rows = []
     for about, finished, rivals in _finished(settings, records):
-        how = measure(settings.tasks[about["task"]])
+        metric = measure(settings.tasks[about["task"]])
         for factor in settings.factors:
-            own, other = ([_cells(record, factor, how) for record in each] for each in (finished, rivals))
+            own, other = ([_cells(record, factor, metric) for record in each] for each in (finished, rivals))
             for over, to in sorted(set().union(*own)):
                 values = [cells.get((over, to)) for cells in own]
                 others = [cells.get((over, to)) for cells in other]
-                rows.append(about | {"factor": factor, "over": over, "to": to} | _mean(values, others, how))
+                rows.append(about | {"factor": factor, "over": over, "to": to} | _mean(values, others, metric))
     return rows
 
 
 def by_length(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each (task, arm, factor): the mean at all distances, over seeds at the arm's best rate."""
+    """Summary by length: a row for each (task, arm, factor), the mean at all distances over seeds at the best rate."""
     rows = []
     for about, finished, rivals in _finished(settings, records):
-        how = measure(settings.tasks[about["task"]])
+        metric = measure(settings.tasks[about["task"]])
         for factor in settings.factors:
-            own, other = ([_overall(record, factor, how) for record in each] for each in (finished, rivals))
-            rows.append(about | {"factor": factor} | _mean(own, other, how))
+            own, other = ([_overall(record, factor, metric) for record in each] for each in (finished, rivals))
+            rows.append(about | {"factor": factor} | _mean(own, other, metric))
     return rows
 
 
 def _finished(
     settings: Arms, records: dict[Run, dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any] | None]]]:
-    """Yield what a row says about each (task, arm) that has runs, its records at its best rate, and its rival's.
+    """Yield for each (task, arm) with runs the fields of its rows, its records at its best rate, and its rival's.
 
     Both lists are in the order of the arm's seeds; None where the rival has no run of a seed.
     """
@@ -287,47 +290,47 @@ def _finished(
 
 
 def chance(task: AnyTask) -> float | None:
-    """Return the accuracy of guessing; None where bits are measured."""
+    """Chance level of a task's accuracy; None where bits are measured."""
     return None if isinstance(task, TextConfig) else task.chance
 
 
 def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm: str) -> float | None:
-    """Return an arm's learning rate with the best mean on held-out rows, the lower of equal ones; None: no run."""
-    found: dict[float, list[float]] = {}
+    """Select the learning rate of the best mean on held-out rows, the lower of equal ones; None: no run."""
+    scores: dict[float, list[float]] = {}
     for run, record in records.items():
         if (run.task, run.arm) == (task, arm):
-            found.setdefault(run.learning_rate, []).append(record["held_out"])
+            scores.setdefault(run.learning_rate, []).append(record["held_out"])
     sign = -1.0 if measure(settings.tasks[task]).is_lower_better else 1.0
-    return max(sorted(found), key=lambda rate: sign * float(np.mean(found[rate])), default=None)
+    return max(sorted(scores), key=lambda rate: sign * float(np.mean(scores[rate])), default=None)
 
 
-def _cells(record: dict[str, Any] | None, factor: int, how: Measure) -> dict[tuple[int, int], float]:
-    """Return a run's mean by class of distance; nothing for no run."""
+def _cells(record: dict[str, Any] | None, factor: int, metric: Measure) -> dict[tuple[int, int], float]:
+    """Means of a run by distance bin (over, to); {} for no run."""
     cells = [] if record is None else record["factors"][str(factor)]["cells"]
-    return {(cell["over"], cell["to"]): cell[how.total] / cell["asked"] for cell in cells}
+    return {(cell["over"], cell["to"]): cell[metric.total] / cell["asked"] for cell in cells}
 
 
-def _overall(record: dict[str, Any] | None, factor: int, how: Measure) -> float | None:
-    return None if record is None else record["factors"][str(factor)][how.mean]
+def _overall(record: dict[str, Any] | None, factor: int, metric: Measure) -> float | None:
+    return None if record is None else record["factors"][str(factor)][metric.mean]
 
 
-def _mean(values: Sequence[float | None], others: Sequence[float | None], how: Measure) -> dict[str, float | None]:
-    """Return a mean over runs and the mean difference of pairs of runs, with 95 % t-intervals; None = not known.
+def _mean(values: Sequence[float | None], others: Sequence[float | None], metric: Measure) -> dict[str, float | None]:
+    """Mean over runs and mean paired difference to the rival's runs, with 95 % t-intervals; None = not known.
 
     No measure is below 0, and no accuracy above 1, so intervals of means end there.
     """
     mean, low, high = _interval([value for value in values if value is not None])
     if low is not None:
-        low, high = max(low, 0.0), high if how.is_lower_better else min(high, 1.0)
+        low, high = max(low, 0.0), high if metric.is_lower_better else min(high, 1.0)
     both = [own - other for own, other in zip(values, others, strict=True) if own is not None and other is not None]
     names = ("difference", "difference_low", "difference_high")
-    found = {"mean": mean, "low": low, "high": high, "pairs": len(both)}
-    return found | dict(zip(names, _interval(both), strict=True))
+    row = {"mean": mean, "low": low, "high": high, "pairs": len(both)}
+    return row | dict(zip(names, _interval(both), strict=True))
 
 
 def _interval(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Return mean, low and high; one value has no interval, no value no mean."""
+    """Mean and 95 % t-interval (mean, low, high); one value has no interval, no value no mean."""
     if not values:
         return None, None, None
-    found = statistics.t_interval(values)
-    return (found.mean, found.low, found.high) if len(values) > 1 else (found.mean, None, None)
+    interval = statistics.t_interval(values)
+    return (interval.mean, interval.low, interval.high) if len(values) > 1 else (interval.mean, None, None)

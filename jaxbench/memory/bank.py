@@ -1,12 +1,12 @@
 """A bank of recent and compressed states with a gated read, in Flax NNX. Twin: torch_ref/memory/bank.py.
 
-Data's way: every block of C tokens attends to what the bank held before it; then it joins the recent blocks, and the
-oldest recent block is compressed into C / ratio slots, for which the oldest slots make room; with min_surprise, only
-what differs from what came before it gets a slot of its own. Blocks are counted in a row's own tokens; a state carries
-an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1
-(recent and compressed memory, compression functions, attention reconstruction); Chen et al. 2024, arXiv:2410.03156
-(sigmoid gate of each head and width). Differs from the former: within a call gradients flow through what was written.
-Axis letters: R recent states, M slots, S both, C tokens of a block, K slots it becomes, P slots of a page (as many).
+Every block of C tokens attends to the bank as it was before the block. Then the block is written: it joins the recent
+blocks, and the oldest recent block is compressed into C / ratio slots, which push out the oldest slots; with
+min_surprise, only states that differ from those before them get a slot of their own. Blocks are counted in a row's own
+tokens; a state carries an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1 (recent and
+compressed memory, compression functions, attention-reconstruction loss); Chen et al. 2024, arXiv:2410.03156 (sigmoid
+gate of each head and width). Differs from the former: within a call gradients flow through what was written.
+Axis letters: R recent states, M slots, S = R + M entries, C tokens of a block, K slots it becomes, P = K of a page.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxbench import nn
 from jaxbench.memory import layout
 from jaxbench.memory.bank_config import BankConfig
+from jaxbench.memory.target import Batch, mean_squared_error
 
 
 class BankState(NamedTuple):
-    """What rows' banks hold; entries are filled from the left, oldest first."""
+    """State of rows' banks; entries are filled from the left, oldest first."""
 
     recent: Float[Array, "B R D"]
     slots: Float[Array, "B M D"]
     num_recent: Int[Array, " B"]
     num_slots: Int[Array, " B"]
-    use: Float[Array, "B S"]  # attention mass in the current block, summed over tokens, mean over heads
-    mass: Float[Array, "B S"]  # decayed mean of it over blocks
+    use: Float[Array, "B S"]  # attention mass from the current block: sum over its tokens, mean over heads
+    mass: Float[Array, "B S"]  # exponential moving average over blocks of use / C
     age: Int[Array, "B M"]  # blocks written since the slot was
     evicted: Int[Array, " B"]  # slots dropped so far
-    cosine: Float[Array, " B"]  # of what the last compressed block answers to what it answered uncompressed
+    cosine: Float[Array, " B"]  # of attention outputs: last compressed block against the same block uncompressed
     pending: Float[Array, "B C D"]  # tokens of an unfinished block
-    count: Int[Array, " B"]  # how many
+    count: Int[Array, " B"]  # number of pending tokens, 0 to C - 1
     compressed: Int[Array, " B"]  # tokens compressed so far
 
 
@@ -53,7 +54,7 @@ def attend(
     *,
     page: int,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T S"]]:
-    """Return softmax attention to the filled entries, and its weights; zeros where none is filled.
+    """Softmax attention to the filled entries: outputs and attention weights, zeros where no entry is filled.
 
     Sums run page after page of `page` entries (S is a multiple of it), so that unfilled pages behind the others change
     no bit of the result.
@@ -61,8 +62,7 @@ def attend(
     wide = jnp.promote_types(query.dtype, jnp.float32)
     query, key, value = (x.astype(wide) for x in (query, key, value))
     scores = jnp.einsum("BTNH,BSNH->BNTS", query, key) / math.sqrt(query.shape[-1])
-    open_ = is_filled[:, None, None, :]
-    scores = jnp.where(open_, scores, jnp.asarray(-jnp.inf, wide))
+    scores = jnp.where(is_filled[:, None, None, :], scores, jnp.asarray(-jnp.inf, wide))
     peak = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(peak), peak, jnp.zeros((), wide)))
     pages = weights.reshape(*weights.shape[:3], -1, page)
@@ -79,29 +79,34 @@ def attend(
     return total / jnp.swapaxes(mass, 1, 2)[..., None], weights / mass[..., None]
 
 
-def appended(
-    entries: Float[Array, "B S ..."],
-    number: Int[Array, " B"],
-    block: Float[Array, "B C ..."],
-    added: Int[Array, " B"] | None = None,
-) -> Array:
-    """Return entries with a block behind the first `number` of them; where it does not fit, the oldest make room.
+def append(
+    entries: Shaped[Array, "B S ..."],
+    num_filled: Int[Array, " B"],
+    block: Shaped[Array, "B C ..."],
+    num_added: Int[Array, " B"] | None = None,
+) -> Shaped[Array, "B S ..."]:
+    """Append a block to a first-in, first-out queue of S entries, which drops its oldest where the block does not fit.
 
-    added: how many of the block's first entries count; None = all of them.
+    Args:
+      entries: the queue, filled from the left.
+      num_filled: filled entries of each row.
+      block: entries to append.
+      num_added: how many of the block's first entries are appended; None = all.
     """
-    capacity, size = entries.shape[1], block.shape[1] if added is None else added
-    dropped = jnp.maximum(number + size - capacity, 0)
+    capacity = entries.shape[1]
+    num_added = block.shape[1] if num_added is None else num_added
+    dropped = jnp.maximum(num_filled + num_added - capacity, 0)
     place = jnp.arange(capacity)[None, :] + dropped[:, None]
-    source = jnp.where(place < number[:, None], place, capacity + place - number[:, None])
+    source = jnp.where(place < num_filled[:, None], place, capacity + place - num_filled[:, None])
     moved = layout.gathered(
         jnp.concatenate([entries, block], axis=1), jnp.minimum(source, capacity + block.shape[1] - 1)
     )
-    is_filled = place < (number + size)[:, None]
+    is_filled = place < (num_filled + num_added)[:, None]
     return jnp.where(is_filled.reshape(*place.shape, *(1,) * (moved.ndim - 2)), moved, jnp.zeros((), moved.dtype))
 
 
 class Bank(nnx.Module):
-    """Reads what earlier blocks left behind, and keeps the stream block by block."""
+    """Compressive memory of earlier blocks with an attention read-out through a gate."""
 
     def __init__(self, config: BankConfig, *, dtype: str):
         c, width = config, config.num_heads * config.head_dim
@@ -121,21 +126,25 @@ class Bank(nnx.Module):
         x: Float[Array, "B T D"],
         state: BankState | None = None,
         *,
-        own: Float[Array, "B T N H"] | None = None,
+        attention_out: Float[Array, "B T N H"] | None = None,
         is_token: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], BankState, Float[Array, ""]]:
-        """Return each token's answer, the state behind the last one, and the loss that trains the compression.
+        """Read the bank at each token and write the tokens into it, block by block.
 
         Args:
-          x: the stream, normalised.
-          state: the state behind the tokens before; None = an empty bank, which answers zeros.
-          own: what the tokens' own attention says; answers are gate * bank + (1 - gate) * own. None = zeros.
-          is_token: False = padding, which is answered with zeros and changes nothing; None = no padding.
+          x: the residual stream, normalised.
+          state: the state behind earlier tokens; None = an empty bank, whose read-outs are zeros.
+          attention_out: heads of the tokens' own attention, None = zeros; the output projection gets
+            gate * read-out + (1 - gate) * attention_out, with gate in (0, 1).
+          is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
+
+        Returns:
+          The output at each token, the state behind the last one, and the attention-reconstruction loss.
 
         Raises:
           ValueError: the state is of another model or batch size.
 
-        The loss is the mean square of what attention to a compressed block gets wrong about attention to the block
+        The loss is the mean squared difference between attention to a compressed block and attention to the block
         itself; its gradient reaches the compression alone (Rae et al. 2019, algorithm 2).
         """
         batch_size, length, _ = x.shape
@@ -144,22 +153,26 @@ class Bank(nnx.Module):
         is_fresh = state is None and is_token is None
         state = self.init_state(batch_size) if state is None else state
         is_token = jnp.ones((batch_size, length), bool) if is_token is None else is_token
-        order, number = jnp.argsort(~is_token, axis=1, stable=True), jnp.sum(is_token, axis=1)
+        order, num_tokens = jnp.argsort(~is_token, axis=1, stable=True), jnp.sum(is_token, axis=1)
         tokens = layout.gathered(x, order)
         if length == 1:
-            answer, state, loss = self._step(tokens, state, number)
+            read_out, state, loss = self._read_token(tokens, state, num_tokens)
         else:
             size = self.block_size
             num_blocks = -(-length // size) if is_fresh else -(-(length + size - 1) // size)
-            answer, state, loss = self._read_blocks(tokens, state, number, num_blocks)
-        answer = layout.gathered(answer, jnp.maximum(jnp.cumsum(is_token, axis=1) - 1, 0))
-        gate = jax.nn.sigmoid(self.gate[...].astype(answer.dtype))[None, None]
-        mixed = gate * answer if own is None else gate * answer + (1.0 - gate) * own.astype(answer.dtype)
+            read_out, state, loss = self._read_blocks(tokens, state, num_tokens, num_blocks)
+        read_out = layout.gathered(read_out, jnp.maximum(jnp.cumsum(is_token, axis=1) - 1, 0))
+        gate = jax.nn.sigmoid(self.gate[...].astype(read_out.dtype))[None, None]
+        mixed = (
+            gate * read_out
+            if attention_out is None
+            else gate * read_out + (1.0 - gate) * attention_out.astype(read_out.dtype)
+        )
         out = self.o_proj(mixed.astype(self.dtype).reshape(batch_size, length, -1))
         return jnp.where(is_token[:, :, None], out, jnp.zeros((), out.dtype)), state, loss
 
     def init_state(self, batch_size: int) -> BankState:
-        """Return the state of rows that have read nothing."""
+        """State of empty banks."""
         wide = jnp.promote_types(self.dtype, jnp.float32)
         recent, slots = (jnp.zeros((batch_size, n, self.d_model), self.dtype) for n in self.capacities)
         none = jnp.zeros((batch_size,), jnp.int32)
@@ -170,9 +183,9 @@ class Bank(nnx.Module):
         return BankState(recent, slots, none, none, mass, mass, age, none, cosine, pending, none, none)
 
     def reset(self, state: BankState, is_reset: Bool[Array, " B"]) -> BankState:
-        """Return the state with some rows as they are before anything is read."""
-        blank = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.chosen, is_reset), blank, state)
+        """Reset some rows of a state to empty banks."""
+        empty = self.init_state(len(is_reset))
+        return layout.tree_map(functools.partial(layout.select_rows, is_reset), empty, state)
 
     def _check(self, state: BankState, batch_size: int) -> None:
         wanted = [(batch_size, n, self.d_model) for n in (*self.capacities, self.block_size)]
@@ -183,104 +196,121 @@ class Bank(nnx.Module):
                 f"grow_slots and shrink_slots change the number of slots"
             )
 
-    def _step(self, x: Array, state: BankState, number: Array) -> tuple[Array, BankState, Array]:
-        """Read one token of each row that has one (number = 1, else 0)."""
-        is_token = number[:, None] > 0
-        answer, state = self._answer(x, is_token, state)
-        is_here = is_token & (jnp.arange(self.block_size)[None, :] == state.count[:, None])
-        pending = jnp.where(is_here[:, :, None], x.astype(state.pending.dtype), state.pending)
-        count = state.count + number.astype(jnp.int32)
+    def _read_token(
+        self, x: Float[Array, "B 1 D"], state: BankState, num_tokens: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 N H"], BankState, Float[Array, ""]]:
+        """Read one token of each row that has one (num_tokens = 1, else 0), and write the blocks that it completes."""
+        is_token = num_tokens[:, None] > 0
+        read_out, state = self._read(x, is_token, state)
+        is_new = is_token & (jnp.arange(self.block_size)[None, :] == state.count[:, None])
+        pending = jnp.where(is_new[:, :, None], x.astype(state.pending.dtype), state.pending)
+        count = state.count + num_tokens.astype(jnp.int32)
         is_full = count == self.block_size
         state = state._replace(pending=pending)
-        none = (state, jnp.zeros((2,), state.mass.dtype))
-        state, loss = lax.cond(jnp.any(is_full), self._write, lambda *_: none, state, pending, is_full)
+        unchanged = (state, jnp.zeros((2,), state.mass.dtype))
+        state, losses = lax.cond(jnp.any(is_full), self._write, lambda *_: unchanged, state, pending, is_full)
         pending = jnp.where(is_full[:, None, None], jnp.zeros((), pending.dtype), pending)
         state = state._replace(pending=pending, count=jnp.where(is_full, 0, count))
-        return answer, state, loss[0] / jnp.maximum(loss[1], 1.0)
+        return read_out, state, losses[0] / jnp.maximum(losses[1], 1.0)
 
     def _read_blocks(
-        self, x: Array, state: BankState, number: Array, num_blocks: int
-    ) -> tuple[Array, BankState, Array]:
-        """Read the first `number` tokens of each row, behind its pending ones."""
-        size, length = self.block_size, x.shape[1]
-        place = jnp.broadcast_to(jnp.arange(num_blocks * size)[None, :], (len(x), num_blocks * size))
-        is_old, end = place < state.count[:, None], (state.count + number)[:, None]
-        source = jnp.where(is_old, length + place, jnp.clip(place - state.count[:, None], 0, length - 1))
-        content = layout.gathered(jnp.concatenate([x, state.pending.astype(x.dtype)], axis=1), source)
-        content = jnp.where((place < end)[:, :, None], content, jnp.zeros((), x.dtype))
-        blocks = tuple(layout.cut(each, size) for each in (content, place < end, (place < end) & ~is_old))
+        self, x: Float[Array, "B T D"], state: BankState, num_tokens: Int[Array, " B"], num_blocks: int
+    ) -> tuple[Float[Array, "B T N H"], BankState, Float[Array, ""]]:
+        """Read the first num_tokens of each row, block after block, and write every block that is full.
 
-        def read(carry: tuple, block: tuple) -> tuple[tuple, Array]:
-            (state, loss), (content, is_content, is_query) = carry, block
-            answer, state = self._answer(content, is_query, state)
-            state, more = self._write(state, content, jnp.all(is_content, axis=1))
-            return (state, loss + more), answer
+        A row is laid out as its pending tokens, then the new ones, then zeros, and cut into blocks of C tokens. Each
+        block reads the bank as it was before the block. What is left of the last block is pending afterwards.
+        """
+        size, length, num_pending = self.block_size, x.shape[1], state.count
+        end = (num_pending + num_tokens)[:, None]
+        place = jnp.broadcast_to(jnp.arange(num_blocks * size)[None, :], (len(x), num_blocks * size))
+        is_pending, is_filled = place < num_pending[:, None], place < end
+        source = jnp.where(is_pending, length + place, jnp.clip(place - num_pending[:, None], 0, length - 1))
+        tokens = layout.gathered(jnp.concatenate([x, state.pending.astype(x.dtype)], axis=1), source)
+        tokens = jnp.where(is_filled[:, :, None], tokens, jnp.zeros((), x.dtype))
+        blocks = tuple(layout.split_chunks(each, size) for each in (tokens, is_filled, is_filled & ~is_pending))
+
+        def read_and_write(carry: tuple, block: tuple) -> tuple[tuple, Float[Array, "B C N H"]]:
+            (state, losses), (tokens, is_filled, is_query) = carry, block
+            read_out, state = self._read(tokens, is_query, state)
+            state, new_losses = self._write(state, tokens, jnp.all(is_filled, axis=1))
+            return (state, losses + new_losses), read_out
 
         start = (state, jnp.zeros((2,), state.mass.dtype))
-        (state, loss), answers = layout.walk(read, start, blocks)
-        answer = layout.gathered(layout.joined(answers), jnp.arange(length)[None, :] + start[0].count[:, None])
-        last = end // size * size + jnp.arange(size)[None, :]
-        pending = layout.gathered(content, jnp.minimum(last, num_blocks * size - 1))
-        pending = jnp.where((last < end)[:, :, None], pending, jnp.zeros((), x.dtype)).astype(state.pending.dtype)
+        (state, losses), read_outs = layout.scan_chunks(read_and_write, start, blocks)
+        new = jnp.arange(length)[None, :] + num_pending[:, None]  # where the call's tokens were laid out
+        read_out = layout.gathered(layout.join_chunks(read_outs), new)
+        last_block = end // size * size + jnp.arange(size)[None, :]
+        pending = layout.gathered(tokens, jnp.minimum(last_block, num_blocks * size - 1))
+        pending = jnp.where((last_block < end)[:, :, None], pending, jnp.zeros((), x.dtype))
         count = (end[:, 0] % size).astype(jnp.int32)
-        return answer, state._replace(pending=pending, count=count), loss[0] / jnp.maximum(loss[1], 1.0)
+        state = state._replace(pending=pending.astype(state.pending.dtype), count=count)
+        return read_out, state, losses[0] / jnp.maximum(losses[1], 1.0)
 
-    def _heads(self, x: Array, kernel: Array) -> Array:
+    def _heads(self, x: Float[Array, "B T D"], kernel: Float[Array, "D I"]) -> Float[Array, "B T N H"]:
         return nn.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
 
-    def _answer(self, x: Array, is_query: Array, state: BankState) -> tuple[Array, BankState]:
-        """Return what the bank answers, zeros where no token asks, and the state with the attention noted."""
+    def _read(
+        self, x: Float[Array, "B T D"], is_query: Bool[Array, "B T"], state: BankState
+    ) -> tuple[Float[Array, "B T N H"], BankState]:
+        """Attention read-out of the bank, zeros where a token is no query; its weights are added to the state's use."""
         entries = jnp.concatenate([state.recent, state.slots], axis=1).astype(x.dtype)
-        numbers = (state.num_recent, state.num_slots)
-        filled = [jnp.arange(n)[None, :] < number[:, None] for n, number in zip(self.capacities, numbers, strict=True)]
-        query, key, value = (
-            self._heads(each, proj.kernel[...])
-            for each, proj in ((x, self.q_proj), (entries, self.k_proj), (entries, self.v_proj))
-        )
-        answer, weights = attend(query, key, value, jnp.concatenate(filled, axis=1), page=self.slots_per_block)
+        parts = zip(self.capacities, (state.num_recent, state.num_slots), strict=True)
+        is_filled = [jnp.arange(capacity)[None, :] < num_filled[:, None] for capacity, num_filled in parts]
+        query = self._heads(x, self.q_proj.kernel[...])
+        key, value = (self._heads(entries, proj.kernel[...]) for proj in (self.k_proj, self.v_proj))
+        is_filled = jnp.concatenate(is_filled, axis=1)
+        read_out, weights = attend(query, key, value, is_filled, page=self.slots_per_block)
         weights = jnp.where(is_query[:, None, :, None], weights, jnp.zeros((), weights.dtype))
         use = lax.stop_gradient(jnp.sum(jnp.mean(weights, axis=1), axis=1))
-        answer = jnp.where(is_query[:, :, None, None], answer, jnp.zeros((), answer.dtype))
-        return answer, state._replace(use=state.use + use)
+        read_out = jnp.where(is_query[:, :, None, None], read_out, jnp.zeros((), read_out.dtype))
+        return read_out, state._replace(use=state.use + use)
 
-    def _write(self, state: BankState, block: Array, is_full: Array) -> tuple[BankState, Array]:
-        """Return the state with a block written in the rows where it is full, and (sum, number) of the losses."""
-        size, few = self.block_size, self.slots_per_block
-        room, capacity = self.capacities
+    def _write(
+        self, state: BankState, block: Float[Array, "B C D"], is_full: Bool[Array, " B"]
+    ) -> tuple[BankState, Float[Array, " 2"]]:
+        """Write a block in the rows where it is full: it joins the recent blocks, whose oldest becomes slots.
+
+        Returns:
+          The state, and (sum, number) of the reconstruction losses of the blocks that were compressed.
+        """
+        size, (num_recent, num_slots) = self.block_size, self.capacities
+        # Attention mass: moving average over blocks of what an entry got from each token of this block.
         mass = self.mass_decay * state.mass + (1.0 - self.mass_decay) * state.use / size
-        is_old = state.num_recent == room
-        oldest, used = state.recent[:, :size], mass[:, :size]
-        new, added = self._allocated(self._compressed(oldest, used))
-        loss, cosine = self._reconstruction(block, oldest, used)
-        is_made = is_full & is_old
+        # Compression of the oldest recent block, in rows whose recent blocks leave no room for another.
+        oldest, oldest_mass = state.recent[:, :size], mass[:, :size]
+        slots, num_added = self._allocate_slots(self._compress(oldest, oldest_mass))
+        loss, cosine = self._reconstruction(block, oldest, oldest_mass)
+        is_compressed = is_full & (state.num_recent == num_recent)
+        num_needed = state.num_slots + num_added  # slots, were there no limit
 
-        def grown(entries: Array, block: Array) -> Array:
-            return layout.chosen(is_made, appended(entries, state.num_slots, block, added), entries)
+        def pushed(queue: Shaped[Array, "B M ..."], new: Shaped[Array, "B K ..."]) -> Shaped[Array, "B M ..."]:
+            return layout.select_rows(is_compressed, append(queue, state.num_slots, new, num_added), queue)
 
-        recent_mass = appended(mass[:, :room], state.num_recent, jnp.zeros_like(used))
-        slot_mass = grown(mass[:, room:], jnp.zeros((len(block), few), mass.dtype))
+        # New entries start with no attention mass, new slots at age 0.
+        recent_mass = append(mass[:, :num_recent], state.num_recent, jnp.zeros_like(oldest_mass))
+        slot_mass = pushed(mass[:, num_recent:], jnp.zeros(slots.shape[:2], mass.dtype))
         written = state._replace(
-            recent=appended(state.recent, state.num_recent, block.astype(state.recent.dtype)),
-            slots=grown(state.slots, new.astype(state.slots.dtype)),
-            num_recent=jnp.minimum(state.num_recent + size, room),
-            num_slots=jnp.where(is_made, jnp.minimum(state.num_slots + added, capacity), state.num_slots),
+            recent=append(state.recent, state.num_recent, block.astype(state.recent.dtype)),
+            slots=pushed(state.slots, slots.astype(state.slots.dtype)),
+            num_recent=jnp.minimum(state.num_recent + size, num_recent),
+            num_slots=jnp.where(is_compressed, jnp.minimum(num_needed, num_slots), state.num_slots),
             use=jnp.zeros_like(state.use),
             mass=jnp.concatenate([recent_mass, slot_mass], axis=1),
-            age=grown(state.age + 1, jnp.zeros((len(block), few), state.age.dtype)),
-            evicted=state.evicted + jnp.where(is_made, jnp.maximum(state.num_slots + added - capacity, 0), 0),
-            cosine=jnp.where(is_made, cosine, state.cosine),
-            compressed=state.compressed + jnp.where(is_made, size, 0),
+            age=pushed(state.age + 1, jnp.zeros(slots.shape[:2], state.age.dtype)),
+            evicted=state.evicted + jnp.where(is_compressed, jnp.maximum(num_needed - num_slots, 0), 0),
+            cosine=jnp.where(is_compressed, cosine, state.cosine),
+            compressed=state.compressed + jnp.where(is_compressed, size, 0),
         )
-        state = layout.tree_map(functools.partial(layout.chosen, is_full), written, state)
-        losses = jnp.sum(jnp.where(is_made, loss, jnp.zeros((), loss.dtype)))
-        return state, jnp.stack([losses, jnp.sum(is_made).astype(loss.dtype)])
+        state = layout.tree_map(functools.partial(layout.select_rows, is_full), written, state)
+        loss_sum = jnp.sum(jnp.where(is_compressed, loss, jnp.zeros((), loss.dtype)))
+        return state, jnp.stack([loss_sum, jnp.sum(is_compressed).astype(loss.dtype)])
 
-    def _allocated(self, fine: Float[Array, "B K D"]) -> tuple[Float[Array, "B K D"], Int[Array, " B"]]:
-        """Return a block's slots, filled from the left, and their number.
+    def _allocate_slots(self, fine: Float[Array, "B K D"]) -> tuple[Float[Array, "B K D"], Int[Array, " B"]]:
+        """Slots of a compressed block, filled from the left, and their number in each row.
 
-        Without min_surprise these are all of `fine`. Else one begins a slot of its own where 1 - cosine between it and
-        the one before it is over min_surprise, and a slot is the mean of its run: what follows from what came before
-        costs nothing.
+        Without min_surprise every compressed state is a slot. With it (adaptive compression) a state begins a new slot
+        where its surprise, 1 - cosine to the state before it, is above min_surprise; a slot is the mean of its run.
         """
         few = self.slots_per_block
         if self.min_surprise is None:
@@ -296,8 +326,8 @@ class Bank(nnx.Module):
         share = is_in / jnp.maximum(jnp.sum(is_in, axis=1, keepdims=True), 1.0)
         return jnp.einsum("BKP,BKD->BPD", share, fine), place[:, -1] + 1
 
-    def _compressed(self, block: Float[Array, "B C D"], mass: Float[Array, "B C"]) -> Float[Array, "B K D"]:
-        """Return what a block is compressed into, C / ratio states."""
+    def _compress(self, block: Float[Array, "B C D"], mass: Float[Array, "B C"]) -> Float[Array, "B K D"]:
+        """Compress a block into K = C / ratio states, given their attention mass (Rae et al. 2019, section 3.1)."""
         few = self.slots_per_block
         if self.compression == "most_used":
             best = jnp.argsort(-lax.stop_gradient(mass), axis=1, stable=True)[:, :few]
@@ -310,60 +340,57 @@ class Bank(nnx.Module):
             return nn.matmul(groups.reshape(len(block), few, -1), self.compress.kernel[...])
         return jnp.mean(groups, axis=2) if self.compression == "mean" else jnp.max(groups, axis=2)
 
-    def _reconstruction(self, block: Array, oldest: Array, mass: Array) -> tuple[Array, Array]:
-        """Return for each row how attention to the slots differs from attention to what they stand for: loss, cosine.
+    def _reconstruction(
+        self, block: Float[Array, "B C D"], oldest: Float[Array, "B C D"], mass: Float[Array, "B C"]
+    ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+        """Attention-reconstruction loss of each row, and the cosine of the attention outputs that it compares.
 
-        Queries, states and projections are held fixed, so that the loss trains the compression and nothing else.
+        A block's queries attend to the oldest recent block, and to the slots that it becomes. Queries, states and
+        projections get no gradient, so that the loss trains the compression alone.
         """
         block, oldest = lax.stop_gradient((block, oldest))
         kernels = lax.stop_gradient([proj.kernel[...] for proj in (self.q_proj, self.k_proj, self.v_proj)])
-        query, answers = self._heads(block, kernels[0]), []
-        slots, number = self._allocated(self._compressed(oldest, mass))
-        for entries, filled in ((oldest, self.block_size), (slots, number[:, None])):
+        query, outputs = self._heads(block, kernels[0]), []
+        slots, num_slots = self._allocate_slots(self._compress(oldest, mass))
+        for entries, num_filled in ((oldest, self.block_size), (slots, num_slots[:, None])):
             key, value = (self._heads(entries.astype(block.dtype), kernel) for kernel in kernels[1:])
-            is_filled = jnp.broadcast_to(jnp.arange(entries.shape[1])[None, :] < filled, entries.shape[:2])
-            answers.append(attend(query, key, value, is_filled, page=self.slots_per_block)[0])
-        wanted, found = answers
-        loss = jnp.mean(jnp.square(found - wanted), axis=(1, 2, 3))
-        one, other = lax.stop_gradient((wanted, found))
-        lengths = jnp.sum(one * one, axis=-1) * jnp.sum(other * other, axis=-1)
-        cosine = jnp.sum(one * other, axis=-1) * lax.rsqrt(jnp.maximum(lengths, jnp.finfo(one.dtype).tiny))
+            is_filled = jnp.broadcast_to(jnp.arange(entries.shape[1])[None, :] < num_filled, entries.shape[:2])
+            outputs.append(attend(query, key, value, is_filled, page=self.slots_per_block)[0])
+        target, output = outputs
+        loss = jnp.mean(jnp.square(output - target), axis=(1, 2, 3))
+        fixed_target, fixed_output = lax.stop_gradient((target, output))
+        lengths = jnp.sum(fixed_target * fixed_target, axis=-1) * jnp.sum(fixed_output * fixed_output, axis=-1)
+        cosine = jnp.sum(fixed_target * fixed_output, axis=-1) * lax.rsqrt(
+            jnp.maximum(lengths, jnp.finfo(fixed_target.dtype).tiny)
+        )
         return loss, jnp.mean(cosine, axis=(1, 2))
 
 
-# Training on a target, as the parity table does it
+# Training on a target: the task of the parity cases
 
 
-class Batch(NamedTuple):
-    """One step's data."""
-
-    x: Float[Array, "B T D"]
-    target: Float[Array, "B T D"]
-    is_token: Bool[Array, "B T"] | None  # None = no padding
-
-
-def predict(model: Bank, batch: Batch, *, dropout: Any = None) -> tuple[Array, BankState, Array]:
-    """Return the bank's answers to a batch, the state behind it and the compression's loss; there is no dropout."""
+def predict(
+    model: Bank, batch: Batch, *, dropout: Any = None
+) -> tuple[Float[Array, "B T D"], BankState, Float[Array, ""]]:
+    """Outputs of the bank on a batch, the state behind it and the reconstruction loss; there is no dropout."""
     return model(batch.x.astype(model.dtype), is_token=batch.is_token)
 
 
-def loss_of(output: tuple[Array, BankState, Array], batch: Batch) -> Float[Array, ""]:
-    """Return the mean squared error at tokens, plus the compression's loss, plus the mean square of the slots."""
-    answer, state, loss = output
-    wide = jnp.promote_types(answer.dtype, jnp.float32)
-    squares = jnp.mean(jnp.square(answer.astype(wide) - batch.target.astype(wide)), axis=-1)
-    is_token = jnp.ones(squares.shape, bool) if batch.is_token is None else batch.is_token
-    error = jnp.sum(jnp.where(is_token, squares, jnp.zeros((), wide))) / jnp.sum(is_token).astype(wide)
-    return error + loss.astype(wide) + jnp.mean(jnp.square(state.slots.astype(wide)))
+def loss_of(output: tuple[Float[Array, "B T D"], BankState, Float[Array, ""]], batch: Batch) -> Float[Array, ""]:
+    """Mean squared error at tokens, plus the reconstruction loss, plus the mean square of the slots."""
+    memory_out, state, loss = output
+    error = mean_squared_error(memory_out, batch)
+    slots = jnp.mean(jnp.square(state.slots.astype(error.dtype)))
+    return error + loss.astype(error.dtype) + slots
 
 
 def loss_fn(model: Bank, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
-    """Return the model's loss on a batch."""
+    """Training loss on a batch: `loss_of` of `predict`."""
     return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: BankConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> Bank:
-    """Return the bank of a configuration holding `params`, cast to dtype.
+    """Build the bank of a configuration from parameters by name, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.

@@ -1,4 +1,4 @@
-"""Shape of a memory bank, its parameters and initial values, its parity batches, and what its state says (S file)."""
+"""Configuration of the memory bank: parameter shapes, initial values, parity batches, state statistics (S file)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ AGE_EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # blocks; the last bin is open
 
 
 class BankConfig(Base):
-    """A bank of states: recent ones as they were, older ones compressed into slots."""
+    """Shape of a memory bank: recent blocks uncompressed, older ones compressed into slots."""
 
-    d_model: int = Field(gt=0)  # width of the stream it keeps
-    num_heads: int = Field(gt=0)  # of the read
+    d_model: int = Field(gt=0)  # width of the residual stream whose states it keeps
+    num_heads: int = Field(gt=0)  # heads of the attention read-out
     head_dim: int = Field(gt=0)
     block_size: int = Field(gt=0)  # tokens written, and later compressed, together
-    recent_blocks: int = Field(default=1, ge=1)  # blocks kept as they are before they are compressed
+    recent_blocks: int = Field(default=1, ge=1)  # blocks kept uncompressed
     memory_slots: int = Field(gt=0)  # compressed states kept, a multiple of block_size / ratio
     ratio: int = Field(ge=1)  # tokens a slot stands for; divides block_size
     compression: Literal["mean", "max", "conv", "most_used", "learned"] = "conv"
-    mass_decay: float = Field(default=0.9, ge=0, lt=1)  # of the attention mass of an entry, a block
+    mass_decay: float = Field(default=0.9, ge=0, lt=1)  # decay, a block, of an entry's moving average of attention mass
     min_surprise: float | None = Field(default=None, ge=0, lt=2)  # 1 - cosine that takes a slot of its own; None = all
-    initial_match: bool = False  # queries and keys start alike, so that a token finds its like
+    initial_match: bool = False  # keys' projection starts as the queries'
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> BankConfig:
@@ -46,12 +46,12 @@ class BankConfig(Base):
 
     @property
     def slots_per_block(self) -> int:
-        """Return how many slots a block is compressed into."""
+        """Number of slots that a block is compressed into."""
         return self.block_size // self.ratio
 
 
 def parameter_shapes(config: BankConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a bank by its dotted name; none depends on memory_slots."""
+    """Shapes of a bank's parameters by dotted name; none depends on memory_slots."""
     c, width = config, config.num_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.kernel": (c.d_model, width) for x in "qkv"}
     if c.compression == "conv":
@@ -64,7 +64,7 @@ def parameter_shapes(config: BankConfig) -> dict[str, tuple[int, ...]]:
 def initial_params(
     config: BankConfig, seed: int, *, distinct: bool = False, std: float = initial.STANDARD_DEVIATION
 ) -> dict[str, np.ndarray]:
-    """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
+    """Initial values in float64 by name, drawn from Philox with the parameter's name as site.
 
     Kernels are normal with standard deviation std, gates half open (0), a convolution starts as the mean; with
     initial_match the keys' projection is the queries'. With distinct=True every tensor is random.
@@ -83,49 +83,49 @@ def initial_params(
 
 
 def parity_arrays(bank: BankConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
-    """Return random data of one step for the parity engine; with an odd seed every second row starts with padding."""
+    """Random data of one step of a parity case; with an odd seed every second row starts with padding."""
     return config.parity_arrays(bank, batch=batch, length=length, seed=seed, step=step)
 
 
 class MemoryStats(NamedTuple):
-    """What the slots of each row are worth; arrays [B] unless they say otherwise."""
+    """Statistics of each row's slots; arrays [B] unless they say otherwise."""
 
     occupancy: np.ndarray  # filled slots / capacity
-    utilisation: np.ndarray  # share of filled slots that attention still looks at
+    utilisation: np.ndarray  # share of filled slots that are not dead
     effective_slots: np.ndarray  # exp(entropy) of the attention mass over filled slots
-    dead_slots: np.ndarray  # filled slots that attention no longer looks at
+    dead_slots: np.ndarray  # filled slots with less than dead_share of an even share of the attention mass
     age_histogram: np.ndarray  # [B A] filled slots by age in blocks, edges AGE_EDGES
     evictions: np.ndarray  # slots dropped for newer ones
-    compression_ratio: np.ndarray  # measured: tokens that were compressed / slots they became; 0 before the first
-    reconstruction_cosine: np.ndarray  # of what the last compressed block answers to what it answered before
+    compression_ratio: np.ndarray  # measured: tokens compressed / slots that they became; 0 before the first
+    reconstruction_cosine: np.ndarray  # of attention outputs: last compressed block against the block uncompressed
 
 
 def memory_stats(state: Any, *, dead_share: float = 0.1) -> MemoryStats:
-    """Return statistics of a bank's state, a BankState of either backend with arrays that numpy reads.
+    """Statistics of a bank's state, a BankState of either backend with arrays that numpy reads.
 
-    A slot is dead when its share of the attention mass is under dead_share of an even one, 0 < dead_share < 1.
+    A slot is dead when its share of the attention mass is below dead_share of an even one, 0 < dead_share < 1.
     """
     values = {name: np.asarray(x, np.float64) for name, x in zip(state._fields, state, strict=True)}
-    capacity, number = values["slots"].shape[1], values["num_slots"]
-    filled = np.arange(capacity)[None] < number[:, None]
+    capacity, num_slots = values["slots"].shape[1], values["num_slots"]
+    filled = np.arange(capacity)[None] < num_slots[:, None]
     mass = np.where(filled, values["mass"][:, -capacity:], 0.0)
     total = mass.sum(axis=1, keepdims=True)
-    # Slots that nothing has looked at yet count alike.
-    even = filled / np.maximum(number, 1)[:, None]
+    # Before any attention all filled slots count alike.
+    even = filled / np.maximum(num_slots, 1)[:, None]
     share = np.where(total > 0, mass / np.where(total > 0, total, 1.0), even)
-    is_used = filled & ((share > dead_share * even) | (values["age"] == 0))  # nothing could look at the newest yet
+    is_used = filled & ((share > dead_share * even) | (values["age"] == 0))  # the newest slots were not attended to yet
     entropy = -np.sum(share * np.log(np.where(share > 0, share, 1.0)), axis=1)
     ages = np.digitize(values["age"], AGE_EDGES) - 1
     histogram = np.stack([(filled & (ages == i)).sum(axis=1) for i in range(len(AGE_EDGES))], axis=1)
-    made = number + values["evicted"]
+    num_made = num_slots + values["evicted"]
     return MemoryStats(
-        occupancy=number / capacity,
-        utilisation=is_used.sum(axis=1) / np.maximum(number, 1),
-        effective_slots=np.where(number > 0, np.exp(entropy), 0.0),
+        occupancy=num_slots / capacity,
+        utilisation=is_used.sum(axis=1) / np.maximum(num_slots, 1),
+        effective_slots=np.where(num_slots > 0, np.exp(entropy), 0.0),
         dead_slots=(filled & ~is_used).sum(axis=1),
         age_histogram=histogram,
         evictions=values["evicted"],
-        compression_ratio=values["compressed"] / np.maximum(made, 1),
+        compression_ratio=values["compressed"] / np.maximum(num_made, 1),
         reconstruction_cosine=values["cosine"],
     )
 

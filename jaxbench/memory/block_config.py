@@ -1,4 +1,4 @@
-"""Shape of a block with memory, its parameters and initial values, and its parity batches (S file).
+"""Configuration of a block with memory: parameter shapes, initial values and parity batches (S file).
 
 The blocks are those of Titans (Behrouz et al. 2024, arXiv:2501.00663, section 4), and attention with a bank.
 """
@@ -21,10 +21,10 @@ from jaxbench.memory.config import Arrays, NeuralMemoryConfig
 
 
 class BlockConfig(Base):
-    """Attention to a window of tokens and a memory of what lies before it, put together in one of five ways."""
+    """Shape of a block: sliding-window attention and a memory, combined in one of five ways."""
 
     kind: Literal["mac", "mag", "mal", "lmm", "bank"]  # memory as context, gate, layer, alone; attention with a bank
-    d_model: int = Field(gt=0)  # width of the stream
+    d_model: int = Field(gt=0)  # width of the residual stream
     num_heads: int = Field(gt=0)  # query heads of the attention
     num_kv_heads: int = Field(gt=0)  # its key-value heads; divides num_heads
     head_dim: int = Field(gt=0)  # its heads' width, even
@@ -68,19 +68,19 @@ class BlockConfig(Base):
 
     @property
     def has_attention(self) -> bool:
-        """Return False where memory is alone."""
+        """False where the memory is alone."""
         return self.kind != "lmm"
 
 
 def parameter_shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a block by its dotted name; kernels are (in, out)."""
+    """Shapes of a block's parameters by dotted name; kernels are (in, out)."""
     name, source, memory = _memory(config)
     shapes = {f"{name}.{inner}": shape for inner, shape in source.parameter_shapes(memory).items()}
     return _attention_shapes(config) | shapes | {f"{norm}.scale": (config.d_model,) for norm in norm_names(config)}
 
 
 def norm_names(config: BlockConfig) -> tuple[str, ...]:
-    """Return the norms that a kind of block has: of attention's and memory's answers, or of what attention gets."""
+    """Names of a block's norms: of the attention's and the memory's outputs, or of the attention's input."""
     names = {"mac": ("answer_norm", "memory_norm"), "mag": ("answer_norm", "memory_norm"), "mal": ("input_norm",)}
     return names.get(config.kind, ())
 
@@ -92,7 +92,7 @@ def _attention_shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:
     query_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"attention.q_proj.kernel": (c.d_model, query_width)}
     shapes |= {f"attention.{x}_proj.kernel": (c.d_model, kv_width) for x in "kv"}
-    if c.kind != "bank":  # the bank's projection stands in its place
+    if c.kind != "bank":  # the bank's output projection stands in its place
         shapes["attention.o_proj.kernel"] = (query_width, c.d_model)
     if c.num_persistent:
         shapes["attention.persistent"] = (c.num_persistent, c.d_model)
@@ -100,7 +100,7 @@ def _attention_shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _memory(block: BlockConfig) -> tuple[str, ModuleType, NeuralMemoryConfig | BankConfig]:
-    """Return the name of a block's memory, the module that knows its parameters, and its shape."""
+    """Name of a block's memory, the module of its configuration, and its shape."""
     if block.bank is not None:
         return "bank", bank_config, block.bank
     return "memory", config, block.neural
@@ -109,7 +109,7 @@ def _memory(block: BlockConfig) -> tuple[str, ModuleType, NeuralMemoryConfig | B
 def initial_params(
     config: BlockConfig, seed: int, *, distinct: bool = False, std: float = initial.STANDARD_DEVIATION
 ) -> dict[str, np.ndarray]:
-    """Return float64 initial values by name, drawn from Philox.
+    """Initial values in float64 by name, drawn from Philox.
 
     Kernels are normal with standard deviation std, persistent tokens with 1, scales are 1; the memory's are those of
     its own file. With distinct=True every tensor is random.
@@ -129,5 +129,5 @@ def initial_params(
 
 
 def parity_arrays(block: BlockConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
-    """Return random data of one step for the parity engine; with an odd seed every second row starts with padding."""
+    """Random data of one step of a parity case; with an odd seed every second row starts with padding."""
     return config.parity_arrays(block, batch=batch, length=length, seed=seed, step=step)

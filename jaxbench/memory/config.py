@@ -1,13 +1,13 @@
-"""Shape of the memories, their parameters and initial values, and their parity batches (S file).
+"""Configuration of the neural memory: parameter shapes, initial values and parity batches (S file).
 
-docs/memory.md derives the formulas; where Titans (Behrouz et al. 2024, arXiv:2501.00663) says something, that is the
-default.
+docs/memory.md derives the formulas. Defaults are those of Titans (Behrouz et al. 2024, arXiv:2501.00663) where the
+paper gives any.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pydantic
@@ -18,18 +18,20 @@ from jaxbench.config import Base
 
 
 class NeuralMemoryConfig(Base):
-    """A neural memory: a small network whose weights are trained, token by token, on what it reads."""
+    """Shape of a neural memory: a small network whose weights are trained, token by token, on what it reads."""
 
-    d_model: int = Field(gt=0)  # width of the stream it reads and writes
+    d_model: int = Field(gt=0)  # width of the residual stream that it reads and adds to
     num_heads: int = Field(gt=0)  # memories side by side
     head_dim: int = Field(gt=0)  # width of keys, values and queries of one memory
     chunk_size: int = Field(default=64, gt=0)  # tokens whose gradients are taken at the same weights; 1 = recurrence
-    depth: int = Field(default=2, ge=0, le=4)  # layers of the network; 1 = a matrix; 0 = none: queries are the answers
+    depth: int = Field(default=2, ge=0, le=4)  # layers of the network; 1 = a matrix; 0 = none: queries are read out
     hidden_factor: int = Field(default=2, gt=0)  # width of its hidden layers / head_dim
     activation: Literal["gelu", "gelu_erf", "silu"] = "gelu"  # between its layers; gelu is the tanh approximation
     residual_norm: bool = False  # M(x) = LayerNorm(network(x)) (1 + gain) + x, of Sun et al. 2024; the paper is silent
     loss_reduction: Literal["sum", "mean"] = "sum"  # over the head's width; mean = a learning rate / head_dim
-    read: Literal["token", "before", "chunk"] = "token"  # weights that answer token t: M_t, M_(t-1), M before its chunk
+    read: Literal["token", "before", "chunk"] = (
+        "token"  # weights that read out token t: M_t, M_(t-1), M before its chunk
+    )
     momentum: bool = True  # False: eta = 0
     forgetting: bool = True  # False: alpha = 0
     max_theta: float = Field(default=1.0, gt=0)  # theta lies in (0, max_theta)
@@ -40,10 +42,10 @@ class NeuralMemoryConfig(Base):
     output: Literal["gated", "linear"] = "gated"  # gated = RMSNorm of each head, times SiLU of a projection of x
     num_persistent: int = Field(default=0, ge=0)  # learned tokens read before every sequence
     norm_eps: float = Field(default=1e-5, gt=0)
-    initial_eta: float = Field(default=0.5, gt=0, lt=1)  # decay of momentum where the gate's input is 0
+    initial_eta: float = Field(default=0.5, gt=0, lt=1)  # decay of momentum where the gate's projection is 0
     initial_theta: float = Field(default=0.005, gt=0)  # inner learning rate there; below max_theta
-    initial_alpha: float = Field(default=0.01, gt=0, lt=1)  # share forgotten at each token there
-    initial_match: bool = False  # queries and keys start alike, so that a token finds what stood behind its like
+    initial_alpha: float = Field(default=0.01, gt=0, lt=1)  # decay of the weights at each token there
+    initial_match: bool = False  # keys' projection starts as the queries', so that a query finds its like
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> NeuralMemoryConfig:
@@ -61,24 +63,24 @@ class NeuralMemoryConfig(Base):
 
     @property
     def streams(self) -> str:
-        """Return which projections there are: queries, keys and values, or without a network queries alone."""
+        """Projections by letter: queries, keys and values; without a network queries alone."""
         return "qkv" if self.depth else "q"
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the widths of the network's layers, input first."""
+        """Widths of the network's layers, input first; () without a network."""
         hidden = (self.depth - 1) * (self.hidden_factor * self.head_dim,)
         return (self.head_dim, *hidden, self.head_dim) if self.depth else ()
 
     @property
     def weights_per_row(self) -> int:
-        """Return how many numbers one row's network weights are, all heads together."""
+        """Number of network weights in one row's state, all heads together."""
         gain = self.head_dim if self.residual_norm else 0
         return self.num_heads * (sum(a * b for a, b in zip(self.widths, self.widths[1:])) + gain)
 
 
 def parameter_shapes(config: NeuralMemoryConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a neural memory by its dotted name; kernels are (in, out)."""
+    """Shapes of a neural memory's parameters by dotted name; kernels are (in, out)."""
     c, width = config, config.num_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.kernel": (c.d_model, width) for x in c.streams}
     if c.conv_size > 1:
@@ -98,7 +100,7 @@ def parameter_shapes(config: NeuralMemoryConfig) -> dict[str, tuple[int, ...]]:
 
 
 def gate_names(config: NeuralMemoryConfig) -> tuple[str, ...]:
-    """Return the gates that a configuration has, of eta, theta and alpha; without a network none."""
+    """Gates that a configuration has, of eta, theta and alpha; without a network none."""
     used = {"eta": config.momentum, "theta": True, "alpha": config.forgetting}
     return tuple(name for name, is_used in used.items() if is_used and config.depth)
 
@@ -106,10 +108,10 @@ def gate_names(config: NeuralMemoryConfig) -> tuple[str, ...]:
 def initial_params(
     config: NeuralMemoryConfig, seed: int, *, distinct: bool = False, std: float = initial.STANDARD_DEVIATION
 ) -> dict[str, np.ndarray]:
-    """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
+    """Initial values in float64 by name, drawn from Philox with the parameter's name as site.
 
     Projections are normal with standard deviation std, the network's kernels with fan-in scaling, persistent tokens
-    with 1, like the normalised stream that they join; convolutions pass on their own token, gates open at the
+    with 1, like the normalised stream that they join; convolutions start as the identity, gates at the
     configured values. With initial_match the keys' projection is the queries', and their convolution the mean of its
     tokens. distinct = every tensor random, so that a swapped or ignored one shows.
     """
@@ -125,8 +127,10 @@ def initial_params(
     return params
 
 
-def _distribution(config: NeuralMemoryConfig, name: str, shape: tuple[int, ...], std: float) -> tuple[Any, float]:
-    """Return the mean and the standard deviation of a parameter's initial values."""
+def _distribution(
+    config: NeuralMemoryConfig, name: str, shape: tuple[int, ...], std: float
+) -> tuple[float | np.ndarray, float]:
+    """Mean and standard deviation of a parameter's initial values."""
     module, _, kind = name.rpartition(".")
     if module.startswith("memory.layers"):
         return 0.0, shape[1] ** -0.5
@@ -151,14 +155,14 @@ class Arrays(NamedTuple):
 
     @property
     def positions(self) -> np.ndarray:
-        """Return the place of each token in its row [B T], -1 = padding."""
+        """Position of each token in its row, int [B T], -1 = padding."""
         shape = self.x.shape[:2]
         is_token = np.ones(shape, bool) if self.is_token is None else self.is_token
         return np.where(is_token, np.cumsum(is_token, axis=1) - 1, -1)
 
 
 def parity_arrays(config: NeuralMemoryConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
-    """Return random data of one step for the parity engine; with an odd seed every second row starts with padding."""
+    """Random data of one step of a parity case; with an odd seed every second row starts with padding."""
     random = np.random.default_rng((seed, step))
     x, target = random.standard_normal((2, batch, length, config.d_model))
     is_token = None

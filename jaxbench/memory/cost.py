@@ -1,14 +1,14 @@
-"""What one layer costs by length of context: attention, a memory bank, the neural memory (S file).
+"""Memory, FLOPs and time of one layer by length of context: attention, memory bank, neural memory (S file).
 
 Rows are (backend, layer, length). Bytes are exact: JAX's are the compiled program's temporary bytes, PyTorch's the peak
 of bytes alive in a run on its meta device, which computes shapes alone. FLOPs are counted in that run too, two a
-multiplication; both backends do the same products. Time is measured where the layer fits, and left out elsewhere.
+multiplication; both backends do the same products. Time is measured up to a limit of bytes and of FLOPs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ COLORS = {"naive": "#d6336c", "blocked": "#e5722a", "bank": "#3b82f6", "neural":
 
 
 class LayerShape(Base):
-    """One layer of each kind."""
+    """Shape of one layer of each kind."""
 
     d_model: int = Field(gt=0)
     num_heads: int = Field(gt=0)
@@ -52,16 +52,17 @@ class LayerShape(Base):
         return self
 
     def block(self, layer: str) -> BlockConfig:
-        """Return the block of a memory: attention to a window beside a bank, or the neural memory alone."""
-        sizes = {"d_model": self.d_model, "num_heads": self.num_heads, "num_kv_heads": self.num_heads}
-        sizes |= {"head_dim": self.head_dim, "window": self.window}
-        if layer == "bank":
-            return BlockConfig(kind="bank", bank=self.bank, **sizes)
-        return BlockConfig(kind="lmm", neural=self.neural, **sizes)
+        """Shape of a memory's block: sliding-window attention with a bank, or the neural memory alone."""
+        is_bank = layer == "bank"
+        return BlockConfig(
+            kind="bank" if is_bank else "lmm", bank=self.bank if is_bank else None,
+            neural=None if is_bank else self.neural, d_model=self.d_model, num_heads=self.num_heads,
+            num_kv_heads=self.num_heads, head_dim=self.head_dim, window=self.window,
+        )  # fmt: skip
 
     @property
     def kernels(self) -> dict[str, tuple[int, int]]:
-        """Return the shapes of the attention's projections by name."""
+        """Shapes of the attention's projections by name."""
         width = self.num_heads * self.head_dim
         return {f"{name}_proj.kernel": (self.d_model, width) for name in "qkv"} | {
             "o_proj.kernel": (width, self.d_model)
@@ -69,7 +70,7 @@ class LayerShape(Base):
 
 
 class Cost(Base):
-    """What is measured."""
+    """Settings of the measurement: configs/memory/cost.yaml."""
 
     layer: LayerShape
     lengths: Several[Length] = (2048, 8192, 32768, 131072)
@@ -92,7 +93,7 @@ class Cost(Base):
 
 
 class Measured(NamedTuple):
-    """What a backend says about one layer and length; None = not measured."""
+    """Costs of one layer at one length in one backend; None = not measured."""
 
     temp_bytes: int
     state_bytes: int  # of a sequence, behind its last token
@@ -109,13 +110,13 @@ def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any]) -> dict[s
     for length in settings.lengths:
         for layer in LAYERS:
             shape = (layer, settings.layer, length, settings.segment)
-            found = {name: part.measure(*shape) for name, part in parts.items()}
-            flops = found["torch"].flops
-            for name, one in found.items():
-                fits = one.temp_bytes <= settings.max_bytes and flops <= settings.max_flops
+            measured = {name: part.measure(*shape) for name, part in parts.items()}
+            flops = measured["torch"].flops
+            for name, costs in measured.items():
+                fits = costs.temp_bytes <= settings.max_bytes and flops <= settings.max_flops
                 seconds = statistics.median(parts[name].seconds(*shape, settings.repeats)) if fits else None
-                row = {"backend": name, "layer": layer, "length": length, "temp_bytes": one.temp_bytes}
-                row |= {"state_bytes": one.state_bytes, "flops_per_token": flops / length, "seconds": seconds}
+                row = {"backend": name, "layer": layer, "length": length, "temp_bytes": costs.temp_bytes}
+                row |= {"state_bytes": costs.state_bytes, "flops_per_token": flops / length, "seconds": seconds}
                 rows.append(row)
             print(f"    {length:,} tokens, {TITLES[layer]}", file=sys.stderr, flush=True)
     about = environment.describe(threads=environment.usable_cores())
@@ -128,27 +129,37 @@ def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any]) -> dict[s
 
 
 def saving(rows: list[dict], length: int) -> dict[str, float]:
-    """Return by backend how many times fewer temporary bytes the bank takes than naive attention at a length."""
+    """Ratio of temporary bytes, naive attention to the bank, at a length, by backend."""
     size = {(row["backend"], row["layer"]): row["temp_bytes"] for row in rows if row["length"] == length}
     return {name: size[name, "naive"] / size[name, "bank"] for name in BACKENDS if (name, "bank") in size}
 
 
 def table(summary: dict[str, Any]) -> Any:
-    """Return what a reader sees, as a rich table."""
+    """Rich table of a summary."""
     from rich.table import Table
 
     names = ("backend", "layer", "context", "temporary MiB", "state KiB", "MFLOP/token", "tokens/s")
-    found = Table(*names, title="One layer, forward, batch 1, float32", title_justify="left")
+    shown = Table(*names, title="One layer, forward, batch 1, float32", title_justify="left")
     for row in summary["rows"]:
         speed = "" if row["seconds"] is None else f"{row['length'] / row['seconds']:,.0f}"
         numbers = (row["temp_bytes"] / 2**20, row["state_bytes"] / 2**10, row["flops_per_token"] / 1e6)
         cells = (row["backend"], TITLES[row["layer"]], f"{row['length']:,}")
-        found.add_row(*cells, *(f"{number:,.1f}" for number in numbers), speed)
-    return found
+        shown.add_row(*cells, *(f"{number:,.1f}" for number in numbers), speed)
+    return shown
+
+
+def _series(rows: list[dict], field: str) -> Iterator[tuple[str, str, list[dict]]]:
+    """Yield backend, layer and rows of each line of a chart; where backends are equal, those of Flax alone."""
+    backends = ["flax"] if field in ("state_bytes", "flops_per_token") else list(BACKENDS)
+    for backend in backends:
+        for layer in LAYERS:
+            own = [row for row in rows if (row["backend"], row["layer"]) == (backend, layer) and row[field]]
+            if own:
+                yield backend, layer, own
 
 
 def page(rows: list[dict]) -> str:
-    """Return a page of charts against length that opens offline."""
+    """HTML page of charts against length, which opens offline."""
     import plotly.graph_objects as go
 
     parts = []
@@ -156,14 +167,10 @@ def page(rows: list[dict]) -> str:
     charts += (("flops_per_token", "FLOPs a token"), ("seconds", "seconds"))
     for field, title in charts:
         figure = go.Figure()
-        for backend in BACKENDS:
-            for layer in LAYERS:
-                own = [r for r in rows if (r["backend"], r["layer"]) == (backend, layer) and r[field] is not None]
-                if not own or (field in ("state_bytes", "flops_per_token") and backend == "torch"):
-                    continue  # the same on both backends
-                line = {"color": COLORS[layer], "dash": "solid" if backend == "flax" else "dot"}
-                x, y = [row["length"] for row in own], [row[field] for row in own]
-                figure.add_scatter(x=x, y=y, name=f"{TITLES[layer]}, {backend}", line=line, mode="lines+markers")
+        for backend, layer, own in _series(rows, field):
+            line = {"color": COLORS[layer], "dash": "solid" if backend == "flax" else "dot"}
+            x, y = [row["length"] for row in own], [row[field] for row in own]
+            figure.add_scatter(x=x, y=y, name=f"{TITLES[layer]}, {backend}", line=line, mode="lines+markers")
         figure.update_layout(title=title, xaxis_title="tokens of context", yaxis_title=title, height=420)
         figure.update_xaxes(type="log", tickvals=sorted({row["length"] for row in rows}))
         figure.update_yaxes(type="log", exponentformat="power")
@@ -173,7 +180,7 @@ def page(rows: list[dict]) -> str:
 
 
 def picture(summary: dict[str, Any]) -> str:
-    """Return the charts of a summary as one SVG for pages that show no HTML; where backends are equal, Flax alone."""
+    """SVG of a summary's charts for pages that show no HTML; where backends are equal, Flax alone."""
     rows = [row | {"rate": row["length"] / row["seconds"] if row["seconds"] else None} for row in summary["rows"]]
     lengths = sorted({row["length"] for row in rows})
     across = Axis("tokens of context", {length: f"{length:,}" for length in lengths}, is_log=True)
@@ -182,12 +189,9 @@ def picture(summary: dict[str, Any]) -> str:
     panels = []
     for field, title, unit in charts:
         lines = []
-        for backend in BACKENDS:
-            for layer in LAYERS:
-                own = [row for row in rows if (row["backend"], row["layer"]) == (backend, layer) and row[field]]
-                if own and not (field in ("state_bytes", "flops_per_token") and backend == "torch"):
-                    points = [Point(row["length"], row[field]) for row in own]
-                    lines.append(Line(TITLES[layer], COLORS[layer], points, backend == "torch"))
+        for backend, layer, own in _series(rows, field):
+            points = [Point(row["length"], row[field]) for row in own]
+            lines.append(Line(TITLES[layer], COLORS[layer], points, backend == "torch"))
         values = [point.y for line in lines for point in line.points]
         if not values:
             continue  # nothing fitted, so no rate is known
@@ -200,7 +204,7 @@ def picture(summary: dict[str, Any]) -> str:
 
 
 def _short(value: float, unit: str = "") -> str:
-    """Return a number with a prefix: 16,384 bytes -> 16 KiB, and of what is counted 10,000 -> 10 K."""
+    """Number with a prefix: 16,384 bytes -> 16 KiB, and without a unit 10,000 -> 10 K."""
     step = 1024 if unit else 1000
     for prefix in ("", "K", "M", "G", "T"):
         if value < step or prefix == "T":

@@ -1,4 +1,4 @@
-"""One layer of the cost table, in JAX: its bytes from the compiled program, its time.
+"""Costs of one layer, in JAX: bytes from the compiled program, measured time.
 
 Twin: torch_ref/memory/cost_layer.py.
 
@@ -9,7 +9,6 @@ program is that of one segment: its size does not depend on how many there are.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,19 +34,19 @@ class Attention(nnx.Module):
         self.num_heads, self.implementation, self.key_block = shape.num_heads, implementation, shape.key_block
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return what attention adds to the stream."""
+        """Attention output at each token."""
         heads = (*x.shape[:2], self.num_heads, -1)
         query, key, value = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         positions = jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
-        answer = attention(
+        attention_out = attention(
             query, key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), query_positions=positions,
             key_positions=positions, implementation=self.implementation, block_size=self.key_block,
         )  # fmt: skip
-        return self.o_proj(answer.reshape(*x.shape[:2], -1))
+        return self.o_proj(attention_out.reshape(*x.shape[:2], -1))
 
 
-def build(layer: str, shape: LayerShape) -> Any:
-    """Return the module of a layer: naive, blocked, bank or neural."""
+def build(layer: str, shape: LayerShape) -> Attention | blocks.Block:
+    """Build the module of a layer: naive, blocked, bank or neural."""
     if layer in ("naive", "blocked"):
         module = Attention(shape, implementation="dense" if layer == "naive" else "blocked")
         random = np.random.default_rng(0)
@@ -58,16 +57,16 @@ def build(layer: str, shape: LayerShape) -> Any:
 
 
 def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measured:
-    """Return the compiled program's temporary bytes, and the bytes of a sequence's state."""
+    """Temporary bytes of the compiled program, and bytes of a sequence's state."""
     program, _, state_bytes = _program(layer, shape, length, segment)
     return Measured(program.memory_analysis().temp_size_in_bytes, state_bytes, None)
 
 
 def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int) -> list[float]:
-    """Return the times of reading a sequence, after one that is not counted."""
+    """Measure the times in seconds of forward passes over a sequence, after one that is not counted."""
     program, arguments, _ = _program(layer, shape, length, segment)
     x = np.random.default_rng(0).standard_normal((1, length, shape.d_model)).astype(np.float32)
-    found = []
+    times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         if len(arguments) == 1:
@@ -77,12 +76,12 @@ def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: i
             for begin in range(0, length, segment):
                 last, state = program(params, x[:, begin : begin + segment], state)
         jax.block_until_ready(last)
-        found.append(time.perf_counter() - start)
-    return found[1:]
+        times.append(time.perf_counter() - start)
+    return times[1:]
 
 
-def _program(layer: str, shape: LayerShape, length: int, segment: int) -> tuple[Any, tuple, int]:
-    """Return the compiled program, its first arguments, and the bytes of the state behind the sequence."""
+def _program(layer: str, shape: LayerShape, length: int, segment: int) -> tuple[jax.stages.Compiled, tuple, int]:
+    """Compile the forward pass; also its first arguments, and the bytes of the state behind the sequence."""
     model = build(layer, shape)
     graph, params = nnx.split(model)
     if layer in ("naive", "blocked"):

@@ -1,4 +1,4 @@
-"""Kinds of fields of the settings that measure memories: lists that say something (S file)."""
+"""Field types of the settings that measure memories, with their limits (S file)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that a pretrained model given a memory says what it said before: how far its logits move.
+"""Check that inserting a memory leaves a pretrained model's logits as they were.
 
     python -m jaxbench.memory.insert --config=configs/ltm/smollm2.yaml
 
@@ -18,7 +18,7 @@ LIMIT = 1e-6  # relative 2-norm in float32
 
 
 def change_of_logits(settings: MemoryTrainConfig, batch: Any) -> float:
-    """Return how far the memory of a run moves its starting model's logits on a batch, as a relative 2-norm.
+    """Relative 2-norm of the change in the starting model's logits on a batch once the run's memory is inserted.
 
     Raises:
       ValueError: the run has no memory, or no model to start from.

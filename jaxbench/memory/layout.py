@@ -1,6 +1,6 @@
-"""How rows, heads and chunks lie in memory, and the walk over chunks. Twin: torch_ref/memory/layout.py.
+"""Layout of rows, heads and chunks in arrays; the rematerialised scan over chunks. Twin: torch_ref/memory/layout.py.
 
-Axis letters: E memories, a row's heads side by side (B * N); C slots of a chunk.
+Axis letters: E memories, a row's heads side by side (B * N); C token slots of a chunk; L chunks.
 """
 
 from __future__ import annotations
@@ -13,85 +13,96 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int, Shaped
 
-NESTED_FROM = 32  # chunks from which on the backward pass works by groups
+NESTED_FROM = 32  # chunks from which on rematerialisation is nested: groups of chunks, chunks of a group
 
 
 def tree_map(function: Callable[..., Any], *trees: Any) -> Any:
-    """Return the tree of function(leaf, ...) over leaves at equal places; None is no leaf."""
+    """Apply a function to the leaves of trees of one structure; None is no leaf."""
     return jax.tree.map(function, *trees)
 
 
-def gathered(x: Float[Array, "B T ..."], index: Int[Array, "B S"]) -> Float[Array, "B S ..."]:
-    """Return the rows of axis 1 that an index names."""
+def gathered(x: Shaped[Array, "B T ..."], index: Int[Array, "B S"]) -> Shaped[Array, "B S ..."]:
+    """Gather entries along axis 1, each row by indices of its own."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def chosen(condition: Bool[Array, " E"], one: Float[Array, "E ..."], other: Float[Array, "E ..."]) -> Array:
-    """Return `one` where the condition of axis 0 holds, else `other`."""
-    return jnp.where(condition.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+def select_rows(
+    condition: Bool[Array, " E"], new: Shaped[Array, "E ..."], old: Shaped[Array, "E ..."]
+) -> Shaped[Array, "E ..."]:
+    """Select `new` in the rows (axis 0) where the condition holds, else `old`."""
+    return jnp.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
-def merged(x: Float[Array, "B N ..."]) -> Float[Array, "E ..."]:
-    """Lay rows' heads side by side."""
+def merge_heads(x: Shaped[Array, "B N ..."]) -> Shaped[Array, "E ..."]:
+    """Merge rows and heads into one axis of memories, E = B * N."""
     return x.reshape(-1, *x.shape[2:])
 
 
-def split(x: Float[Array, "E ..."], num_heads: int) -> Float[Array, "B N ..."]:
-    """Undo `merged`."""
+def split_heads(x: Shaped[Array, "E ..."], num_heads: int) -> Shaped[Array, "B N ..."]:
+    """Undo `merge_heads`."""
     return x.reshape(-1, num_heads, *x.shape[1:])
 
 
-def by_memory(x: Float[Array, "B T N ..."]) -> Float[Array, "E T ..."]:
-    """Put tokens behind heads."""
-    return merged(jnp.swapaxes(x, 1, 2))
+def heads_first(x: Shaped[Array, "B T N ..."]) -> Shaped[Array, "E T ..."]:
+    """Transpose tokens behind heads and merge rows and heads."""
+    return merge_heads(jnp.swapaxes(x, 1, 2))
 
 
-def by_row(x: Float[Array, "E T ..."], num_heads: int) -> Float[Array, "B T N ..."]:
-    """Undo `by_memory`."""
-    return jnp.swapaxes(split(x, num_heads), 1, 2)
+def tokens_first(x: Shaped[Array, "E T ..."], num_heads: int) -> Shaped[Array, "B T N ..."]:
+    """Undo `heads_first`."""
+    return jnp.swapaxes(split_heads(x, num_heads), 1, 2)
 
 
-def cut(x: Float[Array, "E T ..."], size: int) -> Float[Array, "L E C ..."]:
-    """Cut tokens into L chunks; T is a multiple of size."""
+def split_chunks(x: Shaped[Array, "E T ..."], size: int) -> Shaped[Array, "L E C ..."]:
+    """Split the token axis into L chunks of `size` tokens, chunks first; T is a multiple of size."""
     return jnp.swapaxes(x.reshape(len(x), -1, size, *x.shape[2:]), 0, 1)
 
 
-def joined(x: Float[Array, "L E C ..."]) -> Float[Array, "E T ..."]:
-    """Undo `cut`."""
+def join_chunks(x: Shaped[Array, "L E C ..."]) -> Shaped[Array, "E T ..."]:
+    """Undo `split_chunks`."""
     return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def walk(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
-    """Return the last carry and every chunk's answer of `carry, answer = read(carry, chunk)` over the leading axis.
+def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
+    """Scan `carry, output = read(carry, chunk)` over the leading axis, with rematerialisation.
 
-    The backward pass keeps the carry before each chunk, and computes the rest of a chunk again; of many chunks it
-    keeps the carry before each of about sqrt(n) groups, and goes through a group twice.
+    Args:
+      read: one step of the scan.
+      carry: tree of arrays before the first chunk.
+      chunks: tree of arrays [L ...].
+
+    Returns:
+      The last carry, and the outputs of all chunks [L ...].
+
+    The backward pass keeps the carry before each chunk and recomputes what lies inside a chunk. From NESTED_FROM chunks
+    on it keeps the carry before each of about sqrt(L) groups and goes through a group twice (Chen et al. 2016,
+    arXiv:1604.06174, section 4).
     """
     read = functools.partial(rematerialised, read)
-    number = len(jax.tree.leaves(chunks)[0])
-    if number < NESTED_FROM:
+    num_chunks = len(jax.tree.leaves(chunks)[0])
+    if num_chunks < NESTED_FROM:
         return lax.scan(read, carry, chunks)
-    group = group_size(number)
-    whole = number // group * group
+    group = group_size(num_chunks)
+    whole = num_chunks // group * group
     groups = jax.tree.map(lambda x: x[:whole].reshape(-1, group, *x.shape[1:]), chunks)
-    several = functools.partial(rematerialised, functools.partial(lax.scan, read))
-    carry, answers = lax.scan(several, carry, groups)
-    answers = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), answers)
-    if whole == number:  # a walk over no chunks would be compiled all the same
-        return carry, answers
+    read_group = functools.partial(rematerialised, functools.partial(lax.scan, read))
+    carry, outputs = lax.scan(read_group, carry, groups)
+    outputs = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), outputs)
+    if whole == num_chunks:  # a scan over no chunks would be compiled all the same
+        return carry, outputs
     carry, rest = lax.scan(read, carry, jax.tree.map(lambda x: x[whole:], chunks))
-    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), answers, rest)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, rest)
 
 
-def group_size(number: int) -> int:
-    """Return the chunks of a group: about the root of their number, and where that can be a divisor of it."""
-    root = math.isqrt(number)
-    return next((size for size in range(root, root // 2, -1) if number % size == 0), root)
+def group_size(num_chunks: int) -> int:
+    """Chunks in a group of nested rematerialisation: about sqrt(num_chunks), a divisor of it where one is near."""
+    root = math.isqrt(num_chunks)
+    return next((size for size in range(root, root // 2, -1) if num_chunks % size == 0), root)
 
 
 def rematerialised(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunk: Any) -> tuple[Any, Any]:
-    """Return read(carry, chunk), whose inner values the backward pass computes again."""
+    """Compute read(carry, chunk) with gradient checkpointing: the backward pass recomputes what lies inside."""
     # A scan's body is compiled apart from its recomputation, so nothing merges the two.
     return jax.checkpoint(read, prevent_cse=False)(carry, chunk)

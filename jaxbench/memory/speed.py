@@ -1,4 +1,4 @@
-"""How fast is the neural memory, here and in titans-pytorch in the same run? (S file)
+"""Speed and peak memory of the neural memory beside titans-pytorch, in one run (S file).
 
 Every arm is a process of its own (bench/process.py), one works at a time on one core, and their order turns from launch
 to launch. A launch gives one ratio for each case, of median CPU seconds and of median wall seconds; intervals are
@@ -28,20 +28,24 @@ from jaxbench.memory.fields import Length, Several
 ROOT = Path(__file__).resolve().parents[2]
 TITANS = ".venvs/titans/bin/python"  # made by `make peers`
 PARTS = ("forward", "forward_backward")
+CASE = ("network", "arm", "read", "part")
 BARS = {"forward": 4.0, "forward_backward": 2.0, "memory": 4.0}
 TIMEOUT_S = 600.0  # of one request
 
 
 class Network(Base):
-    """A memory that all arms build."""
+    """A neural memory that all arms build."""
 
     name: str = Field(min_length=1)
     shape: NeuralMemoryConfig
-    reads: Several[Literal["token", "chunk"]] = ("token", "chunk")  # how jaxbench reads; titans-pytorch: by chunks
+    reads: Several[Literal["token", "chunk"]] = (
+        "token",
+        "chunk",
+    )  # jaxbench's read-out; titans-pytorch: chunk
 
 
 class Speed(Base):
-    """What is measured."""
+    """Settings of the measurement: configs/memory/speed.yaml."""
 
     networks: Several[Network]
     engines: Several[Literal["flax", "torch"]] = ("flax", "torch")
@@ -81,11 +85,11 @@ def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
         missing["titans"] = f"{TITANS} is not there: run `make peers`"
         arms.remove("titans")
     versions: dict[str, dict] = {}
-    for number in range(settings.launches):
-        turned = arms[number % len(arms) :] + arms[: number % len(arms)]
+    for launch_index in range(settings.launches):
+        turned = arms[launch_index % len(arms) :] + arms[: launch_index % len(arms)]
         for arm in turned:
-            rows += _measured(settings, arm, number, workdir, versions)
-        print(f"    launch {number + 1} of {settings.launches}", file=sys.stderr, flush=True)
+            rows += _measured(settings, arm, launch_index, workdir, versions)
+        print(f"    launch {launch_index + 1} of {settings.launches}", file=sys.stderr, flush=True)
     for arm in arms:
         for network, read in _cases(settings, arm):
             memory += [_peak(settings.batch, length, arm, network, read, workdir) for length in settings.memory_lengths]
@@ -132,81 +136,86 @@ def _ask(worker: Worker, operation: str, **arguments: Any) -> dict:
         raise ValueError(f"speed: {worker.arm} could not do {operation} {arguments}: {error}") from error
 
 
-def _measured(settings: Speed, arm: str, number: int, workdir: Path, versions: dict) -> list[dict]:
-    """Return the records of one arm in one launch."""
+def _measured(settings: Speed, arm: str, launch_index: int, workdir: Path, versions: dict) -> list[dict]:
+    """Records of one arm in one launch."""
     rows, worker = [], _worker(arm, workdir)
     size = {"batch": settings.batch, "length": settings.length, "repeats": settings.repeats}
     try:
         versions[arm] = _ask(worker, "start")["versions"]
         for network, read in _cases(settings, arm):
             for part in PARTS:
-                found = _ask(worker, "measure", network=_request(network, read), part=part, **size)
-                rows.append({"arm": arm, "network": network.name, "read": read, "part": part, "launch": number} | found)
+                case = {"arm": arm, "network": network.name, "read": read, "part": part, "launch": launch_index}
+                rows.append(case | _ask(worker, "measure", network=_request(network, read), part=part, **size))
     finally:
         worker.close()
     return rows
 
 
 def _peak(batch: int, length: int, arm: str, network: Network, read: str, workdir: Path) -> dict:
-    """Return the peak memory of forward and backward in a fresh process."""
+    """Peak memory in bytes of forward and backward in a fresh process."""
     worker = _worker(arm, workdir, is_malloc_tuned=False)
     case = {"network": _request(network, read), "part": "forward_backward", "batch": batch, "length": length}
     try:
         _ask(worker, "start")
-        found = _ask(worker, "memory", **case)
+        peak_bytes = _ask(worker, "memory", **case)["peak_bytes"]
     finally:
         worker.close()
-    return {"arm": arm, "network": network.name, "read": read, "length": length, "peak_bytes": found["peak_bytes"]}
+    return {"arm": arm, "network": network.name, "read": read, "length": length, "peak_bytes": peak_bytes}
 
 
 def _slope(settings: Speed, workdir: Path) -> dict:
-    """Return time of forward and backward by length, and the exponent of the power law through the points."""
+    """Times of forward and backward by length, and the exponent of the power law through them."""
     worker, points = _worker("flax", workdir), []
     network = _request(settings.networks[0], settings.networks[0].reads[0])
     try:
         _ask(worker, "start")
         for length in settings.slope_lengths:
             size = {"batch": 1, "length": length, "repeats": settings.slope_repeats}
-            found = _ask(worker, "measure", network=network, part="forward_backward", **size)
-            point = {"length": length, "seconds": min(found["seconds"]), "temp_bytes": found["temp_bytes"]}
-            points.append(point | {"cpu_seconds": statistics.median(found["cpu_seconds"])})
+            times = _ask(worker, "measure", network=network, part="forward_backward", **size)
+            point = {"length": length, "seconds": min(times["seconds"]), "temp_bytes": times["temp_bytes"]}
+            points.append(point | {"cpu_seconds": statistics.median(times["cpu_seconds"])})
     finally:
         worker.close()
     return {"points": points, "exponent": exponent(points, "cpu_seconds")}
 
 
 def exponent(points: list[dict], field: str) -> float:
-    """Return b of the least-squares line log(field) = a + b log(length): 1 = linear, 2 = quadratic."""
+    """Exponent b of the power law field ~ length^b, by least squares of logarithms: 1 = linear, 2 = quadratic."""
     lengths, values = ([math.log(point[name]) for point in points] for name in ("length", field))
     return float(np.polyfit(lengths, values, 1)[0])
 
 
+def _by_case(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
+    """Group records by case: network, arm, read and part."""
+    cases: dict[tuple, list[dict]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row[name] for name in CASE), []).append(row)
+    return [(dict(zip(CASE, key, strict=True)), same) for key, same in cases.items()]
+
+
 def _rates(settings: Speed, rows: list[dict]) -> list[dict]:
-    """Return tokens a second of each case: medians over launches of the medians within."""
-    found, tokens = [], settings.batch * settings.length
-    for key in dict.fromkeys((r["network"], r["arm"], r["read"], r["part"]) for r in rows):
-        same = [r for r in rows if (r["network"], r["arm"], r["read"], r["part"]) == key]
-        row = dict(zip(("network", "arm", "read", "part"), key, strict=True))
+    """Tokens per second of each case: medians over launches of the medians within."""
+    rates, tokens = [], settings.batch * settings.length
+    for case, same in _by_case(rows):
+        row = dict(case)
         for name, field in (("tokens_per_s", "seconds"), ("tokens_per_cpu_s", "cpu_seconds")):
             row[name] = tokens / statistics.median([statistics.median(r[field]) for r in same])
-        found.append(row)
-    return found
+        rates.append(row)
+    return rates
 
 
 def _ratios(rows: list[dict]) -> list[dict]:
-    """Return how many times faster jaxbench's arms are than titans-pytorch, with 95 % intervals over launches."""
+    """Speed-ups of jaxbench's arms over titans-pytorch, with 95 % t-intervals over launches."""
     peers = {(r["network"], r["part"], r["launch"]): r for r in rows if r["arm"] == "titans"}
-    ours = [r for r in rows if r["arm"] != "titans"]
-    found = []
-    for key in dict.fromkeys((r["network"], r["arm"], r["read"], r["part"]) for r in ours if peers):
-        same = [r for r in ours if (r["network"], r["arm"], r["read"], r["part"]) == key]
-        row = dict(zip(("network", "arm", "read", "part"), key, strict=True)) | {"bar": BARS[key[3]]}
+    ratios = []
+    for case, same in _by_case([r for r in rows if r["arm"] != "titans" and peers]):
+        row = case | {"bar": BARS[case["part"]]}
         for name, field in (("wall", "seconds"), ("cpu", "cpu_seconds")):
             pairs = [(r[field], peers[r["network"], r["part"], r["launch"]][field]) for r in same]
             logs = [statistics.log_ratio(mine, peer, higher_is_better=False) for mine, peer in pairs]
             row[name] = list(statistics.t_interval(logs).ratio())
-        found.append(row)
-    return found
+        ratios.append(row)
+    return ratios
 
 
 def _memory_ratios(memory: list[dict]) -> list[dict]:
@@ -219,20 +228,19 @@ def _memory_ratios(memory: list[dict]) -> list[dict]:
 
 
 def tables(summary: dict[str, Any]) -> list[Any]:
-    """Return what a reader sees, as rich renderables."""
+    """Rich tables and lines of a summary."""
     from rich.table import Table
 
     names = ("network", "arm", "read", "part", "tokens/s", "tokens/cpu-s", "x by the clock", "x by CPU", "wanted")
     table = Table(*names, title="Neural memory, one thread", title_justify="left")
-    ratios = {(r["network"], r["arm"], r["read"], r["part"]): r for r in summary["ratios"]}
+    ratios = {tuple(row[name] for name in CASE): row for row in summary["ratios"]}
     for row in summary["rates"]:
-        key = (row["network"], row["arm"], row["read"], row["part"])
+        key = tuple(row[name] for name in CASE)
         cells = [*key, f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_cpu_s']:,.0f}"]
         if ratio := ratios.get(key):
             cells += ["{:.2f} [{:.2f}, {:.2f}]".format(*ratio[name]) for name in ("wall", "cpu")]
             cells.append(f"{ratio['bar']:g} {'reached' if ratio['cpu'][1] >= ratio['bar'] else 'MISSED'}")
         table.add_row(*cells)
-    found: list[Any] = [table]
     memory = Table("network", "tokens", "arm", "read", "peak MiB", "1 / x", title="Peak memory, forward and backward")
     names = ("network", "length", "arm", "read")
     shares = {tuple(row[name] for name in names): f"{row['ratio']:.1f}" for row in summary["memory_ratios"]}
@@ -243,5 +251,5 @@ def tables(summary: dict[str, Any]) -> list[Any]:
     for point in summary["slope"]["points"]:
         cells = (f"{point['length']:,}", f"{point['cpu_seconds']:.3f}", f"{point['temp_bytes'] / 2**20:.1f}")
         slope.add_row(*cells)
-    found += [memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
+    found = [table, memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
     return found + [f"{name} was left out: {reason}" for name, reason in summary["about"]["missing"].items()]

@@ -1,7 +1,7 @@
-"""Does a deep neural memory stay finite over a long training run?
+"""Stability of deep neural memories over a long training run: do loss, gradient and weights stay finite?
 
 A language model of bytes, embedding + memory + tied head, is trained with AdamW and no clipping of the outer gradient.
-Every step's loss, gradient length and the memory's last weights are watched.
+Every step's loss, gradient norm and largest memory weight are recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BYTES = 256
 
 
 class Stability(Base):
-    """What is trained."""
+    """Settings of the training runs: configs/memory/stability.yaml."""
 
     memory: config.NeuralMemoryConfig
     depths: Several[Annotated[int, Field(ge=1, le=4)]] = (2, 4)  # layers of the memory's network, a run each
@@ -59,7 +59,7 @@ def run(settings: Stability, workdir: str | Path) -> dict[str, Any]:
 
 
 def train(settings: Stability, depth: int) -> dict[str, Any]:
-    """Train one memory and return what was seen: losses in nats a byte, largest gradient, whether all is finite."""
+    """Train one memory; its row: losses in nats per byte, largest gradient norm and weight, whether all are finite."""
     shape = settings.memory.model_copy(update={"depth": depth})
     model = neural.build(shape, config.initial_params(shape, settings.seed))
     graph, params = nnx.split(model)
@@ -71,60 +71,64 @@ def train(settings: Stability, depth: int) -> dict[str, Any]:
     def loss_of(learned: tuple, tokens: Int[Array, "B S"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
         params, embedding = learned
         x = embedding[tokens[:, :-1]]
-        told, state = nnx.merge(graph, params)(_normal(x))
-        logits = jnp.einsum("BTD,VD->BTV", _normal(x + told), embedding)
+        memory_out, state = nnx.merge(graph, params)(_rms_norm(x))
+        logits = jnp.einsum("BTD,VD->BTV", _rms_norm(x + memory_out), embedding)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jnp.mean(losses), jnp.max(jnp.stack([jnp.max(jnp.abs(kernel)) for kernel in state.weights.kernels]))
 
     @jax.jit
-    def step(learned: tuple, moments: Any, tokens: Array) -> tuple:
+    def step(learned: tuple, moments: Any, tokens: Int[Array, "B S"]) -> tuple[tuple, Any, Float[Array, " 3"]]:
         (loss, weight), grads = jax.value_and_grad(loss_of, has_aux=True)(learned, tokens)
         updates, moments = optimizer.update(grads, moments, learned)
-        seen = jnp.stack([loss, optax.tree.norm(grads), weight])
-        return optax.apply_updates(learned, updates), moments, seen
+        return optax.apply_updates(learned, updates), moments, jnp.stack([loss, optax.tree.norm(grads), weight])
 
     text = _text()
-    moments, seen, start = optimizer.init(learned), [], time.perf_counter()
-    for number in range(settings.steps):
+    moments, curves, start = optimizer.init(learned), [], time.perf_counter()
+    for index in range(settings.steps):
         places = random.integers(len(text) - settings.length, size=settings.batch)
         tokens = np.stack([text[place : place + settings.length + 1] for place in places])
-        learned, moments, found = step(learned, moments, tokens)
-        seen.append(found)
-        if (number + 1) % 100 == 0:
-            text_of = f"    depth {depth}, step {number + 1} of {settings.steps}: loss {float(found[0]):.3f}"
-            print(text_of, file=sys.stderr, flush=True)
-    return {"depth": depth, "steps": settings.steps, "seconds": time.perf_counter() - start} | _summary(np.stack(seen))
+        learned, moments, metrics = step(learned, moments, tokens)
+        curves.append(metrics)
+        if (index + 1) % 100 == 0:
+            progress = f"    depth {depth}, step {index + 1} of {settings.steps}: loss {float(metrics[0]):.3f}"
+            print(progress, file=sys.stderr, flush=True)
+    return {"depth": depth, "steps": settings.steps, "seconds": time.perf_counter() - start} | _summary(
+        np.stack(curves)
+    )
 
 
 def _text() -> np.ndarray:
-    """Return the default text as bytes [N]."""
+    """Bytes of the default text, int32 [N]."""
     return np.frombuffer("\n".join(data.load_text()).encode(), np.uint8).astype(np.int32)
 
 
-def _summary(seen: np.ndarray) -> dict[str, Any]:
-    """Return losses of the first and last tenth, the largest gradient and weight, and whether all are finite."""
-    few = max(len(seen) // 10, 1)
+def _summary(curves: np.ndarray) -> dict[str, Any]:
+    """Mean losses of the first and last tenth, largest gradient norm and weight, whether all are finite.
+
+    curves: loss, gradient norm and largest weight of each step, [N 3].
+    """
+    few = max(len(curves) // 10, 1)
     return {
-        "first_loss": float(seen[:few, 0].mean()),
-        "last_loss": float(seen[-few:, 0].mean()),
-        "largest_gradient": float(seen[:, 1].max()),
-        "largest_weight": float(seen[:, 2].max()),
-        "is_finite": bool(np.isfinite(seen).all()),
+        "first_loss": float(curves[:few, 0].mean()),
+        "last_loss": float(curves[-few:, 0].mean()),
+        "largest_gradient": float(curves[:, 1].max()),
+        "largest_weight": float(curves[:, 2].max()),
+        "is_finite": bool(np.isfinite(curves).all()),
     }
 
 
-def _normal(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def _rms_norm(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
 
 
 def table(summary: dict[str, Any]) -> Any:
-    """Return what a reader sees, as a rich table."""
+    """Rich table of a summary."""
     from rich.table import Table
 
     names = ("depth", "steps", "first loss", "last loss", "largest gradient", "largest weight", "finite", "seconds")
-    found = Table(*names, title="Training a neural memory on bytes, nats a byte", title_justify="left")
+    shown = Table(*names, title="Training a neural memory on bytes, nats a byte", title_justify="left")
     for row in summary["rows"]:
         losses = (f"{row[name]:.3f}" for name in ("first_loss", "last_loss", "largest_gradient", "largest_weight"))
         finite = "yes" if row["is_finite"] else "NO"
-        found.add_row(str(row["depth"]), str(row["steps"]), *losses, finite, f"{row['seconds']:.0f}")
-    return found
+        shown.add_row(str(row["depth"]), str(row["steps"]), *losses, finite, f"{row['seconds']:.0f}")
+    return shown

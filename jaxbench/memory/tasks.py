@@ -1,4 +1,4 @@
-"""Tasks that a memory can be tested on: sequences whose answers lie far back (S file).
+"""Synthetic long-context tasks: recall, copying, passkey and key-value retrieval (S file).
 
 A row is a function of (task, seed, step, row) alone. Token 0 is filler, 1 asks, 2 marks a fact; content comes from 3
 on. Sources: multi-query associative recall, Arora et al. 2023, arXiv:2312.04927, section 3; copying, Arjovsky et al.
@@ -23,7 +23,7 @@ HELD_OUT, TEST = 2**40, 2**41  # seeds of rows that no run is trained on
 
 
 class TaskConfig(Base):
-    """A task and its size."""
+    """Kind and size of a task."""
 
     task: Literal["recall", "copy", "selective_copy", "passkey", "key_value"]
     length: int = Field(gt=0)  # tokens of a row, question and answer included
@@ -43,36 +43,36 @@ class TaskConfig(Base):
 
     @property
     def half(self) -> int:
-        """Return how many tokens can be a key; values come from as many others."""
+        """Number of tokens that can be a key; values come from as many others."""
         return (self.vocab_size - FIRST) // 2
 
     @property
     def least(self) -> int:
-        """Return the fewest tokens that a row can have."""
+        """Smallest length of a row, in tokens."""
         n = self.items
         sizes = {"recall": 2 * n + self.queries, "copy": 2 * n + 1, "selective_copy": 2 * n + 1}
         return (sizes | {"passkey": 2 * n + 1, "key_value": 4 * n + 2})[self.task]
 
     @property
     def chance(self) -> float:
-        """Return the accuracy of guessing among the tokens that can be an answer."""
+        """Chance level: accuracy of guessing among the tokens that can be an answer."""
         return 1.0 / (self.half if self.task == "recall" else self.vocab_size - FIRST)
 
     def at_length(self, factor: int) -> TaskConfig:
-        """Return the same task in rows `factor` times as long: equal facts and questions, more in between."""
-        return TaskConfig(**self.model_dump() | {"length": factor * self.length})
+        """The same task in rows `factor` times as long: equal facts and questions, more filler in between."""
+        return TaskConfig.model_validate(self.model_dump() | {"length": factor * self.length})
 
 
 class TaskBatch(NamedTuple):
     """Rows of a task."""
 
     tokens: np.ndarray  # int32 [B T]
-    targets: np.ndarray  # int32 [B T]: what to answer at a token, UNSCORED where nothing is asked
+    targets: np.ndarray  # int32 [B T]: the answer due behind a token, UNSCORED where nothing is asked
     distance: np.ndarray  # int32 [B T]: tokens between a fact and the question for it; 0 where nothing is asked
 
 
 def batch(config: TaskConfig, *, seed: int, step: int, batch_size: int) -> TaskBatch:
-    """Return rows of a task; a row does not depend on how many there are.
+    """Rows of a task; a row is the same in batches of any size.
 
     Raises:
       ValueError: batch_size is below 1.
@@ -94,15 +94,15 @@ def batch(config: TaskConfig, *, seed: int, step: int, batch_size: int) -> TaskB
     return TaskBatch(*(np.stack(each) for each in zip(*rows, strict=True)))
 
 
-def accuracy(predicted: np.ndarray, found: TaskBatch) -> dict[str, float]:
-    """Return the share of answers that are right, by token and by row (all of a row's answers).
+def accuracy(predicted: np.ndarray, batch: TaskBatch) -> dict[str, float]:
+    """Accuracy by token, and by row: the share of rows whose answers are all right.
 
     Args:
       predicted: the likeliest token behind each token, int [B T].
-      found: the rows.
+      batch: the rows.
     """
-    is_asked = found.targets != UNSCORED
-    is_right = predicted == found.targets
+    is_asked = batch.targets != UNSCORED
+    is_right = predicted == batch.targets
     return {
         "token": float(is_right[is_asked].mean()),
         "row": float((is_right | ~is_asked).all(axis=1).mean()),
@@ -116,29 +116,29 @@ def _recall(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> 
     values = FIRST + config.half + random.integers(config.half, size=n)
     row.tokens[: 2 * n] = np.stack([keys, values], axis=1).reshape(-1)
     rounds = -(-config.queries // n)
-    asked = np.concatenate([random.permutation(n) for _ in range(rounds)])[: config.queries]
+    pairs = np.concatenate([random.permutation(n) for _ in range(rounds)])[: config.queries]
     places = np.sort(2 * n + random.permutation(config.length - 2 * n)[: config.queries])
-    row.tokens[places], row.targets[places] = keys[asked], values[asked]
-    row.distance[places] = places - (2 * asked + 1)
+    row.tokens[places], row.targets[places] = keys[pairs], values[pairs]
+    row.distance[places] = places - (2 * pairs + 1)
 
 
-def _answered(config: TaskConfig, row: TaskBatch, symbols: np.ndarray, places: np.ndarray) -> None:
+def _ask_for_symbols(config: TaskConfig, row: TaskBatch, symbols: np.ndarray, places: np.ndarray) -> None:
     """Ask for symbols behind the row: ASK, then filler; the answers are due from the first filler on."""
     n = len(symbols)
-    asked = np.arange(config.length - n, config.length)
-    row.tokens[asked[0] - 1] = ASK
-    row.targets[asked], row.distance[asked] = symbols, asked - places
+    due = np.arange(config.length - n, config.length)
+    row.tokens[due[0] - 1] = ASK
+    row.targets[due], row.distance[due] = symbols, due - places
 
 
-def _symbols(config: TaskConfig, random: np.random.Generator, number: int) -> np.ndarray:
-    return random.integers(FIRST, config.vocab_size, size=number)
+def _symbols(config: TaskConfig, random: np.random.Generator, num_symbols: int) -> np.ndarray:
+    return random.integers(FIRST, config.vocab_size, size=num_symbols)
 
 
 def _copy(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
     """Symbols, filler, and the symbols again."""
     places = np.arange(config.items)
     row.tokens[places] = symbols = _symbols(config, random, config.items)
-    _answered(config, row, symbols, places)
+    _ask_for_symbols(config, row, symbols, places)
 
 
 def _selective_copy(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
@@ -146,7 +146,7 @@ def _selective_copy(config: TaskConfig, random: np.random.Generator, row: TaskBa
     n = config.items
     places = np.sort(random.permutation(config.length - n - 1)[:n])
     row.tokens[places] = symbols = _symbols(config, random, n)
-    _answered(config, row, symbols, places)
+    _ask_for_symbols(config, row, symbols, places)
 
 
 def _passkey(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
@@ -155,26 +155,26 @@ def _passkey(config: TaskConfig, random: np.random.Generator, row: TaskBatch) ->
     row.tokens[:] = _symbols(config, random, length)
     place = int(random.integers(length - 2 * n))
     row.tokens[place] = MARK
-    _told(row, length - n, np.arange(place + 1, place + 1 + n), row.tokens[place + 1 : place + 1 + n].copy())
+    _set_answer(row, length - n, np.arange(place + 1, place + 1 + n), row.tokens[place + 1 : place + 1 + n].copy())
     row.tokens[length - n] = MARK
 
 
-def _told(row: TaskBatch, start: int, places: np.ndarray, answer: np.ndarray) -> None:
-    """Let an answer be due from token `start` on; each of its tokens is read before the next one is due."""
-    asked = np.arange(start, start + len(answer))
-    row.tokens[asked[1:]] = answer[:-1]
-    row.targets[asked], row.distance[asked] = answer, asked - places
+def _set_answer(row: TaskBatch, start: int, places: np.ndarray, answer: np.ndarray) -> None:
+    """Make an answer due from token `start` on, teacher-forced: each of its tokens is read before the next is due."""
+    due = np.arange(start, start + len(answer))
+    row.tokens[due[1:]] = answer[:-1]
+    row.targets[due], row.distance[due] = answer, due - places
 
 
 def _key_value(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
     """As many marked keys with values as fit; one of the keys again at the end, its value is the answer."""
     n, length = config.items, config.length
     size = 2 * n + 1
-    number = (length - size) // size
-    content = _symbols(config, random, 2 * n * number).reshape(number, 2 * n)
-    pairs = np.concatenate([np.full((number, 1), MARK), content], axis=1)
-    row.tokens[: number * size] = pairs.reshape(-1)
-    which = int(random.integers(number))
+    num_pairs = (length - size) // size
+    content = _symbols(config, random, 2 * n * num_pairs).reshape(num_pairs, 2 * n)
+    pairs = np.concatenate([np.full((num_pairs, 1), MARK), content], axis=1)
+    row.tokens[: num_pairs * size] = pairs.reshape(-1)
+    which = int(random.integers(num_pairs))
     key, value = content[which, :n], content[which, n:]
     # A key that occurs twice would have two values: the others give up one token.
     for other in np.flatnonzero((content[:, :n] == key).all(axis=1)):
@@ -183,4 +183,4 @@ def _key_value(config: TaskConfig, random: np.random.Generator, row: TaskBatch) 
             row.tokens[place] = FIRST + (row.tokens[place] - FIRST + 1) % (config.vocab_size - FIRST)
     start = length - n
     row.tokens[start - n : start + 1] = [ASK, *key]
-    _told(row, start, which * size + 1 + n + np.arange(n), value)
+    _set_answer(row, start, which * size + 1 + n + np.arange(n), value)

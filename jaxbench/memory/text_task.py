@@ -1,4 +1,4 @@
-"""A task of text: bytes to be foretold, by how much of their row lies before them (S file).
+"""Language modelling of bytes as a task: bits by the number of bytes before them in a row (S file).
 
 A row is a piece of the text that starts anywhere, end tokens between documents included; it is a function of (text,
 length, seed, step, row) alone. The last part of the text is held out: its first half is rows of the seed HELD_OUT, its
@@ -25,17 +25,17 @@ class TextConfig(Base):
     """A text and the length of its rows."""
 
     task: Literal["text"]
-    length: int = Field(gt=0)  # bytes of a row that are read; as many are foretold
+    length: int = Field(gt=0)  # bytes of a row that are read; as many are predicted
     path: str | None = None  # a .txt, .jsonl or .jsonl.gz file; None = the default text
     held_out_share: float = Field(default=0.1, gt=0, lt=1)  # the last part of the text, that is not trained on
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of bytes, and the token that ends a document."""
+        """Vocabulary size: the bytes and the token that ends a document."""
         return ByteTokenizer.vocab_size
 
     def at_length(self, factor: int) -> TextConfig:
-        """Return the same text in rows `factor` times as long."""
+        """The same text in rows `factor` times as long."""
         return self.model_copy(update={"length": factor * self.length})
 
 
@@ -47,7 +47,7 @@ def _corpus(path: str | None) -> Corpus:
 
 
 def sha256(config: TextConfig) -> str:
-    """Return the checksum of a task's text.
+    """SHA-256 of a task's text, in hexadecimal.
 
     Raises:
       ValueError: there is no such file, or no text in it.
@@ -57,14 +57,14 @@ def sha256(config: TextConfig) -> str:
 
 @functools.lru_cache
 def _parts(path: str | None, share: float) -> dict[int | None, np.ndarray]:
-    """Return the ids to train on (None), and those of HELD_OUT and of TEST."""
+    """Ids [N] of the part to train on (None), and of the parts HELD_OUT and TEST."""
     train, held_out = dataset.split(_corpus(path), share)
     half = len(held_out.ids) // 2
     return {None: train.ids, HELD_OUT: held_out.ids[:half], TEST: held_out.ids[half:]}
 
 
 def check(config: TextConfig, factors: Iterable[int]) -> None:
-    """Check that rows can be had of the text: to train on, to choose by, and to test on at every factor of the length.
+    """Check that the text is long enough for rows to train on, to select by, and to test on at every factor.
 
     Raises:
       ValueError: as `batch`.
@@ -75,7 +75,7 @@ def check(config: TextConfig, factors: Iterable[int]) -> None:
 
 
 def batch(config: TextConfig, *, seed: int, step: int, batch_size: int) -> TaskBatch:
-    """Return rows of a text; distance is the number of bytes that were read before the one to be foretold.
+    """Rows of a text; `distance` is the number of bytes read before the byte to be predicted.
 
     Raises:
       ValueError: the text, or a half of what is held out, is not longer than a row; or there is no such file.
@@ -92,6 +92,6 @@ def batch(config: TextConfig, *, seed: int, step: int, batch_size: int) -> TaskB
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, step, row))))
         start = int(random.integers(room))
         rows.append(ids[start : start + config.length + 1])
-    found = np.stack(rows).astype(np.int32)
-    read = np.broadcast_to(np.arange(1, config.length + 1, dtype=np.int32), found[:, 1:].shape)
-    return TaskBatch(found[:, :-1], found[:, 1:], read)
+    ids = np.stack(rows).astype(np.int32)
+    num_read = np.broadcast_to(np.arange(1, config.length + 1, dtype=np.int32), ids[:, 1:].shape)
+    return TaskBatch(ids[:, :-1], ids[:, 1:], num_read)

@@ -1,7 +1,7 @@
 """Titans' neural memory as docs/memory.md has it, in numpy: a row, a head and a token after the other.
 
 The inner gradient is backpropagation by hand. Of jaxbench nothing is used but the fields of a configuration and the
-names of its parameters; a residual norm is left out.
+names of its parameters; a residual norm is left out. `worst` compares any two trees of arrays.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import scipy.special
 
@@ -126,3 +127,13 @@ def gradient(c: Any, weights: list, key: np.ndarray, value: np.ndarray) -> list:
     length = np.sqrt(sum(np.sum(each**2) for each in found))
     share = 1.0 if c.max_update_norm is None else min(1.0, c.max_update_norm / length)
     return [share * each for each in found]
+
+
+def worst(one, other):
+    """Return the largest difference of two trees, relative to the largest value of each leaf."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max(float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-3)) for a, b in map(_arrays, pairs))
+
+
+def _arrays(pair):
+    return [np.asarray(x, np.float64) for x in pair]

@@ -190,7 +190,7 @@ def test_the_bank_answers_what_lists_answer(kind):
 def test_own_attention_is_mixed_in_through_the_gate():
     _, model, _, params = layer()
     own = np.random.default_rng(1).standard_normal((2, LENGTH, 2, 6))
-    answers, _, _ = jax.jit(lambda x, own: model(x, own=own))(stream(), jnp.asarray(own))
+    answers, _, _ = jax.jit(lambda x, own: model(x, attention_out=own))(stream(), jnp.asarray(own))
     wanted = [Oracle(TINY, params).read_all(np.asarray(row)) for row in stream()]
     assert worst(answers, project(np.stack(wanted), params, own)) < 1e-12
 

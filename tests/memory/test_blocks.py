@@ -159,8 +159,9 @@ def test_twins_agree_from_any_state_and_padding(x64):
 
 def test_attention_sees_exactly_its_window():
     """Against a softmax over the last `window` tokens and the learned ones, with rotation by absolute positions."""
-    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "window": 3, "num_persistent": 0, "rope_theta": 100.0}
-    layer = torch_window.LocalAttention(8, **shape, has_output=False, dtype="float64").requires_grad_(False)
+    sizes = {"num_kv_heads": 1, "window": 3, "num_persistent": 0, "rope_theta": 100.0}
+    shape = shape_of("bank").model_copy(update=sizes)
+    layer = torch_window.LocalAttention(shape, dtype="float64").requires_grad_(False)
     random = np.random.default_rng(0)
     for proj in layer.projections():
         proj.kernel.copy_(torch.from_numpy(random.standard_normal(proj.kernel.shape)))

@@ -1,12 +1,12 @@
 """A bank of recent and compressed states with a gated read, in PyTorch. Twin: jaxbench/memory/bank.py.
 
-Data's way: every block of C tokens attends to what the bank held before it; then it joins the recent blocks, and the
-oldest recent block is compressed into C / ratio slots, for which the oldest slots make room; with min_surprise, only
-what differs from what came before it gets a slot of its own. Blocks are counted in a row's own tokens; a state carries
-an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1
-(recent and compressed memory, compression functions, attention reconstruction); Chen et al. 2024, arXiv:2410.03156
-(sigmoid gate of each head and width). Differs from the former: within a call gradients flow through what was written.
-Axis letters: R recent states, M slots, S both, C tokens of a block, K slots it becomes, P slots of a page (as many).
+Every block of C tokens attends to the bank as it was before the block. Then the block is written: it joins the recent
+blocks, and the oldest recent block is compressed into C / ratio slots, which push out the oldest slots; with
+min_surprise, only states that differ from those before them get a slot of their own. Blocks are counted in a row's own
+tokens; a state carries an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1 (recent and
+compressed memory, compression functions, attention-reconstruction loss); Chen et al. 2024, arXiv:2410.03156 (sigmoid
+gate of each head and width). Differs from the former: within a call gradients flow through what was written.
+Axis letters: R recent states, M slots, S = R + M entries, C tokens of a block, K slots it becomes, P = K of a page.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from jaxbench.memory.bank_config import BankConfig
 from torch_ref import nn
 from torch_ref.memory import layout
+from torch_ref.memory.target import Batch, mean_squared_error
 
 
 class BankState(NamedTuple):
-    """What rows' banks hold; entries are filled from the left, oldest first."""
+    """State of rows' banks; entries are filled from the left, oldest first."""
 
     recent: Float[Tensor, "B R D"]
     slots: Float[Tensor, "B M D"]
     num_recent: Int[Tensor, " B"]
     num_slots: Int[Tensor, " B"]
-    use: Float[Tensor, "B S"]  # attention mass in the current block, summed over tokens, mean over heads
-    mass: Float[Tensor, "B S"]  # decayed mean of it over blocks
+    use: Float[Tensor, "B S"]  # attention mass from the current block: sum over its tokens, mean over heads
+    mass: Float[Tensor, "B S"]  # exponential moving average over blocks of use / C
     age: Int[Tensor, "B M"]  # blocks written since the slot was
     evicted: Int[Tensor, " B"]  # slots dropped so far
-    cosine: Float[Tensor, " B"]  # of what the last compressed block answers to what it answered uncompressed
+    cosine: Float[Tensor, " B"]  # of attention outputs: last compressed block against the same block uncompressed
     pending: Float[Tensor, "B C D"]  # tokens of an unfinished block
-    count: Int[Tensor, " B"]  # how many
+    count: Int[Tensor, " B"]  # number of pending tokens, 0 to C - 1
     compressed: Int[Tensor, " B"]  # tokens compressed so far
 
 
@@ -51,7 +52,7 @@ def attend(
     *,
     page: int,
 ) -> tuple[Float[Tensor, "B T N H"], Float[Tensor, "B N T S"]]:
-    """Return softmax attention to the filled entries, and its weights; zeros where none is filled.
+    """Softmax attention to the filled entries: outputs and attention weights, zeros where no entry is filled.
 
     Sums run page after page of `page` entries (S is a multiple of it), so that unfilled pages behind the others change
     no bit of the result.
@@ -71,27 +72,32 @@ def attend(
     return total / mass.transpose(1, 2)[..., None], weights / mass[..., None]
 
 
-def appended(
-    entries: Float[Tensor, "B S ..."],
-    number: Int[Tensor, " B"],
-    block: Float[Tensor, "B C ..."],
-    added: Int[Tensor, " B"] | None = None,
-) -> Tensor:
-    """Return entries with a block behind the first `number` of them; where it does not fit, the oldest make room.
+def append(
+    entries: Shaped[Tensor, "B S ..."],
+    num_filled: Int[Tensor, " B"],
+    block: Shaped[Tensor, "B C ..."],
+    num_added: Int[Tensor, " B"] | None = None,
+) -> Shaped[Tensor, "B S ..."]:
+    """Append a block to a first-in, first-out queue of S entries, which drops its oldest where the block does not fit.
 
-    added: how many of the block's first entries count; None = all of them.
+    Args:
+      entries: the queue, filled from the left.
+      num_filled: filled entries of each row.
+      block: entries to append.
+      num_added: how many of the block's first entries are appended; None = all.
     """
-    capacity, size = entries.shape[1], block.shape[1] if added is None else added
-    dropped = (number + size - capacity).clamp(min=0)
-    place = torch.arange(capacity, device=number.device)[None, :] + dropped[:, None]
-    source = torch.where(place < number[:, None], place, capacity + place - number[:, None])
+    capacity = entries.shape[1]
+    num_added = block.shape[1] if num_added is None else num_added
+    dropped = (num_filled + num_added - capacity).clamp(min=0)
+    place = torch.arange(capacity, device=num_filled.device)[None, :] + dropped[:, None]
+    source = torch.where(place < num_filled[:, None], place, capacity + place - num_filled[:, None])
     moved = layout.gathered(torch.cat([entries, block], dim=1), source.clamp(max=capacity + block.shape[1] - 1))
-    is_filled = place < (number + size)[:, None]
+    is_filled = place < (num_filled + num_added)[:, None]
     return torch.where(is_filled.reshape(*place.shape, *(1,) * (moved.ndim - 2)), moved, moved.new_zeros(()))
 
 
 class Bank(torch.nn.Module):
-    """Reads what earlier blocks left behind, and keeps the stream block by block."""
+    """Compressive memory of earlier blocks with an attention read-out through a gate."""
 
     def __init__(self, config: BankConfig, *, dtype: str):
         super().__init__()
@@ -112,21 +118,25 @@ class Bank(torch.nn.Module):
         x: Float[Tensor, "B T D"],
         state: BankState | None = None,
         *,
-        own: Float[Tensor, "B T N H"] | None = None,
+        attention_out: Float[Tensor, "B T N H"] | None = None,
         is_token: Bool[Tensor, "B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], BankState, Float[Tensor, ""]]:
-        """Return each token's answer, the state behind the last one, and the loss that trains the compression.
+        """Read the bank at each token and write the tokens into it, block by block.
 
         Args:
-          x: the stream, normalised.
-          state: the state behind the tokens before; None = an empty bank, which answers zeros.
-          own: what the tokens' own attention says; answers are gate * bank + (1 - gate) * own. None = zeros.
-          is_token: False = padding, which is answered with zeros and changes nothing; None = no padding.
+          x: the residual stream, normalised.
+          state: the state behind earlier tokens; None = an empty bank, whose read-outs are zeros.
+          attention_out: heads of the tokens' own attention, None = zeros; the output projection gets
+            gate * read-out + (1 - gate) * attention_out, with gate in (0, 1).
+          is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
+
+        Returns:
+          The output at each token, the state behind the last one, and the attention-reconstruction loss.
 
         Raises:
           ValueError: the state is of another model or batch size.
 
-        The loss is the mean square of what attention to a compressed block gets wrong about attention to the block
+        The loss is the mean squared difference between attention to a compressed block and attention to the block
         itself; its gradient reaches the compression alone (Rae et al. 2019, algorithm 2).
         """
         batch_size, length, _ = x.shape
@@ -135,22 +145,26 @@ class Bank(torch.nn.Module):
         is_fresh = state is None and is_token is None
         state = self.init_state(batch_size) if state is None else state
         is_token = torch.ones((batch_size, length), dtype=torch.bool, device=x.device) if is_token is None else is_token
-        order, number = torch.argsort((~is_token).to(torch.int32), dim=1, stable=True), is_token.sum(dim=1)
+        order, num_tokens = torch.argsort((~is_token).to(torch.int32), dim=1, stable=True), is_token.sum(dim=1)
         tokens = layout.gathered(x, order)
         if length == 1:
-            answer, state, loss = self._step(tokens, state, number)
+            read_out, state, loss = self._read_token(tokens, state, num_tokens)
         else:
             size = self.block_size
             num_blocks = -(-length // size) if is_fresh else -(-(length + size - 1) // size)
-            answer, state, loss = self._read_blocks(tokens, state, number, num_blocks)
-        answer = layout.gathered(answer, (torch.cumsum(is_token, dim=1) - 1).clamp(min=0))
-        gate = torch.sigmoid(self.gate.to(answer.dtype))
-        mixed = gate * answer if own is None else gate * answer + (1.0 - gate) * own.to(answer.dtype)
+            read_out, state, loss = self._read_blocks(tokens, state, num_tokens, num_blocks)
+        read_out = layout.gathered(read_out, (torch.cumsum(is_token, dim=1) - 1).clamp(min=0))
+        gate = torch.sigmoid(self.gate.to(read_out.dtype))
+        mixed = (
+            gate * read_out
+            if attention_out is None
+            else gate * read_out + (1.0 - gate) * attention_out.to(read_out.dtype)
+        )
         out = self.o_proj(mixed.to(self.gate.dtype).reshape(batch_size, length, -1))
         return torch.where(is_token[:, :, None], out, out.new_zeros(())), state, loss
 
     def init_state(self, batch_size: int) -> BankState:
-        """Return the state of rows that have read nothing."""
+        """State of empty banks."""
         like = self.gate.new_zeros(())
         wide = like.to(torch.promote_types(like.dtype, torch.float32))
         recent, slots = (like.new_zeros((batch_size, n, self.d_model)) for n in self.capacities)
@@ -162,9 +176,9 @@ class Bank(torch.nn.Module):
         return BankState(recent, slots, none, none, mass, mass, age, none, cosine, pending, none, none)
 
     def reset(self, state: BankState, is_reset: Bool[Tensor, " B"]) -> BankState:
-        """Return the state with some rows as they are before anything is read."""
-        blank = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.chosen, is_reset), blank, state)
+        """Reset some rows of a state to empty banks."""
+        empty = self.init_state(len(is_reset))
+        return layout.tree_map(functools.partial(layout.select_rows, is_reset), empty, state)
 
     def _check(self, state: BankState, batch_size: int) -> None:
         wanted = [(batch_size, n, self.d_model) for n in (*self.capacities, self.block_size)]
@@ -175,108 +189,121 @@ class Bank(torch.nn.Module):
                 f"grow_slots and shrink_slots change the number of slots"
             )
 
-    def _step(self, x: Tensor, state: BankState, number: Tensor) -> tuple[Tensor, BankState, Tensor]:
-        """Read one token of each row that has one (number = 1, else 0)."""
-        is_token = number[:, None] > 0
-        answer, state = self._answer(x, is_token, state)
+    def _read_token(
+        self, x: Float[Tensor, "B 1 D"], state: BankState, num_tokens: Int[Tensor, " B"]
+    ) -> tuple[Float[Tensor, "B 1 N H"], BankState, Float[Tensor, ""]]:
+        """Read one token of each row that has one (num_tokens = 1, else 0), and write the blocks that it completes."""
+        is_token = num_tokens[:, None] > 0
+        read_out, state = self._read(x, is_token, state)
         place = torch.arange(self.block_size, device=x.device)[None, :]
-        is_here = is_token & (place == state.count[:, None])
-        pending = torch.where(is_here[:, :, None], x.to(state.pending.dtype), state.pending)
-        count = state.count + number.to(torch.int32)
+        is_new = is_token & (place == state.count[:, None])
+        pending = torch.where(is_new[:, :, None], x.to(state.pending.dtype), state.pending)
+        count = state.count + num_tokens.to(torch.int32)
         is_full = count == self.block_size
-        state, loss = state._replace(pending=pending), state.mass.new_zeros((2,))
+        state, losses = state._replace(pending=pending), state.mass.new_zeros((2,))
         if bool(is_full.any()):
-            state, loss = self._write(state, pending, is_full)
+            state, losses = self._write(state, pending, is_full)
         pending = torch.where(is_full[:, None, None], pending.new_zeros(()), pending)
         state = state._replace(pending=pending, count=torch.where(is_full, torch.zeros_like(count), count))
-        return answer, state, loss[0] / loss[1].clamp(min=1.0)
+        return read_out, state, losses[0] / losses[1].clamp(min=1.0)
 
     def _read_blocks(
-        self, x: Tensor, state: BankState, number: Tensor, num_blocks: int
-    ) -> tuple[Tensor, BankState, Tensor]:
-        """Read the first `number` tokens of each row, behind its pending ones."""
-        size, length = self.block_size, x.shape[1]
-        place = torch.arange(num_blocks * size, device=x.device).expand(len(x), num_blocks * size)
-        is_old, end = place < state.count[:, None], (state.count + number)[:, None]
-        source = torch.where(is_old, length + place, (place - state.count[:, None]).clamp(0, length - 1))
-        content = layout.gathered(torch.cat([x, state.pending.to(x.dtype)], dim=1), source)
-        content = torch.where((place < end)[:, :, None], content, content.new_zeros(()))
-        blocks = tuple(layout.cut(each, size) for each in (content, place < end, (place < end) & ~is_old))
+        self, x: Float[Tensor, "B T D"], state: BankState, num_tokens: Int[Tensor, " B"], num_blocks: int
+    ) -> tuple[Float[Tensor, "B T N H"], BankState, Float[Tensor, ""]]:
+        """Read the first num_tokens of each row, block after block, and write every block that is full.
 
-        def read(carry: tuple, block: tuple) -> tuple[tuple, Tensor]:
-            (state, loss), (content, is_content, is_query) = carry, block
-            answer, state = self._answer(content, is_query, state)
-            state, more = self._write(state, content, is_content.all(dim=1))
-            return (state, loss + more), answer
+        A row is laid out as its pending tokens, then the new ones, then zeros, and cut into blocks of C tokens. Each
+        block reads the bank as it was before the block. What is left of the last block is pending afterwards.
+        """
+        size, length, num_pending = self.block_size, x.shape[1], state.count
+        end = (num_pending + num_tokens)[:, None]
+        place = torch.arange(num_blocks * size, device=x.device).expand(len(x), num_blocks * size)
+        is_pending, is_filled = place < num_pending[:, None], place < end
+        source = torch.where(is_pending, length + place, (place - num_pending[:, None]).clamp(0, length - 1))
+        tokens = layout.gathered(torch.cat([x, state.pending.to(x.dtype)], dim=1), source)
+        tokens = torch.where(is_filled[:, :, None], tokens, tokens.new_zeros(()))
+        blocks = tuple(layout.split_chunks(each, size) for each in (tokens, is_filled, is_filled & ~is_pending))
+
+        def read_and_write(carry: tuple, block: tuple) -> tuple[tuple, Float[Tensor, "B C N H"]]:
+            (state, losses), (tokens, is_filled, is_query) = carry, block
+            read_out, state = self._read(tokens, is_query, state)
+            state, new_losses = self._write(state, tokens, is_filled.all(dim=1))
+            return (state, losses + new_losses), read_out
 
         start = (state, state.mass.new_zeros((2,)))
-        (state, loss), answers = layout.walk(read, start, blocks)
-        answer = layout.gathered(
-            layout.joined(answers), torch.arange(length, device=x.device)[None, :] + start[0].count[:, None]
-        )
-        last = end // size * size + torch.arange(size, device=x.device)[None, :]
-        pending = layout.gathered(content, last.clamp(max=num_blocks * size - 1))
-        pending = torch.where((last < end)[:, :, None], pending, pending.new_zeros(())).to(state.pending.dtype)
+        (state, losses), read_outs = layout.scan_chunks(read_and_write, start, blocks)
+        new = torch.arange(length, device=x.device)[None, :] + num_pending[:, None]  # where the tokens were laid out
+        read_out = layout.gathered(layout.join_chunks(read_outs), new)
+        last_block = end // size * size + torch.arange(size, device=x.device)[None, :]
+        pending = layout.gathered(tokens, last_block.clamp(max=num_blocks * size - 1))
+        pending = torch.where((last_block < end)[:, :, None], pending, pending.new_zeros(()))
         count = (end[:, 0] % size).to(torch.int32)
-        return answer, state._replace(pending=pending, count=count), loss[0] / loss[1].clamp(min=1.0)
+        state = state._replace(pending=pending.to(state.pending.dtype), count=count)
+        return read_out, state, losses[0] / losses[1].clamp(min=1.0)
 
-    def _heads(self, x: Tensor, kernel: Tensor) -> Tensor:
+    def _heads(self, x: Float[Tensor, "B T D"], kernel: Float[Tensor, "D I"]) -> Float[Tensor, "B T N H"]:
         return nn.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
 
-    def _answer(self, x: Tensor, is_query: Tensor, state: BankState) -> tuple[Tensor, BankState]:
-        """Return what the bank answers, zeros where no token asks, and the state with the attention noted."""
+    def _read(
+        self, x: Float[Tensor, "B T D"], is_query: Bool[Tensor, "B T"], state: BankState
+    ) -> tuple[Float[Tensor, "B T N H"], BankState]:
+        """Attention read-out of the bank, zeros where a token is no query; its weights are added to the state's use."""
         entries = torch.cat([state.recent, state.slots], dim=1).to(x.dtype)
-        numbers = (state.num_recent, state.num_slots)
-        pairs = zip(self.capacities, numbers, strict=True)
-        filled = [torch.arange(n, device=x.device)[None, :] < number[:, None] for n, number in pairs]
-        query, key, value = (
-            self._heads(each, proj.kernel)
-            for each, proj in ((x, self.q_proj), (entries, self.k_proj), (entries, self.v_proj))
-        )
-        answer, weights = attend(query, key, value, torch.cat(filled, dim=1), page=self.slots_per_block)
+        parts = zip(self.capacities, (state.num_recent, state.num_slots), strict=True)
+        is_filled = [torch.arange(size, device=x.device)[None, :] < num_filled[:, None] for size, num_filled in parts]
+        query = self._heads(x, self.q_proj.kernel)
+        key, value = (self._heads(entries, proj.kernel) for proj in (self.k_proj, self.v_proj))
+        read_out, weights = attend(query, key, value, torch.cat(is_filled, dim=1), page=self.slots_per_block)
         weights = torch.where(is_query[:, None, :, None], weights, weights.new_zeros(()))
         use = weights.detach().mean(dim=1).sum(dim=1)
-        answer = torch.where(is_query[:, :, None, None], answer, answer.new_zeros(()))
-        return answer, state._replace(use=state.use + use)
+        read_out = torch.where(is_query[:, :, None, None], read_out, read_out.new_zeros(()))
+        return read_out, state._replace(use=state.use + use)
 
-    def _write(self, state: BankState, block: Tensor, is_full: Tensor) -> tuple[BankState, Tensor]:
-        """Return the state with a block written in the rows where it is full, and (sum, number) of the losses."""
-        size, few = self.block_size, self.slots_per_block
-        room, capacity = self.capacities
+    def _write(
+        self, state: BankState, block: Float[Tensor, "B C D"], is_full: Bool[Tensor, " B"]
+    ) -> tuple[BankState, Float[Tensor, " 2"]]:
+        """Write a block in the rows where it is full: it joins the recent blocks, whose oldest becomes slots.
+
+        Returns:
+          The state, and (sum, number) of the reconstruction losses of the blocks that were compressed.
+        """
+        size, (num_recent, num_slots) = self.block_size, self.capacities
+        # Attention mass: moving average over blocks of what an entry got from each token of this block.
         mass = self.mass_decay * state.mass + (1.0 - self.mass_decay) * state.use / size
-        is_old = state.num_recent == room
-        oldest, used = state.recent[:, :size], mass[:, :size]
-        new, added = self._allocated(self._compressed(oldest, used))
-        loss, cosine = self._reconstruction(block, oldest, used)
-        is_made = is_full & is_old
+        # Compression of the oldest recent block, in rows whose recent blocks leave no room for another.
+        oldest, oldest_mass = state.recent[:, :size], mass[:, :size]
+        slots, num_added = self._allocate_slots(self._compress(oldest, oldest_mass))
+        loss, cosine = self._reconstruction(block, oldest, oldest_mass)
+        is_compressed = is_full & (state.num_recent == num_recent)
+        num_needed = state.num_slots + num_added  # slots, were there no limit
 
-        def grown(entries: Tensor, block: Tensor) -> Tensor:
-            return layout.chosen(is_made, appended(entries, state.num_slots, block, added), entries)
+        def pushed(queue: Shaped[Tensor, "B M ..."], new: Shaped[Tensor, "B K ..."]) -> Shaped[Tensor, "B M ..."]:
+            return layout.select_rows(is_compressed, append(queue, state.num_slots, new, num_added), queue)
 
-        recent_mass = appended(mass[:, :room], state.num_recent, torch.zeros_like(used))
-        slot_mass = grown(mass[:, room:], mass.new_zeros((len(block), few)))
+        # New entries start with no attention mass, new slots at age 0.
+        recent_mass = append(mass[:, :num_recent], state.num_recent, torch.zeros_like(oldest_mass))
+        slot_mass = pushed(mass[:, num_recent:], mass.new_zeros(slots.shape[:2]))
         written = state._replace(
-            recent=appended(state.recent, state.num_recent, block.to(state.recent.dtype)),
-            slots=grown(state.slots, new.to(state.slots.dtype)),
-            num_recent=(state.num_recent + size).clamp(max=room),
-            num_slots=torch.where(is_made, (state.num_slots + added).clamp(max=capacity), state.num_slots),
+            recent=append(state.recent, state.num_recent, block.to(state.recent.dtype)),
+            slots=pushed(state.slots, slots.to(state.slots.dtype)),
+            num_recent=(state.num_recent + size).clamp(max=num_recent),
+            num_slots=torch.where(is_compressed, num_needed.clamp(max=num_slots), state.num_slots),
             use=torch.zeros_like(state.use),
             mass=torch.cat([recent_mass, slot_mass], dim=1),
-            age=grown(state.age + 1, state.age.new_zeros((len(block), few))),
-            evicted=state.evicted + is_made * (state.num_slots + added - capacity).clamp(min=0),
-            cosine=torch.where(is_made, cosine, state.cosine),
-            compressed=state.compressed + is_made.to(torch.int32) * size,
+            age=pushed(state.age + 1, state.age.new_zeros(slots.shape[:2])),
+            evicted=state.evicted + is_compressed * (num_needed - num_slots).clamp(min=0),
+            cosine=torch.where(is_compressed, cosine, state.cosine),
+            compressed=state.compressed + is_compressed.to(torch.int32) * size,
         )
-        state = layout.tree_map(functools.partial(layout.chosen, is_full), written, state)
-        losses = torch.where(is_made, loss, loss.new_zeros(())).sum()
-        return state, torch.stack([losses, is_made.sum().to(loss.dtype)])
+        state = layout.tree_map(functools.partial(layout.select_rows, is_full), written, state)
+        loss_sum = torch.where(is_compressed, loss, loss.new_zeros(())).sum()
+        return state, torch.stack([loss_sum, is_compressed.sum().to(loss.dtype)])
 
-    def _allocated(self, fine: Float[Tensor, "B K D"]) -> tuple[Float[Tensor, "B K D"], Int[Tensor, " B"]]:
-        """Return a block's slots, filled from the left, and their number.
+    def _allocate_slots(self, fine: Float[Tensor, "B K D"]) -> tuple[Float[Tensor, "B K D"], Int[Tensor, " B"]]:
+        """Slots of a compressed block, filled from the left, and their number in each row.
 
-        Without min_surprise these are all of `fine`. Else one begins a slot of its own where 1 - cosine between it and
-        the one before it is over min_surprise, and a slot is the mean of its run: what follows from what came before
-        costs nothing.
+        Without min_surprise every compressed state is a slot. With it (adaptive compression) a state begins a new slot
+        where its surprise, 1 - cosine to the state before it, is above min_surprise; a slot is the mean of its run.
         """
         few = self.slots_per_block
         if self.min_surprise is None:
@@ -292,8 +319,8 @@ class Bank(torch.nn.Module):
         share = is_in / is_in.sum(dim=1, keepdim=True).clamp(min=1.0)
         return torch.einsum("BKP,BKD->BPD", share, fine), place[:, -1] + 1
 
-    def _compressed(self, block: Float[Tensor, "B C D"], mass: Float[Tensor, "B C"]) -> Float[Tensor, "B K D"]:
-        """Return what a block is compressed into, C / ratio states."""
+    def _compress(self, block: Float[Tensor, "B C D"], mass: Float[Tensor, "B C"]) -> Float[Tensor, "B K D"]:
+        """Compress a block into K = C / ratio states, given their attention mass (Rae et al. 2019, section 3.1)."""
         few = self.slots_per_block
         if self.compression == "most_used":
             best = torch.argsort(-mass.detach(), dim=1, stable=True)[:, :few]
@@ -306,61 +333,58 @@ class Bank(torch.nn.Module):
             return nn.matmul(groups.reshape(len(block), few, -1), self.compress.kernel)
         return groups.mean(dim=2) if self.compression == "mean" else groups.amax(dim=2)
 
-    def _reconstruction(self, block: Tensor, oldest: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each row how attention to the slots differs from attention to what they stand for: loss, cosine.
+    def _reconstruction(
+        self, block: Float[Tensor, "B C D"], oldest: Float[Tensor, "B C D"], mass: Float[Tensor, "B C"]
+    ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+        """Attention-reconstruction loss of each row, and the cosine of the attention outputs that it compares.
 
-        Queries, states and projections are held fixed, so that the loss trains the compression and nothing else.
+        A block's queries attend to the oldest recent block, and to the slots that it becomes. Queries, states and
+        projections get no gradient, so that the loss trains the compression alone.
         """
         block, oldest = block.detach(), oldest.detach()
         kernels = [proj.kernel.detach() for proj in (self.q_proj, self.k_proj, self.v_proj)]
-        query, answers = self._heads(block, kernels[0]), []
-        slots, number = self._allocated(self._compressed(oldest, mass))
-        for entries, filled in ((oldest, self.block_size), (slots, number[:, None])):
+        query, outputs = self._heads(block, kernels[0]), []
+        slots, num_slots = self._allocate_slots(self._compress(oldest, mass))
+        for entries, num_filled in ((oldest, self.block_size), (slots, num_slots[:, None])):
             key, value = (self._heads(entries.to(block.dtype), kernel) for kernel in kernels[1:])
             place = torch.arange(entries.shape[1], device=entries.device)[None, :]
-            is_filled = (place < filled).expand(entries.shape[:2])
-            answers.append(attend(query, key, value, is_filled, page=self.slots_per_block)[0])
-        wanted, found = answers
-        loss = torch.square(found - wanted).mean(dim=(1, 2, 3))
-        one, other = wanted.detach(), found.detach()
-        lengths = (one * one).sum(dim=-1) * (other * other).sum(dim=-1)
-        cosine = (one * other).sum(dim=-1) * torch.rsqrt(lengths.clamp(min=torch.finfo(one.dtype).tiny))
+            is_filled = (place < num_filled).expand(entries.shape[:2])
+            outputs.append(attend(query, key, value, is_filled, page=self.slots_per_block)[0])
+        target, output = outputs
+        loss = torch.square(output - target).mean(dim=(1, 2, 3))
+        fixed_target, fixed_output = target.detach(), output.detach()
+        lengths = (fixed_target * fixed_target).sum(dim=-1) * (fixed_output * fixed_output).sum(dim=-1)
+        cosine = (fixed_target * fixed_output).sum(dim=-1) * torch.rsqrt(
+            lengths.clamp(min=torch.finfo(fixed_target.dtype).tiny)
+        )
         return loss, cosine.mean(dim=(1, 2))
 
 
-# Training on a target, as the parity table does it
+# Training on a target: the task of the parity cases
 
 
-class Batch(NamedTuple):
-    """One step's data."""
-
-    x: Float[Tensor, "B T D"]
-    target: Float[Tensor, "B T D"]
-    is_token: Bool[Tensor, "B T"] | None  # None = no padding
-
-
-def predict(model: Bank, batch: Batch, *, dropout: Any = None) -> tuple[Tensor, BankState, Tensor]:
-    """Return the bank's answers to a batch, the state behind it and the compression's loss; there is no dropout."""
+def predict(
+    model: Bank, batch: Batch, *, dropout: Any = None
+) -> tuple[Float[Tensor, "B T D"], BankState, Float[Tensor, ""]]:
+    """Outputs of the bank on a batch, the state behind it and the reconstruction loss; there is no dropout."""
     return model(batch.x.to(model.gate.dtype), is_token=batch.is_token)
 
 
-def loss_of(output: tuple[Tensor, BankState, Tensor], batch: Batch) -> Float[Tensor, ""]:
-    """Return the mean squared error at tokens, plus the compression's loss, plus the mean square of the slots."""
-    answer, state, loss = output
-    wide = torch.promote_types(answer.dtype, torch.float32)
-    squares = torch.square(answer.to(wide) - batch.target.to(wide)).mean(dim=-1)
-    is_token = torch.ones(squares.shape, dtype=torch.bool) if batch.is_token is None else batch.is_token
-    error = torch.where(is_token, squares, squares.new_zeros(())).sum() / is_token.sum().to(wide)
-    return error + loss.to(wide) + torch.square(state.slots.to(wide)).mean()
+def loss_of(output: tuple[Float[Tensor, "B T D"], BankState, Float[Tensor, ""]], batch: Batch) -> Float[Tensor, ""]:
+    """Mean squared error at tokens, plus the reconstruction loss, plus the mean square of the slots."""
+    memory_out, state, loss = output
+    error = mean_squared_error(memory_out, batch)
+    slots = torch.square(state.slots.to(error.dtype)).mean()
+    return error + loss.to(error.dtype) + slots
 
 
 def loss_fn(model: Bank, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
-    """Return the model's loss on a batch."""
+    """Training loss on a batch: `loss_of` of `predict`."""
     return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: BankConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu") -> Bank:
-    """Return the bank of a configuration holding `params`, cast to dtype.
+    """Build the bank of a configuration from parameters by name, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.

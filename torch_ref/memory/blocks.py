@@ -2,12 +2,12 @@
 
 Twin: jaxbench/memory/blocks.py.
 
-A block takes the normalised stream [B T D] and what it returns is added to the residual stream. Every block has one
-interface: `answer, state, loss = block(x, state)`; the state has one size and goes on at any token, the loss trains a
-bank's compression and is 0 elsewhere. docs/memory.md draws a segment's way through memory as context. Source: Behrouz
+A block takes the normalised residual stream [B T D], and its output is added to the stream. All have one interface:
+`output, state, loss = block(x, state)`; the state has one size and goes on at any token, the loss trains a bank's
+compression and is 0 elsewhere. docs/memory.md draws a segment's way through memory as context. Source: Behrouz
 et al. 2024, arXiv:2501.00663. Differs from it: in `mac` a segment's token sees only its own and earlier
 tokens' recalled states, and reads the memory as it is behind itself, so that no token depends on a later one; in `mal`
-the memory's answers are added to what it read and normalised before attention reads them (eq. 30 hands on them alone).
+the memory's outputs are added to its inputs and normalised before the attention (eq. 30 hands on the outputs alone).
 """
 
 from __future__ import annotations
@@ -26,30 +26,29 @@ from torch_ref import nn
 from torch_ref.memory import layout, window
 from torch_ref.memory.bank import Bank, BankState
 from torch_ref.memory.neural import NeuralMemory, NeuralState
+from torch_ref.memory.target import Batch, mean_squared_error
 from torch_ref.memory.window import LocalAttention, LocalState
+
+Stream = Float[Tensor, "B T D"]
+IsToken = Bool[Tensor, "B T"] | None  # False = padding; None = no padding
 
 
 class BlockState(NamedTuple):
-    """What rows remember; None = the block has no such part."""
+    """State of rows; None = the block has no such part."""
 
-    local: LocalState | None  # of the attention
+    local: LocalState | None  # keys and values of the sliding window
     memory: NeuralState | BankState
-    tail: Float[Tensor, "B K-1 C"] | None  # memory as context: what the convolutions of the recall look back on
+    tail: Float[Tensor, "B K-1 C"] | None  # memory as context: last inputs of the recall's convolutions
 
 
 class Block(torch.nn.Module):
-    """Attention, memory, and the norms between them, as a kind of block has them."""
+    """Sliding-window attention and memory, combined as context, gate or layer; memory alone; attention with a bank."""
 
     def __init__(self, config: BlockConfig, *, dtype: str):
         super().__init__()
         c = config
         norm = functools.partial(nn.RMSNorm, c.d_model, eps=c.norm_eps, dtype=dtype)
-        local = functools.partial(
-            LocalAttention, c.d_model, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim,
-            window=c.window, num_persistent=c.num_persistent, rope_theta=c.rope_theta, has_output=c.kind != "bank",
-            dtype=dtype,
-        )  # fmt: skip
-        self.attention = local() if c.has_attention else None
+        self.attention = LocalAttention(c, dtype=dtype) if c.has_attention else None
         self.memory = None if c.neural is None else NeuralMemory(c.neural, dtype=dtype)
         self.bank = None if c.bank is None else Bank(c.bank, dtype=dtype)
         self.input_norm = norm() if c.kind == "mal" else None
@@ -65,13 +64,16 @@ class Block(torch.nn.Module):
         is_token: Bool[Tensor, "B T"] | None = None,
         learn: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]]:
-        """Return what is added to the stream, the state behind the last token, and the compression's loss.
+        """Output of the block at each token, which is added to the residual stream.
 
         Args:
-          x: the stream, normalised.
-          state: the state behind the tokens before; None = nothing was read.
-          is_token: False = padding, which is answered with zeros and changes nothing; None = no padding.
-          learn: False = the neural memory's weights stay as they are; a bank goes on keeping what it reads.
+          x: the residual stream, normalised.
+          state: the state behind earlier tokens; None = nothing was read.
+          is_token: False = padding, whose outputs are zeros and which changes no state; None = no padding.
+          learn: False = a neural memory is read only; a bank is written all the same.
+
+        Returns:
+          The output, the state behind the last token, and the bank's reconstruction loss, 0 without a bank.
 
         Raises:
           ValueError: the state is of another model or batch size.
@@ -81,22 +83,22 @@ class Block(torch.nn.Module):
         run = {"mac": self._as_context, "mag": self._as_gate, "mal": self._as_layer, "lmm": self._alone}
         if self.bank is not None:
             return self._with_bank(x, state, is_token)
-        answer, state = run[self.kind](x, state, is_token, learn)
-        return answer, state, answer.new_zeros(())
+        output, state = run[self.kind](x, state, is_token, learn)
+        return output, state, output.new_zeros(())
 
     def init_state(self, batch_size: int) -> BlockState:
-        """Return the state of rows that have read nothing."""
+        """State of rows that have read nothing."""
         local = None if self.attention is None else self.attention.init_state(batch_size)
         memory = (self.bank if self.memory is None else self.memory).init_state(batch_size)
         return BlockState(local, memory, memory.tail if self.kind == "mac" else None)
 
     def reset(self, state: BlockState, is_reset: Bool[Tensor, " B"]) -> BlockState:
-        """Return the state with some rows as they are before anything is read."""
-        blank = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.chosen, is_reset), blank, state)
+        """Reset some rows of a state to the initial state."""
+        initial = self.init_state(len(is_reset))
+        return layout.tree_map(functools.partial(layout.select_rows, is_reset), initial, state)
 
     def _check(self, state: BlockState) -> None:
-        """Raise where a state is of another kind of block; the parts check its sizes."""
+        """Refuse the state of another kind of block; attention and memory check its sizes."""
         is_mac, memory = self.kind == "mac", NeuralState if self.bank is None else BankState
         wanted = (self.attention is not None, memory.__name__, is_mac)
         found = (state.local is not None, type(state.memory).__name__, state.tail is not None)
@@ -105,126 +107,146 @@ class Block(torch.nn.Module):
                 f"block: kind={self.kind} wants a state with (window, memory, tail) {wanted}, the state has {found}"
             )
 
-    def _parts(self, state: BlockState | None) -> tuple[LocalState | None, Any]:
+    def _parts(self, state: BlockState | None) -> tuple[LocalState | None, NeuralState | BankState | None]:
         return (None, None) if state is None else (state.local, state.memory)
 
-    def _alone(self, x: Tensor, state: BlockState | None, is_token: Tensor | None, learn: bool) -> tuple:
-        answer, memory = self.memory(x, self._parts(state)[1], is_token=is_token, learn=learn)
-        return answer, BlockState(None, memory, None)
+    def _alone(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> tuple[Stream, BlockState]:
+        """The memory alone (Titans, section 4.3)."""
+        memory_out, memory = self.memory(x, self._parts(state)[1], is_token=is_token, learn=learn)
+        return memory_out, BlockState(None, memory, None)
 
-    def _as_gate(self, x: Tensor, state: BlockState | None, is_token: Tensor | None, learn: bool) -> tuple:
-        """Eq. 26 to 28: attention to the window, gated by what the memory answers to the same tokens."""
+    def _as_gate(
+        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
+    ) -> tuple[Stream, BlockState]:
+        """Memory as gate (Titans, eq. 26 to 28): sliding-window attention, gated by the memory's output."""
         local, memory = self._parts(state)
-        seen, local = self.attention(x, local, is_token=is_token)
-        told, memory = self.memory(x, memory, is_token=is_token, learn=learn)
-        return self._gated(self.answer_norm(seen), told), BlockState(local, memory, None)
+        attention_out, local = self.attention(x, local, is_token=is_token)
+        memory_out, memory = self.memory(x, memory, is_token=is_token, learn=learn)
+        return self._gated(self.answer_norm(attention_out), memory_out), BlockState(local, memory, None)
 
-    def _as_layer(self, x: Tensor, state: BlockState | None, is_token: Tensor | None, learn: bool) -> tuple:
-        """Eq. 29 to 31: the memory's answers, added to what it read (section 4.4), go through the attention."""
+    def _as_layer(
+        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
+    ) -> tuple[Stream, BlockState]:
+        """Memory as layer (Titans, eq. 29 to 31): attention to the memory's outputs plus its inputs (section 4.4)."""
         local, memory = self._parts(state)
-        told, memory = self.memory(x, memory, is_token=is_token, learn=learn)
-        answer, local = self.attention(self.input_norm(x + told), local, is_token=is_token)
-        return answer, BlockState(local, memory, None)
+        memory_out, memory = self.memory(x, memory, is_token=is_token, learn=learn)
+        attention_out, local = self.attention(self.input_norm(x + memory_out), local, is_token=is_token)
+        return attention_out, BlockState(local, memory, None)
 
-    def _with_bank(self, x: Tensor, state: BlockState | None, is_token: Tensor | None) -> tuple:
-        """Attention to the window, mixed head by head with the bank's answers (Chen et al. 2024, arXiv:2410.03156)."""
+    def _with_bank(
+        self, x: Stream, state: BlockState | None, is_token: IsToken
+    ) -> tuple[Stream, BlockState, Float[Tensor, ""]]:
+        """Sliding-window attention mixed head by head with the bank's read-out (Chen et al. 2024, arXiv:2410.03156)."""
         local, memory = self._parts(state)
-        own = None
+        attention_out = None
         if self.attention is not None:
-            own, local = self.attention(x, local, is_token=is_token)
-        answer, memory, loss = self.bank(x, memory, own=own, is_token=is_token)
-        return answer, BlockState(local, memory, None), loss
+            attention_out, local = self.attention(x, local, is_token=is_token)
+        output, memory, loss = self.bank(x, memory, attention_out=attention_out, is_token=is_token)
+        return output, BlockState(local, memory, None), loss
 
-    def _gated(self, answer: Tensor, told: Tensor) -> Tensor:
-        """Return the combination of section 4.2: both normalised with learned scales, one through a sigmoid."""
-        wide = torch.promote_types(answer.dtype, torch.float32)
-        return answer * torch.sigmoid(self.memory_norm(told).to(wide)).to(answer.dtype)
+    def _gated(
+        self, attention_out: Float[Tensor, "B T D"], memory_out: Float[Tensor, "B T D"]
+    ) -> Float[Tensor, "B T D"]:
+        """Gate an attention output, already normalised, by the memory's: y * sigmoid(norm(m)) (Titans, section 4.2)."""
+        wide = torch.promote_types(attention_out.dtype, torch.float32)
+        return attention_out * torch.sigmoid(self.memory_norm(memory_out).to(wide)).to(attention_out.dtype)
 
-    def _as_context(self, x: Tensor, state: BlockState | None, is_token: Tensor | None, learn: bool) -> tuple:
-        """Eq. 21 to 25: a segment after the other."""
+    def _as_context(
+        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
+    ) -> tuple[Stream, BlockState]:
+        """Memory as context (Titans, eq. 21 to 25), segment after segment."""
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
-        tokens, number = window.aligned(x, is_token)
-        learned = self.attention.learned()
+        tokens, num_tokens = window.left_align(x, is_token)
+        persistent = self.attention.persistent_keys_values()
 
-        def read(state: BlockState, block: tuple) -> tuple[BlockState, Tensor]:
-            (tokens,), is_here = block
-            return self.read_segment(tokens, state, is_here, learned, learn)
+        def read(state: BlockState, block: tuple) -> tuple[BlockState, Stream]:
+            (tokens,), is_new = block
+            return self.read_segment(tokens, state, is_new, persistent, learn)
 
-        how = {"count": state.local.count, "number": number, "size": self.attention.window, "is_fresh": is_fresh}
-        state, answer = window.by_blocks(read, state, (tokens,), **how)
-        return window.spread(answer, is_token), state
+        state, output = window.scan_blocks(
+            read, state, (tokens,), num_begun=state.local.count, num_tokens=num_tokens, size=self.attention.window,
+            is_fresh=is_fresh,
+        )  # fmt: skip
+        return window.restore_padding(output, is_token), state
 
     def read_segment(
-        self, x: Float[Tensor, "B T D"], state: BlockState, is_here: Bool[Tensor, "B C"], learned: Any, learn: bool
+        self,
+        x: Float[Tensor, "B T D"],
+        state: BlockState,
+        is_new: Bool[Tensor, "B C"],
+        persistent: tuple[Float[Tensor, "P K H"], Float[Tensor, "P K H"]] | None,
+        learn: bool,
     ) -> tuple[BlockState, Float[Tensor, "B T D"]]:
-        """Read tokens of rows' current segments: whole segments' slots, or the next token.
+        """Memory as context for one segment of each row (Titans, eq. 21 to 25), S^(t) = x.
 
-        is_here says which slots hold new tokens; learned are the attention's learned keys and values.
+        Args:
+          x: the tokens of all slots of the segment, T = C, or the next token alone, T = 1.
+          state: the state behind earlier tokens.
+          is_new: which of the segment's slots hold tokens of this call.
+          persistent: keys and values of the attention's persistent tokens.
+          learn: False = the memory is read only.
+
+        Returns:
+          The state behind the segment's last token, and the block's output.
         """
-        attention, local, memory = self.attention, state.local, state.memory
-        is_token = is_here if x.shape[1] > 1 else is_here.any(dim=1, keepdim=True)
-        # h = M_(t-1)(q): what the memory knew before the segment, which is where its chunk began.
+        attention, memory = self.attention, state.memory
+        is_token = is_new if x.shape[1] > 1 else is_new.any(dim=1, keepdim=True)
+        # Eq. 21, h = M_(t-1)(q): recall from the weights before the segment, which are the anchor of its chunk.
         before = memory._replace(weights=memory.anchor, tail=state.tail)
         recalled, before = self.memory(x, before, is_token=is_token, learn=False)
-        heads = x.shape[:2]
-        query, key, value = (p(x).reshape(*heads, -1, attention.head_dim) for p in attention.projections())
-        entries = (p(recalled).reshape(*heads, -1, attention.head_dim) for p in attention.projections()[1:])
-        local = attention.held(local, key, value, is_here)
-        other = attention.held(local._replace(keys=local.other_keys, values=local.other_values), *entries, is_here)
+        # Eq. 22 and 23, y = Attn([P] || h || S): recalled tokens stand in the slots of the other block.
+        query, key, value = (attention.split_heads(project(x)) for project in attention.projections())
+        recalled_entries = (attention.split_heads(project(recalled)) for project in attention.projections()[1:])
+        local = attention.insert(state.local, key, value, is_new)
+        other = local._replace(keys=local.other_keys, values=local.other_values)
+        other = attention.insert(other, *recalled_entries, is_new)
         local = local._replace(other_keys=other.keys, other_values=other.values)
-        seen = attention.answer(query, local, learned, is_recalled=True)
-        answer = self.answer_norm(attention.o_proj(seen.reshape(*heads, -1)))
-        told, memory = self.memory(answer, memory, is_token=is_token, learn=learn, within_chunk=True)
-        local = attention.moved_on(local, is_here)
+        heads = attention.attend_block(query, local, persistent, is_recalled=True)
+        attention_out = self.answer_norm(attention.o_proj(heads.reshape(*x.shape[:2], -1)))
+        # Eq. 24 and 25: M_t = M_(t-1)(y) is written and read at once, o = y * M_t(y).
+        memory_out, memory = self.memory(attention_out, memory, is_token=is_token, learn=learn, within_chunk=True)
+        local = attention.advance(local, is_new)
         # Where the memory did not learn all of a segment, its chunk ends with the segment all the same.
         is_done = local.count == 0
-        anchor = layout.tree_map(functools.partial(layout.chosen, is_done), memory.weights, memory.anchor)
+        anchor = layout.tree_map(functools.partial(layout.select_rows, is_done), memory.weights, memory.anchor)
         memory = memory._replace(anchor=anchor, count=torch.where(is_done, 0, memory.count))
-        return BlockState(local, memory, before.tail), self._gated(answer, told)
+        return BlockState(local, memory, before.tail), self._gated(attention_out, memory_out)
 
 
-# Training on a target, as the parity table does it
+# Training on a target: the task of the parity cases
 
 
-class Batch(NamedTuple):
-    """One step's data."""
-
-    x: Float[Tensor, "B T D"]
-    target: Float[Tensor, "B T D"]
-    is_token: Bool[Tensor, "B T"] | None  # None = no padding
-
-
-def predict(model: Block, batch: Batch, *, dropout: Any = None) -> tuple[Tensor, BlockState, Tensor]:
-    """Return the block's answers to a batch, the state behind it and the compression's loss; there is no dropout."""
+def predict(
+    model: Block, batch: Batch, *, dropout: Any = None
+) -> tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]]:
+    """Outputs of the block on a batch, the state behind it and the reconstruction loss; there is no dropout."""
     return model(batch.x.to(getattr(torch, model.dtype)), is_token=batch.is_token)
 
 
-def loss_of(output: tuple[Tensor, BlockState, Tensor], batch: Batch) -> Float[Tensor, ""]:
-    """Return the mean squared error at tokens, plus the compression's loss, plus mean squares of the state's arrays."""
-    answer, state, loss = output
-    wide = torch.promote_types(answer.dtype, torch.float32)
-    squares = torch.square(answer.to(wide) - batch.target.to(wide)).mean(dim=-1)
-    is_token = torch.ones(squares.shape, dtype=torch.bool) if batch.is_token is None else batch.is_token
-    loss = loss.to(wide) + torch.where(is_token, squares, squares.new_zeros(())).sum() / is_token.sum()
-    parts: list[Tensor] = []
-    layout.tree_map(lambda leaf: parts.append(leaf), state)
-    for leaf in parts:
+def loss_of(output: tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]], batch: Batch) -> Float[Tensor, ""]:
+    """Mean squared error at tokens, plus the reconstruction loss, plus mean squares of the state's arrays."""
+    block_out, state, loss = output
+    error = mean_squared_error(block_out, batch)
+    loss = loss.to(error.dtype) + error
+    leaves: list[Tensor] = []
+    layout.tree_map(leaves.append, state)
+    for leaf in leaves:
         if leaf.is_floating_point():
-            loss = loss + torch.square(leaf.to(wide)).mean()
+            loss = loss + torch.square(leaf.to(error.dtype)).mean()
     return loss
 
 
 def loss_fn(model: Block, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
-    """Return the model's loss on a batch."""
+    """Training loss on a batch: `loss_of` of `predict`."""
     return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(
     config: BlockConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
 ) -> Block:
-    """Return the block of a configuration holding `params`, cast to dtype.
+    """Build the block of a configuration from parameters by name, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.

@@ -1,4 +1,4 @@
-"""One layer of the cost table, in PyTorch: bytes and FLOPs counted on the meta device, its time.
+"""Costs of one layer, in PyTorch: bytes and FLOPs counted on the meta device, measured time.
 
 Twin: jaxbench/memory/cost_layer.py. Attention sees the whole sequence in one call; the memories read segment after
 segment, as a stream would come.
@@ -37,15 +37,15 @@ class Attention(torch.nn.Module):
         self.num_heads, self.implementation, self.key_block = shape.num_heads, implementation, shape.key_block
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """Return what attention adds to the stream."""
+        """Attention output at each token."""
         heads = (*x.shape[:2], self.num_heads, -1)
         query, key, value = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        answer = attention(
+        attention_out = attention(
             query, key.permute(0, 2, 3, 1), value.transpose(1, 2), query_positions=positions,
             key_positions=positions, implementation=self.implementation, block_size=self.key_block,
         )  # fmt: skip
-        return self.o_proj(answer.reshape(*x.shape[:2], -1))
+        return self.o_proj(attention_out.reshape(*x.shape[:2], -1))
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -57,21 +57,21 @@ class _LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run an operation and count what it made."""
-        found = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(found):
+        output = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._known:
                 self._known.add(storage)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._freed, storage.nbytes())
         self.peak = max(self.peak, self.now)
-        return found
+        return output
 
     def _freed(self, size: int) -> None:
         self.now -= size
 
 
-def build(layer: str, shape: LayerShape) -> Any:
-    """Return the module of a layer: naive, blocked, bank or neural."""
+def build(layer: str, shape: LayerShape) -> Attention | blocks.Block:
+    """Build the module of a layer: naive, blocked, bank or neural."""
     if layer in ("naive", "blocked"):
         module = Attention(shape, implementation="dense" if layer == "naive" else "blocked")
         random = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def build(layer: str, shape: LayerShape) -> Any:
 
 
 def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measured:
-    """Return the peak of bytes alive, the bytes of a sequence's state, and the FLOPs, counted on the meta device."""
+    """Peak of bytes alive, bytes of a sequence's state, and FLOPs, counted on the meta device."""
     model = build(layer, shape).requires_grad_(False).to("meta")
     counter, live = FlopCounterMode(display=False), _LiveBytes()
     is_attention = layer in ("naive", "blocked")
@@ -92,16 +92,16 @@ def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measure
         x = torch.empty((1, size, shape.d_model))
         state = None if is_attention else model.init_state(1)
         with counter, live:
-            found = model(x) if is_attention else model(x, state)
+            output = model(x) if is_attention else model(x, state)
     flops = counter.get_total_flops() * length // size
     if is_attention:
         return Measured(live.peak, 2 * length * shape.num_heads * shape.head_dim * x.element_size(), flops)
-    return Measured(live.peak, sum(leaf.nbytes for leaf in tree_leaves(found[1]) if leaf is not None), flops)
+    return Measured(live.peak, sum(leaf.nbytes for leaf in tree_leaves(output[1]) if leaf is not None), flops)
 
 
 def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int) -> list[float]:
-    """Return the times of reading a sequence, after one that is not counted."""
-    model, found = build(layer, shape), []
+    """Measure the times in seconds of forward passes over a sequence, after one that is not counted."""
+    model, times = build(layer, shape), []
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, length, shape.d_model)).astype(np.float32))
     with torch.no_grad():
         for _ in range(repeats + 1):
@@ -112,5 +112,5 @@ def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: i
                 state = model.init_state(1)
                 for begin in range(0, length, segment):
                     _, state, _ = model(x[:, begin : begin + segment], state)
-            found.append(time.perf_counter() - start)
-    return found[1:]
+            times.append(time.perf_counter() - start)
+    return times[1:]

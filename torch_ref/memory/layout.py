@@ -1,6 +1,6 @@
-"""How rows, heads and chunks lie in memory, and the walk over chunks. Twin: jaxbench/memory/layout.py.
+"""Layout of rows, heads and chunks in arrays; the rematerialised scan over chunks. Twin: jaxbench/memory/layout.py.
 
-Axis letters: E memories, a row's heads side by side (B * N); C slots of a chunk.
+Axis letters: E memories, a row's heads side by side (B * N); C token slots of a chunk; L chunks.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-NESTED_FROM = 32  # chunks from which on the backward pass works by groups
+NESTED_FROM = 32  # chunks from which on rematerialisation is nested: groups of chunks, chunks of a group
 
 
 def tree_map(function: Callable[..., Any], *trees: Any) -> Any:
-    """Return the tree of function(leaf, ...) over leaves at equal places; None is no leaf."""
+    """Apply a function to the leaves of trees of one structure; None is no leaf."""
     first = trees[0]
     if first is None:
         return None
@@ -29,63 +29,74 @@ def tree_map(function: Callable[..., Any], *trees: Any) -> Any:
     return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
 
 
-def gathered(x: Float[Tensor, "B T ..."], index: Int[Tensor, "B S"]) -> Float[Tensor, "B S ..."]:
-    """Return the rows of axis 1 that an index names."""
+def gathered(x: Shaped[Tensor, "B T ..."], index: Int[Tensor, "B S"]) -> Shaped[Tensor, "B S ..."]:
+    """Gather entries along axis 1, each row by indices of its own."""
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
-def chosen(condition: Bool[Tensor, " E"], one: Float[Tensor, "E ..."], other: Float[Tensor, "E ..."]) -> Tensor:
-    """Return `one` where the condition of axis 0 holds, else `other`."""
-    return torch.where(condition.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+def select_rows(
+    condition: Bool[Tensor, " E"], new: Shaped[Tensor, "E ..."], old: Shaped[Tensor, "E ..."]
+) -> Shaped[Tensor, "E ..."]:
+    """Select `new` in the rows (axis 0) where the condition holds, else `old`."""
+    return torch.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
-def merged(x: Float[Tensor, "B N ..."]) -> Float[Tensor, "E ..."]:
-    """Lay rows' heads side by side."""
+def merge_heads(x: Shaped[Tensor, "B N ..."]) -> Shaped[Tensor, "E ..."]:
+    """Merge rows and heads into one axis of memories, E = B * N."""
     return x.reshape(-1, *x.shape[2:])
 
 
-def split(x: Float[Tensor, "E ..."], num_heads: int) -> Float[Tensor, "B N ..."]:
-    """Undo `merged`."""
+def split_heads(x: Shaped[Tensor, "E ..."], num_heads: int) -> Shaped[Tensor, "B N ..."]:
+    """Undo `merge_heads`."""
     return x.reshape(-1, num_heads, *x.shape[1:])
 
 
-def by_memory(x: Float[Tensor, "B T N ..."]) -> Float[Tensor, "E T ..."]:
-    """Put tokens behind heads."""
-    return merged(x.transpose(1, 2))
+def heads_first(x: Shaped[Tensor, "B T N ..."]) -> Shaped[Tensor, "E T ..."]:
+    """Transpose tokens behind heads and merge rows and heads."""
+    return merge_heads(x.transpose(1, 2))
 
 
-def by_row(x: Float[Tensor, "E T ..."], num_heads: int) -> Float[Tensor, "B T N ..."]:
-    """Undo `by_memory`."""
-    return split(x, num_heads).transpose(1, 2)
+def tokens_first(x: Shaped[Tensor, "E T ..."], num_heads: int) -> Shaped[Tensor, "B T N ..."]:
+    """Undo `heads_first`."""
+    return split_heads(x, num_heads).transpose(1, 2)
 
 
-def cut(x: Float[Tensor, "E T ..."], size: int) -> Float[Tensor, "L E C ..."]:
-    """Cut tokens into L chunks; T is a multiple of size."""
+def split_chunks(x: Shaped[Tensor, "E T ..."], size: int) -> Shaped[Tensor, "L E C ..."]:
+    """Split the token axis into L chunks of `size` tokens, chunks first; T is a multiple of size."""
     return x.reshape(len(x), -1, size, *x.shape[2:]).transpose(0, 1)
 
 
-def joined(x: Float[Tensor, "L E C ..."]) -> Float[Tensor, "E T ..."]:
-    """Undo `cut`."""
+def join_chunks(x: Shaped[Tensor, "L E C ..."]) -> Shaped[Tensor, "E T ..."]:
+    """Undo `split_chunks`."""
     return x.transpose(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def walk(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
-    """Return the last carry and every chunk's answer of `carry, answer = read(carry, chunk)` over the leading axis.
+def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
+    """Scan `carry, output = read(carry, chunk)` over the leading axis, with rematerialisation.
 
-    The backward pass keeps the carry before each chunk, and computes the rest of a chunk again; of many chunks it
-    keeps the carry before each of about sqrt(n) groups, and goes through a group twice.
+    Args:
+      read: one step of the scan.
+      carry: tree of arrays before the first chunk.
+      chunks: tree of arrays [L ...].
+
+    Returns:
+      The last carry, and the outputs of all chunks [L ...].
+
+    The backward pass keeps the carry before each chunk and recomputes what lies inside a chunk. From NESTED_FROM chunks
+    on it keeps the carry before each of about sqrt(L) groups and goes through a group twice (Chen et al. 2016,
+    arXiv:1604.06174, section 4).
     """
-    number = _length(chunks)
-    if number < NESTED_FROM:
-        return _steps(read, carry, chunks)
-    group = group_size(number)
-    answers = []
-    for start in range(0, number, group):
-        several = functools.partial(_steps, read)
-        few = tree_map(lambda x, at=slice(start, start + group): x[at], chunks)
-        carry, answer = rematerialised(several, carry, few)
-        answers.append(answer)
-    return carry, torch.cat(answers)
+    num_chunks = _length(chunks)
+    if num_chunks < NESTED_FROM:
+        return _scan(read, carry, chunks)
+    group = group_size(num_chunks)
+    outputs = []
+    for start in range(0, num_chunks, group):
+        read_group = functools.partial(_scan, read)
+        members = tree_map(lambda x, at=slice(start, start + group): x[at], chunks)
+        carry, output = rematerialised(read_group, carry, members)
+        outputs.append(output)
+    return carry, torch.cat(outputs)
 
 
 def _length(tree: Any) -> int:
@@ -94,22 +105,22 @@ def _length(tree: Any) -> int:
     return len(tree)
 
 
-def _steps(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
-    answers = []
+def _scan(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
+    outputs = []
     for i in range(_length(chunks)):
-        carry, answer = rematerialised(read, carry, tree_map(lambda x, i=i: x[i], chunks))
-        answers.append(answer)
-    return carry, torch.stack(answers)
+        carry, output = rematerialised(read, carry, tree_map(lambda x, i=i: x[i], chunks))
+        outputs.append(output)
+    return carry, torch.stack(outputs)
 
 
-def group_size(number: int) -> int:
-    """Return the chunks of a group: about the root of their number, and where that can be a divisor of it."""
-    root = math.isqrt(number)
-    return next((size for size in range(root, root // 2, -1) if number % size == 0), root)
+def group_size(num_chunks: int) -> int:
+    """Chunks in a group of nested rematerialisation: about sqrt(num_chunks), a divisor of it where one is near."""
+    root = math.isqrt(num_chunks)
+    return next((size for size in range(root, root // 2, -1) if num_chunks % size == 0), root)
 
 
 def rematerialised(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunk: Any) -> tuple[Any, Any]:
-    """Return read(carry, chunk), whose inner values the backward pass computes again."""
+    """Compute read(carry, chunk) with gradient checkpointing: the backward pass recomputes what lies inside."""
     if not torch.is_grad_enabled():
         return read(carry, chunk)
     return checkpoint(read, carry, chunk, use_reentrant=False, preserve_rng_state=False)

@@ -1,10 +1,11 @@
 """Titans' neural memory as a layer, in PyTorch. Twin: jaxbench/memory/neural.py.
 
-Data's way: x -> q, k, v (projection, depthwise causal convolution, SiLU; q and k of length 1) and the gates eta, theta,
-alpha of every token and head -> chunks, whose closed form is chunk.py's -> normalised, gated, projected. Chunks are
-counted in a row's own tokens, so padding and batch neighbours change nothing, and a state carries a half-read chunk
-from call to call. Source: Behrouz et al. 2024, arXiv:2501.00663, sections 3.1, 3.2 and 4.4. Axis letters: chunk.py's,
-C = the convolutions' channels (q, k and v side by side), K = their taps.
+From x come queries, keys and values (projection, depthwise causal convolution, SiLU; q and k of length 1) and the gates
+eta, theta and alpha of every token and head; chunk.py writes and reads chunk after chunk; read-outs are normalised,
+gated and projected. Chunks are counted in a row's own tokens, so padding and batch neighbours change nothing, and a
+state carries an unfinished chunk from call to call. Source: Behrouz et al. 2024, arXiv:2501.00663, sections 3.1, 3.2
+and 4.4. Axis letters: chunk.py's, C channels of the convolutions (q, k, v), K their taps, J = K - 1, P persistent
+tokens.
 """
 
 from __future__ import annotations
@@ -23,48 +24,49 @@ from jaxbench.memory.config import NeuralMemoryConfig, gate_names
 from torch_ref import nn
 from torch_ref.memory import chunk, layout
 from torch_ref.memory.chunk import Rule, Tokens, Weights
+from torch_ref.memory.target import Batch, mean_squared_error
 
 QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2norm
 
 
 class NeuralState(NamedTuple):
-    """What a row's memories know; its size does not depend on what was read. Kernels are [B N I O], gains [B N H]."""
+    """Recurrent state of rows' memories, of one size whatever was read; kernels are [B N I O], gains [B N H]."""
 
     weights: Weights
     momentum: Weights
-    anchor: Weights  # the weights where the current chunk began
-    count: Int[Tensor, " B"]  # tokens of the current chunk that were read
-    tail: Float[Tensor, "B K-1 C"]  # what the convolutions still look back on
+    anchor: Weights  # weights A at the start of the current chunk, where its gradients are taken
+    count: Int[Tensor, " B"]  # tokens of the current chunk read so far
+    tail: Float[Tensor, "B J C"]  # last inputs of the convolutions
 
 
-def _norms(gain: Any) -> str:
+def _norms(gain: Float[Tensor, "B N H"] | torch.nn.Parameter | None) -> str:
     return "without residual norm" if gain is None else "with residual norm"
 
 
-class Asked(NamedTuple):
-    """What tokens ask of the memories, before it is cut into chunks: fields of Tokens are [B T N ...]."""
+class Projections(NamedTuple):
+    """Projections of a call's tokens; the fields of Tokens are [B T N ...], not yet cut into chunks."""
 
     tokens: Tokens
-    gate: Float[Tensor, "B T I"] | None  # of the output
-    tail: Float[Tensor, "B K-1 C"]
+    gate: Float[Tensor, "B T I"] | None  # output gate; None = none
+    tail: Float[Tensor, "B J C"]  # last inputs of the convolutions
 
 
 class Conv(torch.nn.Module):
-    """Depthwise convolution over a token and those before it."""
+    """Depthwise causal convolution over tokens."""
 
     def __init__(self, size: int, features: int, *, dtype: str):
         super().__init__()
         self.kernel = _zeros(size, features, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "B S I"]) -> Float[Tensor, "B T I"]:
-        """Return the convolution of x, whose first size - 1 tokens come before the first answer."""
+        """Convolve x, whose first size - 1 tokens stand before the first output: S = T + size - 1."""
         size = self.kernel.shape[0]
         length = x.shape[1] - size + 1
         return sum(self.kernel[i] * x[:, i : i + length] for i in range(size))
 
 
 class Kernel(torch.nn.Module):
-    """One layer of a memory network as it is before anything is read, for each head."""
+    """Initial kernel of one layer of the memory network, for each head."""
 
     def __init__(self, num_heads: int, shape: tuple[int, int], *, dtype: str):
         super().__init__()
@@ -72,7 +74,7 @@ class Kernel(torch.nn.Module):
 
 
 class Network(torch.nn.Module):
-    """A memory network's first weights M_0."""
+    """Initial weights M_0 of the memory network, which are learned by the outer training."""
 
     def __init__(self, num_heads: int, widths: tuple[int, ...], *, residual_norm: bool, dtype: str):
         super().__init__()
@@ -80,17 +82,17 @@ class Network(torch.nn.Module):
         self.gain = _zeros(num_heads, widths[-1], dtype=dtype) if residual_norm else None
 
     def weights(self, batch_size: int) -> Weights:
-        """Return the weights [B N ...], the same for every row, in at least float32."""
+        """Initial weights [B N ...], the same for every row, in at least float32."""
 
-        def spread(x: Tensor) -> Tensor:
+        def expanded(x: Float[Tensor, "N ..."]) -> Float[Tensor, "B N ..."]:
             return x.to(torch.promote_types(x.dtype, torch.float32)).expand(batch_size, *x.shape)
 
-        kernels = tuple(spread(layer.kernel) for layer in self.layers)
-        return Weights(kernels, None if self.gain is None else spread(self.gain))
+        kernels = tuple(expanded(layer.kernel) for layer in self.layers)
+        return Weights(kernels, None if self.gain is None else expanded(self.gain))
 
 
 class NeuralMemory(torch.nn.Module):
-    """A memory that goes on learning wherever it reads: training and inference are the same computation."""
+    """Titans' neural memory: a network whose weights are trained on what it reads, at inference as in training."""
 
     def __init__(self, config: NeuralMemoryConfig, *, dtype: str):
         super().__init__()
@@ -128,14 +130,17 @@ class NeuralMemory(torch.nn.Module):
         learn: bool = True,
         within_chunk: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], NeuralState]:
-        """Read tokens: return the memory's answer to each, and the state behind the last one.
+        """Write each token into the memory and read it out (Titans, eq. 13 to 16).
 
         Args:
-          x: the stream, normalised.
-          state: the state behind the tokens before; None = nothing was read but the persistent tokens.
-          is_token: False = padding, which is answered with zeros and changes nothing; None = no padding.
-          learn: False = the weights stay as they are, and answer from there.
+          x: the residual stream, normalised.
+          state: the state behind earlier tokens; None = nothing was read but the persistent tokens.
+          is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
+          learn: False = read only, the weights stay as they are.
           within_chunk: True = the caller knows that no row goes past the end of its chunk, which costs one chunk less.
+
+        Returns:
+          The memory's output at each token, and the state behind the last one.
 
         Raises:
           ValueError: the state is of another model or batch size.
@@ -148,30 +153,30 @@ class NeuralMemory(torch.nn.Module):
         state = self.init_state(len(x)) if state is None else state
         if is_token is None:
             is_token = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        # Tokens are moved to the left of their row, so that those before a token are its neighbours.
+        # Tokens are moved to the left of their row, so that consecutive tokens are neighbours.
         order = torch.argsort((~is_token).to(torch.int32), dim=1, stable=True)
-        number = is_token.sum(dim=1)
-        asked = self._ask(layout.gathered(x, order), state.tail, number)
+        num_tokens = is_token.sum(dim=1)
+        projected = self._project(layout.gathered(x, order), state.tail, num_tokens)
         if learn:
-            answer, state = self._learn(asked.tokens, state, number, within_chunk or x.shape[1] == 1)
+            read_out, state = self._write_and_read(projected.tokens, state, num_tokens, within_chunk or x.shape[1] == 1)
         else:
-            answer = self._recall(asked.tokens.query, state)
-        out = self._answer(answer, asked.gate)
+            read_out = self._read_only(projected.tokens.query, state)
+        out = self._output(read_out, projected.gate)
         out = layout.gathered(out, (torch.cumsum(is_token, dim=1) - 1).clamp(min=0))
         out = torch.where(is_token[:, :, None], out, out.new_zeros(()))
-        return out, state._replace(tail=asked.tail)
+        return out, state._replace(tail=projected.tail)
 
     def init_state(self, batch_size: int) -> NeuralState:
-        """Return the state of rows that have read nothing but the persistent tokens."""
+        """State of rows that have read nothing but the persistent tokens."""
         state = self._blank(batch_size)
         if self.persistent is None:
             return state
-        return self._run(self._persistent(batch_size), state)[1]
+        return self._read_rows(self._persistent(batch_size), state)[1]
 
     def reset(self, state: NeuralState, is_reset: Bool[Tensor, " B"]) -> NeuralState:
-        """Return the state with some rows as they are before anything is read."""
-        blank = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.chosen, is_reset), blank, state)
+        """Reset some rows of a state to the initial state."""
+        initial = self.init_state(len(is_reset))
+        return layout.tree_map(functools.partial(layout.select_rows, is_reset), initial, state)
 
     def _blank(self, batch_size: int) -> NeuralState:
         weights = self.memory.weights(batch_size)
@@ -184,16 +189,16 @@ class NeuralMemory(torch.nn.Module):
     def _tail_shape(self, batch_size: int) -> tuple[int, int, int]:
         return (batch_size, self.conv_size - 1, self.num_streams * self.num_heads * self.head_dim)
 
-    def _persistent(self, batch_size: int) -> Tensor:
+    def _persistent(self, batch_size: int) -> Float[Tensor, "B P D"]:
         return self.persistent.expand(batch_size, *self.persistent.shape)
 
-    def _by_memory(self, state: NeuralState) -> tuple[Weights, ...]:
-        """Return weights, momentum and anchor with heads side by side."""
-        return tuple(layout.tree_map(layout.merged, each) for each in state[:3])
+    def _merge_heads(self, state: NeuralState) -> tuple[Weights, ...]:
+        """Weights, momentum and anchor with rows and heads merged, [E ...]."""
+        return tuple(layout.tree_map(layout.merge_heads, each) for each in state[:3])
 
-    def _by_row(self, *trees: Weights) -> tuple[Weights, ...]:
-        """Undo `_by_memory`."""
-        return tuple(layout.tree_map(lambda x: layout.split(x, self.num_heads), each) for each in trees)
+    def _split_heads(self, *trees: Weights) -> tuple[Weights, ...]:
+        """Undo `_merge_heads`."""
+        return tuple(layout.tree_map(lambda x: layout.split_heads(x, self.num_heads), each) for each in trees)
 
     def _check(self, state: NeuralState, batch_size: int) -> None:
         wanted = [(batch_size, *layer.kernel.shape) for layer in self.memory.layers]
@@ -210,117 +215,137 @@ class NeuralMemory(torch.nn.Module):
                 f"memory: the state's tail is {tuple(state.tail.shape)}, wanted {tail} (rows, taps - 1, channels)"
             )
 
-    def _read_whole(self, x: Tensor) -> tuple[Tensor, NeuralState]:
+    def _read_whole(self, x: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T D"], NeuralState]:
         """Read sequences from their start, behind the persistent tokens."""
         state = self._blank(len(x))
         if self.persistent is None:
-            return self._run(x, state)
-        out, state = self._run(torch.cat([self._persistent(len(x)), x], dim=1), state)
+            return self._read_rows(x, state)
+        out, state = self._read_rows(torch.cat([self._persistent(len(x)), x], dim=1), state)
         return out[:, self.persistent.shape[0] :], state
 
-    def _run(self, x: Tensor, state: NeuralState) -> tuple[Tensor, NeuralState]:
-        """Read full rows from a blank state, whose chunks are where they lie in memory; the last may be shorter."""
+    def _read_rows(self, x: Float[Tensor, "B T D"], state: NeuralState) -> tuple[Float[Tensor, "B T D"], NeuralState]:
+        """Write and read rows without padding from a blank state; the last chunk may be shorter."""
         batch_size, length, _ = x.shape
         size = self.chunk_size
-        asked = self._ask(x, state.tail, None)
-        tokens = layout.tree_map(layout.by_memory, asked.tokens)
-        weights, momentum, _ = self._by_memory(state)
+        projected = self._project(x, state.tail, None)
+        tokens = layout.tree_map(layout.heads_first, projected.tokens)
+        weights, momentum, _ = self._merge_heads(state)
 
-        def read(carry: tuple, inputs: tuple) -> tuple[tuple, Tensor]:
-            answer, *carry = chunk.learn(carry[0], *carry, inputs[0], self.rule, inputs[1])
-            return tuple(carry), answer
+        def read(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Tensor, "E C H"]]:
+            (weights, momentum), (tokens, coeffs) = carry, inputs
+            output, weights, momentum = chunk.learn(weights, weights, momentum, tokens, self.rule, coeffs)
+            return (weights, momentum), output
 
         carry, parts, whole = (weights, momentum), [], length // size * size
         if whole:
-            chunks = layout.tree_map(lambda x: layout.cut(x[:, :whole], size), tokens)
-            carry, answers = layout.walk(read, carry, (chunks, self._coefficients(chunks)))
-            parts.append(layout.joined(answers))
+            chunks = layout.tree_map(lambda x: layout.split_chunks(x[:, :whole], size), tokens)
+            carry, outputs = layout.scan_chunks(read, carry, (chunks, self._coefficients(chunks)))
+            parts.append(layout.join_chunks(outputs))
         anchor = carry[0]
         if whole < length:
-            carry, answer = layout.rematerialised(read, carry, (layout.tree_map(lambda x: x[:, whole:], tokens), None))
-            parts.append(answer)
-        answer = layout.by_row(torch.cat(parts, dim=1), self.num_heads)
+            rest = layout.tree_map(lambda x: x[:, whole:], tokens)
+            carry, output = layout.rematerialised(read, carry, (rest, None))
+            parts.append(output)
+        read_out = layout.tokens_first(torch.cat(parts, dim=1), self.num_heads)
         count = torch.full((batch_size,), length - whole, dtype=torch.int32, device=x.device)
-        state = NeuralState(*self._by_row(*carry, anchor), count, asked.tail)
-        return self._answer(answer, asked.gate), state
+        state = NeuralState(*self._split_heads(*carry, anchor), count, projected.tail)
+        return self._output(read_out, projected.gate), state
 
     def _coefficients(self, chunks: Tokens) -> chunk.Coefficients:
-        """Return the coefficients of all chunks [L E ...]: they depend on the gates alone."""
-        found = chunk.coefficients(layout.tree_map(layout.merged, chunks), read=self.rule.read)
-        return layout.tree_map(lambda x: x.reshape(*chunks.theta.shape[:2], *x.shape[1:]), found)
+        """Coefficients of all chunks at once, [L E ...]: they depend on the gates alone."""
+        coeffs = chunk.coefficients(layout.tree_map(layout.merge_heads, chunks), read=self.rule.read)
+        return layout.tree_map(lambda x: x.reshape(*chunks.theta.shape[:2], *x.shape[1:]), coeffs)
 
-    def _learn(
-        self, tokens: Tokens, state: NeuralState, number: Tensor, within_chunk: bool
-    ) -> tuple[Tensor, NeuralState]:
-        """Read the first `number` tokens of each row from any state; every row's chunks begin where its own do."""
+    def _write_and_read(
+        self, tokens: Tokens, state: NeuralState, num_tokens: Int[Tensor, " B"], within_chunk: bool
+    ) -> tuple[Float[Tensor, "B T N H"], NeuralState]:
+        """Write and read the first num_tokens of each row from any state.
+
+        A row may begin inside a chunk: its tokens are shifted by state.count slots, so that chunks of all rows align.
+        """
         length = tokens.theta.shape[1]
         # Tokens that do not cross the end of a chunk, such as a single one, may lie anywhere in theirs.
         size = length if within_chunk else self.chunk_size
         num_chunks = 1 if within_chunk else -(-(length + size - 1) // size)
         offset = torch.zeros_like(state.count) if within_chunk else state.count
-        source = torch.arange(num_chunks * size, device=number.device)[None, :] - offset[:, None]
-        is_token = (source >= 0) & (source < number[:, None])
+        source = torch.arange(num_chunks * size, device=num_tokens.device)[None, :] - offset[:, None]
+        is_token = (source >= 0) & (source < num_tokens[:, None])
         source = source.clamp(0, length - 1)
         tokens = layout.tree_map(lambda x: layout.gathered(x, source), tokens)
-        spread = is_token[:, :, None].expand(*is_token.shape, self.num_heads)
-        tokens = layout.tree_map(layout.by_memory, tokens._replace(is_token=spread))
-        chunks = layout.tree_map(lambda x: layout.cut(x, size), tokens)
-        is_begun = chunks.is_token.any(dim=2) & (torch.arange(num_chunks, device=number.device)[:, None] > 0)
+        is_head_token = is_token[:, :, None].expand(*is_token.shape, self.num_heads)
+        tokens = layout.tree_map(layout.heads_first, tokens._replace(is_token=is_head_token))
+        chunks = layout.tree_map(lambda x: layout.split_chunks(x, size), tokens)
+        is_begun = chunks.is_token.any(dim=2) & (torch.arange(num_chunks, device=num_tokens.device)[:, None] > 0)
 
-        def read(carry: tuple, inputs: tuple) -> tuple[tuple, Tensor]:
-            (weights, momentum, anchor), (tokens, is_begun, parts) = carry, inputs
-            anchor = layout.tree_map(functools.partial(layout.chosen, is_begun), weights, anchor)
-            answer, weights, momentum = chunk.learn(anchor, weights, momentum, tokens, self.rule, parts)
-            return (weights, momentum, anchor), answer
+        def read(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Tensor, "E C H"]]:
+            (weights, momentum, anchor), (tokens, is_begun, coeffs) = carry, inputs
+            anchor = layout.tree_map(functools.partial(layout.select_rows, is_begun), weights, anchor)
+            output, weights, momentum = chunk.learn(anchor, weights, momentum, tokens, self.rule, coeffs)
+            return (weights, momentum, anchor), output
 
-        carry, answers = layout.walk(read, self._by_memory(state), (chunks, is_begun, self._coefficients(chunks)))
-        answer = layout.by_row(layout.joined(answers), self.num_heads)
-        weights, momentum, anchor = self._by_row(*carry)
-        count = (state.count + number.to(torch.int32)) % self.chunk_size
-        anchor = layout.tree_map(functools.partial(layout.chosen, count == 0), weights, anchor)
-        answer = layout.gathered(answer, torch.arange(length, device=number.device)[None, :] + offset[:, None])
-        return answer, NeuralState(weights, momentum, anchor, count, state.tail)
+        inputs = (chunks, is_begun, self._coefficients(chunks))
+        carry, outputs = layout.scan_chunks(read, self._merge_heads(state), inputs)
+        read_out = layout.tokens_first(layout.join_chunks(outputs), self.num_heads)
+        weights, momentum, anchor = self._split_heads(*carry)
+        count = (state.count + num_tokens.to(torch.int32)) % self.chunk_size
+        anchor = layout.tree_map(functools.partial(layout.select_rows, count == 0), weights, anchor)
+        read_out = layout.gathered(read_out, torch.arange(length, device=num_tokens.device)[None, :] + offset[:, None])
+        return read_out, NeuralState(weights, momentum, anchor, count, state.tail)
 
-    def _recall(self, query: Tensor, state: NeuralState) -> Tensor:
-        """Return the answers of the weights as they are."""
+    def _read_only(self, query: Float[Tensor, "B T N H"], state: NeuralState) -> Float[Tensor, "B T N H"]:
+        """Read-out of the state's weights as they are; nothing is written."""
         weights = state.anchor if self.rule.read == "chunk" else state.weights
-        answer = chunk.recall(layout.tree_map(layout.merged, weights), layout.by_memory(query), self.rule)
-        return layout.by_row(answer, self.num_heads)
+        read_out = chunk.recall(layout.tree_map(layout.merge_heads, weights), layout.heads_first(query), self.rule)
+        return layout.tokens_first(read_out, self.num_heads)
 
-    def _ask(self, x: Tensor, tail: Tensor, number: Tensor | None) -> Asked:
-        """Return what tokens ask of the memories; `number` = tokens of each row, None = all of them."""
+    def _project(
+        self, x: Float[Tensor, "B T D"], tail: Float[Tensor, "B J C"], num_tokens: Int[Tensor, " B"] | None
+    ) -> Projections:
+        """Queries, keys, values and gates of each token (Titans, eq. 11, section 4.4).
+
+        Args:
+          x: rows that begin with their tokens.
+          tail: last inputs of the convolutions before this call.
+          num_tokens: tokens of each row; None = all.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         projections, convs = (self.q_proj, self.k_proj, self.v_proj), (self.q_conv, self.k_conv, self.v_conv)
         streams, tails, n = [], [], self.num_streams
         for projection, conv, before in zip(projections[:n], convs[:n], tail.chunk(n, dim=-1), strict=True):
-            stream, rest = self._convolve(conv, projection(x), before, number)
+            stream, last = self._convolve(conv, projection(x), before, num_tokens)
             stream = chunk.activate("silu", stream) if self.has_silu else stream
             streams.append(stream.to(wide).reshape(*x.shape[:2], self.num_heads, self.head_dim))
-            tails.append(rest)
-        *asked, value = streams if n > 1 else (*streams, None)
+            tails.append(last)
+        *queries_keys, value = streams if n > 1 else (*streams, None)
         if self.qk_norm:
-            asked = [x * torch.rsqrt(torch.sum(x * x, dim=-1, keepdim=True) + QK_EPS) for x in asked]
-        query, key = asked if n > 1 else (*asked, None)
+            queries_keys = [x * torch.rsqrt(torch.sum(x * x, dim=-1, keepdim=True) + QK_EPS) for x in queries_keys]
+        query, key = queries_keys if n > 1 else (*queries_keys, None)
         theta = None if self.theta is None else self.max_theta * torch.sigmoid(self.theta(x).to(wide))
         log_eta = None if self.eta is None else F.logsigmoid(self.eta(x).to(wide))
         log_keep = None if self.alpha is None else F.logsigmoid(-self.alpha(x).to(wide))
         gate = None if self.g_proj is None else chunk.activate("silu", self.g_proj(x))
-        return Asked(Tokens(query, key, value, theta, log_eta, log_keep, None), gate, torch.cat(tails, dim=-1))
+        tokens = Tokens(query, key, value, theta, log_eta, log_keep, None)
+        return Projections(tokens, gate, torch.cat(tails, dim=-1))
 
-    def _convolve(self, conv: Conv | None, x: Tensor, before: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return a projection convolved, and its last conv_size - 1 tokens for the call that follows."""
+    def _convolve(
+        self, conv: Conv | None, x: Float[Tensor, "B T I"], before: Float[Tensor, "B J I"],
+        num_tokens: Int[Tensor, " B"] | None,
+    ) -> tuple[Float[Tensor, "B T I"], Float[Tensor, "B J I"]]:  # fmt: skip
+        """Convolve a projection behind the K - 1 inputs before it; also the last K - 1 for the call that follows."""
         if conv is None:
             return x, before
         inputs, length = torch.cat([before.to(x.dtype), x], dim=1), x.shape[1]
-        if number is None:
+        if num_tokens is None:
             return conv(inputs), inputs[:, length:]
         return conv(inputs), layout.gathered(
-            inputs, number[:, None] + torch.arange(before.shape[1], device=number.device)[None, :]
+            inputs, num_tokens[:, None] + torch.arange(before.shape[1], device=num_tokens.device)[None, :]
         )
 
-    def _answer(self, answer: Tensor, gate: Tensor | None) -> Tensor:
-        """Return the heads' answers [B T N H] as the stream's [B T D]."""
-        flat = answer.to(self.o_proj.kernel.dtype).reshape(*answer.shape[:2], -1)
+    def _output(
+        self, read_out: Float[Tensor, "B T N H"], gate: Float[Tensor, "B T I"] | None
+    ) -> Float[Tensor, "B T D"]:
+        """Output projection of the heads' read-outs, normalised and gated first where there is a gate."""
+        flat = read_out.to(self.o_proj.kernel.dtype).reshape(*read_out.shape[:2], -1)
         if gate is not None:
             normal = self.out_norm(flat.reshape(len(flat), -1, self.head_dim))
             flat = normal.reshape(flat.shape) * gate
@@ -331,43 +356,32 @@ def _zeros(*shape: int, dtype: str) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype)))
 
 
-# Training on a target, as the parity table does it
-
-
-class Batch(NamedTuple):
-    """One step's data."""
-
-    x: Float[Tensor, "B T D"]
-    target: Float[Tensor, "B T D"]
-    is_token: Bool[Tensor, "B T"] | None  # None = no padding
+# Training on a target: the task of the parity cases
 
 
 def predict(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> tuple[Float[Tensor, "B T D"], NeuralState]:
-    """Return the memory's answers to a batch and the state behind it; there is no dropout."""
+    """Outputs of the memory on a batch and the state behind it; there is no dropout."""
     return model(batch.x.to(model.o_proj.kernel.dtype), is_token=batch.is_token)
 
 
 def loss_of(output: tuple[Float[Tensor, "B T D"], NeuralState], batch: Batch) -> Float[Tensor, ""]:
-    """Return the mean squared error at tokens plus the mean square of the last weights and momentum."""
-    answer, state = output
-    wide = torch.promote_types(answer.dtype, torch.float32)
-    squares = torch.square(answer.to(wide) - batch.target.to(wide)).mean(dim=-1)
-    is_token = torch.ones(squares.shape, dtype=torch.bool) if batch.is_token is None else batch.is_token
-    loss = torch.where(is_token, squares, squares.new_zeros(())).sum() / is_token.sum().to(wide)
+    """Mean squared error at tokens plus the mean squares of the last weights and momentum."""
+    memory_out, state = output
+    loss = mean_squared_error(memory_out, batch)
     for kernel in (*state.weights.kernels, *state.momentum.kernels):
-        loss = loss + torch.square(kernel).mean().to(wide)
+        loss = loss + torch.square(kernel).mean().to(loss.dtype)
     return loss
 
 
 def loss_fn(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
-    """Return the model's loss on a batch."""
+    """Training loss on a batch: `loss_of` of `predict`."""
     return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(
     config: NeuralMemoryConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
 ) -> NeuralMemory:
-    """Return the memory of a configuration holding `params`, cast to dtype.
+    """Build the memory of a configuration from parameters by name, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.

@@ -1,0 +1,25 @@
+"""Regression on a target at every token: the task of the memories' parity cases. Twin: torch_ref/memory/target.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float
+
+
+class Batch(NamedTuple):
+    """Inputs and targets of one training step."""
+
+    x: Float[Array, "B T D"]
+    target: Float[Array, "B T D"]
+    is_token: Bool[Array, "B T"] | None  # None = no padding
+
+
+def mean_squared_error(output: Float[Array, "B T D"], batch: Batch) -> Float[Array, ""]:
+    """Mean squared error of an output at the batch's tokens, in at least float32."""
+    wide = jnp.promote_types(output.dtype, jnp.float32)
+    squares = jnp.mean(jnp.square(output.astype(wide) - batch.target.astype(wide)), axis=-1)
+    is_token = jnp.ones(squares.shape, bool) if batch.is_token is None else batch.is_token
+    return jnp.sum(jnp.where(is_token, squares, jnp.zeros((), wide))) / jnp.sum(is_token).astype(wide)
