@@ -18,9 +18,8 @@ from torch_ref import transformer as torch_transformer
 from torch_ref import update as torch_update
 
 CONFIG = TransformerConfig(
-    vocab_size=32, d_model=16, d_ff=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=16,
-    qk_norm=True,
-)  # fmt: skip
+    vocab_size=32, d_model=16, d_ff=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=16
+)
 PARAMS = initial.initial_params(CONFIG, 0, distinct=True)
 HOW = StepConfig(precision="float8", delayed_scaling=DelayedScaling(history=3), nonfinite="skip")
 E4M3, E5M2 = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
@@ -139,6 +138,14 @@ def test_micro_batches_see_the_largest_of_all_and_a_skipped_step_is_not_remember
         jax.tree.map(np.testing.assert_array_equal, skipped.amax, state.amax)
     name = "layers.0.attention.q_proj.scales"
     np.testing.assert_array_equal(found[0][name][:2, 0], found[1][name][:2, 0])
+
+
+def test_norms_of_queries_and_keys_stay_wide():
+    config = CONFIG.model_copy(update={"qk_norm": True})
+    params = initial.initial_params(config, 0)
+    attention = float8.apply(transformer.build(config, params)).layers[0].attention
+    assert attention.q_proj.scales is not None and not hasattr(attention.q_norm, "scales")
+    assert float8.names(params) == float8.names(PARAMS)
 
 
 def test_what_does_not_go_with_eight_bits_is_refused():
