@@ -135,7 +135,7 @@ def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
     """Print what each way of saving memory saves and costs, and write it to memory_ladder.json."""
     values = flags.FLAGS
     from jaxbench import batch_size, memory_ladder, train_inputs
-    from jaxbench.bench import records
+    from jaxbench.measure import records
 
     data, model, params = train_inputs.prepare(settings, values.data)
     names = ("batch_size", "seed", "block_size", "scan_layers", "fused_projections")

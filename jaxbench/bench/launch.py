@@ -18,10 +18,11 @@ import numpy as np
 
 from jaxbench import launch as process_environment
 from jaxbench import observe
-from jaxbench.bench import agreement, records, roofline, statistics
+from jaxbench.bench import agreement
 from jaxbench.bench.plan import Plan
-from jaxbench.bench.process import Worker, WorkerError
-from jaxbench.bench.records import RecordFile, Workload
+from jaxbench.measure import records, roofline, verdicts
+from jaxbench.measure.process import Worker, WorkerError
+from jaxbench.measure.records import RecordFile, Workload
 
 UNITS = {
     "load_s": "s",
@@ -210,7 +211,7 @@ class Launch:
                         self._note_output(arm, load, answer)
             longest = max(longest, time.monotonic() - begun)
         workload = Workload(kind="control", dtype=stage.dtype, batch=int(stage.kind == "train"))
-        median = statistics.median(control)
+        median = verdicts.median(control)
         self.file.append(self._record("control_s", workload, median, "s", samples=tuple(control)))
         return samples
 
@@ -220,7 +221,7 @@ class Launch:
         return self.plan.record(metric, workload=workload, value=value, unit=unit, launch=self.number, **fields)
 
     def _append(self, arm: str, metric: str, workload: Workload, values: list[float], **detail) -> None:
-        row = self._record(metric, workload, statistics.median(values), UNITS[metric], arm=arm, detail=detail)
+        row = self._record(metric, workload, verdicts.median(values), UNITS[metric], arm=arm, detail=detail)
         versions = self.versions.get(arm, {})
         self.file.append(row.model_copy(update={"samples": tuple(map(float, values)), "versions": versions}))
 
@@ -229,7 +230,7 @@ class Launch:
             detail = {}
             if metric.endswith("tokens_per_s"):
                 config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
-                found_share = roofline.share(config, load, statistics.median(values), self.rates)
+                found_share = roofline.share(config, load, verdicts.median(values), self.rates)
                 detail = {} if found_share is None else {"share_of_roofline": found_share}
             self._append(arm, metric, load, values, **detail)
 

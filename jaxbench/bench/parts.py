@@ -17,9 +17,9 @@ from pathlib import Path
 from jaxbench import launch as process_environment
 from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
-from jaxbench.bench.process import Worker, WorkerError
-from jaxbench.bench.records import Record, RecordFile
 from jaxbench.bench.suite import TpuRun
+from jaxbench.measure.process import Worker, WorkerError
+from jaxbench.measure.records import Record, RecordFile
 
 PARITY_TIMEOUT_S = 300
 TPU_TIMEOUT_S = 600

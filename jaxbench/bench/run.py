@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxbench.bench import agreement, environment, launch, parts, plan, records
-from jaxbench.bench.records import Record, RecordFile
+from jaxbench.bench import agreement, launch, parts, plan
 from jaxbench.bench.suite import Suite
+from jaxbench.measure import environment, records
+from jaxbench.measure.records import Record, RecordFile
 
 RUN_STEP = (
     "The train step is that of experiments/train.py: float32 weights and moments, products in the named type (PyTorch: "

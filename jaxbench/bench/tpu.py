@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import pydantic
 
-from jaxbench.bench import chips, flops, hlo
-from jaxbench.bench.records import Record, RecordFile, Workload, now_utc
 from jaxbench.config import Base, TransformerConfig
+from jaxbench.measure import chips, flops, hlo
+from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
 
 # libtpu asks the cloud's metadata server for these, waits, and complains on stderr where there is none.
 ENVIRONMENT = {
@@ -100,7 +100,7 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
     from jax.experimental import topologies as jax_topologies
 
     from jaxbench import sharding
-    from jaxbench.bench import tpu_programs as programs
+    from jaxbench.measure import tpu_programs as programs
 
     check([topology.name], settings)
     description = jax_topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options)

@@ -25,9 +25,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxbench import observe, precision
-from jaxbench.bench import chips, flops, hlo, tpu
-from jaxbench.bench.records import Record, RecordFile, Workload, now_utc
+from jaxbench.bench import tpu
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, flops, hlo
+from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
 from jaxbench.memory import decoder_config
 from jaxbench.mesh import MODEL, STAGE
 from jaxbench.pipeline_schedule import timetable

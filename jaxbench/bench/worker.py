@@ -1,6 +1,6 @@
 """A worker: one process that holds one arm for one launch and answers requests (`python -m jaxbench.bench.worker`).
 
-Started by bench/process.py with its environment already set (malloc, platform, compile cache). The answers go to a
+Started by measure/process.py with its environment already set (malloc, platform, compile cache). The answers go to a
 private copy of stdout; file descriptor 1 is pointed at stderr first, so that no library can break the protocol.
 """
 
@@ -67,10 +67,11 @@ class Session:
 
     def _start(self, *, device: str, checkpoint: str) -> dict:
         """Import everything the arm needs, then take the resident set as the level that memory counts from."""
-        from jaxbench.bench import arms, environment
+        from jaxbench.bench.arms import contract
+        from jaxbench.measure import environment
 
         start = time.perf_counter()
-        self.arm = arms.create(self.arm_name, device=device, threads=self.threads, checkpoint=checkpoint)
+        self.arm = contract.create(self.arm_name, device=device, threads=self.threads, checkpoint=checkpoint)
         reason = self.arm.start()
         seconds = time.perf_counter() - start
         self.level_bytes = resident_bytes()
@@ -84,17 +85,17 @@ class Session:
         return {"seconds": time.perf_counter() - start}
 
     def _prepare(self, *, workload: dict) -> dict:
-        from jaxbench.bench.records import Workload
+        from jaxbench.measure.records import Workload
 
         return self.arm.prepare(Workload(**workload))
 
     def _measure(self, *, workload: dict, inputs: list) -> dict:
-        from jaxbench.bench.records import Workload
+        from jaxbench.measure.records import Workload
 
         return self.arm.measure(Workload(**workload), inputs)
 
     def _warm(self, *, workload: dict, inputs: list) -> dict:
-        from jaxbench.bench.records import Workload
+        from jaxbench.measure.records import Workload
 
         return self.arm.warm(Workload(**workload), inputs)
 
@@ -121,7 +122,7 @@ class Session:
         return {"seconds": self.arm.gemm_seconds(tuple(shape), dtype, repeats)}
 
     def _profile(self, *, workload: dict, inputs: list, folder: str) -> dict:
-        from jaxbench.bench.records import Workload
+        from jaxbench.measure.records import Workload
 
         return {"path": self.arm.profile(Workload(**workload), inputs, folder)}
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxbench.bench import environment, line_picture, records
-from jaxbench.bench.line_picture import Axis, Line, Panel, Point
+from jaxbench.measure import environment, line_picture, records
+from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.memory import arms
 from jaxbench.memory.arms import Arms, Run
 

@@ -1,9 +1,9 @@
 """How fast is the neural memory, here and in titans-pytorch in the same run? (S file)
 
-Every arm is a process of its own (bench/process.py), one works at a time on one core, and their order turns from launch
-to launch. A launch gives one ratio for each case, of median CPU seconds and of median wall seconds; intervals are
-t-intervals over launches. Peak memory is taken in processes of its own with the system's malloc settings: the resident
-set above the level after the imports, while the case is built (from the compile cache) and run.
+Every arm is a process of its own (measure/process.py), one works at a time on one core, and their order turns from
+launch to launch. A launch gives one ratio for each case, of median CPU seconds and of median wall seconds; intervals
+are t-intervals over launches. Peak memory is taken in processes of its own with the system's malloc settings: the
+resident set above the level after the imports, while the case is built (from the compile cache) and run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import pydantic
 from pydantic import Field
 
 from jaxbench import launch
-from jaxbench.bench import environment, records, statistics
-from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.config import Base
+from jaxbench.measure import environment, records, verdicts
+from jaxbench.measure.process import Worker, WorkerError
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.fields import Length, Several
 
@@ -115,10 +115,9 @@ def _request(network: Network, read: str) -> dict:
 
 
 def _worker(arm: str, workdir: Path, *, is_malloc_tuned: bool = True) -> Worker:
-    command = [sys.executable, "-m", "jaxbench.bench.memory_worker", arm, "1"]
+    command = [sys.executable, "-m", "jaxbench.memory.study.speed_worker", arm, "1"]
     if arm == "titans":
-        # -P: the script's folder, which has a statistics.py, is no place to import from.
-        command = [str(ROOT / TITANS), "-P", str(ROOT / "jaxbench" / "bench" / "memory_titans.py")]
+        command = [str(ROOT / TITANS), "-P", str(ROOT / "jaxbench" / "memory" / "study" / "titans_worker.py")]
     variables = {**os.environ, **launch.environment("cpu"), "OMP_NUM_THREADS": "1"}
     if not is_malloc_tuned:
         variables = {name: value for name, value in variables.items() if not name.startswith("MALLOC_")}
@@ -169,7 +168,7 @@ def _slope(settings: Speed, workdir: Path) -> dict:
             size = {"batch": 1, "length": length, "repeats": settings.slope_repeats}
             found = _ask(worker, "measure", network=network, part="forward_backward", **size)
             point = {"length": length, "seconds": min(found["seconds"]), "temp_bytes": found["temp_bytes"]}
-            points.append(point | {"cpu_seconds": statistics.median(found["cpu_seconds"])})
+            points.append(point | {"cpu_seconds": verdicts.median(found["cpu_seconds"])})
     finally:
         worker.close()
     return {"points": points, "exponent": exponent(points, "cpu_seconds")}
@@ -188,7 +187,7 @@ def _rates(settings: Speed, rows: list[dict]) -> list[dict]:
         same = [r for r in rows if (r["network"], r["arm"], r["read"], r["part"]) == key]
         row = dict(zip(("network", "arm", "read", "part"), key, strict=True))
         for name, field in (("tokens_per_s", "seconds"), ("tokens_per_cpu_s", "cpu_seconds")):
-            row[name] = tokens / statistics.median([statistics.median(r[field]) for r in same])
+            row[name] = tokens / verdicts.median([verdicts.median(r[field]) for r in same])
         found.append(row)
     return found
 
@@ -203,8 +202,8 @@ def _ratios(rows: list[dict]) -> list[dict]:
         row = dict(zip(("network", "arm", "read", "part"), key, strict=True)) | {"bar": BARS[key[3]]}
         for name, field in (("wall", "seconds"), ("cpu", "cpu_seconds")):
             pairs = [(r[field], peers[r["network"], r["part"], r["launch"]][field]) for r in same]
-            logs = [statistics.log_ratio(mine, peer, higher_is_better=False) for mine, peer in pairs]
-            row[name] = list(statistics.t_interval(logs).ratio())
+            logs = [verdicts.log_ratio(mine, peer, higher_is_better=False) for mine, peer in pairs]
+            row[name] = list(verdicts.t_interval(logs).ratio())
         found.append(row)
     return found
 

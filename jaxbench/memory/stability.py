@@ -21,8 +21,8 @@ from jaxtyping import Float, Int
 from pydantic import Field
 
 from jaxbench import data
-from jaxbench.bench import environment, records
 from jaxbench.config import Base
+from jaxbench.measure import environment, records
 from jaxbench.memory import config, neural
 from jaxbench.memory.fields import Length, Seed, Several
 

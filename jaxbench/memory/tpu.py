@@ -16,8 +16,9 @@ from typing import Any
 from absl import flags
 
 from jaxbench import cli, config
-from jaxbench.bench import chips, hlo, tpu
+from jaxbench.bench import tpu
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, hlo
 from jaxbench.memory import decoder_config
 from jaxbench.train_config import TrainConfig
 
@@ -43,7 +44,7 @@ def compile_programs(
     from jax.experimental import topologies
 
     from jaxbench import sharding
-    from jaxbench.bench import tpu_programs as programs
+    from jaxbench.measure import tpu_programs as programs
 
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options)
     mesh = sharding.make_mesh({sharding.DATA: topology.num_chips, sharding.MODEL: 1}, description.devices)

@@ -1,6 +1,6 @@
 """How fast are detection and watermarked generation, here and against peers in the same run? (S file)
 
-Every engine and peer is a process of its own (bench/process.py); in a launch all are alive, one works at a time, and
+Every engine and peer is a process of its own (measure/process.py); in a launch all are alive, one works at a time, and
 the order of the engines is rotated from launch to launch and reversed every other round. A launch gives one rate for
 each (engine, case), the median over its rounds; intervals are over launches. Detection runs on one core. Rates are
 texts a second by the clock, and by the process's own processor time beside it.
@@ -20,9 +20,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jaxbench import assets, cli, config, data, launch, weights
-from jaxbench.bench import environment
-from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.config import Base
+from jaxbench.measure import environment
+from jaxbench.measure.process import Worker, WorkerError
 from jaxbench.tokenizer import load_tokenizer
 from jaxbench.watermark import benchmark_report
 from jaxbench.watermark.config import Count, Scheme
@@ -166,13 +166,13 @@ class _Run:
 
     def worker(self, arm: str, *, threads: int) -> Worker | None:
         """Start an arm's process; None where a peer is not installed."""
-        command = [sys.executable, "-m", "jaxbench.bench.watermark_worker", arm, str(threads)]
+        command = [sys.executable, "-m", "jaxbench.watermark.study.benchmark_worker", arm, str(threads)]
         if arm == "markllm":
             python = ROOT / MARKLLM
             if not python.exists():
                 self.missing[arm] = f"{MARKLLM} is not there: run `make peers`"
                 return None
-            command = [str(python), str(ROOT / "jaxbench" / "bench" / "watermark_markllm.py")]
+            command = [str(python), str(ROOT / "jaxbench" / "watermark" / "study" / "markllm_worker.py")]
         variables = launch.environment("cpu") | {"OMP_NUM_THREADS": str(threads)}
         return Worker(
             arm,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench import terminal
-from jaxbench.bench import environment
+from jaxbench.measure import environment
 from jaxbench.watermark import evaluate_page as page
 from jaxbench.watermark import evaluate_summary as summaries
 from jaxbench.watermark.evaluate_config import CLEAN, Evaluate
@@ -49,7 +49,7 @@ def write(
     settings: Evaluate, material: Any, results: dict[str, Any], workdir: Path, *, console: Any = None
 ) -> dict[str, Any]:
     """Write results.json, results.csv and report.html, print the table, and return what results.json holds."""
-    from jaxbench.bench.report import replace_file
+    from jaxbench.bench.report.report import replace_file
 
     stored = json.loads((workdir / "evaluate.json").read_text(encoding="utf-8"))
     content = {

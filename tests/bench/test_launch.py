@@ -2,10 +2,11 @@
 
 import pytest
 
-from jaxbench.bench import agreement, launch, plan, records
-from jaxbench.bench.process import WorkerError
-from jaxbench.bench.records import RecordFile, Workload
+from jaxbench.bench import agreement, launch, plan
 from jaxbench.bench.suite import Suite
+from jaxbench.measure import records
+from jaxbench.measure.process import WorkerError
+from jaxbench.measure.records import RecordFile, Workload
 
 SUITE = Suite.model_validate(
     {

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from jaxbench.bench import chips, hlo, tpu
-from jaxbench.bench.records import Workload, read_lines
+from jaxbench.bench import tpu
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, hlo
+from jaxbench.measure.records import Workload, read_lines
 
 TINY = TransformerConfig(
     vocab_size=512, d_model=128, d_ff=256, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, max_seq_len=256

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from jaxbench import config
-from jaxbench.bench import chips, flops, tpu, tpu_train
-from jaxbench.bench.records import Record
+from jaxbench.bench import tpu, tpu_train
+from jaxbench.measure import chips, flops
+from jaxbench.measure.records import Record
 from jaxbench.train_config import TrainConfig
 from tests.structure import ROOT
 
@@ -30,7 +31,8 @@ STEPS = {
 PROGRAM = """
 import sys
 from jaxbench import config
-from jaxbench.bench import chips, tpu_train
+from jaxbench.bench import tpu_train
+from jaxbench.measure import chips
 from jaxbench.train_config import TrainConfig
 for changes in {steps!r}:
     settings = config.load({path!r}, changes, TrainConfig)

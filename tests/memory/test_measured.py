@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxbench import config
-from jaxbench.bench import memory_worker
 from jaxbench.memory import arm_report, arms, cost, cost_layer, speed, stability
 from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.study import speed_worker
 from tests.structure import ROOT
 from torch_ref.memory import cost_layer as torch_cost_layer
 
@@ -69,7 +69,7 @@ def test_a_worker_of_each_backend_answers_the_benchmark(tmp_path, engine, part):
 
 def test_a_worker_of_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="engine='jnp' is unknown"):
-        memory_worker.Session("jnp", 1)
+        speed_worker.Session("jnp", 1)
 
 
 # Cost
