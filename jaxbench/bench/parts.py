@@ -18,7 +18,7 @@ from jaxbench import launch as process_environment
 from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
 from jaxbench.bench.suite import TpuRun
-from jaxbench.measure.process import Worker, WorkerError
+from jaxbench.measure.process import WorkerError
 from jaxbench.measure.records import Record, RecordFile
 
 PARITY_TIMEOUT_S = 300
@@ -107,29 +107,24 @@ def _tpu_run(one: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable
 
 def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     """Write a trace of one run of each float32 workload on every arm that can: xprof for JAX, Chrome for PyTorch."""
-    environment = launch.worker_environment(work.device, cache=work.workdir / "compile_cache", threads=work.threads)
     [dtype, *_] = work.suite.dtypes()
     for arm in work.suite.arms:
         log = work.workdir / "logs" / f"profile-{arm}.log"
-        worker = Worker(arm, environment=environment, log=log, threads=work.threads)
         try:
-            limit = work.suite.rounds.worker_timeout_s
-            answer = worker.request("start", timeout_s=limit, device=work.device, checkpoint=str(work.model.folder))
-            if answer["skip"]:
-                continue
-            worker.request("load", timeout_s=limit, dtype=dtype)
-            for load in work.suite.inference(dtype):
-                fields = {"workload": load.model_dump(), "inputs": work.inputs[load]}
-                worker.request("prepare", timeout_s=limit, workload=load.model_dump())
-                worker.request("measure", timeout_s=limit, **fields)
-                folder = str(work.workdir / "profile")
-                path = worker.request("profile", timeout_s=limit, folder=folder, **fields)["path"]
-                say(f"profile: {path}")
+            with launch.start_worker(work, arm, log) as worker:
+                if worker.request("start", device=work.device, checkpoint=str(work.model.folder))["skip"]:
+                    continue
+                worker.request("load", dtype=dtype)
+                for load in work.suite.inference(dtype):
+                    workload, inputs = load.model_dump(), work.inputs[load]
+                    worker.request("prepare", workload=workload)
+                    worker.request("measure", workload=workload, inputs=inputs)
+                    folder = str(work.workdir / "profile")
+                    path = worker.request("profile", workload=workload, inputs=inputs, folder=folder)["path"]
+                    say(f"profile: {path}")
         except WorkerError as error:
             say(f"profile: {error}")
             file.append(work.record("profile", arm=arm, status="error", reason=str(error)))
-        finally:
-            worker.close()
 
 
 def _done(file: RecordFile, work: Plan, metric: str, *, device: str | None = None, arm: str | None = None) -> bool:

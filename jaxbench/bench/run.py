@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxbench import outputs
 from jaxbench.bench import agreement, launch, parts, plan
 from jaxbench.bench.suite import Suite
 from jaxbench.measure import environment, records
@@ -54,13 +55,13 @@ def compare(
     if not file.of_run(work.run_id):
         file.append(work.record(records.RUN, detail=work.origin))
     facts = environment.describe(threads=work.threads)
-    settings = launch.worker_environment(device, cache=workdir / "compile_cache", threads=work.threads)
+    settings = launch.worker_environment(device, cache=workdir / launch.CACHE, threads=work.threads)
     facts["settings"] = environment.fair_settings(threads=work.threads, environment=settings)
     if suite.train.enabled and suite.train.form == "run":
         facts["settings"].append(RUN_STEP)
-    records.write_json(workdir / "environment.json", facts)
+    outputs.write_json(workdir / "environment.json", facts)
     ids = {"run_id": work.run_id, "config_id": work.config_id}
-    records.write_json(workdir / "suite.json", ids | {"device": device, "suite": suite.model_dump(mode="json")})
+    outputs.write_json(workdir / "suite.json", ids | {"device": device, "suite": suite.model_dump(mode="json")})
     parts.parity(work, file, say)
     parts.tpu(work, file, say)
     run_launches(work, file, started=started, say=say)

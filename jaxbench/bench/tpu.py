@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import pydantic
 
+from jaxbench import outputs
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.measure import chips, flops, hlo
 from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
@@ -267,14 +268,10 @@ def serve_request(request: dict, output: Path) -> None:
     known = {name: value for name, value in request.items() if name in Settings.model_fields}
     settings = Settings(**known, train_layers=request.get("num_layers_train"))
     [topology] = check([request["topology"]], settings)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    file = RecordFile(temporary)
-    try:
+    with outputs.whole_file(output) as temporary:
+        file = RecordFile(temporary)
         for found in compile_topology(config, topology, settings):
             file.append(*found)
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def main() -> int:

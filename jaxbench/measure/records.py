@@ -7,11 +7,8 @@ occurs twice (a launch that was interrupted and run again), the later line wins.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -166,33 +163,6 @@ def read_lines(path: str | os.PathLike) -> list[Record]:
             message = str(error).splitlines()[0]
             raise ValueError(f"results: {path} line {number} is not a record ({message}); remove that line") from error
     return records
-
-
-def write_json(path: str | os.PathLike, value: object) -> None:
-    """Write a JSON file, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
-
-
-def write_csv(path: str | os.PathLike, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows of equal columns as a CSV file, whole or not at all; without rows it is empty."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, file.getvalue())
-
-
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a file through a temporary name and a rename, so that it is whole or absent."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"results: cannot write {path} ({error.strerror or error})") from error
 
 
 def now_utc() -> str:

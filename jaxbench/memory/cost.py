@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import pydantic
 from pydantic import Field
 
+from jaxbench import outputs
 from jaxbench.config import Base
-from jaxbench.measure import environment, line_picture, records, verdicts
+from jaxbench.measure import environment, line_picture, verdicts
 from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
@@ -118,10 +119,10 @@ def run(settings: Cost, workdir: str | Path) -> dict[str, Any]:
             print(f"    {length:,} tokens, {TITLES[layer]}", file=sys.stderr, flush=True)
     about = environment.describe(threads=environment.usable_cores())
     summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
-    records.write_json(workdir / "summary.json", summary)
-    records.write_csv(workdir / "cost.csv", rows)
-    records.write_text(workdir / "cost.html", page(rows))
-    records.write_text(workdir / "cost.svg", picture(summary))
+    outputs.write_json(workdir / "summary.json", summary)
+    outputs.write_csv(workdir / "cost.csv", rows)
+    outputs.write_text(workdir / "cost.html", page(rows))
+    outputs.write_text(workdir / "cost.svg", picture(summary))
     return summary
 
 

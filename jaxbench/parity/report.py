@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxbench import terminal
+from jaxbench import outputs, terminal
 
 COLUMNS = {
     "float64": "output\nfloat64",
@@ -173,12 +173,8 @@ def page(results: Sequence[dict[str, Any]]) -> str:
 
 
 def write_page(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
-    """Write the page, to a temporary name first."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page(results))
-    temporary.replace(path)
+    """Write the page, whole or not at all."""
+    outputs.write_text(path, page(results))
 
 
 def _gate_table(result: dict[str, Any]) -> str:

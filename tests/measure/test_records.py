@@ -86,11 +86,3 @@ def test_labels_are_short_and_distinct():
     assert DECODE.label() == "decode float32 b8 p64 n48"
     assert Workload(kind="load", dtype="bfloat16").label() == "load bfloat16"
     assert DECODE.model_copy(update={"batch": 1}).label() != DECODE.label()
-
-
-def test_json_files_are_replaced_whole(tmp_path):
-    path = tmp_path / "environment.json"
-    records.write_json(path, {"b": 1, "a": [2]})
-    records.write_json(path, {"c": 3})
-    assert path.read_text() == '{\n  "c": 3\n}\n'
-    assert list(tmp_path.iterdir()) == [path]

@@ -56,15 +56,12 @@ def test_peak_memory_is_compared_at_the_same_length():
 @pytest.mark.parametrize(("engine", "part"), [("flax", "forward"), ("torch", "forward_backward")])
 def test_a_worker_of_each_backend_answers_the_benchmark(tmp_path, engine, part):
     """In a process of its own: in this one the peak of all tests so far may lie above what the case takes."""
-    worker = speed._worker(engine, tmp_path, is_malloc_tuned=False)
     case = {"network": NEURAL.model_dump(mode="json"), "batch": 1, "length": 32, "part": part}
-    try:
-        assert worker.request("start", timeout_s=120)["versions"]
-        found = worker.request("measure", timeout_s=120, **case, repeats=2)
+    with speed._worker(engine, tmp_path, is_malloc_tuned=False) as worker:
+        assert worker.request("start")["versions"]
+        found = worker.request("measure", **case, repeats=2)
         assert len(found["seconds"]) == len(found["cpu_seconds"]) == 2 and min(found["seconds"]) > 0
-        assert worker.request("memory", timeout_s=120, **case)["peak_bytes"] > 0
-    finally:
-        worker.close()
+        assert worker.request("memory", **case)["peak_bytes"] > 0
 
 
 def test_a_worker_of_an_unknown_backend_is_refused():

@@ -131,17 +131,6 @@ def generate(
     return {"first_s": first - start, "rest_s": last - first, "tokens": as_lists(generated)}
 
 
-def timed(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Return the seconds of each of `repeats` calls after one unrecorded call."""
-    run()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
 def as_lists(tokens: Any) -> list[list[int]]:
     """Return a (rows, tokens) array as plain lists for the protocol."""
     return np.asarray(tokens).tolist()

@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from jaxbench.bench.arms import contract, run_step
+from jaxbench.measure import worker
 from jaxbench.measure.records import Workload
 
 
@@ -103,7 +104,7 @@ class JaxArm(contract.Arm):
 
         array = jnp.ones(size // 4, jnp.float32)
         total = jax.jit(jnp.sum)
-        return contract.timed(lambda: total(array).block_until_ready(), repeats)
+        return worker.timed(lambda: total(array).block_until_ready(), repeats)["seconds"]
 
     def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
         """Multiply two matrices, products of narrow types accumulated in float32."""
@@ -113,7 +114,7 @@ class JaxArm(contract.Arm):
         m, k, n = shape
         left, right = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
         product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
-        return contract.timed(lambda: product(left, right).block_until_ready(), repeats)
+        return worker.timed(lambda: product(left, right).block_until_ready(), repeats)["seconds"]
 
     def profile(self, workload: Workload, inputs: list, folder: str) -> str:
         """Write a trace that TensorBoard's profile plugin (xprof) opens."""

@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 from jaxbench.bench.arms import contract, run_step
+from jaxbench.measure import worker
 from jaxbench.measure.records import Workload
 
 
@@ -79,7 +80,7 @@ class TorchBase(contract.Arm):
         import torch
 
         array = torch.ones(size // 4, device=self.torch_device)
-        return contract.timed(lambda: float(array.sum()), repeats)
+        return worker.timed(lambda: float(array.sum()), repeats)["seconds"]
 
     def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
         """Multiply two matrices."""
@@ -93,7 +94,7 @@ class TorchBase(contract.Arm):
             torch.mm(left, right)
             self.synchronize()
 
-        return contract.timed(run, repeats)
+        return worker.timed(run, repeats)["seconds"]
 
     def profile(self, workload: Workload, inputs: list, folder: str) -> str:
         """Write a Chrome trace of one run."""

@@ -8,12 +8,10 @@ earlier report whole. Run it again on finished results with
 
 from __future__ import annotations
 
-import csv
-import io
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxbench import outputs, terminal
 from jaxbench.bench import labels, summary
@@ -39,9 +37,9 @@ def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=Non
       OSError: a file cannot be written; what was there before is kept.
     """
     view = contents.gather(records, suite, workdir)
-    replace_file(workdir / "results.csv", csv_text(view))
-    replace_file(workdir / "report.html", page.render(view))
-    replace_file(workdir / "picture.svg", picture.draw(view))
+    outputs.write_csv(workdir / "results.csv", csv_rows(view), CSV_COLUMNS)
+    outputs.write_text(workdir / "report.html", page.render(view))
+    outputs.write_text(workdir / "picture.svg", picture.draw(view))
     write_scalars(view, workdir / "tensorboard")
     console = console or terminal.console()
     show(view, console=console)
@@ -50,55 +48,33 @@ def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=Non
     return view
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    try:
-        outputs.write_text(path, text)
-    except OSError as error:
-        raise OSError(f"report: cannot write {path} ({error.strerror or error}); results.jsonl is kept") from error
-
-
-def csv_text(view: View) -> str:
-    """Return the result rows and the TPU figures as CSV, numbers at full precision.
+def csv_rows(view: View) -> list[dict[str, Any]]:
+    """Result rows and TPU figures for the CSV file, numbers at full precision.
 
     Intervals that the tables show as a dash stand here as they are, infinite ends included.
     """
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, CSV_COLUMNS, lineterminator="\n")
-    writer.writeheader()
     device = next((record.device for record in view.records if record.arm in view.arms), "")
+    same = ("metric", "arm", "value", "unit", "verdict", "share_of_roofline", "reason")
+    rows = []
     for row in view.rows:
         point, low, high = row.ratio or (None, None, None)
-        writer.writerow(
-            row.workload.model_dump()
-            | {
-                "metric": row.metric, "arm": row.arm, "device": device, "value": row.value, "unit": row.unit,
-                "ratio": point, "ratio_low": low, "ratio_high": high, "verdict": row.verdict, "holm": int(row.holm),
-                "launches": len(row.launches), "share_of_roofline": row.share_of_roofline, "reason": row.reason,
-                "config_id": view.config_id,
-            }
-        )  # fmt: skip
-    for record in view.records:
-        if record.metric.startswith("tpu_"):
-            writer.writerow(
-                record.workload.model_dump()
-                | {
-                    "metric": record.metric, "arm": record.arm, "device": record.device, "value": record.value,
-                    "unit": record.unit, "reason": record.reason, "config_id": record.config_id,
-                }
-            )  # fmt: skip
-    return buffer.getvalue()
+        about = {"device": device, "holm": int(row.holm), "launches": len(row.launches), "config_id": view.config_id}
+        about |= {"ratio": point, "ratio_low": low, "ratio_high": high}
+        rows.append(row.workload.model_dump() | {name: getattr(row, name) for name in same} | about)
+    same = ("metric", "arm", "device", "value", "unit", "reason", "config_id")
+    return rows + [
+        record.workload.model_dump() | {name: getattr(record, name) for name in same}
+        for record in view.records
+        if record.metric.startswith("tpu_")
+    ]
 
 
 def write_scalars(view: View, folder: Path) -> None:
     """Write one TensorBoard scalar a launch for every row, and the TPU figures at step 0; replaces the folder."""
     from tensorboardX import SummaryWriter
 
-    temporary, old = folder.with_name(f".{folder.name}.{os.getpid()}"), folder.with_name(f".{folder.name}.old")
-    for path in (temporary, old):
-        shutil.rmtree(path, ignore_errors=True)
-    try:
-        with SummaryWriter(str(temporary), write_to_disk=True) as writer:
+    with outputs.whole_folder(folder) as made:
+        with SummaryWriter(str(made), write_to_disk=True) as writer:
             for row in view.rows:
                 name = "/".join(part for part in (row.metric, row.workload.label().replace(" ", "_"), row.arm) if part)
                 for launch, value in enumerate(row.launches, start=1):
@@ -107,14 +83,7 @@ def write_scalars(view: View, folder: Path) -> None:
                 if record.metric.startswith("tpu_") and record.value is not None:
                     place = f"{record.workload.label()} {record.device}".replace(" ", "_").replace(":", "-")
                     writer.add_scalar(f"{record.metric}/{place}", record.value, 0)
-        if folder.exists():
-            folder.rename(old)
-        temporary.rename(folder)
-    except OSError as error:
-        raise OSError(f"report: cannot write {folder} ({error.strerror or error}); results.jsonl is kept") from error
-    finally:
-        for path in (temporary, old):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def show(view: View, *, console=None) -> None:

@@ -12,14 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench.bench import worker
-
-OPERATIONS = ("start", "measure", "memory")
-
-
-def main() -> None:
-    """Answer requests until stdin closes: argv is the engine and the number of threads."""
-    worker.serve(lambda engine, threads: Session(engine, threads).answer)
+from jaxbench.measure import worker
 
 
 class Session:
@@ -29,12 +22,6 @@ class Session:
         if engine not in ("flax", "torch"):
             raise ValueError(f"worker: engine={engine!r} is unknown, wanted flax or torch")
         self.engine, self.threads, self.calls = engine, threads, {}
-
-    def answer(self, operation: str, request: dict) -> dict:
-        """Run one request; the answer is plain JSON."""
-        if operation not in OPERATIONS:
-            raise ValueError(f"worker: unknown operation {operation!r}, wanted one of {', '.join(OPERATIONS)}")
-        return getattr(self, operation)(**request)
 
     def start(self) -> dict:
         """Import the backend; the resident set is then the level that memory counts from."""
@@ -56,7 +43,7 @@ class Session:
         return {"versions": versions}
 
     def measure(self, *, network: dict, part: str, batch: int, length: int, repeats: int) -> dict:
-        """Return wall and CPU seconds of calls, after one that is not counted; part: forward or forward_backward."""
+        """Wall and CPU seconds of calls, after one that is not counted; part: forward or forward_backward."""
         key = json.dumps([network, part, batch, length])
         if key not in self.calls:
             make = _flax_call if self.engine == "flax" else _torch_call
@@ -65,7 +52,7 @@ class Session:
         return worker.timed(call, repeats) | facts
 
     def memory(self, **case: Any) -> dict:
-        """Return the peak resident set above the level after imports while a case is built and run once more."""
+        """Peak resident set above the level after imports while a case is built and run once more."""
         worker.reset_peak()
         self.measure(**case, repeats=1)
         return {"peak_bytes": max(worker.peak_bytes() - self.level, 0)}
@@ -83,7 +70,7 @@ def _stream(batch: int, length: int, width: int) -> np.ndarray:
 
 
 def _flax_call(network: dict, part: str, batch: int, length: int) -> tuple[Callable[[], None], dict]:
-    """Return a compiled call, and the compiled program's temporary bytes."""
+    """A compiled call, and the compiled program's temporary bytes."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -129,4 +116,4 @@ def _torch_call(network: dict, part: str, batch: int, length: int) -> tuple[Call
 
 
 if __name__ == "__main__":
-    main()
+    worker.serve(Session)

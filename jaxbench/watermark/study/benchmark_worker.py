@@ -13,29 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench.bench import worker
+from jaxbench.measure import worker
 
 KEY = 0x6A617862656E6368  # any key: detection costs the same under all of them
 
 
-def main() -> None:
-    """Answer requests until stdin closes: argv is the engine and the number of threads."""
-    worker.serve(_answers_of)
+def session_of(engine: str, _: int) -> Any:
+    """The session of an engine.
 
-
-def _answers_of(engine: str, threads: int) -> Callable[[str, dict], dict]:
-    session = session_of(engine)
-
-    def answer(operation: str, request: dict) -> dict:
-        if operation.startswith("_") or not hasattr(session, operation):
-            raise ValueError(f"worker: unknown operation {operation!r} of {engine}")
-        return getattr(session, operation)(**request)
-
-    return answer
-
-
-def session_of(engine: str) -> Any:
-    """Return what answers the requests of an engine."""
+    Raises:
+      ValueError: there is no such engine.
+    """
     if engine == "generation":
         from jaxbench.watermark.study.decode_overhead import Generation
 
@@ -250,4 +238,4 @@ class Transformers:
 
 
 if __name__ == "__main__":
-    main()
+    worker.serve(session_of)

@@ -1,30 +1,29 @@
-"""MarkLLM 0.1.5 as a worker; runs in an environment of its own (`make peers`), where jaxbench is not installed.
+"""MarkLLM 0.1.5 as a worker of the benchmark, in an environment of its own (`make peers`).
 
-    .venvs/markllm/bin/python jaxbench/watermark/study/markllm_worker.py
-
-Requests and answers are JSON lines as in measure/worker.py; so this file imports nothing of jaxbench.
+Started as `.venvs/markllm/bin/python -m jaxbench.watermark.study.markllm_worker markllm 1`. Of jaxbench it imports only
+what needs no package.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import tempfile
-import time
-import traceback
+
+from jaxbench.measure import worker
 
 
 class Session:
     """MarkLLM's KGW and Unigram over one tokenizer."""
 
+    def __init__(self, _: str, threads: int):
+        self.threads = threads
+
     def start(self, *, tokenizer: str, vocab_size: int) -> dict:
-        """Import MarkLLM and load the tokenizer of a folder; one core."""
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+        """Import MarkLLM and load the tokenizer of a folder."""
         import torch
         import transformers
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(self.threads)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
         self.vocab_size, self.schemes = vocab_size, {}
         versions = {
@@ -47,21 +46,19 @@ class Session:
 
         found = self._scheme(scheme)
         tensors = [torch.tensor(ids) for ids in self.ids[:count]]
-        wall, cpu = [], []
-        for _ in range(repeats):
-            start, cpu_start = time.perf_counter(), time.process_time()
+
+        def detect() -> None:
             if part == "text":
                 for text in self.texts[:count]:
                     found.detect_watermark(text)
             else:
                 for ids in tensors:
                     found.utils.score_sequence(ids)
-            wall.append(time.perf_counter() - start)
-            cpu.append(time.process_time() - cpu_start)
-        return {"seconds": wall, "cpu_seconds": cpu, "texts": len(tensors)}
+
+        return worker.timed(detect, repeats, warmup=0) | {"texts": len(tensors)}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
-        """Return z, green tokens, scored tokens and verdict of texts given as ids."""
+        """z, green tokens, scored tokens and verdict of texts given as ids."""
         import torch
 
         found, rows = self._scheme(scheme), []
@@ -78,7 +75,7 @@ class Session:
         from transformers import AutoModelForCausalLM, LogitsProcessorList
 
         torch.manual_seed(seed)
-        torch.set_num_threads(1)
+        torch.set_num_threads(self.threads)
         model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         processors = LogitsProcessorList([self._scheme(scheme).logits_processor])
         settings = {"do_sample": True, "top_k": 0, "temperature": 1.0, "max_new_tokens": new_tokens}
@@ -93,7 +90,7 @@ class Session:
         return {"ids": rows}
 
     def _scheme(self, scheme: dict):
-        """Return MarkLLM's object of a configuration, {"algorithm_name": ..., ...}, made once."""
+        """MarkLLM's object of a configuration, {"algorithm_name": ..., ...}, made once."""
         import importlib
 
         from markllm.utils.transformers_config import TransformersConfig
@@ -110,27 +107,6 @@ class Session:
         return self.schemes[key]
 
 
-_OPERATIONS = ("start", "load", "measure", "detect", "generate")
-
-
-def main() -> None:
-    """Answer requests until stdin closes."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # no library can break the protocol
-    session = Session()
-    for line in sys.stdin:
-        request = json.loads(line)
-        operation = request.pop("operation")
-        try:
-            if operation not in _OPERATIONS:
-                raise ValueError(f"worker: unknown operation {operation!r}, wanted one of {', '.join(_OPERATIONS)}")
-            answer = getattr(session, operation)(**request)
-        except Exception as error:  # noqa: BLE001 - the boundary of the process: every failure becomes an answer
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
 def _version(package: str) -> str:
     import importlib.metadata
 
@@ -138,4 +114,4 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    worker.serve(Session)
