@@ -6,7 +6,6 @@ becomes a record with its reason: the rest of the comparison goes on.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -18,13 +17,12 @@ from jaxbench import launch as process_environment
 from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
 from jaxbench.bench.suite import TpuRun
+from jaxbench.measure import tpu_compile
 from jaxbench.measure.process import WorkerError
 from jaxbench.measure.records import Record, RecordFile
 
 PARITY_TIMEOUT_S = 300
 TPU_TIMEOUT_S = 600
-# It only compiles: it may share the machine with another user's.
-TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -55,8 +53,7 @@ def parity(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
 def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     """Compile the model's programs for each TPU topology and append what the compiler says."""
     settings = work.suite.tpu
-    if importlib.util.find_spec("libtpu") is None:
-        reason = "libtpu is not installed; `pip install 'jaxbench[tpu]'` brings it (no TPU is needed)"
+    if reason := tpu_compile.unavailable().removeprefix("tpu: "):
         names = [*settings.topologies, *(one.name() for one in settings.runs)]
         file.append(*(work.record("tpu", device=name, status="skipped", reason=reason) for name in names))
         say(f"tpu: {reason}")
@@ -74,7 +71,7 @@ def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
             **settings.model_dump(mode="json", exclude={"topologies", "runs"}),
         }
         command = [sys.executable, "-m", "jaxbench.bench.tpu", json.dumps(request), str(output)]
-        reason = _run(command, TPU_ENVIRONMENT, work, f"tpu-{topology.replace(':', '-')}", TPU_TIMEOUT_S, output)
+        reason = _run(command, tpu_compile.ENVIRONMENT, work, output.stem, TPU_TIMEOUT_S, output)
         if reason:
             say(f"tpu: {topology}: {reason}")
             file.append(work.record("tpu", device=topology, status="error", reason=reason))
@@ -95,7 +92,7 @@ def _tpu_run(one: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable
     output.unlink(missing_ok=True)
     command = [sys.executable, "-m", "jaxbench.bench.tpu_train", f"--config={ROOT / one.config}"]
     command += [f"--topology={one.topology}", f"--output={output}", *(f"--set={change}" for change in one.set)]
-    reason = _run(command, TPU_ENVIRONMENT, work, name, TPU_TIMEOUT_S, output)
+    reason = _run(command, tpu_compile.ENVIRONMENT, work, name, TPU_TIMEOUT_S, output)
     if reason:
         say(f"tpu: {one.name()}: {reason}")
         file.append(work.record("tpu", device=one.name(), status="error", reason=reason))

@@ -48,6 +48,22 @@ TOPOLOGIES = tuple(
 )
 
 
+def least_seconds(chip: Chip, *, flops: float, traffic: float, sent: float) -> tuple[dict[str, float], str]:
+    """What a program takes at least at a chip's peak rates, each alone, and the longest: compute, memory, interconnect.
+
+    Args:
+      flops: of one chip.
+      traffic: bytes that cross its memory.
+      sent: bytes that it sends to other chips.
+    """
+    times = {
+        "compute_s": flops / chip.flops_per_s,
+        "memory_s": traffic / chip.hbm_bytes_per_s,
+        "interconnect_s": sent / chip.ici_bytes_per_s,
+    }
+    return times, max(times, key=times.get).removesuffix("_s")
+
+
 class Topology(NamedTuple):
     """A named slice: its chip and shape."""
 

@@ -1,6 +1,6 @@
 """Lines against a length or a distance as SVG, for pages that show no HTML (S file).
 
-Written by hand, without a browser, on a card that follows the reader's colour scheme, as picture.py's bars.
+Drawn by hand on the card of svg_card.py, which says why.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from jaxbench.bench.report.picture import GAP, MARGIN, STYLE, WIDTH
+from jaxbench.measure.svg_card import GAP, MARGIN, WIDTH, card
 
 HEIGHT = 300  # of a panel, with HEAD above for its title and FOOT below for its axis
 HEAD, FOOT = 30, 46
 LABEL = 52  # width left of a panel's lines, for numbers
 LEGEND = 22  # height of a row of names
+GRID = "  .grid { stroke: #8b949e; stroke-opacity: 0.3; }\n"
 DASHES = {False: "", True: ' stroke-dasharray="5 4"'}
 
 
@@ -85,11 +86,9 @@ def powers(values: Sequence[float], base: int) -> list[float]:
 
 
 def draw(title: str, note: str, panels: Sequence[Panel]) -> str:
-    """Return the SVG text: two panels side by side, and the names of all lines below."""
+    """The picture's text: two panels side by side, and the names of all lines below."""
     width = (WIDTH - 2 * MARGIN - GAP) / 2
-    body = [f'<text class="title" x="{MARGIN}" y="44">{escape(title)}</text>']
-    body.append(f'<text class="note" x="{MARGIN}" y="66">{escape(note)}</text>')
-    top = 84
+    body, top = [], 84
     for start in range(0, len(panels), 2):
         for column, panel in enumerate(panels[start : start + 2]):
             body += _panel(panel, MARGIN + column * (width + GAP), top, width)
@@ -99,13 +98,7 @@ def draw(title: str, note: str, panels: Sequence[Panel]) -> str:
         names.setdefault(line.name, line)
     body += _legend(list(names.values()), top)
     top += LEGEND * -(-len(names) // 4) + MARGIN
-    content = "\n".join(body)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}" '
-        f'role="img" aria-label="{escape(title, quote=True)}">\n<style>{STYLE}  .grid {{ stroke: #8b949e; '
-        f'stroke-opacity: 0.3; }}\n</style>\n<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" '
-        f'height="{top - 1}" rx="10"/>\n{content}\n</svg>\n'
-    )
+    return card(title, note, body, height=top, style=GRID)
 
 
 def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:

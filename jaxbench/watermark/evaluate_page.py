@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from jaxbench.bench.report.page import CSS, SCRIPT
+from jaxbench.measure.page import CSS, SCRIPT
 from jaxbench.watermark import evaluate_figures as figures
 
 TOKEN_CSS = """

@@ -11,17 +11,17 @@ import pytest
 
 from jaxbench.bench import tpu
 from jaxbench.config import TransformerConfig
-from jaxbench.measure import chips, hlo
+from jaxbench.measure import chips, hlo, tpu_compile
 from jaxbench.measure.records import Workload, read_lines
 
 TINY = TransformerConfig(
     vocab_size=512, d_model=128, d_ff=256, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, max_seq_len=256
 )
 SLICES = {"v5e:2x2": 4, "v5p:2x2x1": 4}  # name -> chips
-needs_libtpu = pytest.mark.skipif(bool(tpu.unavailable()), reason=tpu.unavailable() or "-")
+needs_libtpu = pytest.mark.skipif(bool(tpu_compile.unavailable()), reason=tpu_compile.unavailable() or "-")
 
 
-def records_of(measured: tpu.Measured, *, flops: int, traffic: int, kind: str = "train"):
+def records_of(measured: tpu_compile.Compiled, *, flops: int, traffic: int, kind: str = "train"):
     """Return the records that one made-up compile result gives, by metric."""
     common = {"workload": Workload(kind=kind, dtype="bfloat16", batch=8, prompt_tokens=512), "device": "v5e:2x2"}
     topology = chips.parse_topology("v5e:2x2")
@@ -29,11 +29,11 @@ def records_of(measured: tpu.Measured, *, flops: int, traffic: int, kind: str = 
     return {record.metric: record for record in found}
 
 
-def measured(**changes) -> tpu.Measured:
+def measured(**changes) -> tpu_compile.Compiled:
     """Return a compile result with round numbers."""
     memory = {"argument": 2**30, "output": 2**30, "alias": 2**30, "temp": 2**31, "code": 0}
     reduce = hlo.Collective("all-reduce", 3, 200, int(2e8), 0)
-    return tpu.Measured(1.5, memory, 1.97e12, 5e9, {"all-reduce": reduce})._replace(**changes)
+    return tpu_compile.Compiled(1.5, memory, 1.97e12, 5e9, {"all-reduce": reduce})._replace(**changes)
 
 
 def test_roofline_is_the_longest_of_three_published_rates():
@@ -65,7 +65,7 @@ def test_unknown_topology_and_model_axis_are_refused_before_compiling():
 
 
 def test_missing_libtpu_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tpu_compile.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'jaxbench\[tpu\]'"):
         next(tpu.compile_topology(TINY, chips.parse_topology("v5e:2x2"), tpu.Settings()))
 

@@ -1,7 +1,6 @@
 """The main picture as SVG: rates of every arm on every prefill and decode workload, or of the train step (S file).
 
-Written by hand, without a browser: README pages show it on white and on black, so it brings its own card and follows
-the reader's colour scheme.
+Drawn by hand on the card of measure/svg_card.py, which says why.
 """
 
 from __future__ import annotations
@@ -13,32 +12,18 @@ from jaxbench.bench.report import contents
 from jaxbench.bench.report.contents import View
 from jaxbench.bench.summary import Row
 from jaxbench.measure.records import Workload
+from jaxbench.measure.svg_card import GAP, MARGIN, card
 
 METRICS = ("prefill_tokens_per_s", "decode_tokens_per_s")
-WIDTH, PANEL_WIDTH, GAP, MARGIN = 960, 288, 24, 24
+PANEL_WIDTH = 288
 BAR, STEP, TITLE = 16, 24, 62  # heights: bar, row, panel title
-STYLE = """
-  .card { fill: #ffffff; stroke: #d0d7de; }
-  .title { fill: #1f2328; font: 600 19px system-ui, -apple-system, 'Segoe UI', sans-serif; }
-  .note { fill: #59636e; font: 12px system-ui, -apple-system, 'Segoe UI', sans-serif; }
-  .head { fill: #1f2328; font: 600 14px system-ui, -apple-system, 'Segoe UI', sans-serif; }
-  .arm { fill: #59636e; font: 12px system-ui, -apple-system, 'Segoe UI', sans-serif; }
-  .number { fill: #1f2328; font: 600 12px system-ui, -apple-system, 'Segoe UI', sans-serif; }
-  @media (prefers-color-scheme: dark) {
-    .card { fill: #0d1117; stroke: #30363d; }
-    .title, .head, .number { fill: #f0f6fc; }
-    .note, .arm { fill: #9198a1; }
-  }
-"""
 
 
 def draw(view: View) -> str:
-    """Return the SVG text."""
+    """The picture's text."""
     panels = _panels(view)
     columns = max(1, min(3, len(panels)))
-    lines = [f'<text class="title" x="{MARGIN}" y="44">{escape(_title(view))}</text>']
-    lines.append(f'<text class="note" x="{MARGIN}" y="66">{escape(_note(view))}</text>')
-    top = 88
+    lines, top = [], 88
     for start in range(0, len(panels), columns):
         row = panels[start : start + columns]
         for index, (load, rows) in enumerate(row):
@@ -47,12 +32,7 @@ def draw(view: View) -> str:
     if not panels:
         lines.append(f'<text class="note" x="{MARGIN}" y="{top + 20}">no rates were measured</text>')
         top += 40
-    body = "\n".join(lines)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}" '
-        f'role="img" aria-label="{escape(_title(view), quote=True)}">\n<style>{STYLE}</style>\n'
-        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{top - 1}" rx="10"/>\n{body}\n</svg>\n'
-    )
+    return card(_title(view), _note(view), lines, height=top)
 
 
 def _panels(view: View) -> list[tuple[Workload, list[Row]]]:
