@@ -45,6 +45,27 @@ def test_torch_and_its_reference_stay_in_parity_and_bench():
     assert [str(place) for path in others for place in forbidden_imports(path, ("torch", "torch_ref"))] == []
 
 
+# Until the decoder's configuration gives its own shapes and rules of placement.
+EXTENDED = ("imports jaxbench.memory", "imports jaxbench.memory.decoder_config", "imports jaxbench.memory.placement")
+
+
+def imported(folder: str, names: tuple[str, ...]) -> list[str]:
+    places = [place for path in sources(folder) for place in forbidden_imports(path, names)]
+    return [str(place) for place in places if place.what not in EXTENDED]
+
+
+def test_what_measures_knows_neither_a_workload_nor_the_comparison():
+    rooms = [path.name for path in (ROOT / "jaxbench").iterdir() if path.is_dir() and path.name != "measure"]
+    assert {"bench", "memory", "watermark", "parity"} <= set(rooms)
+    assert imported("jaxbench/measure", tuple(f"jaxbench.{room}" for room in rooms)) == []
+
+
+@pytest.mark.parametrize("room", ["memory", "watermark"])
+def test_a_workload_and_the_comparison_do_not_know_each_other(room):
+    assert imported(f"jaxbench/{room}", ("jaxbench.bench",)) == []
+    assert imported("jaxbench/bench", (f"jaxbench.{room}",)) == []
+
+
 def test_equinox_twin_stands_on_its_own():
     names = (*FLAX_MODELS, "flax")
     assert [str(place) for path in EQUINOX_FILES for place in forbidden_imports(path, names)] == []

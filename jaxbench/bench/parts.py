@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxbench import config
 from jaxbench import launch as process_environment
 from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
@@ -58,19 +59,18 @@ def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
         file.append(*(work.record("tpu", device=name, status="skipped", reason=reason) for name in names))
         say(f"tpu: {reason}")
         return
+    model = work.workdir / "tpu-model.yaml"
+    if settings.topologies:
+        config.dump(work.model.config, model)
     for topology in settings.topologies:
         if _done(file, work, "tpu", device=topology):
             continue
         say(f"tpu: compile for {topology}")
         output = work.workdir / f"tpu-{topology.replace(':', '-')}.jsonl"
         output.unlink(missing_ok=True)
-        request = {
-            "topology": topology,
-            "checkpoint": str(work.model.folder),
-            "num_layers_train": work.suite.train.num_layers,
-            **settings.model_dump(mode="json", exclude={"topologies", "runs"}),
-        }
-        command = [sys.executable, "-m", "jaxbench.bench.tpu", json.dumps(request), str(output)]
+        shapes = settings.model_dump(exclude={"topologies", "runs"}) | {"train_layers": work.suite.train.num_layers}
+        command = [sys.executable, "-m", "jaxbench.bench.tpu", f"--topology={topology}", f"--output={output}"]
+        command += [f"--model_config={model}", *(f"--{name}={value}" for name, value in shapes.items())]
         reason = _run(command, tpu_compile.ENVIRONMENT, work, output.stem, TPU_TIMEOUT_S, output)
         if reason:
             say(f"tpu: {topology}: {reason}")

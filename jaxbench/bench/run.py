@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxbench import outputs
@@ -56,7 +56,7 @@ def compare(
         file.append(work.record(records.RUN, detail=work.origin))
     facts = environment.describe(threads=work.threads)
     settings = launch.worker_environment(device, cache=workdir / launch.CACHE, threads=work.threads)
-    facts["settings"] = environment.fair_settings(threads=work.threads, environment=settings)
+    facts["settings"] = fair_settings(threads=work.threads, variables=settings)
     if suite.train.enabled and suite.train.form == "run":
         facts["settings"].append(RUN_STEP)
     outputs.write_json(workdir / "environment.json", facts)
@@ -70,6 +70,23 @@ def compare(
     found = file.of_run(work.run_id)
     say(f"{sum(r.metric == records.LAUNCH_DONE for r in found)} launches in {time.monotonic() - started:.0f} s")
     return found
+
+
+def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
+    """Sentences of the report: what every arm shares and what differs by nature."""
+    malloc = " ".join(f"{name}={value}" for name, value in sorted(variables.items()) if name.startswith("MALLOC_"))
+    return [
+        f"Every arm runs on {threads} threads of the same machine, in its own process, one arm at a time.",
+        f"Every arm starts with the same malloc settings: {malloc or 'the defaults'}.",
+        "Every arm gets the same weights, the same prompts, the same dtype, greedy decoding, a fixed number of new "
+        "tokens with the end of sequence ignored; float32 tokens are compared between arms.",
+        "JAX arms run ahead-of-time compiled programs; torch_eager has no compilation; torch_compile is torch.compile "
+        "with its default mode (Inductor); transformers is `generate` with its own cache, as a user would call it.",
+        "Compile time, load time and first token are metrics of their own and never part of a rate. Decode rates are "
+        "over the steps after the first token. Peak memory is the resident set above the level after imports.",
+        "Ratios are per-launch log ratios to the baseline with a t-interval over launches (fresh processes); the order "
+        "of arms is rotated each launch and reversed each round.",
+    ]
 
 
 def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:

@@ -14,14 +14,10 @@ the chips that share them.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pydantic
 
-from jaxbench import outputs
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.measure import chips, flops, tpu_compile
 from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
@@ -195,43 +191,24 @@ def _round_up(batch: int, chips_sharing: int) -> int:
     return -(-batch // chips_sharing) * chips_sharing
 
 
-# The process: `python -m jaxbench.bench.tpu '<request>' <output.jsonl>` from the comparison, flags from people.
-
-
-def serve_request(request: dict, output: Path) -> None:
-    """Answer the comparison's request: write one slice's records to `output`, a line each, whole or not at all."""
-    from jaxbench import families
-
-    folder = Path(request["checkpoint"])
-    config = families.config_from_hf(json.loads((folder / "config.json").read_text()), folder)
-    known = {name: value for name, value in request.items() if name in Settings.model_fields}
-    settings = Settings(**known, train_layers=request.get("num_layers_train"))
-    [topology] = check([request["topology"]], settings)
-    with outputs.whole_file(output) as temporary:
-        file = RecordFile(temporary)
-        for found in compile_topology(config, topology, settings):
-            file.append(*found)
-
-
 def main() -> int:
-    """Compile for every --topology and print a table; --output keeps the records as JSON lines."""
+    """Compile for every --topology and print what was found; --output keeps the records of each whole slice."""
     from absl import flags
 
+    from jaxbench import cli
     from jaxbench import config as configs
 
     values = flags.FLAGS
-    model = SMOLLM2_135M
-    if values.model_config:
-        model = configs.load(values.model_config, [], TransformerConfig)
+    model = configs.load(values.model_config, [], TransformerConfig) if values.model_config else SMOLLM2_135M
     settings = Settings(**{name: getattr(values, name) for name in Settings.model_fields})
-    topologies = check(values.topology, settings)
-    for topology in topologies:
-        for found in compile_topology(model, topology, settings):
-            if values.output:
-                RecordFile(values.output).append(*found)
-            for record in found:
-                print(describe(record), flush=True)
-    return 0
+    for topology in check(values.topology, settings):
+        found = []
+        for records in compile_topology(model, topology, settings):
+            found += records
+            print("\n".join(map(describe, records)), flush=True)
+        if values.output:
+            RecordFile(values.output).append(*found)
+    return cli.EXIT_OK
 
 
 def describe(record: Record) -> str:
@@ -267,16 +244,9 @@ def _define_flags() -> None:
             flags.DEFINE_integer(name, field.default, name.replace("_", " "))
 
 
-def _start() -> None:
+if __name__ == "__main__":
     tpu_compile.start_anew()
-    if len(sys.argv) == 3 and sys.argv[1].startswith("{"):
-        serve_request(json.loads(sys.argv[1]), Path(sys.argv[2]))
-        return
     from jaxbench import cli
 
     _define_flags()
     cli.run(main, about=__doc__)
-
-
-if __name__ == "__main__":
-    _start()

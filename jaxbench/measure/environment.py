@@ -44,23 +44,6 @@ def describe(*, threads: int) -> dict:
     }
 
 
-def fair_settings(*, threads: int, environment: dict[str, str]) -> list[str]:
-    """Return the sentences of the report that say what every arm shares and what differs by nature."""
-    malloc = " ".join(f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith("MALLOC_"))
-    return [
-        f"Every arm runs on {threads} threads of the same machine, in its own process, one arm at a time.",
-        f"Every arm starts with the same malloc settings: {malloc or 'the defaults'}.",
-        "Every arm gets the same weights, the same prompts, the same dtype, greedy decoding, a fixed number of new "
-        "tokens with the end of sequence ignored; float32 tokens are compared between arms.",
-        "JAX arms run ahead-of-time compiled programs; torch_eager has no compilation; torch_compile is torch.compile "
-        "with its default mode (Inductor); transformers is `generate` with its own cache, as a user would call it.",
-        "Compile time, load time and first token are metrics of their own and never part of a rate. Decode rates are "
-        "over the steps after the first token. Peak memory is the resident set above the level after imports.",
-        "Ratios are per-launch log ratios to the baseline with a t-interval over launches (fresh processes); the order "
-        "of arms is rotated each launch and reversed each round.",
-    ]
-
-
 def fingerprint() -> str:
     """Return a hashed id of this machine: 12 hex digits, the same on every run here, no name in the clear."""
     parts = [platform.node(), platform.machine(), cpu_model(), str(os.cpu_count()), str(total_memory_bytes() >> 30)]

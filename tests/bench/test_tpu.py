@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 
+from jaxbench import config
 from jaxbench.bench import tpu
 from jaxbench.config import TransformerConfig
 from jaxbench.measure import chips, hlo, tpu_compile
@@ -85,18 +85,14 @@ def test_command_refuses_an_unknown_topology_with_exit_code_2():
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Compile the tiny model for two slices at once, as two comparisons on one machine would; return their outputs."""
-    from jaxbench import families
-
     folder = tmp_path_factory.mktemp("tpu")
-    (folder / "config.json").write_text(json.dumps(families.config_to_hf(TINY)))
+    config.dump(TINY, folder / "model.yaml")
+    shapes = {"prefill_tokens": 128, "decode_batch": 6, "train_batch": 4, "train_tokens": 128, "train_layers": 1}
     started = {}
     for topology in SLICES:
-        request = {
-            "topology": topology, "checkpoint": str(folder), "num_layers_train": 1, "dtype": "bfloat16",
-            "prefill_tokens": 128, "decode_batch": 6, "train_batch": 4, "train_tokens": 128,
-        }  # fmt: skip
         output = folder / f"{topology.replace(':', '-')}.jsonl"
-        command = [sys.executable, "-m", "jaxbench.bench.tpu", json.dumps(request), str(output)]
+        command = [sys.executable, "-m", "jaxbench.bench.tpu", f"--topology={topology}", f"--output={output}"]
+        command += [f"--model_config={folder}/model.yaml", *(f"--{name}={value}" for name, value in shapes.items())]
         environment = os.environ | {"XLA_FLAGS": ""}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started[topology] = (subprocess.Popen(command, env=environment, **pipes), output)

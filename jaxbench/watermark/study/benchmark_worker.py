@@ -13,9 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench.measure import worker
+from jaxbench.measure import environment, worker
+from jaxbench.tokenizer import load_tokenizer
+from jaxbench.watermark import config, definition, features, identify, pipeline, statistics, tables, texts
+from jaxbench.watermark.keys import Key
+from jaxbench.watermark.texts import Ragged
 
-KEY = 0x6A617862656E6368  # any key: detection costs the same under all of them
+NUMBER = 0x6A617862656E6368  # of any key: detection costs the same under all of them
+KEY = Key(NUMBER)
 
 
 def session_of(engine: str, _: int) -> Any:
@@ -43,10 +48,6 @@ class Ours:
 
     def start(self, *, model: str, vocab_size: int, path: str | None = None) -> dict:
         """Import the engine, load the tokenizer and read the texts, if there are any."""
-        from jaxbench.measure import environment
-        from jaxbench.tokenizer import load_tokenizer
-        from jaxbench.watermark import texts
-
         self.vocab_size = vocab_size
         self.encoder = texts.TextEncoder(load_tokenizer(model), vocab_size=vocab_size)
         self.plain_encoder = texts.TextEncoder(load_tokenizer(model), vocab_size=vocab_size, canonicalize=False)
@@ -68,38 +69,26 @@ class Ours:
         return {**worker.timed(call, repeats), "texts": count, "tokenizer": self.encoder.engine}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
-        """Return p-values of texts given as ids, and what a detector that counts repeated positions too would say."""
-        from jaxbench.watermark import definition, pipeline, statistics
-
-        detector, texts = self._detector(scheme), self._ragged(ids)
-        p_values, rows = pipeline.detect(detector, texts, self._key()).p_value, []
-        for row, p_value in enumerate(p_values):
-            tokens = texts.take(np.array([row]))
-            found = definition.evidence(
-                detector.scheme,
-                self._key(),
-                tokens,
-                np.array([tokens.shape[1]]),
-                vocab_size=self.vocab_size,
-                tables=detector.tables,
+        """P-values of texts given as ids; z and counts as of a detector that counts repeated positions too."""
+        detector, rows = self._detector(scheme), []
+        for text, p_value in zip(ids, pipeline.detect(detector, Ragged.from_lists(ids), KEY).p_value):
+            tokens, length = np.array([text]), np.array([len(text)])
+            evidence = definition.evidence(
+                detector.scheme, KEY, tokens, length, vocab_size=self.vocab_size, tables=detector.tables,
                 deduplicate=False,
-            )
-            all_of_it = statistics.score(detector.scheme, found, vocab_size=self.vocab_size)
-            values = (all_of_it.score[0], all_of_it.num_green[0], all_of_it.num_scored[0], p_value)
+            )  # fmt: skip
+            repeated = statistics.score(detector.scheme, evidence, vocab_size=self.vocab_size)
+            values = (repeated.score[0], repeated.num_green[0], repeated.num_scored[0], p_value)
             rows.append(dict(zip(("z", "green", "scored", "p_value"), map(float, values))))
         return {"detections": rows}
 
     def _ids(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        from jaxbench.watermark import pipeline
-
-        detector, parts = self._detector(scheme), [self._ragged(self.ids[chunk]) for chunk in chunks]
-        return lambda: [pipeline.detect(detector, part, self._key()) for part in parts]
+        detector, parts = self._detector(scheme), [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
+        return lambda: [pipeline.detect(detector, part, KEY) for part in parts]
 
     def _text(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        from jaxbench.watermark import pipeline
-
         detector, parts = self._detector(scheme), [self.texts[chunk] for chunk in chunks]
-        return lambda: [pipeline.detect(detector, self.encoder.encode(part).ids, self._key()) for part in parts]
+        return lambda: [pipeline.detect(detector, self.encoder.encode(part).ids, KEY) for part in parts]
 
     def _tokenise(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         return lambda: [self.encoder.encode(self.texts[chunk]) for chunk in chunks]
@@ -109,25 +98,21 @@ class Ours:
 
     def _evidence(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         detector, batches = self._detector(scheme), self._batches(chunks)
-        return lambda: [detector.evidence(tokens, lengths, self._key()) for tokens, lengths in batches]
+        return lambda: [detector.evidence(tokens, lengths, KEY) for tokens, lengths in batches]
 
     def _statistics(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        from jaxbench.watermark import statistics
-
         detector = self._detector(scheme)
-        found = [detector.evidence(tokens, lengths, self._key()) for tokens, lengths in self._batches(chunks)]
+        found = [detector.evidence(tokens, lengths, KEY) for tokens, lengths in self._batches(chunks)]
         return lambda: [statistics.score(detector.scheme, one, vocab_size=self.vocab_size) for one in found]
 
     def _identify(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        from jaxbench.watermark import identify
-
-        parsed, parts = self._detector(scheme).scheme, [self._ragged(self.ids[chunk]) for chunk in chunks]
-        candidates = [identify.Candidate(f"key {number}", parsed, self._key(number)) for number in range(keys)]
+        parsed, parts = self._detector(scheme).scheme, [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
+        candidates = [identify.Candidate(f"key {number}", parsed, Key(NUMBER + number)) for number in range(keys)]
         options = {"vocab_size": self.vocab_size, "make_detector": self._make()}
         return lambda: [identify.identify(candidates, part, **options) for part in parts]
 
     def _neural(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        from jaxbench.watermark import features, train_detector
+        from jaxbench.watermark import train_detector
 
         shape = features.NeuralConfig()  # untrained: the weights' values do not change the work
         score = train_detector.Scorer(shape, features.initial_params(shape, seed=0))
@@ -135,21 +120,17 @@ class Ours:
 
         def call() -> None:
             for tokens, lengths in batches:
-                found = detector.evidence(tokens, lengths, self._key())
+                found = detector.evidence(tokens, lengths, KEY)
                 labels = np.zeros(len(tokens), np.float32)
                 score(features.Arrays(tokens, features.evidence(detector.scheme, found), found.scored, labels))
 
         return call
 
     def _batches(self, chunks: list[slice]) -> list:
-        from jaxbench.watermark import pipeline
-
-        parts = [self._ragged(self.ids[chunk]) for chunk in chunks]
+        parts = [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
         return [(tokens, lengths) for part in parts for _, tokens, lengths in pipeline.batches(part)]
 
     def _detector(self, scheme: dict) -> Any:
-        from jaxbench.watermark import config, pipeline, tables
-
         name = json.dumps(scheme, sort_keys=True)
         if name not in self.detectors:
             parsed = config.parse_scheme(scheme)
@@ -163,7 +144,7 @@ class Ours:
     def _make(self) -> Any:
         """Return the engine's class of detectors."""
         if self.engine == "numpy":
-            from jaxbench.watermark.pipeline import NumpyDetector as Detector
+            Detector = pipeline.NumpyDetector
         elif self.engine == "jax":
             from jaxbench.watermark.detect import Detector
         else:
@@ -173,16 +154,6 @@ class Ours:
 
             torch.set_num_threads(1)
         return Detector
-
-    def _ragged(self, ids: list) -> Any:
-        from jaxbench.watermark.texts import Ragged
-
-        return Ragged.from_lists(ids)
-
-    def _key(self, number: int = 0) -> Any:
-        from jaxbench.watermark.keys import Key
-
-        return Key(KEY + number)
 
 
 class Transformers:
