@@ -1,18 +1,20 @@
 """A page that opens offline: its shell, and the parts that pages are made of (S file).
 
-A page is sections of text, tables and plotly charts under one style, with plotly's script inside. What goes into a part
-is escaped; markup is a `Markup`, made by these functions or by `Markup("<p>{}</p>").format(text)`.
+A page is sections of text, tables and plotly charts in one shell, page.html, with plotly's script inside. What goes
+into a part is escaped; markup is a `Markup`, made by these functions or by `Markup("<p>{}</p>").format(text)`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
+SHELL = Path(__file__).with_name("page.html")
 Figure = dict[str, Any]  # plotly's data and layout, with a height; "line": x of a vertical line in the theme's colour
 
 
@@ -46,12 +48,26 @@ def render(
       figures: id of a `chart` -> what it draws.
       name: the browser's title (unset: the heading).
     """
+    values = {"title": title, "lead": lead, "sections": sections, "name": name or title}
+    return template().render(values | scripts(figures))
+
+
+def template(path: Path = SHELL, filters: Mapping[str, Callable[..., Any]] = {}) -> jinja2.Template:
+    """A page's template: the shell, or a file that says `{% extends "page.html" %}` and fills its blocks."""
+    pages = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([path.parent, SHELL.parent]), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    pages.filters |= filters
+    return pages.get_template(path.name)
+
+
+def scripts(figures: Mapping[str, Figure]) -> dict[str, str]:
+    """The values of the shell that draw figures: plotly's script, and the figures as JSON."""
     from plotly import offline
 
     data = json.dumps(figures, allow_nan=False).replace("</", "<\\/")
-    scripts = {"plotly": Markup(offline.get_plotlyjs()), "data": Markup(data), "script": Markup(SCRIPT)}
-    parts = {"title": title, "lead": lead, "sections": sections, "name": name or title, "style": Markup(CSS)}
-    return _SHELL.render(**parts, **scripts)
+    return {"plotly": offline.get_plotlyjs(), "data": data}
 
 
 def chart(name: str, figure: Figure) -> Markup:
@@ -102,82 +118,3 @@ def cell(content: Any, style: str = "", *, span: int = 1, hint: str = "") -> Cel
 def note(content: Any, style: str = "") -> Markup:
     """A small line below a number."""
     return Markup("<small{}>{}</small>").format(Markup(' class="{}"').format(style) if style else "", content)
-
-
-CSS = """
-:root { color-scheme: light dark; --back: #ffffff; --card: #f6f8fa; --line: #d8dee4; --text: #1f2328; --soft: #59636e;
-  --grid: #e4e8ec; --good: #1a7f45; --bad: #c93a3a; --link: #0a58ca; }
-@media (prefers-color-scheme: dark) { :root { --back: #0d1117; --card: #151b23; --line: #30363d; --text: #e6edf3;
-  --soft: #9198a1; --grid: #262c36; --good: #4ac27b; --bad: #ff7b72; --link: #7ab7ff; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--back); color: var(--text); line-height: 1.55;
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 40px 24px 80px; }
-h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; letter-spacing: -0.01em; }
-h2 { font-size: 21px; margin: 52px 0 6px; padding-top: 18px; border-top: 1px solid var(--line); }
-p { margin: 6px 0 14px; max-width: 76ch; } p.soft, .soft { color: var(--soft); }
-nav { margin: 18px 0 0; display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 14px; }
-a { color: var(--link); text-decoration: none; } a:hover { text-decoration: underline; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(215px, 1fr)); gap: 14px; margin: 26px 0 10px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; }
-.card b { display: block; font-size: 25px; line-height: 1.2; letter-spacing: -0.01em; }
-.card span { display: block; font-weight: 600; margin-top: 4px; } .card small { color: var(--soft); font-size: 13px; }
-.wide { overflow-x: auto; margin: 10px 0 18px; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 7px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; color: var(--soft); white-space: nowrap; } td { white-space: nowrap; }
-th:first-child, td:first-child, .left { text-align: left; } td.wrap { white-space: normal; }
-tr.head td { font-weight: 600; background: var(--card); text-align: left; }
-td small { display: block; color: var(--soft); font-size: 12px; } .faster { color: var(--good) !important; }
-.slower { color: var(--bad) !important; } ul { padding-left: 20px; max-width: 84ch; } li { margin: 3px 0; }
-code { font: 13px ui-monospace, SFMono-Regular, Menlo, monospace; background: var(--card); padding: 2px 5px;
-  border-radius: 5px; }
-.chart { margin: 8px 0 4px; min-height: 120px; }
-details { margin: 8px 0; } summary { cursor: pointer; font-weight: 600; }
-"""
-SCRIPT = """
-const shade = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-function themed(figure) {
-  const layout = structuredClone(figure.layout), text = shade('--text'), grid = shade('--grid');
-  Object.assign(layout, {paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
-    font: {family: 'system-ui, -apple-system, Segoe UI, sans-serif', size: 13, color: text},
-    hoverlabel: {font: {size: 13}}});
-  for (const axis of ['xaxis', 'yaxis'])
-    Object.assign(layout[axis], {gridcolor: grid, linecolor: grid, zerolinecolor: grid, fixedrange: true});
-  if (figure.line) layout.shapes = [{type: 'line', xref: 'x', yref: 'paper', x0: figure.line, x1: figure.line, y0: 0,
-    y1: 1, layer: 'below', line: {color: shade('--soft'), width: 1.5, dash: 'dot'}}];
-  return layout;
-}
-function draw() {
-  for (const [name, figure] of Object.entries(FIGURES))
-    Plotly.react(name, figure.data, themed(figure), {displayModeBar: false, responsive: true});
-}
-draw();
-for (const part of document.querySelectorAll('details')) part.addEventListener('toggle', draw);
-matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
-"""
-_SHELL = jinja2.Template(
-    """\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ name }}</title>
-<style>{{ style }}</style></head>
-<body><main>
-<h1>{{ title }}</h1>{{ lead }}
-{% if sections | length > 1 %}
-<nav>{% for part in sections %}<a href="#{{ part.name }}">{{ part.title }}</a>{% endfor %}</nav>
-{% endif %}
-{% for part in sections %}
-<section id="{{ part.name }}"><h2>{{ part.title }}</h2>{{ part.body }}</section>
-{% endfor %}
-</main>
-<script>{{ plotly }}</script>
-<script>const FIGURES = {{ data }};
-{{ script }}</script>
-</body></html>
-""",
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    keep_trailing_newline=True,
-)
