@@ -54,7 +54,7 @@ def color(name: str) -> str:
 
 
 def workload(load: Workload, *, with_kind: bool = True) -> str:
-    """Return what was run, for people: `decode, float32, batch 8, 64 + 48 tokens`."""
+    """A workload for people: `decode, float32, batch 8, 64 + 48 tokens`."""
     parts = [load.kind] if with_kind and load.kind != "none" else []
     parts += [load.dtype] if load.dtype else []
     parts += [f"batch {load.batch}"] if load.batch else []

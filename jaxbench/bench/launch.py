@@ -152,10 +152,10 @@ class Launch:
                 if facts is not None:
                     ready[arm, load] = facts
         samples = self._rounds(stage, loads, ready)
-        for (arm, load), found in samples.items():
-            self._append_rates(arm, load, found)
+        for (arm, load), answers in samples.items():
+            self._append_rates(arm, load, answers)
             if load.kind == "train" and self.plan.suite.train.form == "run":
-                self._append_mfu(arm, load, found, ready[arm, load]["device_kind"])
+                self._append_mfu(arm, load, answers, ready[arm, load]["device_kind"])
         self._append_tokens(loads)
         for arm in self._alive(quietly=True):
             self._append_memory(arm, stage)
@@ -220,8 +220,8 @@ class Launch:
         versions = self.versions.get(arm, {})
         self.file.append(row.model_copy(update={"samples": tuple(map(float, values)), "versions": versions}))
 
-    def _append_rates(self, arm: str, load: Workload, found: list[dict]) -> None:
-        for metric, values in rates(load, found).items():
+    def _append_rates(self, arm: str, load: Workload, answers: list[dict]) -> None:
+        for metric, values in rates(load, answers).items():
             detail = {}
             if metric.endswith("tokens_per_s"):
                 config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
@@ -229,7 +229,7 @@ class Launch:
                 detail = {} if found_share is None else {"share_of_roofline": found_share}
             self._append(arm, metric, load, values, **detail)
 
-    def _append_mfu(self, arm: str, load: Workload, found: list[dict], device_kind: str) -> None:
+    def _append_mfu(self, arm: str, load: Workload, answers: list[dict], device_kind: str) -> None:
         """Record the share of the device's rate that the model's FLOPs took, attention counted whole and by half.
 
         The rate is a data sheet's where the device has one (observe.py), else the one measured in this launch.
@@ -240,7 +240,7 @@ class Launch:
             return
         for metric, is_causal in (("train_mfu", False), ("train_mfu_causal", True)):
             work = observe.flops_per_token(self.plan.trained_config(), load.prompt_tokens, is_causal=is_causal)
-            values = [work * rate / peak for rate in rates(load, found)["train_tokens_per_s"]]
+            values = [work * rate / peak for rate in rates(load, answers)["train_tokens_per_s"]]
             detail = {"peak_flops_per_s": peak, "peak": "data sheet" if known else "measured", "flops_per_token": work}
             self._append(arm, metric, load, values, **detail)
 
@@ -274,14 +274,14 @@ class Launch:
         ours, theirs = (self.tokens[load][name][row] for name in (arm, reference))
         if step >= min(len(ours), len(theirs)):
             return {}
-        found = {"token": ours[step], "reference_token": theirs[step]}
+        detail = {"token": ours[step], "reference_token": theirs[step]}
         if load.dtype != "float32" or arm in agreement.OTHER_WEIGHTS or reference in agreement.OTHER_WEIGHTS:
-            return found
+            return detail
         context = self.plan.inputs[load][row] + theirs[:step]
         answers = [self._ask(name, "logits", tokens=context) for name in (reference, arm)]
         if not all(answers):
-            return found
-        return found | agreement.near_tie(*(answer["logits"] for answer in answers), self.plan.device)
+            return detail
+        return detail | agreement.near_tie(*(answer["logits"] for answer in answers), self.plan.device)
 
     def _note_output(self, arm: str, load: Workload, answer: dict) -> None:
         """Keep an arm's first output: its tokens, or the first loss of the train step."""
@@ -348,15 +348,15 @@ def worker_environment(device: str, *, cache: Path, threads: int) -> dict[str, s
     }
 
 
-def rates(load: Workload, found: list[dict]) -> dict[str, list[float]]:
+def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
     """Return metric -> one value a round from the workers' seconds; the same rule for every arm."""
     if load.kind == "train":
-        return {"train_tokens_per_s": [load.batch * load.prompt_tokens / answer["step_s"] for answer in found]}
-    first = [answer["first_s"] for answer in found]
+        return {"train_tokens_per_s": [load.batch * load.prompt_tokens / answer["step_s"] for answer in answers]}
+    first = [answer["first_s"] for answer in answers]
     if load.kind == "prefill":
         return {"prefill_tokens_per_s": [load.batch * load.prompt_tokens / seconds for seconds in first]}
     steps = load.new_tokens - 1
-    decode = [load.batch * steps / answer["rest_s"] for answer in found]
+    decode = [load.batch * steps / answer["rest_s"] for answer in answers]
     return {"first_token_s": first, "decode_tokens_per_s": decode}
 
 

@@ -55,7 +55,7 @@ def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     """Compile the model's programs for each TPU topology and append what the compiler says."""
     settings = work.suite.tpu
     if reason := tpu_compile.unavailable().removeprefix("tpu: "):
-        names = [*settings.topologies, *(one.name() for one in settings.runs)]
+        names = [*settings.topologies, *(run.name() for run in settings.runs)]
         file.append(*(work.record("tpu", device=name, status="skipped", reason=reason) for name in names))
         say(f"tpu: {reason}")
         return
@@ -79,27 +79,27 @@ def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
         rows = [Record.model_validate_json(line) for line in output.read_text().splitlines()]
         stamped = [row.model_copy(update={**work.common, "device": topology}) for row in rows]
         file.append(*stamped, work.record("tpu", device=topology, value=float(len(rows)), unit="count"))
-    for number, one in enumerate(settings.runs, start=1):
-        _tpu_run(one, f"tpu-run-{number}", work, file, say)
+    for number, run in enumerate(settings.runs, start=1):
+        _tpu_run(run, f"tpu-run-{number}", work, file, say)
 
 
-def _tpu_run(one: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
+def _tpu_run(run: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     """Compile the step of a training configuration for its slice; its records say which mesh they are of."""
-    if _done(file, work, "tpu", device=one.name()):
+    if _done(file, work, "tpu", device=run.name()):
         return
-    say(f"tpu: compile the step of {one.name()}")
+    say(f"tpu: compile the step of {run.name()}")
     output = work.workdir / f"{name}.jsonl"
     output.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "jaxbench.bench.tpu_train", f"--config={ROOT / one.config}"]
-    command += [f"--topology={one.topology}", f"--output={output}", *(f"--set={change}" for change in one.set)]
+    command = [sys.executable, "-m", "jaxbench.bench.tpu_train", f"--config={ROOT / run.config}"]
+    command += [f"--topology={run.topology}", f"--output={output}", *(f"--set={change}" for change in run.set)]
     reason = _run(command, tpu_compile.ENVIRONMENT, work, name, TPU_TIMEOUT_S, output)
     if reason:
-        say(f"tpu: {one.name()}: {reason}")
-        file.append(work.record("tpu", device=one.name(), status="error", reason=reason))
+        say(f"tpu: {run.name()}: {reason}")
+        file.append(work.record("tpu", device=run.name(), status="error", reason=reason))
         return
     rows = [Record.model_validate_json(line) for line in output.read_text().splitlines()]
     stamped = [row.model_copy(update={**work.common, "device": row.device}) for row in rows]
-    file.append(*stamped, work.record("tpu", device=one.name(), value=float(len(rows)), unit="count"))
+    file.append(*stamped, work.record("tpu", device=run.name(), value=float(len(rows)), unit="count"))
 
 
 def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:

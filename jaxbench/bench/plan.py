@@ -65,9 +65,9 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
     launch.check_attached(device)
     for topology in suite.tpu.topologies:
         chips.parse_topology(topology)
-    for one in suite.tpu.runs:
-        chips.parse_topology(one.topology)
-        config.load(ROOT / one.config, one.set, TrainConfig)
+    for run in suite.tpu.runs:
+        chips.parse_topology(run.topology)
+        config.load(ROOT / run.config, run.set, TrainConfig)
     threads = suite.threads or environment.usable_cores()
     if threads > environment.usable_cores():
         raise ValueError(f"suite: threads={threads}, this process may use {environment.usable_cores()} cores")

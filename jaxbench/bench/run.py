@@ -67,9 +67,9 @@ def compare(
     run_launches(work, file, started=started, say=say)
     if profile:
         parts.profile(work, file, say)
-    found = file.of_run(work.run_id)
-    say(f"{sum(r.metric == records.LAUNCH_DONE for r in found)} launches in {time.monotonic() - started:.0f} s")
-    return found
+    results = file.of_run(work.run_id)
+    say(f"{sum(r.metric == records.LAUNCH_DONE for r in results)} launches in {time.monotonic() - started:.0f} s")
+    return results
 
 
 def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
@@ -125,7 +125,7 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
         say(f"{name}: {took:.0f} s")
 
 
-def failures(found: list[Record]) -> list[str]:
+def failures(results: list[Record]) -> list[str]:
     """Return one sentence for everything that the suite asked for and that failed: the reasons for exit code 1.
 
     A proof that failed or did not end, float32 outputs that differ, an arm, a TPU compile or a trace that broke. What
@@ -133,12 +133,12 @@ def failures(found: list[Record]) -> list[str]:
     """
     sentences = [
         f"parity: {record.arm}: worst relative difference {record.detail.get('worst', math.nan):.1e}"
-        for record in found
+        for record in results
         if record.metric == "parity" and record.status == "ok" and not record.detail.get("passed", False)
     ]
-    sentences += agreement.failures(found)
+    sentences += agreement.failures(results)
     broken: dict[str, list[str]] = {}
-    for record in found:
+    for record in results:
         if record.status == "error" and not record.metric.startswith("tpu_"):  # tpu_: does not fit, which is a result
             name = {records.SUITE_ARM: f"{record.metric} {record.device}"}.get(record.arm, record.arm)
             what = f"{record.metric}: {name}" if record.metric in ("parity", "profile") else name

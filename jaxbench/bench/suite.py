@@ -107,7 +107,7 @@ class TpuRun(Base):
     set: tuple[str, ...] = ()  # changes of its keys: parallel.mesh.stage=4
 
     def name(self) -> str:
-        """Return what identifies it in a result file."""
+        """Its name in a result file: slice, configuration, changes."""
         return " ".join([self.topology, self.config, *self.set])
 
 

@@ -14,7 +14,7 @@ the chips that share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pydantic
 
@@ -46,14 +46,14 @@ class Settings(Base):
 
 def check(topologies: Sequence[str], settings: Settings | None = None) -> list[chips.Topology]:
     """Return the slices of these names; ValueError for an unknown one, or a model axis that does not divide one."""
-    found = [chips.parse_topology(name) for name in topologies]
-    for topology in found:
+    slices = [chips.parse_topology(name) for name in topologies]
+    for topology in slices:
         if settings and topology.num_chips % settings.model_axis:
             raise ValueError(
                 f"tpu: model_axis={settings.model_axis} does not divide the {topology.num_chips} chips of "
                 f"{topology.name}"
             )
-    return found
+    return slices
 
 
 def compile_topology(config: TransformerConfig, topology: chips.Topology, settings: Settings) -> Iterator[list[Record]]:
@@ -63,33 +63,26 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
     """
     devices = tpu_compile.devices(topology)
     from jaxbench import sharding
-    from jaxbench.measure import tpu_programs as programs
+    from jaxbench.measure import tpu_programs
 
     check([topology.name], settings)
     rows = topology.num_chips // settings.model_axis
     mesh = sharding.make_mesh({sharding.DATA: rows, sharding.MODEL: settings.model_axis}, devices)
     serve, fit = ("tensor", "fsdp_tensor") if settings.model_axis > 1 else ("replicated", "fsdp")
-    model = programs.abstract_model(config, dtype=settings.dtype, scan_layers=settings.scan_layers)
     shallow = config.model_copy(
         update={"num_layers": min(settings.train_layers or config.num_layers, config.num_layers)}
     )
-
-    def train() -> programs.Program:
-        small = programs.abstract_model(shallow, dtype=settings.dtype, scan_layers=settings.scan_layers)
-        batch, tokens = _round_up(settings.train_batch, rows), settings.train_tokens
-        return programs.train(small, shallow, mesh, layout=fit, batch=batch, tokens=tokens)
-
-    makers: list[tuple[TransformerConfig, Callable[[], programs.Program]]] = [
-        (config, lambda: programs.prefill(
-            model, config, mesh, layout=serve, batch=_round_up(settings.prefill_batch, rows),
-            tokens=settings.prefill_tokens)),
-        (config, lambda: programs.decode(
-            model, config, mesh, layout=serve, batch=_round_up(settings.decode_batch, rows),
-            length=settings.decode_length)),
-        (shallow, train),
-    ]  # fmt: skip
-    for used, make in makers:
-        program = make()
+    batches = (
+        _round_up(batch, rows) for batch in (settings.prefill_batch, settings.decode_batch, settings.train_batch)
+    )
+    programs = (
+        (tpu_programs.prefill, config, serve, {"tokens": settings.prefill_tokens}),
+        (tpu_programs.decode, config, serve, {"length": settings.decode_length}),
+        (tpu_programs.train, shallow, fit, {"tokens": settings.train_tokens}),
+    )
+    for (make, used, layout, length), batch in zip(programs, batches, strict=True):
+        model = tpu_programs.abstract_model(used, dtype=settings.dtype, scan_layers=settings.scan_layers)
+        program = make(model, used, mesh, layout=layout, batch=batch, **length)
         yield _compile_program(program, used, topology, settings)
 
 
@@ -113,30 +106,17 @@ def per_chip_work(program, config: TransformerConfig, topology: chips.Topology, 
     Attention is repeated on the chips of one model axis; feed-forward layers and the head are split over it.
     """
     rows = topology.num_chips // settings.model_axis
-    batch = program.batch // rows
-    shape = {"dtype": settings.dtype, "batch": batch}
+    shape = {"batch": program.batch // rows, "dtype": settings.dtype}
+    weight_bytes = program.stored_parameters * flops.dtype_bytes(settings.dtype)
     if program.name == "prefill":
-        cost = flops.prefill_cost(config, prompt_tokens=program.tokens, **shape)
-        traffic = flops.prefill_traffic(
-            config, prompt_tokens=program.tokens, weight_bytes=_size(program.stored_parameters, settings), **shape
-        )
+        cost = flops.prefill_cost(config, prompt_tokens=program.tokens, weight_bytes=weight_bytes, **shape)
     elif program.name == "decode":
-        cost = flops.decode_cost(config, cache_length=program.tokens, **shape)
-        traffic = flops.decode_traffic(
-            config, cache_length=program.tokens, weight_bytes=_size(program.stored_parameters, settings), **shape
-        )
+        cost = flops.decode_cost(config, cache_length=program.tokens, weight_bytes=weight_bytes, **shape)
     else:
-        cost = flops.train_cost(config, seq_len=program.tokens, **shape)
-        traffic = flops.train_traffic(
-            config,
-            seq_len=program.tokens,
-            stored_parameters=program.stored_parameters,
-            used_parameters=program.used_parameters,
-            vocab_chips=settings.model_axis,
-            **shape,
-        )
+        own = {"stored_parameters": program.stored_parameters, "used_parameters": program.used_parameters}
+        cost = flops.train_cost(config, seq_len=program.tokens, vocab_chips=settings.model_axis, **own, **shape)
     split = cost.parts["mlp"] + cost.parts["head"]
-    return cost.flops - split + split // settings.model_axis, traffic
+    return cost.flops - split + split // settings.model_axis, cost.bytes
 
 
 def make_records(
@@ -183,10 +163,6 @@ def _workload(program, settings: Settings) -> Workload:
     )
 
 
-def _size(parameters: int, settings: Settings) -> int:
-    return parameters * flops.dtype_bytes(settings.dtype)
-
-
 def _round_up(batch: int, chips_sharing: int) -> int:
     return -(-batch // chips_sharing) * chips_sharing
 
@@ -195,19 +171,18 @@ def main() -> int:
     """Compile for every --topology and print what was found; --output keeps the records of each whole slice."""
     from absl import flags
 
-    from jaxbench import cli
-    from jaxbench import config as configs
+    from jaxbench import cli, config
 
     values = flags.FLAGS
-    model = configs.load(values.model_config, [], TransformerConfig) if values.model_config else SMOLLM2_135M
+    model = config.load(values.model_config, [], TransformerConfig) if values.model_config else SMOLLM2_135M
     settings = Settings(**{name: getattr(values, name) for name in Settings.model_fields})
     for topology in check(values.topology, settings):
-        found = []
+        collected = []
         for records in compile_topology(model, topology, settings):
-            found += records
+            collected += records
             print("\n".join(map(describe, records)), flush=True)
         if values.output:
-            RecordFile(values.output).append(*found)
+            RecordFile(values.output).append(*collected)
     return cli.EXIT_OK
 
 

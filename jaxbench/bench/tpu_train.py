@@ -84,14 +84,14 @@ def lower_step(settings: TrainConfig, topology: chips.Topology) -> Lowered:
         devices=tpu_compile.devices(topology),
     )
     shapes = decoder_config.parameter_shapes(model)
-    shapes = {name: jax.ShapeDtypeStruct(one, "float32") for name, one in shapes.items()}
+    shapes = {name: jax.ShapeDtypeStruct(leaf, "float32") for name, leaf in shapes.items()}
     state = _abstract_state(settings, model, shapes, plan.mesh)
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if model.dropout else None
     extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}
     step = parallel.make_step(plan, state, step=functools.partial(update.train_step, how=how))
     stored, used = (
-        sum(math.prod(where[name].shard_shape(one.shape)) for name, one in shapes.items())
+        sum(math.prod(where[name].shard_shape(leaf.shape)) for name, leaf in shapes.items())
         for where in (plan.params, plan.used)
     )
     lowered = step.lower(state, train.Batch(ids, ids, ids, mask, ids), extras)
@@ -230,18 +230,20 @@ def describe(records: list[Record]) -> str:
     """Return the lines for a person."""
     if records[0].value is None:
         return f"{records[0].device}: {records[0].reason}"
-    found = {record.metric.removeprefix("tpu_"): record for record in records}
-    memory, line = found["memory_bytes"], found["roofline_s"].detail
+    figures = {record.metric.removeprefix("tpu_"): record for record in records}
+    memory, line = figures["memory_bytes"], figures["roofline_s"].detail
     fits = "fits" if memory.detail["fits"] else "does not fit"
     host = memory.detail["host_argument"] + memory.detail["host_temp"]
-    kinds = found["collective_bytes"].detail["kinds"].values()
-    listed = ", ".join(f"{one['kind']} x{one['count']} ({one['sent_bytes'] / 2**20:,.0f} MiB sent)" for one in kinds)
+    kinds = figures["collective_bytes"].detail["kinds"].values()
+    listed = ", ".join(
+        f"{kind['kind']} x{kind['count']} ({kind['sent_bytes'] / 2**20:,.0f} MiB sent)" for kind in kinds
+    )
     times = ", ".join(f"{name} {1e3 * line[f'{name}_s']:.1f} ms" for name in ("compute", "memory", "interconnect"))
     return "\n".join([
         f"{memory.device}, batch {memory.workload.batch} x {memory.workload.prompt_tokens}, {memory.workload.dtype}: "
         f"{memory.value / 2**30:.2f} GiB a chip, {fits} in {memory.detail['hbm_bytes'] / 2**30:.0f} GiB"
         + (f", {host / 2**30:.2f} GiB in the host" if host else "")
-        + f"; compiled in {found['compile_s'].value:.0f} s",
+        + f"; compiled in {figures['compile_s'].value:.0f} s",
         f"  FLOPs a chip: {line['flops_per_chip'] / 1e12:.2f} T of the model, "
         f"{line['flops_done_per_chip'] / 1e12:.2f} T computed; "
         f"waiting for the slowest stage makes it {line['idle_factor']:.2f} times as long",

@@ -62,7 +62,7 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -89,17 +89,17 @@ def available_memory_bytes() -> int:
 
 def versions() -> dict[str, str]:
     """Return package -> version of those installed, and python."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def commit() -> str:
-    """Return what code this is: the short git commit; + and a hash of the changes where the code differs from it.
+    """Version of the code: the short git commit; + and a hash of the changes where the code differs from it.
 
     A changed document or configuration is no other code. Outside git it is `sources-` and a hash of the Python files.
     """
@@ -126,14 +126,14 @@ def _hash(parts: list[bytes]) -> str:
 
 def pressure() -> dict[str, float]:
     """Return the share of the last 10 s that tasks waited for cpu, memory and io (Linux PSI), where readable."""
-    found = {}
+    shares = {}
     for kind in ("cpu", "memory", "io"):
         try:
             first = Path(f"/proc/pressure/{kind}").read_text().splitlines()[0]
         except (OSError, IndexError):
             continue
-        found[kind] = float(first.split("avg10=")[1].split()[0]) / 100
-    return found
+        shares[kind] = float(first.split("avg10=")[1].split()[0]) / 100
+    return shares
 
 
 def _cgroup_stat(name: str) -> int:

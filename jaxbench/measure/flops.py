@@ -28,10 +28,6 @@ class Cost(NamedTuple):
     bytes: int  # bytes moved to and from memory at least
     parts: dict[str, int]  # FLOP by part: projections, scores, mlp, head
 
-    def intensity(self) -> float:
-        """Return FLOP per byte."""
-        return self.flops / self.bytes
-
 
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes of one element."""
@@ -57,73 +53,67 @@ def kv_cache_bytes(config: TransformerConfig, *, batch: int, length: int, dtype:
 
 
 def prefill_cost(
-    config: TransformerConfig, *, batch: int, prompt_tokens: int, dtype: str, cache_length: int | None = None
+    config: TransformerConfig,
+    *,
+    batch: int,
+    prompt_tokens: int,
+    dtype: str,
+    cache_length: int | None = None,
+    weight_bytes: int | None = None,
 ) -> Cost:
-    """Return the cost of filling the cache from a prompt; the head runs at the last position only.
+    """Cost of filling the cache from a prompt; the head runs at the last position only.
 
-    `cache_length` is the number of key slots every query reads (its part of the prompt when None).
+    Args:
+      batch: rows, of one chip where weights are split.
+      cache_length: key slots that every query reads (unset: its part of the prompt).
+      weight_bytes: of the weights that are read (unset: all).
     """
     pairs = _ordered_pairs(prompt_tokens) if cache_length is None else prompt_tokens * cache_length
     parts = _forward_flops(config, batch=batch, tokens=prompt_tokens, pairs=pairs, head_tokens=1)
-    moved = _weight_bytes(config, batch * prompt_tokens, dtype)
+    moved = _weight_bytes(config, batch * prompt_tokens, dtype) if weight_bytes is None else weight_bytes
     moved += kv_cache_bytes(config, batch=batch, length=prompt_tokens, dtype=dtype)
     moved += batch * config.vocab_size * dtype_bytes(dtype)
     return Cost(sum(parts.values()), moved, parts)
 
 
-def decode_cost(config: TransformerConfig, *, batch: int, cache_length: int, dtype: str) -> Cost:
-    """Return the cost of one decode step that attends to `cache_length` key slots and writes one."""
+def decode_cost(
+    config: TransformerConfig, *, batch: int, cache_length: int, dtype: str, weight_bytes: int | None = None
+) -> Cost:
+    """Cost of one decode step that attends to `cache_length` key slots and writes one; weight_bytes as in prefill."""
     parts = _forward_flops(config, batch=batch, tokens=1, pairs=cache_length, head_tokens=1)
-    moved = _weight_bytes(config, batch, dtype)
+    moved = _weight_bytes(config, batch, dtype) if weight_bytes is None else weight_bytes
     moved += kv_cache_bytes(config, batch=batch, length=cache_length + 1, dtype=dtype)
     moved += batch * config.vocab_size * dtype_bytes(dtype)
     return Cost(sum(parts.values()), moved, parts)
 
 
-def prefill_traffic(config: TransformerConfig, *, batch: int, prompt_tokens: int, dtype: str, weight_bytes: int) -> int:
-    """Return the least memory traffic of a chip that holds `weight_bytes` of the weights and `batch` of the rows."""
-    cost = prefill_cost(config, batch=batch, prompt_tokens=prompt_tokens, dtype=dtype)
-    return cost.bytes - _weight_bytes(config, batch * prompt_tokens, dtype) + weight_bytes
-
-
-def decode_traffic(config: TransformerConfig, *, batch: int, cache_length: int, dtype: str, weight_bytes: int) -> int:
-    """Return the least memory traffic of a chip that holds `weight_bytes` of the weights and `batch` of the rows."""
-    cost = decode_cost(config, batch=batch, cache_length=cache_length, dtype=dtype)
-    return cost.bytes - _weight_bytes(config, batch, dtype) + weight_bytes
-
-
-def train_traffic(
+def train_cost(
     config: TransformerConfig,
     *,
     batch: int,
     seq_len: int,
     dtype: str,
-    stored_parameters: int,
-    used_parameters: int,
+    stored_parameters: int | None = None,
+    used_parameters: int | None = None,
     vocab_chips: int = 1,
-) -> int:
-    """Return the least memory traffic of a chip that stores and updates some parameters and computes with others.
+) -> Cost:
+    """Cost of forward, backward and an AdamW update: three forward passes' matrix products, nothing computed again.
 
     Used weights are read in forward and backward; stored ones are rewritten, their gradient written and read, both
-    float32 moments read and written; the logits of the chip's `batch` rows, its share of `vocab_chips`, are written
-    and read once each way.
-    """
-    size = dtype_bytes(dtype)
-    moved = used_parameters * 2 * size + stored_parameters * (3 * size + 4 * dtype_bytes("float32"))
-    return moved + 4 * batch * seq_len * config.vocab_size // vocab_chips * size
+    float32 moments read and written; the logits are written and read once each way.
 
-
-def train_cost(config: TransformerConfig, *, batch: int, seq_len: int, dtype: str) -> Cost:
-    """Return the cost of forward, backward and an AdamW update: three forward passes' matrix products.
-
-    No recomputation of activations; bytes as in `train_traffic` on one chip.
+    Args:
+      batch: rows, of one chip where weights are split.
+      stored_parameters: those that the chip stores and updates (unset: all).
+      used_parameters: those that it computes with (unset: all).
+      vocab_chips: chips that share the logits.
     """
     forward = _forward_flops(config, batch=batch, tokens=seq_len, pairs=_ordered_pairs(seq_len), head_tokens=seq_len)
     parts = {name: 3 * flops for name, flops in forward.items()}
-    count = parameter_count(config)
-    moved = train_traffic(
-        config, batch=batch, seq_len=seq_len, dtype=dtype, stored_parameters=count, used_parameters=count
-    )
+    count, size = parameter_count(config), dtype_bytes(dtype)
+    stored, used = (count if given is None else given for given in (stored_parameters, used_parameters))
+    moved = used * 2 * size + stored * (3 * size + 4 * dtype_bytes("float32"))
+    moved += 4 * batch * seq_len * config.vocab_size // vocab_chips * size
     return Cost(sum(parts.values()), moved, parts)
 
 

@@ -130,7 +130,7 @@ def _walk(
 
 
 def _trip_count(computations: dict[str, list[_Instruction]], line: str) -> int | None:
-    """Return how often a loop runs: what the compiler says, else the one bound its condition compares with."""
+    """Trip count of a loop: what the compiler says, else the one bound its condition compares with."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
         return int(known.group(1))
     name = re.search(r"condition=%?([\w.\-]+)", line)
@@ -141,7 +141,7 @@ def _trip_count(computations: dict[str, list[_Instruction]], line: str) -> int |
 
 
 def _chain(line: str) -> tuple[str, str] | None:
-    """Return what the parts of one spread collective share; None for a whole one."""
+    """The ids that the parts of one spread collective share; None for a whole one."""
     chain, channel = re.search(r'chain_id="(\d+)"', line), re.search(r"channel_id=(\d+)", line)
     return (chain.group(1), channel.group(1)) if chain and channel else None
 
@@ -169,7 +169,7 @@ def _tuple_parts(shape: str) -> list[str]:
 
 
 def _group_size(line: str, num_chips: int) -> int:
-    """Return how many chips take part, from any of the forms of replica_groups."""
+    """Number of chips that take part, from any of the forms of replica_groups."""
     if explicit := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return len(explicit.group(1).split(",")) if explicit.group(1) else num_chips
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):

@@ -111,43 +111,45 @@ def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:
     def at_y(value: float) -> float:
         return below - panel.y.share(value) * (below - above)
 
-    found = [f'<text class="head" x="{left:.0f}" y="{top + 14}">{escape(panel.title)}</text>']
+    elements = [f'<text class="head" x="{left:.0f}" y="{top + 14}">{escape(panel.title)}</text>']
     for value, label in panel.y.ticks.items():
         y = at_y(value)
-        found.append(f'<line class="grid" x1="{start:.1f}" x2="{end:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        found.append(f'<text class="note" x="{start - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')
+        elements.append(f'<line class="grid" x1="{start:.1f}" x2="{end:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        elements.append(
+            f'<text class="note" x="{start - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>'
+        )
     for value, label in panel.x.ticks.items():
-        found.append(
+        elements.append(
             f'<text class="note" x="{at_x(value):.1f}" y="{below + 18}" text-anchor="middle">{escape(label)}</text>'
         )
     middle = (start + end) / 2
-    found.append(
+    elements.append(
         f'<text class="note" x="{middle:.1f}" y="{below + 38}" text-anchor="middle">{escape(panel.x.title)}</text>'
     )
     for line in panel.lines:
         places = [(at_x(point.x), at_y(point.y)) for point in line.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        found.append(
+        elements.append(
             f'<polyline points="{path}" fill="none" stroke="{line.color}" stroke-width="2"{DASHES[line.is_dashed]}/>'
         )
         for point, (x, y) in zip(line.points, places, strict=True):
             if point.low is not None and point.high is not None:
-                found.append(
+                elements.append(
                     f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{at_y(point.low):.1f}" y2="{at_y(point.high):.1f}" '
                     f'stroke="{line.color}" stroke-opacity="0.5"/>'
                 )
-            found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.color}"/>')
-    return found
+            elements.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.color}"/>')
+    return elements
 
 
 def _legend(lines: Sequence[Line], top: float) -> list[str]:
     """Draw the names of lines, four in a row."""
-    column, found = (WIDTH - 2 * MARGIN) / 4, []
+    column, elements = (WIDTH - 2 * MARGIN) / 4, []
     for index, line in enumerate(lines):
         x, y = MARGIN + index % 4 * column, top + LEGEND * (index // 4)
-        found.append(
+        elements.append(
             f'<line x1="{x:.1f}" x2="{x + 24:.1f}" y1="{y}" y2="{y}" stroke="{line.color}" stroke-width="2"'
             f"{DASHES[line.is_dashed]}/>"
         )
-        found.append(f'<text class="arm" x="{x + 32:.1f}" y="{y + 4}">{escape(line.name)}</text>')
-    return found
+        elements.append(f'<text class="arm" x="{x + 32:.1f}" y="{y + 4}">{escape(line.name)}</text>')
+    return elements

@@ -84,8 +84,8 @@ def items(sentences: Iterable[str]) -> Markup:
 
 def cards(figures: Iterable[tuple[str, str, str]]) -> Markup:
     """Headline figures: (figure, what it is, remark)."""
-    one = Markup('<div class="card"><b>{}</b><span>{}</span><small>{}</small></div>')
-    return Markup('<div class="cards">{}</div>').format(Markup("").join(one.format(*figure) for figure in figures))
+    card = Markup('<div class="card"><b>{}</b><span>{}</span><small>{}</small></div>')
+    return Markup('<div class="cards">{}</div>').format(Markup("").join(card.format(*figure) for figure in figures))
 
 
 def table(head: Sequence[str | Cell], lines: Iterable[Sequence[Any] | Group]) -> Markup:

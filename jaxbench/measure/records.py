@@ -67,7 +67,7 @@ class Record(Base):
     time_utc: str = ""  # ISO 8601
 
     def key(self) -> tuple:
-        """Return what makes a record unique; a later record with the same key replaces an earlier one."""
+        """The fields that make a record unique; a later record with the same key replaces an earlier one."""
         return (self.run_id, self.config_id, self.metric, self.arm, self.workload, self.launch, self.device)
 
 

@@ -34,7 +34,7 @@ def gemm_rate(shape: tuple[int, int, int], seconds: Sequence[float]) -> float:
 
 
 def share(config: TransformerConfig, workload: Workload, tokens_per_s: float, rates: Rates) -> float | None:
-    """Return what share of the machine's rate a workload reached; None where the rate was not measured.
+    """Share of the machine's rate that a workload reached; None where the rate was not measured.
 
     Prefill and the train step against the matmul rate; decode against the read bandwidth.
     """

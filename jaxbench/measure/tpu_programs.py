@@ -103,7 +103,7 @@ def decode(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: st
 
 
 def _first_cache(model: Abstract, params: dict, ids: jax.Array, length: int) -> KVCache:
-    """Return what decoding starts from behind prompts of these tokens."""
+    """The generator's state behind prompts of these tokens, in shapes."""
     return model.merge(params).features(ids, ids)[1].padded(length, dtype=str(params["embed.embedding"].dtype))
 
 
@@ -170,7 +170,7 @@ def _placed_params(
 
 
 def _elements_per_chip(params: dict[str, jax.ShapeDtypeStruct]) -> tuple[int, int]:
-    """Return how many elements of parameters one chip stores, and how many it uses once they are gathered."""
+    """Elements of parameters that one chip stores, and that it uses once they are gathered."""
     stored = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in params.values())
     used = sum(math.prod(sharding.gathered(x.sharding).shard_shape(x.shape)) for x in params.values())
     return stored, used

@@ -135,11 +135,11 @@ def samples_for_percentile(share: float, *, confidence: float = 0.95) -> int:
 def percentiles(samples: Sequence[float], shares: Sequence[float] = (0.5, 0.9, 0.95, 0.99)) -> dict[str, float | None]:
     """Return {"p50": value, ...}; None where there are too few samples for the percentile to have a bound."""
     values = np.asarray(samples, dtype=np.float64)
-    found: dict[str, float | None] = {}
+    bounded: dict[str, float | None] = {}
     for share in shares:
         enough = len(values) >= (1 if share <= 0.5 else samples_for_percentile(share))
-        found[f"p{share * 100:g}"] = float(np.quantile(values, share)) if enough and len(values) else None
-    return found
+        bounded[f"p{share * 100:g}"] = float(np.quantile(values, share)) if enough and len(values) else None
+    return bounded
 
 
 def drift(control: Sequence[Sequence[float]]) -> float:

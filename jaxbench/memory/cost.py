@@ -8,17 +8,20 @@ multiplication; both backends do the same products. Time is measured where the l
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pydantic
+from markupsafe import Markup
 from pydantic import Field
 
 from jaxbench import outputs
 from jaxbench.config import Base
-from jaxbench.measure import environment, line_picture, verdicts
+from jaxbench.measure import environment, line_picture, page, verdicts
 from jaxbench.measure.line_picture import Axis, Line, Panel, Point
+from jaxbench.measure.page import Section
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
@@ -121,7 +124,7 @@ def run(settings: Cost, workdir: str | Path) -> dict[str, Any]:
     summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
     outputs.write_json(workdir / "summary.json", summary)
     outputs.write_csv(workdir / "cost.csv", rows)
-    outputs.write_text(workdir / "cost.html", page(rows))
+    outputs.write_text(workdir / "cost.html", charts(rows))
     outputs.write_text(workdir / "cost.svg", picture(summary))
     return summary
 
@@ -133,7 +136,7 @@ def saving(rows: list[dict], length: int) -> dict[str, float]:
 
 
 def table(summary: dict[str, Any]) -> Any:
-    """Return what a reader sees, as a rich table."""
+    """A rich table of a summary."""
     from rich.table import Table
 
     names = ("backend", "layer", "context", "temporary MiB", "state KiB", "MFLOP/token", "tokens/s")
@@ -146,29 +149,27 @@ def table(summary: dict[str, Any]) -> Any:
     return found
 
 
-def page(rows: list[dict]) -> str:
-    """Return a page of charts against length that opens offline."""
-    import plotly.graph_objects as go
-
-    parts = []
-    charts = (("temp_bytes", "temporary bytes"), ("state_bytes", "state bytes of a sequence"))
-    charts += (("flops_per_token", "FLOPs a token"), ("seconds", "seconds"))
-    for field, title in charts:
-        figure = go.Figure()
-        for backend in BACKENDS:
-            for layer in LAYERS:
-                own = [r for r in rows if (r["backend"], r["layer"]) == (backend, layer) and r[field] is not None]
-                if not own or (field in ("state_bytes", "flops_per_token") and backend == "torch"):
-                    continue  # the same on both backends
-                line = {"color": COLORS[layer], "dash": "solid" if backend == "flax" else "dot"}
-                x, y = [row["length"] for row in own], [row[field] for row in own]
-                figure.add_scatter(x=x, y=y, name=f"{TITLES[layer]}, {backend}", line=line, mode="lines+markers")
-        figure.update_layout(title=title, xaxis_title="tokens of context", yaxis_title=title, height=420)
-        figure.update_xaxes(type="log", tickvals=sorted({row["length"] for row in rows}))
-        figure.update_yaxes(type="log", exponentformat="power")
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What context costs</title></head>'
-    return head + "<body><h1>What context costs: one layer</h1>" + "\n".join(parts) + "</body></html>\n"
+def charts(rows: list[dict]) -> str:
+    """A page of charts against length that opens offline."""
+    fields = {"temp_bytes": "temporary bytes", "state_bytes": "state bytes of a sequence"}
+    fields |= {"flops_per_token": "FLOPs a token", "seconds": "seconds"}
+    lengths, figures, sections = sorted({row["length"] for row in rows}), {}, []
+    for field, title in fields.items():
+        traces = []
+        for backend, layer in itertools.product(BACKENDS, LAYERS):
+            own = [r for r in rows if (r["backend"], r["layer"]) == (backend, layer) and r[field] is not None]
+            if not own or (field in ("state_bytes", "flops_per_token") and backend == "torch"):
+                continue  # the same on both backends
+            line = {"color": COLORS[layer], "dash": "solid" if backend == "flax" else "dot"}
+            traces.append({
+                "type": "scatter", "mode": "lines+markers", "line": line, "name": f"{TITLES[layer]}, {backend}",
+                "x": [row["length"] for row in own], "y": [row[field] for row in own],
+            })  # fmt: skip
+        x = {"type": "log", "tickvals": lengths, "title": {"text": "tokens of context"}}
+        y = {"type": "log", "exponentformat": "power", "title": {"text": title}}
+        figures[f"chart-{field}"] = {"data": traces, "layout": {"height": 420, "xaxis": x, "yaxis": y}}
+        sections.append(Section(field, title, page.chart(f"chart-{field}", figures[f"chart-{field}"])))
+    return page.render("What context costs: one layer", Markup(""), sections, figures, name="What context costs")
 
 
 def picture(summary: dict[str, Any]) -> str:

@@ -140,8 +140,10 @@ def _measured(settings: Speed, arm: str, number: int, workdir: Path, versions: d
         versions[arm] = _ask(worker, "start")["versions"]
         for network, read in _cases(settings, arm):
             for part in PARTS:
-                found = _ask(worker, "measure", network=_request(network, read), part=part, **size)
-                rows.append({"arm": arm, "network": network.name, "read": read, "part": part, "launch": number} | found)
+                answer = _ask(worker, "measure", network=_request(network, read), part=part, **size)
+                rows.append(
+                    {"arm": arm, "network": network.name, "read": read, "part": part, "launch": number} | answer
+                )
     return rows
 
 
@@ -150,8 +152,8 @@ def _peak(batch: int, length: int, arm: str, network: Network, read: str, workdi
     case = {"network": _request(network, read), "part": "forward_backward", "batch": batch, "length": length}
     with _worker(arm, workdir, is_malloc_tuned=False) as worker:
         _ask(worker, "start")
-        found = _ask(worker, "memory", **case)
-    return {"arm": arm, "network": network.name, "read": read, "length": length, "peak_bytes": found["peak_bytes"]}
+        answer = _ask(worker, "memory", **case)
+    return {"arm": arm, "network": network.name, "read": read, "length": length, "peak_bytes": answer["peak_bytes"]}
 
 
 def _slope(settings: Speed, workdir: Path) -> dict:
@@ -162,9 +164,9 @@ def _slope(settings: Speed, workdir: Path) -> dict:
         _ask(worker, "start")
         for length in settings.slope_lengths:
             size = {"batch": 1, "length": length, "repeats": settings.slope_repeats}
-            found = _ask(worker, "measure", network=network, part="forward_backward", **size)
-            point = {"length": length, "seconds": min(found["seconds"]), "temp_bytes": found["temp_bytes"]}
-            points.append(point | {"cpu_seconds": verdicts.median(found["cpu_seconds"])})
+            answer = _ask(worker, "measure", network=network, part="forward_backward", **size)
+            point = {"length": length, "seconds": min(answer["seconds"]), "temp_bytes": answer["temp_bytes"]}
+            points.append(point | {"cpu_seconds": verdicts.median(answer["cpu_seconds"])})
     return {"points": points, "exponent": exponent(points, "cpu_seconds")}
 
 
@@ -176,21 +178,21 @@ def exponent(points: list[dict], field: str) -> float:
 
 def _rates(settings: Speed, rows: list[dict]) -> list[dict]:
     """Return tokens a second of each case: medians over launches of the medians within."""
-    found, tokens = [], settings.batch * settings.length
+    rates, tokens = [], settings.batch * settings.length
     for key in dict.fromkeys((r["network"], r["arm"], r["read"], r["part"]) for r in rows):
         same = [r for r in rows if (r["network"], r["arm"], r["read"], r["part"]) == key]
         row = dict(zip(("network", "arm", "read", "part"), key, strict=True))
         for name, field in (("tokens_per_s", "seconds"), ("tokens_per_cpu_s", "cpu_seconds")):
             row[name] = tokens / verdicts.median([verdicts.median(r[field]) for r in same])
-        found.append(row)
-    return found
+        rates.append(row)
+    return rates
 
 
 def _ratios(rows: list[dict]) -> list[dict]:
-    """Return how many times faster jaxbench's arms are than titans-pytorch, with 95 % intervals over launches."""
+    """Speed of jaxbench's arms over titans-pytorch's, with 95 % intervals over launches."""
     peers = {(r["network"], r["part"], r["launch"]): r for r in rows if r["arm"] == "titans"}
     ours = [r for r in rows if r["arm"] != "titans"]
-    found = []
+    ratios = []
     for key in dict.fromkeys((r["network"], r["arm"], r["read"], r["part"]) for r in ours if peers):
         same = [r for r in ours if (r["network"], r["arm"], r["read"], r["part"]) == key]
         row = dict(zip(("network", "arm", "read", "part"), key, strict=True)) | {"bar": BARS[key[3]]}
@@ -198,8 +200,8 @@ def _ratios(rows: list[dict]) -> list[dict]:
             pairs = [(r[field], peers[r["network"], r["part"], r["launch"]][field]) for r in same]
             logs = [verdicts.log_ratio(mine, peer, higher_is_better=False) for mine, peer in pairs]
             row[name] = list(verdicts.t_interval(logs).ratio())
-        found.append(row)
-    return found
+        ratios.append(row)
+    return ratios
 
 
 def _memory_ratios(memory: list[dict]) -> list[dict]:
@@ -212,7 +214,7 @@ def _memory_ratios(memory: list[dict]) -> list[dict]:
 
 
 def tables(summary: dict[str, Any]) -> list[Any]:
-    """Return what a reader sees, as rich renderables."""
+    """Tables and sentences of a summary, for rich."""
     from rich.table import Table
 
     names = ("network", "arm", "read", "part", "tokens/s", "tokens/cpu-s", "x by the clock", "x by CPU", "wanted")
@@ -225,7 +227,7 @@ def tables(summary: dict[str, Any]) -> list[Any]:
             cells += ["{:.2f} [{:.2f}, {:.2f}]".format(*ratio[name]) for name in ("wall", "cpu")]
             cells.append(f"{ratio['bar']:g} {'reached' if ratio['cpu'][1] >= ratio['bar'] else 'MISSED'}")
         table.add_row(*cells)
-    found: list[Any] = [table]
+    parts: list[Any] = [table]
     memory = Table("network", "tokens", "arm", "read", "peak MiB", "1 / x", title="Peak memory, forward and backward")
     names = ("network", "length", "arm", "read")
     shares = {tuple(row[name] for name in names): f"{row['ratio']:.1f}" for row in summary["memory_ratios"]}
@@ -236,5 +238,5 @@ def tables(summary: dict[str, Any]) -> list[Any]:
     for point in summary["slope"]["points"]:
         cells = (f"{point['length']:,}", f"{point['cpu_seconds']:.3f}", f"{point['temp_bytes'] / 2**20:.1f}")
         slope.add_row(*cells)
-    found += [memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
-    return found + [f"{name} was left out: {reason}" for name, reason in summary["about"]["missing"].items()]
+    parts += [memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
+    return parts + [f"{name} was left out: {reason}" for name, reason in summary["about"]["missing"].items()]

@@ -39,15 +39,15 @@ def compile_programs(
     """
     devices = tpu_compile.devices(topology)
     from jaxbench import sharding
-    from jaxbench.measure import tpu_programs as programs
+    from jaxbench.measure import tpu_programs
 
     mesh = sharding.make_mesh({sharding.DATA: topology.num_chips, sharding.MODEL: 1}, devices)
-    abstract = programs.abstract_model(model, dtype="bfloat16", scan_layers=False)
+    abstract = tpu_programs.abstract_model(model, dtype="bfloat16", scan_layers=False)
     serve, fit = {"layout": "replicated", "batch": batch}, {"layout": "fsdp", "batch": batch}
     for make in (
-        lambda: programs.prefill(abstract, model, mesh, **serve, tokens=tokens),
-        lambda: programs.decode(abstract, model, mesh, **serve, length=tokens),
-        lambda: programs.train(abstract, model, mesh, **fit, tokens=tokens),
+        lambda: tpu_programs.prefill(abstract, model, mesh, **serve, tokens=tokens),
+        lambda: tpu_programs.decode(abstract, model, mesh, **serve, length=tokens),
+        lambda: tpu_programs.train(abstract, model, mesh, **fit, tokens=tokens),
     ):
         program = make()
         compiled = tpu_compile.compile_program(lambda p=program: p.jitted.lower(*p.arguments), topology)

@@ -157,8 +157,8 @@ class _Run:
 
     def about(self) -> dict:
         """Return machine, model, missing peers and the commit."""
-        found = environment.describe(threads=environment.usable_cores())
-        return {**found, "config": self.id, "model_sha256": assets.MODEL_SHA256, "missing": self.missing}
+        facts = environment.describe(threads=environment.usable_cores())
+        return {**facts, "config": self.id, "model_sha256": assets.MODEL_SHA256, "missing": self.missing}
 
     # Workers
 
@@ -225,13 +225,13 @@ class _Run:
         wanted, rows = self.settings.detection, []
         for case in cases(worker.name, wanted):
             try:
-                found = worker.request("measure", **case, repeats=wanted.repeats)
+                answer = worker.request("measure", **case, repeats=wanted.repeats)
             except WorkerError as error:
                 if error.fatal:
                     raise
                 self.missing[f"{worker.name} {benchmark_report.label(case['scheme'])} {case['part']}"] = str(error)
                 continue
-            rows.append({"kind": "detection", "arm": worker.name, "launch": number, "case": case, **found})
+            rows.append({"kind": "detection", "arm": worker.name, "launch": number, "case": case, **answer})
         return rows
 
     def _start(self, live: dict[str, Worker], arm: str, path: str) -> None:
@@ -260,8 +260,8 @@ class _Run:
         names = ("new_tokens", "rounds", "loop_steps", "loop_rounds")
         arguments = {name: getattr(wanted, name) for name in names}
         prompts = [[int(token) for token in prompt] for prompt in prompts]
-        found = self._generation.request("overhead", scheme=scheme, prompts=prompts, **arguments)
-        return [{"kind": "generation", "scheme": scheme, "batch_size": batch_size, **found}]
+        answer = self._generation.request("overhead", scheme=scheme, prompts=prompts, **arguments)
+        return [{"kind": "generation", "scheme": scheme, "batch_size": batch_size, **answer}]
 
     def close(self) -> None:
         """End the generation worker."""
@@ -290,12 +290,12 @@ class _Run:
             by_us = maker.request("generate", scheme=scheme, **prompts)["ids"]
             ids = by_peer + by_us + human
             theirs = peer.request("detect", scheme=MARKLLM_KGW, ids=ids)["detections"]
-            found = ours.request("detect", scheme=scheme, ids=ids)["detections"]
+            own = ours.request("detect", scheme=scheme, ids=ids)["detections"]
         finally:
             for worker in (peer, ours, maker):
                 worker.close()
         authors = ["markllm"] * len(by_peer) + ["jaxbench"] * len(by_us) + ["human"] * len(human)
-        return [{"kind": "verdict", "author": a, "theirs": t, "ours": o} for a, t, o in zip(authors, theirs, found)]
+        return [{"kind": "verdict", "author": a, "theirs": t, "ours": o} for a, t, o in zip(authors, theirs, own)]
 
 
 def cases(arm: str, wanted: Detection) -> list[dict]:
@@ -307,19 +307,19 @@ def cases(arm: str, wanted: Detection) -> list[dict]:
         ]
     if arm == "transformers":
         return [{"scheme": TRANSFORMERS_KGW, "part": part, "count": wanted.slow_peer_texts} for part in ("ids", "text")]
-    found = []
+    listed = []
     for index, scheme in enumerate(wanted.schemes):
         case = {"scheme": scheme.model_dump(mode="json"), "count": wanted.texts, "batch_size": wanted.texts}
-        found += [{**case, "part": part} for part in ("ids", "text", "evidence", "statistics")]
+        listed += [{**case, "part": part} for part in ("ids", "text", "evidence", "statistics")]
         if index:
             continue
-        found += [{**case, "part": part} for part in ("tokenise", "split")]
-        found.append({**case, "part": "identify", "keys": wanted.identify_keys})
-        found += [{**case, "part": "neural"}] if arm == "jax" else []
+        listed += [{**case, "part": part} for part in ("tokenise", "split")]
+        listed.append({**case, "part": "identify", "keys": wanted.identify_keys})
+        listed += [{**case, "part": "neural"}] if arm == "jax" else []
         for size in sorted(set(wanted.batch_sizes) - {wanted.texts}):
             count = min(wanted.texts, 64 * size)
-            found.append({**case, "part": "ids", "batch_size": size, "count": count})
-    return found
+            listed.append({**case, "part": "ids", "batch_size": size, "count": count})
+    return listed
 
 
 def ours_of(scheme: dict) -> dict:
@@ -340,13 +340,13 @@ def cut_texts(tokenizer: Any, documents: list[str], number: int, tokens: int) ->
     step = min(tokens, (len(ids) - tokens - 8) // max(1, number))
     if step < 1:
         raise ValueError(f"benchmark: the text has {len(ids)} tokens, too few for {number} texts of {tokens}")
-    texts, found = [], []
+    texts, ids_of_texts = [], []
     for start in range(0, len(ids), step):
         text = tokenizer.decode(ids[start : start + tokens + 8]).replace("\ufffd", "")
         encoded = tokenizer.encode(text, add_special=False)[:tokens]
         if len(encoded) == tokens:
             texts.append(tokenizer.decode(encoded))
-            found.append(encoded)
+            ids_of_texts.append(encoded)
         if len(texts) == number:
-            return texts, found
+            return texts, ids_of_texts
     raise ValueError(f"benchmark: the text gave {len(texts)} texts of {tokens} tokens, wanted {number}")

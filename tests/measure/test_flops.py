@@ -48,8 +48,8 @@ def test_train_traffic_of_a_chip_that_stores_a_quarter_by_hand():
     weights = 100 * 2 * 2 + 25 * (
         3 * 2 + 4 * 4
     )  # used: read twice; stored: weight, gradient twice, moments 4 x 4 bytes
-    assert flops.train_traffic(HAND, **shape) == weights + 4 * 2 * 3 * 16 * 2
-    assert flops.train_traffic(HAND, **shape, vocab_chips=4) == weights + 4 * 2 * 3 * 4 * 2
+    assert flops.train_cost(HAND, **shape).bytes == weights + 4 * 2 * 3 * 16 * 2
+    assert flops.train_cost(HAND, **shape, vocab_chips=4).bytes == weights + 4 * 2 * 3 * 4 * 2
 
 
 def test_smollm2_has_its_published_number_of_parameters():
@@ -96,4 +96,4 @@ def test_xla_counts_the_same_flops_within_its_elementwise_work(program):
     # XLA adds elementwise work: norms, softmax, rotary, and in training AdamW's dozen operations a parameter.
     elementwise = {"prefill": 0.04, "decode": 0.04, "train": 0.12}[program]
     assert 1.0 <= counted / cost.flops <= 1 + elementwise
-    assert np.isfinite(cost.intensity())
+    assert np.isfinite(cost.flops / cost.bytes)

@@ -121,7 +121,7 @@ def test_the_page_has_a_line_for_each_layer_and_backend(table):
          "state_bytes": each.state_bytes, "flops_per_token": 1.0}
         for (name, layer, length), each in table.items()
     ]  # fmt: skip
-    page = cost.page(rows)
+    page = cost.charts(rows)
     assert all(f"{title}, {name}" in page for title in cost.TITLES.values() for name in PARTS)
     assert cost.saving(rows, 2048)["torch"] > 8
     picture = cost.picture({"about": {"cpu": "a processor", "threads": 2}, "rows": rows})

@@ -88,7 +88,7 @@ def tpu_rows(view: View) -> list[TpuRow]:
 
 
 def verdict_counts(view: View, metrics: Sequence[str] = summary.SPEED) -> dict[str, int]:
-    """Return how often the JAX arms were faster, slower or undecided against the baseline, speed rows only."""
+    """Number of speed rows in which the JAX arms were faster, slower or undecided against the baseline."""
     counts = {"faster": 0, "slower": 0, "undecided": 0}
     for row in view.rows:
         if row.metric in metrics and row.arm in ("flax", "equinox") and row.verdict in counts:
@@ -107,7 +107,7 @@ def undecided(view: View) -> list[Row]:
 
 
 def program_notes(view: View) -> list[str]:
-    """Return what the compiled programs of Flax and Equinox share exactly, and where they differ."""
+    """Sentences: which FLOPs and bytes the compiled programs of Flax and Equinox share exactly, and which differ."""
     values: dict[tuple, dict[str, float]] = {}
     for row in view.rows:
         if row.metric in ("flops", "temp_bytes") and row.value is not None:

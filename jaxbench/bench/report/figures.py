@@ -74,7 +74,7 @@ def forest(view: View) -> Figure | None:
 
 
 def roofline(view: View) -> Figure | None:
-    """Return what share of the machine's measured rate each arm reached."""
+    """Bars of each arm's share of the machine's measured rate."""
     rows = [row for row in contents.find(view, SPEED) if row.share_of_roofline is not None]
     groups = _by_workload(rows)
     if not groups:

@@ -102,8 +102,8 @@ class Ours:
 
     def _statistics(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         detector = self._detector(scheme)
-        found = [detector.evidence(tokens, lengths, KEY) for tokens, lengths in self._batches(chunks)]
-        return lambda: [statistics.score(detector.scheme, one, vocab_size=self.vocab_size) for one in found]
+        evidence = [detector.evidence(tokens, lengths, KEY) for tokens, lengths in self._batches(chunks)]
+        return lambda: [statistics.score(detector.scheme, text, vocab_size=self.vocab_size) for text in evidence]
 
     def _identify(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         parsed, parts = self._detector(scheme).scheme, [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
@@ -120,9 +120,9 @@ class Ours:
 
         def call() -> None:
             for tokens, lengths in batches:
-                found = detector.evidence(tokens, lengths, KEY)
+                evidence = detector.evidence(tokens, lengths, KEY)
                 labels = np.zeros(len(tokens), np.float32)
-                score(features.Arrays(tokens, features.evidence(detector.scheme, found), found.scored, labels))
+                score(features.Arrays(tokens, features.evidence(detector.scheme, evidence), evidence.scored, labels))
 
         return call
 

@@ -55,18 +55,18 @@ class Generation:
             "plain_step": functools.partial(_decode, self.plain, prompts, new_tokens, None),
             "marked_step": functools.partial(_decode, marked, prompts, new_tokens, states or None),
         }
-        found = _in_turn(calls, rounds)
+        seconds = _in_turn(calls, rounds)
         loops = {
             "plain_loop": _loop(self.plain, len(prompts), self.vocab_size, (), loop_steps),
             "marked_loop": _loop(marked, len(prompts), self.vocab_size, states, loop_steps),
         }
-        return found | _in_turn(loops, loop_rounds)
+        return seconds | _in_turn(loops, loop_rounds)
 
     def generate(self, *, scheme: dict, prompts: list, new_tokens: int, seed: int) -> dict:
         """Continue prompts (ids) with a watermark; return the new ids."""
         watermark, state = self._watermark(scheme, len(prompts))
-        found = self._generator((watermark,))(prompts, max_new_tokens=new_tokens, seed=seed, processor_states=(state,))
-        return {"ids": found.tokens.tolist()}
+        output = self._generator((watermark,))(prompts, max_new_tokens=new_tokens, seed=seed, processor_states=(state,))
+        return {"ids": output.tokens.tolist()}
 
     def _watermark(self, scheme: dict, num_rows: int) -> tuple[Watermark, Any]:
         parsed = config.parse_scheme(scheme)
@@ -84,11 +84,11 @@ def _in_turn(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
     """Call each once to warm up, then all in turn, the order reversed every other round."""
     for call in calls.values():
         call()
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(calls[name]())
-    return found
+            seconds[name].append(calls[name]())
+    return seconds
 
 
 def _decode(generator: sample.Generator, prompts: list, new_tokens: int, states: Any) -> float:

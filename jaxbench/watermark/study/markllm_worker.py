@@ -44,16 +44,16 @@ class Session:
         """Time MarkLLM's own detection of the first `count` texts, one by one as it offers it; part: text or ids."""
         import torch
 
-        found = self._scheme(scheme)
+        watermark = self._scheme(scheme)
         tensors = [torch.tensor(ids) for ids in self.ids[:count]]
 
         def detect() -> None:
             if part == "text":
                 for text in self.texts[:count]:
-                    found.detect_watermark(text)
+                    watermark.detect_watermark(text)
             else:
                 for ids in tensors:
-                    found.utils.score_sequence(ids)
+                    watermark.utils.score_sequence(ids)
 
         return worker.timed(detect, repeats, warmup=0) | {"texts": len(tensors)}
 
@@ -85,8 +85,8 @@ class Session:
             ids = torch.tensor([prompt])
             mask = torch.ones_like(ids)
             with torch.inference_mode():
-                found = model.generate(ids, attention_mask=mask, logits_processor=processors, **settings)
-            rows.append(found[0, len(prompt) :].tolist())
+                output = model.generate(ids, attention_mask=mask, logits_processor=processors, **settings)
+            rows.append(output[0, len(prompt) :].tolist())
         return {"ids": rows}
 
     def _scheme(self, scheme: dict):
