@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxbench.bench import labels
@@ -76,32 +76,22 @@ def forest(view: View) -> Figure | None:
 def roofline(view: View) -> Figure | None:
     """Bars of each arm's share of the machine's measured rate."""
     rows = [row for row in contents.find(view, SPEED) if row.share_of_roofline is not None]
-    groups = _by_workload(rows)
-    if not groups:
-        return None
-    figure = _bars(groups, lambda row: 100 * row.share_of_roofline, lambda row: f"{100 * row.share_of_roofline:.0f} %")
-    figure["layout"]["xaxis"] |= {"title": {"text": "% of the rate measured on this machine"}, "rangemode": "tozero"}
-    return figure | {"line": 100.0}
+    share = lambda row: 100 * row.share_of_roofline
+    figure = _bars(rows, share, lambda row: f"{share(row):.0f} %", "% of the rate measured on this machine")
+    return figure and figure | {"line": 100.0}
 
 
 def seconds(view: View, metrics: Sequence[str]) -> Figure | None:
-    """Return bars of times: load, compile, first token."""
-    groups = _by_workload([row for row in contents.find(view, metrics) if row.value is not None])
-    if not groups:
-        return None
-    figure = _bars(groups, lambda row: row.value, lambda row: labels.value(row.value, "s"))
-    figure["layout"]["xaxis"] |= {"title": {"text": "seconds (less is better)"}, "rangemode": "tozero"}
-    return figure
+    """Bars of times: load, compile, first token."""
+    rows = [row for row in contents.find(view, metrics) if row.value is not None]
+    return _bars(rows, lambda row: row.value, lambda row: labels.value(row.value, "s"), "seconds (less is better)")
 
 
 def memory(view: View) -> Figure | None:
-    """Return bars of peak host memory above the level after imports."""
-    groups = _by_workload([row for row in contents.find(view, ("peak_memory_bytes",)) if row.value is not None])
-    if not groups:
-        return None
-    figure = _bars(groups, lambda row: row.value / 2**20, lambda row: labels.value(row.value, "bytes"))
-    figure["layout"]["xaxis"] |= {"title": {"text": "MiB (less is better)"}, "rangemode": "tozero"}
-    return figure
+    """Bars of peak host memory above the level after imports."""
+    rows = [row for row in contents.find(view, ("peak_memory_bytes",)) if row.value is not None]
+    shown = lambda row: labels.value(row.value, "bytes")
+    return _bars(rows, lambda row: row.value / 2**20, shown, "MiB (less is better)")
 
 
 def tpu(view: View) -> Figure | None:
@@ -168,18 +158,19 @@ def heading(metric: str, load: Workload) -> str:
     return ": ".join(part for part in (labels.METRICS.get(metric, metric), shown) if part)
 
 
-def _bars(groups: Sequence[tuple[str, list[Row]]], number, text) -> Figure:
-    """Return horizontal bars of rows in their arm's colour, a trace an arm."""
+def _bars(rows: Sequence[Row], value: Callable[[Row], float], text: Callable[[Row], str], axis: str) -> Figure | None:
+    """Horizontal bars of rows in their arm's colour, a trace an arm; None without rows."""
+    if not rows:
+        return None
+    groups = _by_workload(rows)
     layout = sections([(heading, [labels.arm(row.arm) for row in rows]) for heading, rows in groups])
-    found: dict[str, tuple[list, list, list]] = {}
+    traces: dict[str, tuple[list, list, list]] = {}
     for (_, rows), places in zip(groups, layout.y, strict=True):
         for row, y in zip(rows, places, strict=True):
-            x, ys, texts = found.setdefault(row.arm, ([], [], []))
-            x.append(number(row))
-            ys.append(y)
-            texts.append(text(row))
-    data = [_bar_trace(labels.arm(name), labels.color(name), *lists) for name, lists in found.items()]
-    return _rows_figure(data, layout, {})
+            for column, cell in zip(traces.setdefault(row.arm, ([], [], [])), (value(row), y, text(row)), strict=True):
+                column.append(cell)
+    data = [_bar_trace(labels.arm(name), labels.color(name), *columns) for name, columns in traces.items()]
+    return _rows_figure(data, layout, {"title": {"text": axis}, "rangemode": "tozero"})
 
 
 def _bar_trace(name: str, color: str, x: list[float], y: list[float], text: list[str]) -> Figure:
