@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxbench import terminal
+from jaxbench import outputs, terminal
 from jaxbench.config import TransformerConfig
 from jaxbench.initial import parameter_shapes
 
@@ -51,9 +51,7 @@ class Records:
         if not self.is_written:
             return
         kept = [record for record in self.read() if record["step"] <= step]
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
-        os.replace(temporary, self.path)
+        outputs.write_text(self.path, "".join(map(_line, kept)))
 
     def add(self, records: list[dict[str, Any]]) -> None:
         """Append whole lines and wait until they are on disk, so that no checkpoint is ahead of them."""

@@ -6,10 +6,12 @@ the same command, by whatever name: paths are compared as files, so that links c
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +73,66 @@ def is_same(path: str | Path, other: str | Path) -> bool:
         return False
 
 
-def write_json(path: Path, value: Any) -> None:
+@contextlib.contextmanager
+def whole(path: str | Path) -> Iterator[Path]:
+    """A temporary path to write to, which takes the place of `path` when the block ends without an error.
+
+    So a file is whole or as it was before, also when the process is killed; its folder is made.
+
+    Raises:
+      OSError: it cannot be written; `filename` is the file itself.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(temporary)):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+@contextlib.contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `folder` when the block ends without an error, and else is removed.
+
+    Raises:
+      OSError: something that is no empty folder is in its place then.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        made = Path(temporary) / folder.name
+        made.mkdir()
+        yield made
+        os.rename(made, folder)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
     """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also when the process is killed; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+    """Write rows as a CSV file, whole or not at all.
+
+    Args:
+      columns: their order; unset: every column in the order of first appearance. A row leaves out what it lacks.
+    """
+    columns = columns or list(dict.fromkeys(name for row in rows for name in row))
+    with whole(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def read_json(path: Path) -> Any:

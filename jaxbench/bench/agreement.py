@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxbench.bench import arm_table, wording
-from jaxbench.bench.records import Record
+from jaxbench.bench import labels
+from jaxbench.bench.arms import arm_table
+from jaxbench.measure.records import Record
 
 # Relative, between arms' first losses; autocast and all-bfloat16 activations round at different places.
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -53,15 +54,15 @@ def near_tie(reference: Sequence[float], other: Sequence[float], device: str) ->
     error = float(np.abs(left - right).max())
     relative = float(np.linalg.norm(left - right) / np.linalg.norm(left))
     is_tie = relative <= LOGIT_TOLERANCE[device] and first - second < TIE_FACTOR * error
-    found = {"margin": float(first - second), "logit_error": error, "logit_error_relative": relative}
-    return found | {"near_tie": bool(is_tie)}
+    detail = {"margin": float(first - second), "logit_error": error, "logit_error_relative": relative}
+    return detail | {"near_tie": bool(is_tie)}
 
 
-def failures(found: Sequence[Record]) -> list[str]:
+def failures(records: Sequence[Record]) -> list[str]:
     """Return one sentence for each float32 output that differs from the reference's by more than a near tie."""
     return [
         f"tokens: {_parting(record)}"
-        for record in found
+        for record in records
         if record.metric == "tokens"
         and record.value == 0.0
         and record.workload.dtype == "float32"
@@ -70,10 +71,10 @@ def failures(found: Sequence[Record]) -> list[str]:
     ]
 
 
-def notes(found: Sequence[Record]) -> list[str]:
+def notes(records: Sequence[Record]) -> list[str]:
     """Return one sentence a workload: whether every arm gave the same output, or which part, and where."""
     groups: dict[str, dict[str, Record]] = defaultdict(dict)
-    for record in found:
+    for record in records:
         if record.metric == "tokens" and record.status == "ok":
             groups[record.workload.label()][record.arm] = record  # of the last launch
     sentences = []
@@ -81,7 +82,7 @@ def notes(found: Sequence[Record]) -> list[str]:
         if len(arms) < 2:
             continue
         parting = [_parting(record) for record in arms.values() if record.value == 0.0]
-        equal = ", ".join(wording.arm(name) for name, record in arms.items() if record.value != 0.0)
+        equal = ", ".join(labels.arm(name) for name, record in arms.items() if record.value != 0.0)
         sentences += [f"{label}: equal on {equal}" if not parting else f"{label}: differs: {'; '.join(parting)}"]
     return sentences
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from jaxbench import initial, prompts
-from jaxbench.bench import environment, flops
-from jaxbench.bench.records import Workload
 from jaxbench.bench.suite import Roofline, Suite
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import environment, flops
+from jaxbench.measure.records import Workload
 from jaxbench.train_config import TrainConfig
 
 IMPORT_BYTES = 450 * 2**20  # resident set of one worker after its imports: 250 (jax) to 450 MB (transformers), measured
 
 
 def inference_bytes(config: TransformerConfig, load: Workload) -> int:
-    """Return what one worker needs for a prefill or decode workload: weights, cache, largest activations.
+    """Bytes that one worker needs for a prefill or decode workload: weights, cache, largest activations.
 
     Sizes are those of the padded bucket. The cache counts twice (prefill's and its padded copy), and so does each
     layer's widest intermediate (the value and what is computed from it).
@@ -28,7 +28,7 @@ def inference_bytes(config: TransformerConfig, load: Workload) -> int:
 
 
 def train_bytes(config: TransformerConfig, load: Workload, *, weights: str | None = None) -> int:
-    """Return what one worker needs for an AdamW step: weights, gradients, two moments, every layer's activations.
+    """Bytes that one worker needs for an AdamW step: weights, gradients, two moments, every layer's activations.
 
     `weights` is the type of weights and moments where it is not that of the products.
     """

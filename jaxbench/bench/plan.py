@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbench import assets, config, launch
-from jaxbench.bench import chips, environment, estimate
+from jaxbench.bench import estimate
 from jaxbench.bench import suite as suites
-from jaxbench.bench.records import Record, Workload, now_utc
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, environment
+from jaxbench.measure.records import Record, Workload, now_utc
 from jaxbench.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,9 +65,9 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
     launch.check_attached(device)
     for topology in suite.tpu.topologies:
         chips.parse_topology(topology)
-    for one in suite.tpu.runs:
-        chips.parse_topology(one.topology)
-        config.load(ROOT / one.config, one.set, TrainConfig)
+    for run in suite.tpu.runs:
+        chips.parse_topology(run.topology)
+        config.load(ROOT / run.config, run.set, TrainConfig)
     threads = suite.threads or environment.usable_cores()
     if threads > environment.usable_cores():
         raise ValueError(f"suite: threads={threads}, this process may use {environment.usable_cores()} cores")

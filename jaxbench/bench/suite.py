@@ -7,10 +7,10 @@ from typing import Literal
 import pydantic
 
 from jaxbench import config
-from jaxbench.bench import arm_table
-from jaxbench.bench.arm_table import ARMS
-from jaxbench.bench.records import Workload
+from jaxbench.bench.arms import arm_table
+from jaxbench.bench.arms.arm_table import ARMS
 from jaxbench.config import Base
+from jaxbench.measure.records import Workload
 
 RUN_ARMS = arm_table.names("has_run_step")  # those that train.form=run has
 Arm = Literal[tuple(ARMS)]
@@ -41,7 +41,7 @@ class TrainStep(Base):
     """One AdamW step of a shallow model of the default model's width (never the full depth: time and memory).
 
     Two forms: "plain" is train.py's, weights and moments in dtype; "run" is the step of experiments/train.py, weights
-    and moments in float32, products in dtype, gradients clipped (bench/arms_run.py), and its MFU is reported too.
+    and moments in float32, products in dtype, gradients clipped (bench/arms/run_step.py), and its MFU is reported too.
     """
 
     enabled: bool = True
@@ -108,7 +108,7 @@ class TpuRun(Base):
     set: tuple[str, ...] = ()  # changes of its keys: parallel.mesh.stage=4
 
     def name(self) -> str:
-        """Return what identifies it in a result file."""
+        """Its name in a result file: slice, configuration, changes."""
         return " ".join([self.topology, self.config, *self.set])
 
 

@@ -22,8 +22,8 @@ from pydantic import Field
 
 from jaxbench import config as config_module
 from jaxbench import initial
-from jaxbench.bench import statistics
 from jaxbench.config import Base, TransformerConfig
+from jaxbench.measure import verdicts
 from jaxbench.memory import decoder_config, text_task
 from jaxbench.memory.decoder_config import DecoderMemory
 from jaxbench.memory.fields import Length, Rate, Seed, Several
@@ -332,5 +332,5 @@ def _interval(values: Sequence[float]) -> tuple[float | None, float | None, floa
     """Mean and 95 % t-interval (mean, low, high); one value has no interval, no value no mean."""
     if not values:
         return None, None, None
-    interval = statistics.t_interval(values)
+    interval = verdicts.t_interval(values)
     return (interval.mean, interval.low, interval.high) if len(values) > 1 else (interval.mean, None, None)

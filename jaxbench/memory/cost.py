@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pydantic
+from markupsafe import Markup
 from pydantic import Field
 
-from jaxbench.bench import environment, line_picture, records, statistics
-from jaxbench.bench.line_picture import Axis, Line, Panel, Point
+from jaxbench import outputs
 from jaxbench.config import Base
+from jaxbench.measure import environment, line_picture, page, verdicts
+from jaxbench.measure.line_picture import Axis, Line, Panel, Point
+from jaxbench.measure.page import Section
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
@@ -114,17 +117,17 @@ def run(settings: Cost, workdir: str | Path, parts: Mapping[str, Any]) -> dict[s
             flops = measured["torch"].flops
             for name, costs in measured.items():
                 fits = costs.temp_bytes <= settings.max_bytes and flops <= settings.max_flops
-                seconds = statistics.median(parts[name].seconds(*shape, settings.repeats)) if fits else None
+                seconds = verdicts.median(parts[name].seconds(*shape, settings.repeats)) if fits else None
                 row = {"backend": name, "layer": layer, "length": length, "temp_bytes": costs.temp_bytes}
                 row |= {"state_bytes": costs.state_bytes, "flops_per_token": flops / length, "seconds": seconds}
                 rows.append(row)
             print(f"    {length:,} tokens, {TITLES[layer]}", file=sys.stderr, flush=True)
     about = environment.describe(threads=environment.usable_cores())
     summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
-    records.write_json(workdir / "summary.json", summary)
-    records.write_csv(workdir / "cost.csv", rows)
-    records.write_text(workdir / "cost.html", page(rows))
-    records.write_text(workdir / "cost.svg", picture(summary))
+    outputs.write_json(workdir / "summary.json", summary)
+    outputs.write_csv(workdir / "cost.csv", rows)
+    outputs.write_text(workdir / "cost.html", charts(rows))
+    outputs.write_text(workdir / "cost.svg", picture(summary))
     return summary
 
 
@@ -158,25 +161,24 @@ def _series(rows: list[dict], field: str) -> Iterator[tuple[str, str, list[dict]
                 yield backend, layer, own
 
 
-def page(rows: list[dict]) -> str:
+def charts(rows: list[dict]) -> str:
     """HTML page of charts against length, which opens offline."""
-    import plotly.graph_objects as go
-
-    parts = []
-    charts = (("temp_bytes", "temporary bytes"), ("state_bytes", "state bytes of a sequence"))
-    charts += (("flops_per_token", "FLOPs a token"), ("seconds", "seconds"))
-    for field, title in charts:
-        figure = go.Figure()
+    fields = {"temp_bytes": "temporary bytes", "state_bytes": "state bytes of a sequence"}
+    fields |= {"flops_per_token": "FLOPs a token", "seconds": "seconds"}
+    lengths, figures, sections = sorted({row["length"] for row in rows}), {}, []
+    for field, title in fields.items():
+        traces = []
         for backend, layer, own in _series(rows, field):
             line = {"color": COLORS[layer], "dash": "solid" if backend == "flax" else "dot"}
-            x, y = [row["length"] for row in own], [row[field] for row in own]
-            figure.add_scatter(x=x, y=y, name=f"{TITLES[layer]}, {backend}", line=line, mode="lines+markers")
-        figure.update_layout(title=title, xaxis_title="tokens of context", yaxis_title=title, height=420)
-        figure.update_xaxes(type="log", tickvals=sorted({row["length"] for row in rows}))
-        figure.update_yaxes(type="log", exponentformat="power")
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What context costs</title></head>'
-    return head + "<body><h1>What context costs: one layer</h1>" + "\n".join(parts) + "</body></html>\n"
+            traces.append({
+                "type": "scatter", "mode": "lines+markers", "line": line, "name": f"{TITLES[layer]}, {backend}",
+                "x": [row["length"] for row in own], "y": [row[field] for row in own],
+            })  # fmt: skip
+        x = {"type": "log", "tickvals": lengths, "title": {"text": "tokens of context"}}
+        y = {"type": "log", "exponentformat": "power", "title": {"text": title}}
+        figures[f"chart-{field}"] = {"data": traces, "layout": {"height": 420, "xaxis": x, "yaxis": y}}
+        sections.append(Section(field, title, page.chart(f"chart-{field}", figures[f"chart-{field}"])))
+    return page.render("What context costs: one layer", Markup(""), sections, figures, name="What context costs")
 
 
 def picture(summary: dict[str, Any]) -> str:

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from jaxbench import cli
-from jaxbench.bench import tpu, tpu_train
+from jaxbench.bench import tpu_train
+from jaxbench.measure import tpu_compile
 from jaxbench.memory.train_config import MemoryTrainConfig
 
 
@@ -20,6 +21,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    tpu.start_anew()
+    tpu_compile.start_anew()
     tpu_train.define_flags("configs/ltm/mac.yaml")
     cli.run(main, about=__doc__)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxbench import terminal
-from jaxbench.bench import environment
+from jaxbench import outputs, terminal
+from jaxbench.measure import environment
 from jaxbench.watermark import evaluate_page as page
 from jaxbench.watermark import evaluate_summary as summaries
 from jaxbench.watermark.evaluate_config import CLEAN, Evaluate
@@ -49,8 +49,6 @@ def write(
     settings: Evaluate, material: Any, results: dict[str, Any], workdir: Path, *, console: Any = None
 ) -> dict[str, Any]:
     """Write results.json, results.csv and report.html, print the table, and return what results.json holds."""
-    from jaxbench.bench.report import replace_file
-
     stored = json.loads((workdir / "evaluate.json").read_text(encoding="utf-8"))
     content = {
         "config_id": stored["config_id"],
@@ -62,9 +60,9 @@ def write(
         "summary": summaries.summarize(settings, results),
     }
     shown = {name: results["arms"][name]["show"] for name in settings.schemes}
-    replace_file(workdir / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-    replace_file(workdir / "results.csv", csv_text(content))
-    replace_file(workdir / "report.html", page.render(content, shown))
+    outputs.write_text(workdir / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+    outputs.write_text(workdir / "results.csv", csv_text(content))
+    outputs.write_text(workdir / "report.html", page.render(content, shown))
     show(content, workdir, console=console)
     return content
 

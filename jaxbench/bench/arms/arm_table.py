@@ -1,0 +1,40 @@
+"""The arms of the comparison: the one table that everything which lists arms is made from (S file).
+
+A new backend is one row: suites take it, the roofline measures its array library, verdicts count it, float32 outputs
+are held to the baseline's, and the report has its name and colour. tests/bench/arms/test_arm_table.py holds that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ArmRow(NamedTuple):
+    """What is known of an arm before its library is imported."""
+
+    module: str  # where its class is
+    attribute: str  # the class's name there
+    label: str  # as people know it
+    color: str  # readable on white and on near-black alike: contrast at least 3:1 against both
+    library: str | None = None  # its array library, whose rates make the roofline, one arm a library; None = has none
+    is_judged: bool = False  # one of jaxbench's own: its verdicts are counted, its model is proven in float64
+    has_run_step: bool = False  # offers train.form=run, the step of experiments/train.py
+    has_own_weights: bool = False  # computes with narrower values by design: its outputs are shown, never judged
+
+
+ARMS = {
+    "flax": ArmRow("jaxbench.bench.arms.jax_arms", "FlaxArm", "Flax NNX", "#3b82f6", "XLA", is_judged=True,
+                   has_run_step=True),
+    "equinox": ArmRow("jaxbench.bench.arms.jax_arms", "EquinoxArm", "Equinox", "#0d9f8c", "XLA", is_judged=True),
+    "torch_eager": ArmRow("jaxbench.bench.arms.torch_arms", "EagerArm", "PyTorch eager", "#e5722a", "PyTorch",
+                          has_run_step=True),
+    "torch_compile": ArmRow("jaxbench.bench.arms.torch_arms", "CompiledArm", "PyTorch compiled", "#c2568f", "PyTorch",
+                            has_run_step=True),
+    "transformers": ArmRow("jaxbench.bench.arms.peers", "TransformersArm", "HF transformers", "#8b8f98", "PyTorch"),
+    "llama_cpp": ArmRow("jaxbench.bench.arms.peers", "LlamaCppArm", "llama.cpp", "#9061d6", has_own_weights=True),
+}  # fmt: skip
+
+
+def names(quality: str) -> tuple[str, ...]:
+    """Names of the arms whose row says True under `quality`, e.g. "is_judged", in the table's order."""
+    return tuple(name for name, row in ARMS.items() if getattr(row, quality))

@@ -1,0 +1,166 @@
+"""What the report shows, gathered once from records and the run's folder (S file)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench.bench import agreement, labels, summary
+from jaxbench.bench.arms import arm_table
+from jaxbench.bench.suite import Suite
+from jaxbench.bench.summary import Row
+from jaxbench.measure.records import Record
+
+TPU_PROGRAMS = ("prefill", "decode", "train")
+
+
+class View(NamedTuple):
+    """Everything that tables, page, picture, CSV and scalars are made of."""
+
+    rows: list[Row]
+    records: list[Record]
+    arms: list[str]  # in the suite's order, those with any record
+    baseline: str
+    parity: dict[str, dict[str, Any]]  # arm -> the parity record's detail
+    environment: dict[str, Any]
+    suite: Suite
+    config_id: str
+    agreement: list[str]  # one sentence a workload
+    drift: float  # share the control loop moved by
+
+
+class TpuRow(NamedTuple):
+    """One program on one slice: the figures by metric without the `tpu_` prefix, and their details."""
+
+    topology: str
+    label: str
+    short: str
+    figures: dict[str, float]
+    details: dict[str, dict[str, Any]]
+    problem: str  # why there are no figures
+
+
+def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
+    """Return the view of a finished or interrupted run."""
+    rows = summary.rows(records, suite.verdicts)
+    seen = {row.arm for row in rows}
+    parity = {record.arm: record.detail for record in records if record.metric == "parity" and record.detail}
+    environment = _read_json(workdir / "environment.json")
+    return View(
+        rows=rows,
+        records=list(records),
+        arms=[name for name in suite.arms if name in seen],
+        baseline=suite.verdicts.baseline,
+        parity=parity,
+        environment=environment,
+        suite=suite,
+        config_id=next((record.config_id for record in records if record.config_id), ""),
+        agreement=agreement.notes(records),
+        drift=summary.control_drift(records),
+    )
+
+
+def find(view: View, metrics: Sequence[str]) -> list[Row]:
+    """Return the rows of these metrics, ordered by metric, then workload, then arm."""
+    order = {name: index for index, name in enumerate(view.arms)}
+    places: dict[tuple, int] = {}
+    for row in view.rows:
+        places.setdefault((row.metric, row.workload), len(places))
+    found = [row for row in view.rows if row.metric in metrics and row.arm in order]
+    return sorted(found, key=lambda row: (metrics.index(row.metric), places[row.metric, row.workload], order[row.arm]))
+
+
+def tpu_rows(view: View) -> list[TpuRow]:
+    """Return one row for each program compiled for a slice, and one for each slice that failed."""
+    groups: dict[tuple, TpuRow] = {}
+    for record in view.records:
+        if not record.metric.startswith("tpu") or (record.metric == "tpu" and record.status == "ok"):
+            continue
+        label = labels.workload(record.workload)
+        short = f"{record.workload.kind} {labels.short(record.workload)}".removeprefix("none").strip()
+        row = groups.setdefault((record.device, label), TpuRow(record.device, label, short, {}, {}, record.reason))
+        name = record.metric.removeprefix("tpu_")
+        row.details[name] = record.detail
+        if record.value is not None:
+            row.figures[name] = record.value
+    return list(groups.values())
+
+
+def verdict_counts(view: View, metrics: Sequence[str] = summary.SPEED) -> dict[str, int]:
+    """Number of speed rows in which jaxbench's own arms were faster, slower or undecided against the baseline."""
+    counts, own = {"faster": 0, "slower": 0, "undecided": 0}, arm_table.names("is_judged")
+    for row in view.rows:
+        if row.metric in metrics and row.arm in own and row.verdict in counts:
+            counts[row.verdict] += 1
+    return counts
+
+
+def missing(view: View) -> list[Row]:
+    """Return the rows without a value: skipped or failed, with their reason."""
+    return [row for row in view.rows if row.value is None and row.reason]
+
+
+def undecided(view: View) -> list[Row]:
+    """Return the compared rows whose interval holds 1."""
+    return [row for row in view.rows if row.verdict == "undecided"]
+
+
+def program_notes(view: View) -> list[str]:
+    """Sentences: which FLOPs and bytes the programs of two of jaxbench's own arms share exactly, and which differ."""
+    values: dict[tuple, dict[str, float]] = {}
+    for row in view.rows:
+        if row.metric in ("flops", "temp_bytes") and row.value is not None:
+            values.setdefault((row.metric, row.workload), {})[row.arm] = row.value
+    notes = []
+    for one, other in itertools.combinations(arm_table.names("is_judged"), 2):
+        pairs = {key: (arms[one], arms[other]) for key, arms in values.items() if {one, other} <= arms.keys()}
+        if not pairs:
+            continue
+        first, second, same = one.capitalize(), other.capitalize(), sum(a == b for a, b in pairs.values())
+        notes.append(
+            f"{first} and {second} compile to programs of equal FLOPs and temp bytes: {same} of {len(pairs)} figures "
+            "agree"
+        )
+        notes += [
+            f"{labels.METRICS[metric]}, {labels.workload(load)}: {first} {a:.0f}, {second} {b:.0f}"
+            for (metric, load), (a, b) in pairs.items()
+            if a != b
+        ]
+    return notes
+
+
+def headline(view: View) -> list[tuple[str, str, str]]:
+    """Return up to four (figure, what, remark): decode of Flax, its ratio to the user's pick, parity, verdicts."""
+    cards = []
+    decode = [row for row in view.rows if row.metric == "decode_tokens_per_s" and row.arm == "flax" and row.value]
+    if decode:
+        first = decode[0]
+        shown = labels.workload(first.workload, with_kind=False)
+        cards.append((f"{labels.significant(first.value)} tokens/s", "Flax decode", shown))
+        peer = next((r for r in view.rows if r[:2] == first[:2] and r.arm == "transformers" and r.value), None)
+        if peer:
+            cards.append((f"{first.value / peer.value:.2f}×", "Hugging Face generate", f"Flax decode, {shown}"))
+    steps = [row for row in view.rows if row.metric == "train_tokens_per_s" and row.arm == "flax" and row.value]
+    if steps and not decode:
+        shown = labels.workload(steps[0].workload, with_kind=False)
+        cards.append((f"{labels.significant(steps[0].value)} tokens/s", "Flax train step", shown))
+    if view.parity:
+        passed = "passed" if all(detail.get("passed") for detail in view.parity.values()) else "FAILED"
+        shown = f"{max(float(detail.get('worst', 'nan')) for detail in view.parity.values()):.1e}"
+        cards.append((shown, f"float64 proof {passed}", "worst relative difference to PyTorch of any module"))
+    counts = verdict_counts(view)
+    if sum(counts.values()):
+        text = f"{counts['faster']} / {counts['slower']} / {counts['undecided']}"
+        cards.append((text, "faster / slower / undecided", f"JAX arms against {labels.arm(view.baseline)}"))
+    return cards
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,197 @@
+"""Collectives of a compiled program, read from its HLO text (S file).
+
+Each collective is counted with the bytes of its result and the bytes one chip must send on a ring: all-gather and
+reduce-scatter (n-1)/n of the full size, all-reduce twice that, all-to-all (n-1)/n, collective-permute its size
+(Chan et al. 2007, "Collective communication: theory, practice, and experience", table 2). An asynchronous pair counts
+once, at its start; so does a TPU collective that is spread over several fusions (they share chain_id and channel_id).
+An all-reduce inside a fusion called all-reduce-scatter is the TPU's form of reduce-scatter. The body of a `while`
+counts as often as the loop runs (its `known_trip_count`, else the constant that its condition counts up to from 0),
+and once where that is unknown; those are reported.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
+_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\))?\s*(?:->.*)?\{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+) = (.*)$")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
+    r"(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
+
+
+class Collective(NamedTuple):
+    """One kind's total over a program run, per chip."""
+
+    kind: str
+    count: int  # executions
+    result_bytes: int  # bytes of the results
+    sent_bytes: int  # bytes one chip must send
+    unknown_loops: int  # of those, inside a loop whose trip count is not known (counted once)
+
+
+class _Instruction(NamedTuple):
+    opcode: str
+    shape: str
+    line: str
+
+
+def collectives(text: str, num_chips: int) -> dict[str, Collective]:
+    """Return the collectives of one run of the program by kind; kinds that do not occur are left out."""
+    computations, entry = _parse(text)
+    totals: dict[str, Collective] = {}
+    chains: set[tuple[str, str]] = set()
+    for instruction, times, is_unknown, parent in _walk(computations, entry, 1, False):
+        kind = instruction.opcode.removesuffix("-start")
+        chain = _chain(instruction.line)
+        if chain in chains:
+            continue
+        if chain:
+            chains.add(chain)
+        size = _result_bytes(instruction)
+        group = _group_size(instruction.line, num_chips)
+        if group <= 1 and kind != "collective-permute":
+            continue  # a group of one chip moves nothing
+        if kind == "all-reduce" and parent.startswith("all-reduce-scatter"):
+            kind, size = "reduce-scatter", size // group
+        old = totals.get(kind, Collective(kind, 0, 0, 0, 0))
+        totals[kind] = Collective(
+            kind,
+            old.count + times,
+            old.result_bytes + times * size,
+            old.sent_bytes + times * int(size * _sent_factor(kind, group)),
+            old.unknown_loops + is_unknown,
+        )
+    return {kind: totals[kind] for kind in KINDS if kind in totals}
+
+
+def shape_bytes(shape: str) -> list[int]:
+    """Return the bytes of every array of an HLO shape, a tuple's in order."""
+    return [math.prod(int(d) for d in dims.split(",") if d) * _bits(kind) // 8 for kind, dims in _SHAPE.findall(shape)]
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """Split the text into computations; return them and the entry's name."""
+    computations: dict[str, list[_Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if current is None:
+            head = _COMPUTATION.match(line) if line and not line[0].isspace() and "HloModule" not in line else None
+            if head:
+                current = head.group(2)
+                computations[current] = []
+                entry = current if head.group(1) else entry
+        elif line.rstrip() == "}":  # a kernel's metadata may go over several lines, one of which begins so too
+            current = None
+        elif match := _INSTRUCTION.match(line):
+            shape, opcode = _split_instruction(match.group(2))
+            computations[current].append(_Instruction(opcode, shape, line))
+    if not entry:
+        raise ValueError(f"hlo: no ENTRY computation in a text of {len(text)} characters")
+    return computations, entry
+
+
+def _split_instruction(rest: str) -> tuple[str, str]:
+    """Split `shape opcode(operands)...`; a tuple shape is in balanced parentheses, layouts hold more of them."""
+    depth, end = 0, len(rest)
+    for index, character in enumerate(rest):
+        depth += (character in "({[") - (character in ")}]")
+        if depth == 0 and character == " ":
+            end = index
+            break
+    opcode = re.match(r"\s*([a-z][a-z0-9\-]*)\(", rest[end:])
+    return rest[:end], opcode.group(1) if opcode else ""
+
+
+def _walk(
+    computations: dict[str, list[_Instruction]], name: str, times: int, is_unknown: bool
+) -> Iterator[tuple[_Instruction, int, bool, str]]:
+    """Yield every collective reachable from a computation, how often it runs, and the computation it is in."""
+    for instruction in computations.get(name, []):
+        if instruction.opcode.removesuffix("-start") in KINDS:
+            yield instruction, times, is_unknown, name
+            continue
+        if instruction.opcode in ("async-update", "async-done"):
+            continue  # they name the computation that their async-start already ran
+        inner_times, inner_unknown = times, is_unknown
+        if instruction.opcode == "while":
+            trips = _trip_count(computations, instruction.line)
+            inner_times, inner_unknown = times * (trips or 1), is_unknown or trips is None
+        for several, one in _CALLED.findall(instruction.line):
+            for called in re.split(r",\s*", several or one):
+                yield from _walk(computations, called.lstrip("%"), inner_times, inner_unknown)
+
+
+def _trip_count(computations: dict[str, list[_Instruction]], line: str) -> int | None:
+    """Trip count of a loop: what the compiler says, else the one bound its condition compares with."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+        return int(known.group(1))
+    name = re.search(r"condition=%?([\w.\-]+)", line)
+    condition = computations.get(name.group(1), []) if name else []
+    bounds = [m.group(1) for i in condition if (m := re.search(r"= s32\[\]\S* constant\((\d+)\)", i.line))]
+    is_plain = any(i.opcode == "compare" and "direction=LT" in i.line for i in condition)
+    return int(bounds[0]) if is_plain and len(bounds) == 1 else None
+
+
+def _chain(line: str) -> tuple[str, str] | None:
+    """The ids that the parts of one spread collective share; None for a whole one."""
+    chain, channel = re.search(r'chain_id="(\d+)"', line), re.search(r"channel_id=(\d+)", line)
+    return (chain.group(1), channel.group(1)) if chain and channel else None
+
+
+def _result_bytes(instruction: _Instruction) -> int:
+    """Return the bytes of the result; a start's tuple is (operands, results, contexts): the larger half counts."""
+    sizes = shape_bytes(instruction.shape)
+    if not instruction.opcode.endswith("-start") or not instruction.shape.startswith("("):
+        return sum(sizes)
+    if instruction.opcode == "all-reduce-start":
+        return sum(sizes)  # its shape is the result's alone, a tuple only when several arrays are reduced together
+    inner = _tuple_parts(instruction.shape)
+    return sum(shape_bytes(inner[1])) if len(inner) > 1 else sum(sizes)
+
+
+def _tuple_parts(shape: str) -> list[str]:
+    """Split a tuple shape at its top-level commas."""
+    parts, depth, start = [], 0, 1
+    for index, character in enumerate(shape):
+        depth += (character in "({[") - (character in ")}]")
+        if (character == "," and depth == 1) or (depth == 0 and index):
+            parts.append(shape[start:index])
+            start = index + 1
+    return parts
+
+
+def _group_size(line: str, num_chips: int) -> int:
+    """Number of chips that take part, from any of the forms of replica_groups."""
+    if explicit := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return len(explicit.group(1).split(",")) if explicit.group(1) else num_chips
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(iota.group(1))
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'([\w.\-]+)'=(\d+)", mesh.group(1)))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([\w.\-]+)'", mesh.group(2)) if axis in sizes)
+    return num_chips
+
+
+def _sent_factor(kind: str, group: int) -> float:
+    """Return bytes sent by one chip over bytes of the result."""
+    share = (group - 1) / group
+    if kind == "all-reduce":
+        return 2 * share
+    if kind == "reduce-scatter":
+        return group - 1  # the result is 1/n of what is reduced
+    return 1.0 if kind in ("collective-permute", "collective-broadcast") else share
+
+
+def _bits(kind: str) -> int:
+    if kind in _BITS:
+        return _BITS[kind]
+    width = re.search(r"^[a-z]+(\d+)", kind)
+    return int(width.group(1)) if width else 0

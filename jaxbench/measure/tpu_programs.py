@@ -1,0 +1,176 @@
+"""Prefill, decode step and train step of the decoder on a mesh, with abstract arguments only.
+
+No weights exist here: parameters, cache and optimiser state are shapes with shardings, so that a program for hundreds
+of chips compiles on a laptop. The same programs run on real arrays of the same shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxbench import sharding
+from jaxbench import train as train_module
+from jaxbench.config import TransformerConfig
+from jaxbench.extension import Extension
+from jaxbench.transformer import KVCache, Transformer, blank
+
+BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
+
+
+class Program(NamedTuple):
+    """A function ready for `lower`, its abstract arguments, and what it keeps."""
+
+    name: str  # prefill, decode, train
+    jitted: Any  # jax.jit of the function
+    arguments: tuple  # jax.ShapeDtypeStruct with shardings
+    batch: int  # rows over all chips
+    tokens: int  # prompt tokens, cache slots, or sequence length
+    stored_parameters: int  # elements of parameters that one chip stores
+    used_parameters: int  # elements that one chip computes with: what it stores, fsdp weights gathered
+
+
+class Abstract(NamedTuple):
+    """A model without values: how to rebuild it from {dotted name: array}."""
+
+    params: dict[str, jax.ShapeDtypeStruct]
+    merge: Callable[[dict[str, jax.Array]], Transformer]
+    extension: Extension
+
+
+def abstract_model(
+    config: TransformerConfig, *, dtype: str, scan_layers: bool, extension: Extension = Extension()
+) -> Abstract:
+    """Return the shapes of a model's parameters by dotted name and the function that puts arrays into the model.
+
+    extension: what a workload adds to the decoder.
+    """
+    how = {"dtype": dtype, "scan_layers": scan_layers, "make_layer": extension.make_layer}
+    model = nnx.eval_shape(lambda: blank(config, **how))
+    graph, state = nnx.split(model)
+    paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+
+    def merge(params: dict[str, jax.Array]) -> Transformer:
+        flat = [(paths[name], leaves[name].replace(value)) for name, value in params.items()]
+        return nnx.merge(graph, nnx.from_flat_state(flat))
+
+    return Abstract({name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}, merge, extension)
+
+
+def prefill(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: str, batch: int, tokens: int) -> Program:
+    """Return the program that fills a cache from whole prompts; the head runs at the last position only."""
+
+    def run(params: dict, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
+        transformer = model.merge(params)
+        hidden, cache = transformer.features(token_ids, positions)
+        return transformer.logits(hidden[:, -1:])[:, 0], cache
+
+    params = _placed_params(model, config, mesh, layout)
+    rows = sharding.batch_sharding(mesh, batch)
+    ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=rows)
+    made = jax.eval_shape(run, params, ids, ids) if config.layer_kind else None
+    jitted = jax.jit(run, out_shardings=rows if made is None else _by_rows(made, rows))
+    return Program("prefill", jitted, (params, ids, ids), batch, tokens, *_elements_per_chip(params))
+
+
+def decode(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: str, batch: int, length: int) -> Program:
+    """Return the program of one greedy decode step over a donated cache of `length` slots."""
+
+    def run(params: dict, cache: KVCache, token_ids: jax.Array, positions: jax.Array, slot: jax.Array):
+        transformer = model.merge(params)
+        hidden, cache = transformer.features(token_ids, positions, cache=cache, slot=slot)
+        return jnp.argmax(transformer.logits(hidden), axis=-1).astype(jnp.int32), cache
+
+    params = _placed_params(model, config, mesh, layout)
+    rows, everywhere = sharding.batch_sharding(mesh, batch), NamedSharding(mesh, P())
+    dtype = params["embed.embedding"].dtype
+    ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=rows)
+    slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    placed: Any = rows
+    if config.layer_kind is None:
+        heads = batch * config.num_kv_heads
+        keys = (jax.ShapeDtypeStruct((heads, config.head_dim, length), dtype, sharding=rows),) * config.num_layers
+        values = (jax.ShapeDtypeStruct((heads, length, config.head_dim), dtype, sharding=rows),) * config.num_layers
+        cache = KVCache(keys, values, jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=rows))
+    else:
+        cache = jax.eval_shape(lambda params, ids: _first_cache(model, params, ids, length), params, ids)
+        placed = (rows, _by_rows(cache, rows))
+        cache = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, placed[1])
+    jitted = jax.jit(run, out_shardings=placed, donate_argnums=1)
+    return Program("decode", jitted, (params, cache, ids, ids, slot), batch, length, *_elements_per_chip(params))
+
+
+def _first_cache(model: Abstract, params: dict, ids: jax.Array, length: int) -> KVCache:
+    """The generator's state behind prompts of these tokens, in shapes."""
+    return model.merge(params).features(ids, ids)[1].padded(length, dtype=str(params["embed.embedding"].dtype))
+
+
+def _by_rows(tree: Any, rows: NamedSharding) -> Any:
+    """Return where arrays of rows live; those of no axis are on every chip."""
+    everywhere = NamedSharding(rows.mesh, P())
+    return jax.tree.map(lambda x: rows if x.ndim else everywhere, tree)
+
+
+def train(model: Abstract, config: TransformerConfig, mesh: Mesh, *, layout: str, batch: int, tokens: int) -> Program:
+    """Return the program of one AdamW step on the mean next-token loss; moments are float32, everything donated."""
+    params = _placed_params(model, config, mesh, layout)
+    placed = {name: x.sharding for name, x in params.items()}
+
+    def loss_fn(params: dict, token_ids: jax.Array, targets: jax.Array, positions: jax.Array) -> jax.Array:
+        gathered = sharding.gather_weights(params, placed)
+        everything = jnp.ones(token_ids.shape, bool)
+        return train_module.loss_fn(
+            model.merge(gathered), train_module.Batch(token_ids, targets, positions, everything)
+        )
+
+    def run(params, first, second, step, token_ids, targets, positions):
+        loss, grads = jax.value_and_grad(loss_fn)(params, token_ids, targets, positions)
+        step = step + 1
+        updated = {name: _adamw(params[name], grads[name], first[name], second[name], step) for name in params}
+        return tuple({name: new[i] for name, new in updated.items()} for i in range(3)) + (step, loss)
+
+    moments = {name: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding) for name, x in params.items()}
+    rows, everywhere = sharding.batch_sharding(mesh, batch), NamedSharding(mesh, P())
+    ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=rows)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    jitted = jax.jit(run, out_shardings=(placed, placed, placed, everywhere, everywhere), donate_argnums=(0, 1, 2, 3))
+    arguments = (params, moments, moments, step, ids, ids, ids)
+    return Program("train", jitted, arguments, batch, tokens, *_elements_per_chip(params))
+
+
+def _adamw(param, grad, first, second, step, *, learning_rate: float = 3e-4):
+    """Return (param, first moment, second moment) after one update, computed in float32."""
+    grad = grad.astype(jnp.float32)
+    first = BETA1 * first + (1 - BETA1) * grad
+    second = BETA2 * second + (1 - BETA2) * grad * grad
+    count = step.astype(jnp.float32)
+    direction = (first / (1 - BETA1**count)) / (jnp.sqrt(second / (1 - BETA2**count)) + EPS)
+    wide = param.astype(jnp.float32)
+    return (wide - learning_rate * (direction + WEIGHT_DECAY * wide)).astype(param.dtype), first, second
+
+
+def _placed_params(
+    model: Abstract, config: TransformerConfig, mesh: Mesh, layout: str
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the abstract parameters with the shardings of a layout."""
+    rules = sharding.decoder_rules(layout, **{name: getattr(config, name) for name in sharding.PARTS})
+    stored = sharding.DATA if layout in ("fsdp", "fsdp_tensor") else None
+    if (add := model.extension.add_rules) is not None:
+        rules = add(rules, config, stored=stored, heads=None, width=None)
+    placed = sharding.parameter_shardings({name: x.shape for name, x in model.params.items()}, rules, mesh)
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed[name]) for name, x in model.params.items()}
+
+
+def _elements_per_chip(params: dict[str, jax.ShapeDtypeStruct]) -> tuple[int, int]:
+    """Elements of parameters that one chip stores, and that it uses once they are gathered."""
+    stored = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in params.values())
+    used = sum(math.prod(sharding.gathered(x.sharding).shard_shape(x.shape)) for x in params.values())
+    return stored, used

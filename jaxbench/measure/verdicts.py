@@ -1,0 +1,159 @@
+"""Verdicts that hold on a noisy machine (S file: numpy and scipy only).
+
+The unit of replication is a launch: one set of fresh worker processes, one per arm, run in turn. A launch gives one
+log ratio an arm (arm over baseline, oriented so that > 0 is better), and the interval is a t-interval over launches.
+More rounds inside a launch never narrow it, because each process has its own offset that rounds do not average out.
+A percentile is given only where its 95 % bound exists.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+Verdict = Literal["faster", "slower", "undecided"]
+# Upper over lower end of a ratio's interval: what is wider allows both ten times faster and ten times slower, more than
+# any two arms here were ever apart.
+MOST_WIDTH = 100.0
+
+
+class Interval(NamedTuple):
+    """A mean of log ratios with its confidence interval; infinite where one launch cannot tell."""
+
+    mean: float  # mean log ratio
+    low: float
+    high: float
+    p_value: float  # two-sided, of "the ratio lies within the margin"
+    num_launches: int
+
+    def ratio(self) -> tuple[float, float, float]:
+        """Return (point, low, high) as plain ratios."""
+        return _exp(self.mean), _exp(self.low), _exp(self.high)
+
+
+def median(samples: Sequence[float]) -> float:
+    """Return the median; the mean is 2-5 times noisier on a shared machine and is never used for a verdict."""
+    if not len(samples):
+        raise ValueError(f"statistics: the median of {len(samples)} samples is undefined")
+    return float(np.median(np.asarray(samples, dtype=np.float64)))
+
+
+def log_ratio(arm: Sequence[float], baseline: Sequence[float], *, higher_is_better: bool) -> float:
+    """Return one launch's log ratio of medians, oriented so that > 0 means the arm is better."""
+    top, bottom = median(arm), median(baseline)
+    if not (top > 0 and bottom > 0):
+        raise ValueError(f"statistics: a ratio needs positive medians, got {top} against {bottom}")
+    value = math.log(top / bottom)
+    return value if higher_is_better else -value
+
+
+def t_interval(log_ratios: Sequence[float], *, confidence: float = 0.95, margin: float = 0.0) -> Interval:
+    """Return the t-interval over launches of per-launch log ratios.
+
+    `margin` is the share of difference that does not count (0.05 = 5 %); it enters the p-value only.
+    """
+    if not 0.5 < confidence < 1:
+        raise ValueError(f"statistics: confidence={confidence} must lie between 0.5 and 1")
+    values = np.asarray(log_ratios, dtype=np.float64)
+    if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
+        raise ValueError(f"statistics: log ratios must be a non-empty list of finite numbers, got {log_ratios!r}")
+    count, mean = len(values), float(values.mean())
+    if count == 1:
+        return Interval(mean, -math.inf, math.inf, 1.0, 1)
+    error = float(values.std(ddof=1)) / math.sqrt(count)
+    half = float(stats.t.ppf(0.5 + confidence / 2, count - 1)) * error
+    excess = max(abs(mean) - math.log1p(margin), 0.0)
+    if error == 0:
+        p_value = 0.0 if excess > 0 else 1.0
+    else:
+        p_value = float(2 * stats.t.sf(excess / error, count - 1))
+    return Interval(mean, mean - half, mean + half, min(p_value, 1.0), count)
+
+
+def verdict(interval: Interval, *, margin: float = 0.0) -> Verdict:
+    """Return `faster` or `slower` when the whole interval lies beyond the margin, else `undecided`."""
+    limit = math.log1p(margin)
+    if interval.low > limit:
+        return "faster"
+    if interval.high < -limit:
+        return "slower"
+    return "undecided"
+
+
+def is_informative(low: float, high: float) -> bool:
+    """Tell whether an interval of a ratio says anything: it leaves out 1, or is no wider than a factor of MOST_WIDTH.
+
+    Few launches far apart give t-intervals such as [0.00, 456864.72]: true, and no reader learns anything from them.
+    """
+    if not (0 < low and high < math.inf):
+        return False
+    return not low <= 1 <= high or high / low <= MOST_WIDTH
+
+
+def holm(p_values: Sequence[float], *, alpha: float = 0.05) -> list[bool]:
+    """Return which hypotheses Holm's step-down procedure rejects (family-wise error at most alpha).
+
+    Source: Holm 1979, Scandinavian Journal of Statistics 6(2):65-70.
+    """
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    rejected = [False] * len(p_values)
+    for rank, index in enumerate(order):
+        if p_values[index] > alpha / (len(p_values) - rank):
+            break
+        rejected[index] = True
+    return rejected
+
+
+def launches_needed(log_ratios: Sequence[float], *, confidence: float = 0.95, margin: float = 0.0) -> int | None:
+    """Estimate how many launches in all would decide, the seen mean and spread given; None when 200 would not."""
+    values = np.asarray(log_ratios, dtype=np.float64)
+    if len(values) < 2:
+        return None
+    distance = abs(float(values.mean())) - math.log1p(margin)
+    spread = float(values.std(ddof=1))
+    for count in range(len(values), 201):
+        if float(stats.t.ppf(0.5 + confidence / 2, count - 1)) * spread / math.sqrt(count) < distance:
+            return count
+    return None
+
+
+def samples_for_percentile(share: float, *, confidence: float = 0.95) -> int:
+    """Return the least n at which a distribution-free upper bound of the percentile exists: share**n <= 1 - confidence.
+
+    299 for p99 at 95 %, 59 for p95, 29 for p90.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"statistics: percentile share={share} must lie strictly between 0 and 1")
+    return math.ceil(math.log(1 - confidence) / math.log(share))
+
+
+def percentiles(samples: Sequence[float], shares: Sequence[float] = (0.5, 0.9, 0.95, 0.99)) -> dict[str, float | None]:
+    """Return {"p50": value, ...}; None where there are too few samples for the percentile to have a bound."""
+    values = np.asarray(samples, dtype=np.float64)
+    bounded: dict[str, float | None] = {}
+    for share in shares:
+        enough = len(values) >= (1 if share <= 0.5 else samples_for_percentile(share))
+        bounded[f"p{share * 100:g}"] = float(np.quantile(values, share)) if enough and len(values) else None
+    return bounded
+
+
+def drift(control: Sequence[Sequence[float]]) -> float:
+    """Return by what share the control loop's launch medians differ: slowest over fastest, minus one.
+
+    The control is a fixed numpy loop that no backend touches; when it moves, the machine moved.
+    """
+    medians = [median(samples) for samples in control if len(samples)]
+    if not medians:
+        return 0.0
+    if min(medians) <= 0:
+        raise ValueError(f"statistics: control times must be positive, got medians {medians}")
+    return max(medians) / min(medians) - 1
+
+
+def _exp(value: float) -> float:
+    return math.inf if value > math.log(sys.float_info.max) else math.exp(value)
