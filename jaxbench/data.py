@@ -1,7 +1,4 @@
-"""Text into prompts and packed batches: both backends read the same arrays (S file).
-
-Axis letters: B rows of a batch, T tokens of a row.
-"""
+"""Texts of files, and prompts cut out of them (S file)."""
 
 from __future__ import annotations
 
@@ -10,15 +7,12 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import numpy as np
-
-from jaxbench import assets, philox
+from jaxbench import assets
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
 DOCUMENT_SEPARATOR = "\f"  # a form feed in a .txt file
-PADDING_SEGMENT, PADDING_POSITION, NO_TARGET = 0, -1, -1
 
 
 @runtime_checkable
@@ -30,15 +24,6 @@ class Encoder(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
         ...
-
-
-class Batch(NamedTuple):
-    """One packed batch, each [B T] int32. Documents of a row have segments 1, 2, ...; padding 0."""
-
-    tokens: np.ndarray
-    targets: np.ndarray  # the document's next token, -1 where there is none
-    segments: np.ndarray
-    positions: np.ndarray  # from 0 in each segment of a row, -1 for padding
 
 
 def load_text(path: str | Path | None = None) -> list[str]:
@@ -79,12 +64,6 @@ def text_sha256(path: str | Path | None = None) -> str:
     return assets.TEXT_SHA256 if path is None else assets.sha256_file(path)
 
 
-def encode_documents(tokenizer: Encoder, documents: Sequence[str]) -> list[list[int]]:
-    """Return each document's token ids, closed by the end token where the model has one."""
-    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return [tokenizer.encode(document) + end for document in documents]
-
-
 def real_prompts(tokenizer: Encoder, lengths: Sequence[int], documents: Sequence[str]) -> list[list[int]]:
     """Return one prompt of exactly each length in tokens, out of evenly spread places of the documents.
 
@@ -102,76 +81,6 @@ def real_prompts(tokenizer: Encoder, lengths: Sequence[int], documents: Sequence
         ordered = paragraphs[start:] + paragraphs[:start]
         prompts.append(_first_tokens(tokenizer, ordered, length))
     return prompts
-
-
-def batches(token_ids: Sequence[Sequence[int]], batch: int, seq_len: int, *, seed: int, step: int) -> Batch:
-    """Return the packed batch of one step; see PackedBatches, which is faster for many steps."""
-    return PackedBatches(token_ids, batch, seq_len, seed=seed)(step)
-
-
-class PackedBatches:
-    """Packed batches by step number: any step can be asked for, in any order, and is a function of (seed, step).
-
-    Each epoch lays all documents end to end in an order of its own and cuts the stream into rows of seq_len tokens;
-    row r of step s is row s * batch + r of the endless sequence of epochs. A document that is cut continues in the
-    next row as a segment of its own, and loses no target. Only the last row of an epoch is padded.
-    """
-
-    def __init__(self, token_ids: Sequence[Sequence[int]], batch: int, seq_len: int, *, seed: int):
-        """Keep the documents.
-
-        Raises:
-          ValueError: no tokens, or sizes below 1.
-        """
-        if batch < 1 or seq_len < 1:
-            raise ValueError(f"batches: batch={batch} and seq_len={seq_len} must be at least 1")
-        self.documents = [np.asarray(ids, np.int32) for ids in token_ids if len(ids)]
-        self.num_tokens = sum(len(ids) for ids in self.documents)
-        if not self.num_tokens:
-            raise ValueError(f"batches: the {len(token_ids)} documents have no tokens")
-        self.batch, self.seq_len, self.seed = batch, seq_len, seed
-        self.rows_per_epoch = -(-self.num_tokens // seq_len)
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-
-    def __call__(self, step: int) -> Batch:
-        """Return the batch of one step.
-
-        Raises:
-          ValueError: step is negative.
-        """
-        if step < 0:
-            raise ValueError(f"batches: step={step} must not be negative")
-        rows = [self._row(step * self.batch + r) for r in range(self.batch)]
-        return Batch(*(np.stack(parts) for parts in zip(*rows, strict=True)))
-
-    def _row(self, index: int) -> Batch:
-        epoch, row = divmod(index, self.rows_per_epoch)
-        stream, owner = self._epoch(epoch)
-        start = row * self.seq_len
-        tokens, owners = stream[start : start + self.seq_len], owner[start : start + self.seq_len]
-        following, its_owner = stream[start + 1 :][: len(tokens)], owner[start + 1 :][: len(tokens)]
-        targets = np.full(len(tokens), NO_TARGET, np.int32)
-        same = its_owner == owners[: len(following)]
-        targets[: len(following)][same] = following[same]
-        is_first = np.diff(owners, prepend=-1) != 0
-        segments = np.cumsum(is_first, dtype=np.int32)
-        index_in_row = np.arange(len(tokens), dtype=np.int32)
-        positions = index_in_row - index_in_row[is_first][segments - 1]
-        missing = (0, self.seq_len - len(tokens))
-        fills = (0, NO_TARGET, PADDING_SEGMENT, PADDING_POSITION)
-        parts = zip((tokens, targets, segments, positions), fills, strict=True)
-        return Batch(*(np.pad(part, missing, constant_values=fill) for part, fill in parts))
-
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return an epoch's stream of tokens and, for each, the place of its document in the epoch's order."""
-        if epoch not in self._epochs:
-            count = len(self.documents)
-            words = philox.words(self.seed, step=epoch, site="data.shuffle", rows=np.zeros(1), num_elements=count)[0]
-            ordered = [self.documents[i] for i in np.argsort(words, kind="stable")]
-            owner = np.repeat(np.arange(count, dtype=np.int32), [len(ids) for ids in ordered])
-            kept = list(self._epochs)[-1:]  # a batch may span two epochs
-            self._epochs = {e: self._epochs[e] for e in kept} | {epoch: (np.concatenate(ordered), owner)}
-        return self._epochs[epoch]
 
 
 def _json_text(path: Path, number: int, line: str) -> str:

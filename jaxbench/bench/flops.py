@@ -28,10 +28,6 @@ class Cost(NamedTuple):
     bytes: int  # bytes moved to and from memory at least
     parts: dict[str, int]  # FLOP by part: projections, scores, mlp, head
 
-    def intensity(self) -> float:
-        """Return FLOP per byte."""
-        return self.flops / self.bytes
-
 
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes of one element."""

@@ -64,11 +64,6 @@ def rows(records: Sequence[Record], verdicts: Verdicts) -> list[Row]:
     return table
 
 
-def slower_rows(table: Sequence[Row], arms: Sequence[str] = ("flax", "equinox")) -> list[Row]:
-    """Return the speed rows in which one of the arms is judged slower than the baseline."""
-    return [row for row in table if row.arm in arms and row.metric in SPEED and row.verdict == "slower"]
-
-
 def control_drift(records: Sequence[Record]) -> float:
     """Return by what share the control loop moved between launches (0.1 = 10 %)."""
     control = [record.samples for record in records if record.metric == "control_s" and record.samples]

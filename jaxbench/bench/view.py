@@ -12,8 +12,6 @@ from jaxbench.bench.records import Record
 from jaxbench.bench.suite import Suite
 from jaxbench.bench.summary import Row
 
-TPU_PROGRAMS = ("prefill", "decode", "train")
-
 
 class View(NamedTuple):
     """Everything that tables, page, picture, CSV and scalars are made of."""

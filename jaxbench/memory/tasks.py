@@ -94,21 +94,6 @@ def batch(config: TaskConfig, *, seed: int, step: int, batch_size: int) -> TaskB
     return TaskBatch(*(np.stack(each) for each in zip(*rows, strict=True)))
 
 
-def accuracy(predicted: np.ndarray, found: TaskBatch) -> dict[str, float]:
-    """Return the share of answers that are right, by token and by row (all of a row's answers).
-
-    Args:
-      predicted: the likeliest token behind each token, int [B T].
-      found: the rows.
-    """
-    is_asked = found.targets != UNSCORED
-    is_right = predicted == found.targets
-    return {
-        "token": float(is_right[is_asked].mean()),
-        "row": float((is_right | ~is_asked).all(axis=1).mean()),
-    }
-
-
 def _recall(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
     """Pairs key value key value ..., then some of the keys again among filler: each is to be answered by its value."""
     n = config.items

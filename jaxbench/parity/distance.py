@@ -166,17 +166,6 @@ def compare_errors(
     return RatioComparison(kind, tuple(entries))
 
 
-def ulp_histogram(value: Any, reference: Any, *, dtype: str) -> dict[str, int]:
-    """Count elements by their distance in units in the last place of dtype: informative only, near 0 it explodes."""
-    wide, wide_reference = _wide(value).ravel(), _wide(reference).ravel()
-    spacing = np.maximum(np.abs(wide_reference), np.finfo(np.float32).tiny) * MACHINE_EPSILON[dtype]
-    ulps = np.abs(wide - wide_reference) / spacing
-    edges = (0.0, 0.5, 1.0, 2.0, 4.0, 16.0, 256.0, np.inf)
-    counts = np.histogram(ulps, bins=edges)[0]
-    labels = ("<0.5", "<1", "<2", "<4", "<16", "<256", "more")
-    return dict(zip(labels, counts.tolist(), strict=True))
-
-
 def check_names(values: Mapping[str, Any], reference: Mapping[str, Any], *, kind: str) -> None:
     """Check that two dictionaries hold the same names.
 

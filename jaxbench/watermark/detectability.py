@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-FPRS = (1e-2, 1e-3, 1e-5)
-
 
 class Rate(NamedTuple):
     """A share with its interval and how many texts it is of."""

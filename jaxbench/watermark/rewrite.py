@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench import philox, sample, tokenizer, transformer, weights
-from jaxbench.watermark.attacks import Draws, Rewrite
+from jaxbench.watermark.attack_draws import Draws
+from jaxbench.watermark.attacks import Rewrite
 
 PARAPHRASE = "Rewrite the following text in other words. Keep its meaning. Answer with the new text only.\n\n{text}"
 TRANSLATE = "Translate the following text into {language}. Answer with the translation only.\n\n{text}"

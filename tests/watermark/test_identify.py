@@ -62,7 +62,7 @@ def test_a_payload_is_decoded_among_all_and_its_p_is_corrected():
     one = identify.Candidate("kgw", parse_scheme({"scheme": "kgw", "payload_bits": 6}), Key(3))
     detector = pipeline.NumpyDetector(one.scheme, vocab_size=VOCAB)
     texts = [write(one, 60, seed, payload) for seed, payload in enumerate((0, 17, 63))]
-    found = identify.decode_payload(detector, Ragged.from_lists(texts), one.key)
+    found = pipeline.detect(detector, Ragged.from_lists(texts), one.key)
     assert found.payload.tolist() == [0, 17, 63]
     for row, payload in enumerate((0, 17, 63)):
         single = pipeline.detect(detector, Ragged.from_lists(texts[row : row + 1]), one.key, payload=payload)
@@ -77,7 +77,7 @@ def test_a_payload_is_decoded_among_all_and_its_p_is_corrected():
 def test_a_text_without_a_payload_is_accused_at_most_at_the_level():
     scheme = parse_scheme({"scheme": "kgw", "payload_bits": 4})
     tokens = np.random.default_rng(2).integers(0, VOCAB, (300, 30))
-    found = identify.decode_payload(pipeline.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), Key(5))
+    found = pipeline.detect(pipeline.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), Key(5))
     assert (found.p_value <= 0.2).mean() <= 0.2 + 3 * np.sqrt(0.16 / 300)
 
 
@@ -163,5 +163,3 @@ def test_bad_families_are_named():
         identify.identify([candidates()[0]] * 2, ids, vocab_size=VOCAB, make_detector=make)
     with pytest.raises(ValueError, match="correction='none'"):
         identify.identify(candidates(), ids, vocab_size=VOCAB, make_detector=make, correction="none")
-    with pytest.raises(ValueError, match="scheme kgw has 1 payloads"):
-        identify.decode_payload(make(parse_scheme("kgw"), vocab_size=VOCAB), ids, Key(1))
