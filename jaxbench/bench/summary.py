@@ -58,9 +58,9 @@ def rows(records: Sequence[Record], verdicts: Verdicts) -> list[Row]:
         if p_value is not None:
             p_values[len(table)] = p_value
         table.append(row)
-    kept = statistics.holm(list(p_values.values()), alpha=1 - verdicts.confidence)
+    kept = statistics.holm(list(p_values.values())) <= 1 - verdicts.confidence
     for index, holds in zip(p_values, kept, strict=True):
-        table[index] = table[index]._replace(holm=holds and table[index].verdict != "undecided")
+        table[index] = table[index]._replace(holm=bool(holds) and table[index].verdict != "undecided")
     return table
 
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxbench.bench.statistics import holm
 from jaxbench.watermark import pipeline, statistics
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
 
-CORRECTIONS = {"bonferroni": statistics.bonferroni, "holm": statistics.holm}
+CORRECTIONS = {"bonferroni": statistics.bonferroni, "holm": holm}
 
 
 class Candidate(NamedTuple):
