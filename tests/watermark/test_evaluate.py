@@ -137,10 +137,11 @@ def test_the_report_opens_offline_and_shows_every_part(finished):
     assert finished[1]["config_id"] in text and "Plotly" in text
 
 
-def test_the_token_view_shades_scored_tokens_and_escapes_them():
+def test_the_token_view_shades_scored_tokens_and_escapes_them(finished):
     shown = {"kind": "marked", "text": 0, "p_value": 1e-5, "num_scored": 2, "tokens": ["<b>", " a", "&"],
              "shades": [1.0, 0.0, None]}  # fmt: skip
-    html = evaluate_page._one_text(shown)
+    page = evaluate_page.render(finished[1], {"kgw": [shown]})
+    html = page[page.index('<div class="text"><b>marked text 1: ') :].partition("</details>")[0]
     assert "&lt;b&gt;" in html and "<b>, " not in html and html.endswith("&amp;</div>")
     assert html.count("<i ") == 2 and "hsla(140" in html and "hsla(0," in html and "p = 1e-05" in html
 
