@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxbench import terminal
+from jaxbench import outputs, store, terminal
 from jaxbench.config import TransformerConfig
 from jaxbench.memory.bank_config import AGE_EDGES
 from jaxbench.memory.decoder_config import parameter_shapes
@@ -52,23 +51,13 @@ class Records:
         if not self.is_written:
             return
         kept = [record for record in self.read() if record["step"] <= step]
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
-        os.replace(temporary, self.path)
+        outputs.write_text(self.path, store.lines(kept))
 
     def add(self, records: list[dict[str, Any]]) -> None:
         """Append whole lines and wait until they are on disk, so that no checkpoint is ahead of them."""
         if not self.is_written:
             return
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write("".join(map(_line, records)))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in record.items()}
-    return json.dumps(plain) + "\n"
+        store.append(self.path, records)
 
 
 # Throughput and FLOPs

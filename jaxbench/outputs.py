@@ -6,10 +6,13 @@ the same command, by whatever name: paths are compared as files, so that links c
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +79,29 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Iterable[str] = ()) -> None:
+    """Write rows as a CSV file, whole or not at all; the columns are those given, else all that a row has."""
+    file = io.StringIO()
+    names = list(columns or dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, file.getvalue())
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all, also when the process is killed; its folder is made."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside a file; what is written there becomes the file if the block ends without error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

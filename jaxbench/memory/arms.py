@@ -22,6 +22,7 @@ import pydantic
 from pydantic import Field
 
 from jaxbench import config as config_module
+from jaxbench import store
 from jaxbench.bench import statistics
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.memory import decoder_config, text_task
@@ -179,7 +180,7 @@ def known(settings: Arms, workdir: str | Path) -> dict[Run, dict[str, Any]]:
 
 def _records(path: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Yield the runs of a file and their records; what stands behind the last end of a line was cut short."""
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(store.rows(path), 1):
         try:
             record = json.loads(line)
             run = Run(*record["identity"]["run"])

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jaxbench import assets, cli, config, data, launch, weights
+from jaxbench import assets, cli, config, data, launch, store, weights
 from jaxbench.bench import environment
 from jaxbench.bench.process import Worker, WorkerError
 from jaxbench.config import Base
@@ -130,20 +130,10 @@ class _Run:
         self.vocab_size = weights.load_checkpoint(settings.model).config.vocab_size
         self.id = config.config_id(settings, extra={"text": data.text_sha256(settings.data)})
         self.path = workdir / "records.jsonl"
-        self.records = self._known()
+        rows = map(json.loads, store.rows(self.path))
+        self.records = [row for row in rows if row.get("config") == self.id]
         self.missing: dict[str, str] = {}
         self._generation: Worker | None = None
-
-    def _known(self) -> list[dict]:
-        if not self.path.exists():
-            return []
-        rows = []
-        for line in self.path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue  # cut short by an interrupt: measured again
-        return [row for row in rows if row.get("config") == self.id]
 
     def once(self, part: str, measure: Any) -> None:
         """Measure a part whose records are not there yet, and append them in one write."""
@@ -151,8 +141,7 @@ class _Run:
             return
         start = time.monotonic()
         rows = [{"config": self.id, "part": part, **row} for row in measure()]
-        with open(self.path, "a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        store.append(self.path, rows)
         self.records += rows
         cli.keep(f"{len(self.records)} records in {self.path}; the same command goes on")
         print(f"    {part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
@@ -245,13 +234,11 @@ class _Run:
     def _start(self, live: dict[str, Worker], arm: str, path: str) -> None:
         try:
             if arm == "markllm":
-                arguments = {"tokenizer": self.tokenizer_folder(), "vocab_size": self.vocab_size}
-                _ask(live[arm], "start", **arguments)
+                _ask(live[arm], "start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
                 _ask(live[arm], "load", path=path)
             else:
                 model = self.tokenizer_folder() if arm == "transformers" else self.settings.model
-                arguments = {"model": model, "vocab_size": self.vocab_size, "path": path}
-                _ask(live[arm], "start", **arguments)
+                _ask(live[arm], "start", model=model, vocab_size=self.vocab_size, path=path)
         except WorkerError as error:
             if arm not in ("markllm", "transformers"):
                 raise
@@ -267,10 +254,9 @@ class _Run:
             self._generation = self.worker("generation", threads=environment.usable_cores())
             _ask(self._generation, "start", model=self.settings.model)
         prompts = data.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, data.load_text())
-        names = ("new_tokens", "rounds", "loop_steps", "loop_rounds")
-        arguments = {name: getattr(wanted, name) for name in names}
         prompts = [[int(token) for token in prompt] for prompt in prompts]
-        found = _ask(self._generation, "overhead", scheme=scheme, prompts=prompts, **arguments)
+        how = wanted.model_dump(include={"new_tokens", "rounds", "loop_steps", "loop_rounds"})
+        found = _ask(self._generation, "overhead", scheme=scheme, prompts=prompts, **how)
         return [{"kind": "generation", "scheme": scheme, "batch_size": batch_size, **found}]
 
     def close(self) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from jaxbench import terminal
+from jaxbench import outputs, terminal
 from jaxbench.bench import environment
 from jaxbench.watermark import evaluate_page as page
 from jaxbench.watermark import evaluate_summary as summaries
@@ -49,9 +47,7 @@ def write(
     settings: Evaluate, material: Any, results: dict[str, Any], workdir: Path, *, console: Any = None
 ) -> dict[str, Any]:
     """Write results.json, results.csv and report.html, print the table, and return what results.json holds."""
-    from jaxbench.bench.report import replace_file
-
-    stored = json.loads((workdir / "evaluate.json").read_text(encoding="utf-8"))
+    stored = outputs.read_json(workdir / "evaluate.json")
     content = {
         "config_id": stored["config_id"],
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -62,20 +58,12 @@ def write(
         "summary": summaries.summarize(settings, results),
     }
     shown = {name: results["arms"][name]["show"] for name in settings.schemes}
-    replace_file(workdir / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-    replace_file(workdir / "results.csv", csv_text(content))
-    replace_file(workdir / "report.html", page.render(content, shown))
+    outputs.write_text(workdir / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+    rows = summaries.rows(content["summary"], content["config_id"])
+    outputs.write_csv(workdir / "results.csv", rows, summaries.CSV_COLUMNS)
+    outputs.write_text(workdir / "report.html", page.render(content, shown))
     show(content, workdir, console=console)
     return content
-
-
-def csv_text(content: dict[str, Any]) -> str:
-    """Return the figures as CSV, one a line."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, summaries.CSV_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(summaries.rows(content["summary"], content["config_id"]))
-    return buffer.getvalue()
 
 
 def show(content: dict[str, Any], workdir: Path, *, console: Any = None) -> None:

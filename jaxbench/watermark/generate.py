@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from jaxbench import data, outputs, sample, transformer, weights
+from jaxbench import data, outputs, sample, store, transformer, weights
 from jaxbench import tokenizer as tokenizers
 from jaxbench.config import Base
 from jaxbench.watermark import evaluate_models, identity, schemes, tables
@@ -140,8 +140,7 @@ def run(
         if start == 0:  # whatever cannot be generated has failed by now
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
             identity.write(record_of(output), wanted, used)
-        with output.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        store.append(output, lines)
         say(f"{rows.stop} of {len(prompts)} rows")
     return output
 
@@ -179,8 +178,9 @@ class Writer:
             keys = [None if mark is None else self._keys[i] for i, mark in zip(numbers, chosen)]
             payloads = [0 if mark is None else mark.payload for mark in chosen]
             states.append(processor.state(keys, payloads=payloads, seed=settings.seed, row_ids=rows))
-        how = {"max_new_tokens": settings.new_tokens, "seed": settings.seed, "row_ids": list(rows)}
-        made = self._generator(prompts, processor_states=states, **how)
+        made = self._generator(
+            prompts, max_new_tokens=settings.new_tokens, seed=settings.seed, row_ids=list(rows), processor_states=states
+        )
         return [[int(token) for token in ids[:length]] for ids, length in zip(made.tokens, made.lengths)]
 
 
@@ -257,11 +257,7 @@ def _check_same(output: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> No
 
 def _finished(output: Path, run_id: str) -> int:
     """Return how many rows a file holds, after cutting off what follows its last whole line."""
-    if not output.is_file():
-        return 0
-    content = output.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    rows = whole.split(b"\n")[:-1]
+    rows = store.rows(output)
     for number, line in enumerate(rows, 1):
         try:
             found = json.loads(line).get("run")
@@ -269,9 +265,7 @@ def _finished(output: Path, run_id: str) -> int:
             raise ValueError(f"generate: {output} line {number} is no row of generate ({error})") from error
         if found != run_id:
             raise ValueError(f"generate: {output} line {number} is of run {found}, this is run {run_id}")
-    if len(whole) < len(content):
-        with output.open("r+b") as file:
-            file.truncate(len(whole))
+    store.cut_short(output)
     return len(rows)
 
 

@@ -2,7 +2,7 @@
 
 Both backends take the same steps on the same rows from the same weights. PyTorch takes them again from weights moved by
 one unit in the last place, which is as small as a difference can be; how far that carries it is the noise band, and
-Flax has to stay inside (gates.training_noise). tests/test_update.py takes 300 steps of a small model.
+Flax has to stay inside (gates.training_noise). test_update.py takes 300 steps of a small model.
 """
 
 from __future__ import annotations
