@@ -38,13 +38,7 @@ class Records:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the whole lines; one that a crash cut off is left out."""
-        found = []
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break
-        return found
+        return [json.loads(line) for line in store.rows(self.path)]
 
     def keep_until(self, step: int) -> None:
         """Drop what was written after this many steps: a run that resumes there writes it again."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import json
 import os
 import tempfile
@@ -74,38 +73,66 @@ def is_same(one: str | Path, other: str | Path) -> bool:
         return False
 
 
-def write_json(path: Path, value: Any) -> None:
+@contextlib.contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """A temporary path to write to, which takes the place of `path` when the block ends without an error.
+
+    So a file is whole or as it was before, also when the process is killed; its folder is made.
+
+    Raises:
+      OSError: it cannot be written; `filename` is the file itself.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(temporary)):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+@contextlib.contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `folder` when the block ends without an error, and else is removed.
+
+    Raises:
+      OSError: something that is no empty folder is in its place then.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        made = Path(temporary) / folder.name
+        made.mkdir()
+        yield made
+        os.rename(made, folder)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
     """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Iterable[str] = ()) -> None:
-    """Write rows as a CSV file, whole or not at all; the columns are those given, else all that a row has."""
-    file = io.StringIO()
-    names = list(columns or dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(file, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, file.getvalue())
+def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+    """Write rows as a CSV file, whole or not at all.
 
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also when the process is killed; its folder is made."""
-    with whole(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside a file; what is written there becomes the file if the block ends without error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    Args:
+      columns: their order; unset: every column in the order of first appearance. A row leaves out what it lacks.
+    """
+    columns = columns or list(dict.fromkeys(name for row in rows for name in row))
+    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def read_json(path: Path) -> Any:

@@ -74,9 +74,49 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "folder" / "stage.json"
     outputs.write_text(path, "old")
     monkeypatch.setattr(outputs.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match=r"no space: .*stage\.json'"):
         outputs.write_json(path, {"new": 1})
     assert path.read_text() == "old" and os.listdir(path.parent) == ["stage.json"]
+
+
+def test_a_full_disk_is_named_by_the_file_and_an_interrupt_keeps_the_old_one(tmp_path):
+    path = tmp_path / "report.html"
+    outputs.write_text(path, "old")
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt(), OSError("results: no sentence is lost")):
+        with pytest.raises(type(error)) as caught, outputs.whole_file(path) as temporary:
+            temporary.write_text("half")
+            raise error
+        assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.html"]
+    assert str(caught.value) == "results: no sentence is lost"
+    with pytest.raises(OSError, match=r"No space left on device: '.*report\.html'"), outputs.whole_file(path):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path):
+    folder = tmp_path / "a" / "model"
+    with pytest.raises(KeyboardInterrupt), outputs.whole_folder(folder) as made:
+        (made / "weights").write_text("half")
+        raise KeyboardInterrupt
+    assert os.listdir(folder.parent) == []
+    with outputs.whole_folder(folder) as made:
+        (made / "weights").write_text("whole")
+    assert (folder / "weights").read_text() == "whole" and os.listdir(folder.parent) == ["model"]
+    with pytest.raises(OSError, match="not empty"), outputs.whole_folder(folder) as made:
+        (made / "weights").write_text("other")
+    assert (folder / "weights").read_text() == "whole"
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "text"),
+    [
+        ([{"a": 1, "b": "x,y"}, {"b": "z"}], (), 'a,b\n1,"x,y"\n,z\n'),
+        ([{"a": 1, "b": 2}], ("b", "a", "c"), "b,a,c\n2,1,\n"),
+        ([], ("a",), "a\n"),
+    ],
+)
+def test_rows_become_a_csv_file(tmp_path, rows, columns, text):
+    outputs.write_csv(tmp_path / "x.csv", rows, columns)
+    assert (tmp_path / "x.csv").read_text() == text
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000])

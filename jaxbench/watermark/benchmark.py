@@ -234,11 +234,13 @@ class _Run:
     def _start(self, live: dict[str, Worker], arm: str, path: str) -> None:
         try:
             if arm == "markllm":
-                _ask(live[arm], "start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
+                arguments = {"tokenizer": self.tokenizer_folder(), "vocab_size": self.vocab_size}
+                _ask(live[arm], "start", **arguments)
                 _ask(live[arm], "load", path=path)
             else:
                 model = self.tokenizer_folder() if arm == "transformers" else self.settings.model
-                _ask(live[arm], "start", model=model, vocab_size=self.vocab_size, path=path)
+                arguments = {"model": model, "vocab_size": self.vocab_size, "path": path}
+                _ask(live[arm], "start", **arguments)
         except WorkerError as error:
             if arm not in ("markllm", "transformers"):
                 raise
@@ -254,9 +256,10 @@ class _Run:
             self._generation = self.worker("generation", threads=environment.usable_cores())
             _ask(self._generation, "start", model=self.settings.model)
         prompts = data.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, data.load_text())
+        names = ("new_tokens", "rounds", "loop_steps", "loop_rounds")
+        arguments = {name: getattr(wanted, name) for name in names}
         prompts = [[int(token) for token in prompt] for prompt in prompts]
-        how = wanted.model_dump(include={"new_tokens", "rounds", "loop_steps", "loop_rounds"})
-        found = _ask(self._generation, "overhead", scheme=scheme, prompts=prompts, **how)
+        found = _ask(self._generation, "overhead", scheme=scheme, prompts=prompts, **arguments)
         return [{"kind": "generation", "scheme": scheme, "batch_size": batch_size, **found}]
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ from scipy import stats
 
 from jaxbench import data, outputs, store
 from jaxbench.config import Base, config_id
-from jaxbench.watermark import config, definition, passages, statistics, tables
+from jaxbench.watermark import config, definition, passages, pipeline, statistics
 from jaxbench.watermark.keys import Key
 
 LISTS = {"kgw_markllm": "hash_key", "kgw_transformers": "hashing_key"}  # schemes whose key is a field of their own
@@ -121,7 +121,7 @@ def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: in
     found = []
     for key in keys:
         keyed = under(scheme, key)
-        lists = tables.Tables(keyed, vocab_size=vocab_size) if keyed.scheme in LISTS else None
+        lists = pipeline.own_tables(keyed, vocab_size)
         evidence = definition.evidence(keyed, key, tokens, lengths, vocab_size=vocab_size, tables=lists, **how)
         scored = statistics.score(keyed, evidence, vocab_size=vocab_size)
         found.append((scored.p_value, scored.mid_p))

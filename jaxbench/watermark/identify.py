@@ -37,10 +37,6 @@ class Identification(NamedTuple):
     p_value: np.ndarray  # float64 [N], its corrected p-value: that of `any of them`
     payloads: np.ndarray  # int64 [N K], the likeliest message under each candidate; -1 where it carries none
 
-    def accepted(self, level: float) -> np.ndarray:
-        """Return the candidates found at a family-wise error rate, bool [N K]."""
-        return self.corrected <= level
-
 
 def identify(
     candidates: Sequence[Candidate],

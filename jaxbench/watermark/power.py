@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from jaxbench import data, outputs, philox, sample, store, tokenizer, transformer, weights
 from jaxbench.config import Base, config_id
-from jaxbench.watermark import calibrate, config, definition, detectability, passages, schemes, statistics, tables
+from jaxbench.watermark import config, definition, detectability, passages, pipeline, schemes, statistics
 from jaxbench.watermark.keys import Key
 
 
@@ -104,7 +104,7 @@ def generate(
     @functools.cache
     def programs() -> tuple[schemes.Watermark, sample.Generator]:
         vocab_size = model.embed.embedding.shape[0]
-        lists = tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in calibrate.LISTS else None
+        lists = pipeline.own_tables(scheme, vocab_size)
         processor = schemes.Watermark(scheme, vocab_size=vocab_size, tables=lists)
         sampling = sample.Sampling(temperature=settings.temperature)
         return processor, sample.Generator(model, eos_id=None, sampling=sampling, processors=[processor])
@@ -132,14 +132,14 @@ def generate(
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    with outputs.whole(path) as temporary, open(temporary, "wb") as file:
+    with outputs.whole_file(path) as temporary, open(temporary, "wb") as file:
         np.save(file, array)
 
 
 def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vocab_size: int) -> Iterator[Cell]:
     """Yield the rates of one scheme at every length and level, with and without the prompt as context."""
     scheme, root = settings.schemes[name], Key.from_passphrase(settings.passphrase)
-    lists = tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in calibrate.LISTS else None
+    lists = pipeline.own_tables(scheme, vocab_size)
     keys = [text_key(root, name, i) for i in range(len(made))]
     for sees_prompt in (True, False):
         prompt = given if sees_prompt else given[:, :0]

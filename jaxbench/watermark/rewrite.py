@@ -8,7 +8,7 @@ realised edit rate, which every attack reports, says how much. No twin: an attac
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ class Rewriter:
         *,
         dtype: str = "float32",
         batch_size: int = 16,
-        progress: Callable[[int, int], None] | None = None,
     ):
         """Keep the settings.
 
@@ -39,9 +38,8 @@ class Rewriter:
           model: as weights.load_checkpoint takes it; None is the default model.
           dtype: of the computation.
           batch_size: blocks at once.
-          progress: called with (blocks done, blocks in all) after each batch.
         """
-        self._spec, self._dtype, self._batch_size, self._progress = model, dtype, batch_size, progress
+        self._spec, self._dtype, self._batch_size = model, dtype, batch_size
         self._model: transformer.Transformer | None = None
         self._tokenizer: Any = None
         self._generators: dict[float, sample.Generator] = {}
@@ -92,8 +90,6 @@ class Rewriter:
             )
             for i, tokens, length in zip(batch, made.tokens, made.lengths):
                 replies[i] = clean(self._tokenizer.decode(tokens[:length], skip_special=True))
-            if self._progress:
-                self._progress(start + len(batch), len(order))
         return replies
 
     def _load(self) -> None:

@@ -105,7 +105,7 @@ class TextEncoder:
         """Return the ids of texts."""
         changed = np.zeros(len(texts), np.int64)
         if self.canonicalize:
-            found = canonical.canonicalize_batch(texts)
+            found = [canonical.canonicalize(text) for text in texts]
             texts = [one.text for one in found]
             changed[:] = [one.num_changed for one in found]
         if self._fast is None:

@@ -44,7 +44,7 @@ def test_the_scheme_and_key_of_each_text_are_named(correction):
         family, ids, vocab_size=VOCAB, make_detector=pipeline.NumpyDetector, correction=correction
     )
     assert found.best.tolist() == list(range(6)) and found.names[0] == "kgw/0"
-    assert (found.accepted(1e-3) == np.eye(6, dtype=bool)).all()
+    assert ((found.corrected <= 1e-3) == np.eye(6, dtype=bool)).all()
     np.testing.assert_allclose(found.p_value, np.minimum(1, 6 * found.p_values.min(axis=1)))
 
 
@@ -53,9 +53,9 @@ def test_texts_without_a_mark_are_accused_at_most_at_the_level():
     found = identify.identify(
         candidates(), Ragged.from_array(tokens), vocab_size=VOCAB, make_detector=pipeline.NumpyDetector
     )
-    rate = found.accepted(0.1).any(axis=1).mean()
+    rate = (found.corrected <= 0.1).any(axis=1).mean()
     assert 0 < rate <= 0.1 + 3 * np.sqrt(0.09 / 500)
-    assert ((found.p_value <= 0.1) == found.accepted(0.1).any(axis=1)).all()
+    assert ((found.p_value <= 0.1) == (found.corrected <= 0.1).any(axis=1)).all()
 
 
 def test_a_payload_is_decoded_among_all_and_its_p_is_corrected():
@@ -122,7 +122,7 @@ def test_files_and_families_of_one_find_every_payload(count, tmp_path):
     assert all(row["p_value"] <= 1e-3 for row in rows)
     assert "payload_other" not in rows[0]
     found = identify.identify(family, Ragged.from_lists(texts), vocab_size=VOCAB, make_detector=pipeline.NumpyDetector)
-    assert found.payloads[:, 0].tolist() == payloads and found.accepted(1e-3)[:, 0].all()
+    assert found.payloads[:, 0].tolist() == payloads and (found.corrected <= 1e-3)[:, 0].all()
 
 
 def test_of_texts_without_a_mark_p_over_all_payloads_is_uniform_or_larger():
