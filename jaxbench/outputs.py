@@ -74,7 +74,7 @@ def is_same(one: str | Path, other: str | Path) -> bool:
 
 
 @contextlib.contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
+def whole(path: str | Path) -> Iterator[Path]:
     """A temporary path to write to, which takes the place of `path` when the block ends without an error.
 
     So a file is whole or as it was before, also when the process is killed; its folder is made.
@@ -113,7 +113,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a file whole or not at all."""
-    with whole_file(path) as temporary:
+    with whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -129,7 +129,7 @@ def write_csv(path: str | Path, rows: Sequence[Mapping[str, Any]], columns: Sequ
       columns: their order; unset: every column in the order of first appearance. A row leaves out what it lacks.
     """
     columns = columns or list(dict.fromkeys(name for row in rows for name in row))
-    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
+    with whole(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -83,12 +83,12 @@ def test_a_full_disk_is_named_by_the_file_and_an_interrupt_keeps_the_old_one(tmp
     path = tmp_path / "report.html"
     outputs.write_text(path, "old")
     for error in (OSError(28, "No space left on device"), KeyboardInterrupt(), OSError("results: no sentence is lost")):
-        with pytest.raises(type(error)) as caught, outputs.whole_file(path) as temporary:
+        with pytest.raises(type(error)) as caught, outputs.whole(path) as temporary:
             temporary.write_text("half")
             raise error
         assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.html"]
     assert str(caught.value) == "results: no sentence is lost"
-    with pytest.raises(OSError, match=r"No space left on device: '.*report\.html'"), outputs.whole_file(path):
+    with pytest.raises(OSError, match=r"No space left on device: '.*report\.html'"), outputs.whole(path):
         raise OSError(28, "No space left on device")
 
 

@@ -36,7 +36,7 @@ def kind_of(output: Path) -> str:
 
 def write_part(path: Path, columns: dict[str, np.ndarray], kind: str) -> None:
     """Write the columns of one chunk, whole or not at all."""
-    with outputs.whole_file(path) as temporary:
+    with outputs.whole(path) as temporary:
         if kind == "parquet":
             import pyarrow.parquet as pq
 
@@ -60,7 +60,7 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
 def merge(folder: Path, names: list[str], output: Path, kind: str) -> None:
     """Put the parts together in order, into a file that is there whole or not at all."""
     parts = [folder / f"{name}.{kind}" for name in names]
-    with outputs.whole_file(output) as temporary:
+    with outputs.whole(output) as temporary:
         if kind == "parquet":
             _merge_parquet(parts, temporary)
             return

@@ -132,7 +132,7 @@ def generate(
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    with outputs.whole_file(path) as temporary, open(temporary, "wb") as file:
+    with outputs.whole(path) as temporary, open(temporary, "wb") as file:
         np.save(file, array)
 
 

@@ -319,7 +319,7 @@ def attack_file(
     """
     paths = check_attack_files(pattern, output, overwrite=overwrite)
     total, edits = 0, 0.0
-    with outputs.whole_file(Path(output)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with outputs.whole(Path(output)) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for chunk in (chunk for path in paths for chunk in lines.chunks(path)):
             records, bad = lines.read(chunk, field=field)
             if bad or any(not isinstance(record.content, str) for record in records):
