@@ -28,8 +28,10 @@ def main() -> int:
     from rich import markup
 
     from jaxbench import terminal
-    from jaxbench.bench import records, report, run
+    from jaxbench.bench import run
+    from jaxbench.bench.report import report
     from jaxbench.bench.suite import Suite
+    from jaxbench.measure import records
 
     suite = cli.load_config(Suite)
     if flags.FLAGS.tpu_topology is not None:

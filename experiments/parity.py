@@ -55,7 +55,7 @@ def main() -> int:
     """Run the selected cases; 1 when a gate fails."""
     chosen = selected()
     launch.ensure("cpu")
-    from jaxbench import terminal
+    from jaxbench import outputs, terminal
     from jaxbench.parity import mutation, report, run
 
     values, console = flags.FLAGS, terminal.console()
@@ -70,12 +70,12 @@ def main() -> int:
             report.show(result, console)
         else:
             console.print(report.summary(result), style="green" if result["passed"] else "bold red")
-        run.write(workdir / "parity.json", results)
+        outputs.write_json(workdir / "parity.json", results)
         report.write_page(workdir / "parity.html", results)
     passed = all(result["passed"] for result in results)
     if values.mutations or values.all:
         gate = mutation.gate(mutation.score(lambda line: console.print(line, style="dim")))
-        run.write(workdir / "mutations.json", gate._asdict())
+        outputs.write_json(workdir / "mutations.json", gate._asdict())
         console.print(f"P9 {gate.note}" + (f"; wrong: {gate.where}" if gate.where else ""))
         passed = passed and gate.passed
     if results:

@@ -134,8 +134,7 @@ def find_batch_size(settings: Any, make_engine: Any) -> int:
 def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
     """Print what each way of saving memory saves and costs, and write it to memory_ladder.json."""
     values = flags.FLAGS
-    from jaxbench import batch_size, memory_ladder, train_inputs
-    from jaxbench.bench import records
+    from jaxbench import batch_size, memory_ladder, outputs, train_inputs
 
     data, model, params = train_inputs.prepare(settings, values.data)
     names = ("batch_size", "seed", "block_size", "scan_layers", "fused_projections")
@@ -155,7 +154,7 @@ def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(memory_ladder.table(rows, limit_bytes=limit))
     content = {"facts": facts, "rows": [row._asdict() for row in rows], "config": settings.model_dump(mode="json")}
-    records.write_json(workdir / "memory_ladder.json", content)
+    outputs.write_json(workdir / "memory_ladder.json", content)
     return cli.EXIT_OK
 
 

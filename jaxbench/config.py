@@ -9,9 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
 import reprlib
-import tempfile
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import pydantic
+
+from jaxbench import outputs
 
 
 class Base(pydantic.BaseModel):
@@ -107,16 +107,7 @@ def dump(model: pydantic.BaseModel, path: str | Path | None = None) -> str:
 
     text = yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False, default_flow_style=False)
     if path is not None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        outputs.write_text(path, text)
     return text
 
 

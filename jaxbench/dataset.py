@@ -12,12 +12,11 @@ hosts nor on where it was interrupted. Axis letters: B rows of a batch, T tokens
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench import assets, philox, small_tokenizers
+from jaxbench import assets, outputs, philox, small_tokenizers
 from jaxbench.data import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
 
 TOKEN_SUFFIXES = (".npy", ".bin")  # one-dimensional integers; .bin is little-endian uint16, as nanoGPT writes it
@@ -224,10 +223,7 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
     """Tokenise a text into a folder that appears whole or not at all."""
     if tokenizer == "character":
         tokenizer = small_tokenizers.CharacterTokenizer("".join(sorted(set().union(*map(set, documents(path))))) or " ")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        made = Path(temporary) / folder.name
-        made.mkdir()
+    with _first_wins(folder), outputs.whole_folder(folder) as made:
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
         end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
         starts = [0]
@@ -246,11 +242,16 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
         (made / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         if folder.exists() and not _is_whole(folder):
             shutil.rmtree(folder)  # damaged, or of a build that a crash cut off
-        try:
-            os.rename(made, folder)
-        except OSError:
-            if not _is_whole(folder):  # else another process was first
-                raise
+
+
+@contextlib.contextmanager
+def _first_wins(folder: Path) -> Iterator[None]:
+    """Pass over an error where another process has made the whole folder meanwhile."""
+    try:
+        yield
+    except OSError:
+        if not _is_whole(folder):
+            raise
 
 
 def _open(folder: Path, tokenizer: Any, sha256: str) -> Corpus:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench import cli, config, observe, schedules, train_inputs, weights
+from jaxbench import cli, config, observe, outputs, schedules, train_inputs, weights
 from jaxbench.checkpoint import Checkpoints
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import bank_config, decoder_config
@@ -280,7 +279,7 @@ class _Trainer:
         summary = result._asdict() | self._mfu(result.tokens_per_s)
         summary |= {"backend": self.backend, "parameters": self._size()} | self.progress
         if self.processes.is_first:
-            (self.workdir / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            outputs.write_json(self.workdir / SUMMARY, summary)
         exported = f", {self._export()}" if self.settings.checkpoints.export else ""
         self.display.say(
             f"finished {done} steps: held-out loss {loss:.4f}"

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench import assets, families, gguf_file
+from jaxbench import assets, families, gguf_file, outputs
 from jaxbench.config import TransformerConfig, shown
 from jaxbench.families import Family, Rule
 from jaxbench.initial import parameter_shapes
@@ -130,10 +129,7 @@ def save_checkpoint(
             value = np.concatenate([np.asarray(params[name]) for name in ours], axis=-1)
             tensors[theirs] = np.ascontiguousarray(value.T if rule.kind == "linear" else value)
     dtypes = {str(value.dtype) for value in tensors.values()}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        made = Path(temporary) / folder.name
-        made.mkdir()
+    with outputs.whole_folder(folder) as made:
         save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id", None) for name in ("bos", "eos")}
         values |= ids | {"dtype": dtypes.pop() if len(dtypes) == 1 else "float32"}
@@ -141,7 +137,6 @@ def save_checkpoint(
             (made / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(made)
-        os.replace(made, folder)
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxbench import data_parallel, initial, parallel, parallel_proof, sharding
-from jaxbench.bench import hlo
+from jaxbench.measure import hlo
 from jaxbench.mesh import ParallelConfig
 
 LLAMA = parallel_proof.LLAMA

@@ -28,7 +28,7 @@ FILE_LINES = 400
 FUNCTION_LINES = 60
 FRAMEWORKS = ("jax", "jaxlib", "flax", "equinox", "optax", "torch")
 # These core files must be S files; any other file becomes one by saying `(S file` in its docstring.
-CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial", "cli", "launch", "bench.statistics")
+CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial", "cli", "launch", "measure.verdicts")
 # Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
 CONFIG_MODELS = {
     "lm": "jaxbench.train_config:TrainConfig",

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxbench import initial, parallel, parallel_proof, remat, sharding, train, transformer
-from jaxbench.bench import hlo
+from jaxbench.measure import hlo
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parity import distance
 from jaxbench.step_config import RematConfig

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxbench import initial, parallel, parallel_proof, train, transformer
-from jaxbench.bench import hlo
+from jaxbench.measure import hlo
 from jaxbench.pipeline_schedule import timetable, timing
 
 LLAMA = parallel_proof.LLAMA

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxbench import initial, sharding
-from jaxbench.bench import tpu_programs
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import tpu_programs
 
 LLAMA = TransformerConfig(
     vocab_size=96, d_model=48, d_ff=64, num_layers=2, num_heads=3, num_kv_heads=1, head_dim=16, max_seq_len=32

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxbench.bench import wording
-from jaxbench.bench.records import Record
+from jaxbench.bench import labels
+from jaxbench.measure.records import Record
 
 # Relative, between arms' first losses; autocast and all-bfloat16 activations round at different places.
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -82,7 +82,7 @@ def notes(found: Sequence[Record]) -> list[str]:
         if len(arms) < 2:
             continue
         parting = [_parting(record) for record in arms.values() if record.value == 0.0]
-        equal = ", ".join(wording.arm(name) for name, record in arms.items() if record.value != 0.0)
+        equal = ", ".join(labels.arm(name) for name, record in arms.items() if record.value != 0.0)
         sentences += [f"{label}: equal on {equal}" if not parting else f"{label}: differs: {'; '.join(parting)}"]
     return sentences
 

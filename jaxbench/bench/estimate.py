@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jaxbench import prompts
-from jaxbench.bench import environment, flops
-from jaxbench.bench.records import Workload
 from jaxbench.bench.suite import Roofline, Suite
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import environment, flops
+from jaxbench.measure.records import Workload
 from jaxbench.memory import decoder_config
 from jaxbench.train_config import TrainConfig
 

@@ -7,7 +7,6 @@ falls on every arm alike. A worker that fails becomes a record with its error; t
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -16,13 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxbench import launch as process_environment
 from jaxbench import observe
-from jaxbench.bench import agreement, records, roofline, statistics
+from jaxbench.bench import agreement
 from jaxbench.bench.plan import Plan
-from jaxbench.bench.process import Worker, WorkerError
-from jaxbench.bench.records import RecordFile, Workload
+from jaxbench.measure import process, records, roofline, verdicts
+from jaxbench.measure.process import Worker, WorkerError
+from jaxbench.measure.records import RecordFile, Workload
 
+WORKER = "jaxbench.bench.worker"  # the module that an arm's process runs
+CACHE = "compile_cache"  # folder of a workdir
 UNITS = {
     "load_s": "s",
     "compile_cold_s": "s",
@@ -50,9 +51,7 @@ class Launch:
         self, plan: Plan, number: int, file: RecordFile, say: Callable[[str], None], *, limit_s: float = math.inf
     ):
         self.plan, self.number, self.file, self.say = plan, number, file, say
-        arms = list(plan.suite.arms)
-        turn = (number - 1) % len(arms)
-        self.order = arms[turn:] + arms[:turn]
+        self.order = process.turn(plan.suite.arms, number - 1)
         self.workers: dict[str, Worker] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.lost: dict[str, str] = {}  # arm -> why it takes no further part
@@ -62,7 +61,6 @@ class Launch:
         self.failed: dict[tuple[str, Workload], str] = {}
         self.limit_s = limit_s  # time this launch should take: rounds after the first of a stage give way to it
         self.compile_s = 0.0  # spent compiling so far
-        self.timeout_s = plan.suite.rounds.worker_timeout_s
 
     def run(self) -> None:
         """Run every stage and append its records as it ends; workers are closed whatever happens."""
@@ -89,16 +87,14 @@ class Launch:
     # Stages
 
     def _start(self) -> None:
-        cache = self.plan.workdir / "compile_cache"
         if self.number == 1:
-            shutil.rmtree(cache, ignore_errors=True)  # launch 1 compiles cold, the later ones find what it compiled
-        environment = worker_environment(self.plan.device, cache=cache, threads=self.plan.threads)
+            # Launch 1 compiles cold, the later ones find what it compiled.
+            shutil.rmtree(self.plan.workdir / CACHE, ignore_errors=True)
         for arm in self.order:
             self.say(f"start {arm}")
             log = self.plan.workdir / "logs" / f"launch{self.number}-{arm}.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_bytes(b"")
-            self.workers[arm] = Worker(arm, environment=environment, log=log, threads=self.plan.threads)
+            log.unlink(missing_ok=True)
+            self.workers[arm] = start_worker(self.plan, arm, log)
             answer = self._ask(arm, "start", device=self.plan.device, checkpoint=str(self.plan.model.folder))
             if answer is None:
                 continue
@@ -210,7 +206,7 @@ class Launch:
                         self._note_output(arm, load, answer)
             longest = max(longest, time.monotonic() - begun)
         workload = Workload(kind="control", dtype=stage.dtype, batch=int(stage.kind == "train"))
-        median = statistics.median(control)
+        median = verdicts.median(control)
         self.file.append(self._record("control_s", workload, median, "s", samples=tuple(control)))
         return samples
 
@@ -220,7 +216,7 @@ class Launch:
         return self.plan.record(metric, workload=workload, value=value, unit=unit, launch=self.number, **fields)
 
     def _append(self, arm: str, metric: str, workload: Workload, values: list[float], **detail) -> None:
-        row = self._record(metric, workload, statistics.median(values), UNITS[metric], arm=arm, detail=detail)
+        row = self._record(metric, workload, verdicts.median(values), UNITS[metric], arm=arm, detail=detail)
         versions = self.versions.get(arm, {})
         self.file.append(row.model_copy(update={"samples": tuple(map(float, values)), "versions": versions}))
 
@@ -229,7 +225,7 @@ class Launch:
             detail = {}
             if metric.endswith("tokens_per_s"):
                 config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
-                found_share = roofline.share(config, load, statistics.median(values), self.rates)
+                found_share = roofline.share(config, load, verdicts.median(values), self.rates)
                 detail = {} if found_share is None else {"share_of_roofline": found_share}
             self._append(arm, metric, load, values, **detail)
 
@@ -299,7 +295,7 @@ class Launch:
         if arm in self.lost:
             return None
         try:
-            return self.workers[arm].request(operation, timeout_s=self.timeout_s, **arguments)
+            return self.workers[arm].request(operation, **arguments)
         except WorkerError as error:
             reason = str(error)
         self.say(f"error: {reason}")
@@ -332,23 +328,24 @@ class Launch:
         return [arm for arm in self.order if arm not in self.lost and arm not in self.skipped]
 
 
+def start_worker(plan: Plan, arm: str, log: Path) -> Worker:
+    """Start an arm's process with the environment and the time limit of a run."""
+    environment = worker_environment(plan.device, cache=plan.workdir / CACHE, threads=plan.threads)
+    limit_s = plan.suite.rounds.worker_timeout_s
+    return Worker(arm, WORKER, environment=environment, log=log, threads=plan.threads, timeout_s=limit_s)
+
+
 def worker_environment(device: str, *, cache: Path, threads: int) -> dict[str, str]:
-    """Return the environment of every worker: jaxbench's own, offline, with the run's own compile cache."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    return (
-        inherited
-        | process_environment.environment(device)
-        | {
-            "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),  # the run's own, so that launch 1 is cold
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-            "TRITON_CACHE_DIR": str(cache / "triton"),
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-        }
-    )
+    """Variables of every worker: jaxbench's own, offline, with the run's own compile cache."""
+    return process.environment(device, threads=threads) | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),  # the run's own, so that launch 1 is cold
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "MKL_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
 
 
 def rates(load: Workload, found: list[dict]) -> dict[str, list[float]]:

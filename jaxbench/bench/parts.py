@@ -6,7 +6,6 @@ becomes a record with its reason: the rest of the comparison goes on.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,17 +13,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxbench import config
 from jaxbench import launch as process_environment
 from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
-from jaxbench.bench.process import Worker, WorkerError
-from jaxbench.bench.records import Record, RecordFile
 from jaxbench.bench.suite import TpuRun
+from jaxbench.measure import tpu_compile
+from jaxbench.measure.process import WorkerError
+from jaxbench.measure.records import Record, RecordFile
 
 PARITY_TIMEOUT_S = 300
 TPU_TIMEOUT_S = 600
-# It only compiles: it may share the machine with another user's.
-TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -55,26 +54,24 @@ def parity(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
 def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     """Compile the model's programs for each TPU topology and append what the compiler says."""
     settings = work.suite.tpu
-    if importlib.util.find_spec("libtpu") is None:
-        reason = "libtpu is not installed; `pip install 'jaxbench[tpu]'` brings it (no TPU is needed)"
+    if reason := tpu_compile.unavailable().removeprefix("tpu: "):
         names = [*settings.topologies, *(one.name() for one in settings.runs)]
         file.append(*(work.record("tpu", device=name, status="skipped", reason=reason) for name in names))
         say(f"tpu: {reason}")
         return
+    model = work.workdir / "tpu-model.yaml"
+    if settings.topologies:
+        config.dump(work.model.config, model)
     for topology in settings.topologies:
         if _done(file, work, "tpu", device=topology):
             continue
         say(f"tpu: compile for {topology}")
         output = work.workdir / f"tpu-{topology.replace(':', '-')}.jsonl"
         output.unlink(missing_ok=True)
-        request = {
-            "topology": topology,
-            "checkpoint": str(work.model.folder),
-            "num_layers_train": work.suite.train.num_layers,
-            **settings.model_dump(mode="json", exclude={"topologies", "runs"}),
-        }
-        command = [sys.executable, "-m", "jaxbench.bench.tpu", json.dumps(request), str(output)]
-        reason = _run(command, TPU_ENVIRONMENT, work, f"tpu-{topology.replace(':', '-')}", TPU_TIMEOUT_S, output)
+        shapes = settings.model_dump(exclude={"topologies", "runs"}) | {"train_layers": work.suite.train.num_layers}
+        command = [sys.executable, "-m", "jaxbench.bench.tpu", f"--topology={topology}", f"--output={output}"]
+        command += [f"--model_config={model}", *(f"--{name}={value}" for name, value in shapes.items())]
+        reason = _run(command, tpu_compile.ENVIRONMENT, work, output.stem, TPU_TIMEOUT_S, output)
         if reason:
             say(f"tpu: {topology}: {reason}")
             file.append(work.record("tpu", device=topology, status="error", reason=reason))
@@ -95,7 +92,7 @@ def _tpu_run(one: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable
     output.unlink(missing_ok=True)
     command = [sys.executable, "-m", "jaxbench.bench.tpu_train", f"--config={ROOT / one.config}"]
     command += [f"--topology={one.topology}", f"--output={output}", *(f"--set={change}" for change in one.set)]
-    reason = _run(command, TPU_ENVIRONMENT, work, name, TPU_TIMEOUT_S, output)
+    reason = _run(command, tpu_compile.ENVIRONMENT, work, name, TPU_TIMEOUT_S, output)
     if reason:
         say(f"tpu: {one.name()}: {reason}")
         file.append(work.record("tpu", device=one.name(), status="error", reason=reason))
@@ -107,29 +104,24 @@ def _tpu_run(one: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable
 
 def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     """Write a trace of one run of each float32 workload on every arm that can: xprof for JAX, Chrome for PyTorch."""
-    environment = launch.worker_environment(work.device, cache=work.workdir / "compile_cache", threads=work.threads)
     [dtype, *_] = work.suite.dtypes()
     for arm in work.suite.arms:
         log = work.workdir / "logs" / f"profile-{arm}.log"
-        worker = Worker(arm, environment=environment, log=log, threads=work.threads)
         try:
-            limit = work.suite.rounds.worker_timeout_s
-            answer = worker.request("start", timeout_s=limit, device=work.device, checkpoint=str(work.model.folder))
-            if answer["skip"]:
-                continue
-            worker.request("load", timeout_s=limit, dtype=dtype)
-            for load in work.suite.inference(dtype):
-                fields = {"workload": load.model_dump(), "inputs": work.inputs[load]}
-                worker.request("prepare", timeout_s=limit, workload=load.model_dump())
-                worker.request("measure", timeout_s=limit, **fields)
-                folder = str(work.workdir / "profile")
-                path = worker.request("profile", timeout_s=limit, folder=folder, **fields)["path"]
-                say(f"profile: {path}")
+            with launch.start_worker(work, arm, log) as worker:
+                if worker.request("start", device=work.device, checkpoint=str(work.model.folder))["skip"]:
+                    continue
+                worker.request("load", dtype=dtype)
+                for load in work.suite.inference(dtype):
+                    workload, inputs = load.model_dump(), work.inputs[load]
+                    worker.request("prepare", workload=workload)
+                    worker.request("measure", workload=workload, inputs=inputs)
+                    folder = str(work.workdir / "profile")
+                    path = worker.request("profile", workload=workload, inputs=inputs, folder=folder)["path"]
+                    say(f"profile: {path}")
         except WorkerError as error:
             say(f"profile: {error}")
             file.append(work.record("profile", arm=arm, status="error", reason=str(error)))
-        finally:
-            worker.close()
 
 
 def _done(file: RecordFile, work: Plan, metric: str, *, device: str | None = None, arm: str | None = None) -> bool:

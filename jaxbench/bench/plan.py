@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbench import assets, config, launch
-from jaxbench.bench import chips, environment, estimate
+from jaxbench.bench import estimate
 from jaxbench.bench import suite as suites
-from jaxbench.bench.records import Record, Workload, now_utc
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, environment
+from jaxbench.measure.records import Record, Workload, now_utc
 from jaxbench.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jaxbench.bench import agreement, environment, launch, parts, plan, records
-from jaxbench.bench.records import Record, RecordFile
+from jaxbench import outputs
+from jaxbench.bench import agreement, launch, parts, plan
 from jaxbench.bench.suite import Suite
+from jaxbench.measure import environment, records
+from jaxbench.measure.records import Record, RecordFile
 
 RUN_STEP = (
     "The train step is that of experiments/train.py: float32 weights and moments, products in the named type (PyTorch: "
@@ -53,13 +55,13 @@ def compare(
     if not file.of_run(work.run_id):
         file.append(work.record(records.RUN, detail=work.origin))
     facts = environment.describe(threads=work.threads)
-    settings = launch.worker_environment(device, cache=workdir / "compile_cache", threads=work.threads)
-    facts["settings"] = environment.fair_settings(threads=work.threads, environment=settings)
+    settings = launch.worker_environment(device, cache=workdir / launch.CACHE, threads=work.threads)
+    facts["settings"] = fair_settings(threads=work.threads, variables=settings)
     if suite.train.enabled and suite.train.form == "run":
         facts["settings"].append(RUN_STEP)
-    records.write_json(workdir / "environment.json", facts)
+    outputs.write_json(workdir / "environment.json", facts)
     ids = {"run_id": work.run_id, "config_id": work.config_id}
-    records.write_json(workdir / "suite.json", ids | {"device": device, "suite": suite.model_dump(mode="json")})
+    outputs.write_json(workdir / "suite.json", ids | {"device": device, "suite": suite.model_dump(mode="json")})
     parts.parity(work, file, say)
     parts.tpu(work, file, say)
     run_launches(work, file, started=started, say=say)
@@ -68,6 +70,23 @@ def compare(
     found = file.of_run(work.run_id)
     say(f"{sum(r.metric == records.LAUNCH_DONE for r in found)} launches in {time.monotonic() - started:.0f} s")
     return found
+
+
+def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
+    """Sentences of the report: what every arm shares and what differs by nature."""
+    malloc = " ".join(f"{name}={value}" for name, value in sorted(variables.items()) if name.startswith("MALLOC_"))
+    return [
+        f"Every arm runs on {threads} threads of the same machine, in its own process, one arm at a time.",
+        f"Every arm starts with the same malloc settings: {malloc or 'the defaults'}.",
+        "Every arm gets the same weights, the same prompts, the same dtype, greedy decoding, a fixed number of new "
+        "tokens with the end of sequence ignored; float32 tokens are compared between arms.",
+        "JAX arms run ahead-of-time compiled programs; torch_eager has no compilation; torch_compile is torch.compile "
+        "with its default mode (Inductor); transformers is `generate` with its own cache, as a user would call it.",
+        "Compile time, load time and first token are metrics of their own and never part of a rate. Decode rates are "
+        "over the steps after the first token. Peak memory is the resident set above the level after imports.",
+        "Ratios are per-launch log ratios to the baseline with a t-interval over launches (fresh processes); the order "
+        "of arms is rotated each launch and reversed each round.",
+    ]
 
 
 def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:

@@ -7,8 +7,8 @@ from typing import Literal
 import pydantic
 
 from jaxbench import config
-from jaxbench.bench.records import Workload
 from jaxbench.config import Base
+from jaxbench.measure.records import Workload
 
 RUN_ARMS = ("flax", "torch_eager", "torch_compile")  # those that train.form=run has
 ARMS = ("flax", "equinox", "torch_eager", "torch_compile", "transformers", "llama_cpp")
@@ -40,7 +40,7 @@ class TrainStep(Base):
     """One AdamW step of a shallow model of the default model's width (never the full depth: time and memory).
 
     Two forms: "plain" is train.py's, weights and moments in dtype; "run" is the step of experiments/train.py, weights
-    and moments in float32, products in dtype, gradients clipped (bench/arms_run.py), and its MFU is reported too.
+    and moments in float32, products in dtype, gradients clipped (bench/arms/run_step.py), and its MFU is reported too.
     """
 
     enabled: bool = True

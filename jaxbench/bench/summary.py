@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxbench.bench import statistics
-from jaxbench.bench.records import SUITE_ARM, Record, Workload
 from jaxbench.bench.suite import Verdicts
+from jaxbench.measure import verdicts
+from jaxbench.measure.records import SUITE_ARM, Record, Workload
 
 # Metrics that are compared between arms: name -> whether more is better. Others are shown, never judged.
 COMPARED = {
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     reason: str  # why there is no value
 
 
-def rows(records: Sequence[Record], verdicts: Verdicts) -> list[Row]:
+def rows(records: Sequence[Record], rules: Verdicts) -> list[Row]:
     """Return the table's rows in the order of the records, with Holm's correction over all compared ones."""
     groups: dict[tuple[str, Workload, str], dict[int, Record]] = defaultdict(dict)
     for record in records:
@@ -53,12 +53,12 @@ def rows(records: Sequence[Record], verdicts: Verdicts) -> list[Row]:
             groups[record.metric, record.workload, record.arm][record.launch] = record
     table, p_values = [], {}
     for (metric, workload, arm), launches in groups.items():
-        base = groups.get((metric, workload, verdicts.baseline), {})
-        row, p_value = _row(metric, workload, arm, launches, base, verdicts)
+        base = groups.get((metric, workload, rules.baseline), {})
+        row, p_value = _row(metric, workload, arm, launches, base, rules)
         if p_value is not None:
             p_values[len(table)] = p_value
         table.append(row)
-    kept = statistics.holm(list(p_values.values())) <= 1 - verdicts.confidence
+    kept = verdicts.holm(list(p_values.values())) <= 1 - rules.confidence
     for index, holds in zip(p_values, kept, strict=True):
         table[index] = table[index]._replace(holm=bool(holds) and table[index].verdict != "undecided")
     return table
@@ -67,10 +67,10 @@ def rows(records: Sequence[Record], verdicts: Verdicts) -> list[Row]:
 def control_drift(records: Sequence[Record]) -> float:
     """Return by what share the control loop moved between launches (0.1 = 10 %)."""
     control = [record.samples for record in records if record.metric == "control_s" and record.samples]
-    return statistics.drift(control)
+    return verdicts.drift(control)
 
 
-def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Record], verdicts: Verdicts):
+def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Record], rules: Verdicts):
     """Return one row and its p-value (None when it is not compared)."""
     good = {n: r for n, r in sorted(launches.items()) if r.status == "ok" and r.value is not None}
     values = tuple(record.value for record in good.values())
@@ -80,18 +80,18 @@ def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Rec
         metric=metric,
         workload=workload,
         arm=arm,
-        value=statistics.median(values) if values else None,
+        value=verdicts.median(values) if values else None,
         unit=last.unit,
         launches=values,
         ratio=None,
         log_ratios=(),
-        verdict="baseline" if arm == verdicts.baseline and metric in COMPARED else "",
+        verdict="baseline" if arm == rules.baseline and metric in COMPARED else "",
         holm=False,
         launches_needed=None,
-        share_of_roofline=statistics.median(shares) if shares else None,
+        share_of_roofline=verdicts.median(shares) if shares else None,
         reason="" if values else last.reason,
     )
-    if metric not in COMPARED or arm == verdicts.baseline:
+    if metric not in COMPARED or arm == rules.baseline:
         return row, None
     pairs = [(good[n], base[n]) for n in good if n in base and base[n].value and base[n].status == "ok"]
     pairs = [(a, b) for a, b in pairs if a.value > 0 and b.value > 0]
@@ -99,13 +99,13 @@ def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Rec
         return row, None
     better = COMPARED[metric]
     logs = tuple(
-        statistics.log_ratio(a.samples or [a.value], b.samples or [b.value], higher_is_better=better) for a, b in pairs
+        verdicts.log_ratio(a.samples or [a.value], b.samples or [b.value], higher_is_better=better) for a, b in pairs
     )
-    interval = statistics.t_interval(logs, confidence=verdicts.confidence, margin=verdicts.margin)
-    decided = statistics.verdict(interval, margin=verdicts.margin)
+    interval = verdicts.t_interval(logs, confidence=rules.confidence, margin=rules.margin)
+    decided = verdicts.verdict(interval, margin=rules.margin)
     needed = None
     if decided == "undecided":
-        needed = statistics.launches_needed(logs, confidence=verdicts.confidence, margin=verdicts.margin)
+        needed = verdicts.launches_needed(logs, confidence=rules.confidence, margin=rules.margin)
     return row._replace(
         ratio=tuple(value if math.isfinite(value) else math.inf for value in interval.ratio()),
         log_ratios=logs,

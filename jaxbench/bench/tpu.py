@@ -14,31 +14,14 @@ the chips that share them.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import pydantic
 
-from jaxbench.bench import chips, flops, hlo
-from jaxbench.bench.records import Record, RecordFile, Workload, now_utc
 from jaxbench.config import Base, TransformerConfig
+from jaxbench.measure import chips, flops, tpu_compile
+from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
 
-# libtpu asks the cloud's metadata server for these, waits, and complains on stderr where there is none.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is refused over its lock file
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "JAX_PLATFORMS": "cpu",  # the compiler is called directly, no TPU is looked for
-}
 # SmolLM2-135M's shape (config.json of HuggingFaceTB/SmolLM2-135M-Instruct): compiling needs no weights.
 SMOLLM2_135M = TransformerConfig(
     vocab_size=49152, d_model=576, d_ff=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64,
@@ -61,23 +44,6 @@ class Settings(Base):
     scan_layers: bool = False  # one compiled body for all layers; unrolled, the compiler's FLOPs can be checked
 
 
-class Measured(NamedTuple):
-    """What the compiler said about one program, per chip."""
-
-    compile_s: float
-    memory: dict[str, int]  # argument, output, alias, temp, code: bytes
-    compiled_flops: float
-    compiled_bytes: float
-    collectives: dict[str, hlo.Collective]
-
-
-def unavailable() -> str:
-    """Return why nothing can be compiled for TPUs here, or an empty string."""
-    if importlib.util.find_spec("libtpu") is None:
-        return "tpu: libtpu is not installed; `pip install 'jaxbench[tpu]'` brings it (no TPU is needed)"
-    return ""
-
-
 def check(topologies: Sequence[str], settings: Settings | None = None) -> list[chips.Topology]:
     """Return the slices of these names; ValueError for an unknown one, or a model axis that does not divide one."""
     found = [chips.parse_topology(name) for name in topologies]
@@ -95,17 +61,13 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
 
     A program that does not fit gives one record with status "error" and the compiler's sentence.
     """
-    if reason := unavailable():
-        raise ValueError(f"{reason} (asked for {topology.name})")
-    from jax.experimental import topologies as jax_topologies
-
+    devices = tpu_compile.devices(topology)
     from jaxbench import sharding
-    from jaxbench.bench import tpu_programs as programs
+    from jaxbench.measure import tpu_programs as programs
 
     check([topology.name], settings)
-    description = jax_topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options)
     rows = topology.num_chips // settings.model_axis
-    mesh = sharding.make_mesh({sharding.DATA: rows, sharding.MODEL: settings.model_axis}, description.devices)
+    mesh = sharding.make_mesh({sharding.DATA: rows, sharding.MODEL: settings.model_axis}, devices)
     serve, fit = ("tensor", "fsdp_tensor") if settings.model_axis > 1 else ("replicated", "fsdp")
     model = programs.abstract_model(config, dtype=settings.dtype, scan_layers=settings.scan_layers)
     shallow = config.model_copy(
@@ -133,30 +95,16 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
 
 def _compile_program(program, config: TransformerConfig, topology: chips.Topology, settings: Settings) -> list[Record]:
     """Compile one program and return its records; a program that does not fit is a record too."""
-    import jax
-
     workload = _workload(program, settings)
     common = {"workload": workload, "device": topology.name, "time_utc": now_utc()}
-    start = time.perf_counter()
     try:
-        compiled = program.jitted.lower(*program.arguments).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+        compiled = tpu_compile.compile_program(lambda: program.jitted.lower(*program.arguments), topology)
+    except tpu_compile.DoesNotFitError as error:
         detail = {"fits": False, "hbm_bytes": topology.chip.hbm_bytes}
-        reason = f"does not fit: {_first_line(error)}"
-        return [Record(metric="tpu_memory_bytes", unit="bytes", status="error", reason=reason, detail=detail, **common)]
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    kinds = {"argument": "argument", "output": "output", "alias": "alias", "temp": "temp", "code": "generated_code"}
-    measured = Measured(
-        compile_s=time.perf_counter() - start,
-        memory={name: int(getattr(memory, f"{field}_size_in_bytes")) for name, field in kinds.items()},
-        compiled_flops=float(cost["flops"]),
-        compiled_bytes=float(cost["bytes accessed"]),
-        collectives=hlo.collectives(compiled.as_text(), topology.num_chips),
-    )
+        failed = {"status": "error", "reason": str(error), "detail": detail}
+        return [Record(metric="tpu_memory_bytes", unit="bytes", **failed, **common)]
     flops_per_chip, traffic = per_chip_work(program, config, topology, settings)
-    return make_records(measured, flops_per_chip, traffic, topology, settings, common, config.num_layers)
+    return make_records(compiled, flops_per_chip, traffic, topology, settings, common, config.num_layers)
 
 
 def per_chip_work(program, config: TransformerConfig, topology: chips.Topology, settings: Settings) -> tuple[int, int]:
@@ -192,7 +140,7 @@ def per_chip_work(program, config: TransformerConfig, topology: chips.Topology, 
 
 
 def make_records(
-    measured: Measured,
+    compiled: tpu_compile.Compiled,
     flops_per_chip: int,
     traffic: int,
     topology: chips.Topology,
@@ -200,32 +148,25 @@ def make_records(
     common: dict,
     num_layers: int,
 ) -> list[Record]:
-    """Return the records of one compiled program, every figure per chip."""
-    chip, memory = topology.chip, measured.memory
-    resident = memory["argument"] + memory["output"] - memory["alias"] + memory["temp"] + memory["code"]
-    sent = sum(kind.sent_bytes for kind in measured.collectives.values())
-    times = {
-        "compute_s": flops_per_chip / chip.flops_per_s,
-        "memory_s": traffic / chip.hbm_bytes_per_s,
-        "interconnect_s": sent / chip.ici_bytes_per_s,
-    }
-    bound = max(times, key=times.get)
+    """Records of one compiled program, every figure per chip."""
+    chip, resident, sent = topology.chip, compiled.resident_bytes, compiled.sent_bytes
+    times, bound = chips.least_seconds(chip, flops=flops_per_chip, traffic=traffic, sent=sent)
     workload = common["workload"]
     tokens = workload.batch * (1 if workload.kind == "decode" else workload.prompt_tokens)
     shape = {"num_chips": topology.num_chips, "num_layers": num_layers, "model_axis": settings.model_axis}
-    rates = {"chip": chip.name, "source": chip.source, "tokens_per_s": tokens / times[bound]}
+    rates = {"chip": chip.name, "source": chip.source, "tokens_per_s": tokens / times[f"{bound}_s"]}
     fits = {"fits": resident <= chip.hbm_bytes, "hbm_bytes": chip.hbm_bytes}
-    counted = {kind: total._asdict() for kind, total in measured.collectives.items()}
-    compared = {"compiled": measured.compiled_flops, "is_unrolled": not settings.scan_layers}
+    counted = {kind: total._asdict() for kind, total in compiled.collectives.items()}
+    compared = {"compiled": compiled.flops, "is_unrolled": not settings.scan_layers}
     if not settings.scan_layers:
-        compared["compiled_over_analytic"] = measured.compiled_flops / flops_per_chip
+        compared["compiled_over_analytic"] = compiled.flops / flops_per_chip
     figures = [
-        ("tpu_memory_bytes", resident, "bytes", memory | fits | shape),
+        ("tpu_memory_bytes", resident, "bytes", compiled.memory | fits | shape),
         ("tpu_flops", flops_per_chip, "FLOP", compared | shape),
-        ("tpu_traffic_bytes", traffic, "bytes", {"compiled": measured.compiled_bytes} | shape),
+        ("tpu_traffic_bytes", traffic, "bytes", {"compiled": compiled.traffic} | shape),
         ("tpu_collective_bytes", sent, "bytes", {"kinds": counted} | shape),
-        ("tpu_roofline_s", times[bound], "s", times | {"bound": bound.removesuffix("_s")} | rates | shape),
-        ("tpu_compile_s", measured.compile_s, "s", shape),
+        ("tpu_roofline_s", times[f"{bound}_s"], "s", times | {"bound": bound} | rates | shape),
+        ("tpu_compile_s", compiled.compile_s, "s", shape),
     ]
     return [Record(metric=name, value=float(value), unit=unit, detail=detail, **common)
             for name, value, unit, detail in figures]  # fmt: skip
@@ -250,52 +191,24 @@ def _round_up(batch: int, chips_sharing: int) -> int:
     return -(-batch // chips_sharing) * chips_sharing
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "memory" in line.lower()), lines[0])[:300]
-
-
-# The process: `python -m jaxbench.bench.tpu '<request>' <output.jsonl>` from the comparison, flags from people.
-
-
-def serve_request(request: dict, output: Path) -> None:
-    """Answer the comparison's request: write one slice's records to `output`, a line each, whole or not at all."""
-    from jaxbench import families
-
-    folder = Path(request["checkpoint"])
-    config = families.config_from_hf(json.loads((folder / "config.json").read_text()), folder)
-    known = {name: value for name, value in request.items() if name in Settings.model_fields}
-    settings = Settings(**known, train_layers=request.get("num_layers_train"))
-    [topology] = check([request["topology"]], settings)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    file = RecordFile(temporary)
-    try:
-        for found in compile_topology(config, topology, settings):
-            file.append(*found)
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def main() -> int:
-    """Compile for every --topology and print a table; --output keeps the records as JSON lines."""
+    """Compile for every --topology and print what was found; --output keeps the records of each whole slice."""
     from absl import flags
 
+    from jaxbench import cli
     from jaxbench import config as configs
 
     values = flags.FLAGS
-    model = SMOLLM2_135M
-    if values.model_config:
-        model = configs.load(values.model_config, [], TransformerConfig)
+    model = configs.load(values.model_config, [], TransformerConfig) if values.model_config else SMOLLM2_135M
     settings = Settings(**{name: getattr(values, name) for name in Settings.model_fields})
-    topologies = check(values.topology, settings)
-    for topology in topologies:
-        for found in compile_topology(model, topology, settings):
-            if values.output:
-                RecordFile(values.output).append(*found)
-            for record in found:
-                print(describe(record), flush=True)
-    return 0
+    for topology in check(values.topology, settings):
+        found = []
+        for records in compile_topology(model, topology, settings):
+            found += records
+            print("\n".join(map(describe, records)), flush=True)
+        if values.output:
+            RecordFile(values.output).append(*found)
+    return cli.EXIT_OK
 
 
 def describe(record: Record) -> str:
@@ -331,27 +244,9 @@ def _define_flags() -> None:
             flags.DEFINE_integer(name, field.default, name.replace("_", " "))
 
 
-def start_anew() -> None:
-    """Start this process anew, once, where libtpu's variables are not set yet; leave the compile cache out."""
-    wanted = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()} | {"JAX_PLATFORMS": "cpu"}
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
-    import jax
-
-    # Programs for a device that is not there cannot be read back from the cache.
-    jax.config.update("jax_enable_compilation_cache", False)
-
-
-def _start() -> None:
-    start_anew()
-    if len(sys.argv) == 3 and sys.argv[1].startswith("{"):
-        serve_request(json.loads(sys.argv[1]), Path(sys.argv[2]))
-        return
+if __name__ == "__main__":
+    tpu_compile.start_anew()
     from jaxbench import cli
 
     _define_flags()
     cli.run(main, about=__doc__)
-
-
-if __name__ == "__main__":
-    _start()

@@ -20,23 +20,18 @@ import collections
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxbench import observe, precision
-from jaxbench.bench import chips, flops, hlo, tpu
-from jaxbench.bench.records import Record, RecordFile, Workload, now_utc
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, flops, tpu_compile
+from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
 from jaxbench.memory import decoder_config
 from jaxbench.mesh import MODEL, STAGE
 from jaxbench.pipeline_schedule import timetable
 from jaxbench.train_config import TrainConfig
 
-KINDS = {
-    "argument": "argument", "output": "output", "alias": "alias", "temp": "temp", "code": "generated_code",
-    "host_argument": "host_argument", "host_temp": "host_temp",
-}  # fmt: skip
 OPTIMIZER_BYTES = 32  # a parameter: weight, gradient and two moments read in float32; all but the gradient written
 
 
@@ -74,17 +69,19 @@ def lower_step(settings: TrainConfig, topology: chips.Topology) -> Lowered:
     """
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
 
     from jaxbench import parallel, prng, train, update
 
     if settings.parallel is None:
         raise ValueError(f"tpu_train: parallel is unset, the {topology.num_chips} chips need parallel.mesh")
     model, how = model_of(settings), settings.step
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options)
     shape = (settings.batch_size, settings.data.seq_len)
     plan = parallel.make_plan(
-        model, settings.parallel, batch=shape[0] // how.accumulation, tokens=shape[1], devices=description.devices
+        model,
+        settings.parallel,
+        batch=shape[0] // how.accumulation,
+        tokens=shape[1],
+        devices=tpu_compile.devices(topology),
     )
     shapes = decoder_config.parameter_shapes(model)
     shapes = {name: jax.ShapeDtypeStruct(one, "float32") for name, one in shapes.items()}
@@ -130,9 +127,7 @@ def _abstract_state(settings: TrainConfig, model: TransformerConfig, shapes: Map
 
 def compile_step(settings: TrainConfig, topology: chips.Topology) -> list[Record]:
     """Compile the step for a slice and return its records; a step that does not fit is one record with status error."""
-    import jax
-
-    step, started = lower_step(settings, topology), time.perf_counter()
+    step = lower_step(settings, topology)
     load = {"batch": settings.batch_size, "prompt_tokens": settings.data.seq_len}
     axes = [f"{axis}={size}" for axis, size in step.sizes.items() if size > 1]
     common = {
@@ -143,26 +138,21 @@ def compile_step(settings: TrainConfig, topology: chips.Topology) -> list[Record
     chip = {"hbm_bytes": topology.chip.hbm_bytes, "num_chips": topology.num_chips}
     shape = chip | {"num_layers": settings.model.num_layers, "mesh": dict(step.sizes)}
     try:
-        compiled = step.lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        refused = {"status": "error", "reason": f"does not fit: {' '.join(str(error).split())[:300]}"}
+        compiled = tpu_compile.compile_program(lambda: step.lowered, topology)
+    except tpu_compile.DoesNotFitError as error:
+        refused = {"status": "error", "reason": str(error)}
         return [Record(metric="tpu_memory_bytes", unit="bytes", detail=shape | {"fits": False}, **refused, **common)]
-    seconds, analysis = time.perf_counter() - started, compiled.memory_analysis()
-    memory = {name: int(getattr(analysis, f"{field}_size_in_bytes")) for name, field in KINDS.items()}
-    resident = sum(memory[name] for name in ("argument", "output", "temp", "code")) - memory["alias"]
-    found = hlo.collectives(compiled.as_text(), topology.num_chips)
-    kinds = {kind: one._asdict() for kind, one in found.items()}
-    line = roofline(settings, topology, step, sent_bytes=sum(kind.sent_bytes for kind in found.values()))
+    resident = compiled.resident_bytes
+    kinds = {kind: total._asdict() for kind, total in compiled.collectives.items()}
+    line = roofline(settings, topology, step, sent_bytes=compiled.sent_bytes)
     figures = [
-        ("tpu_memory_bytes", resident, "bytes", memory | {"fits": resident <= topology.chip.hbm_bytes}),
+        ("tpu_memory_bytes", resident, "bytes", compiled.memory | {"fits": resident <= topology.chip.hbm_bytes}),
         ("tpu_flops", line["flops_per_chip"], "FLOP", {"with_repeats": line["flops_done_per_chip"]}),
         ("tpu_traffic_bytes", line["traffic_bytes"], "bytes", {}),
         ("tpu_collective_bytes", line["sent_bytes"], "bytes", {"kinds": kinds}),
         ("tpu_roofline_s", line["seconds"], "s", line),
         ("tpu_roofline_mfu", line["mfu"], "ratio", {"causal": line["mfu_causal"], "bound": line["bound"]}),
-        ("tpu_compile_s", seconds, "s", {}),
+        ("tpu_compile_s", compiled.compile_s, "s", {}),
     ]
     return [
         Record(metric=name, value=float(value), unit=unit, detail=detail | shape, **common)
@@ -187,19 +177,15 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
     logits = 4 * 4 * tokens * model.vocab_size / topology.num_chips
     width = flops.dtype_bytes(precision.policy(settings.step.precision).compute)
     traffic = repeats * micro * width * used + OPTIMIZER_BYTES * step.stored + logits
-    times = {
-        "compute_s": longest / chip.flops_per_s,
-        "memory_s": traffic / chip.hbm_bytes_per_s,
-        "interconnect_s": sent_bytes / chip.ici_bytes_per_s,
-    }
-    bound = max(times, key=times.get)
-    peak = chip.flops_per_s * times[bound]
+    times, bound = chips.least_seconds(chip, flops=longest, traffic=traffic, sent=sent_bytes)
+    seconds = times[f"{bound}_s"]
+    peak = chip.flops_per_s * seconds
     return times | {
-        "bound": bound.removesuffix("_s"),
-        "seconds": times[bound],
+        "bound": bound,
+        "seconds": seconds,
         "mfu": useful / peak,
         "mfu_causal": useful * halved / whole / peak,
-        "tokens_per_s": tokens / times[bound],
+        "tokens_per_s": tokens / seconds,
         "flops_per_chip": useful,
         "flops_done_per_chip": done,
         "idle_factor": longest / done,
@@ -273,8 +259,6 @@ def main() -> int:
 
     settings, values = cli.load_config(TrainConfig), flags.FLAGS
     topology = chips.parse_topology(values.topology)
-    if reason := tpu.unavailable():
-        raise ValueError(f"{reason} (asked for {values.topology})")
     records = compile_step(settings, topology)
     if values.output:
         RecordFile(values.output).append(*records)
@@ -283,7 +267,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    tpu.start_anew()
+    tpu_compile.start_anew()
     from absl import flags
 
     from jaxbench import cli

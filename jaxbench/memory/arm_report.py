@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxbench.bench import environment, line_picture, records
-from jaxbench.bench.line_picture import Axis, Line, Panel, Point
+from jaxbench import outputs
+from jaxbench.measure import environment, line_picture
+from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.memory import arms
 from jaxbench.memory.arms import Arms, Run
 
@@ -32,10 +33,10 @@ def write(settings: Arms, finished: Mapping[Run, dict[str, Any]], workdir: Path)
         "rows": rows,
         "lengths": lengths,
     }
-    records.write_json(workdir / "summary.json", summary | {"runs": costs})
-    records.write_csv(workdir / "results.csv", rows)
-    records.write_text(workdir / "report.html", figure(settings, rows))
-    records.write_text(workdir / "report.svg", picture(settings, rows))
+    outputs.write_json(workdir / "summary.json", summary | {"runs": costs})
+    outputs.write_csv(workdir / "results.csv", rows)
+    outputs.write_text(workdir / "report.html", figure(settings, rows))
+    outputs.write_text(workdir / "report.svg", picture(settings, rows))
     asked = [task for task in settings.tasks if any(row["task"] == task for row in rows)]
     tables = []
     for task in asked:

@@ -23,8 +23,8 @@ from pydantic import Field
 
 from jaxbench import config as config_module
 from jaxbench import store
-from jaxbench.bench import statistics
 from jaxbench.config import Base, TransformerConfig
+from jaxbench.measure import verdicts
 from jaxbench.memory import decoder_config, text_task
 from jaxbench.memory.decoder_config import DecoderMemory
 from jaxbench.memory.fields import Length, Rate, Seed, Several
@@ -330,5 +330,5 @@ def _interval(values: Sequence[float]) -> tuple[float | None, float | None, floa
     """Return mean, low and high; one value has no interval, no value no mean."""
     if not values:
         return None, None, None
-    found = statistics.t_interval(values)
+    found = verdicts.t_interval(values)
     return (found.mean, found.low, found.high) if len(values) > 1 else (found.mean, None, None)

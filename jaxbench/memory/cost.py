@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import pydantic
 from pydantic import Field
 
-from jaxbench.bench import environment, line_picture, records, statistics
-from jaxbench.bench.line_picture import Axis, Line, Panel, Point
+from jaxbench import outputs
 from jaxbench.config import Base
+from jaxbench.measure import environment, line_picture, verdicts
+from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
@@ -111,17 +112,17 @@ def run(settings: Cost, workdir: str | Path) -> dict[str, Any]:
             flops = found["torch"].flops
             for name, one in found.items():
                 fits = one.temp_bytes <= settings.max_bytes and flops <= settings.max_flops
-                seconds = statistics.median(parts[name].seconds(*shape, settings.repeats)) if fits else None
+                seconds = verdicts.median(parts[name].seconds(*shape, settings.repeats)) if fits else None
                 row = {"backend": name, "layer": layer, "length": length, "temp_bytes": one.temp_bytes}
                 row |= {"state_bytes": one.state_bytes, "flops_per_token": flops / length, "seconds": seconds}
                 rows.append(row)
             print(f"    {length:,} tokens, {TITLES[layer]}", file=sys.stderr, flush=True)
     about = environment.describe(threads=environment.usable_cores())
     summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
-    records.write_json(workdir / "summary.json", summary)
-    records.write_csv(workdir / "cost.csv", rows)
-    records.write_text(workdir / "cost.html", page(rows))
-    records.write_text(workdir / "cost.svg", picture(summary))
+    outputs.write_json(workdir / "summary.json", summary)
+    outputs.write_csv(workdir / "cost.csv", rows)
+    outputs.write_text(workdir / "cost.html", page(rows))
+    outputs.write_text(workdir / "cost.svg", picture(summary))
     return summary
 
 

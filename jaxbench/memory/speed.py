@@ -1,15 +1,14 @@
 """How fast is the neural memory, here and in titans-pytorch in the same run? (S file)
 
-Every arm is a process of its own (bench/process.py), one works at a time on one core, and their order turns from launch
-to launch. A launch gives one ratio for each case, of median CPU seconds and of median wall seconds; intervals are
-t-intervals over launches. Peak memory is taken in processes of its own with the system's malloc settings: the resident
-set above the level after the imports, while the case is built (from the compile cache) and run.
+Every arm is a process of its own (measure/process.py), one works at a time on one core, and their order turns from
+launch to launch. A launch gives one ratio for each case, of median CPU seconds and of median wall seconds; intervals
+are t-intervals over launches. Peak memory is taken in processes of its own with the system's malloc settings: the
+resident set above the level after the imports, while the case is built (from the compile cache) and run.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -18,15 +17,18 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from jaxbench import launch
-from jaxbench.bench import environment, records, statistics
-from jaxbench.bench.process import Worker, WorkerError
+from jaxbench import outputs
 from jaxbench.config import Base
+from jaxbench.measure import environment, process, verdicts
+from jaxbench.measure.process import Worker, WorkerError
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.fields import Length, Several
 
-ROOT = Path(__file__).resolve().parents[2]
-TITANS = ".venvs/titans/bin/python"  # made by `make peers`
+WORKERS = {
+    "flax": "jaxbench.memory.study.speed_worker",
+    "torch": "jaxbench.memory.study.speed_worker",
+    "titans": "jaxbench.memory.study.titans_worker",
+}
 PARTS = ("forward", "forward_backward")
 BARS = {"forward": 4.0, "forward_backward": 2.0, "memory": 4.0}
 TIMEOUT_S = 600.0  # of one request
@@ -77,13 +79,14 @@ def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
     workdir.mkdir(parents=True, exist_ok=True)
     arms = [*settings.engines, "titans"]
     missing, rows, memory = {}, [], []
-    if not (ROOT / TITANS).exists():
-        missing["titans"] = f"{TITANS} is not there: run `make peers`"
+    try:
+        process.peer_python("titans")
+    except ValueError as error:
+        missing["titans"] = str(error)
         arms.remove("titans")
     versions: dict[str, dict] = {}
     for number in range(settings.launches):
-        turned = arms[number % len(arms) :] + arms[: number % len(arms)]
-        for arm in turned:
+        for arm in process.turn(arms, number):
             rows += _measured(settings, arm, number, workdir, versions)
         print(f"    launch {number + 1} of {settings.launches}", file=sys.stderr, flush=True)
     for arm in arms:
@@ -100,7 +103,7 @@ def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
         "memory_ratios": _memory_ratios(memory),
         "slope": slope,
     }
-    records.write_json(workdir / "summary.json", summary)
+    outputs.write_json(workdir / "summary.json", summary)
     return summary
 
 
@@ -115,63 +118,53 @@ def _request(network: Network, read: str) -> dict:
 
 
 def _worker(arm: str, workdir: Path, *, is_malloc_tuned: bool = True) -> Worker:
-    command = [sys.executable, "-m", "jaxbench.bench.memory_worker", arm, "1"]
-    if arm == "titans":
-        # -P: the script's folder, which has a statistics.py, is no place to import from.
-        command = [str(ROOT / TITANS), "-P", str(ROOT / "jaxbench" / "bench" / "memory_titans.py")]
-    variables = {**os.environ, **launch.environment("cpu"), "OMP_NUM_THREADS": "1"}
+    python = process.peer_python(arm) if arm == "titans" else sys.executable
+    environment, log = process.environment("cpu", threads=1), workdir / "logs" / f"{arm}.log"
     if not is_malloc_tuned:
-        variables = {name: value for name, value in variables.items() if not name.startswith("MALLOC_")}
-    return Worker(arm, environment=variables, log=workdir / "logs" / f"{arm}.log", threads=1, command=command)
+        environment = {name: value for name, value in environment.items() if not name.startswith("MALLOC_")}
+    return Worker(arm, WORKERS[arm], environment=environment, log=log, timeout_s=TIMEOUT_S, python=python)
 
 
 def _ask(worker: Worker, operation: str, **arguments: Any) -> dict:
     try:
-        return worker.request(operation, timeout_s=TIMEOUT_S, **arguments)
+        return worker.request(operation, **arguments)
     except WorkerError as error:
-        raise ValueError(f"speed: {worker.arm} could not do {operation} {arguments}: {error}") from error
+        raise ValueError(f"speed: {worker.name} could not do {operation} {arguments}: {error}") from error
 
 
 def _measured(settings: Speed, arm: str, number: int, workdir: Path, versions: dict) -> list[dict]:
-    """Return the records of one arm in one launch."""
-    rows, worker = [], _worker(arm, workdir)
+    """Records of one arm in one launch."""
+    rows = []
     size = {"batch": settings.batch, "length": settings.length, "repeats": settings.repeats}
-    try:
+    with _worker(arm, workdir) as worker:
         versions[arm] = _ask(worker, "start")["versions"]
         for network, read in _cases(settings, arm):
             for part in PARTS:
                 found = _ask(worker, "measure", network=_request(network, read), part=part, **size)
                 rows.append({"arm": arm, "network": network.name, "read": read, "part": part, "launch": number} | found)
-    finally:
-        worker.close()
     return rows
 
 
 def _peak(batch: int, length: int, arm: str, network: Network, read: str, workdir: Path) -> dict:
-    """Return the peak memory of forward and backward in a fresh process."""
-    worker = _worker(arm, workdir, is_malloc_tuned=False)
+    """Peak memory of forward and backward in a fresh process."""
     case = {"network": _request(network, read), "part": "forward_backward", "batch": batch, "length": length}
-    try:
+    with _worker(arm, workdir, is_malloc_tuned=False) as worker:
         _ask(worker, "start")
         found = _ask(worker, "memory", **case)
-    finally:
-        worker.close()
     return {"arm": arm, "network": network.name, "read": read, "length": length, "peak_bytes": found["peak_bytes"]}
 
 
 def _slope(settings: Speed, workdir: Path) -> dict:
     """Return time of forward and backward by length, and the exponent of the power law through the points."""
-    worker, points = _worker("flax", workdir), []
+    points = []
     network = _request(settings.networks[0], settings.networks[0].reads[0])
-    try:
+    with _worker("flax", workdir) as worker:
         _ask(worker, "start")
         for length in settings.slope_lengths:
             size = {"batch": 1, "length": length, "repeats": settings.slope_repeats}
             found = _ask(worker, "measure", network=network, part="forward_backward", **size)
             point = {"length": length, "seconds": min(found["seconds"]), "temp_bytes": found["temp_bytes"]}
-            points.append(point | {"cpu_seconds": statistics.median(found["cpu_seconds"])})
-    finally:
-        worker.close()
+            points.append(point | {"cpu_seconds": verdicts.median(found["cpu_seconds"])})
     return {"points": points, "exponent": exponent(points, "cpu_seconds")}
 
 
@@ -188,7 +181,7 @@ def _rates(settings: Speed, rows: list[dict]) -> list[dict]:
         same = [r for r in rows if (r["network"], r["arm"], r["read"], r["part"]) == key]
         row = dict(zip(("network", "arm", "read", "part"), key, strict=True))
         for name, field in (("tokens_per_s", "seconds"), ("tokens_per_cpu_s", "cpu_seconds")):
-            row[name] = tokens / statistics.median([statistics.median(r[field]) for r in same])
+            row[name] = tokens / verdicts.median([verdicts.median(r[field]) for r in same])
         found.append(row)
     return found
 
@@ -203,8 +196,8 @@ def _ratios(rows: list[dict]) -> list[dict]:
         row = dict(zip(("network", "arm", "read", "part"), key, strict=True)) | {"bar": BARS[key[3]]}
         for name, field in (("wall", "seconds"), ("cpu", "cpu_seconds")):
             pairs = [(r[field], peers[r["network"], r["part"], r["launch"]][field]) for r in same]
-            logs = [statistics.log_ratio(mine, peer, higher_is_better=False) for mine, peer in pairs]
-            row[name] = list(statistics.t_interval(logs).ratio())
+            logs = [verdicts.log_ratio(mine, peer, higher_is_better=False) for mine, peer in pairs]
+            row[name] = list(verdicts.t_interval(logs).ratio())
         found.append(row)
     return found
 

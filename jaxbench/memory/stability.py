@@ -20,9 +20,9 @@ from jax import Array
 from jaxtyping import Float, Int
 from pydantic import Field
 
-from jaxbench import data
-from jaxbench.bench import environment, records
+from jaxbench import data, outputs
 from jaxbench.config import Base
+from jaxbench.measure import environment
 from jaxbench.memory import config, neural
 from jaxbench.memory.fields import Length, Seed, Several
 
@@ -54,7 +54,7 @@ def run(settings: Stability, workdir: str | Path) -> dict[str, Any]:
     rows = [train(settings, depth) for depth in settings.depths]
     about = environment.describe(threads=environment.usable_cores())
     summary = {"about": about, "settings": settings.model_dump(mode="json"), "rows": rows}
-    records.write_json(Path(workdir) / "summary.json", summary)
+    outputs.write_json(Path(workdir) / "summary.json", summary)
     return summary
 
 

@@ -9,15 +9,14 @@ one JSON line a program: bytes per chip, collectives by kind, seconds to compile
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
 
 from jaxbench import cli, config
-from jaxbench.bench import chips, hlo, tpu
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, tpu_compile
 from jaxbench.memory import decoder_config
 from jaxbench.train_config import TrainConfig
 
@@ -38,15 +37,11 @@ def compile_programs(
     Raises:
       ValueError: libtpu is not installed.
     """
-    if reason := tpu.unavailable():
-        raise ValueError(f"{reason} (asked for {topology.name})")
-    from jax.experimental import topologies
-
+    devices = tpu_compile.devices(topology)
     from jaxbench import sharding
-    from jaxbench.bench import tpu_programs as programs
+    from jaxbench.measure import tpu_programs as programs
 
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options)
-    mesh = sharding.make_mesh({sharding.DATA: topology.num_chips, sharding.MODEL: 1}, description.devices)
+    mesh = sharding.make_mesh({sharding.DATA: topology.num_chips, sharding.MODEL: 1}, devices)
     abstract = programs.abstract_model(model, dtype="bfloat16", scan_layers=False)
     serve, fit = {"layout": "replicated", "batch": batch}, {"layout": "fsdp", "batch": batch}
     for make in (
@@ -54,17 +49,14 @@ def compile_programs(
         lambda: programs.decode(abstract, model, mesh, **serve, length=tokens),
         lambda: programs.train(abstract, model, mesh, **fit, tokens=tokens),
     ):
-        program, start = make(), time.perf_counter()
-        compiled = program.jitted.lower(*program.arguments).compile()
-        seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
-        needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        sent = hlo.collectives(compiled.as_text(), topology.num_chips)
+        program = make()
+        compiled = tpu_compile.compile_program(lambda p=program: p.jitted.lower(*p.arguments), topology)
         yield {
             "program": program.name,
             "device": topology.name,
-            "bytes": needed - memory.alias_size_in_bytes,
-            "collectives": {kind: found.count for kind, found in sent.items()},
-            "compile_s": round(seconds, 1),
+            "bytes": compiled.resident_bytes - compiled.memory["code"],
+            "collectives": {kind: total.count for kind, total in compiled.collectives.items()},
+            "compile_s": round(compiled.compile_s, 1),
         }
 
 
@@ -72,7 +64,7 @@ def main() -> int:
     """Compile every configuration for every slice; return the exit code."""
     values = flags.FLAGS
     for name in values.topology:
-        topology = tpu.check([name])[0]
+        topology = chips.parse_topology(name)
         for path in values.config:
             settings = config.load(path, (), TrainConfig)
             plain = settings.model.resolved(settings.model.vocab_size or VOCAB_SIZE)
@@ -84,7 +76,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    tpu.start_anew()
+    tpu_compile.start_anew()
     flags.DEFINE_multi_string("topology", ["v5e:2x2"], "TPU slice, such as v5e:2x2; may be given again")
     flags.DEFINE_multi_string("config", ["configs/ltm/mac.yaml"], "training run whose decoder is compiled")
     cli.run(main, about=__doc__)

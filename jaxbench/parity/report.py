@@ -1,18 +1,20 @@
 """Show parity results: a table on the terminal, one HTML page with a heat map of every layer (S file).
 
-A result is what run.run returns. The page holds plotly itself, so it opens offline.
+A result is what run.run returns. The page is one of measure/page.py: it opens offline.
 """
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxbench import terminal
+from markupsafe import Markup
+
+from jaxbench import outputs, terminal
+from jaxbench.measure import page
 
 COLUMNS = {
     "float64": "output\nfloat64",
@@ -118,13 +120,10 @@ def _number(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-def heat_map(result: dict[str, Any]) -> Any:
-    """Return a plotly figure: modules down in order of computation, kinds of error across, colour = log10."""
-    import plotly.graph_objects as go
-
+def heat_map(result: dict[str, Any]) -> page.Figure:
+    """A plotly figure: modules down in order of computation, kinds of error across, colour = log10."""
     titles, rows = columns(result), result["layers"]
     errors = [[row.get(key) for key in titles] for row in rows]
-    colours = [[None if e is None else math.log10(min(max(e, 1e-17), 1.0)) for e in line] for line in errors]
     blamed = (result["blame"] or {}).get("module")
     names = []
     for row in rows:
@@ -132,68 +131,47 @@ def heat_map(result: dict[str, Any]) -> Any:
         marks += ["starts here"] if name == result["first_divergence"] else []
         marks += ["cause"] if name == blamed else []
         names.append(f"<b>{name}</b> ({', '.join(marks)})" if marks else name)
-    figure = go.Figure(
-        go.Heatmap(
-            z=colours,
-            x=[title.replace("\n", "<br>") for title in titles.values()],
-            y=names,
-            text=[[_number(e) for e in line] for line in errors],
-            texttemplate="%{text}",
-            hovertemplate="%{y}<br>%{x}: relative error %{text}<extra></extra>",
-            colorscale="Cividis",
-            zmin=LOG10_RANGE[0],
-            zmax=LOG10_RANGE[1],
-            colorbar={"title": "log10"},
-        )
-    )
-    figure.update_layout(
-        title=summary(result),
-        height=220 + 18 * len(rows),
-        margin={"l": 280, "t": 120},
-        yaxis={"autorange": "reversed", "dtick": 1},
-        xaxis={"side": "top"},
-    )
-    return figure
+    trace = {
+        "type": "heatmap", "x": [title.replace("\n", "<br>") for title in titles.values()], "y": names,
+        "z": [[None if e is None else math.log10(min(max(e, 1e-17), 1.0)) for e in line] for line in errors],
+        "text": [[_number(e) for e in line] for line in errors], "texttemplate": "%{text}",
+        "hovertemplate": "%{y}<br>%{x}: relative error %{text}<extra></extra>", "colorscale": "Cividis",
+        "zmin": LOG10_RANGE[0], "zmax": LOG10_RANGE[1], "colorbar": {"title": {"text": "log10"}},
+    }  # fmt: skip
+    layout = {
+        "height": 220 + 18 * len(rows), "margin": {"l": 280, "t": 60},
+        "yaxis": {"autorange": "reversed", "dtick": 1}, "xaxis": {"side": "top"},
+    }  # fmt: skip
+    return {"data": [trace], "layout": layout}
 
 
-def page(results: Sequence[dict[str, Any]]) -> str:
-    """Return one self-contained HTML page of several results."""
+def render(results: Sequence[dict[str, Any]]) -> str:
+    """One self-contained HTML page of several results; those that failed are open."""
     failed = [result for result in results if not result["passed"]]
-    head = f"{len(results) - len(failed)} of {len(results)} cases equal"
-    parts = [_STYLE.format(title=html.escape(f"Parity: {head}")), f"<h1>Parity: {head}</h1>"]
+    body, figures = Markup(""), {}
     for index, result in enumerate(results):
-        verdict = "equal" if result["passed"] else "NOT equal"
-        parts.append(f"<details {'open' if len(results) == 1 or not result['passed'] else ''}>")
-        parts.append(f"<summary>{html.escape(result['case'])} ({html.escape(result['backend'])}): {verdict}</summary>")
-        parts.append(f"<p>{html.escape(summary(result))}</p>{_gate_table(result)}")
+        chart = Markup("")
         if result["layers"]:
-            parts.append(heat_map(result).to_html(full_html=False, include_plotlyjs=index == 0))
-        parts.append("</details>")
-    return "\n".join([*parts, "</body></html>"])
+            figures[f"chart-{index}"] = heat_map(result)
+            chart = page.chart(f"chart-{index}", figures[f"chart-{index}"])
+        state = Markup(" open") if len(results) == 1 or not result["passed"] else ""
+        verdict = "equal" if result["passed"] else "NOT equal"
+        about = (result["case"], result["backend"], verdict, summary(result))
+        part = Markup("<details{}><summary>{} ({}): {}</summary><p>{}</p>{}{}</details>\n")
+        body += part.format(state, *about, _gate_table(result), chart)
+    title = f"Parity: {len(results) - len(failed)} of {len(results)} cases equal"
+    return page.render(title, body, (), figures)
 
 
 def write_page(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
-    """Write the page, to a temporary name first."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page(results))
-    temporary.replace(path)
+    """Write the page, whole or not at all."""
+    outputs.write_text(path, render(results))
 
 
-def _gate_table(result: dict[str, Any]) -> str:
-    names = ("id", "what", "passed", "error", "limit", "where", "note")
-    lines = ["<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
+def _gate_table(result: dict[str, Any]) -> Markup:
+    lines = []
     for gate in result["gates"]:
-        shown = {**gate, "passed": "pass" if gate["passed"] else "FAIL"}
-        shown |= {key: _number(gate[key]) for key in ("error", "limit")}
-        cells = "".join(f"<td>{html.escape(str(shown[name]))}</td>" for name in names)
-        lines.append(f'<tr class="{shown["passed"].lower()}">{cells}</tr>')
-    return "\n".join([*lines, "</table>"])
-
-
-_STYLE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px system-ui, sans-serif; margin: 2em auto; max-width: 1200px; }}
-table {{ border-collapse: collapse; }} td, th {{ padding: 2px 10px; text-align: left; border-bottom: 1px solid #ddd; }}
-tr.fail td {{ background: #fdd; font-weight: bold; }} summary {{ font-size: 1.2em; cursor: pointer; }}
-</style></head><body>"""
+        verdict = page.cell("pass", "faster") if gate["passed"] else page.cell("FAIL", "slower")
+        what, where, note = (page.cell(gate[name], "left wrap") for name in ("what", "where", "note"))
+        lines.append((gate["id"], what, verdict, _number(gate["error"]), _number(gate["limit"]), where, note))
+    return page.table(("id", "what", "passed", "error", "limit", "where", "note"), lines)

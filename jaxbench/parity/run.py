@@ -10,16 +10,15 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxbench import outputs
 from jaxbench.parity import capture, cases, distance, evidence, gates
 from jaxbench.parity.cases import Case
 
@@ -290,15 +289,6 @@ class _Work:
         return columns
 
 
-def write(path: str | Path, result: Any) -> None:
-    """Write a result as JSON: to a temporary name first, so that an interrupted run leaves no half file."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    temporary.replace(path)
-
-
 def define_flags() -> None:
     """Define the flags of this module's command."""
     from absl import flags
@@ -321,7 +311,7 @@ def main() -> int:
     values = flags.FLAGS
     result = run(cases.find(values.case), backend=values.backend, quick=values.quick, model=values.model)
     if values.output:
-        write(values.output, result)
+        outputs.write_json(values.output, result)
     print(report.summary(result))
     return 0 if result["passed"] else 1
 

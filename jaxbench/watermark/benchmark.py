@@ -1,6 +1,6 @@
 """How fast are detection and watermarked generation, here and against peers in the same run? (S file)
 
-Every engine and peer is a process of its own (bench/process.py); in a launch all are alive, one works at a time, and
+Every engine and peer is a process of its own (measure/process.py); in a launch all are alive, one works at a time, and
 the order of the engines is rotated from launch to launch and reversed every other round. A launch gives one rate for
 each (engine, case), the median over its rounds; intervals are over launches. Detection runs on one core. Rates are
 texts a second by the clock, and by the process's own processor time beside it.
@@ -11,7 +11,6 @@ Results appear as they are measured in WORKDIR/records.jsonl; a run that is star
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -19,16 +18,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jaxbench import assets, cli, config, data, launch, store, weights
-from jaxbench.bench import environment
-from jaxbench.bench.process import Worker, WorkerError
+from jaxbench import assets, cli, config, data, store, weights
 from jaxbench.config import Base
+from jaxbench.measure import environment, process
+from jaxbench.measure.process import Worker, WorkerError
 from jaxbench.tokenizer import load_tokenizer
 from jaxbench.watermark import benchmark_report
 from jaxbench.watermark.config import Count, Scheme
 
-ROOT = Path(__file__).resolve().parents[2]
-MARKLLM = ".venvs/markllm/bin/python"  # made by `make peers`
+WORKER = "jaxbench.watermark.study.benchmark_worker"  # the module of every engine but MarkLLM
 MARKLLM_KGW = {
     "algorithm_name": "KGW",
     "gamma": 0.5,
@@ -155,21 +153,16 @@ class _Run:
 
     def worker(self, arm: str, *, threads: int) -> Worker | None:
         """Start an arm's process; None where a peer is not installed."""
-        command = [sys.executable, "-m", "jaxbench.bench.watermark_worker", arm, str(threads)]
+        module, python = WORKER, sys.executable
         if arm == "markllm":
-            python = ROOT / MARKLLM
-            if not python.exists():
-                self.missing[arm] = f"{MARKLLM} is not there: run `make peers`"
+            try:
+                module, python = "jaxbench.watermark.study.markllm_worker", process.peer_python(arm)
+            except ValueError as error:
+                self.missing[arm] = str(error)
                 return None
-            command = [str(python), str(ROOT / "jaxbench" / "bench" / "watermark_markllm.py")]
-        variables = launch.environment("cpu") | {"OMP_NUM_THREADS": str(threads)}
-        return Worker(
-            arm,
-            environment={**os.environ, **variables},
-            log=self.workdir / "logs" / f"{arm}.log",
-            threads=threads,
-            command=command,
-        )
+        environment, log = process.environment("cpu", threads=threads), self.workdir / "logs" / f"{arm}.log"
+        limits = {"threads": threads, "timeout_s": TIMEOUT_S}
+        return Worker(arm, module, environment=environment, log=log, python=python, **limits)
 
     def tokenizer_folder(self) -> str:
         """Return a Hugging Face folder with the tokenizer, as the peers read it."""
@@ -202,8 +195,7 @@ class _Run:
     def detection_launch(self, number: int) -> list[dict]:
         """Start every arm, measure every case in alternating order, and return the records."""
         wanted = self.settings.detection
-        arms = [*wanted.engines, "transformers", "markllm"]
-        arms = arms[number % len(arms) :] + arms[: number % len(arms)]
+        arms = process.turn([*wanted.engines, "transformers", "markllm"], number)
         path, rows = self.inputs(), []
         live = {arm: started for arm in arms if (started := self.worker(arm, threads=1)) is not None}
         try:
@@ -213,34 +205,32 @@ class _Run:
                 for arm in list(live)[:: 1 if turn % 2 == 0 else -1]:
                     rows += self._measured(live[arm], number)
         finally:
-            for one in live.values():
-                one.close()
+            for worker in live.values():
+                worker.close()
         return rows
 
     def _measured(self, worker: Worker, number: int) -> list[dict]:
         """Return the records of one pass; a case that an arm cannot do is named among what is missing."""
         wanted, rows = self.settings.detection, []
-        for case in cases(worker.arm, wanted):
+        for case in cases(worker.name, wanted):
             try:
-                found = _ask(worker, "measure", **case, repeats=wanted.repeats)
+                found = worker.request("measure", **case, repeats=wanted.repeats)
             except WorkerError as error:
                 if error.fatal:
                     raise
-                self.missing[f"{worker.arm} {benchmark_report.label(case['scheme'])} {case['part']}"] = str(error)
+                self.missing[f"{worker.name} {benchmark_report.label(case['scheme'])} {case['part']}"] = str(error)
                 continue
-            rows.append({"kind": "detection", "arm": worker.arm, "launch": number, "case": case, **found})
+            rows.append({"kind": "detection", "arm": worker.name, "launch": number, "case": case, **found})
         return rows
 
     def _start(self, live: dict[str, Worker], arm: str, path: str) -> None:
         try:
             if arm == "markllm":
-                arguments = {"tokenizer": self.tokenizer_folder(), "vocab_size": self.vocab_size}
-                _ask(live[arm], "start", **arguments)
-                _ask(live[arm], "load", path=path)
+                live[arm].request("start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
+                live[arm].request("load", path=path)
             else:
                 model = self.tokenizer_folder() if arm == "transformers" else self.settings.model
-                arguments = {"model": model, "vocab_size": self.vocab_size, "path": path}
-                _ask(live[arm], "start", **arguments)
+                live[arm].request("start", model=model, vocab_size=self.vocab_size, path=path)
         except WorkerError as error:
             if arm not in ("markllm", "transformers"):
                 raise
@@ -254,12 +244,12 @@ class _Run:
         wanted = self.settings.generation
         if self._generation is None:
             self._generation = self.worker("generation", threads=environment.usable_cores())
-            _ask(self._generation, "start", model=self.settings.model)
+            self._generation.request("start", model=self.settings.model)
         prompts = data.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, data.load_text())
         names = ("new_tokens", "rounds", "loop_steps", "loop_rounds")
         arguments = {name: getattr(wanted, name) for name in names}
         prompts = [[int(token) for token in prompt] for prompt in prompts]
-        found = _ask(self._generation, "overhead", scheme=scheme, prompts=prompts, **arguments)
+        found = self._generation.request("overhead", scheme=scheme, prompts=prompts, **arguments)
         return [{"kind": "generation", "scheme": scheme, "batch_size": batch_size, **found}]
 
     def close(self) -> None:
@@ -282,17 +272,17 @@ class _Run:
         human = [[int(token) for token in text] for text in texts]
         prompts = {"prompts": [text[:32] for text in human], "new_tokens": wanted.new_tokens, "seed": 0}
         try:
-            _ask(peer, "start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
-            _ask(ours, "start", model=self.settings.model, vocab_size=self.vocab_size)
-            _ask(maker, "start", model=self.settings.model)
-            by_peer = _ask(peer, "generate", scheme=MARKLLM_KGW, model=self.model_folder(), **prompts)["ids"]
-            by_us = _ask(maker, "generate", scheme=scheme, **prompts)["ids"]
+            peer.request("start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
+            ours.request("start", model=self.settings.model, vocab_size=self.vocab_size)
+            maker.request("start", model=self.settings.model)
+            by_peer = peer.request("generate", scheme=MARKLLM_KGW, model=self.model_folder(), **prompts)["ids"]
+            by_us = maker.request("generate", scheme=scheme, **prompts)["ids"]
             ids = by_peer + by_us + human
-            theirs = _ask(peer, "detect", scheme=MARKLLM_KGW, ids=ids)["detections"]
-            found = _ask(ours, "detect", scheme=scheme, ids=ids)["detections"]
+            theirs = peer.request("detect", scheme=MARKLLM_KGW, ids=ids)["detections"]
+            found = ours.request("detect", scheme=scheme, ids=ids)["detections"]
         finally:
-            for one in (peer, ours, maker):
-                one.close()
+            for worker in (peer, ours, maker):
+                worker.close()
         authors = ["markllm"] * len(by_peer) + ["jaxbench"] * len(by_us) + ["human"] * len(human)
         return [{"kind": "verdict", "author": a, "theirs": t, "ours": o} for a, t, o in zip(authors, theirs, found)]
 
@@ -349,7 +339,3 @@ def cut_texts(tokenizer: Any, documents: list[str], number: int, tokens: int) ->
         if len(texts) == number:
             return texts, found
     raise ValueError(f"benchmark: the text gave {len(texts)} texts of {tokens} tokens, wanted {number}")
-
-
-def _ask(worker: Worker, operation: str, **arguments: Any) -> dict:
-    return worker.request(operation, timeout_s=TIMEOUT_S, **arguments)

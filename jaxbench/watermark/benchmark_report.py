@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench import outputs, terminal
-from jaxbench.bench import statistics
+from jaxbench.measure import verdicts
 
 ANY = None
 # (engines, part, scheme or ANY, texts a second to reach on one core)
@@ -130,7 +130,7 @@ def _launch_rates(records: Sequence[dict], field: str) -> dict[tuple, dict[int, 
         rates = [row["texts"] / seconds for seconds in row[field] if seconds > 0]
         samples.setdefault(name, {}).setdefault(row["launch"], []).extend(rates)
     return {
-        name: {number: statistics.median(rates) for number, rates in launches.items() if rates}
+        name: {number: verdicts.median(rates) for number, rates in launches.items() if rates}
         for name, launches in samples.items()
     }
 
@@ -165,7 +165,7 @@ def _ratios(table: dict[tuple, dict[int, float]], main: str) -> list[dict]:
                 continue
             shared = sorted(set(table[name]) & set(table[peer[0]]))
             logs = [math.log(table[name][number] / table[peer[0]][number]) for number in shared]
-            point, low, high = statistics.t_interval(logs).ratio()
+            point, low, high = verdicts.t_interval(logs).ratio()
             versus = f"{pair.peer} {pair.peer_scheme}" if pair.peer == "markllm" else "transformers WatermarkDetector"
             row = {"arm": arm, "scheme": scheme, "peer": versus, "part": part, "ratio": point}
             rows.append(row | {"low": low, "high": high, "bar": pair.bar if arm == main else None})
@@ -174,7 +174,7 @@ def _ratios(table: dict[tuple, dict[int, float]], main: str) -> list[dict]:
 
 def _interval(values: list[float]) -> tuple[float, float, float]:
     """Return point, low and high of a rate over launches."""
-    return statistics.t_interval([math.log(value) for value in values]).ratio()
+    return verdicts.t_interval([math.log(value) for value in values]).ratio()
 
 
 def _overhead(record: dict) -> dict:
@@ -182,9 +182,9 @@ def _overhead(record: dict) -> dict:
 
     End to end, the unit of replication is a pair of decode calls, plain and marked one after the other.
     """
-    plain, added = statistics.median(record["plain_step"]), _paired_difference(record)
+    plain, added = verdicts.median(record["plain_step"]), _paired_difference(record)
     logs = [math.log(marked / alone) for marked, alone in zip(record["marked_step"], record["plain_step"])]
-    point, low, high = statistics.t_interval(logs).ratio()
+    point, low, high = verdicts.t_interval(logs).ratio()
     return {
         "scheme": label(record["scheme"]),
         "batch_size": record["batch_size"],

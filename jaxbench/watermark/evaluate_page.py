@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jinja2
+from markupsafe import Markup
 
-from jaxbench.bench.page import CSS, SCRIPT
+from jaxbench.measure import page
+from jaxbench.measure.page import Section
 from jaxbench.watermark import evaluate_figures as figures
 
 SECTIONS = {
@@ -28,8 +29,6 @@ def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
       content: what results.json holds.
       shown: texts of each scheme with their tokens and shades.
     """
-    from plotly import offline
-
     settings, summary = content["settings"], content["summary"]
     fprs = [str(fpr) for fpr in settings["detect"]["fprs"]]
     middle, levels = fprs[len(fprs) // 2], [_level(fpr) for fpr in fprs]  # headline and heat map: the middle level
@@ -40,29 +39,21 @@ def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
     spoofed = {name: own["spoof"] for name, own in summary["schemes"].items() if own["spoof"]}
     shown = {name: texts for name, texts in shown.items() if texts}
     is_there = {"spoofing": spoofed, "tokens": shown}
-    return _template().render(
+    filters = {
+        "colour": _colour, "level": _level, "number": _number, "percent": _percent,
+        "short": lambda fpr: f"{float(fpr):g}",
+    }  # fmt: skip
+    title = f"Watermarks: {', '.join(summary['schemes'])}"
+    return page.template(Path(__file__).with_suffix(".html"), filters).render(
         content=content, shown=shown, spoofed=spoofed, charts=charts, middle=middle, levels=levels, zip=zip,
-        title=f"Watermarks: {', '.join(summary['schemes'])}",
-        sections={name: title for name, title in SECTIONS.items() if is_there.get(name, True)},
+        title=title, name=f"jaxbench: {title}", settings=settings, summary=summary,
+        sections=[Section(name, heading, Markup("")) for name, heading in SECTIONS.items() if is_there.get(name, True)],
         found_at=[f"found at {level}" for level in levels],
         accepted_at=[f"forgeries accepted at {level}" for level in levels],
         arms=[("human", summary["human"]), ("unmarked", summary["unmarked"]), *summary["schemes"].items()],
         about=_about(content), whole=json.dumps(settings, indent=1),
-        css=CSS, script=SCRIPT, plotly=offline.get_plotlyjs(),
-        figures=json.dumps(charts, allow_nan=False).replace("</", "<\\/"),
+        **page.scripts(charts),
     )  # fmt: skip
-
-
-def _template() -> jinja2.Template:
-    pages = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    pages.filters |= {
-        "colour": _colour, "level": _level, "number": _number, "percent": _percent,
-        "short": lambda fpr: f"{float(fpr):g}",
-    }  # fmt: skip
-    return pages.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
 
 
 def _about(content: dict[str, Any]) -> dict[str, str]:

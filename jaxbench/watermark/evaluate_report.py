@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench import outputs, terminal
-from jaxbench.bench import environment
+from jaxbench.measure import environment
 from jaxbench.watermark import evaluate_page as page
 from jaxbench.watermark import evaluate_summary as summaries
 from jaxbench.watermark.evaluate_config import CLEAN, Evaluate

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.bench.statistics import holm
+from jaxbench.measure.verdicts import holm
 from jaxbench.watermark import pipeline, statistics
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxbench.bench import agreement
-from jaxbench.bench.records import Record, Workload
+from jaxbench.measure.records import Record, Workload
 
 DECODE = Workload(kind="decode", dtype="float32", batch=1)
 TRAIN = Workload(kind="train", dtype="float32", batch=1)

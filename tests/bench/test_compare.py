@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxbench.bench import agreement, run
-from jaxbench.bench.records import RecordFile
+from jaxbench.measure.records import RecordFile
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--set=rounds.launches=1", "--set=rounds.rounds=1", "--set=decode.batches=[2]"]

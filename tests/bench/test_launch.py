@@ -2,10 +2,11 @@
 
 import pytest
 
-from jaxbench.bench import agreement, launch, plan, records
-from jaxbench.bench.process import WorkerError
-from jaxbench.bench.records import RecordFile, Workload
+from jaxbench.bench import agreement, launch, plan
 from jaxbench.bench.suite import Suite
+from jaxbench.measure import records
+from jaxbench.measure.process import WorkerError
+from jaxbench.measure.records import RecordFile, Workload
 
 SUITE = Suite.model_validate(
     {
@@ -31,10 +32,10 @@ class StandIn:
     device_kind = "cpu"
     logits: dict[str, list[float]] = {}  # by arm, after any tokens
 
-    def __init__(self, arm, *, environment, log, threads):
+    def __init__(self, arm, module, *, environment, log, threads, timeout_s):
         self.arm, self.alive, self.environment = arm, True, environment
 
-    def request(self, operation, *, timeout_s, **arguments):
+    def request(self, operation, **arguments):
         kind = arguments.get("workload", {}).get("kind", "")
         StandIn.log.append((self.arm, operation, kind))
         fault = self.faults.get((self.arm, operation))
@@ -167,10 +168,10 @@ def test_differing_tokens_are_located(run_launch, monkeypatch):
 
 
 def test_an_interrupt_closes_every_worker_and_keeps_finished_stages(run_launch, tmp_path, monkeypatch):
-    def interrupted(self, operation, *, timeout_s, **arguments):
+    def interrupted(self, operation, **arguments):
         if arguments.get("workload", {}).get("kind") == "train":
             raise KeyboardInterrupt
-        return original(self, operation, timeout_s=timeout_s, **arguments)
+        return original(self, operation, **arguments)
 
     original = StandIn.request
     monkeypatch.setattr(StandIn, "request", interrupted)

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from jaxbench import config, weights
-from jaxbench.bench import estimate, flops, plan
-from jaxbench.bench.records import Workload
+from jaxbench.bench import estimate, plan
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import flops
+from jaxbench.measure.records import Workload
 from jaxbench.train_config import TrainConfig
 from tests.structure import ROOT
 

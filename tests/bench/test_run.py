@@ -6,9 +6,11 @@ import re
 import pytest
 
 from jaxbench import config
-from jaxbench.bench import environment, launch, parts, plan, records, report, run
-from jaxbench.bench.records import Record, RecordFile, Workload
+from jaxbench.bench import launch, parts, plan, run
+from jaxbench.bench.report import report
 from jaxbench.bench.suite import Suite
+from jaxbench.measure import environment, records
+from jaxbench.measure.records import Record, RecordFile, Workload
 from tests.bad_input import harness
 from tests.bad_input.harness import Case
 

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from jaxbench.bench import summary
-from jaxbench.bench.records import Record, Workload
 from jaxbench.bench.suite import Verdicts
+from jaxbench.measure.records import Record, Workload
 
 DECODE = Workload(kind="decode", dtype="float32", batch=1, prompt_tokens=8, new_tokens=4)
 

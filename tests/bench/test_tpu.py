@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 
-from jaxbench.bench import chips, hlo, tpu
-from jaxbench.bench.records import Workload, read_lines
+from jaxbench import config
+from jaxbench.bench import tpu
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, hlo, tpu_compile
+from jaxbench.measure.records import Workload, read_lines
 
 TINY = TransformerConfig(
     vocab_size=512, d_model=128, d_ff=256, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64, max_seq_len=256
 )
 SLICES = {"v5e:2x2": 4, "v5p:2x2x1": 4}  # name -> chips
-needs_libtpu = pytest.mark.skipif(bool(tpu.unavailable()), reason=tpu.unavailable() or "-")
+needs_libtpu = pytest.mark.skipif(bool(tpu_compile.unavailable()), reason=tpu_compile.unavailable() or "-")
 
 
-def records_of(measured: tpu.Measured, *, flops: int, traffic: int, kind: str = "train"):
+def records_of(measured: tpu_compile.Compiled, *, flops: int, traffic: int, kind: str = "train"):
     """Return the records that one made-up compile result gives, by metric."""
     common = {"workload": Workload(kind=kind, dtype="bfloat16", batch=8, prompt_tokens=512), "device": "v5e:2x2"}
     topology = chips.parse_topology("v5e:2x2")
@@ -28,11 +29,11 @@ def records_of(measured: tpu.Measured, *, flops: int, traffic: int, kind: str = 
     return {record.metric: record for record in found}
 
 
-def measured(**changes) -> tpu.Measured:
+def measured(**changes) -> tpu_compile.Compiled:
     """Return a compile result with round numbers."""
     memory = {"argument": 2**30, "output": 2**30, "alias": 2**30, "temp": 2**31, "code": 0}
     reduce = hlo.Collective("all-reduce", 3, 200, int(2e8), 0)
-    return tpu.Measured(1.5, memory, 1.97e12, 5e9, {"all-reduce": reduce})._replace(**changes)
+    return tpu_compile.Compiled(1.5, memory, 1.97e12, 5e9, {"all-reduce": reduce})._replace(**changes)
 
 
 def test_roofline_is_the_longest_of_three_published_rates():
@@ -64,7 +65,7 @@ def test_unknown_topology_and_model_axis_are_refused_before_compiling():
 
 
 def test_missing_libtpu_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(tpu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tpu_compile.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'jaxbench\[tpu\]'"):
         next(tpu.compile_topology(TINY, chips.parse_topology("v5e:2x2"), tpu.Settings()))
 
@@ -84,18 +85,14 @@ def test_command_refuses_an_unknown_topology_with_exit_code_2():
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Compile the tiny model for two slices at once, as two comparisons on one machine would; return their outputs."""
-    from jaxbench import families
-
     folder = tmp_path_factory.mktemp("tpu")
-    (folder / "config.json").write_text(json.dumps(families.config_to_hf(TINY)))
+    config.dump(TINY, folder / "model.yaml")
+    shapes = {"prefill_tokens": 128, "decode_batch": 6, "train_batch": 4, "train_tokens": 128, "train_layers": 1}
     started = {}
     for topology in SLICES:
-        request = {
-            "topology": topology, "checkpoint": str(folder), "num_layers_train": 1, "dtype": "bfloat16",
-            "prefill_tokens": 128, "decode_batch": 6, "train_batch": 4, "train_tokens": 128,
-        }  # fmt: skip
         output = folder / f"{topology.replace(':', '-')}.jsonl"
-        command = [sys.executable, "-m", "jaxbench.bench.tpu", json.dumps(request), str(output)]
+        command = [sys.executable, "-m", "jaxbench.bench.tpu", f"--topology={topology}", f"--output={output}"]
+        command += [f"--model_config={folder}/model.yaml", *(f"--{name}={value}" for name, value in shapes.items())]
         environment = os.environ | {"XLA_FLAGS": ""}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started[topology] = (subprocess.Popen(command, env=environment, **pipes), output)

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from jaxbench import config
-from jaxbench.bench import chips, flops, tpu, tpu_train
-from jaxbench.bench.records import Record
+from jaxbench.bench import tpu_train
+from jaxbench.measure import chips, flops, tpu_compile
+from jaxbench.measure.records import Record
 from jaxbench.train_config import TrainConfig
 from tests.structure import ROOT
 
@@ -30,7 +31,8 @@ STEPS = {
 PROGRAM = """
 import sys
 from jaxbench import config
-from jaxbench.bench import chips, tpu_train
+from jaxbench.bench import tpu_train
+from jaxbench.measure import chips
 from jaxbench.train_config import TrainConfig
 for changes in {steps!r}:
     settings = config.load({path!r}, changes, TrainConfig)
@@ -39,14 +41,14 @@ for changes in {steps!r}:
     print("-")
 """
 COUNT = flops.parameter_count(config.load(CONFIG, TINY, TrainConfig).model.resolved(None))
-needs_libtpu = pytest.mark.skipif(bool(tpu.unavailable()), reason=tpu.unavailable() or "-")
+needs_libtpu = pytest.mark.skipif(bool(tpu_compile.unavailable()), reason=tpu_compile.unavailable() or "-")
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """Compile the tiny steps for four chips; return each one's records by metric."""
     program = PROGRAM.format(steps=list(STEPS.values()), path=str(CONFIG))
-    environment = os.environ | tpu.ENVIRONMENT | {"XLA_FLAGS": "", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = os.environ | tpu_compile.ENVIRONMENT | {"XLA_FLAGS": "", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxbench import config
-from jaxbench.bench import memory_worker
 from jaxbench.memory import arm_report, arms, cost, cost_layer, speed, stability
 from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.study import speed_worker
 from tests.structure import ROOT
 from torch_ref.memory import cost_layer as torch_cost_layer
 
@@ -56,20 +56,17 @@ def test_peak_memory_is_compared_at_the_same_length():
 @pytest.mark.parametrize(("engine", "part"), [("flax", "forward"), ("torch", "forward_backward")])
 def test_a_worker_of_each_backend_answers_the_benchmark(tmp_path, engine, part):
     """In a process of its own: in this one the peak of all tests so far may lie above what the case takes."""
-    worker = speed._worker(engine, tmp_path, is_malloc_tuned=False)
     case = {"network": NEURAL.model_dump(mode="json"), "batch": 1, "length": 32, "part": part}
-    try:
-        assert worker.request("start", timeout_s=120)["versions"]
-        found = worker.request("measure", timeout_s=120, **case, repeats=2)
+    with speed._worker(engine, tmp_path, is_malloc_tuned=False) as worker:
+        assert worker.request("start")["versions"]
+        found = worker.request("measure", **case, repeats=2)
         assert len(found["seconds"]) == len(found["cpu_seconds"]) == 2 and min(found["seconds"]) > 0
-        assert worker.request("memory", timeout_s=120, **case)["peak_bytes"] > 0
-    finally:
-        worker.close()
+        assert worker.request("memory", **case)["peak_bytes"] > 0
 
 
 def test_a_worker_of_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="engine='jnp' is unknown"):
-        memory_worker.Session("jnp", 1)
+        speed_worker.Session("jnp", 1)
 
 
 # Cost

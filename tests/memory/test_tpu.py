@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from jaxbench.bench import tpu
+from jaxbench.measure import tpu_compile
 from tests.structure import ROOT
 
 
-@pytest.mark.skipif(bool(tpu.unavailable()), reason=tpu.unavailable() or "-")
+@pytest.mark.skipif(bool(tpu_compile.unavailable()), reason=tpu_compile.unavailable() or "-")
 def test_prefill_decode_and_training_of_mac_and_bank_fit_a_tpu_chip():
     paths = [f"configs/ltm/{name}.yaml" for name in ("mac", "bank")]
     command = [sys.executable, "-m", "jaxbench.memory.tpu", *(f"--config={path}" for path in paths)]

@@ -80,18 +80,18 @@ def test_columns_without_values_are_left_out():
 
 def test_the_heat_map_has_a_cell_for_every_layer_and_kind():
     figure = report.heat_map(BROKEN)
-    cells = figure.data[0]
-    assert len(cells.y) == 4 and len(cells.x) == 2
-    assert cells.z[0][0] == pytest.approx(-16.0) and cells.z[0][1] == pytest.approx(-17.0)
-    assert "<b>layers.0.mlp</b> (starts here)" in cells.y and "<b>layers.0</b> (cause)" in cells.y
+    [cells] = figure["data"]
+    assert len(cells["y"]) == 4 and len(cells["x"]) == 2
+    assert cells["z"][0] == pytest.approx([-16.0, -17.0])
+    assert "<b>layers.0.mlp</b> (starts here)" in cells["y"] and "<b>layers.0</b> (cause)" in cells["y"]
 
 
 def test_the_page_is_self_contained_and_escapes_names(tmp_path):
     path = tmp_path / "out" / "parity.html"
     report.write_page(path, [make(), BROKEN])
     text = path.read_text()
-    assert "Plotly.newPlot" in text and '<script src="http' not in text and "<link" not in text
+    assert "Plotly.react" in text and '<script src="http' not in text and "<link" not in text
     assert text.count("plotly.js v") == 1  # the library once, for both figures
     assert "transformer/&lt;tiny&gt;" in text and "1 of 2 cases equal" in text
-    assert 'class="fail"' in text and "the cause is in layers.0" in text
+    assert '<td class="slower">FAIL' in text and "the cause is in layers.0" in text
     assert [entry.name for entry in path.parent.iterdir()] == ["parity.html"]

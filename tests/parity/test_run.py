@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from jaxbench import outputs
 from jaxbench.parity import cases, distance, gates, mutation, run
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -89,7 +90,7 @@ def test_training_lowers_the_loss_of_the_batches_it_sees():
 
 def test_a_result_survives_json_and_a_write_leaves_no_temporary_file(tmp_path):
     found = result("transformer/llama-grouped")
-    run.write(tmp_path / "deep" / "parity.json", found)
+    outputs.write_json(tmp_path / "deep" / "parity.json", found)
     assert json.loads((tmp_path / "deep" / "parity.json").read_text()) == json.loads(json.dumps(found))
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["parity.json"]
 

@@ -144,7 +144,7 @@ def test_texts_have_exactly_so_many_tokens():
 
 
 def test_a_tiny_run_measures_resumes_and_names_a_missing_peer(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "MARKLLM", "no/such/python")
+    monkeypatch.setattr(benchmark.process, "PEERS", tmp_path / "none")
     settings = benchmark.Benchmark(
         launches=1,
         detection={

@@ -1,0 +1,143 @@
+"""The arms of the comparison: what each backend does for one request of the worker (see bench/worker.py).
+
+An arm loads the checkpoint, prepares a workload (compiles where it compiles), and measures it once a request. It
+returns raw seconds and tokens; rates are computed by the parent, by one rule for every arm. Heavy packages are
+imported by `start`, never by this file, so that import time and memory belong to the arm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxbench.measure.records import Workload
+
+REGISTRY = {
+    "flax": ("jaxbench.bench.arms.jax_arms", "FlaxArm"),
+    "equinox": ("jaxbench.bench.arms.jax_arms", "EquinoxArm"),
+    "torch_eager": ("jaxbench.bench.arms.torch_arms", "EagerArm"),
+    "torch_compile": ("jaxbench.bench.arms.torch_arms", "CompiledArm"),
+    "transformers": ("jaxbench.bench.arms.peers", "TransformersArm"),
+    "llama_cpp": ("jaxbench.bench.arms.peers", "LlamaCppArm"),
+}
+WARM_TOKENS = 6  # generated in a warm-up
+# AdamW of every arm's train step, stated because the libraries' defaults differ (Loshchilov and Hutter 2019).
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+class Arm:
+    """What every arm offers; a subclass implements the parts that need its library."""
+
+    name = "arm"
+    packages: tuple[str, ...] = ("numpy",)  # whose versions its records carry
+
+    def __init__(self, *, device: str, threads: int, checkpoint: str):
+        self.device, self.threads, self.checkpoint = device, threads, checkpoint
+        self.dtype = ""
+
+    def start(self) -> str:
+        """Import the libraries; return why this arm cannot run here, or an empty string."""
+        raise NotImplementedError(f"{self.name}: start")
+
+    def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
+        """Load the checkpoint in `dtype`, the first `num_layers` layers only where given, with AdamW where `train`.
+
+        train["form"] says which step: "plain" (train.py, all in dtype) or "run" (arms_run.py).
+        """
+        raise NotImplementedError(f"{self.name}: load {dtype}")
+
+    def prepare(self, workload: Workload) -> dict:
+        """Compile what the workload needs and return facts: compile_s, temp_bytes, flops, where they exist.
+
+        {"skip": reason} says that this arm has no such workload.
+        """
+        raise NotImplementedError(f"{self.name}: prepare {workload.label()}")
+
+    def measure(self, workload: Workload, inputs: list) -> dict:
+        """Run the workload once: {first_s, rest_s, tokens} for generation, {step_s, loss} for the train step."""
+        raise NotImplementedError(f"{self.name}: measure {workload.label()}")
+
+    def warm(self, workload: Workload, inputs: list) -> dict:
+        """Run the workload's programs once, a few tokens of decoding: touches memory and starts threads."""
+        return self.measure(workload, inputs)
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Return the scores [V] of the token after these."""
+        raise NotImplementedError(f"{self.name}: logits after {len(tokens)} tokens")
+
+    def unload(self) -> None:
+        """Drop the weights and compiled programs."""
+        raise NotImplementedError(f"{self.name}: unload")
+
+    def device_memory(self) -> int | None:
+        """Return the peak bytes on the accelerator, None on the CPU."""
+        return None
+
+    def read_seconds(self, size: int, repeats: int) -> list[float]:
+        """Return the times of summing a float32 array of `size` bytes."""
+        raise NotImplementedError(f"{self.name}: read {size}")
+
+    def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
+        """Return the times of one (M, K) x (K, N) product."""
+        raise NotImplementedError(f"{self.name}: gemm {shape}")
+
+    def profile(self, workload: Workload, inputs: list, folder: str) -> str:
+        """Write a trace of one run of the workload into `folder` and return its path."""
+        raise NotImplementedError(f"{self.name}: profile {workload.label()}")
+
+
+def create(name: str, **arguments: Any) -> Arm:
+    """Return the arm called `name`."""
+    if name not in REGISTRY:
+        raise ValueError(f"arms: unknown arm {name!r}, known: {', '.join(REGISTRY)}")
+    module, attribute = REGISTRY[name]
+    return getattr(importlib.import_module(module), attribute)(**arguments)
+
+
+def shallow(config, params: dict[str, np.ndarray], num_layers: int | None):
+    """Return configuration and parameters of the model's first `num_layers` layers (all where None)."""
+    if num_layers is None or num_layers >= config.num_layers:
+        return config, params
+    kept = {f"layers.{i}." for i in range(num_layers)}
+    return config.model_copy(update={"num_layers": num_layers}), {
+        name: value
+        for name, value in params.items()
+        if not name.startswith("layers.") or any(name.startswith(prefix) for prefix in kept)
+    }
+
+
+def generate(
+    generator: Any, inputs: list, workload: Workload, to_host: Callable[[Any], np.ndarray], *, limit: int | None = None
+) -> dict:
+    """Run a twin's Generator once: first token and the tokens after it timed apart, each read back on the host.
+
+    `limit` stops after so many tokens, in the same programs (a warm-up).
+    """
+    new_tokens = max(workload.new_tokens, 1)
+    start = time.perf_counter()
+    state = generator.prefill(inputs, max_new_tokens=new_tokens, seed=0)
+    tokens = to_host(state.tokens)
+    first = time.perf_counter()
+    if new_tokens > 1:
+        state = generator.decode(state, new_tokens if limit is None else min(limit, new_tokens))
+        tokens = to_host(state.tokens)
+    last = time.perf_counter()
+    width = workload.prompt_tokens
+    generated = tokens[: workload.batch, width : width + new_tokens]
+    return {"first_s": first - start, "rest_s": last - first, "tokens": as_lists(generated)}
+
+
+def as_lists(tokens: Any) -> list[list[int]]:
+    """Return a (rows, tokens) array as plain lists for the protocol."""
+    return np.asarray(tokens).tolist()
+
+
+def targets(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (inputs, targets, positions) of the train step from rows one token longer than the sequence."""
+    tokens = np.asarray(rows, dtype=np.int32)
+    positions = np.broadcast_to(np.arange(tokens.shape[1] - 1, dtype=np.int32), tokens[:, 1:].shape)
+    return tokens[:, :-1], tokens[:, 1:], np.ascontiguousarray(positions)

@@ -1,0 +1,65 @@
+"""The step of a training run as an arm measures it: what experiments/train.py computes, through the backend's Engine.
+
+Weights and moments are float32, the arm's type is that of the products (precision.py), and AdamW and clipping are those
+of the default StepConfig. Nothing of a run but its step is in the measurement: no evaluation, checkpoint or tokenising.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.bench.arms import contract
+from jaxbench.step_config import StepConfig
+
+
+class Rows(NamedTuple):
+    """One step's data, in numpy: the fields of train.Batch."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    mask: np.ndarray
+    segments: np.ndarray
+
+
+def rows(inputs: list) -> Rows:
+    """Return the batch of rows that are one token longer than the sequence; one document a row."""
+    tokens, wanted, positions = contract.targets(inputs)
+    return Rows(tokens, wanted, positions, np.ones(tokens.shape, bool), np.ones(tokens.shape, np.int32))
+
+
+class RunStep:
+    """An Engine and the one step that is timed."""
+
+    def __init__(self, package: str, checkpoint: Any, dtype: str, train: dict, **how: Any):
+        """Name the engine of a package; `prepare` makes it.
+
+        `train` has learning_rate, batch, seq_len, num_layers, and may have accumulation and implementation.
+        """
+        self._module, self._checkpoint, self._train, self._how = f"{package}.engine", checkpoint, train, how
+        micro = {"accumulation": train.get("accumulation", 1)}
+        self._step = StepConfig(precision=dtype, torch_compile=how.pop("torch_compile", False), **micro)
+        self.engine: Any = None
+
+    def prepare(self) -> dict:
+        """Make the engine, which compiles, and return the facts of it."""
+        config, params = contract.shallow(self._checkpoint.config, self._checkpoint.params, self._train["num_layers"])
+        self._checkpoint = None  # the engine holds its own copy
+        sizes = {"batch_size": self._train["batch"], "seq_len": self._train["seq_len"], "seed": 0}
+        sizes |= {"implementation": self._train.get("implementation", "dense")}
+        self.engine = importlib.import_module(self._module).Engine(config, params, self._step, **sizes, **self._how)
+        facts = {"device_kind": self.engine.device_kind()}
+        return facts | ({"compile_s": self.engine.compile_seconds} if self.engine.compile_seconds else {})
+
+    def measure(self, inputs: list, synchronize: Callable[[], None] = lambda: None) -> dict:
+        """Take one step; its time ends when its loss is on the host and the device is idle."""
+        batch = rows(inputs)
+        start = time.perf_counter()
+        metrics = self.engine.fetch(self.engine.step(batch, self._train["learning_rate"]))
+        synchronize()
+        return {"step_s": time.perf_counter() - start, "loss": metrics.loss}

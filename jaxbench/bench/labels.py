@@ -1,0 +1,113 @@
+"""Names, colours and number formats of the report (S file)."""
+
+from __future__ import annotations
+
+import math
+
+from jaxbench.measure import verdicts
+from jaxbench.measure.records import Workload
+
+ARMS = {
+    "flax": "Flax NNX",
+    "equinox": "Equinox",
+    "torch_eager": "PyTorch eager",
+    "torch_compile": "PyTorch compiled",
+    "transformers": "HF transformers",
+    "llama_cpp": "llama.cpp",
+}
+# Readable on white and on near-black alike (contrast at least 3:1 against both).
+COLORS = {
+    "flax": "#3b82f6",
+    "equinox": "#0d9f8c",
+    "torch_eager": "#e5722a",
+    "torch_compile": "#c2568f",
+    "transformers": "#8b8f98",
+    "llama_cpp": "#9061d6",
+}
+VERDICT_COLORS = {"faster": "#2c9a5b", "slower": "#d84c4c", "undecided": "#8b8f98", "baseline": "#8b8f98"}
+METRICS = {
+    "prefill_tokens_per_s": "prefill",
+    "decode_tokens_per_s": "decode",
+    "train_tokens_per_s": "train step",
+    "train_mfu": "train step, MFU",
+    "train_mfu_causal": "train step, MFU with half the attention",
+    "first_token_s": "first token",
+    "load_s": "load",
+    "compile_cold_s": "compile, cold",
+    "compile_warm_s": "compile, warm",
+    "peak_memory_bytes": "peak memory",
+    "temp_bytes": "compiled temp bytes",
+    "argument_bytes": "compiled argument bytes",
+    "flops": "compiled FLOPs",
+}
+SIGNS = {"faster": "▲", "slower": "▼", "undecided": "?", "baseline": "="}
+
+
+def arm(name: str) -> str:
+    """Return the name of an arm as people know it."""
+    return ARMS.get(name, name)
+
+
+def color(name: str) -> str:
+    """Return the colour of an arm."""
+    return COLORS.get(name, "#8b8f98")
+
+
+def workload(load: Workload, *, with_kind: bool = True) -> str:
+    """Return what was run, for people: `decode, float32, batch 8, 64 + 48 tokens`."""
+    parts = [load.kind] if with_kind and load.kind != "none" else []
+    parts += [load.dtype] if load.dtype else []
+    parts += [f"batch {load.batch}"] if load.batch else []
+    if load.prompt_tokens:
+        tokens = f"{load.prompt_tokens}" + (f" + {load.new_tokens}" if load.new_tokens else "")
+        parts.append(f"{tokens} tokens")
+    return ", ".join(parts)
+
+
+def short(load: Workload) -> str:
+    """Return a workload in few characters for the terminal: `float32 b8 64+48`."""
+    tokens = f"{load.prompt_tokens}" + (f"+{load.new_tokens}" if load.new_tokens else "")
+    parts = (load.dtype, f"b{load.batch}" if load.batch else "", tokens if load.prompt_tokens else "")
+    return " ".join(part for part in parts if part)
+
+
+def value(number: float | None, unit: str) -> str:
+    """Return a number with its unit at three significant digits: `68.1 tokens/s`, `1.27 GiB`, `0.64 ms`."""
+    if number is None or not math.isfinite(number):
+        return "-"
+    if unit == "s":
+        return f"{significant(number * 1e3)} ms" if abs(number) < 1 else f"{significant(number)} s"
+    if unit == "bytes":
+        return scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    if unit == "share":
+        return f"{100 * number:.1f} %"
+    if unit in ("FLOP", "FLOP/s", "bytes/s"):
+        short = {"FLOP": "FLOP", "FLOP/s": "FLOP/s", "bytes/s": "B/s"}[unit]
+        return scaled(number, 1000, tuple(prefix + short for prefix in ("", "k", "M", "G", "T", "P")))
+    return f"{significant(number)} {unit}".strip()
+
+
+def significant(number: float) -> str:
+    """Return three significant digits, thousands with a comma and never an exponent between 0.001 and 1e9."""
+    if number == 0 or not math.isfinite(number):
+        return f"{number:g}"
+    digits = 2 - math.floor(math.log10(abs(number)))
+    if digits > 5 or digits < -8:
+        return f"{number:.2e}"
+    return f"{round(number, digits):,.{max(digits, 0)}f}"
+
+
+def scaled(number: float, base: int, units: tuple[str, ...]) -> str:
+    """Return the number in the largest unit that leaves it at least 1."""
+    index = 0
+    while abs(number) >= base and index < len(units) - 1:
+        number, index = number / base, index + 1
+    return f"{significant(number)} {units[index]}"
+
+
+def ratio(triple: tuple[float, float, float]) -> str:
+    """Return a ratio with its interval: `2.51 [2.40, 2.63]`; with a dash, `2.51 \u2013`, where it says nothing."""
+    point, low, high = triple
+    if not verdicts.is_informative(low, high):
+        return f"{point:.2f} \u2013"
+    return f"{point:.2f} [{low:.2f}, {high:.2f}]"

@@ -1,0 +1,1 @@
+"""What the comparison shows: tables, page, picture."""

@@ -1,0 +1,158 @@
+"""What the report shows, gathered once from records and the run's folder (S file)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench.bench import agreement, labels, summary
+from jaxbench.bench.suite import Suite
+from jaxbench.bench.summary import Row
+from jaxbench.measure.records import Record
+
+
+class View(NamedTuple):
+    """Everything that tables, page, picture, CSV and scalars are made of."""
+
+    rows: list[Row]
+    records: list[Record]
+    arms: list[str]  # in the suite's order, those with any record
+    baseline: str
+    parity: dict[str, dict[str, Any]]  # arm -> the parity record's detail
+    environment: dict[str, Any]
+    suite: Suite
+    config_id: str
+    agreement: list[str]  # one sentence a workload
+    drift: float  # share the control loop moved by
+
+
+class TpuRow(NamedTuple):
+    """One program on one slice: the figures by metric without the `tpu_` prefix, and their details."""
+
+    topology: str
+    label: str
+    short: str
+    figures: dict[str, float]
+    details: dict[str, dict[str, Any]]
+    problem: str  # why there are no figures
+
+
+def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
+    """Return the view of a finished or interrupted run."""
+    rows = summary.rows(records, suite.verdicts)
+    seen = {row.arm for row in rows}
+    parity = {record.arm: record.detail for record in records if record.metric == "parity" and record.detail}
+    environment = _read_json(workdir / "environment.json")
+    return View(
+        rows=rows,
+        records=list(records),
+        arms=[name for name in suite.arms if name in seen],
+        baseline=suite.verdicts.baseline,
+        parity=parity,
+        environment=environment,
+        suite=suite,
+        config_id=next((record.config_id for record in records if record.config_id), ""),
+        agreement=agreement.notes(records),
+        drift=summary.control_drift(records),
+    )
+
+
+def find(view: View, metrics: Sequence[str]) -> list[Row]:
+    """Return the rows of these metrics, ordered by metric, then workload, then arm."""
+    order = {name: index for index, name in enumerate(view.arms)}
+    places: dict[tuple, int] = {}
+    for row in view.rows:
+        places.setdefault((row.metric, row.workload), len(places))
+    found = [row for row in view.rows if row.metric in metrics and row.arm in order]
+    return sorted(found, key=lambda row: (metrics.index(row.metric), places[row.metric, row.workload], order[row.arm]))
+
+
+def tpu_rows(view: View) -> list[TpuRow]:
+    """Return one row for each program compiled for a slice, and one for each slice that failed."""
+    groups: dict[tuple, TpuRow] = {}
+    for record in view.records:
+        if not record.metric.startswith("tpu") or (record.metric == "tpu" and record.status == "ok"):
+            continue
+        label = labels.workload(record.workload)
+        short = f"{record.workload.kind} {labels.short(record.workload)}".removeprefix("none").strip()
+        row = groups.setdefault((record.device, label), TpuRow(record.device, label, short, {}, {}, record.reason))
+        name = record.metric.removeprefix("tpu_")
+        row.details[name] = record.detail
+        if record.value is not None:
+            row.figures[name] = record.value
+    return list(groups.values())
+
+
+def verdict_counts(view: View, metrics: Sequence[str] = summary.SPEED) -> dict[str, int]:
+    """Return how often the JAX arms were faster, slower or undecided against the baseline, speed rows only."""
+    counts = {"faster": 0, "slower": 0, "undecided": 0}
+    for row in view.rows:
+        if row.metric in metrics and row.arm in ("flax", "equinox") and row.verdict in counts:
+            counts[row.verdict] += 1
+    return counts
+
+
+def missing(view: View) -> list[Row]:
+    """Return the rows without a value: skipped or failed, with their reason."""
+    return [row for row in view.rows if row.value is None and row.reason]
+
+
+def undecided(view: View) -> list[Row]:
+    """Return the compared rows whose interval holds 1."""
+    return [row for row in view.rows if row.verdict == "undecided"]
+
+
+def program_notes(view: View) -> list[str]:
+    """Return what the compiled programs of Flax and Equinox share exactly, and where they differ."""
+    values: dict[tuple, dict[str, float]] = {}
+    for row in view.rows:
+        if row.metric in ("flops", "temp_bytes") and row.value is not None:
+            values.setdefault((row.metric, row.workload), {})[row.arm] = row.value
+    pairs = {key: arms for key, arms in values.items() if {"flax", "equinox"} <= arms.keys()}
+    if not pairs:
+        return []
+    same = sum(arms["flax"] == arms["equinox"] for arms in pairs.values())
+    notes = [
+        f"Flax and Equinox compile to programs of equal FLOPs and temp bytes: {same} of {len(pairs)} figures agree"
+    ]
+    return notes + [
+        f"{labels.METRICS[metric]}, {labels.workload(load)}: Flax {arms['flax']:.0f}, Equinox {arms['equinox']:.0f}"
+        for (metric, load), arms in pairs.items()
+        if arms["flax"] != arms["equinox"]
+    ]
+
+
+def headline(view: View) -> list[tuple[str, str, str]]:
+    """Return up to four (figure, what, remark): decode of Flax, its ratio to the user's pick, parity, verdicts."""
+    cards = []
+    decode = [row for row in view.rows if row.metric == "decode_tokens_per_s" and row.arm == "flax" and row.value]
+    if decode:
+        first = decode[0]
+        shown = labels.workload(first.workload, with_kind=False)
+        cards.append((f"{labels.significant(first.value)} tokens/s", "Flax decode", shown))
+        peer = next((r for r in view.rows if r[:2] == first[:2] and r.arm == "transformers" and r.value), None)
+        if peer:
+            cards.append((f"{first.value / peer.value:.2f}×", "Hugging Face generate", f"Flax decode, {shown}"))
+    steps = [row for row in view.rows if row.metric == "train_tokens_per_s" and row.arm == "flax" and row.value]
+    if steps and not decode:
+        shown = labels.workload(steps[0].workload, with_kind=False)
+        cards.append((f"{labels.significant(steps[0].value)} tokens/s", "Flax train step", shown))
+    if view.parity:
+        passed = "passed" if all(detail.get("passed") for detail in view.parity.values()) else "FAILED"
+        shown = f"{max(float(detail.get('worst', 'nan')) for detail in view.parity.values()):.1e}"
+        cards.append((shown, f"float64 proof {passed}", "worst relative difference to PyTorch of any module"))
+    counts = verdict_counts(view)
+    if sum(counts.values()):
+        text = f"{counts['faster']} / {counts['slower']} / {counts['undecided']}"
+        cards.append((text, "faster / slower / undecided", f"JAX arms against {labels.arm(view.baseline)}"))
+    return cards
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,229 @@
+"""The report's charts as plotly figures: plain dictionaries, coloured by the page's own theme (S file).
+
+Bars and intervals share one layout: rows under a bold heading for each workload, so that labels stay horizontal and
+short, and the height grows with the number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxbench.bench import labels
+from jaxbench.bench.report import contents
+from jaxbench.bench.report.contents import View
+from jaxbench.bench.summary import SPEED, Row
+from jaxbench.measure import verdicts
+from jaxbench.measure.records import Workload
+
+Figure = dict[str, Any]
+ROW_HEIGHT = 25  # pixels of one row or heading
+FOREST = ("decode_tokens_per_s", "prefill_tokens_per_s", "train_tokens_per_s", "first_token_s")
+ZERO_ERROR = 1e-17  # exactly equal tensors are drawn as this, below float64's 1.1e-16
+
+
+class Layout(NamedTuple):
+    """Where rows go: a y of each row, tick positions and labels with headings, and the height."""
+
+    y: list[list[float]]  # of every section's rows
+    ticks: list[float]
+    labels: list[str]
+    height: int
+
+
+def sections(groups: Sequence[tuple[str, Sequence[str]]]) -> Layout:
+    """Return the layout of sections (heading, row labels), top down."""
+    y, ticks, labels, place = [], [], [], 0.0
+    for heading, names in groups:
+        ticks.append(place)
+        labels.append(f"<b>{heading}</b>")
+        y.append([place - 1 - index for index in range(len(names))])
+        ticks += y[-1]
+        labels += names
+        place -= len(names) + 1.4
+    return Layout(y, ticks, labels, int(ROW_HEIGHT * (1 - place)) + 90)
+
+
+def forest(view: View) -> Figure | None:
+    """Return ratios to the baseline with intervals, coloured by verdict; right of 1 is better."""
+    groups = _by_workload([row for row in contents.find(view, FOREST) if row.ratio])
+    if not groups:
+        return None
+    layout = sections([(heading, [labels.arm(row.arm) for row in rows]) for heading, rows in groups])
+    traces: dict[str, Figure] = {}
+    for (_, rows), places in zip(groups, layout.y, strict=True):
+        for row, y in zip(rows, places, strict=True):
+            trace = traces.setdefault(row.verdict, _verdict_trace(row.verdict))
+            point, low, high = row.ratio
+            bounded = verdicts.is_informative(low, high)
+            trace["x"].append(point)
+            trace["y"].append(y)
+            trace["error_x"]["array"].append(high - point if bounded else 0)
+            trace["error_x"]["arrayminus"].append(point - low if bounded else 0)
+            trace["customdata"].append(f"{labels.arm(row.arm)}: {labels.ratio(row.ratio)}, {row.verdict}")
+    order = ("faster", "undecided", "slower")
+    data = [traces[name] for name in order if name in traces]
+    points = [row.ratio[0] for _, rows in groups for row in rows] + [1.0]
+    ends = [end for _, rows in groups for row in rows for end in row.ratio[1:]]
+    # Two launches can give intervals of any width: what lies beyond twice the points' own range is cut off.
+    axis = _log_axis(points + [end for end in ends if min(points) / 2 <= end <= max(points) * 2])
+    axis["title"] = {"text": f"ratio to {labels.arm(view.baseline)} (right is better)"}
+    return _rows_figure(data, layout, axis) | {"line": 1.0}
+
+
+def roofline(view: View) -> Figure | None:
+    """Return what share of the machine's measured rate each arm reached."""
+    rows = [row for row in contents.find(view, SPEED) if row.share_of_roofline is not None]
+    groups = _by_workload(rows)
+    if not groups:
+        return None
+    figure = _bars(groups, lambda row: 100 * row.share_of_roofline, lambda row: f"{100 * row.share_of_roofline:.0f} %")
+    figure["layout"]["xaxis"] |= {"title": {"text": "% of the rate measured on this machine"}, "rangemode": "tozero"}
+    return figure | {"line": 100.0}
+
+
+def seconds(view: View, metrics: Sequence[str]) -> Figure | None:
+    """Return bars of times: load, compile, first token."""
+    groups = _by_workload([row for row in contents.find(view, metrics) if row.value is not None])
+    if not groups:
+        return None
+    figure = _bars(groups, lambda row: row.value, lambda row: labels.value(row.value, "s"))
+    figure["layout"]["xaxis"] |= {"title": {"text": "seconds (less is better)"}, "rangemode": "tozero"}
+    return figure
+
+
+def memory(view: View) -> Figure | None:
+    """Return bars of peak host memory above the level after imports."""
+    groups = _by_workload([row for row in contents.find(view, ("peak_memory_bytes",)) if row.value is not None])
+    if not groups:
+        return None
+    figure = _bars(groups, lambda row: row.value / 2**20, lambda row: labels.value(row.value, "bytes"))
+    figure["layout"]["xaxis"] |= {"title": {"text": "MiB (less is better)"}, "rangemode": "tozero"}
+    return figure
+
+
+def tpu(view: View) -> Figure | None:
+    """Return the three lower bounds on time of every program compiled for a slice."""
+    rows = [row for row in contents.tpu_rows(view) if "roofline" in row.details or "roofline_s" in row.details]
+    if not rows:
+        return None
+    parts = (("compute_s", "compute", "#3b82f6"), ("memory_s", "memory", "#0d9f8c"),
+             ("interconnect_s", "interconnect", "#e5722a"))  # fmt: skip
+    groups = [(f"{row.topology}: {row.label}", [name for _, name, _ in parts]) for row in rows]
+    layout = sections(groups)
+    data = []
+    for index, (key, name, color) in enumerate(parts):
+        times = [row.details["roofline_s"][key] * 1e3 for row in rows]
+        data.append(_bar_trace(name, color, times, [y[index] for y in layout.y], [f"{t:.3g} ms" for t in times]))
+    axis = {"title": {"text": "least milliseconds a step at the chip's published rate"}, "rangemode": "tozero"}
+    return _rows_figure(data, layout, axis)
+
+
+def heat_map(parity: dict[str, Any] | None, column: str = "float64") -> Figure | None:
+    """Return relative errors of modules: layers down, modules across, colour by power of ten."""
+    cells: dict[tuple[int, str], float] = {}
+    for entry in (parity or {}).get("layers", []):
+        inside = re.fullmatch(r"layers\.(\d+)(?:\.(.+))?", str(entry.get("module", "")))
+        if inside and isinstance(entry.get(column), int | float):
+            cells[int(inside.group(1)), inside.group(2) or "block"] = float(entry[column])
+    if not cells:
+        return None
+    modules = list(dict.fromkeys(module for _, module in cells))
+    layers = sorted({layer for layer, _ in cells})
+    errors = [[cells.get((layer, module)) for module in modules] for layer in layers]
+    logs = [[None if e is None else math.log10(max(e, ZERO_ERROR)) for e in line] for line in errors]
+    texts = [["" if e is None else f"layer {layer}, {module}: {e:.1e}" for module, e in zip(modules, line, strict=True)]
+             for layer, line in zip(layers, errors, strict=True)]  # fmt: skip
+    top = max(max(value for line in logs for value in line if value is not None), -9.0)
+    ticks = list(range(-17, math.ceil(top) + 1, 2))
+    trace = {
+        "type": "heatmap", "x": modules, "y": [f"layer {layer}" for layer in layers], "z": logs, "customdata": texts,
+        "hovertemplate": "%{customdata}<extra></extra>", "colorscale": "Viridis", "zmin": -17, "zmax": top,
+        "xgap": 1, "ygap": 1,
+        "colorbar": {"title": {"text": "relative error"}, "tickvals": ticks,
+                     "ticktext": ["0" if t == -17 else f"1e{t}" for t in ticks], "thickness": 14},
+    }  # fmt: skip
+    layout = {
+        "height": 150 + max(14 * len(layers), 60),
+        "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
+        "yaxis": {"autorange": "reversed", "automargin": True},
+        "xaxis": {"automargin": True, "tickangle": -40},
+    }
+    return {"data": [trace], "layout": layout}
+
+
+def _by_workload(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Group rows by metric and workload under a heading."""
+    groups: dict[tuple[str, Workload], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.metric, row.workload), []).append(row)
+    return [(heading(metric, load), found) for (metric, load), found in groups.items()]
+
+
+def heading(metric: str, load: Workload) -> str:
+    """Return the heading of one metric on one workload."""
+    shown = labels.workload(load, with_kind=labels.METRICS.get(metric, metric).split()[0] not in (load.kind, "train"))
+    return ": ".join(part for part in (labels.METRICS.get(metric, metric), shown) if part)
+
+
+def _bars(groups: Sequence[tuple[str, list[Row]]], number, text) -> Figure:
+    """Return horizontal bars of rows in their arm's colour, a trace an arm."""
+    layout = sections([(heading, [labels.arm(row.arm) for row in rows]) for heading, rows in groups])
+    found: dict[str, tuple[list, list, list]] = {}
+    for (_, rows), places in zip(groups, layout.y, strict=True):
+        for row, y in zip(rows, places, strict=True):
+            x, ys, texts = found.setdefault(row.arm, ([], [], []))
+            x.append(number(row))
+            ys.append(y)
+            texts.append(text(row))
+    data = [_bar_trace(labels.arm(name), labels.color(name), *lists) for name, lists in found.items()]
+    return _rows_figure(data, layout, {})
+
+
+def _bar_trace(name: str, color: str, x: list[float], y: list[float], text: list[str]) -> Figure:
+    return {
+        "type": "bar", "orientation": "h", "name": name, "x": x, "y": y, "text": text, "width": 0.72,
+        "textposition": "outside", "cliponaxis": False, "marker": {"color": color},
+        "hovertemplate": f"{name}: %{{text}}<extra></extra>",
+    }  # fmt: skip
+
+
+def _verdict_trace(verdict: str) -> Figure:
+    color = labels.VERDICT_COLORS[verdict]
+    return {
+        "type": "scatter", "mode": "markers", "name": verdict, "x": [], "y": [], "customdata": [],
+        "error_x": {"type": "data", "symmetric": False, "array": [], "arrayminus": [], "thickness": 2, "width": 5},
+        "marker": {"color": color, "size": 10}, "hovertemplate": "%{customdata}<extra></extra>",
+    }  # fmt: skip
+
+
+def _rows_figure(data: list[Figure], layout: Layout, axis: Figure) -> Figure:
+    return {
+        "data": data,
+        "layout": {
+            "height": layout.height,
+            "barmode": "overlay",
+            "margin": {"l": 10, "r": 50, "t": 10, "b": 50},
+            "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal"},
+            "xaxis": axis | {"automargin": True, "zeroline": False},
+            "yaxis": {
+                "tickvals": layout.ticks, "ticktext": layout.labels, "automargin": True, "showgrid": False,
+                "zeroline": False, "range": [min(layout.ticks) - 0.7, 0.7], "ticklabelposition": "outside",
+            },
+        },
+    }  # fmt: skip
+
+
+def _log_axis(values: Sequence[float]) -> Figure:
+    """Return a logarithmic axis with round ticks around the values."""
+    low, high = min(values) * 0.8, max(values) * 1.25
+    round_numbers = (0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 5, 8, 10, 20, 50, 100, 200)
+    ticks = [number for number in round_numbers if low <= number <= high]
+    return {
+        "type": "log",
+        "range": [math.log10(low), math.log10(high)],
+        "tickvals": ticks,
+        "ticktext": [f"{tick:g}×" for tick in ticks],
+    }

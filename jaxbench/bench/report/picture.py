@@ -1,0 +1,81 @@
+"""The main picture as SVG: rates of every arm on every prefill and decode workload, or of the train step (S file).
+
+Drawn by hand on the card of measure/svg_card.py, which says why.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from jaxbench.bench import labels
+from jaxbench.bench.report import contents
+from jaxbench.bench.report.contents import View
+from jaxbench.bench.summary import Row
+from jaxbench.measure.records import Workload
+from jaxbench.measure.svg_card import GAP, MARGIN, card
+
+METRICS = ("prefill_tokens_per_s", "decode_tokens_per_s")
+PANEL_WIDTH = 288
+BAR, STEP, TITLE = 16, 24, 62  # heights: bar, row, panel title
+
+
+def draw(view: View) -> str:
+    """The picture's text."""
+    panels = _panels(view)
+    columns = max(1, min(3, len(panels)))
+    lines, top = [], 88
+    for start in range(0, len(panels), columns):
+        row = panels[start : start + columns]
+        for index, (load, rows) in enumerate(row):
+            lines += _panel(load, rows, MARGIN + index * (PANEL_WIDTH + GAP), top)
+        top += TITLE + STEP * max(len(rows) for _, rows in row) + GAP
+    if not panels:
+        lines.append(f'<text class="note" x="{MARGIN}" y="{top + 20}">no rates were measured</text>')
+        top += 40
+    return card(_title(view), _note(view), lines, height=top)
+
+
+def _panels(view: View) -> list[tuple[Workload, list[Row]]]:
+    groups: dict[tuple, list[Row]] = {}
+    for row in contents.find(view, METRICS) or contents.find(view, ("train_tokens_per_s",)):
+        if row.value:
+            groups.setdefault((row.metric, row.workload), []).append(row)
+    ordered = sorted(groups, key=lambda key: key[1].dtype != "float32")
+    return [(load, groups[metric, load]) for metric, load in ordered]
+
+
+def _panel(load: Workload, rows: list[Row], left: float, top: float) -> list[str]:
+    """Draw one workload: a bar an arm, its rate at the bar's end."""
+    label, room = 112, 62
+    largest = max(row.value for row in rows)
+    tokens = f"{load.prompt_tokens} + {load.new_tokens}" if load.new_tokens else f"{load.prompt_tokens}"
+    lines = [
+        f'<text class="head" x="{left}" y="{top + 22}">{escape(load.kind.capitalize())}, batch {load.batch}</text>',
+        f'<text class="note" x="{left}" y="{top + 40}">{escape(load.dtype)}, {tokens} tokens</text>',
+    ]
+    for index, row in enumerate(rows):
+        y = top + TITLE - 8 + index * STEP
+        width = max(2.0, (PANEL_WIDTH - label - room) * row.value / largest)
+        middle = y + BAR / 2 + 4
+        lines.append(f'<text class="arm" x="{left}" y="{middle:.1f}">{escape(labels.arm(row.arm))}</text>')
+        lines.append(
+            f'<rect x="{left + label}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3" '
+            f'fill="{labels.color(row.arm)}"/>'
+        )
+        number = escape(labels.significant(row.value))
+        lines.append(f'<text class="number" x="{left + label + width + 6:.1f}" y="{middle:.1f}">{number}</text>')
+    return lines
+
+
+def _title(view: View) -> str:
+    model = "SmolLM2-135M-Instruct" if view.suite.model == "default" else view.suite.model
+    return f"{model}: tokens per second, more is better"
+
+
+def _note(view: View) -> str:
+    facts = view.environment
+    parts = [str(facts["cpu"])] if facts.get("cpu") else []
+    parts += [f"{facts['threads']} threads"] if facts.get("threads") else []
+    launches = max((len(row.launches) for row in view.rows), default=0)
+    parts += [f"median of {launches} launches"] if launches else []
+    return ", ".join(parts)

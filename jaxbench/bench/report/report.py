@@ -1,0 +1,199 @@
+"""Write and print the outcome of a comparison: tables, report.html, results.csv, TensorBoard scalars, picture.svg.
+
+S file. Every file is written under a temporary name and renamed, so that an interrupt or a full disk leaves the
+earlier report whole. Run it again on finished results with
+
+    python -m jaxbench.bench.report --workdir=out/default
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxbench import outputs, terminal
+from jaxbench.bench import labels, summary
+from jaxbench.bench.report import contents, page, picture
+from jaxbench.bench.report.contents import View
+from jaxbench.bench.suite import Suite
+from jaxbench.measure.records import Record, RecordFile
+
+CSV_COLUMNS = (
+    "metric", "arm", "kind", "dtype", "batch", "prompt_tokens", "new_tokens", "device", "value", "unit", "ratio",
+    "ratio_low", "ratio_high", "verdict", "holm", "launches", "share_of_roofline", "reason", "config_id",
+)  # fmt: skip
+TERMINAL_METRICS = (
+    "prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s", "train_mfu", "train_mfu_causal",
+    "first_token_s", "load_s", "compile_cold_s", "compile_warm_s", "peak_memory_bytes",
+)  # fmt: skip
+
+
+def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=None) -> View:
+    """Write every file of the report into `workdir`, print the tables, and return what they show.
+
+    Raises:
+      OSError: a file cannot be written; what was there before is kept.
+    """
+    view = contents.gather(records, suite, workdir)
+    outputs.write_csv(workdir / "results.csv", csv_rows(view), CSV_COLUMNS)
+    outputs.write_text(workdir / "report.html", page.render(view))
+    outputs.write_text(workdir / "picture.svg", picture.draw(view))
+    write_scalars(view, workdir / "tensorboard")
+    console = console or terminal.console()
+    show(view, console=console)
+    line = f"{workdir / 'report.html'} (results.csv, picture.svg, tensorboard/ beside it)"
+    console.print(line, markup=False, soft_wrap=True)
+    return view
+
+
+def csv_rows(view: View) -> list[dict[str, Any]]:
+    """Result rows and TPU figures for the CSV file, numbers at full precision.
+
+    Intervals that the tables show as a dash stand here as they are, infinite ends included.
+    """
+    device = next((record.device for record in view.records if record.arm in view.arms), "")
+    same = ("metric", "arm", "value", "unit", "verdict", "share_of_roofline", "reason")
+    rows = []
+    for row in view.rows:
+        point, low, high = row.ratio or (None, None, None)
+        about = {"device": device, "holm": int(row.holm), "launches": len(row.launches), "config_id": view.config_id}
+        about |= {"ratio": point, "ratio_low": low, "ratio_high": high}
+        rows.append(row.workload.model_dump() | {name: getattr(row, name) for name in same} | about)
+    same = ("metric", "arm", "device", "value", "unit", "reason", "config_id")
+    return rows + [
+        record.workload.model_dump() | {name: getattr(record, name) for name in same}
+        for record in view.records
+        if record.metric.startswith("tpu_")
+    ]
+
+
+def write_scalars(view: View, folder: Path) -> None:
+    """Write one TensorBoard scalar a launch for every row, and the TPU figures at step 0; replaces the folder."""
+    from tensorboardX import SummaryWriter
+
+    with outputs.whole_folder(folder) as made:
+        with SummaryWriter(str(made), write_to_disk=True) as writer:
+            for row in view.rows:
+                name = "/".join(part for part in (row.metric, row.workload.label().replace(" ", "_"), row.arm) if part)
+                for launch, value in enumerate(row.launches, start=1):
+                    writer.add_scalar(name, value, launch)
+            for record in view.records:
+                if record.metric.startswith("tpu_") and record.value is not None:
+                    place = f"{record.workload.label()} {record.device}".replace(" ", "_").replace(":", "-")
+                    writer.add_scalar(f"{record.metric}/{place}", record.value, 0)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def show(view: View, *, console=None) -> None:
+    """Print the tables for people."""
+    console = console or terminal.console()
+    if contents.find(view, TERMINAL_METRICS):
+        console.print(_measured_table(view))
+    for name, detail in view.parity.items():
+        color, word = ("green", "passed") if detail.get("passed") else ("red", "FAILED")
+        worst = f"worst relative difference of a module {float(detail.get('worst', 'nan')):.1e}"
+        console.print(
+            f"{labels.arm(name)} against PyTorch in float64 [{color}]{word}[/{color}]: {worst}", highlight=False
+        )
+    for note in contents.program_notes(view):
+        console.print(note)
+    for note in view.agreement:
+        console.print(f"tokens, {note}")
+    if contents.tpu_rows(view):
+        console.print(_tpu_table(view))
+    undecided = contents.undecided(view)
+    if undecided:
+        console.print(
+            f"[dim]{len(undecided)} rows are undecided; report.html lists them with the launches needed[/dim]"
+        )
+    if view.drift > view.suite.verdicts.control_drift:
+        console.print(f"[yellow]the machine moved: the control loop changed by {100 * view.drift:.0f} %[/yellow]")
+
+
+def _measured_table(view: View):
+    from rich.table import Table
+
+    counts = contents.verdict_counts(view)
+    confidence = f"{100 * view.suite.verdicts.confidence:.0f} %"
+    title = (
+        f"Medians; ratios to {labels.arm(view.baseline)} (above 1 is better) with {confidence} intervals over launches"
+    )
+    shown = ", ".join(f"{number} {name}" for name, number in counts.items())
+    table = Table(title=title, caption=f"JAX arms, speed rows: {shown}" if sum(counts.values()) else None)
+    table.add_column("", no_wrap=True)
+    for name in view.arms:
+        table.add_column(labels.arm(name), justify="right")
+    groups: dict[tuple, dict[str, summary.Row]] = {}
+    for row in contents.find(view, TERMINAL_METRICS):
+        groups.setdefault((row.metric, row.workload), {})[row.arm] = row
+    last = None
+    for (metric, load), cells in groups.items():
+        if last is not None and metric != last:
+            table.add_section()
+        last = metric
+        name = f"[bold]{labels.METRICS.get(metric, metric)}[/bold]\n{labels.short(load)}"
+        table.add_row(name, *(_terminal_cell(cells.get(arm)) for arm in view.arms))
+    return table
+
+
+def _terminal_cell(row: summary.Row | None) -> str:
+    if row is None:
+        return ""
+    if row.value is None:
+        return f"[dim]{row.reason[:24]}[/dim]"
+    text = labels.value(row.value, row.unit)
+    if not row.ratio:
+        return text
+    style = {"faster": "green", "slower": "red"}.get(row.verdict, "dim")
+    shown = labels.ratio(row.ratio).replace("[", r"\[")
+    return f"{text}\n[{style}]{labels.SIGNS[row.verdict]} {shown}[/{style}]"
+
+
+def _tpu_table(view: View):
+    from rich.table import Table
+
+    table = Table(title="TPU slices, compiled ahead of time; per chip")
+    for name in ("slice", "program", "bytes", "FLOPs", "sent to others", "least time", "bound"):
+        table.add_column(name, justify="left" if name in ("slice", "program", "bound") else "right")
+    for row in contents.tpu_rows(view):
+        if "roofline_s" not in row.figures:
+            table.add_row(row.topology, row.short, row.problem[:60], "", "", "", "")
+            continue
+        fits = "fits" if row.details["memory_bytes"]["fits"] else "[red]does not fit[/red]"
+        share = row.figures.get("roofline_mfu")
+        mfu = "" if share is None else f", MFU {100 * share:.1f} %"
+        table.add_row(
+            row.topology,
+            row.short,
+            f"{labels.value(row.figures['memory_bytes'], 'bytes')} {fits}",
+            labels.value(row.figures["flops"], "FLOP"),
+            labels.value(row.figures["collective_bytes"], "bytes"),
+            labels.value(row.figures["roofline_s"], "s"),
+            row.details["roofline_s"]["bound"] + mfu,
+        )
+    return table
+
+
+def read_run(workdir: Path) -> tuple[list[Record], Suite]:
+    """Return the records of the run that a folder's suite.json names, and its suite; those of other runs stay out.
+
+    Raises:
+      ValueError: there is no such run, or a file is damaged.
+    """
+    import pydantic
+
+    from jaxbench import weights
+
+    settings = workdir / "suite.json"
+    if not settings.exists():
+        raise ValueError(f"report: {settings} does not exist; name the folder of a finished comparison with --workdir")
+    stored = weights.read_json(settings)
+    try:
+        suite = Suite.model_validate(stored.get("suite"))
+    except pydantic.ValidationError as error:
+        raise ValueError(f"report: {settings} holds no suite ({str(error).splitlines()[0]})") from error
+    # Records from before there was a run_id have none, and are told apart by their configuration.
+    found = RecordFile(workdir / "results.jsonl").of_run(stored.get("run_id", ""))
+    return [record for record in found if record.config_id == stored.get("config_id")], suite

@@ -1,0 +1,149 @@
+"""What machine and settings a result came from (S file: neither JAX nor PyTorch)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ("jaxbench", "torch_ref", "experiments")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "equinox",
+    "optax",
+    "torch",
+    "transformers",
+    "numpy",
+    "scipy",
+    "libtpu",
+    "llama-cpp-python",
+)
+
+
+def describe(*, threads: int) -> dict:
+    """Return everything a reader needs to judge or repeat a measurement, as plain JSON."""
+    return {
+        "host": fingerprint(),
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "threads": threads,
+        "memory_bytes": total_memory_bytes(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions(),
+        "commit": commit(),
+        "load_average": list(os.getloadavg()),
+        "malloc": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
+        "pressure": pressure(),
+    }
+
+
+def fingerprint() -> str:
+    """Return a hashed id of this machine: 12 hex digits, the same on every run here, no name in the clear."""
+    parts = [platform.node(), platform.machine(), cpu_model(), str(os.cpu_count()), str(total_memory_bytes() >> 30)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def cpu_model() -> str:
+    """Return the processor's name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux: the platform's own name below
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def total_memory_bytes() -> int:
+    """Return the machine's memory."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that can still be given out, the control group's limit included."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        reclaimable = _cgroup_stat("inactive_file")
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else min(free, int(limit) - used + reclaimable)
+
+
+def versions() -> dict[str, str]:
+    """Return package -> version of those installed, and python."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Return what code this is: the short git commit; + and a hash of the changes where the code differs from it.
+
+    A changed document or configuration is no other code. Outside git it is `sources-` and a hash of the Python files.
+    """
+    if not (ROOT / ".git").exists():
+        return f"sources-{_hash(_sources())}"
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD").decode().strip()
+        changes = [_git("diff", "HEAD", "--binary", "--", *CODE)]
+        new = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE).decode().split("\0")
+        changes += [name.encode() + (ROOT / name).read_bytes() for name in sorted(new) if name.endswith(".py")]
+    except (OSError, subprocess.SubprocessError):
+        return f"sources-{_hash(_sources())}"
+    return head + (f"+{_hash(changes)}" if any(changes) else "")
+
+
+def _sources() -> list[bytes]:
+    files = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in files]
+
+
+def _hash(parts: list[bytes]) -> str:
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:8]
+
+
+def pressure() -> dict[str, float]:
+    """Return the share of the last 10 s that tasks waited for cpu, memory and io (Linux PSI), where readable."""
+    found = {}
+    for kind in ("cpu", "memory", "io"):
+        try:
+            first = Path(f"/proc/pressure/{kind}").read_text().splitlines()[0]
+        except (OSError, IndexError):
+            continue
+        found[kind] = float(first.split("avg10=")[1].split()[0]) / 100
+    return found
+
+
+def _cgroup_stat(name: str) -> int:
+    for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _git(*arguments: str) -> bytes:
+    command = ["git", "--no-optional-locks", *arguments]  # killed by the timeout, git would leave its lock
+    return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=10, check=True).stdout

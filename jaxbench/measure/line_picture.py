@@ -1,0 +1,153 @@
+"""Lines against a length or a distance as SVG, for pages that show no HTML (S file).
+
+Drawn by hand on the card of svg_card.py, which says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+from jaxbench.measure.svg_card import GAP, MARGIN, WIDTH, card
+
+HEIGHT = 300  # of a panel, with HEAD above for its title and FOOT below for its axis
+HEAD, FOOT = 30, 46
+LABEL = 52  # width left of a panel's lines, for numbers
+LEGEND = 22  # height of a row of names
+GRID = "  .grid { stroke: #8b949e; stroke-opacity: 0.3; }\n"
+DASHES = {False: "", True: ' stroke-dasharray="5 4"'}
+
+
+class Point(NamedTuple):
+    """A value and, where it is known, its interval."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Line(NamedTuple):
+    """What is drawn in one colour; lines of one name stand once among the names, as the first of them looks."""
+
+    name: str
+    color: str
+    points: Sequence[Point]
+    is_dashed: bool = False
+
+
+class Axis(NamedTuple):
+    """An axis from its first tick to its last; ticks: value -> what stands there."""
+
+    title: str
+    ticks: Mapping[float, str]
+    is_log: bool = False
+
+    def share(self, value: float) -> float:
+        """Return where a value lies, from 0 to 1 between the outer ticks; what lies outside is moved to the edge.
+
+        Raises:
+          ValueError: there is no tick, the value is none, or a tick of a logarithmic axis is not positive.
+        """
+        if not self.ticks or math.isnan(value) or (self.is_log and min(self.ticks) <= 0):
+            raise ValueError(f"picture: {value} has no place on axis {self.title!r} with ticks {list(self.ticks)}")
+        if len(self.ticks) == 1:
+            return 0.5
+        if self.is_log and value <= 0:
+            return 0.0
+        scale = math.log if self.is_log else float
+        low, high = scale(min(self.ticks)), scale(max(self.ticks))
+        return min(max((scale(value) - low) / (high - low), 0.0), 1.0)
+
+
+class Panel(NamedTuple):
+    """One chart."""
+
+    title: str
+    x: Axis
+    y: Axis
+    lines: Sequence[Line]
+
+
+def powers(values: Sequence[float], base: int) -> list[float]:
+    """Return powers of `base`, from at or below the smallest positive value to at or above the largest.
+
+    Raises:
+      ValueError: no value is positive, or one is not finite.
+    """
+    positive = [value for value in values if value > 0]
+    if not positive or not all(map(math.isfinite, values)):
+        raise ValueError(f"picture: a logarithmic axis needs finite values, a positive one too, got {list(values)[:5]}")
+    low = math.floor(math.log(min(positive), base) + 1e-9)
+    high = math.ceil(math.log(max(positive), base) - 1e-9)
+    return [float(base) ** power for power in range(low, max(high, low + 1) + 1)]
+
+
+def draw(title: str, note: str, panels: Sequence[Panel]) -> str:
+    """The picture's text: two panels side by side, and the names of all lines below."""
+    width = (WIDTH - 2 * MARGIN - GAP) / 2
+    body, top = [], 84
+    for start in range(0, len(panels), 2):
+        for column, panel in enumerate(panels[start : start + 2]):
+            body += _panel(panel, MARGIN + column * (width + GAP), top, width)
+        top += HEIGHT + GAP
+    names: dict[str, Line] = {}
+    for line in (line for panel in panels for line in panel.lines):
+        names.setdefault(line.name, line)
+    body += _legend(list(names.values()), top)
+    top += LEGEND * -(-len(names) // 4) + MARGIN
+    return card(title, note, body, height=top, style=GRID)
+
+
+def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:
+    """Draw one chart: grid, numbers, lines with their intervals."""
+    start, end, above, below = left + LABEL, left + width - 8, top + HEAD, top + HEIGHT - FOOT
+
+    def at_x(value: float) -> float:
+        return start + panel.x.share(value) * (end - start)
+
+    def at_y(value: float) -> float:
+        return below - panel.y.share(value) * (below - above)
+
+    found = [f'<text class="head" x="{left:.0f}" y="{top + 14}">{escape(panel.title)}</text>']
+    for value, label in panel.y.ticks.items():
+        y = at_y(value)
+        found.append(f'<line class="grid" x1="{start:.1f}" x2="{end:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        found.append(f'<text class="note" x="{start - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')
+    for value, label in panel.x.ticks.items():
+        found.append(
+            f'<text class="note" x="{at_x(value):.1f}" y="{below + 18}" text-anchor="middle">{escape(label)}</text>'
+        )
+    middle = (start + end) / 2
+    found.append(
+        f'<text class="note" x="{middle:.1f}" y="{below + 38}" text-anchor="middle">{escape(panel.x.title)}</text>'
+    )
+    for line in panel.lines:
+        places = [(at_x(point.x), at_y(point.y)) for point in line.points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        found.append(
+            f'<polyline points="{path}" fill="none" stroke="{line.color}" stroke-width="2"{DASHES[line.is_dashed]}/>'
+        )
+        for point, (x, y) in zip(line.points, places, strict=True):
+            if point.low is not None and point.high is not None:
+                found.append(
+                    f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{at_y(point.low):.1f}" y2="{at_y(point.high):.1f}" '
+                    f'stroke="{line.color}" stroke-opacity="0.5"/>'
+                )
+            found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.color}"/>')
+    return found
+
+
+def _legend(lines: Sequence[Line], top: float) -> list[str]:
+    """Draw the names of lines, four in a row."""
+    column, found = (WIDTH - 2 * MARGIN) / 4, []
+    for index, line in enumerate(lines):
+        x, y = MARGIN + index % 4 * column, top + LEGEND * (index // 4)
+        found.append(
+            f'<line x1="{x:.1f}" x2="{x + 24:.1f}" y1="{y}" y2="{y}" stroke="{line.color}" stroke-width="2"'
+            f"{DASHES[line.is_dashed]}/>"
+        )
+        found.append(f'<text class="arm" x="{x + 32:.1f}" y="{y + 4}">{escape(line.name)}</text>')
+    return found

@@ -1,0 +1,169 @@
+"""The parent's side of a worker: start it, send one request, wait for one answer (S file).
+
+Requests and answers are JSON lines over the worker's stdin and a private copy of its stdout; whatever libraries print
+goes to the worker's log file. A worker that dies or hangs becomes a `WorkerError` that the caller turns into a record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxbench import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / ".venvs"  # made by `make peers`
+
+
+class WorkerError(RuntimeError):
+    """A worker failed: `str()` is one line that says what, `fatal` whether the process is gone."""
+
+    def __init__(self, message: str, *, fatal: bool):
+        super().__init__(message)
+        self.fatal = fatal
+
+
+class Worker:
+    """One live worker process; as a context it is closed at the end.
+
+    Args:
+      name: what it measures, in messages and as the module's first argument.
+      module: dotted name of the module that calls worker.serve.
+      environment: its variables, as `environment` gives them.
+      log: file that its stderr is appended to.
+      threads: the module's second argument.
+      timeout_s: seconds that a request may take where it names no limit of its own.
+      python: the interpreter; that of a peer where it needs an environment of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        threads: int = 1,
+        timeout_s: float,
+        python: str | Path = sys.executable,
+    ):
+        self.name, self.log, self.timeout_s = name, log, timeout_s
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._buffer = b""
+        with open(log, "ab") as errors:
+            self._process = subprocess.Popen(
+                [str(python), "-m", module, name, str(threads)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                cwd=ROOT,  # where -m finds jaxbench, in a peer's environment too
+                start_new_session=True,  # Ctrl-C reaches the parent only, which then closes its workers in order
+            )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+
+    @property
+    def alive(self) -> bool:
+        """True while the process can take requests."""
+        return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def request(self, operation: str, *, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+        """Send one request and return its answer.
+
+        Raises:
+          WorkerError: it fails, dies or takes longer than `timeout_s`.
+        """
+        line = json.dumps({"operation": operation, **arguments}) + "\n"
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise WorkerError(f"{self.name}: worker is gone ({self._last_words()})", fatal=True) from error
+        answer = json.loads(self._line(operation, self.timeout_s if timeout_s is None else timeout_s))
+        if "error" in answer:
+            raise WorkerError(f"{self.name}: {operation}: {answer['error']}", fatal=False)
+        return answer
+
+    def close(self) -> None:
+        """End the process: ask, then terminate, then kill; never raises."""
+        try:
+            self._process.stdin.close()
+            self._process.wait(timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            self._end()
+        self._selector.close()
+        self._process.stdout.close()
+
+    def _end(self) -> None:
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, end)
+                self._process.wait(timeout=3)
+                return
+            except (ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+                continue
+
+    def _line(self, operation: str, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._selector.select(left):
+                self._end()
+                raise WorkerError(f"{self.name}: {operation} took longer than {timeout_s:.0f} s", fatal=True)
+            chunk = os.read(self._process.stdout.fileno(), 65536)
+            if not chunk:
+                self._process.wait()
+                raise WorkerError(f"{self.name}: worker died in {operation} ({self._last_words()})", fatal=True)
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _last_words(self) -> str:
+        code = self._process.poll()
+        status = f"exit code {code}" if code is None or code >= 0 else f"signal {-code}"
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return status + (f": {lines[-1].strip()[:200]}" if lines else "")
+
+
+def environment(device: str, *, threads: int) -> dict[str, str]:
+    """Variables of a worker: jaxbench's own for the device, and the number of threads."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    return inherited | launch.environment(device) | {"OMP_NUM_THREADS": str(threads)}
+
+
+def peer_python(peer: str) -> Path:
+    """The interpreter of a peer's own environment.
+
+    Raises:
+      ValueError: it is not installed.
+    """
+    path = PEERS / peer / "bin" / "python"
+    if not path.exists():
+        raise ValueError(f"{os.path.relpath(path, ROOT)} is not there: run `make peers`")
+    return path
+
+
+def turn(names: Sequence[str], number: int) -> list[str]:
+    """The names rotated by `number`, so that over launches each one comes first as often as the others."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]

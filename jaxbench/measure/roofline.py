@@ -1,0 +1,63 @@
+"""What this machine can do at most: read bandwidth and matmul rate, measured in the same run as the arms (S file).
+
+The two rates come from the workers themselves (the arms' own array library), the best of XLA and PyTorch wins, so that
+a share of the roofline never flatters one of them. A share compares the least work a program must do (analytic FLOPs,
+or bytes read; flops.py) per second with that rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxbench.config import TransformerConfig
+from jaxbench.measure import flops
+from jaxbench.measure.records import Workload
+
+
+class Rates(NamedTuple):
+    """Best rates of one launch."""
+
+    read_bytes_per_s: float  # 0 where not measured
+    gemm_flops_per_s: Mapping[str, float]  # dtype -> rate
+
+
+def read_rate(size: int, seconds: Sequence[float]) -> float:
+    """Return bytes/s of the fastest read of `size` bytes."""
+    return _fastest(size, seconds)
+
+
+def gemm_rate(shape: tuple[int, int, int], seconds: Sequence[float]) -> float:
+    """Return FLOP/s of the fastest product of shape (M, K, N)."""
+    m, k, n = shape
+    return _fastest(2 * m * k * n, seconds)
+
+
+def share(config: TransformerConfig, workload: Workload, tokens_per_s: float, rates: Rates) -> float | None:
+    """Return what share of the machine's rate a workload reached; None where the rate was not measured.
+
+    Prefill and the train step against the matmul rate; decode against the read bandwidth.
+    """
+    if workload.kind == "decode":
+        if not rates.read_bytes_per_s:
+            return None
+        length = workload.prompt_tokens + workload.new_tokens // 2
+        cost = flops.decode_cost(config, batch=workload.batch, cache_length=length, dtype=workload.dtype)
+        return cost.bytes * (tokens_per_s / workload.batch) / rates.read_bytes_per_s
+    peak = rates.gemm_flops_per_s.get(workload.dtype, 0.0)
+    if not peak or workload.kind not in ("prefill", "train"):
+        return None
+    if workload.kind == "prefill":
+        cost = flops.prefill_cost(
+            config, batch=workload.batch, prompt_tokens=workload.prompt_tokens, dtype=workload.dtype
+        )
+    else:
+        cost = flops.train_cost(config, batch=workload.batch, seq_len=workload.prompt_tokens, dtype=workload.dtype)
+    return cost.flops * tokens_per_s / (workload.batch * workload.prompt_tokens) / peak
+
+
+def _fastest(work: float, seconds: Sequence[float]) -> float:
+    fastest = min(seconds, default=0.0)
+    if fastest <= 0:
+        raise ValueError(f"roofline: times must be positive, got {list(seconds)}")
+    return work / fastest

@@ -1,0 +1,115 @@
+"""Compile a program for a TPU slice that is not attached, and read what the compiler says of it (S file).
+
+The real TPU compiler (libtpu) is called with abstract arguments, in a process of its own: `start_anew` comes first.
+Bytes are those of one chip. The compiler's `optimal_seconds` is never used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxbench.measure import hlo
+from jaxbench.measure.chips import Topology
+
+# libtpu asks the cloud's metadata server for these, waits, and complains on stderr where there is none.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is refused over its lock file
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_PLATFORMS": "cpu",  # the compiler is called directly, no TPU is looked for
+}
+MEMORY = ("argument", "output", "alias", "temp", "generated_code", "host_argument", "host_temp")
+
+
+class DoesNotFitError(RuntimeError):
+    """A program needs more memory than a chip has: `str()` is the compiler's sentence."""
+
+
+class Compiled(NamedTuple):
+    """What the compiler said about one program, per chip."""
+
+    compile_s: float
+    memory: dict[str, int]  # argument, output, alias, temp, code, host_argument, host_temp: bytes
+    flops: float  # the compiler's own count
+    traffic: float  # bytes accessed, the compiler's own count
+    collectives: dict[str, hlo.Collective]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the chip's memory while the program runs."""
+        return sum(self.memory[name] for name in ("argument", "output", "temp", "code")) - self.memory["alias"]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a chip sends to others."""
+        return sum(kind.sent_bytes for kind in self.collectives.values())
+
+
+def unavailable() -> str:
+    """Why nothing can be compiled for TPUs here, or an empty string."""
+    if importlib.util.find_spec("libtpu") is None:
+        return "tpu: libtpu is not installed; `pip install 'jaxbench[tpu]'` brings it (no TPU is needed)"
+    return ""
+
+
+def devices(topology: Topology) -> list[Any]:
+    """The slice's devices, for a mesh.
+
+    Raises:
+      ValueError: libtpu is not installed.
+    """
+    if reason := unavailable():
+        raise ValueError(f"{reason} (asked for {topology.name})")
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options).devices
+
+
+def compile_program(lower: Callable[[], Any], topology: Topology) -> Compiled:
+    """Compile what `lower` returns, a jax.stages.Lowered for the slice's devices; the time includes the lowering.
+
+    Raises:
+      DoesNotFitError: the program needs more memory than a chip has.
+    """
+    import jax
+
+    start = time.perf_counter()
+    try:
+        compiled = lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise DoesNotFitError(f"does not fit: {_memory_line(str(error))}") from error
+    seconds, memory, cost = time.perf_counter() - start, compiled.memory_analysis(), compiled.cost_analysis()
+    return Compiled(
+        compile_s=seconds,
+        memory={name.removeprefix("generated_"): int(getattr(memory, f"{name}_size_in_bytes")) for name in MEMORY},
+        flops=float(cost.get("flops", math.nan)),
+        traffic=float(cost.get("bytes accessed", math.nan)),
+        collectives=hlo.collectives(compiled.as_text(), topology.num_chips),
+    )
+
+
+def start_anew() -> None:
+    """Start this process anew, once, where libtpu's variables are not set yet; leave the compile cache out."""
+    wanted = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()} | {"JAX_PLATFORMS": "cpu"}
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
+    import jax
+
+    # Programs for a device that is not there cannot be read back from the cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _memory_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return next((line for line in lines if "memory" in line.lower()), lines[0])[:300]

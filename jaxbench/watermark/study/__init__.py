@@ -1,0 +1,1 @@
+"""What the watermark lab is measured with."""

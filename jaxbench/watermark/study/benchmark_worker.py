@@ -1,0 +1,212 @@
+"""A worker of the watermark benchmark: detection by one engine, or generation.
+
+Started as `python -m jaxbench.watermark.study.benchmark_worker ENGINE THREADS`. Engines: numpy, jax and torch are
+jaxbench's own; transformers is its WatermarkDetector; generation measures what a watermark adds to a decode step. The
+protocol is that of measure/worker.py; detection runs on one core.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxbench.measure import environment, worker
+from jaxbench.tokenizer import load_tokenizer
+from jaxbench.watermark import config, definition, features, identify, pipeline, statistics, tables, texts
+from jaxbench.watermark.keys import Key
+from jaxbench.watermark.texts import Ragged
+
+NUMBER = 0x6A617862656E6368  # of any key: detection costs the same under all of them
+KEY = Key(NUMBER)
+
+
+def session_of(engine: str, _: int) -> Any:
+    """The session of an engine.
+
+    Raises:
+      ValueError: there is no such engine.
+    """
+    if engine == "generation":
+        from jaxbench.watermark.study.decode_overhead import Generation
+
+        return Generation()
+    if engine == "transformers":
+        return Transformers()
+    if engine not in ("numpy", "jax", "torch"):
+        raise ValueError(f"worker: engine={engine!r} is unknown, wanted numpy, jax, torch, transformers or generation")
+    return Ours(engine)
+
+
+class Ours:
+    """jaxbench's detection by one engine."""
+
+    def __init__(self, engine: str):
+        self.engine = engine
+
+    def start(self, *, model: str, vocab_size: int, path: str | None = None) -> dict:
+        """Import the engine, load the tokenizer and read the texts, if there are any."""
+        self.vocab_size = vocab_size
+        self.encoder = texts.TextEncoder(load_tokenizer(model), vocab_size=vocab_size)
+        self.plain_encoder = texts.TextEncoder(load_tokenizer(model), vocab_size=vocab_size, canonicalize=False)
+        if path is not None:
+            with open(path) as file:
+                content = json.load(file)
+            self.texts, self.ids = content["texts"], content["ids"]
+        self.detectors: dict[str, Any] = {}
+        return {"versions": environment.versions()}
+
+    def measure(self, *, scheme: dict, part: str, count: int, batch_size: int, repeats: int, keys: int = 1) -> dict:
+        """Time one part of detection over the first `count` texts in calls of `batch_size`.
+
+        Parts: ids (evidence and statistics), text (all), tokenise (with canonicalisation), split (without), evidence,
+        statistics, identify (which of `keys` keys), neural (evidence and the trained detector's network).
+        """
+        chunks = [slice(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
+        call = getattr(self, f"_{part}")(scheme, chunks, keys)
+        return {**worker.timed(call, repeats), "texts": count, "tokenizer": self.encoder.engine}
+
+    def detect(self, *, scheme: dict, ids: list) -> dict:
+        """P-values of texts given as ids; z and counts as of a detector that counts repeated positions too."""
+        detector, rows = self._detector(scheme), []
+        for text, p_value in zip(ids, pipeline.detect(detector, Ragged.from_lists(ids), KEY).p_value):
+            tokens, length = np.array([text]), np.array([len(text)])
+            evidence = definition.evidence(
+                detector.scheme, KEY, tokens, length, vocab_size=self.vocab_size, tables=detector.tables,
+                deduplicate=False,
+            )  # fmt: skip
+            repeated = statistics.score(detector.scheme, evidence, vocab_size=self.vocab_size)
+            values = (repeated.score[0], repeated.num_green[0], repeated.num_scored[0], p_value)
+            rows.append(dict(zip(("z", "green", "scored", "p_value"), map(float, values))))
+        return {"detections": rows}
+
+    def _ids(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        detector, parts = self._detector(scheme), [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
+        return lambda: [pipeline.detect(detector, part, KEY) for part in parts]
+
+    def _text(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        detector, parts = self._detector(scheme), [self.texts[chunk] for chunk in chunks]
+        return lambda: [pipeline.detect(detector, self.encoder.encode(part).ids, KEY) for part in parts]
+
+    def _tokenise(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        return lambda: [self.encoder.encode(self.texts[chunk]) for chunk in chunks]
+
+    def _split(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        return lambda: [self.plain_encoder.encode(self.texts[chunk]) for chunk in chunks]
+
+    def _evidence(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        detector, batches = self._detector(scheme), self._batches(chunks)
+        return lambda: [detector.evidence(tokens, lengths, KEY) for tokens, lengths in batches]
+
+    def _statistics(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        detector = self._detector(scheme)
+        found = [detector.evidence(tokens, lengths, KEY) for tokens, lengths in self._batches(chunks)]
+        return lambda: [statistics.score(detector.scheme, one, vocab_size=self.vocab_size) for one in found]
+
+    def _identify(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        parsed, parts = self._detector(scheme).scheme, [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
+        candidates = [identify.Candidate(f"key {number}", parsed, Key(NUMBER + number)) for number in range(keys)]
+        options = {"vocab_size": self.vocab_size, "make_detector": self._make()}
+        return lambda: [identify.identify(candidates, part, **options) for part in parts]
+
+    def _neural(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        from jaxbench.watermark import neural_detection
+
+        shape = features.NeuralConfig()  # untrained: the weights' values do not change the work
+        score = neural_detection.Scorer(shape, features.initial_params(shape, seed=0))
+        detector, batches = self._detector(scheme), self._batches(chunks)
+
+        def call() -> None:
+            for tokens, lengths in batches:
+                found = detector.evidence(tokens, lengths, KEY)
+                labels = np.zeros(len(tokens), np.float32)
+                score(features.Arrays(tokens, features.evidence(detector.scheme, found), found.scored, labels))
+
+        return call
+
+    def _batches(self, chunks: list[slice]) -> list:
+        parts = [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
+        return [(tokens, lengths) for part in parts for _, tokens, lengths in pipeline.batches(part)]
+
+    def _detector(self, scheme: dict) -> Any:
+        name = json.dumps(scheme, sort_keys=True)
+        if name not in self.detectors:
+            parsed = config.parse_scheme(scheme)
+            lists = None
+            if parsed.scheme in pipeline.TABLE_SCHEMES:
+                lists = tables.Tables(parsed, vocab_size=self.vocab_size)
+                lists.bits()
+            self.detectors[name] = self._make()(parsed, vocab_size=self.vocab_size, tables=lists)
+        return self.detectors[name]
+
+    def _make(self) -> Any:
+        """Return the engine's class of detectors."""
+        if self.engine == "numpy":
+            Detector = pipeline.NumpyDetector
+        elif self.engine == "jax":
+            from jaxbench.watermark.detect import Detector
+        else:
+            import torch
+
+            from torch_ref.watermark.detect import Detector
+
+            torch.set_num_threads(1)
+        return Detector
+
+
+class Transformers:
+    """transformers' WatermarkDetector, lefthash, one text a call (it wants equal lengths in a batch)."""
+
+    def start(self, *, model: str, vocab_size: int, path: str) -> dict:
+        """Import transformers, load the tokenizer folder and read the texts."""
+        import torch
+        import transformers
+
+        torch.set_num_threads(1)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        self.vocab_size = vocab_size
+        with open(path) as file:
+            content = json.load(file)
+        self.texts, self.ids = content["texts"], content["ids"]
+        return {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
+
+    def measure(self, *, scheme: dict, part: str, count: int, repeats: int, **_: Any) -> dict:
+        """Time the detector over the first `count` texts; part: text or ids."""
+        import torch
+
+        detector = self._detector(scheme)
+
+        def of_texts() -> None:
+            for text in self.texts[:count]:
+                detector(self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"])
+
+        rows = [torch.tensor([ids]) for ids in self.ids[:count]]
+        call = of_texts if part == "text" else lambda: [detector(row) for row in rows]
+        return {**worker.timed(call, repeats), "texts": count}
+
+    def detect(self, *, scheme: dict, ids: list) -> dict:
+        """Return z, green tokens and scored tokens of texts given as ids."""
+        import torch
+
+        detector, rows = self._detector(scheme), []
+        for text in ids:
+            found = detector(torch.tensor([text]), return_dict=True)
+            values = (found.z_score, found.num_green_tokens, found.num_tokens_scored)
+            rows.append(dict(zip(("z", "green", "scored"), (float(value[0]) for value in values))))
+        return {"detections": rows}
+
+    def _detector(self, scheme: dict) -> Any:
+        from types import SimpleNamespace
+
+        from transformers import WatermarkDetector, WatermarkingConfig
+
+        names = ("greenlist_ratio", "bias", "hashing_key", "seeding_scheme", "context_width")
+        watermarking = WatermarkingConfig(**{name: scheme[name] for name in names if name in scheme})
+        model = SimpleNamespace(vocab_size=self.vocab_size, bos_token_id=-1, is_encoder_decoder=False)
+        return WatermarkDetector(model, "cpu", watermarking)
+
+
+if __name__ == "__main__":
+    worker.serve(session_of)

@@ -1,0 +1,136 @@
+"""What a watermark adds to a decode step: in isolation, and end to end against plain decoding.
+
+Isolated: a compiled loop over the generator's own last part of a step (processors, filters, draw), with a watermark and
+without one, over changing logits; the difference of the two is what the watermark adds. End to end: whole decode calls
+of the model, plain and marked in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxbench import sample, weights
+from jaxbench.transformer import build
+from jaxbench.watermark import config, pipeline, tables
+from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes import Watermark
+
+NUM_BANKS = 4  # sets of logits that the isolated loop goes through, so that nothing of a step is constant
+SPREAD = 2.5  # standard deviation of these logits, about that of a small language model's
+
+
+class Generation:
+    """A model with plain programs, against which one watermark after another is measured."""
+
+    def start(self, *, model: str) -> dict:
+        """Load the model in float32."""
+        from jaxbench.measure import environment
+
+        checkpoint = weights.load_checkpoint(model)
+        self.vocab_size = checkpoint.config.vocab_size
+        self.model = build(checkpoint.config, checkpoint.params, dtype="float32")
+        self.plain = self._generator(())
+        return {"versions": environment.versions()}
+
+    def overhead(
+        self, *, scheme: dict, prompts: list, new_tokens: int, rounds: int, loop_steps: int, loop_rounds: int
+    ) -> dict:
+        """Return seconds a step, one number a round: plain and marked decoding, plain and marked isolated loops.
+
+        The scheme `control` marks nothing: plain against plain.
+        """
+        states: tuple = ()
+        marked = self._generator(())
+        if scheme["scheme"] != "control":
+            watermark, state = self._watermark(scheme, len(prompts))
+            marked, states = self._generator((watermark,)), (state,)
+        calls = {
+            "plain_step": functools.partial(_decode, self.plain, prompts, new_tokens, None),
+            "marked_step": functools.partial(_decode, marked, prompts, new_tokens, states or None),
+        }
+        found = _in_turn(calls, rounds)
+        loops = {
+            "plain_loop": _loop(self.plain, len(prompts), self.vocab_size, (), loop_steps),
+            "marked_loop": _loop(marked, len(prompts), self.vocab_size, states, loop_steps),
+        }
+        return found | _in_turn(loops, loop_rounds)
+
+    def generate(self, *, scheme: dict, prompts: list, new_tokens: int, seed: int) -> dict:
+        """Continue prompts (ids) with a watermark; return the new ids."""
+        watermark, state = self._watermark(scheme, len(prompts))
+        found = self._generator((watermark,))(prompts, max_new_tokens=new_tokens, seed=seed, processor_states=(state,))
+        return {"ids": found.tokens.tolist()}
+
+    def _watermark(self, scheme: dict, num_rows: int) -> tuple[Watermark, Any]:
+        parsed = config.parse_scheme(scheme)
+        lists = tables.Tables(parsed, vocab_size=self.vocab_size) if parsed.scheme in pipeline.TABLE_SCHEMES else None
+        watermark = Watermark(parsed, vocab_size=self.vocab_size, tables=lists)
+        return watermark, watermark.state([Key(row + 1) for row in range(num_rows)])
+
+    def _generator(self, processors: tuple) -> sample.Generator:
+        return sample.Generator(
+            self.model, eos_id=None, sampling=sample.Sampling(temperature=1.0), processors=processors
+        )
+
+
+def _in_turn(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Call each once to warm up, then all in turn, the order reversed every other round."""
+    for call in calls.values():
+        call()
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in list(calls)[:: 1 if number % 2 == 0 else -1]:
+            found[name].append(calls[name]())
+    return found
+
+
+def _decode(generator: sample.Generator, prompts: list, new_tokens: int, states: Any) -> float:
+    """Return the seconds a step of one decode call; the prefill before it is not counted."""
+    state = generator.prefill(prompts, max_new_tokens=new_tokens, seed=0, processor_states=states)
+    jax.block_until_ready(state)
+    start = time.perf_counter()
+    jax.block_until_ready(generator.decode(state, new_tokens))
+    return (time.perf_counter() - start) / (new_tokens - 1)
+
+
+def _loop(generator: sample.Generator, batch_size: int, vocab_size: int, states: tuple, steps: int) -> Any:
+    """Return a call that runs the last part of a decode step `steps` times and returns the seconds of one."""
+    random = np.random.default_rng(0)
+    banks = jnp.asarray(SPREAD * random.standard_normal((NUM_BANKS, batch_size, vocab_size)), jnp.float32)
+    context = np.zeros((batch_size, 8 + steps), np.int32)
+    context[:, :8] = random.integers(0, vocab_size, (batch_size, 8))
+    tokens, rows = jnp.asarray(context), jnp.arange(batch_size, dtype=jnp.int32)
+
+    @jax.jit
+    def run(shared: tuple, states: tuple, banks: jax.Array, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        state = sample.DecodeState(
+            cache=(),
+            tokens=tokens,
+            lengths=jnp.full(batch_size, 8, jnp.int32),
+            finished=jnp.zeros(batch_size, bool),
+            step=jnp.int32(0),
+            slot=jnp.int32(0),
+            key=key,
+            row_ids=rows,
+            processor_states=jax.tree.map(jnp.asarray, states),
+        )
+        body = lambda i, state: generator._append(state, banks[i % NUM_BANKS], shared)
+        return lax.fori_loop(0, steps, body, state).tokens
+
+    # An argument, as the generator's key is: XLA would fold a constant key into the ordinary draw, which is what the
+    # keyed draw is compared with.
+    key = jnp.zeros(2, jnp.uint32)
+
+    def call() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(generator._shared, states, banks, tokens, key))
+        return (time.perf_counter() - start) / steps
+
+    return call

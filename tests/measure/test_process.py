@@ -1,0 +1,47 @@
+"""The pipe to a worker: answers, errors, deaths and hangs, with a real process of the lightest arm."""
+
+import os
+import signal
+
+import pytest
+
+from jaxbench.measure import process
+from jaxbench.measure.process import Worker, WorkerError
+
+
+@pytest.fixture
+def worker(tmp_path):
+    environment = process.environment("cpu", threads=1)
+    log = tmp_path / "logs" / "worker.log"
+    with Worker("llama_cpp", "jaxbench.bench.worker", environment=environment, log=log, timeout_s=60) as found:
+        yield found
+    assert not found.alive
+
+
+def test_answers_errors_and_death(worker):
+    answer = worker.request("start", device="cpu", checkpoint="")
+    assert answer["skip"] and answer["level_bytes"] > 2**20 and "numpy" in answer["versions"]
+    with pytest.raises(WorkerError, match="llama_cpp: dance: ValueError: worker: unknown operation 'dance'") as caught:
+        worker.request("dance")
+    assert not caught.value.fatal and worker.alive
+    assert worker.request("memory")["peak_bytes"] >= 0
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="signal 9") as caught:
+        worker.request("memory")
+        worker.request("memory")
+    assert caught.value.fatal
+
+
+def test_a_hanging_request_ends_the_worker(worker):
+    with pytest.raises(WorkerError, match="start took longer than 0 s") as caught:
+        worker.request("start", timeout_s=0.001, device="cpu", checkpoint="")
+    assert caught.value.fatal and not worker.alive
+
+
+def test_every_name_comes_first_as_often_as_the_others():
+    assert [process.turn("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+
+
+def test_a_peer_that_is_not_installed_is_named_with_the_cure():
+    with pytest.raises(ValueError, match=r"\.venvs/nobody/bin/python is not there: run `make peers`"):
+        process.peer_python("nobody")
