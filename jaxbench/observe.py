@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxbench import outputs, terminal
+from jaxbench import outputs, store, terminal
 from jaxbench.config import TransformerConfig
 from jaxbench.initial import parameter_shapes
 
@@ -38,34 +37,20 @@ class Records:
 
     def read(self) -> list[dict[str, Any]]:
         """Records of the whole lines; one that a crash cut off is left out."""
-        found = []
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break
-        return found
+        return [json.loads(line) for line in store.rows(self.path)]
 
     def keep_until(self, step: int) -> None:
         """Drop what was written after this many steps: a run that resumes there writes it again."""
         if not self.is_written:
             return
         kept = [record for record in self.read() if record["step"] <= step]
-        outputs.write_text(self.path, "".join(map(_line, kept)))
+        outputs.write_text(self.path, store.lines(kept))
 
     def add(self, records: list[dict[str, Any]]) -> None:
         """Append whole lines and wait until they are on disk, so that no checkpoint is ahead of them."""
         if not self.is_written:
             return
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write("".join(map(_line, records)))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in record.items()}
-    return json.dumps(plain) + "\n"
+        store.append(self.path, records)
 
 
 # Throughput and FLOPs

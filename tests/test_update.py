@@ -23,8 +23,9 @@ from jaxbench import (
     update,
 )
 from jaxbench.memory import decoder_config, parallel_forms
-from jaxbench.parity import cases, curves, distance, gates
+from jaxbench.parity import cases, distance, gates
 from jaxbench.step_config import OptimizerConfig, RematConfig, StepConfig
+from tests import curves
 from torch_ref import engine as torch_engine
 from torch_ref import prng as torch_prng
 from torch_ref import train as torch_train

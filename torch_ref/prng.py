@@ -59,12 +59,6 @@ def lanes(
     return philox4x32(counter, key)
 
 
-def uniform(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Float[Tensor, "*shape"]:
-    """Uniforms in (0, 1) of random words: exact in float64, rounded and kept below 1 in float32."""
-    value = ((words >> 8).to(getattr(torch, dtype)) + 0.5) * 2.0**-24
-    return torch.clamp(value, max=1.0 - 2.0**-24 if dtype == "float32" else 1.0)
-
-
 def exponential(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Float[Tensor, "*shape"]:
     """Exponentials -log(uniform) of random words, finite and positive for every word.
 

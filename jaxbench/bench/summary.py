@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxbench.bench.arms import arm_table
 from jaxbench.bench.suite import Verdicts
 from jaxbench.measure import verdicts
 from jaxbench.measure.records import SUITE_ARM, Record, Workload
@@ -59,16 +58,10 @@ def rows(records: Sequence[Record], rules: Verdicts) -> list[Row]:
         if p_value is not None:
             p_values[len(table)] = p_value
         table.append(row)
-    kept = verdicts.holm(list(p_values.values()), alpha=1 - rules.confidence)
+    kept = verdicts.holm(list(p_values.values())) <= 1 - rules.confidence
     for index, holds in zip(p_values, kept, strict=True):
-        table[index] = table[index]._replace(holm=holds and table[index].verdict != "undecided")
+        table[index] = table[index]._replace(holm=bool(holds) and table[index].verdict != "undecided")
     return table
-
-
-def slower_rows(table: Sequence[Row]) -> list[Row]:
-    """Return the speed rows in which one of jaxbench's own arms is judged slower than the baseline."""
-    own = arm_table.names("is_judged")
-    return [row for row in table if row.arm in own and row.metric in SPEED and row.verdict == "slower"]
 
 
 def control_drift(records: Sequence[Record]) -> float:

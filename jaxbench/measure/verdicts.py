@@ -95,18 +95,19 @@ def is_informative(low: float, high: float) -> bool:
     return not low <= 1 <= high or high / low <= MOST_WIDTH
 
 
-def holm(p_values: Sequence[float], *, alpha: float = 0.05) -> list[bool]:
-    """Return which hypotheses Holm's step-down procedure rejects (family-wise error at most alpha).
+def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Holm's step-down p-values [.. K] of families of K tests; by hand, as scipy has none.
 
-    Source: Holm 1979, Scandinavian Journal of Statistics 6(2):65-70.
+    Those at or below alpha are rejected with a family-wise error of at most alpha, under any dependence; they are never
+    above Bonferroni's. Source: Holm 1979, Scandinavian Journal of Statistics 6(2):65-70.
     """
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    rejected = [False] * len(p_values)
-    for rank, index in enumerate(order):
-        if p_values[index] > alpha / (len(p_values) - rank):
-            break
-        rejected[index] = True
-    return rejected
+    p = np.asarray(p_values, np.float64)
+    order = np.argsort(p, axis=-1, kind="stable")
+    factors = np.arange(p.shape[-1], 0, -1, dtype=np.float64).reshape((1,) * (p.ndim - 1) + (-1,))
+    stepped = np.maximum.accumulate(np.minimum(1.0, np.take_along_axis(p, order, axis=-1) * factors), axis=-1)
+    out = np.empty_like(p)
+    np.put_along_axis(out, order, stepped, axis=-1)
+    return out
 
 
 def launches_needed(log_ratios: Sequence[float], *, confidence: float = 0.95, margin: float = 0.0) -> int | None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
-from jaxbench import cli, initial, observe, precision, schedules, train, update
+from jaxbench import cli, initial, observe, precision, schedules, store, train, update
 from jaxbench.memory import arms, decoder, tasks, text_task
 from jaxbench.memory.arms import AnyTask, Arms, Run
 from jaxbench.memory.text_task import TextConfig
@@ -42,14 +42,12 @@ def run_all(settings: Arms, workdir: str | Path, *, part: slice = slice(0, None,
     path, trials = workdir / f"runs-{part.start + 1}-of-{part.step}.jsonl", Trials(settings)
     mine, done = arms.runs(settings)[part], arms.known(settings, workdir)
     left = [run for run in mine if run not in done]
-    workdir.mkdir(parents=True, exist_ok=True)
-    _cut_short(path)
     display = observe.Display(len(mine), what="run")
     display.start(len(mine) - len(left))
     try:
         for num_done, run in enumerate(left, len(mine) - len(left) + 1):
             record = {"identity": arms.identity(settings, run)} | trials.take(run)
-            observe.Records(path).add([record])
+            store.append(path, [record])
             cli.keep(f"finished runs are in {path}; the same command goes on")
             display.update(num_done, "")
             display.say(f"{num_done}/{len(mine)} {_line(settings, run, record)}")
@@ -63,12 +61,6 @@ def _line(settings: Arms, run: Run, record: dict[str, Any]) -> str:
         f"{run.task} {run.arm} {run.learning_rate:g} seed {run.seed}: held-out {name} {held_out:.3f}, loss "
         f"{record['curve'][-1][1]:.3f}, {record['seconds']:.0f} s"
     )
-
-
-def _cut_short(path: Path) -> None:
-    """Remove a last line that was not finished, so that the next one starts a line of its own."""
-    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 class Trials:

@@ -21,7 +21,7 @@ import pydantic
 from pydantic import Field
 
 from jaxbench import config as config_module
-from jaxbench import initial
+from jaxbench import initial, store
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.measure import verdicts
 from jaxbench.memory import decoder_config, text_task
@@ -178,8 +178,8 @@ def known(settings: Arms, workdir: str | Path) -> dict[Run, dict[str, Any]]:
 
 
 def _records(path: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """Yield the runs of a file and their records; an unfinished last line is left out."""
-    for place, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    """Yield the runs of a file and their records; what stands behind the last end of a line was cut short."""
+    for place, line in enumerate(store.rows(path), 1):
         try:
             record = json.loads(line)
             run = Run(*record["identity"]["run"])

@@ -94,21 +94,6 @@ def batch(config: TaskConfig, *, seed: int, step: int, batch_size: int) -> TaskB
     return TaskBatch(*(np.stack(each) for each in zip(*rows, strict=True)))
 
 
-def accuracy(predicted: np.ndarray, batch: TaskBatch) -> dict[str, float]:
-    """Accuracy by token, and by row: the share of rows whose answers are all right.
-
-    Args:
-      predicted: the likeliest token behind each token, int [B T].
-      batch: the rows.
-    """
-    is_asked = batch.targets != UNSCORED
-    is_right = predicted == batch.targets
-    return {
-        "token": float(is_right[is_asked].mean()),
-        "row": float((is_right | ~is_asked).all(axis=1).mean()),
-    }
-
-
 def _recall(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> None:
     """Pairs key value key value ..., then some of the keys again among filler: each is to be answered by its value."""
     n = config.items

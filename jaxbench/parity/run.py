@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from jaxbench import outputs
-from jaxbench.parity import capture, cases, curves, distance, evidence, gates
+from jaxbench.parity import capture, cases, distance, evidence, gates
 from jaxbench.parity.cases import BACKENDS, Case
 
 NUM_PERTURBED = 4  # curves from weights moved by one ulp
+ULP = 2.0**-23  # of float32, relative
 REDUCED = ("float32", "bfloat16")
 
 
@@ -74,6 +75,12 @@ def torch_threads(case: Case) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def perturbed(params: Mapping[str, np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Parameters moved by one unit in the last place of float32, each value up or down at random."""
+    moved = {name: x * (1.0 + ULP * random.choice((-1.0, 1.0), x.shape)) for name, x in params.items()}
+    return {name: x.astype(params[name].dtype) for name, x in moved.items()}
 
 
 def check_backend(case: Case, backend: str) -> None:
@@ -239,7 +246,7 @@ class _Work:
         reference = other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses
         perturbed = []
         for _ in range(NUM_PERTURBED):
-            other.load_params(curves.perturbed(self.params, random))
+            other.load_params(perturbed(self.params, random))
             perturbed.append(other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses)
         gate = gates.training_noise(
             curve, reference, perturbed, reference=self.reference.training.losses, dtype="float32"

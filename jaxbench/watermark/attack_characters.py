@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from jaxbench.watermark.attacks import Draws
+from jaxbench.watermark.attack_draws import Draws
 
 KEY_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # each row is half a key right of the one above
 # Latin letters and their Cyrillic or Greek look-alikes; Unicode Technical Standard 39, confusables.txt

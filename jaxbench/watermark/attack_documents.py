@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxbench.watermark.attack_draws import Draws
 from jaxbench.watermark.attack_words import WORD
-
-if TYPE_CHECKING:
-    from jaxbench.watermark.attacks import Draws
 
 
 def truncate(text: str, strength: float, draws: Draws, *, side: str) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxbench.watermark import synonyms
-
-if TYPE_CHECKING:
-    from jaxbench.watermark.attacks import Draws
+from jaxbench.watermark.attack_draws import Draws
 
 WORD = re.compile(r"(\s*)(\S+)")
 

@@ -16,9 +16,9 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from jaxbench import philox
 from jaxbench.config import Base
 from jaxbench.watermark import attack_characters, attack_documents, attack_words
+from jaxbench.watermark.attack_draws import Draws
 
 SITE = "watermark/attack/"
 
@@ -229,40 +229,10 @@ def _edit(attack: Any, text: str, draws: Draws, tools: Tools) -> str:
     return attack_documents.copy_paste(text, attack.strength, draws, human=tools.human, spans=attack.spans)
 
 
-def edit_ids(name: str, ids: Sequence[int], strength: float, *, seed: int, index: int, vocab_size: int) -> list[int]:
-    """Delete, insert, substitute or swap token ids themselves, without a way through text.
-
-    Raises:
-      ValueError: another name, or a strength outside [0, 1].
-    """
-    attack = parse_attack({"attack": name, "strength": strength, "unit": "token"})
-    draws = Draws(seed, step=0, site=SITE + attack.attack, row=index)
-    return attack_words.edit(attack.attack, list(ids), attack.strength, draws, pool=range(vocab_size))
-
-
-class Draws:
-    """The random numbers of one text under one attack; each call gives a fresh part of the stream."""
-
-    def __init__(self, seed: int, *, step: int, site: str, row: int):
-        philox.split_seed(seed)  # a seed outside the range fails here
-        self._seed, self._step, self._site, self._row, self._calls = seed, step, site, row, 0
-
-    def uniform(self, count: int) -> np.ndarray:
-        """Return `count` float64 uniforms in (0, 1)."""
-        site = f"{self._site}/{self._calls}"
-        self._calls += 1
-        rows = np.array([self._row])
-        return philox.uniform(philox.words(self._seed, step=self._step, site=site, rows=rows, num_elements=count)[0])
-
-    def integers(self, count: int, limit: int) -> np.ndarray:
-        """Return `count` integers in [0, limit)."""
-        return np.floor(self.uniform(count) * limit).astype(np.int64)
-
-
 def edit_rate(original: Sequence, changed: Sequence) -> float:
-    """Return Levenshtein's distance over the original's length (0 for an empty original).
+    """Levenshtein's distance over the original's length; by hand, as no dependency has it (difflib's is no distance).
 
-    Source: Wagner and Fischer 1974, one row at a time.
+    0 for an empty original. Source: Wagner and Fischer 1974, one row at a time.
     """
     if not len(original):
         return 0.0

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jaxbench import assets, cli, config, data, weights
+from jaxbench import assets, cli, config, data, store, weights
 from jaxbench.config import Base
 from jaxbench.measure import environment, process
 from jaxbench.measure.process import Worker, WorkerError
@@ -128,20 +128,10 @@ class _Run:
         self.vocab_size = weights.load_checkpoint(settings.model).config.vocab_size
         self.id = config.config_id(settings, extra={"text": data.text_sha256(settings.data)})
         self.path = workdir / "records.jsonl"
-        self.records = self._known()
+        rows = map(json.loads, store.rows(self.path))
+        self.records = [row for row in rows if row.get("config") == self.id]
         self.missing: dict[str, str] = {}
         self._generation: Worker | None = None
-
-    def _known(self) -> list[dict]:
-        if not self.path.exists():
-            return []
-        rows = []
-        for line in self.path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue  # cut short by an interrupt: measured again
-        return [row for row in rows if row.get("config") == self.id]
 
     def once(self, part: str, measure: Any) -> None:
         """Measure a part whose records are not there yet, and append them in one write."""
@@ -149,8 +139,7 @@ class _Run:
             return
         start = time.monotonic()
         rows = [{"config": self.id, "part": part, **row} for row in measure()]
-        with open(self.path, "a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        store.append(self.path, rows)
         self.records += rows
         cli.keep(f"{len(self.records)} records in {self.path}; the same command goes on")
         print(f"    {part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxbench import terminal
+from jaxbench import outputs, terminal
 from jaxbench.measure import verdicts
 
 ANY = None
@@ -94,14 +92,16 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
     """Write summary.json, benchmark.csv and report.html, each whole or not at all, and print the tables."""
     from rich.console import Console
 
-    _replace(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
-    _replace(workdir / "benchmark.csv", _csv(summary))
+    outputs.write_text(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
+    parts = ("rates", "ratios", "overhead", "verdicts")
+    rows = [{"table": name, **row} for name in parts for row in summary[name]]
+    outputs.write_csv(workdir / "benchmark.csv", rows, () if rows else ("table",))
     page = Console(record=True, width=140, file=io.StringIO())
     screen = terminal.console()
     for table in tables(summary):
         screen.print(table)
         page.print(table)
-    _replace(workdir / "report.html", page.export_html())
+    outputs.write_text(workdir / "report.html", page.export_html())
 
 
 def tables(summary: dict[str, Any]) -> list[Any]:
@@ -290,20 +290,3 @@ def _table(title: str, rows: list[dict]) -> Any:
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     return table
-
-
-def _csv(summary: dict[str, Any]) -> str:
-    """Return all numbers as one long table: table, then the columns that each row has."""
-    rows = [{"table": name, **row} for name in ("rates", "ratios", "overhead", "verdicts") for row in summary[name]]
-    columns = list(dict.fromkeys(name for row in rows for name in row)) or ["table"]
-    file = io.StringIO()
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -174,7 +174,8 @@ def run(
     paths = [path for path in lines.find(pattern) if parts not in Path(path).absolute().parents]
     outputs.check_file(out, paths, overwrite=overwrite)
     outputs.check_file(f"{out}.report.json", paths, overwrite=overwrite or parts.exists())
-    folder = bulk_output.open_parts(out, paths, job, overwrite=overwrite)
+    keys = [one.key for one in job.candidates]
+    folder = bulk_output.open_parts(out, paths, describe(job), keys, overwrite=overwrite)
     done = bulk_output.finished(folder)
     total_bytes = sum(os.path.getsize(path) for path in paths)
     for report in done.values():

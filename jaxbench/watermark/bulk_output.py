@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxbench import outputs
 from jaxbench.watermark import identity
+from jaxbench.watermark.keys import Key
 
 KINDS = ("parquet", "jsonl", "csv")
 LISTED = 100  # bad lines that a report spells out
@@ -34,21 +36,19 @@ def kind_of(output: Path) -> str:
 
 def write_part(path: Path, columns: dict[str, np.ndarray], kind: str) -> None:
     """Write the columns of one chunk, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    if kind == "parquet":
-        import pyarrow.parquet as pq
+    with outputs.whole(path) as temporary:
+        if kind == "parquet":
+            import pyarrow.parquet as pq
 
-        pq.write_table(_table(columns), temporary)
-    else:
+            pq.write_table(_table(columns), temporary)
+            return
         rows = zip(*(column.tolist() for column in columns.values()))
         with open(temporary, "w", encoding="utf-8", newline="") as file:
             if kind == "csv":
                 csv.writer(file, lineterminator="\n").writerows(rows)
+                outputs.write_text(_names(path.parent), json.dumps(list(columns)))
             else:
                 file.writelines(json.dumps(dict(zip(columns, row)), ensure_ascii=False) + "\n" for row in rows)
-    if kind == "csv":
-        _names(path.parent).write_text(json.dumps(list(columns)), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
@@ -58,39 +58,34 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def merge(folder: Path, names: list[str], output: Path, kind: str) -> None:
-    """Put the parts together in order, under a temporary name, and rename it."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
+    """Put the parts together in order, into a file that is there whole or not at all."""
+    parts = [folder / f"{name}.{kind}" for name in names]
+    with outputs.whole(output) as temporary:
         if kind == "parquet":
-            _merge_parquet([folder / f"{name}.parquet" for name in names], temporary)
-        else:
-            with open(temporary, "wb") as file:
-                if kind == "csv":
-                    file.write((",".join(json.loads(_names(folder).read_text(encoding="utf-8"))) + "\n").encode())
-                for name in names:
-                    with open(folder / f"{name}.{kind}", "rb") as part:
-                        shutil.copyfileobj(part, file)
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
+            _merge_parquet(parts, temporary)
+            return
+        with open(temporary, "wb") as file:
+            if kind == "csv":
+                file.write((",".join(outputs.read_json(_names(folder))) + "\n").encode())
+            for path in parts:
+                with open(path, "rb") as part:
+                    shutil.copyfileobj(part, file)
 
 
-def open_parts(output: Path, paths: list[str], job: Any, *, overwrite: bool) -> Path:
+def open_parts(output: Path, paths: list[str], job: str, keys: Iterable[Key], *, overwrite: bool) -> Path:
     """Return the folder of the parts: a new one, or that of the same run, to go on with.
 
     Args:
+      job: what decides the scores, keys apart.
       overwrite: drop the parts of another run; those of this one are gone on with all the same.
 
     Raises:
       ValueError: the folder belongs to a run with other files, settings or keys, or is no folder of parts.
     """
-    from jaxbench.watermark import bulk
-
     folder = parts_of(output)
     manifest = folder / MANIFEST
     files = [[os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns] for path in paths]
-    wanted = {"files": files, "job": bulk.describe(job), "kind": kind_of(output), "format": FORMAT}
-    keys = [one.key for one in job.candidates]
+    wanted = {"files": files, "job": job, "kind": kind_of(output), "format": FORMAT}
     if manifest.is_file():
         differing = identity.differing(manifest, wanted, keys)
         if not differing:

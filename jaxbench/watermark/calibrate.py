@@ -29,6 +29,7 @@ outside.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,9 +39,9 @@ import numpy as np
 from pydantic import Field
 from scipy import stats
 
-from jaxbench import data, outputs
+from jaxbench import data, outputs, store
 from jaxbench.config import Base, config_id
-from jaxbench.watermark import config, definition, identity, passages, statistics, tables
+from jaxbench.watermark import config, definition, passages, pipeline, statistics
 from jaxbench.watermark.keys import Key
 
 LISTS = {"kgw_markllm": "hash_key", "kgw_transformers": "hashing_key"}  # schemes whose key is a field of their own
@@ -120,7 +121,7 @@ def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: in
     found = []
     for key in keys:
         keyed = under(scheme, key)
-        lists = tables.Tables(keyed, vocab_size=vocab_size) if keyed.scheme in LISTS else None
+        lists = pipeline.own_tables(keyed, vocab_size)
         evidence = definition.evidence(keyed, key, tokens, lengths, vocab_size=vocab_size, tables=lists, **how)
         scored = statistics.score(keyed, evidence, vocab_size=vocab_size)
         found.append((scored.p_value, scored.mid_p))
@@ -154,20 +155,22 @@ def rows(
       how: passed on to the evidence.
     """
     root = Key.from_passphrase(settings.passphrase)
-    for name, scheme in settings.schemes.items():
-        path = None if folder is None else folder / f"{config_id(scheme)}.json"
-        if path is not None and path.is_file():
-            yield from ((_from_json(name, value), True) for value in outputs.read_json(path))
-            continue
+
+    def measured(name: str, scheme: Any) -> list[dict[str, Any]]:
         start = time.monotonic()
         count = settings.num_list_keys if scheme.scheme in LISTS else settings.num_keys
         keys = [root.derive(f"key {k}") for k in range(count)]
         values = p_values(scheme, tokens, keys, vocab_size=vocab_size, **how)
         found = [judge(name, values, level=level, confidence=settings.confidence) for level in settings.levels]
-        found = [row._replace(seconds=time.monotonic() - start) for row in found]
-        if path is not None:
-            outputs.write_json(path, [_to_json(row) for row in found])
-        yield from ((row, False) for row in found)
+        return [_to_json(row._replace(seconds=time.monotonic() - start)) for row in found]
+
+    for name, scheme in settings.schemes.items():
+        compute, is_kept = functools.partial(measured, name, scheme), False
+        if folder is None:
+            values = compute()
+        else:
+            values, is_kept = store.kept(folder / f"{config_id(scheme)}.json", compute)
+        yield from ((_from_json(name, value), is_kept) for value in values)
 
 
 def _to_json(row: Row) -> dict[str, Any]:
@@ -199,12 +202,16 @@ def run(
       ValueError: there is too little text, or workdir holds the rows of another configuration.
     """
     workdir = Path(workdir)
-    texts = passages.read_texts(path)
-    how = {"num_tokens": settings.num_tokens, "max_passages": settings.num_texts, "per_text": settings.per_text}
-    found = passages.cut(tokenizer, texts, **how)
+    found = passages.cut(
+        tokenizer,
+        passages.read_texts(path),
+        num_tokens=settings.num_tokens,
+        max_passages=settings.num_texts,
+        per_text=settings.per_text,
+    )
     sha256 = data.text_sha256(path)
     shared = {"text_sha256": sha256, "vocab_size": tokenizer.vocab_size}
-    identity.claim(workdir / "rows", config_id(settings, exclude=("schemes",), extra=shared))
+    store.claim(workdir / "rows", config_id(settings, exclude=("schemes",), extra=shared))
     measured = []
     for row, is_kept in rows(settings, found.tokens, vocab_size=tokenizer.vocab_size, folder=workdir / "rows"):
         measured.append(row)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
-from collections.abc import Sequence
 from typing import NamedTuple
 
 # Always removed: soft hyphen, grapheme joiner, zero-width space, bidirectional controls, word joiner and invisible
@@ -60,11 +59,6 @@ def canonicalize(text: str) -> Canonical:
     text = _styled.sub(lambda found: unicodedata.normalize("NFKC", found.group()), text)
     text, homoglyphs = _latinize(text)
     return Canonical(text, homoglyphs, invisible + joined, spaces + styled)
-
-
-def canonicalize_batch(texts: Sequence[str]) -> list[Canonical]:
-    """Return the canonical form of each text."""
-    return [canonicalize(text) for text in texts]
 
 
 @functools.cache

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-FPRS = (1e-2, 1e-3, 1e-5)
-
 
 class Rate(NamedTuple):
     """A share with its interval and how many texts it is of."""
@@ -28,11 +26,8 @@ def rate(successes: int, count: int, *, confidence: float = 0.95) -> Rate:
 
     if count == 0:
         return Rate(float("nan"), 0.0, 1.0, 0)
-    z = float(stats.norm.isf((1 - confidence) / 2))
-    share = successes / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return Rate(share, max(0.0, float(middle - half)), min(1.0, float(middle + half)), count)
+    low, high = stats.binomtest(successes, count).proportion_ci(confidence, method="wilson")
+    return Rate(successes / count, float(low), float(high), count)
 
 
 def detected(p_values: Sequence[float], fpr: float) -> Rate:

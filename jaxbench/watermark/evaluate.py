@@ -7,7 +7,6 @@ report.html come last. No twin: it calls the parts of one backend.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench import config, outputs, sample
+from jaxbench import config, outputs, sample, store
 from jaxbench.watermark import (
     attacks,
     detectability,
@@ -49,13 +48,9 @@ class Evaluation:
 
     def stage(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return a stage's result, from its file where it is finished."""
-        path = self.workdir / f"{name}.json"
-        is_new = not path.exists()
-        if is_new:
-            outputs.write_text(path, json.dumps(compute(), ensure_ascii=False))
-        result = outputs.read_json(path)
+        result, is_kept = store.kept(self.workdir / f"{name}.json", compute)
         if self._on_stage:
-            self._on_stage(name, is_new)
+            self._on_stage(name, not is_kept)
         return result
 
     def plan(self) -> int:
@@ -220,13 +215,15 @@ class Evaluation:
         s = self.settings
         scorer = self.parts.scorer(s.model, s.generate.dtype)
         rows = [[*prompt, *ids[: s.attack_tokens]] for prompt, ids in zip(self.material.prompts, texts["ids"])]
-        options: dict[str, Any] = {}
-        if arm != UNMARKED and not schemes.draws(s.schemes[arm]):
-            processor = self.parts.processor(arm)
-            options["processor"] = processor
-            options["states"] = lambda chosen: processor.state([self.parts.key(arm, row) for row in chosen])
-        starts = [len(prompt) for prompt in self.material.prompts]
-        scores = scorer(rows, prompt_lengths=starts, temperature=s.generate.temperature, **options)
+        has_logits = arm != UNMARKED and not schemes.draws(s.schemes[arm])
+        processor = self.parts.processor(arm) if has_logits else None
+        scores = scorer(
+            rows,
+            prompt_lengths=[len(prompt) for prompt in self.material.prompts],
+            processor=processor,
+            states=lambda chosen: processor.state([self.parts.key(arm, row) for row in chosen]),
+            temperature=s.generate.temperature,
+        )
         return {
             "nll": scores.nll.tolist(), "entropy": scores.entropy.tolist(), "excess": scores.excess.tolist(),
             "divergence": scores.divergence.tolist(),
@@ -263,8 +260,8 @@ class Evaluation:
         forged: dict[str, Any] = {"texts": 0, "learnt_from_tokens": sum(map(len, marked))}
         if any(len(ids) > width for ids in marked):
             learnt = spoofing.learn(marked, plain, width=width)
-            options = {"num_tokens": self.settings.attack_tokens, "seed": self.settings.seed}
-            made = [spoofing.forge(learnt, index=i, **options) for i in range(FORGED)]
+            size, seed = self.settings.attack_tokens, self.settings.seed
+            made = [spoofing.forge(learnt, num_tokens=size, seed=seed, index=i) for i in range(FORGED)]
             p = bench.score(made, key).p_value
             rates = {str(fpr): detectability.detected(p, fpr)._asdict() for fpr in self.settings.detect.fprs}
             forged |= {"texts": FORGED, "p_values": p.tolist(), "accepted": rates}
@@ -338,9 +335,7 @@ def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
                 f"evaluate: {workdir} holds the stages of configuration {there}, this is {own}; name another "
                 "--workdir, or throw them away with --noresume"
             )
-    outputs.write_text(
-        path, json.dumps({"config_id": own, **extra, "settings": settings.model_dump(mode="json")}, indent=1)
-    )
+    outputs.write_json(path, {"config_id": own, **extra, "settings": settings.model_dump(mode="json")})
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:

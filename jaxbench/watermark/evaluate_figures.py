@@ -7,7 +7,6 @@ from typing import Any
 Figure = dict[str, Any]
 COLORS = ("#3b82f6", "#e5722a", "#0d9f8c", "#a855f7", "#d6336c", "#8a8d0f", "#64748b", "#0ea5e9")
 DASHES = ("solid", "dash", "dot", "dashdot")
-SMALLEST_P = 1e-300
 
 
 def color(summary: dict, name: str) -> str:

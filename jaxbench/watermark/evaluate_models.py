@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections import Counter
 from pathlib import Path
 
-from jaxbench import assets, data, initial, weights
+from jaxbench import assets, data, initial, outputs, weights
 from jaxbench.config import TransformerConfig
 from jaxbench.tokenizer import Tokenizer
 from jaxbench.watermark.evaluate_config import Evaluate
@@ -56,8 +54,6 @@ def make_tiny(folder: Path) -> None:
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     core.add_special_tokens(["<end>"])
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    weights.save_checkpoint(temporary, TINY_CONFIG, initial.initial_params(TINY_CONFIG, seed=0))
-    Tokenizer(core, eos_id=1, bos_id=None, chat_template=TEMPLATE).save(temporary)
-    os.replace(temporary, folder)
+    with outputs.whole_folder(folder) as made:
+        weights.save_checkpoint(made, TINY_CONFIG, initial.initial_params(TINY_CONFIG, seed=0))
+        Tokenizer(core, eos_id=1, bos_id=None, chat_template=TEMPLATE).save(made)

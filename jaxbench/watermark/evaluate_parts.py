@@ -56,8 +56,12 @@ class Parts:
     def bench(self, arm: str) -> detecting.Bench:
         """Return an arm's detector."""
         if arm not in self._benches:
-            options = {"vocab_size": self.vocab_size(), "canonicalize": self.settings.detect.canonicalize}
-            self._benches[arm] = detecting.Bench(self.settings.schemes[arm], tokenizer=self.tokenizer, **options)
+            self._benches[arm] = detecting.Bench(
+                self.settings.schemes[arm],
+                tokenizer=self.tokenizer,
+                vocab_size=self.vocab_size(),
+                canonicalize=self.settings.detect.canonicalize,
+            )
         return self._benches[arm]
 
     def vocab_size(self) -> int:

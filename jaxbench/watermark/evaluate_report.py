@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
 from pathlib import Path
@@ -49,7 +47,7 @@ def write(
     settings: Evaluate, material: Any, results: dict[str, Any], workdir: Path, *, console: Any = None
 ) -> dict[str, Any]:
     """Write results.json, results.csv and report.html, print the table, and return what results.json holds."""
-    stored = json.loads((workdir / "evaluate.json").read_text(encoding="utf-8"))
+    stored = outputs.read_json(workdir / "evaluate.json")
     content = {
         "config_id": stored["config_id"],
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -61,19 +59,11 @@ def write(
     }
     shown = {name: results["arms"][name]["show"] for name in settings.schemes}
     outputs.write_text(workdir / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-    outputs.write_text(workdir / "results.csv", csv_text(content))
+    rows = summaries.rows(content["summary"], content["config_id"])
+    outputs.write_csv(workdir / "results.csv", rows, summaries.CSV_COLUMNS)
     outputs.write_text(workdir / "report.html", page.render(content, shown))
     show(content, workdir, console=console)
     return content
-
-
-def csv_text(content: dict[str, Any]) -> str:
-    """Return the figures as CSV, one a line."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, summaries.CSV_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(summaries.rows(content["summary"], content["config_id"]))
-    return buffer.getvalue()
 
 
 def show(content: dict[str, Any], workdir: Path, *, console: Any = None) -> None:

@@ -16,15 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from jaxbench import data, outputs, sample, transformer, weights
+from jaxbench import data, outputs, sample, store, transformer, weights
 from jaxbench import tokenizer as tokenizers
 from jaxbench.config import Base
-from jaxbench.watermark import evaluate_models, identity, schemes, tables
+from jaxbench.watermark import evaluate_models, identity, pipeline, schemes
 from jaxbench.watermark import keys as key_files
 from jaxbench.watermark.config import Scheme, check_generates, draws, num_payloads
 from jaxbench.watermark.keys import Key
-
-LISTED = ("kgw_markllm", "kgw_transformers")  # schemes of green lists, whose key is a field of their own
 
 
 class Mark(Base):
@@ -140,8 +138,7 @@ def run(
         if start == 0:  # whatever cannot be generated has failed by now
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
             identity.write(record_of(output), wanted, used)
-        with output.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        store.append(output, lines)
         say(f"{rows.stop} of {len(prompts)} rows")
     return output
 
@@ -163,7 +160,7 @@ class Writer:
         vocab_size = model.embed.embedding.shape[0]
         self._schemes = list({mark.scheme: None for mark in settings.marks if mark.scheme is not None})
         self._processors = [
-            backend.schemes.Watermark(scheme, vocab_size=vocab_size, tables=_tables(scheme, vocab_size))
+            backend.schemes.Watermark(scheme, vocab_size=vocab_size, tables=pipeline.own_tables(scheme, vocab_size))
             for scheme in self._schemes
         ]
         sampling = backend.sample.Sampling(**settings.sampling.model_dump())
@@ -179,8 +176,9 @@ class Writer:
             keys = [None if mark is None else self._keys[i] for i, mark in zip(numbers, chosen)]
             payloads = [0 if mark is None else mark.payload for mark in chosen]
             states.append(processor.state(keys, payloads=payloads, seed=settings.seed, row_ids=rows))
-        how = {"max_new_tokens": settings.new_tokens, "seed": settings.seed, "row_ids": list(rows)}
-        made = self._generator(prompts, processor_states=states, **how)
+        made = self._generator(
+            prompts, max_new_tokens=settings.new_tokens, seed=settings.seed, row_ids=list(rows), processor_states=states
+        )
         return [[int(token) for token in ids[:length]] for ids, length in zip(made.tokens, made.lengths)]
 
 
@@ -203,15 +201,11 @@ def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
 def _key(mark: Mark) -> Key | None:
     if mark.scheme is None:
         return None
-    if mark.key_file is None and mark.scheme.scheme in LISTED:
+    if mark.key_file is None and mark.scheme.scheme in pipeline.TABLE_SCHEMES:
         return Key(0)  # unused: their key is a field of the scheme
     if mark.key_file is None:
         raise ValueError(f"generate: mark {mark.name!r} names no key_file; make one with `watermark.py keygen`")
     return key_files.read_key_file(mark.key_file)
-
-
-def _tables(scheme: Any, vocab_size: int) -> tables.Tables | None:
-    return tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in LISTED else None
 
 
 def check_output(settings: GenerateConfig, output: str | Path) -> None:
@@ -257,11 +251,7 @@ def _check_same(output: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> No
 
 def _finished(output: Path, run_id: str) -> int:
     """Return how many rows a file holds, after cutting off what follows its last whole line."""
-    if not output.is_file():
-        return 0
-    content = output.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    rows = whole.split(b"\n")[:-1]
+    rows = store.rows(output)
     for number, line in enumerate(rows, 1):
         try:
             found = json.loads(line).get("run")
@@ -269,9 +259,7 @@ def _finished(output: Path, run_id: str) -> int:
             raise ValueError(f"generate: {output} line {number} is no row of generate ({error})") from error
         if found != run_id:
             raise ValueError(f"generate: {output} line {number} is of run {found}, this is run {run_id}")
-    if len(whole) < len(content):
-        with output.open("r+b") as file:
-            file.truncate(len(whole))
+    store.cut_short(output)
     return len(rows)
 
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxbench.measure.verdicts import holm
 from jaxbench.watermark import pipeline, statistics
-from jaxbench.watermark.config import num_payloads
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
 
-CORRECTIONS = {"bonferroni": statistics.bonferroni, "holm": statistics.holm}
+CORRECTIONS = {"bonferroni": statistics.bonferroni, "holm": holm}
 
 
 class Candidate(NamedTuple):
@@ -36,18 +36,6 @@ class Identification(NamedTuple):
     best: np.ndarray  # int64 [N], the candidate with the smallest p-value
     p_value: np.ndarray  # float64 [N], its corrected p-value: that of `any of them`
     payloads: np.ndarray  # int64 [N K], the likeliest message under each candidate; -1 where it carries none
-
-    def accepted(self, level: float) -> np.ndarray:
-        """Return the candidates found at a family-wise error rate, bool [N K]."""
-        return self.corrected <= level
-
-
-class Payloads(NamedTuple):
-    """The message of each text [N]."""
-
-    payload: np.ndarray  # int64, the payload with the smallest p-value
-    p_value: np.ndarray  # float64, 1 - (1 - p)^M: of `some payload is there`
-    num_scored: np.ndarray  # int64
 
 
 def identify(
@@ -82,24 +70,3 @@ def identify(
     best = found.argmin(axis=1)
     p_value = np.take_along_axis(corrected, best[:, None], axis=1)[:, 0]
     return Identification(names, found, corrected, best, p_value, payloads)
-
-
-def decode_payload(
-    detector: pipeline.Evidencer,
-    ids: Ragged,
-    key: Key,
-    *,
-    prompt_lengths: np.ndarray | int | None = None,
-) -> Payloads:
-    """Return the payload of each text among the 2**payload_bits cyclic shifts, with a p-value for having looked at all.
-
-    Raises:
-      ValueError: the scheme carries no payload.
-    """
-    number = num_payloads(detector.scheme)
-    if number < 2:
-        raise ValueError(
-            f"decode_payload: scheme {detector.scheme.scheme} has {number} payloads, wanted payload_bits of at least 1"
-        )
-    found = pipeline.detect(detector, ids, key, prompt_lengths=prompt_lengths)
-    return Payloads(found.payload, found.p_value, found.num_scored)

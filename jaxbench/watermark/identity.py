@@ -44,20 +44,6 @@ def differing(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -
     return found + (["keys"] if held.get("keys") != _digest(keys, salt) else [])
 
 
-def claim(folder: Path, config_id: str) -> None:
-    """Write a configuration's id into the folder of its finished work.
-
-    Raises:
-      ValueError: another id is there.
-    """
-    path = folder / "config_id"
-    if path.is_file() and (known := path.read_text(encoding="utf-8", errors="replace").strip()) != config_id:
-        raise ValueError(
-            f"{folder} holds the work of configuration {known[:40]}, this is {config_id}; use another --workdir"
-        )
-    outputs.write_text(path, config_id + "\n")
-
-
 def _digest(keys: Iterable[Key], salt: bytes) -> str:
     halves = np.array([key.halves for key in keys], np.uint32)
     return hashlib.scrypt(halves.tobytes(), salt=salt, n=2**14, r=8, p=1, dklen=16).hex()

@@ -11,6 +11,7 @@ takes up those of a smaller one.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +21,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
-from jaxbench import data, outputs, philox, sample, tokenizer, transformer, weights
+from jaxbench import data, outputs, philox, sample, store, tokenizer, transformer, weights
 from jaxbench.config import Base, config_id
-from jaxbench.watermark import calibrate, config, definition, detectability, passages, schemes, statistics, tables
-from jaxbench.watermark.identity import claim
+from jaxbench.watermark import config, definition, detectability, passages, pipeline, schemes, statistics
 from jaxbench.watermark.keys import Key
 
 
@@ -87,10 +87,10 @@ def prompts(settings: Power, encoder: Any, path: str | Path | None) -> np.ndarra
 
     Where there are too few, they are taken again, under another key and with other randomness.
     """
-    size = {"num_tokens": settings.prompt_tokens, "max_passages": 10**6}
-    found = passages.cut(encoder, passages.read_texts(path), **size).tokens
-    site = {"step": 0, "site": "watermark/power", "rows": np.zeros(1), "num_elements": len(found)}
-    order = np.argsort(philox.words(settings.seed, **site)[0], kind="stable")
+    texts = passages.read_texts(path)
+    found = passages.cut(encoder, texts, num_tokens=settings.prompt_tokens, max_passages=10**6).tokens
+    words = philox.words(settings.seed, step=0, site="watermark/power", rows=np.zeros(1), num_elements=len(found))
+    order = np.argsort(words[0], kind="stable")
     return found[order[np.arange(settings.num_texts) % len(found)]]
 
 
@@ -99,43 +99,56 @@ def generate(
     say: Callable[[str], None] = lambda line: None,
 ) -> np.ndarray:  # fmt: skip
     """Return the continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
-    scheme, size = settings.schemes[name], max(settings.lengths)
-    root, chunks = Key.from_passphrase(settings.passphrase), []
-    generator = processor = None
+    scheme, root, chunks = settings.schemes[name], Key.from_passphrase(settings.passphrase), []
+
+    @functools.cache
+    def programs() -> tuple[schemes.Watermark, sample.Generator]:
+        vocab_size = model.embed.embedding.shape[0]
+        lists = pipeline.own_tables(scheme, vocab_size)
+        processor = schemes.Watermark(scheme, vocab_size=vocab_size, tables=lists)
+        sampling = sample.Sampling(temperature=settings.temperature)
+        return processor, sample.Generator(model, eos_id=None, sampling=sampling, processors=[processor])
+
+    def made(rows: range) -> np.ndarray:
+        processor, generator = programs()
+        begun = time.monotonic()
+        state = processor.state([text_key(root, name, i) for i in rows], seed=settings.seed)
+        found = generator(
+            [given[i].tolist() for i in rows],
+            max_new_tokens=max(settings.lengths),
+            seed=settings.seed,
+            row_ids=list(rows),
+            processor_states=[state],
+        )
+        rate = found.tokens.size / (time.monotonic() - begun)
+        say(f"{name}: {rows.stop} of {len(given)} texts, {rate:.0f} tokens/s")
+        return found.tokens.astype(np.int32)
+
     for start in range(0, len(given), settings.batch_size):
         rows = range(start, min(start + settings.batch_size, len(given)))
         path = workdir / "chunks" / f"{slug(name)}-{start:06d}-{len(rows)}.npy"
-        if not path.is_file():
-            if generator is None:
-                vocab_size = model.embed.embedding.shape[0]
-                lists = tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in calibrate.LISTS else None
-                processor = schemes.Watermark(scheme, vocab_size=vocab_size, tables=lists)
-                sampling = sample.Sampling(temperature=settings.temperature)
-                generator = sample.Generator(model, eos_id=None, sampling=sampling, processors=[processor])
-            begun = time.monotonic()
-            keys = [text_key(root, name, i) for i in rows]
-            state = processor.state(keys, seed=settings.seed)
-            how = {"max_new_tokens": size, "seed": settings.seed, "row_ids": list(rows), "processor_states": [state]}
-            made = generator([given[i].tolist() for i in rows], **how)
-            _save(path, made.tokens.astype(np.int32))
-            rate = made.tokens.size / (time.monotonic() - begun)
-            say(f"{name}: {rows.stop} of {len(given)} texts, {rate:.0f} tokens/s")
-        chunks.append(np.load(path))
+        chunks.append(store.kept(path, functools.partial(made, rows), read=np.load, write=_save)[0])
     return np.concatenate(chunks)
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    with outputs.whole(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, array)
 
 
 def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vocab_size: int) -> Iterator[Cell]:
     """Yield the rates of one scheme at every length and level, with and without the prompt as context."""
     scheme, root = settings.schemes[name], Key.from_passphrase(settings.passphrase)
-    lists = tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in calibrate.LISTS else None
+    lists = pipeline.own_tables(scheme, vocab_size)
     keys = [text_key(root, name, i) for i in range(len(made))]
     for sees_prompt in (True, False):
         prompt = given if sees_prompt else given[:, :0]
         for length in settings.lengths:
             tokens = np.concatenate([prompt, made[:, :length]], axis=1)
             lengths = np.full(len(tokens), tokens.shape[1], np.int32)
-            how = {"vocab_size": vocab_size, "prompt_lengths": prompt.shape[1], "tables": lists}
-            evidence = definition.evidence(scheme, keys, tokens, lengths, **how)
+            evidence = definition.evidence(
+                scheme, keys, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], tables=lists
+            )
             found = statistics.score(scheme, evidence, vocab_size=vocab_size)
             for level in settings.levels:
                 bar = next(
@@ -169,7 +182,7 @@ def run(
     extra = {"text_sha256": data.text_sha256(path), "model_sha256": checkpoint.sha256}
     identity = config_id(settings, exclude=("bars", "levels", "num_texts"), extra=extra)
     check_length(settings.prompt_tokens + max(settings.lengths), checkpoint.config.max_seq_len)
-    claim(workdir / "chunks", identity)
+    store.claim(workdir / "chunks", identity)
     model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
     found: list[Cell] = []
     for name in settings.schemes:
@@ -222,10 +235,3 @@ def line(cell: Cell) -> str:
 def slug(name: str) -> str:
     """Return a name as part of a file name."""
     return "".join(c if c.isalnum() else "-" for c in name)
-
-
-def _save(path: Path, array: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp.npy")
-    np.save(temporary, array)
-    temporary.replace(path)

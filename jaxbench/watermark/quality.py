@@ -74,7 +74,6 @@ class Scorer:
         processor: Any = None,
         states: Callable[[Sequence[int]], Any] | None = None,
         temperature: float = 1.0,
-        progress: Callable[[int, int], None] | None = None,
     ) -> Scores:
         """Score texts (token ids, prompt first); prompt tokens are context only.
 
@@ -84,7 +83,6 @@ class Scorer:
           processor: a logit processor with `apply`: also measure its divergence.
           states: states(rows) gives the processor's state for these texts; unset, from its `init`.
           temperature: of the draw, for the divergence.
-          progress: called with (texts done, texts in all).
 
         Raises:
           ValueError: prompt_lengths do not fit, or temperature is not above 0.
@@ -105,8 +103,6 @@ class Scorer:
                 arrays = (self._leaves, tokens, lengths, first, shared, state, np.float32(temperature))
                 sums[2] = np.asarray(self._diverge(processor, *arrays), np.float64)
             out[:, rows] = sums[:, : len(rows)]
-            if progress:
-                progress(begin + len(rows), len(order))
         count = out[3]
         means = [np.divide(part, count, out=np.full(len(order), np.nan), where=count > 0) for part in out[:3]]
         return Scores(means[0], means[1], means[2], count.astype(np.int64))

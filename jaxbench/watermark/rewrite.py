@@ -8,12 +8,13 @@ realised edit rate, which every attack reports, says how much. No twin: an attac
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxbench import philox, sample, tokenizer, transformer, weights
-from jaxbench.watermark.attacks import Draws, Rewrite
+from jaxbench.watermark.attack_draws import Draws
+from jaxbench.watermark.attacks import Rewrite
 
 PARAPHRASE = "Rewrite the following text in other words. Keep its meaning. Answer with the new text only.\n\n{text}"
 TRANSLATE = "Translate the following text into {language}. Answer with the translation only.\n\n{text}"
@@ -30,7 +31,6 @@ class Rewriter:
         *,
         dtype: str = "float32",
         batch_size: int = 16,
-        progress: Callable[[int, int], None] | None = None,
     ):
         """Keep the settings.
 
@@ -38,9 +38,8 @@ class Rewriter:
           model: as weights.load_checkpoint takes it; None is the default model.
           dtype: of the computation.
           batch_size: blocks at once.
-          progress: called with (blocks done, blocks in all) after each batch.
         """
-        self._spec, self._dtype, self._batch_size, self._progress = model, dtype, batch_size, progress
+        self._spec, self._dtype, self._batch_size = model, dtype, batch_size
         self._model: transformer.Transformer | None = None
         self._tokenizer: Any = None
         self._generators: dict[float, sample.Generator] = {}
@@ -91,8 +90,6 @@ class Rewriter:
             )
             for i, tokens, length in zip(batch, made.tokens, made.lengths):
                 replies[i] = clean(self._tokenizer.decode(tokens[:length], skip_special=True))
-            if self._progress:
-                self._progress(start + len(batch), len(order))
         return replies
 
     def _load(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -175,9 +174,9 @@ def detect_text(
     encoded = encoder.encode([text])
     judge = None
     if neural is not None:
-        from jaxbench.watermark import neural_test
+        from jaxbench.watermark import neural_detection
 
-        judge = neural_test.NeuralTest(neural, vocab_size=vocab_size)
+        judge = neural_detection.NeuralTest(neural, vocab_size=vocab_size)
         judge.check(scheme)
     detector = make_detector(scheme, vocab_size=vocab_size)
     found = pipeline.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
@@ -234,8 +233,9 @@ def identify_text(text: str, job: bulk.Job, *, tokenizer: Any, console: Any, lev
     vocab_size = job.vocab_size or tokenizer.vocab_size
     ids: Ragged = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=job.canonicalize).encode([text]).ids
 
-    how = {"make_detector": job.make_detector, "correction": job.correction}
-    found = identify.identify(job.candidates, ids, vocab_size=vocab_size, **how)
+    found = identify.identify(
+        job.candidates, ids, vocab_size=vocab_size, make_detector=job.make_detector, correction=job.correction
+    )
     carries = bool((found.payloads >= 0).any())
     table = Table("candidate", *(["payload"] if carries else []), "p", f"p ({job.correction})", "")
     for i in np.argsort(found.p_values[0], kind="stable"):
@@ -318,26 +318,20 @@ def attack_file(
       ValueError: a line cannot be used, there is no text, or as check_attack_files.
     """
     paths = check_attack_files(pattern, output, overwrite=overwrite)
-    total, edits, target = 0, 0.0, Path(output)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            for chunk in (chunk for path in paths for chunk in lines.chunks(path)):
-                records, bad = lines.read(chunk, field=field)
-                if bad or any(not isinstance(record.content, str) for record in records):
-                    ids = next((one.line for one in records if not isinstance(one.content, str)), 0)
-                    line, problem = bad[0] if bad else (ids, "token ids")
-                    raise ValueError(f"attack: {chunk.path} line {line}: {problem}; wanted texts")
-                texts = [record.content for record in records]
-                found = attacks.apply(attack, texts, seed=seed, indices=range(total, total + len(texts)), tools=tools)
-                for record, text, share in zip(records, found.texts, found.word_edits):
-                    row = {"id": record.id, "text": text, "original": record.content, "word_edits": float(share)}
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                total, edits = total + len(texts), edits + float(found.word_edits.sum())
+    total, edits = 0, 0.0
+    with outputs.whole(Path(output)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for chunk in (chunk for path in paths for chunk in lines.chunks(path)):
+            records, bad = lines.read(chunk, field=field)
+            if bad or any(not isinstance(record.content, str) for record in records):
+                ids = next((one.line for one in records if not isinstance(one.content, str)), 0)
+                line, problem = bad[0] if bad else (ids, "token ids")
+                raise ValueError(f"attack: {chunk.path} line {line}: {problem}; wanted texts")
+            texts = [record.content for record in records]
+            found = attacks.apply(attack, texts, seed=seed, indices=range(total, total + len(texts)), tools=tools)
+            for record, text, share in zip(records, found.texts, found.word_edits):
+                row = {"id": record.id, "text": text, "original": record.content, "word_edits": float(share)}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            total, edits = total + len(texts), edits + float(found.word_edits.sum())
         if not total:
             raise ValueError(f"attack: {pattern} holds no text in its {len(paths)} files")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
     return total, edits / max(1, total)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxbench.watermark import keys
-from jaxbench.watermark.attacks import Draws
+from jaxbench.watermark.attack_draws import Draws
 
 PASSPHRASES = ("", "password", "secret", "key", "watermark", "test", "jaxbench", "changeme", "123456", "hello")
 NUMBERS = (0, 1, 2, 7, 10, 42, 123, 1234, 12345, 123456789, 15485863, 2971215073, 0xDEADBEEF, 2**32 - 1, 2**64 - 1)
@@ -116,12 +116,3 @@ def _totals(grams: Counter) -> dict[tuple[int, ...], int]:
     for gram, count in grams.items():
         totals[gram[:-1]] = totals.get(gram[:-1], 0) + count
     return totals
-
-
-def share_learnt(learnt: Learnt, ids: Sequence[int]) -> float:
-    """Return the share of a text's n-grams that the forger has seen: 1 for text made by `forge` within a chain."""
-    grams: Any = _count([ids], learnt.width)
-    known = sum(
-        count for gram, count in grams.items() if any(t == gram[-1] for t, _ in learnt.following.get(gram[:-1], ()))
-    )
-    return known / max(1, sum(grams.values()))

@@ -119,17 +119,6 @@ def bonferroni(p_values: np.ndarray) -> np.ndarray:
     return np.minimum(1.0, p * p.shape[-1])
 
 
-def holm(p_values: np.ndarray) -> np.ndarray:
-    """Return Holm's step-down p-values [.. K]: never above Bonferroni's, as valid (Holm 1979)."""
-    p = np.asarray(p_values, np.float64)
-    order = np.argsort(p, axis=-1, kind="stable")
-    factors = np.arange(p.shape[-1], 0, -1, dtype=np.float64).reshape((1,) * (p.ndim - 1) + (-1,))
-    stepped = np.maximum.accumulate(np.minimum(1.0, np.take_along_axis(p, order, axis=-1) * factors), axis=-1)
-    out = np.empty_like(p)
-    np.put_along_axis(out, order, stepped, axis=-1)
-    return out
-
-
 # One function a kind of evidence
 
 

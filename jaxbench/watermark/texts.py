@@ -7,6 +7,7 @@ same either way. Axis letters: N texts, T tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ class TextEncoder:
         """Return the ids of texts."""
         changed = np.zeros(len(texts), np.int64)
         if self.canonicalize:
-            found = canonical.canonicalize_batch(texts)
+            found = [canonical.canonicalize(text) for text in texts]
             texts = [one.text for one in found]
             changed[:] = [one.num_changed for one in found]
         if self._fast is None:
@@ -120,9 +121,11 @@ def _reader(tokenizer: Any) -> tuple[Callable[[list[str]], list[list[int]]], int
         size = tokenizer.get_vocab_size(with_added_tokens=True)
         return lambda texts: [one.ids for one in tokenizer.encode_batch(texts, add_special_tokens=False)], size
     if callable(tokenizer) and hasattr(tokenizer, "added_tokens_encoder"):  # transformers, whose vocab_size lacks them
-        how = {"add_special_tokens": False, "padding": False, "truncation": False, "verbose": False}
-        how |= {"return_attention_mask": False, "return_token_type_ids": False}
-        return lambda texts: tokenizer(texts, **how)["input_ids"] if texts else [], len(tokenizer)
+        plain = functools.partial(
+            tokenizer, add_special_tokens=False, padding=False, truncation=False, verbose=False,
+            return_attention_mask=False, return_token_type_ids=False,
+        )  # fmt: skip
+        return lambda texts: plain(texts)["input_ids"] if texts else [], len(tokenizer)
     raise ValueError(
         f"detect: tokenizer is a {type(tokenizer).__name__}, wanted one of jaxbench, transformers or tokenizers; or "
         "pass token ids"

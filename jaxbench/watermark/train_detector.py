@@ -2,10 +2,7 @@
 
 Marked texts come from the model (power.generate: no end token, a key for each text), human text from the packaged prose
 or --data, its documents split in three: training, calibration, test. Schemes and keys of the test are not those of the
-training. The detector's p-value is conformal (Vovk et al. 2005, chapter 2): with n null scores, of held-out human
-passages of the text's length under random keys, it is (1 + number of null scores >= the text's) / (n + 1), so that it
-cannot be below 1 / (n + 1). It promises its level on average over texts and keys; the exact test promises it for every
-text, and to any level.
+training. What the detector's p-value promises: neural_detection.py.
 """
 
 from __future__ import annotations
@@ -20,10 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from pydantic import Field, model_validator
 
-from jaxbench import data, outputs, tokenizer, train, transformer, weights
+from jaxbench import data, outputs, store, tokenizer, train, transformer, weights
 from jaxbench.config import Base, config_id
 from jaxbench.watermark import (
     config,
@@ -36,10 +32,8 @@ from jaxbench.watermark import (
     statistics,
 )
 from jaxbench.watermark import training_data as examples
-from jaxbench.watermark.identity import claim
 from jaxbench.watermark.keys import Key
-
-SCORING_ROWS = 64  # texts of one call, which fit the cache; fewer are filled up
+from jaxbench.watermark.neural_detection import Scorer, conformal_p, null_scores
 
 
 class Training(Base):
@@ -87,46 +81,6 @@ class Corpus(NamedTuple):
     train: np.ndarray
     calibration: np.ndarray
     test: np.ndarray
-
-
-class Scorer:
-    """A trained detector with its compiled program."""
-
-    def __init__(self, shape: features.NeuralConfig, params: Mapping[str, np.ndarray]):
-        self.model = neural.build(shape, params)
-        self._graph, self._state = nnx.split(self.model)
-        self._program = jax.jit(self._predict)
-
-    def _predict(self, state: Any, batch: neural.Batch) -> Any:
-        return neural.predict(nnx.merge(self._graph, state), batch)
-
-    def __call__(self, arrays: features.Arrays) -> np.ndarray:
-        """Return the logits [N] (float64) of texts, SCORING_ROWS at a time."""
-        found, rows = [], len(arrays.tokens)
-        for start in range(0, rows, SCORING_ROWS):
-            part = [field[start : start + SCORING_ROWS] for field in arrays]
-            missing = SCORING_ROWS - len(part[0])
-            part = [np.pad(field, [(0, missing)] + [(0, 0)] * (field.ndim - 1)) for field in part]
-            part[1] = np.asarray(part[1], np.float32)
-            found.append(
-                np.asarray(self._program(self._state, neural.Batch(*part)), np.float64)[: SCORING_ROWS - missing]
-            )
-        return np.concatenate(found) if found else np.zeros(0)
-
-
-def conformal_p(scores: np.ndarray, null: np.ndarray) -> np.ndarray:
-    """Return (1 + #{null >= score}) / (n + 1) of each score [N] against n null scores."""
-    ordered = np.sort(null)
-    return (1.0 + len(ordered) - np.searchsorted(ordered, scores, side="left")) / (len(ordered) + 1.0)
-
-
-def null_scores(
-    scorer: Scorer, scheme: Any, human: np.ndarray, *, length: int, count: int, vocab_size: int, seed: int
-) -> np.ndarray:
-    """Return scores [count] of human passages [N T], cut to a length, under random keys of a scheme."""
-    random = np.random.default_rng((seed, length))
-    pool = examples.human_pool(scheme, human, vocab_size=vocab_size)
-    return scorer(examples.null_arrays(pool, np.arange(count) % len(human), length, random))
 
 
 def split(found: passages.Passages) -> Corpus:
@@ -198,8 +152,10 @@ def judge(
     for condition, texts in conditions(settings, tokens, human.test, seed=len(name)):
         length = texts.shape[1]
         if length not in null:
-            how = {"length": length, "count": settings.num_null, "vocab_size": vocab_size, "seed": settings.seed}
-            null[length] = null_scores(scorer, scheme, human.calibration, **how)
+            null[length] = null_scores(
+                scorer, scheme, human.calibration,
+                length=length, count=settings.num_null, vocab_size=vocab_size, seed=settings.seed,
+            )  # fmt: skip
         found, exact = evidence(scheme, texts, keys, vocab_size=vocab_size)
         p = conformal_p(scorer(found), null[length])
         for level in settings.levels:
@@ -265,7 +221,7 @@ def run(
     ):
         plan = _generation(settings, part, schemes, count)
         given = power.prompts(plan, encoder, path)
-        claim(workdir / part / "chunks", config_id(plan, exclude=("bars", "levels", "num_texts"), extra=extra))
+        store.claim(workdir / part / "chunks", config_id(plan, exclude=("bars", "levels", "num_texts"), extra=extra))
         for name in schemes:
             tokens = power.generate(plan, name, given, model=model, workdir=workdir / part, say=say)
             root = Key.from_passphrase(plan.passphrase)

@@ -71,13 +71,6 @@ def test_a_failed_arm_keeps_its_reason_and_the_others_their_rows():
     assert row(records, "flax").verdict == "faster"
 
 
-def test_slower_rows_lists_our_slower_speed_rows_only():
-    records = rate("torch_eager", [10, 10.1, 10]) + rate("flax", [5, 5.1, 5]) + rate("transformers", [1, 1.1, 1])
-    records += rate("torch_eager", [1, 1.01, 1], metric="load_s") + rate("flax", [9, 9.1, 9], metric="load_s")
-    table = summary.rows(records, Verdicts())
-    assert [(r.arm, r.metric) for r in summary.slower_rows(table)] == [("flax", "decode_tokens_per_s")]
-
-
 def test_share_of_roofline_is_the_median_over_launches():
     records = [r.model_copy(update={"detail": {"share_of_roofline": s}})
                for r, s in zip(rate("flax", [1, 2, 3]), (0.5, 0.7, 0.6))]  # fmt: skip

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from jaxbench import config, philox
-from jaxbench.watermark import attack_characters, attacks, canonical
+from jaxbench.watermark import attack_characters, attack_draws, attack_words, attacks, canonical
 from jaxbench.watermark.evaluate_config import Evaluate
 
 TEXT = (
@@ -76,9 +76,13 @@ def test_deletion_insertion_and_swap_are_as_strong_as_asked(strength, seed):
 @given(strength=st.floats(0.02, 0.98), seed=st.integers(0, 2**32))
 def test_edits_of_token_ids_are_as_strong_as_asked(strength, seed):
     ids = list(range(500))
-    options = {"seed": seed, "index": 1, "vocab_size": 500}
-    assert is_binomial(500 - len(attacks.edit_ids("delete", ids, strength, **options)), 500, strength)
-    changed = attacks.edit_ids("substitute", ids, strength, **options)
+
+    def run(name):
+        draws = attack_draws.Draws(seed, step=0, site=name, row=1)
+        return attack_words.edit(name, ids, strength, draws, pool=range(500))
+
+    assert is_binomial(500 - len(run("delete")), 500, strength)
+    changed = run("substitute")
     assert is_binomial(sum(one != other for one, other in zip(changed, ids)), 500, strength)
     assert all(0 <= token < 500 for token in changed)
 
@@ -200,7 +204,7 @@ def test_the_realised_edit_rate_is_levenshteins_distance(one, other):
 
 
 def test_draws_of_one_text_do_not_repeat():
-    draws = attacks.Draws(0, step=0, site="test", row=1)
+    draws = attack_draws.Draws(0, step=0, site="test", row=1)
     first, second = draws.uniform(50), draws.uniform(50)
     assert not np.intersect1d(first, second).size
     expected = philox.uniform(philox.words(0, step=0, site="test/0", rows=np.array([1]), num_elements=50)[0])

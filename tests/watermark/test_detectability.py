@@ -34,14 +34,16 @@ def test_the_roc_reaches_the_rates_at_each_level(marked, human):
         assert true[false <= x].max() >= y and false[true >= y].min() <= x
 
 
-@given(successes=st.integers(0, 40), extra=st.integers(0, 40))
-def test_the_interval_is_wilsons(successes, extra):
+@given(successes=st.integers(0, 40), extra=st.integers(1, 40))
+def test_the_interval_ends_where_a_normal_test_just_keeps_the_rate(successes, extra):
+    """Wilson's interval: the ends solve (share - end)^2 = z^2 end (1 - end) / count."""
     count = successes + extra
-    if count:
-        found = detectability.rate(successes, count)
-        expected = stats.binomtest(successes, count).proportion_ci(0.95, method="wilson")
-        assert found.low == pytest.approx(expected.low, abs=1e-12)
-        assert found.high == pytest.approx(expected.high, abs=1e-12)
+    found = detectability.rate(successes, count)
+    for end in (found.low, found.high):
+        assert (found.value - end) ** 2 == pytest.approx(
+            stats.norm.isf(0.025) ** 2 * end * (1 - end) / count, abs=1e-12
+        )
+    assert 0 <= found.low <= found.value <= found.high <= 1
 
 
 def test_nothing_has_no_rate_and_no_area():

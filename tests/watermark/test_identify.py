@@ -44,7 +44,7 @@ def test_the_scheme_and_key_of_each_text_are_named(correction):
         family, ids, vocab_size=VOCAB, make_detector=pipeline.NumpyDetector, correction=correction
     )
     assert found.best.tolist() == list(range(6)) and found.names[0] == "kgw/0"
-    assert (found.accepted(1e-3) == np.eye(6, dtype=bool)).all()
+    assert ((found.corrected <= 1e-3) == np.eye(6, dtype=bool)).all()
     np.testing.assert_allclose(found.p_value, np.minimum(1, 6 * found.p_values.min(axis=1)))
 
 
@@ -53,16 +53,16 @@ def test_texts_without_a_mark_are_accused_at_most_at_the_level():
     found = identify.identify(
         candidates(), Ragged.from_array(tokens), vocab_size=VOCAB, make_detector=pipeline.NumpyDetector
     )
-    rate = found.accepted(0.1).any(axis=1).mean()
+    rate = (found.corrected <= 0.1).any(axis=1).mean()
     assert 0 < rate <= 0.1 + 3 * np.sqrt(0.09 / 500)
-    assert ((found.p_value <= 0.1) == found.accepted(0.1).any(axis=1)).all()
+    assert ((found.p_value <= 0.1) == (found.corrected <= 0.1).any(axis=1)).all()
 
 
 def test_a_payload_is_decoded_among_all_and_its_p_is_corrected():
     one = identify.Candidate("kgw", parse_scheme({"scheme": "kgw", "payload_bits": 6}), Key(3))
     detector = pipeline.NumpyDetector(one.scheme, vocab_size=VOCAB)
     texts = [write(one, 60, seed, payload) for seed, payload in enumerate((0, 17, 63))]
-    found = identify.decode_payload(detector, Ragged.from_lists(texts), one.key)
+    found = pipeline.detect(detector, Ragged.from_lists(texts), one.key)
     assert found.payload.tolist() == [0, 17, 63]
     for row, payload in enumerate((0, 17, 63)):
         single = pipeline.detect(detector, Ragged.from_lists(texts[row : row + 1]), one.key, payload=payload)
@@ -77,7 +77,7 @@ def test_a_payload_is_decoded_among_all_and_its_p_is_corrected():
 def test_a_text_without_a_payload_is_accused_at_most_at_the_level():
     scheme = parse_scheme({"scheme": "kgw", "payload_bits": 4})
     tokens = np.random.default_rng(2).integers(0, VOCAB, (300, 30))
-    found = identify.decode_payload(pipeline.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), Key(5))
+    found = pipeline.detect(pipeline.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), Key(5))
     assert (found.p_value <= 0.2).mean() <= 0.2 + 3 * np.sqrt(0.16 / 300)
 
 
@@ -122,7 +122,7 @@ def test_files_and_families_of_one_find_every_payload(count, tmp_path):
     assert all(row["p_value"] <= 1e-3 for row in rows)
     assert "payload_other" not in rows[0]
     found = identify.identify(family, Ragged.from_lists(texts), vocab_size=VOCAB, make_detector=pipeline.NumpyDetector)
-    assert found.payloads[:, 0].tolist() == payloads and found.accepted(1e-3)[:, 0].all()
+    assert found.payloads[:, 0].tolist() == payloads and (found.corrected <= 1e-3)[:, 0].all()
 
 
 def test_of_texts_without_a_mark_p_over_all_payloads_is_uniform_or_larger():
@@ -163,5 +163,3 @@ def test_bad_families_are_named():
         identify.identify([candidates()[0]] * 2, ids, vocab_size=VOCAB, make_detector=make)
     with pytest.raises(ValueError, match="correction='none'"):
         identify.identify(candidates(), ids, vocab_size=VOCAB, make_detector=make, correction="none")
-    with pytest.raises(ValueError, match="scheme kgw has 1 payloads"):
-        identify.decode_payload(make(parse_scheme("kgw"), vocab_size=VOCAB), ids, Key(1))

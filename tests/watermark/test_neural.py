@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_ref.watermark.neural
-from jaxbench.watermark import config, definition, features, neural, neural_test, train_detector, training_data
+from jaxbench.watermark import config, definition, features, neural, neural_detection, train_detector, training_data
 from jaxbench.watermark.keys import Key
 
 SHAPE = features.NeuralConfig(num_rows=64, d_model=12, num_pooled=6, d_hidden=8, dilations=(1, 3))
@@ -18,7 +18,7 @@ VOCAB = 256
 
 @pytest.fixture(scope="module")
 def scorer():
-    return train_detector.Scorer(SHAPE, PARAMS)
+    return neural_detection.Scorer(SHAPE, PARAMS)
 
 
 def arrays(step=0, batch=6, length=24):
@@ -122,7 +122,7 @@ def test_a_green_token_is_evidence_for_the_mark_and_a_red_one_against_it():
 
 def test_conformal_p_counts_the_null_scores_at_or_above():
     null = np.array([1.0, 2.0, 3.0, 4.0])
-    np.testing.assert_allclose(train_detector.conformal_p(np.array([0.0, 2.0, 5.0]), null), [1.0, 0.8, 0.2])
+    np.testing.assert_allclose(neural_detection.conformal_p(np.array([0.0, 2.0, 5.0]), null), [1.0, 0.8, 0.2])
 
 
 def test_a_saved_detector_is_read_back_and_a_damaged_one_refused(tmp_path):
@@ -142,7 +142,7 @@ def test_a_saved_detector_gives_a_p_value_of_one_text_with_the_human_text_it_kep
     scheme = config.parse_scheme("kgw")
     human = np.random.default_rng(3).integers(0, VOCAB, (40, 32), dtype=np.int32)
     features.save(tmp_path, SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
-    test = neural_test.NeuralTest(tmp_path, vocab_size=VOCAB)
+    test = neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB)
     tokens, keys = marked(scheme, count=1, length=40)
     found = definition.evidence(scheme, keys, tokens, np.array([40]), vocab_size=VOCAB)
     verdict = test(scheme, tokens[0], found)
@@ -153,10 +153,10 @@ def test_a_saved_detector_gives_a_p_value_of_one_text_with_the_human_text_it_kep
     with pytest.raises(ValueError, match="payload_bits=2"):
         test(config.parse_scheme({"scheme": "kgw", "payload_bits": 2}), tokens[0], found)
     with pytest.raises(ValueError, match="vocabulary of 256, the text has 99"):
-        neural_test.NeuralTest(tmp_path, vocab_size=99)
+        neural_detection.NeuralTest(tmp_path, vocab_size=99)
     (tmp_path / "calibration.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=r"calibration.npy cannot be read .*run train-detector"):
-        neural_test.NeuralTest(tmp_path, vocab_size=VOCAB)
+        neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB)
 
 
 def test_parameters_of_another_shape_are_refused(tmp_path):
@@ -208,7 +208,7 @@ def test_training_finds_marks_of_a_scheme_and_keys_it_has_not_seen():
     params, losses = train_detector.fit(settings, pools, plain)
     assert np.mean(losses[-10:]) < 0.4 * np.log(2)  # what a guess costs
     texts, keys = marked(unseen, seed=5, count=100, strength=0.5)
-    scorer = train_detector.Scorer(SHAPE, params)
+    scorer = neural_detection.Scorer(SHAPE, params)
     rows = train_detector.judge(settings, scorer, "gumbel", texts, keys, human, vocab_size=VOCAB)
     found = {(row["condition"], row["level"]): row["neural"]["value"] for row in rows}
     assert found["60 tokens", 0.01] > 0.8

@@ -9,7 +9,7 @@ from scipy import special
 from jaxbench import config as configs
 from jaxbench import initial, tokenizer, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.watermark import config, definition, detectability, identity, power
+from jaxbench.watermark import config, definition, detectability, power
 from jaxbench.watermark.keys import Key
 
 TINY = TransformerConfig(
@@ -80,13 +80,6 @@ def test_prompts_keep_their_place_when_more_are_asked_for():
     )
     np.testing.assert_array_equal(few, many[:20])
     assert len(np.unique(few, axis=0)) == 20 and many.shape == (3000, 32)
-
-
-def test_batches_of_another_configuration_are_refused(tmp_path):
-    identity.claim(tmp_path, "one")
-    identity.claim(tmp_path, "one")
-    with pytest.raises(ValueError, match="holds the work of configuration one, this is two"):
-        identity.claim(tmp_path, "two")
 
 
 def test_a_bar_on_a_cell_that_is_not_measured_is_refused():

@@ -150,20 +150,6 @@ def test_any_of_keeps_small_p_values_exact():
     assert statistics.any_of(np.array([0.5, 1.0]), 2).tolist() == [0.75, 1.0]
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
-def test_holm_is_never_above_bonferroni_and_keeps_the_order(p_values):
-    p = np.array([p_values])
-    holm, bonferroni = statistics.holm(p), statistics.bonferroni(p)
-    assert (holm <= bonferroni + 1e-15).all() and (holm >= p).all()
-    order = np.argsort(p[0], kind="stable")
-    assert (np.diff(holm[0][order]) >= 0).all()
-    assert holm.min() == bonferroni.min()
-
-
-def test_holm_of_a_known_family():
-    np.testing.assert_allclose(statistics.holm(np.array([0.01, 0.04, 0.03, 0.005])), [0.03, 0.06, 0.06, 0.02])
-
-
 def test_identities_differ_where_texts_do_and_the_randomiser_is_uniform():
     tokens = np.random.default_rng(0).integers(0, 9, (2000, 6)).astype(np.uint32)
     identity = statistics.text_identity(tokens, np.ones(tokens.shape, bool))

@@ -14,8 +14,6 @@ from jaxbench.bench.suite import Suite
 from jaxbench.bench.summary import Row
 from jaxbench.measure.records import Record
 
-TPU_PROGRAMS = ("prefill", "decode", "train")
-
 
 class View(NamedTuple):
     """Everything that tables, page, picture, CSV and scalars are made of."""

@@ -112,10 +112,10 @@ class Ours:
         return lambda: [identify.identify(candidates, part, **options) for part in parts]
 
     def _neural(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        from jaxbench.watermark import train_detector
+        from jaxbench.watermark import neural_detection
 
         shape = features.NeuralConfig()  # untrained: the weights' values do not change the work
-        score = train_detector.Scorer(shape, features.initial_params(shape, seed=0))
+        score = neural_detection.Scorer(shape, features.initial_params(shape, seed=0))
         detector, batches = self._detector(scheme), self._batches(chunks)
 
         def call() -> None:

@@ -2,7 +2,7 @@
 
 Both backends take the same steps on the same rows from the same weights. PyTorch takes them again from weights moved by
 one unit in the last place, which is as small as a difference can be; how far that carries it is the noise band, and
-Flax has to stay inside (gates.training_noise). tests/test_update.py takes 300 steps of a small model.
+Flax has to stay inside (gates.training_noise). test_update.py takes 300 steps of a small model.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.parity import gates
-
-ULP = 2.0**-23  # of float32, relative
+from jaxbench.parity import gates, run
 
 
 class Curves(NamedTuple):
@@ -38,12 +36,6 @@ class Curves(NamedTuple):
         }  # fmt: skip
 
 
-def perturbed(params: Mapping[str, np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Parameters moved by one unit in the last place of float32, each value up or down at random."""
-    moved = {name: x * (1.0 + ULP * random.choice((-1.0, 1.0), x.shape)) for name, x in params.items()}
-    return {name: x.astype(params[name].dtype) for name, x in moved.items()}
-
-
 def record(
     engines: Mapping[str, Callable[[Mapping[str, np.ndarray]], Any]],
     params: Mapping[str, np.ndarray],
@@ -64,7 +56,7 @@ def record(
     random = np.random.default_rng(0)
     starts = [("flax", params), ("torch", params)]
     for _ in range(num_perturbed):
-        starts.append(("torch", perturbed(params, random)))
+        starts.append(("torch", run.perturbed(params, random)))
     curves = []
     for backend, values in starts:
         engine = engines[backend](values)

@@ -1,0 +1,104 @@
+"""Finished work of a run that may be interrupted: parts as files, rows as JSON lines, and whose work it is (S file).
+
+A part is a file, whole or not there. Rows are lines of one file: what stands behind the last end of a line was cut
+short, and is no row. No run goes on with the work of another: `claim` keeps its configuration's id beside the work.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxbench import outputs
+
+
+def claim(folder: Path, config_id: str) -> None:
+    """Write a configuration's id into the folder of its finished work.
+
+    Raises:
+      ValueError: another id is there.
+    """
+    path = folder / "config_id"
+    if path.is_file() and (known := path.read_text(encoding="utf-8", errors="replace").strip()) != config_id:
+        raise ValueError(
+            f"{folder} holds the work of configuration {known[:40]}, this is {config_id}; use another --workdir"
+        )
+    outputs.write_text(path, config_id + "\n")
+
+
+def kept(
+    path: Path,
+    compute: Callable[[], Any],
+    *,
+    read: Callable[[Path], Any] = outputs.read_json,
+    write: Callable[[Path, Any], None] | None = None,
+) -> tuple[Any, bool]:
+    """A part of a run, from its file where it is finished, else computed and written; and whether it was there.
+
+    Args:
+      path: of the part's file.
+      compute: makes the part.
+      read: gives the part in a file; JSON by default.
+      write: writes a part whole or not at all; JSON on one line by default.
+    """
+    is_there = path.exists()
+    if not is_there:
+        (write or _write_json)(path, compute())
+    return read(path), is_there
+
+
+def rows(path: Path) -> list[bytes]:
+    """The whole lines of a file without their ends: the last one is left out where it was cut short; no file, none."""
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+
+def lines(new: Iterable[Mapping[str, Any]]) -> str:
+    """Rows of JSON values as lines of text; a number of a row that is not finite becomes null, for JSON has none."""
+    return "".join(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n" for row in new)
+
+
+def cut_short(path: Path) -> None:
+    """Cut off what stands behind the last end of a line, so that the next row starts a line of its own."""
+    if not path.is_file():
+        return
+    with open(path, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def append(path: Path, new: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows behind the last whole line, all or none, and wait until they are on disk.
+
+    Args:
+      path: a file of rows; it is made, and its folder too.
+      new: rows as lines() takes them.
+
+    Raises:
+      OSError: the disk is full; the rows that were there stay.
+    """
+    data = lines(new).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cut_short(path)
+    with open(path, "ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            if (written := file.write(data)) != len(data):
+                raise OSError(f"{path}: only {written} of {len(data)} bytes could be written")
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(size)
+            raise
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_json(path: Path, value: Any) -> None:
+    outputs.write_text(path, json.dumps(value, ensure_ascii=False))
