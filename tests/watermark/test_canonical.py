@@ -58,8 +58,3 @@ def test_doing_it_twice_changes_nothing_more(text):
     once = canonical.canonicalize(text)
     assert canonical.canonicalize(once.text) == (once.text, 0, 0, 0)
     assert (once.num_changed == 0) == (once.text == text)
-
-
-def test_a_batch_keeps_the_order():
-    found = canonical.canonicalize_batch(["a\u200bb", "plain"])
-    assert [one.text for one in found] == ["ab", "plain"]
