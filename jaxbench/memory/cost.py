@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pydantic
-from markupsafe import Markup
 from pydantic import Field
 
 from jaxbench import outputs
@@ -165,7 +164,7 @@ def charts(rows: list[dict]) -> str:
     """HTML page of charts against length, which opens offline."""
     fields = {"temp_bytes": "temporary bytes", "state_bytes": "state bytes of a sequence"}
     fields |= {"flops_per_token": "FLOPs a token", "seconds": "seconds"}
-    lengths, figures, sections = sorted({row["length"] for row in rows}), {}, []
+    lengths, figures = sorted({row["length"] for row in rows}), {}
     for field, title in fields.items():
         traces = []
         for backend, layer, own in _series(rows, field):
@@ -177,8 +176,8 @@ def charts(rows: list[dict]) -> str:
         x = {"type": "log", "tickvals": lengths, "title": {"text": "tokens of context"}}
         y = {"type": "log", "exponentformat": "power", "title": {"text": title}}
         figures[f"chart-{field}"] = {"data": traces, "layout": {"height": 420, "xaxis": x, "yaxis": y}}
-        sections.append(Section(field, title, page.chart(f"chart-{field}", figures[f"chart-{field}"])))
-    return page.render("What context costs: one layer", Markup(""), sections, figures, name="What context costs")
+    sections = [Section(field, title) for field, title in fields.items()]
+    return page.render("What context costs: one layer", sections, figures, name="What context costs")
 
 
 def picture(summary: dict[str, Any]) -> str:

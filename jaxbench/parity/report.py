@@ -1,6 +1,6 @@
 """Show parity results: a table on the terminal, one HTML page with a heat map of every layer (S file).
 
-A result is what run.run returns. The page is one of measure/page.py: it opens offline.
+A result is what run.run returns. The page is the jinja2 template of this name.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup
 
 from jaxbench import outputs, terminal
 from jaxbench.measure import page
@@ -150,30 +148,12 @@ def heat_map(result: dict[str, Any]) -> page.Figure:
 def render(results: Sequence[dict[str, Any]]) -> str:
     """One self-contained HTML page of several results; those that failed are open."""
     failed = [result for result in results if not result["passed"]]
-    body, figures = Markup(""), {}
-    for index, result in enumerate(results):
-        chart = Markup("")
-        if result["layers"]:
-            figures[f"chart-{index}"] = heat_map(result)
-            chart = page.chart(f"chart-{index}", figures[f"chart-{index}"])
-        state = Markup(" open") if len(results) == 1 or not result["passed"] else ""
-        verdict = "equal" if result["passed"] else "NOT equal"
-        about = (result["case"], result["backend"], verdict, summary(result))
-        part = Markup("<details{}><summary>{} ({}): {}</summary><p>{}</p>{}{}</details>\n")
-        body += part.format(state, *about, _gate_table(result), chart)
+    figures = {f"chart-{index}": heat_map(result) for index, result in enumerate(results) if result["layers"]}
     title = f"Parity: {len(results) - len(failed)} of {len(results)} cases equal"
-    return page.render(title, body, (), figures)
+    own = {"filters": {"number": _number, "summary": summary}, "results": results}
+    return page.render(title, (), figures, template=Path(__file__).with_suffix(".html"), **own)
 
 
 def write_page(path: str | Path, results: Sequence[dict[str, Any]]) -> None:
     """Write the page, whole or not at all."""
     outputs.write_text(path, render(results))
-
-
-def _gate_table(result: dict[str, Any]) -> Markup:
-    lines = []
-    for gate in result["gates"]:
-        verdict = page.cell("pass", "faster") if gate["passed"] else page.cell("FAIL", "slower")
-        what, where, note = (page.cell(gate[name], "left wrap") for name in ("what", "where", "note"))
-        lines.append((gate["id"], what, verdict, _number(gate["error"]), _number(gate["limit"]), where, note))
-    return page.table(("id", "what", "passed", "error", "limit", "where", "note"), lines)

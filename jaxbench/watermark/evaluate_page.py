@@ -9,8 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from jaxbench.measure import page
 from jaxbench.measure.page import Section
 from jaxbench.watermark import evaluate_figures as figures
@@ -44,15 +42,15 @@ def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
         "short": lambda fpr: f"{float(fpr):g}",
     }  # fmt: skip
     title = f"Watermarks: {', '.join(summary['schemes'])}"
-    return page.template(Path(__file__).with_suffix(".html"), filters).render(
-        content=content, shown=shown, spoofed=spoofed, charts=charts, middle=middle, levels=levels, zip=zip,
-        title=title, name=f"jaxbench: {title}", settings=settings, summary=summary,
-        sections=[Section(name, heading, Markup("")) for name, heading in SECTIONS.items() if is_there.get(name, True)],
+    return page.render(
+        title, [Section(name, heading, bool(is_there.get(name, True))) for name, heading in SECTIONS.items()], charts,
+        name=f"jaxbench: {title}", template=Path(__file__).with_suffix(".html"), filters=filters,
+        content=content, shown=shown, spoofed=spoofed, middle=middle, levels=levels, zip=zip,
+        settings=settings, summary=summary,
         found_at=[f"found at {level}" for level in levels],
         accepted_at=[f"forgeries accepted at {level}" for level in levels],
         arms=[("human", summary["human"]), ("unmarked", summary["unmarked"]), *summary["schemes"].items()],
         about=_about(content), whole=json.dumps(settings, indent=1),
-        **page.scripts(charts),
     )  # fmt: skip
 
 

@@ -1,62 +1,71 @@
-"""The shell of every page: what is in it, and that text cannot become markup."""
+"""The shell of every page: what is in it, that text cannot become markup, and the template of a page's own."""
 
 from __future__ import annotations
 
 import json
 import re
 
+import jinja2
 import pytest
-from markupsafe import Markup
 
 from jaxbench.measure import page
-from jaxbench.measure.page import Group, Section
+from jaxbench.measure.page import Section
 
 FIGURE = {"data": [{"type": "bar", "name": "</script><b>"}], "layout": {"height": 120, "xaxis": {}, "yaxis": {}}}
+OWN = """{% extends "page.html" %}
+{% import "parts.html" as parts %}
+{% block style %}.mine { color: red; }{% endblock %}
+{% block lead %}{{ parts.cards([("1", "<2>", "3")]) }}{% endblock %}
+{% block body %}
+{% for part in sections %}
+{% call parts.section(part) %}
+{{ parts.items(sentences) }}{{ parts.items([]) }}{{ parts.facts({"<name>": none}) }}{{ parts.verdict(false) }}
+{% call parts.table(("a", ">")) %}
+<tr><td>{{ 2 | half }}</td></tr>
+{% endcall %}
+{{ parts.chart("absent", figures) }}
+{% endcall %}
+{% endfor %}
+{% endblock %}
+"""
 
 
-def parts_of(html: str) -> str:
-    return re.sub(r"<(script|style)>.*?</\1>", " ", html, flags=re.S)
+def markup_of(html: str) -> str:
+    return re.sub(r">\s+<", "><", re.sub(r"<(script|style)>.*?</\1>", " ", html, flags=re.S))
 
 
-def test_a_page_has_its_sections_contents_and_figures():
-    body = Markup("<p>{}</p>").format("a < b") + page.chart("chart-a", FIGURE)
-    sections = [Section("first", "First & best", body), Section("second", "Second", Markup(""))]
-    html = page.render("Title <1>", Markup("<i>lead</i>"), sections, {"chart-a": FIGURE}, name="shown <2>")
-    text = parts_of(html)
+def test_the_shell_has_a_chart_for_each_section_and_its_contents():
+    sections = [Section("first", "First & best"), Section("gone", "Gone", False), Section("second", "Second")]
+    html = page.render("Title <1>", sections, {"chart-first": FIGURE}, name="shown <2>")
+    text = markup_of(html)
     assert html.startswith("<!doctype html>\n") and html.endswith("</html>\n")
-    assert "<title>shown &lt;2&gt;</title>" in text and "<h1>Title &lt;1&gt;</h1><i>lead</i>" in text
-    assert '<a href="#first">First &amp; best</a><a href="#second">' in text
-    assert '<section id="first"><h2>First &amp; best</h2><p>a &lt; b</p><div class="chart" id="chart-a"' in text
-    assert json.loads(re.search(r"const FIGURES = (.*);\n", html).group(1)) == {"chart-a": FIGURE}
+    assert "<title>shown &lt;2&gt;</title>" in text and "<h1>Title &lt;1&gt;</h1>" in text
+    assert '<nav><a href="#first">First &amp; best</a><a href="#second">Second</a></nav>' in text
+    assert (
+        '<section id="first"><h2>First &amp; best</h2><div class="chart" id="chart-first" style="min-height:120px">'
+        in text
+    )
+    assert '<section id="second"><h2>Second</h2></section>' in text and "Gone" not in text
+    assert json.loads(re.search(r"const FIGURES = (.*);\n", html).group(1)) == {"chart-first": FIGURE}
     assert html.count("</script>") == 2 and "plotly.js v" in html
 
 
 def test_a_page_without_sections_has_no_contents():
-    text = parts_of(page.render("Title", Markup("<p>all</p>"), (), {}))
+    text = markup_of(page.render("Title", (), {}))
     assert "<nav>" not in text and "<section" not in text and "<title>Title</title>" in text
 
 
-def test_a_table_escapes_cells_groups_lines_and_keeps_whole_cells():
-    styled = page.cell("<", "left wrap", span=2, hint='"why"')
-    below = "y" + page.note("<z>", "faster")
-    head = ("a", page.Cell("<th>&amp;</th>"), ">")
-    table = page.table(head, [Group("<g>"), ("x<", 2, below), (1, styled)])
-    assert table == (
-        '<div class="wide"><table><thead><tr><th>a</th><th>&amp;</th><th>&gt;</th></tr></thead><tbody>'
-        '<tr class="head"><td colspan="3">&lt;g&gt;</td></tr>'
-        '<tr><td>x&lt;</td><td>2</td><td>y<small class="faster">&lt;z&gt;</small></td></tr>'
-        '<tr><td>1</td><td class="left wrap" colspan="2" title="&#34;why&#34;">&lt;</td></tr></tbody></table></div>'
-    )
-
-
-@pytest.mark.parametrize(
-    ("made", "wanted"),
-    [
-        (page.items(["a<", "b"]), "<ul><li>a&lt;</li><li>b</li></ul>"),
-        (page.items([]), ""),
-        (page.cards([("1", "<2>", "3")]), "<b>1</b><span>&lt;2&gt;</span><small>3</small>"),
-        (page.facts({"<name>": None}), '<td>&lt;name&gt;</td><td class="left wrap">None</td>'),
-    ],
-)
-def test_parts_escape_their_text(made, wanted):
-    assert isinstance(made, Markup) and (wanted in made if wanted else made == wanted)
+def test_a_template_of_its_own_fills_the_blocks_and_is_escaped(tmp_path):
+    path = tmp_path / "mine.html"
+    path.write_text(OWN)
+    values = {"filters": {"half": lambda number: number // 2}, "sentences": ["a<", "b"]}
+    html = page.render("Title", [Section("only", "Only")], {}, template=path, **values)
+    text = markup_of(html)
+    assert ".mine { color: red; }" in html and "<nav>" not in text
+    assert '<div class="card"><b>1</b><span>&lt;2&gt;</span><small>3</small></div>' in text
+    assert "<ul><li>a&lt;</li><li>b</li></ul><div" in text and '<b class="slower">failed</b>' in text
+    assert '<td>&lt;name&gt;</td><td class="left wrap">None</td>' in text
+    assert "<thead><tr><th>a</th><th>&gt;</th></tr></thead><tbody><tr><td>1</td></tr></tbody></table>" in text
+    assert "absent" not in text
+    with pytest.raises(jinja2.UndefinedError, match="sentences"):
+        page.render("Title", [Section("only", "Only")], {}, template=path, filters=values["filters"])

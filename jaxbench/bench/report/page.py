@@ -1,11 +1,13 @@
-"""The report as one HTML page that opens offline: the text and tables of its sections (S file)."""
+"""The report as one HTML page that opens offline: what the jinja2 template of this name shows (S file)."""
 
 from __future__ import annotations
 
-from markupsafe import Markup
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from jaxbench.bench import labels, summary
-from jaxbench.bench.report import contents, figures, page_proofs
+from jaxbench.bench.report import contents, figures
 from jaxbench.bench.report.contents import View
 from jaxbench.bench.summary import Row
 from jaxbench.measure import page
@@ -19,148 +21,107 @@ TABLE_METRICS = (
 
 def render(view: View) -> str:
     """The whole page."""
-    charts: dict[str, page.Figure] = {}
-    sections = [section for make in _SECTIONS if (section := make(view, charts))]
+    drawn = {
+        "chart-ratios": figures.forest(view),
+        "chart-roofline": figures.roofline(view),
+        "chart-startup": figures.seconds(view, ("load_s", "compile_cold_s", "compile_warm_s")),
+        "chart-memory": figures.memory(view),
+        "chart-tpu": figures.tpu(view),
+    } | {f"chart-parity-{arm}": figures.heat_map(detail) for arm, detail in view.parity.items()}
+    drawn = {name: figure for name, figure in drawn.items() if figure}
+    undecided, absent, table, slices = _undecided(view), _absent(view), _table(view), _slices(view)
+    sections = (
+        Section("ratios", "Which backend is faster where", "chart-ratios" in drawn),
+        Section("table", "All measurements", bool(table)),
+        Section("roofline", "Share of what the machine can do", "chart-roofline" in drawn),
+        Section("startup", "Load and compile", "chart-startup" in drawn),
+        Section("memory", "Memory", "chart-memory" in drawn),
+        Section("tpu", "On a TPU slice", bool(slices)),
+        Section("parity", "Proof of equality", bool(view.parity)),
+        Section("open", "Undecided and not measured", bool(undecided or absent)),
+        Section("settings", "Settings and environment"),
+    )
     model = "SmolLM2-135M-Instruct" if view.suite.model == "default" else view.suite.model
-    title = f"{model} on {', '.join(labels.arm(name) for name in view.arms) or 'no arm'}"
-    return page.render(title, _lead(view), sections, charts, name=f"jaxbench: {title}")
+    title = f"{model} on {', '.join(map(labels.arm, view.arms)) or 'no arm'}"
+    filters = {
+        "arm": labels.arm, "value": labels.value, "ratio": labels.ratio, "significant": labels.significant,
+        "error": _error, "outside": _outside,
+        "short": lambda reason: reason if len(reason) <= 24 else reason[:22] + "…",
+    }  # fmt: skip
+    return page.render(
+        title, sections, drawn, name=f"jaxbench: {title}", template=Path(__file__).with_suffix(".html"),
+        filters=filters, view=view, where=_where(view), cards=contents.headline(view), table=table,
+        notes=contents.program_notes(view), rates=_rates(view), slices=slices, sources=_sources(slices),
+        undecided=undecided, absent=absent, about=_about(view),
+    )  # fmt: skip
 
 
-def _lead(view: View) -> Markup:
+def _where(view: View) -> str:
     facts = view.environment
     when = max((record.time_utc for record in view.records), default="")
     parts = [str(facts[key]) for key in ("cpu", "platform") if facts.get(key)]
     parts += [f"{facts['threads']} threads"] if facts.get("threads") else []
     parts += [f"measured {when.replace('T', ' ').removesuffix('+00:00')} UTC"] if when else []
-    line = Markup('<p class="soft">{}. Configuration <code>{}</code></p>')
-    return line.format(", ".join(parts), view.config_id or "-") + page.cards(contents.headline(view))
+    return ", ".join(parts)
 
 
-def _chart(charts: dict, name: str, figure: page.Figure | None) -> Markup:
-    if figure is None:
-        return Markup("")
-    charts[name] = figure
-    return page.chart(name, figure)
-
-
-def _ratios(view: View, charts: dict) -> Section | None:
-    chart = _chart(charts, "chart-ratios", figures.forest(view))
-    if not chart:
-        return None
-    text = Markup(
-        "<p>Each point is the geometric mean over launches of an arm's rate over that of {}; the bar is its {} "
-        "interval over launches (fresh processes), left out where it is too wide to say anything. "
-        "<b class='faster'>Faster</b> and <b class='slower'>slower</b> mean that the whole interval lies on one side; "
-        "everything else is undecided.</p>"
-    ).format(labels.arm(view.baseline), f"{100 * view.suite.verdicts.confidence:.0f} %")
-    return Section("ratios", "Which backend is faster where", text + chart)
-
-
-def _table(view: View, charts: dict) -> Section | None:
-    groups: dict[tuple, dict[str, Row]] = {}
+def _table(view: View) -> dict[str, dict[str, dict[str, Row]]]:
+    """Rows by title of the metric, name of the workload and arm."""
+    table: dict[str, dict[str, dict[str, Row]]] = {}
     for row in contents.find(view, TABLE_METRICS):
-        groups.setdefault((row.metric, row.workload), {})[row.arm] = row
-    if not groups:
-        return None
-    lines, last = [], None
-    for (metric, load), cells in groups.items():
-        if metric != last:
-            better = "" if metric not in summary.COMPARED else ", more is better" * summary.COMPARED[metric]
-            lines.append(page.Group(labels.METRICS.get(metric, metric) + better))
-        last = metric
-        shown = labels.workload(load, with_kind=not metric.startswith(load.kind)) or "whole process"
-        lines.append((shown, *(_cell(cells.get(name)) for name in view.arms)))
-    text = Markup(
-        '<p class="soft">Medians over launches; below, the ratio to {} with its interval, above 1 is better. A star '
-        "marks verdicts that hold after Holm's correction over the whole table.</p>"
-    ).format(labels.arm(view.baseline))
-    table = page.table(("", *(labels.arm(name) for name in view.arms)), lines)
-    return Section("table", "All measurements", text + table + page.items(contents.program_notes(view)))
+        better = ", more is better" * summary.COMPARED.get(row.metric, False)
+        name = labels.workload(row.workload, with_kind=not row.metric.startswith(row.workload.kind))
+        lines = table.setdefault(labels.METRICS.get(row.metric, row.metric) + better, {})
+        lines.setdefault(name or "whole process", {})[row.arm] = row
+    return table
 
 
-def _cell(row: Row | None) -> Markup | str:
-    if row is None:
-        return "-"
-    if row.value is None:
-        short = row.reason if len(row.reason) <= 24 else row.reason[:22] + "…"
-        return page.cell("-" + page.note(short), hint=row.reason)
-    below = page.note(labels.ratio(row.ratio) + "*" * row.holm, row.verdict) if row.ratio else Markup("")
-    return labels.value(row.value, row.unit) + below
-
-
-def _roofline(view: View, charts: dict) -> Section | None:
-    chart = _chart(charts, "chart-roofline", figures.roofline(view))
-    if not chart:
-        return None
-    rates = [
+def _rates(view: View) -> list[str]:
+    return [
         f"{'read bandwidth' if record.workload.kind == 'read' else 'matrix products, ' + record.workload.dtype}: "
         f"{labels.value(record.value, record.unit)} (launch {record.launch})"
         for record in view.records
         if record.metric in ("read_bandwidth_bytes_per_s", "gemm_flops_per_s") and record.value
     ]
-    text = Markup(
-        "<p>Decode against the read bandwidth, prefill and training against the matrix-product rate, both measured in "
-        "the same run with the faster of XLA and PyTorch. The work counted is the least the model needs.</p>"
-    )
-    return Section("roofline", "Share of what the machine can do", text + chart + page.items(rates))
 
 
-def _startup(view: View, charts: dict) -> Section | None:
-    metrics = ("load_s", "compile_cold_s", "compile_warm_s")
-    chart = _chart(charts, "chart-startup", figures.seconds(view, metrics))
-    return Section("startup", "Load and compile", chart) if chart else None
+def _slices(view: View) -> dict[str, list[contents.TpuRow]]:
+    slices: dict[str, list[contents.TpuRow]] = {}
+    for row in contents.tpu_rows(view):
+        slices.setdefault(row.topology, []).append(row)
+    return slices
 
 
-def _memory(view: View, charts: dict) -> Section | None:
-    chart = _chart(charts, "chart-memory", figures.memory(view))
-    text = Markup("<p>Peak resident set above the level after imports, a fresh process for each arm and launch.</p>")
-    return Section("memory", "Memory", text + chart) if chart else None
+def _sources(slices: dict[str, list[contents.TpuRow]]) -> list[str]:
+    details = [row.details["roofline_s"] for rows in slices.values() for row in rows if "roofline_s" in row.details]
+    return list(dict.fromkeys(f"{detail['chip']}: {detail['source']}" for detail in details if detail))
 
 
-def _tpu(view: View, charts: dict) -> Section | None:
-    rows = contents.tpu_rows(view)
-    if not rows:
-        return None
-    chart = _chart(charts, "chart-tpu", figures.tpu(view))
-    return Section("tpu", "On a TPU slice", page_proofs.tpu(rows) + chart)
-
-
-def _parity(view: View, charts: dict) -> Section | None:
-    if not view.parity:
-        return None
-    body = Markup("")
-    for name, detail in view.parity.items():
-        body += page_proofs.parity(name, detail) + _chart(charts, f"chart-parity-{name}", figures.heat_map(detail))
-    if view.agreement:
-        body += Markup("<p>Output of every arm:</p>") + page.items(view.agreement)
-    return Section("parity", "Proof of equality", body)
-
-
-def _open(view: View, charts: dict) -> Section | None:
-    needs = [
+def _undecided(view: View) -> list[str]:
+    return [
         f"{figures.heading(row.metric, row.workload)}, {labels.arm(row.arm)}: {labels.ratio(row.ratio)}"
         + (f", about {row.launches_needed} launches would decide" if row.launches_needed else "")
         + (", one launch has no interval" if len(row.log_ratios) == 1 else "")
         for row in contents.undecided(view)
     ]
+
+
+def _absent(view: View) -> list[str]:
     absent = [
         f"{figures.heading(row.metric, row.workload)}, {labels.arm(row.arm)}: {row.reason}"
         for row in contents.missing(view)
     ]
-    absent += [
+    return absent + [
         f"{record.metric}, {labels.arm(record.arm)}: {record.reason}"
         for record in view.records
         if record.metric in ("parity", "profile") and record.status == "error"
     ]
-    body = Markup("<p><b>Undecided.</b> The interval holds 1:</p>") + page.items(needs) if needs else Markup("")
-    body += Markup("<p><b>Not measured.</b></p>") + page.items(absent) if absent else Markup("")
-    return Section("open", "Undecided and not measured", body) if body else None
 
 
-def _settings(view: View, charts: dict) -> Section:
+def _about(view: View) -> dict[str, Any]:
     facts = view.environment
     versions = ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items())
-    about = {
+    return {
         "processor": f"{facts.get('cpu', '-')}, {facts.get('cores', '-')} cores",
         "memory": labels.value(facts.get("memory_bytes"), "bytes"),
         "system": facts.get("platform", "-"),
@@ -173,8 +134,16 @@ def _settings(view: View, charts: dict) -> Section:
         "model sha256": next((r.model_sha256 for r in view.records if r.model_sha256), "-"),
         "text sha256": next((r.text_sha256 for r in view.records if r.text_sha256), "-"),
     }
-    shared = Markup("<p>What every arm shares:</p>") + page.items(facts.get("settings", []))
-    return Section("settings", "Settings and environment", shared + page.facts(about))
 
 
-_SECTIONS = (_ratios, _table, _roofline, _startup, _memory, _tpu, _parity, _open, _settings)
+def _outside(detail: dict[str, Any]) -> Sequence[str]:
+    """The errors of modules outside the layers."""
+    return [
+        f"{entry['module']} {_error(entry.get('float64'))}"
+        for entry in detail.get("layers", [])
+        if entry.get("module") and not str(entry["module"]).startswith("layers.")
+    ]
+
+
+def _error(value: Any) -> str:
+    return f"{value:.1e}" if isinstance(value, int | float) and value else "0" if value == 0 else "-"
