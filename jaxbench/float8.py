@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float
 
@@ -43,6 +42,8 @@ def apply(model: Any) -> Any:
     Raises:
       ValueError: fused projections, whose layers would need one scale together.
     """
+    from flax import nnx  # here, because Equinox's step imports this file and has no use for it
+
     for path, module in nnx.iter_modules(model):
         if getattr(module, "fused_projections", 0):
             raise ValueError(

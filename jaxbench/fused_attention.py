@@ -23,7 +23,7 @@ def attention(
     *,
     query_segments: Int[Array, "B T"] | None,
     key_segments: Int[Array, "B S"] | None,
-    window: int | None,
+    sliding_window: int | None,
     kernel: str,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
@@ -37,7 +37,7 @@ def attention(
     platform = jax.default_backend()
     if kernel == "fused":
         kernel = {"gpu": "cudnn", "tpu": "splash"}.get(platform, "none")
-    spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
+    spans = {"query_segments": query_segments, "key_segments": key_segments, "sliding_window": sliding_window}
     if kernel == "cudnn" and platform == "gpu":
         return _cudnn(query, key, value, query_positions, key_positions, **spans)
     if kernel == "splash":
@@ -55,7 +55,7 @@ def _cudnn(query, key, value, query_positions, key_positions, **spans) -> Array:
     return jnp.where(jnp.any(mask, axis=-1)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
 
-def _splash(query, key, value, positions, *, query_segments, key_segments, window, interpret) -> Array:
+def _splash(query, key, value, positions, *, query_segments, key_segments, sliding_window, interpret) -> Array:
     """Run splash attention on a whole sequence, where order in the row is order in position."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -63,7 +63,8 @@ def _splash(query, key, value, positions, *, query_segments, key_segments, windo
     if key.shape[3] != length:
         raise ValueError(f"attention: splash attention needs T = S, got T={length} and S={key.shape[3]}: use dense")
     padded = -(-length // LANES) * LANES
-    full = splash.LocalMask((padded, padded), (window - 1, 0), 0) if window else splash.CausalMask((padded, padded))
+    size = (padded, padded)
+    full = splash.LocalMask(size, (sliding_window - 1, 0), 0) if sliding_window else splash.CausalMask(size)
     kernel = splash.make_splash_mqa_single_device(
         splash.MultiHeadMask([full] * (num_heads // key.shape[1])), interpret=interpret
     )

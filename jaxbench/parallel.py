@@ -1,6 +1,6 @@
 """One training step over a mesh: which device holds what, and the compiled step.
 
-The mathematics is train.train_step's. A Plan says where parameters, gradients, optimiser state, batch and activations
+The mathematics is update.train_step's. A Plan says where parameters, gradients, optimiser state, batch and activations
 live; `make_step` compiles the step with these placements in and out and the state donated. The pipeline (stage > 1, or
 micro-batches) brings its own loss, jaxbench/pipeline.py, whose gradient is the schedule's.
 """
@@ -30,6 +30,7 @@ from jaxbench import (
     ring_attention,
     sharding,
     train,
+    update,
 )
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder_config, placement
@@ -129,7 +130,7 @@ def _parts(model: TransformerConfig) -> dict[str, Any]:
 # Placing a state
 
 
-def state_shardings(plan: Plan, state: train.TrainState) -> Any:
+def state_shardings(plan: Plan, state: update.TrainState) -> Any:
     """Return the state's tree with a NamedSharding for every array.
 
     What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
@@ -153,7 +154,7 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def place_state(plan: Plan, state: train.TrainState) -> train.TrainState:
+def place_state(plan: Plan, state: update.TrainState) -> update.TrainState:
     """Return a copy of the state with every array where the plan wants it."""
     return jax.tree.map(distributed.place, state, state_shardings(plan, state))
 
@@ -170,7 +171,7 @@ def make_step(
     plan: Plan,
     state: Any,
     *,
-    step: Callable[..., tuple[Any, Any]] = train.train_step,
+    step: Callable[..., tuple[Any, Any]],
     loss_fn: Callable[..., Array] = train.loss_fn,
     loss_of: Callable[[Array, Any], Array] | None = None,
 ) -> Any:
@@ -297,7 +298,7 @@ def attend(
     key_positions: Array,
     query_segments: Array | None,
     key_segments: Array | None,
-    window: int | None,
+    sliding_window: int | None,
     **how: Any,
 ) -> Array:
     """Compute jaxbench.attention.attention over the mesh; arguments, letters and result are its own.
@@ -316,10 +317,11 @@ def attend(
     def local(query: Array, key: Array, value: Array, spans: dict[str, Array | None]) -> Array:
         with sharding.activations({}):
             if is_ring:
-                ring = {"axis": SEQUENCE, "window": window, "block_size": how["block_size"]}
+                ring = {"axis": SEQUENCE, "sliding_window": sliding_window, "block_size": how["block_size"]}
                 return ring_attention.ring_attention(query, key, value, **ring, **spans)
             is_whole = plan.mesh.shape[SEQUENCE] == 1
-            return attention.attention(query, key, value, window=window, is_ordered=is_whole, **spans, **how)
+            span = {"sliding_window": sliding_window, "is_ordered": is_whole}
+            return attention.attention(query, key, value, **span, **spans, **how)
 
     spans = {"query_positions": query_positions, "key_positions": key_positions}
     spans |= {"query_segments": query_segments, "key_segments": key_segments}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxbench import parallel, philox, train, transformer
+from jaxbench import parallel, philox, precision, train, transformer, update
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder_config
 from jaxbench.memory.bank_config import BankConfig
@@ -23,9 +23,12 @@ from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.decoder_config import DecoderMemory, with_memory
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parity import distance
+from jaxbench.step_config import OptimizerConfig, StepConfig
 
 BATCH, TOKENS, STEPS, MAX_DEVICES = 32, 8, 3, 8
-OPTIMIZER = train.AdamW(learning_rate=0.01, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+ADAMW = OptimizerConfig(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, decay="all")
+STEP = StepConfig(clip_norm=None, optimizer=ADAMW)
+train_step = functools.partial(update.train_step, learning_rate=0.01, how=STEP, is_guarded=False)
 FAST_COMPILE = {"xla_backend_optimization_level": 0}  # half the compile time; the partitioning is the same
 LLAMA = TransformerConfig(
     vocab_size=64, d_model=16, d_ff=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, max_seq_len=16
@@ -155,11 +158,12 @@ def batch_of(step: int, config: TransformerConfig) -> train.Batch:
     return train.Batch(ids[:, :-1], ids[:, 1:], positions, words[:, TOKENS + 1 :] % 5 > 0, segments)
 
 
-def initial_state(family: str, dtype: str) -> train.TrainState:
+def initial_state(family: str, dtype: str) -> update.TrainState:
     """Return the state before the first step; every parameter is random."""
     config = FAMILIES[family]
-    model = transformer.build(config, decoder_config.initial_params(config, 0, distinct=True), dtype=dtype)
-    return train.init_state(model, OPTIMIZER)
+    params = decoder_config.initial_params(config, 0, distinct=True)
+    model = transformer.build(config, params, dtype=dtype)
+    return update.init_state(model, params, STEP, policy=precision.uniform(dtype))
 
 
 Outcome = dict[str, dict[str, np.ndarray]]
@@ -170,7 +174,8 @@ def run_case(one: Case, dtype: str) -> Outcome:
     config, devices = FAMILIES[one.family], jax.devices()[: one.num_devices]
     plan = parallel.make_plan(config, one.parallel, batch=BATCH, tokens=TOKENS, devices=devices)
     state = parallel.place_state(plan, initial_state(one.family, dtype))
-    lowered = parallel.make_step(plan, state).lower(state, parallel.place_batch(plan, batch_of(0, config)), {})
+    jitted = parallel.make_step(plan, state, step=train_step)
+    lowered = jitted.lower(state, parallel.place_batch(plan, batch_of(0, config)), {})
     step = lowered.compile(compiler_options=FAST_COMPILE)
     return _train(state, lambda state, batch: step(state, parallel.place_batch(plan, batch), {}), config)
 
@@ -178,20 +183,20 @@ def run_case(one: Case, dtype: str) -> Outcome:
 @functools.lru_cache(maxsize=8)
 def run_unsharded(family: str, dtype: str) -> Outcome:
     """Return what the same steps give on one device."""
-    return _train(initial_state(family, dtype), jax.jit(train.train_step), FAMILIES[family])
+    return _train(initial_state(family, dtype), jax.jit(train_step), FAMILIES[family])
 
 
-def _train(state: train.TrainState, step: Any, config: TransformerConfig) -> Outcome:
+def _train(state: update.TrainState, step: Any, config: TransformerConfig) -> Outcome:
     """Return losses, every step's gradients, and parameters and moments after the last, each by name."""
     losses, gradients = {}, {}
     before: Mapping[str, np.ndarray] = {}
     for number in range(STEPS):
-        state, loss = step(state, batch_of(number, config))
-        losses[f"step {number}"] = np.asarray(loss)
-        arrays = train.state_arrays(state)
+        state, metrics = step(state, batch_of(number, config))
+        losses[f"step {number}"] = np.asarray(metrics.loss)
+        arrays = update.state_arrays(state)
         for name, moment in arrays["first_moment"].items():  # b1 * the one before + (1 - b1) * gradient
-            kept = OPTIMIZER.b1 * before[name].astype(np.float64) if before else 0.0
-            gradients[f"step {number}: {name}"] = (moment.astype(np.float64) - kept) / (1 - OPTIMIZER.b1)
+            kept = ADAMW.b1 * before[name].astype(np.float64) if before else 0.0
+            gradients[f"step {number}: {name}"] = (moment.astype(np.float64) - kept) / (1 - ADAMW.b1)
         before = arrays["first_moment"]
     return {"loss": losses, "gradients": gradients, **arrays}
 

@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import nn, sharding, train
+from jaxbench import functional, sharding, train
 from jaxbench.data_parallel import differentiated, dim_of, reduced, whole
 from jaxbench.mesh import DATA, FSDP, MODEL, STAGE
 from jaxbench.pipeline_schedule import timing
@@ -111,7 +111,7 @@ def _run_stage(parts: Parts, weights: Weights, received: Array, micro: Any, tota
     hidden = lax.cond(stage == 0, lambda: _enter(parts, ends, micro), lambda: received)
     angles = None
     if parts.frequencies is not None:
-        angles = nn.rotary_angles(micro.positions, parts.frequencies, dtype=parts.dtype)
+        angles = functional.rotary_angles(micro.positions, parts.frequencies, dtype=parts.dtype)
     context = Context(micro.positions, micro.positions, micro.segments, micro.segments, angles, None, None)
     points = {"mlp_in": _copied, "mlp_out": _summed}
     if parts.is_attention_split:

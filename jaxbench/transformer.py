@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from jaxbench import libtpu, nn, philox, remat, rotary
+from jaxbench import functional, libtpu, nn, philox, remat, rotary
 from jaxbench.attention import attention
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.memory.decoder_config import DecoderMemory
@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.fused_projections)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
         if context.angles is not None:
-            query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
+            query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
         key = key.transpose(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
         value = value.transpose(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
@@ -99,7 +99,7 @@ class Attention(nnx.Module):
             key_positions=context.key_positions,
             query_segments=context.query_segments,
             key_segments=context.key_segments,
-            window=self.sliding_window,
+            sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
@@ -169,7 +169,7 @@ class Block(nnx.Module):
         if context.dropout is None or self.dropout == 0.0:
             return x
         key, step = context.dropout
-        return nn.dropout(x, self.dropout, key=key, step=step, site=site)
+        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(nnx.Module):
@@ -238,7 +238,7 @@ class Transformer(nnx.Module):
         angles = None
         hidden = self.embed(tokens)
         if self.position is None:
-            angles = nn.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+            angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(jnp.maximum(positions, 0))
         context = Context(positions, key_positions, segments, segments, angles, slot, dropout)

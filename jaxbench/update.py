@@ -3,6 +3,7 @@
 `train_step` is a pure function of its arrays: compile it with `jax.jit(functools.partial(train_step, how=...),
 donate_argnums=0)`, with shardings where there is a mesh. Parameters and moments lie in flat dictionaries by dotted
 name, so that rules, checkpoints and reports address them alike. A step that is not finite changes nothing but counters.
+Models are pytrees whose leaves are their parameters, so the step is the same for Flax's and for Equinox's.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import float8, initial, offload, optimizers, precision, train
-from jaxbench import remat as remat_module
 from jaxbench.step_config import StepConfig
 
 CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
@@ -39,7 +38,7 @@ class Metrics(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes; the model's graph is static."""
+    """Everything that a step changes; what the model is beside its parameters, and the number types, are static."""
 
     params: dict[str, Array]
     moments: Any  # optax state
@@ -48,28 +47,44 @@ class TrainState:
     good_steps: Int[Array, ""]  # finite steps since the scale changed
     skipped: Int[Array, ""]
     is_halted: Bool[Array, ""]  # a step was not finite, and the run is to stop: nothing changes any more
-    amax: dict[str, Array]  # float8: largest magnitudes of the last steps, by layer [3 M]; else empty
+    amax: dict[str, Float[Array, "3 M"]]  # float8: largest magnitudes of the last M steps, by layer; else empty
     graph: Any = dataclasses.field(metadata={"static": True})
+    policy: precision.Policy = dataclasses.field(metadata={"static": True})
 
 
-def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) -> TrainState:
-    """Return the state before the first step.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """What a model is beside its parameters."""
+
+    names: tuple[str, ...]  # dotted, of its leaves
+    structure: jax.tree_util.PyTreeDef
+
+
+def init_state(
+    model: Any, params: Mapping[str, np.ndarray], how: StepConfig, *, policy: precision.Policy | None = None
+) -> TrainState:
+    """Training state before the first step.
 
     Args:
       model: built in the policy's compute type; its parameters' values are not used.
       params: initial values by name, stored in the policy's parameter type.
       how: the step's configuration.
+      policy: the number types, in place of those that how.precision names.
 
     Raises:
       ValueError: parameters do not fit the model, remat does not, or float64 is off.
     """
-    policy = precision.policy(how.precision)
+    policy = precision.policy(how.precision) if policy is None else policy
     if policy.parameter == "float64" and not jax.config.jax_enable_x64:
-        raise ValueError(f"update: precision={how.precision} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
-    model = remat_module.apply(float8.apply(model) if policy.is_float8 else model, how.remat)
-    graph, abstract = nnx.split(model, nnx.Param)
-    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(abstract)}
-    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(float8.SCALES)}
+        raise ValueError(f"update: precision={policy.parameter} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
+    model = float8.apply(model) if policy.is_float8 else model
+    if how.remat.policy != "none":
+        from jaxbench import remat  # which is of Flax's layers
+
+        model = remat.apply(model, how.remat)
+    graph, abstract = split(model)
+    shapes = {name: leaf.shape for name, leaf in abstract.items() if not name.endswith(float8.SCALES)}
     initial.check_params(shapes, params)
     placed = {name: jnp.array(params[name], policy.parameter) for name in shapes}
     moments = jax.tree.map(jnp.array, optimizers.transform(how.optimizer, 0.0, placed).init(placed))
@@ -86,24 +101,70 @@ def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) ->
         jnp.zeros((), bool),
         float8.init_history(placed, how.delayed_scaling.history) if policy.is_float8 else {},
         graph,
+        policy,
     )
 
 
 def train_step(
     state: TrainState,
     batch: Any,
-    learning_rate: Float[Array, ""],
+    learning_rate: Float[Array, ""] | float,
     dropout_key: Array | None = None,
     *,
     how: StepConfig,
     loss_fn: Callable[..., Array] = train.loss_fn,
+    is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
-    """Return the state after one step, and what happened.
+    """One optimiser step: the state after it, and its metrics.
 
     Micro-batch k of n takes rows k, k + n, ... and weighs as many targets as it has, so that the loss and its gradient
     are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
+
+    Args:
+      state: before the step.
+      batch: arrays [B T]; B is a multiple of how.accumulation.
+      learning_rate: of this step.
+      dropout_key: of prng.py; None = no dropout.
+      how: the step's configuration.
+      loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
+      is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
+        computed for clipping only (else it is NaN), so that the program is AdamW and nothing else.
     """
-    policy = precision.policy(how.precision)
+    policy = state.policy
+    loss, grads, amax_now = _loss_and_gradients(state, batch, dropout_key, how, loss_fn)
+    has_norm = is_guarded or how.clip_norm is not None
+    norm = optax.tree.norm(grads) if has_norm else jnp.full((), jnp.nan, policy.output)
+    is_finite = jnp.isfinite(loss) & (jnp.isfinite(norm) if is_guarded else True)
+    grads = _clipped(grads, norm, how)
+    old_moments = offload.to_device(state.moments) if how.offload.optimizer else state.moments
+    rate = jnp.asarray(learning_rate, policy.accumulation)
+    optimizer = optimizers.transform(how.optimizer, rate, state.params)
+    updates, new_moments = optimizer.update(grads, old_moments, state.params)
+    is_taken = is_finite & ~state.is_halted if is_guarded else jnp.ones((), bool)
+    new = (optax.apply_updates(state.params, updates), new_moments, float8.remember(state.amax, amax_now))
+    old = (state.params, old_moments, state.amax)
+    params, moments, amax = jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old) if is_guarded else new
+    moments = offload.to_host(moments) if how.offload.optimizer else moments
+    # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
+    is_broken = is_guarded & (~jnp.isfinite(loss) if policy.is_scaled else ~is_finite)
+    next_state = dataclasses.replace(
+        state,
+        params=params,
+        moments=moments,
+        amax=amax,
+        step=state.step + 1,
+        skipped=state.skipped + (~is_taken).astype(jnp.int32),
+        is_halted=state.is_halted | (is_broken & (how.nonfinite == "stop")),
+        **_rescaled(state, is_finite, how, is_scaled=policy.is_scaled),
+    )
+    return next_state, Metrics(loss, norm, is_finite, state.scale, next_state.skipped)
+
+
+def _loss_and_gradients(
+    state: TrainState, batch: Any, dropout_key: Array | None, how: StepConfig, loss_fn: Callable[..., Array]
+) -> tuple[Float[Array, ""], dict[str, Array], dict[str, Array]]:
+    """Loss of the batch in nats per token, its gradients without the loss scale, and float8's largest magnitudes."""
+    policy = state.policy
 
     def loss_at(trained: tuple[dict, dict], micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
         params, scales = trained
@@ -111,44 +172,28 @@ def train_step(
         cast = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
         dropout = None if dropout_key is None else (dropout_key, state.step * how.accumulation + index)
         loss = loss_fn(merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
-        return loss * state.scale.astype(policy.output), loss
+        return loss * state.scale.astype(policy.output) if policy.is_scaled else loss, loss
 
     grad_fn = jax.value_and_grad(loss_at, has_aux=True)
     trained = (state.params, float8.scales(state.amax, how.delayed_scaling.margin))
-    loss, (grads, seen) = _accumulated(grad_fn, trained, batch, how.accumulation, policy)
-    grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
-    norm = optax.tree.norm(grads)
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    loss, (grads, amax) = _accumulated(grad_fn, trained, batch, how.accumulation, policy)
+    if policy.is_scaled:
+        grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
+    return loss, grads, amax
+
+
+def _clipped(grads: dict[str, Array], norm: Float[Array, ""], how: StepConfig) -> dict[str, Array]:
+    """Gradients scaled down to a global norm of at most how.clip_norm, by way of the host's memory where asked."""
     if how.offload.gradients:
         grads = offload.to_device(offload.to_host(grads))
-    if how.clip_norm is not None:
-        factor = jnp.minimum(1.0, how.clip_norm / (norm + CLIP_EPS))
-        grads = jax.tree.map(lambda grad: grad * factor, grads)
-    held = offload.to_device(state.moments) if how.offload.optimizer else state.moments
-    rate = jnp.asarray(learning_rate, policy.accumulation)
-    updates, moments = optimizers.transform(how.optimizer, rate, state.params).update(grads, held, state.params)
-    taken = is_finite & ~state.is_halted
-    new = (optax.apply_updates(state.params, updates), moments, float8.remember(state.amax, seen))
-    old = (state.params, held, state.amax)
-    params, moments, amax = jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)
-    moments = offload.to_host(moments) if how.offload.optimizer else moments
-    # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
-    is_broken = ~jnp.isfinite(loss) if policy.is_scaled else ~is_finite
-    next_state = dataclasses.replace(
-        state,
-        params=params,
-        moments=moments,
-        amax=amax,
-        step=state.step + 1,
-        skipped=state.skipped + (~taken).astype(jnp.int32),
-        is_halted=state.is_halted | (is_broken & (how.nonfinite == "stop")),
-        **_rescaled(state, is_finite, how, is_scaled=policy.is_scaled),
-    )
-    return next_state, Metrics(loss, norm, is_finite, state.scale, next_state.skipped)
+    if how.clip_norm is None:
+        return grads
+    factor = jnp.minimum(1.0, how.clip_norm / (norm + CLIP_EPS))
+    return jax.tree.map(lambda grad: grad * factor, grads)
 
 
 def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
-    """Return the loss of a model's logits alone, nats per token: without what only trains (banks' compression)."""
+    """Cross-entropy of a model's logits in nats per token, without losses that only train (banks' compression)."""
     return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
 
 
@@ -161,7 +206,7 @@ def eval_step(
     count: int | None = None,
     loss_fn: Callable[..., Array] = held_out_loss,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Return the sum of the losses of a batch's targets in nats, and how many targets there are.
+    """Sum of the losses of a batch's targets in nats, and the number of its targets.
 
     Args:
       params, graph: the model.
@@ -183,23 +228,31 @@ def eval_step(
 
 
 def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
-    """Return "params" and the moments that the optimiser has, "first_moment" and "second_moment", by dotted name."""
+    """Parameters ("params") and moments ("first_moment", "second_moment") as numpy arrays, by dotted name."""
     kinds = {"mu": "first_moment", "trace": "first_moment", "nu": "second_moment"}
     trees = {"params": state.params}
     for name, kind in kinds.items():
-        found = optax.tree_utils.tree_get(state.moments, name)
-        trees |= {} if found is None else {kind: found}
+        moment = optax.tree_utils.tree_get(state.moments, name)
+        trees |= {} if moment is None else {kind: moment}
     return {kind: {name: np.asarray(value) for name, value in tree.items()} for kind, tree in trees.items()}
 
 
+def split(model: Any) -> tuple[Any, dict[str, Array]]:
+    """What a model is beside its parameters, to be handed to `merge`, and its parameters by dotted name."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model)
+    # The last step into a Flax parameter is its `value`.
+    dotted = [".".join(str(getattr(key, "name", getattr(key, "idx", ""))) for key in path) for path, _ in leaves]
+    names = tuple(name.removesuffix(".value") for name in dotted)
+    return _Graph(names, structure), dict(zip(names, (leaf for _, leaf in leaves)))
+
+
 def merge(graph: Any, params: Mapping[str, Array]) -> Any:
-    """Return the model of a graph with these parameters."""
-    paths = {name: tuple(int(part) if part.isdigit() else part for part in name.split(".")) for name in params}
-    return nnx.merge(graph, nnx.from_flat_state([(paths[name], nnx.Param(value)) for name, value in params.items()]))
+    """Model of a graph with these parameters, by dotted name."""
+    return jax.tree.unflatten(graph.structure, [params[name] for name in graph.names])
 
 
 def _narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
-    """Return what a model computes with outside of a training step."""
+    """Parameters cast to the compute type, with float8's scales: what a model computes with outside of a step."""
     cast = {name: jnp.asarray(value, policy.compute) for name, value in params.items()}
     return cast | float8.unscaled(params) if policy.is_float8 else cast
 
@@ -207,21 +260,21 @@ def _narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, 
 def _accumulated(
     grad_fn: Callable[..., Any], trained: tuple[dict, dict], batch: Any, count: int, policy: precision.Policy
 ) -> tuple[Array, tuple[dict[str, Array], dict[str, Array]]]:
-    """Return the loss and its gradients, in the accumulation type, over `count` micro-batches one after another.
+    """Loss and gradients, in the accumulation type, summed over `count` micro-batches one after another.
 
-    Beside the gradients, the largest magnitudes that float8 saw in any of them.
+    Beside the gradients, float8's largest magnitudes over all of them.
     """
     if count == 1:
-        (_, loss), (grads, seen) = grad_fn(trained, batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
-        return loss, (jax.tree.map(lambda grad: grad.astype(policy.accumulation), grads), seen)
+        (_, loss), (grads, amax) = grad_fn(trained, batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
+        return loss, (jax.tree.map(lambda grad: grad.astype(policy.accumulation), grads), amax)
     micros = _micro_batches(batch, count)
     total = jnp.maximum(jnp.sum(batch.mask), 1).astype(policy.output)
     weights = jnp.sum(micros.mask, axis=(1, 2)).astype(policy.output) / total
 
     def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
-        (_, loss), (grads, seen) = grad_fn(trained, *xs)
+        (_, loss), (grads, amax) = grad_fn(trained, *xs)
         summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry[1][0], grads)
-        return (carry[0] + loss, (summed, jax.tree.map(jnp.maximum, carry[1][1], seen))), None
+        return (carry[0] + loss, (summed, jax.tree.map(jnp.maximum, carry[1][1], amax))), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, policy.accumulation), trained[0])
     start = (jnp.zeros((), policy.output), (zeros, jax.tree.map(jnp.zeros_like, trained[1])))
@@ -230,7 +283,7 @@ def _accumulated(
 
 
 def _micro_batches(batch: Any, count: int) -> Any:
-    """Return the batch's arrays [B T] as [count, B / count, T]; strided, so that rows split over devices stay there."""
+    """Batch of arrays [B T] as [count, B / count, T]; strided, so that rows split over devices stay there."""
     rows = batch.tokens.shape[0]
     if rows % count:
         raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
@@ -238,7 +291,7 @@ def _micro_batches(batch: Any, count: int) -> Any:
 
 
 def _rescaled(state: TrainState, is_finite: Array, how: StepConfig, *, is_scaled: bool) -> dict[str, Array]:
-    """Return the next scale and count of good steps, by the rules of torch.amp.GradScaler."""
+    """Next loss scale and number of finite steps since it changed, by the rules of torch.amp.GradScaler."""
     if not is_scaled:
         return {}
     rules, good = how.loss_scaling, state.good_steps + 1

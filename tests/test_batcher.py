@@ -102,7 +102,7 @@ def test_generation_gives_every_request_what_it_gets_alone():
     shape = {"vocab_size": 61, "d_model": 16, "d_ff": 24, "num_layers": 1, "max_seq_len": 32}
     config = TransformerConfig(**shape, num_heads=2, num_kv_heads=1, head_dim=8)
     model = transformer.build(config, initial.initial_params(config, 0, distinct=True))
-    generator = sample.Generator(model, eos_id=None, sampling=sample.Sampling(temperature=0.02))
+    generator = sample.Generator(model, eos_id=None, sampling=sample.SamplingParams(temperature=0.02))
     run = batcher.generation(generator, max_new_tokens=5, seed=3)
     prompts = [[1, 2, 3], [4], [5] * 40, [6, 7]]  # the third is too long
     with batcher.Batcher(run, max_batch_size=4, timeout_ms=60_000) as queue:
@@ -123,7 +123,7 @@ def test_a_decoder_with_memory_answers_a_batch_of_prompts_as_it_answers_each_alo
     params = decoder_config.initial_params(config, 0, distinct=True)
 
     def generation(build, backend):
-        generator = backend.Generator(build(config, params), eos_id=None, sampling=backend.Sampling())
+        generator = backend.Generator(build(config, params), eos_id=None, sampling=backend.SamplingParams())
         return batcher.generation(generator, max_new_tokens=6, seed=0)
 
     # The last two end alike, further back than the window: their answers differ by what the memory learned before.

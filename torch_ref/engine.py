@@ -164,7 +164,7 @@ class Engine:
         for k in range(count):
             micro = train.Batch(*(None if x is None else x[k::count] for x in arrays))
             dropout = None if self.dropout_key is None else (self.dropout_key, step * count + k)
-            with torch.no_grad(), update._autocast(model, self.how):
+            with torch.no_grad(), update._autocast(model, self.policy):
                 loss = train.loss_fn(model, micro, dropout=dropout)
             if not found and not bool(torch.isfinite(loss)):
                 found.append("every module is finite, the loss over model's logits is not")
@@ -192,7 +192,7 @@ class Engine:
         # Four tensors of ids: one tensor given twice would compile to another program.
         batch = train.Batch(ids, ids.clone(), ids.clone(), ones, ids.clone())
         dropout = None if self.dropout_key is None else (self.dropout_key, 0)
-        with update._autocast(model, self.how):
+        with update._autocast(model, self.policy):
             loss = self._loss(model, batch, dropout=dropout)
         loss.backward()
         model.zero_grad(set_to_none=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from jaxbench import philox, rotary
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.memory.decoder_config import DecoderMemory
-from torch_ref import nn
+from torch_ref import functional, nn
 from torch_ref.attention import attention
 
 
@@ -81,7 +81,7 @@ class Attention(torch.nn.Module):
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.fused_projections)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
         if context.angles is not None:
-            query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
+            query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
         key = key.permute(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
         value = value.permute(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
@@ -95,7 +95,7 @@ class Attention(torch.nn.Module):
             key_positions=context.key_positions,
             query_segments=context.query_segments,
             key_segments=context.key_segments,
-            window=self.sliding_window,
+            sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
@@ -164,7 +164,7 @@ class Block(torch.nn.Module):
         if context.dropout is None or self.dropout == 0.0:
             return x
         key, step = context.dropout
-        return nn.dropout(x, self.dropout, key=key, step=step, site=site)
+        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(torch.nn.Module):
@@ -235,7 +235,7 @@ class Transformer(torch.nn.Module):
         angles = None
         hidden = self.embed(tokens)
         if self.position is None:
-            angles = nn.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+            angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(torch.clamp(positions, min=0))
         context = Context(positions, key_positions, segments, segments, angles, slot, dropout)

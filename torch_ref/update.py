@@ -41,23 +41,28 @@ class TrainState:
     params: torch.nn.Module
     moments: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    policy: precision.Policy
     step: int = 0  # steps tried
     skipped: int = 0
     is_halted: bool = False  # a step was not finite, and the run is to stop: nothing changes any more
 
 
-def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) -> TrainState:
-    """Return the state before the first step.
+def init_state(
+    model: Any, params: Mapping[str, np.ndarray], how: StepConfig, *, policy: precision.Policy | None = None
+) -> TrainState:
+    """Training state before the first step.
 
     Args:
       model: built in the policy's parameter type; its parameters' values are replaced.
       params: initial values by name.
       how: the step's configuration.
+      policy: the number types, in place of those that how.precision names.
 
     Raises:
       ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat.
     """
-    if precision.policy(how.precision).is_float8:
+    policy = precision.policy(how.precision) if policy is None else policy
+    if policy.is_float8:
         raise ValueError(f"update: precision={how.precision} is not in torch_ref; use --backend=flax")
     if how.offload.optimizer or how.offload.gradients:
         raise ValueError(f"update: offload {how.offload.model_dump()} is not in torch_ref; use --backend=flax")
@@ -73,9 +78,9 @@ def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) ->
     rules = how.loss_scaling
     scaler = torch.amp.GradScaler(
         device.type, init_scale=rules.initial, growth_factor=rules.growth, backoff_factor=rules.backoff,
-        growth_interval=rules.interval, enabled=precision.policy(how.precision).is_scaled,
+        growth_interval=rules.interval, enabled=policy.is_scaled,
     )  # fmt: skip
-    return TrainState(model, _optimizer(model, how), scaler)
+    return TrainState(model, _optimizer(model, how), scaler, policy)
 
 
 def train_step(
@@ -86,21 +91,33 @@ def train_step(
     *,
     how: StepConfig,
     loss_fn: Callable[..., Tensor] = train.loss_fn,
+    is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
-    """Return the state after one step, and what happened.
+    """One optimiser step: the state after it, and its metrics.
 
     Micro-batch k of n takes rows k, k + n, ... and weighs as many targets as it has, so that the loss and its gradient
     are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
+
+    Args:
+      state: before the step.
+      batch: arrays [B T]; B is a multiple of how.accumulation.
+      learning_rate: of this step.
+      dropout_key: of prng.py; None = no dropout.
+      how: the step's configuration.
+      loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
+      is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
+        computed for clipping only (else it is NaN), so that the step is AdamW and nothing else.
     """
-    policy, scale = precision.policy(how.precision), state.scaler.get_scale()
+    scale = state.scaler.get_scale()
     state.moments.zero_grad(set_to_none=True)
     loss = _accumulate(state, batch, dropout_key, how, loss_fn)
     state.scaler.unscale_(state.moments)
     parameters = [p for p in state.params.parameters() if p.requires_grad]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-    is_finite = torch.isfinite(loss) & torch.isfinite(norm)
-    taken = bool(is_finite) and not state.is_halted
-    if taken:
+    has_norm = is_guarded or how.clip_norm is not None
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if has_norm else torch.tensor(torch.nan)
+    is_finite = torch.isfinite(loss) & torch.isfinite(norm) if is_guarded else torch.isfinite(loss)
+    is_taken = not is_guarded or (bool(is_finite) and not state.is_halted)
+    if is_taken:
         if how.clip_norm is not None:
             factor = torch.clamp(how.clip_norm / (norm + CLIP_EPS), max=1.0)
             for parameter in parameters:
@@ -110,14 +127,14 @@ def train_step(
         state.scaler.step(state.moments)
     state.scaler.update()
     # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
-    is_broken = not torch.isfinite(loss) if policy.is_scaled else not is_finite
-    state.step, state.skipped = state.step + 1, state.skipped + (not taken)
+    is_broken = is_guarded and not (torch.isfinite(loss) if state.policy.is_scaled else is_finite)
+    state.step, state.skipped = state.step + 1, state.skipped + (not is_taken)
     state.is_halted = state.is_halted or (is_broken and how.nonfinite == "stop")
     return state, Metrics(loss, norm, is_finite, torch.tensor(scale), torch.tensor(state.skipped))
 
 
 def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Tensor, Any] | None = None) -> Float[Tensor, ""]:
-    """Return the loss of a model's logits alone, nats per token: without what only trains (banks' compression)."""
+    """Cross-entropy of a model's logits in nats per token, without losses that only train (banks' compression)."""
     return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
 
 
@@ -131,7 +148,7 @@ def eval_step(
     count: int | None = None,
     loss_fn: Callable[..., Tensor] = held_out_loss,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """Return the sum of the losses of a batch's targets in nats, and how many targets there are.
+    """Sum of the losses of a batch's targets in nats, and the number of its targets.
 
     Args:
       params: the model; graph is unused.
@@ -142,27 +159,32 @@ def eval_step(
     """
     total = 0.0
     for micro in _micro_batches(batch, how.accumulation if count is None else count):
-        with _autocast(params, how):
+        with _autocast(params, precision.policy(how.precision)):
             mean = loss_fn(params, micro)
         total = total + mean * micro.mask.sum()
     return total, batch.mask.sum()
 
 
 def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
-    """Return "params" and the moments that the optimiser has, "first_moment" and "second_moment", by dotted name."""
+    """Parameters ("params") and moments ("first_moment", "second_moment") as numpy arrays, by dotted name."""
     named = dict(state.params.named_parameters())
     trees: dict[str, dict[str, Tensor]] = {"params": named}
     kinds = {"first_moment": ("exp_avg", "momentum_buffer"), "second_moment": ("exp_avg_sq",)}
     for (kind, keys), (name, parameter) in itertools.product(kinds.items(), named.items()):
-        held = state.moments.state.get(parameter, {})
+        moments = state.moments.state.get(parameter, {})
         for key in keys:
-            if held.get(key) is not None:
-                trees.setdefault(kind, {})[name] = held[key]
+            if moments.get(key) is not None:
+                trees.setdefault(kind, {})[name] = moments[key]
     return {kind: {name: x.detach().cpu().numpy().copy() for name, x in tree.items()} for kind, tree in trees.items()}
 
 
+def split(model: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The model itself, to be handed to `merge`, and its parameters by dotted name."""
+    return model, dict(model.named_parameters())
+
+
 def merge(graph: Any, params: Mapping[str, Tensor]) -> Any:
-    """Return a model (here `graph` itself) with these parameters."""
+    """Model of a graph (here `graph` itself) with these parameters, by dotted name."""
     for name, parameter in graph.named_parameters():
         parameter.data.copy_(params[name])
     return graph
@@ -171,12 +193,12 @@ def merge(graph: Any, params: Mapping[str, Tensor]) -> Any:
 def _accumulate(
     state: TrainState, batch: Any, dropout_key: Tensor | None, how: StepConfig, loss_fn: Callable[..., Tensor]
 ) -> Float[Tensor, ""]:
-    """Add up the scaled gradients of all micro-batches, and return the loss."""
-    count = how.accumulation
-    total, summed = batch.mask.sum().clamp(min=1), None
+    """Loss of the batch in nats per token; the scaled gradients of all micro-batches are added up in the parameters."""
+    count, summed = how.accumulation, None
+    total = batch.mask.sum().clamp(min=1) if count > 1 else None  # of one micro-batch, the loss is the mean already
     for k, micro in enumerate(_micro_batches(batch, count)):
         dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
-        with _autocast(state.params, how):
+        with _autocast(state.params, state.policy):
             loss = loss_fn(state.params, micro, dropout=dropout)
         if count > 1:
             loss = loss * (micro.mask.sum().to(loss.dtype) / total)
@@ -186,16 +208,15 @@ def _accumulate(
 
 
 def _micro_batches(batch: Any, count: int) -> list[Any]:
-    """Return `count` batches of every count-th row."""
+    """`count` batches of every count-th row each."""
     rows = batch.tokens.shape[0]
     if rows % count:
         raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
     return [type(batch)(*(None if x is None else x[k::count] for x in batch)) for k in range(count)]
 
 
-def _autocast(model: torch.nn.Module, how: StepConfig) -> torch.autocast:
-    """Return the context in which a model computes in its step's type; off where that is its parameters' type."""
-    policy = precision.policy(how.precision)
+def _autocast(model: torch.nn.Module, policy: precision.Policy) -> torch.autocast:
+    """Autocast to the step's compute type; off where that is the parameters' type."""
     device = next(model.parameters()).device.type
     dtype = getattr(torch, policy.compute)
     is_narrow = policy.compute != policy.parameter
@@ -203,6 +224,7 @@ def _autocast(model: torch.nn.Module, how: StepConfig) -> torch.autocast:
 
 
 def _optimizer(model: torch.nn.Module, how: StepConfig) -> torch.optim.Optimizer:
+    """PyTorch's AdamW or SGD over the trained parameters, its state made at once."""
     o, named = how.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trained = [p for _, p in named]
     decayed, rest = ([p for name, p in named if o.decays(name) == decays] for decays in (True, False))

@@ -16,10 +16,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxbench import libtpu, philox, rotary
+from jaxbench import functional, libtpu, philox, rotary
+from jaxbench.attention import attention
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.eqx import nn
-from jaxbench.eqx.attention import attention
 from jaxbench.memory.decoder_config import DecoderMemory
 
 
@@ -90,7 +90,7 @@ class Attention(eqx.Module):
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.fused_projections)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
         if context.angles is not None:
-            query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
+            query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
         key = key.transpose(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
         value = value.transpose(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
@@ -104,7 +104,7 @@ class Attention(eqx.Module):
             key_positions=context.key_positions,
             query_segments=context.query_segments,
             key_segments=context.key_segments,
-            window=self.sliding_window,
+            sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
@@ -177,7 +177,7 @@ class Block(eqx.Module):
         if context.dropout is None or self.dropout == 0.0:
             return x
         key, step = context.dropout
-        return nn.dropout(x, self.dropout, key=key, step=step, site=site)
+        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(eqx.Module):
@@ -195,6 +195,7 @@ class Transformer(eqx.Module):
     dtype: str = eqx.field(static=True)
     scan_layers: bool = eqx.field(static=True)
     max_seq_len: int = eqx.field(static=True)
+    compression_weight: float = eqx.field(static=True)
 
     def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
                  num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
@@ -220,6 +221,7 @@ class Transformer(eqx.Module):
         is_rotary = position == "rotary"
         self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+        self.compression_weight = 0.0  # train.loss_fn asks for it: there are no banks of memory here
 
     def __call__(
         self,
@@ -256,7 +258,7 @@ class Transformer(eqx.Module):
         angles = None
         hidden = self.embed(tokens)
         if self.position is None:
-            angles = nn.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+            angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(jnp.maximum(positions, 0))
         context = Context(positions, key_positions, segments, segments, angles, slot, dropout)

@@ -23,7 +23,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import nn
+from jaxbench import functional, nn
 from jaxbench.memory import layout
 from jaxbench.memory.bank_config import BankConfig
 
@@ -226,7 +226,7 @@ class Bank(nnx.Module):
         return answer, state._replace(pending=pending, count=count), loss[0] / jnp.maximum(loss[1], 1.0)
 
     def _heads(self, x: Array, kernel: Array) -> Array:
-        return nn.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        return functional.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
 
     def _answer(self, x: Array, is_query: Array, state: BankState) -> tuple[Array, BankState]:
         """Return what the bank answers, zeros where no token asks, and the state with the attention noted."""
@@ -303,11 +303,11 @@ class Bank(nnx.Module):
             best = jnp.argsort(-lax.stop_gradient(mass), axis=1, stable=True)[:, :few]
             return layout.gathered(block, jnp.sort(best, axis=1))
         if self.compression == "learned":
-            weights = jax.nn.softmax(nn.matmul(block, self.compress.kernel[...]), axis=1)
+            weights = jax.nn.softmax(functional.matmul(block, self.compress.kernel[...]), axis=1)
             return jnp.einsum("BCK,BCD->BKD", weights, block)
         groups = block.reshape(len(block), few, -1, self.d_model)
         if self.compression == "conv":
-            return nn.matmul(groups.reshape(len(block), few, -1), self.compress.kernel[...])
+            return functional.matmul(groups.reshape(len(block), few, -1), self.compress.kernel[...])
         return jnp.mean(groups, axis=2) if self.compression == "mean" else jnp.max(groups, axis=2)
 
     def _reconstruction(self, block: Array, oldest: Array, mass: Array) -> tuple[Array, Array]:

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import nn, rotary
+from jaxbench import functional, nn, rotary
 from jaxbench.memory import layout
 
 
@@ -176,7 +176,7 @@ class LocalAttention(nnx.Module):
         if self.persistent is None:
             return None
         tokens = self.persistent[...][None]
-        return tuple(self._heads(nn.matmul(tokens, proj.kernel[...]))[0] for proj in (self.k_proj, self.v_proj))
+        return tuple(self._heads(functional.matmul(tokens, proj.kernel[...]))[0] for proj in (self.k_proj, self.v_proj))
 
     def held(self, state: LocalState, key: Array, value: Array, is_here: Bool[Array, "B C"]) -> LocalState:
         """Return the state with new keys and values in the current block's slots."""
@@ -217,7 +217,9 @@ class LocalAttention(nnx.Module):
         # The block before has positions 0 .. C - 1, this one C .. 2 C - 1.
         shift = self.window if is_recalled else 0
         query, keys, others = (
-            nn.rotate(x.astype(self.dtype), *nn.rotary_angles(position, self.frequencies, dtype=self.dtype))
+            functional.rotate(
+                x.astype(self.dtype), *functional.rotary_angles(position, self.frequencies, dtype=self.dtype)
+            )
             for x, position in (
                 (query, place + self.window), (state.keys, slot + self.window), (state.other_keys, slot + shift)
             )

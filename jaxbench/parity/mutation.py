@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from jaxbench import rotary
 from jaxbench.parity import cases, evidence, gates
-from torch_ref import attention, nn, prng, sample, train, transformer
+from jaxbench.step_config import OptimizerConfig
+from torch_ref import attention, functional, nn, prng, sample, train, transformer, update
 
 Change = contextlib.AbstractContextManager[Any]
 
@@ -71,7 +72,7 @@ def _rope_base() -> Change:
 
         return angles
 
-    return _replace(nn, "rotary_angles", make)
+    return _replace(functional, "rotary_angles", make)
 
 
 def _rope_interleaved() -> Change:
@@ -80,14 +81,14 @@ def _rope_interleaved() -> Change:
         cosine, sine = cosine[:, :, None], sine[:, :, None]
         return torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).flatten(-2)
 
-    return _replace(nn, "rotate", lambda original: rotate)
+    return _replace(functional, "rotate", lambda original: rotate)
 
 
 def _rope_not_on_keys() -> Change:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *angles: x if x.shape[2] == cases.LLAMA.num_kv_heads else original(x, *angles)
 
-    return _replace(nn, "rotate", make)
+    return _replace(functional, "rotate", make)
 
 
 def _mask(rule: Callable[..., torch.Tensor]) -> Change:
@@ -104,7 +105,10 @@ def _causal_leak() -> Change:
 
 
 def _window_longer() -> Change:
-    return _mask(lambda original, *p, window, **spans: original(*p, window=window and window + 1, **spans))
+    def rule(original: Callable[..., Any], *positions: Any, sliding_window: int | None, **spans: Any) -> torch.Tensor:
+        return original(*positions, sliding_window=sliding_window and sliding_window + 1, **spans)
+
+    return _mask(rule)
 
 
 def _segments_ignored() -> Change:
@@ -142,9 +146,9 @@ def _softmax_bfloat16() -> Change:
 class _Adam(torch.optim.Optimizer):
     """AdamW by hand, with one thing wrong."""
 
-    def __init__(self, model: Any, optimizer: train.AdamW, *, eps_inside: bool, is_corrected: bool):
+    def __init__(self, model: Any, optimizer: OptimizerConfig, *, eps_inside: bool, is_corrected: bool):
         self._eps_inside, self._is_corrected, self._steps = eps_inside, is_corrected, 0
-        super().__init__(model.parameters(), optimizer._asdict())
+        super().__init__(model.parameters(), optimizer.model_dump() | {"lr": 0.0})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -162,11 +166,11 @@ class _Adam(torch.optim.Optimizer):
         second = second / (1 - group["b2"] ** self._steps) if self._is_corrected else second
         eps = group["eps"]
         root = (second + eps).sqrt() if self._eps_inside else second.sqrt() + eps
-        p.sub_(group["learning_rate"] * (first / root + group["weight_decay"] * p))
+        p.sub_(group["lr"] * (first / root + group["weight_decay"] * p))
 
 
-def _optimizer(build: Callable[[Any, train.AdamW], torch.optim.Optimizer]) -> Change:
-    return mock.patch.object(train, "init_state", lambda model, o: train.TrainState(model, build(model, o), o))
+def _optimizer(build: Callable[[Any, OptimizerConfig], torch.optim.Optimizer]) -> Change:
+    return mock.patch.object(update, "_optimizer", lambda model, how: build(model, how.optimizer))
 
 
 def _adam_eps_inside() -> Change:
@@ -178,25 +182,25 @@ def _adam_uncorrected() -> Change:
 
 
 def _adam_eps() -> Change:
-    return _replace(train, "init_state", lambda original: lambda model, o: original(model, o._replace(eps=1e-6)))
+    return _optimizer(lambda model, o: torch.optim.AdamW(model.parameters(), **_adamw(o) | {"eps": 1e-6}))
+
+
+def _adamw(o: OptimizerConfig) -> dict[str, Any]:
+    return {"lr": 0.0, "betas": (o.b1, o.b2), "eps": o.eps, "weight_decay": o.weight_decay}
 
 
 def _l2_decay() -> Change:
-    def build(model: Any, o: train.AdamW) -> torch.optim.Optimizer:
-        how = {"lr": o.learning_rate, "betas": (o.b1, o.b2), "eps": o.eps}
-        return torch.optim.Adam(model.parameters(), weight_decay=o.weight_decay, **how)
-
-    return _optimizer(build)
+    return _optimizer(lambda model, o: torch.optim.Adam(model.parameters(), **_adamw(o)))
 
 
 def _no_decay_on_norms() -> Change:
-    def build(model: Any, o: train.AdamW) -> torch.optim.Optimizer:
+    def build(model: Any, o: OptimizerConfig) -> torch.optim.Optimizer:
         named = list(model.named_parameters())
         groups = [
             {"params": [p for name, p in named if not name.endswith(".scale")], "weight_decay": o.weight_decay},
             {"params": [p for name, p in named if name.endswith(".scale")], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.b1, o.b2), eps=o.eps)
+        return torch.optim.AdamW(groups, **_adamw(o))
 
     return _optimizer(build)
 
@@ -224,7 +228,7 @@ def _dropout_not_rescaled() -> Change:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, rate, **stream: original(x, rate, **stream) * (1.0 - rate)
 
-    return _replace(nn, "dropout", make)
+    return _replace(functional, "dropout", make)
 
 
 def _dropout_one_mask() -> Change:
@@ -236,7 +240,7 @@ def _dropout_one_mask() -> Change:
 
 def _tied_gradient_lost() -> Change:
     def attend(self: nn.Embed, x: torch.Tensor) -> torch.Tensor:
-        return nn.matmul(x, self.embedding.detach(), transposed=True)
+        return functional.matmul(x, self.embedding.detach(), transposed=True)
 
     return _replace(nn.Embed, "attend", lambda original: attend)
 
@@ -266,7 +270,7 @@ def _rope_scaling_ignored() -> Change:
 
         return angles
 
-    return _replace(nn, "rotary_angles", make)
+    return _replace(functional, "rotary_angles", make)
 
 
 def _temperature_squared() -> Change:

@@ -226,13 +226,14 @@ class _Work:
 
     def _train_float32(self, side: Any, other: Any) -> None:
         steps, sign = evidence.training_steps(self.case, self.config), np.random.default_rng(self.case.seed)
-        curve = side.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses
-        reference = other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses
+        how = {"learning_rate": evidence.LEARNING_RATE, "seed": evidence.SEED}
+        curve = side.train(steps, evidence.STEP, **how).losses
+        reference = other.train(steps, evidence.STEP, **how).losses
         perturbed = []
         for _ in range(NUM_PERTURBED):
             moved = {name: x * (1.0 + 2.0**-23 * sign.choice((-1.0, 1.0), x.shape)) for name, x in self.params.items()}
             other.load_params(moved)
-            perturbed.append(other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses)
+            perturbed.append(other.train(steps, evidence.STEP, **how).losses)
         gate = gates.training_noise(
             curve, reference, perturbed, reference=self.reference.training.losses, dtype="float32"
         )

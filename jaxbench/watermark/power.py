@@ -110,7 +110,7 @@ def generate(
                 vocab_size = model.embed.embedding.shape[0]
                 lists = tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in calibrate.LISTS else None
                 processor = schemes.Watermark(scheme, vocab_size=vocab_size, tables=lists)
-                sampling = sample.Sampling(temperature=settings.temperature)
+                sampling = sample.SamplingParams(temperature=settings.temperature)
                 generator = sample.Generator(model, eos_id=None, sampling=sampling, processors=[processor])
             begun = time.monotonic()
             keys = [text_key(root, name, i) for i in rows]

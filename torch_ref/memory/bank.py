@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jaxbench.memory.bank_config import BankConfig
-from torch_ref import nn
+from torch_ref import functional, nn
 from torch_ref.memory import layout
 
 
@@ -221,7 +221,7 @@ class Bank(torch.nn.Module):
         return answer, state._replace(pending=pending, count=count), loss[0] / loss[1].clamp(min=1.0)
 
     def _heads(self, x: Tensor, kernel: Tensor) -> Tensor:
-        return nn.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        return functional.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
 
     def _answer(self, x: Tensor, is_query: Tensor, state: BankState) -> tuple[Tensor, BankState]:
         """Return what the bank answers, zeros where no token asks, and the state with the attention noted."""
@@ -299,11 +299,11 @@ class Bank(torch.nn.Module):
             best = torch.argsort(-mass.detach(), dim=1, stable=True)[:, :few]
             return layout.gathered(block, best.sort(dim=1).values)
         if self.compression == "learned":
-            weights = torch.softmax(nn.matmul(block, self.compress.kernel), dim=1)
+            weights = torch.softmax(functional.matmul(block, self.compress.kernel), dim=1)
             return torch.einsum("BCK,BCD->BKD", weights, block)
         groups = block.reshape(len(block), few, -1, self.d_model)
         if self.compression == "conv":
-            return nn.matmul(groups.reshape(len(block), few, -1), self.compress.kernel)
+            return functional.matmul(groups.reshape(len(block), few, -1), self.compress.kernel)
         return groups.mean(dim=2) if self.compression == "mean" else groups.amax(dim=2)
 
     def _reconstruction(self, block: Tensor, oldest: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jaxbench import rotary
-from torch_ref import nn
+from torch_ref import functional, nn
 from torch_ref.memory import layout
 
 
@@ -181,7 +181,7 @@ class LocalAttention(torch.nn.Module):
         if self.persistent is None:
             return None
         tokens = self.persistent[None]
-        return tuple(self._heads(nn.matmul(tokens, proj.kernel))[0] for proj in (self.k_proj, self.v_proj))
+        return tuple(self._heads(functional.matmul(tokens, proj.kernel))[0] for proj in (self.k_proj, self.v_proj))
 
     def held(self, state: LocalState, key: Tensor, value: Tensor, is_here: Bool[Tensor, "B C"]) -> LocalState:
         """Return the state with new keys and values in the current block's slots."""
@@ -222,7 +222,7 @@ class LocalAttention(torch.nn.Module):
         # The block before has positions 0 .. C - 1, this one C .. 2 C - 1.
         shift = self.window if is_recalled else 0
         query, keys, others = (
-            nn.rotate(x, *nn.rotary_angles(position, self.frequencies, dtype=self.dtype))
+            functional.rotate(x, *functional.rotary_angles(position, self.frequencies, dtype=self.dtype))
             for x, position in (
                 (query, place + self.window), (state.keys, slot + self.window), (state.other_keys, slot + shift)
             )
