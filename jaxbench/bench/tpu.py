@@ -14,6 +14,7 @@ the chips that share them.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -99,33 +100,36 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
         raise ValueError(f"{reason} (asked for {topology.name})")
     from jax.experimental import topologies as jax_topologies
 
-    from jaxbench import sharding
     from jaxbench.bench import tpu_programs as programs
 
     check([topology.name], settings)
     description = jax_topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options)
     rows = topology.num_chips // settings.model_axis
-    mesh = sharding.make_mesh({sharding.DATA: rows, sharding.MODEL: settings.model_axis}, description.devices)
-    serve, fit = ("tensor", "fsdp_tensor") if settings.model_axis > 1 else ("replicated", "fsdp")
     model = programs.abstract_model(config, dtype=settings.dtype, scan_layers=settings.scan_layers)
     shallow = config.model_copy(
         update={"num_layers": min(settings.train_layers or config.num_layers, config.num_layers)}
     )
 
+    plan = functools.partial(programs.make_plan, devices=description.devices, model_axis=settings.model_axis)
+
+    def prefill() -> programs.Program:
+        size = {"batch": _round_up(settings.prefill_batch, rows), "tokens": settings.prefill_tokens}
+        return programs.prefill(model, plan(config, **size), **size)
+
+    def decode() -> programs.Program:
+        batch, length = _round_up(settings.decode_batch, rows), settings.decode_length
+        return programs.decode(model, plan(config, batch=batch, tokens=1), batch=batch, length=length)
+
     def train() -> programs.Program:
         small = programs.abstract_model(shallow, dtype=settings.dtype, scan_layers=settings.scan_layers)
-        batch, tokens = _round_up(settings.train_batch, rows), settings.train_tokens
-        return programs.train(small, shallow, mesh, layout=fit, batch=batch, tokens=tokens)
+        size = {"batch": _round_up(settings.train_batch, rows), "tokens": settings.train_tokens}
+        return programs.train(small, plan(shallow, is_split=True, **size), **size)
 
     makers: list[tuple[TransformerConfig, Callable[[], programs.Program]]] = [
-        (config, lambda: programs.prefill(
-            model, config, mesh, layout=serve, batch=_round_up(settings.prefill_batch, rows),
-            tokens=settings.prefill_tokens)),
-        (config, lambda: programs.decode(
-            model, config, mesh, layout=serve, batch=_round_up(settings.decode_batch, rows),
-            length=settings.decode_length)),
+        (config, prefill),
+        (config, decode),
         (shallow, train),
-    ]  # fmt: skip
+    ]
     for used, make in makers:
         program = make()
         yield _compile_program(program, used, topology, settings)

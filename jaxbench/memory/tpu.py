@@ -42,17 +42,16 @@ def compile_programs(
         raise ValueError(f"{reason} (asked for {topology.name})")
     from jax.experimental import topologies
 
-    from jaxbench import sharding
     from jaxbench.bench import tpu_programs as programs
 
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **topology.chip.options)
-    mesh = sharding.make_mesh({sharding.DATA: topology.num_chips, sharding.MODEL: 1}, description.devices)
     abstract = programs.abstract_model(model, dtype="bfloat16", scan_layers=False)
-    serve, fit = {"layout": "replicated", "batch": batch}, {"layout": "fsdp", "batch": batch}
+    size = {"batch": batch, "tokens": tokens}
+    serve, fit = (programs.make_plan(model, description.devices, **size, is_split=split) for split in (False, True))
     for make in (
-        lambda: programs.prefill(abstract, model, mesh, **serve, tokens=tokens),
-        lambda: programs.decode(abstract, model, mesh, **serve, length=tokens),
-        lambda: programs.train(abstract, model, mesh, **fit, tokens=tokens),
+        lambda: programs.prefill(abstract, serve, **size),
+        lambda: programs.decode(abstract, serve, batch=batch, length=tokens),
+        lambda: programs.train(abstract, fit, **size),
     ):
         program, start = make(), time.perf_counter()
         compiled = program.jitted.lower(*program.arguments).compile()
