@@ -91,7 +91,7 @@ def compiled(
     """
     fields = {name: getattr(config, name) for name in type(config).model_fields}
     kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    kind |= {"fused_projections": int(fused_projections), "dtype": precision.policy(how.precision).compute}
+    kind |= {"projection_groups": int(fused_projections), "dtype": precision.policy(how.precision).compute}
     place = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
     shapes = decoder_config.parameter_shapes(config)
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}

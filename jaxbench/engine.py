@@ -53,7 +53,7 @@ class Engine:
         offload.check(how, jax.local_devices()[0])
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
         groups = _groups(parallel) if fused_projections else 0
-        model = transformer.build(config, params, dtype=self.policy.compute, fused_projections=groups, **kind)
+        model = transformer.build(config, params, dtype=self.policy.compute, projection_groups=groups, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
         self.plan, self.batch_size, self.rows, self.num_devices = None, batch_size, (0, batch_size), 1

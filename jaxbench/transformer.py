@@ -67,7 +67,7 @@ class Attention(nnx.Module):
     """Causal self-attention with grouped heads and rotary positions."""
 
     def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, use_bias: bool, dtype: str,
-                 sliding_window: int | None, implementation: str, block_size: int, fused_projections: int):  # fmt: skip
+                 sliding_window: int | None, implementation: str, block_size: int, projection_groups: int):  # fmt: skip
         query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
         self.k_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
@@ -75,14 +75,14 @@ class Attention(nnx.Module):
         self.o_proj = nn.Linear(query_width, d_model, use_bias=use_bias, dtype=dtype)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
-        self.fused_projections = fused_projections
+        self.projection_groups = projection_groups
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "E H S"], Float[Array, "E S H"]]]:
         """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
         batch, length, _ = x.shape
-        projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.fused_projections)
+        projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
         if context.angles is not None:
             query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
@@ -111,19 +111,19 @@ class MLP(nnx.Module):
     """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form (GPT-2)."""
 
     def __init__(self, d_model: int, d_ff: int, *, activation: str, use_bias: bool, dtype: str,
-                 fused_projections: int):  # fmt: skip
+                 projection_groups: int):  # fmt: skip
         is_gated = activation == "swiglu"
         self.gate_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype) if is_gated else None
         self.up_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype)
         self.down_proj = nn.Linear(d_ff, d_model, use_bias=use_bias, dtype=dtype)
-        self.fused_projections = fused_projections
+        self.projection_groups = projection_groups
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return the transformed rows."""
         wide = jnp.promote_types(x.dtype, jnp.float32)  # as PyTorch: one rounding for the whole activation
         if self.gate_proj is None:
             return self.down_proj(jax.nn.gelu(self.up_proj(x).astype(wide), approximate=True).astype(x.dtype))
-        gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.fused_projections)
+        gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
         return self.down_proj(jax.nn.silu(gate.astype(wide)).astype(x.dtype) * up)
 
 
@@ -132,16 +132,16 @@ class Block(nnx.Module):
 
     def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, use_bias: bool,
                  dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
-                 sliding_window: int | None, implementation: str, block_size: int, fused_projections: int):  # fmt: skip
+                 sliding_window: int | None, implementation: str, block_size: int, projection_groups: int):  # fmt: skip
         self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.attention = Attention(
             d_model, num_heads, num_kv_heads, head_dim=head_dim, use_bias=use_bias, dtype=dtype,
             sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            fused_projections=fused_projections,
+            projection_groups=projection_groups,
         )  # fmt: skip
         self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.mlp = MLP(d_model, d_ff, activation=activation, use_bias=use_bias, dtype=dtype,
-                       fused_projections=fused_projections)  # fmt: skip
+                       projection_groups=projection_groups)  # fmt: skip
         self.dropout = dropout
 
     def __call__(
@@ -183,14 +183,14 @@ class Transformer(nnx.Module):
                  position: str, rope_theta: float, rope_scaling: RotaryScaling | None, use_bias: bool,
                  tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
                  implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
-                 fused_projections: int = 0, memory: DecoderMemory | None = None):  # fmt: skip
+                 projection_groups: int = 0, memory: DecoderMemory | None = None):  # fmt: skip
         self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
         parts = dict(
             d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, use_bias=use_bias,
             dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            fused_projections=fused_projections,
+            projection_groups=projection_groups,
         )  # fmt: skip
         self.layers = nnx.List(_layers(d_model, num_layers, memory, parts | {"rope_theta": rope_theta}))
         self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
@@ -319,11 +319,11 @@ def build(
     implementation: str = "dense",
     block_size: int = 128,
     scan_layers: bool = False,
-    fused_projections: int = 0,
+    projection_groups: int = 0,
 ) -> Transformer:
     """Return the model of a configuration holding `params`, cast to dtype.
 
-    fused_projections: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
+    projection_groups: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
     their kernels side by side in n interleaved parts (nn.project). Parameters and their names are the same.
 
     Raises:
@@ -332,5 +332,5 @@ def build(
     libtpu.leave_out_if_absent()
     fields = {name: getattr(config, name) for name in type(config).model_fields}
     how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    how |= {"fused_projections": fused_projections}
+    how |= {"projection_groups": projection_groups}
     return nn.load_params(nnx.eval_shape(lambda: Transformer(**fields, **how)), params)

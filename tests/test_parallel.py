@@ -62,7 +62,7 @@ def test_fused_projections_split_over_model_without_sending_more(x64):
     batch, params = parallel_proof.batch_of(0, config), initial.initial_params(config, 0, distinct=True)
     found, sent = [], []
     for groups in (0, parallel.projection_groups(how, 4)):
-        model = transformer.build(config, params, dtype="float64", fused_projections=groups)
+        model = transformer.build(config, params, dtype="float64", projection_groups=groups)
         state = update.init_state(model, params, parallel_proof.STEP, policy=precision.uniform("float64"))
         state = parallel.place_state(plan, state)
         jitted = parallel.make_step(plan, state, step=parallel_proof.train_step)

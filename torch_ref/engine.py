@@ -56,7 +56,7 @@ class Engine:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
         self.how, self.policy, self.device = how, precision.policy(how.precision), device
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-        kind |= {"fused_projections": int(fused_projections)}
+        kind |= {"projection_groups": int(fused_projections)}
         model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None

@@ -114,7 +114,7 @@ def _abstract_state(settings: TrainConfig, model: TransformerConfig, shapes: Map
     # "fused" asks for the kernel of the platform that JAX runs on, which is not the one compiled for.
     implementation = "splash" if settings.implementation == "fused" else settings.implementation
     kind = {"implementation": implementation, "block_size": settings.block_size, "scan_layers": settings.scan_layers}
-    fields = {name: getattr(model, name) for name in type(model).model_fields} | kind | {"fused_projections": groups}
+    fields = {name: getattr(model, name) for name in type(model).model_fields} | kind | {"projection_groups": groups}
     on_device = how.model_copy(update={"offload": type(how.offload)()})
     state = jax.eval_shape(
         lambda params: update.init_state(Transformer(**fields, dtype=dtype), params, on_device), shapes
