@@ -86,7 +86,7 @@ def generate() -> int:
     outputs.check_file(VALUES.output, [VALUES.config], overwrite=True)
     twins = {
         "flax": (),
-        "equinox": ("jaxbench.eqx.transformer", "jaxbench.eqx.sample"),
+        "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample"),
         "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.watermark.schemes"),
     }
     backend = part.Backend(*map(importlib.import_module, twins[VALUES.backend]))

@@ -1,9 +1,9 @@
 """Attention with grouped heads, in one place for every kernel.
 
-Twins: torch_ref/attention.py, jaxbench/eqx/attention.py.
+Twin: torch_ref/attention.py.
 
 Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
-position q when 0 <= p <= q, q - p < window, and both lie in one segment. Position -1 is padding. Keys are
+position q when 0 <= p <= q, q - p < sliding_window, and both lie in one segment. Position -1 is padding. Keys are
 "B K H S" and values "B K S H": XLA:CPU then multiplies both without transposing the cache.
 """
 
@@ -28,13 +28,13 @@ def attention_mask(
     *,
     query_segments: Int[Array, "B T"] | None,
     key_segments: Int[Array, "B S"] | None,
-    window: int | None,
+    sliding_window: int | None,
 ) -> Bool[Array, "B T S"]:
     """Return True where a query may attend to a key."""
     query, key = query_positions[:, :, None], key_positions[:, None, :]
     mask = (key >= 0) & (key <= query)
-    if window is not None:
-        mask &= query - key < window
+    if sliding_window is not None:
+        mask &= query - key < sliding_window
     if query_segments is not None and key_segments is not None:
         mask &= query_segments[:, :, None] == key_segments[:, None, :]
     return mask
@@ -49,7 +49,7 @@ def attention(
     key_positions: Int[Array, "B S"],
     query_segments: Int[Array, "B T"] | None = None,
     key_segments: Int[Array, "B S"] | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
@@ -73,7 +73,7 @@ def attention(
         raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
+    spans = {"query_segments": query_segments, "key_segments": key_segments, "sliding_window": sliding_window}
     if is_ordered and (on_mesh := sharding.around_attention()) is not None:
         how = {"implementation": implementation, "block_size": block_size}
         return on_mesh(query, key, value, query_positions=query_positions, key_positions=key_positions, **spans, **how)
@@ -105,7 +105,7 @@ def _narrow_forward(equation: str, left: Array, right: Array) -> tuple[Array, tu
 
 
 def _narrow_backward(equation: str, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    # As in nn.matmul: the default rule multiplies operands of two types, which XLA:CPU does slowly or not at all.
+    # As in functional.matmul: the default rule multiplies operands of two types, slowly or not at all on XLA:CPU.
     left, right = residuals
     inputs, out = equation.split("->")
     left_axes, right_axes = inputs.split(",")
@@ -178,7 +178,9 @@ def _ordered(
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=3)
 
 
-def _blocked(query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, window):
+def _blocked(
+    query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, sliding_window
+):
     """Online softmax over blocks of keys, for one block of queries after another.
 
     Each block of queries is rematerialised in the backward pass, so that memory stays linear in S there too.
@@ -203,7 +205,7 @@ def _blocked(query, key, value, query_positions, key_positions, *, block_size, q
             key, value, key_positions, *key_segments = block
             spans = {"query_segments": segments[0], "key_segments": key_segments[0]} if has_segments else {
                 "query_segments": None, "key_segments": None}  # fmt: skip
-            mask = attention_mask(positions, key_positions, window=window, **spans)
+            mask = attention_mask(positions, key_positions, sliding_window=sliding_window, **spans)
             return _absorb(carry, _scores(query, key, mask), value), None
 
         (_, total, summed), _ = lax.scan(absorb, (*start, jnp.zeros(query.shape, wide)), tuple(blocks))

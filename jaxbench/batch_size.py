@@ -96,7 +96,7 @@ def compiled(
     adds to the decoder of `config`.
     """
     kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    kind |= {"fused_projections": int(fused_projections), "dtype": precision.policy(step_config.precision).compute}
+    kind |= {"projection_groups": int(fused_projections), "dtype": precision.policy(step_config.precision).compute}
     place = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
     shapes = initial.parameter_shapes(config)
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}

@@ -55,7 +55,7 @@ class Engine:
         offload.check(how.on_host(), jax.local_devices()[0])
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
         groups = _groups(parallel) if fused_projections else 0
-        kind |= {"fused_projections": groups, "make_layer": extension.make_layer}
+        kind |= {"projection_groups": groups, "make_layer": extension.make_layer}
         model = transformer.build(config, params, dtype=self.policy.compute, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None

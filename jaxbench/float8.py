@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float
 
@@ -43,10 +42,12 @@ def apply(model: Any) -> Any:
     Raises:
       ValueError: fused projections, whose layers would need one scale together.
     """
+    from flax import nnx  # here, because Equinox's step imports this file and has no use for it
+
     for path, module in nnx.iter_modules(model):
-        if getattr(module, "fused_projections", 0):
+        if getattr(module, "projection_groups", 0):
             raise ValueError(
-                f"float8: fused_projections={module.fused_projections} is not supported: every kernel has its own "
+                f"float8: fused_projections={module.projection_groups} is not supported: every kernel has its own "
                 "scale; use fused_projections=false"
             )
         if is_inside((*path, SCALES)) and hasattr(module, "scales"):

@@ -25,7 +25,7 @@ def attention(
     *,
     query_segments: Int[Array, "B T"] | None,
     key_segments: Int[Array, "B S"] | None,
-    window: int | None,
+    sliding_window: int | None,
     kernel: str,
     mask_of: Callable[..., Bool[Array, "B T S"]],
     interpret: bool = False,
@@ -41,7 +41,7 @@ def attention(
     platform = jax.default_backend()
     if kernel == "fused":
         kernel = {"gpu": "cudnn", "tpu": "splash"}.get(platform, "none")
-    spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
+    spans = {"query_segments": query_segments, "key_segments": key_segments, "sliding_window": sliding_window}
     if kernel == "cudnn" and platform == "gpu":
         return _cudnn(query, key, value, mask_of(query_positions, key_positions, **spans))
     if kernel == "splash":
@@ -56,7 +56,7 @@ def _cudnn(query: Array, key: Array, value: Array, mask: Bool[Array, "B T S"]) -
     return jnp.where(jnp.any(mask, axis=-1)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
 
-def _splash(query, key, value, positions, *, query_segments, key_segments, window, interpret) -> Array:
+def _splash(query, key, value, positions, *, query_segments, key_segments, sliding_window, interpret) -> Array:
     """Run splash attention on a whole sequence, where order in the row is order in position."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -64,7 +64,8 @@ def _splash(query, key, value, positions, *, query_segments, key_segments, windo
     if key.shape[3] != length:
         raise ValueError(f"attention: splash attention needs T = S, got T={length} and S={key.shape[3]}: use dense")
     padded = -(-length // LANES) * LANES
-    full = splash.LocalMask((padded, padded), (window - 1, 0), 0) if window else splash.CausalMask((padded, padded))
+    size = (padded, padded)
+    full = splash.LocalMask(size, (sliding_window - 1, 0), 0) if sliding_window else splash.CausalMask(size)
     kernel = splash.make_splash_mqa_single_device(
         splash.MultiHeadMask([full] * (num_heads // key.shape[1])), interpret=interpret
     )

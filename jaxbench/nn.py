@@ -1,114 +1,20 @@
-"""Layers of the decoder in Flax NNX. Twins: torch_ref/nn.py, jaxbench/eqx/nn.py.
+"""Layers of the decoder in Flax NNX: parameters, and calls of functional.py.
 
-Parameters have the dtype of the layer, and the layer computes in it; statistics of norms and rotary angles use float32
-where the dtype is narrower. Kernels are (in, out). Axis letters: WORKSPACE.md; I and O are a projection's in and out.
+Twins: torch_ref/nn.py, jaxbench/eqx/nn.py. Parameters have the dtype of the layer, and the layer computes in it.
+Kernels are (in, out). Axis letters: WORKSPACE.md; I and O are a projection's in and out.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array, lax
-from jaxtyping import Float, Int, UInt32
+from jax import Array
+from jaxtyping import Float, Int
 
-from jaxbench import float8, initial, prng
-
-MIN_ROWS = 4  # XLA:CPU materialises a wider copy of a narrow kernel for one-row products (docs/xla_cpu.md, rule 1)
-
-
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The type itself, or float32 where that is wider."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def _contract(x: Float[Array, "*rows I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "*rows O"]:
-    """Product over the last axis of x and one axis of kernel, accumulated in at least float32, in x's dtype."""
-    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
-    return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _narrow_matmul(x: Float[Array, "R I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "R O"]:
-    return _contract(x, kernel, axis)
-
-
-def _narrow_forward(x: Array, kernel: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
-    return _contract(x, kernel, axis), (x, kernel)
-
-
-def _narrow_backward(axis: int, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    # The default rule would multiply the wide cotangent with the narrow kernel, and XLA:CPU copies the kernel for that.
-    x, kernel = residuals
-    kernel_grad = _contract(x.T, grad, 0) if axis == 0 else _contract(grad.T, x, 0)
-    return _contract(grad, kernel, 1 - axis), kernel_grad
-
-
-_narrow_matmul.defvjp(_narrow_forward, _narrow_backward)
-
-
-def matmul(
-    x: Float[Array, "*rows I"], kernel: Float[Array, "..."], *, transposed: bool = False
-) -> Float[Array, "*rows O"]:
-    """Multiply rows by a kernel (in, out), or (out, in) where transposed: the one matrix product of the models.
-
-    Operands have equal types, products accumulate in at least float32, and products narrower than float32 get at least
-    four rows: XLA:CPU's fast paths need all three. Native kernels plug in here.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    if jnp.finfo(x.dtype).bits >= 32:
-        product = _contract(rows, kernel, int(transposed))
-    else:
-        padding = max(0, MIN_ROWS - rows.shape[0])
-        padded = jnp.pad(rows, ((0, padding), (0, 0))) if padding else rows
-        product = _narrow_matmul(padded, kernel, int(transposed))[: rows.shape[0]]
-    return product.reshape(*x.shape[:-1], product.shape[-1])
-
-
-def rotary_angles(
-    positions: Int[Array, "B T"], frequencies: tuple[float, ...], *, dtype: str
-) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
-    """Cosine and sine of position times frequency, in at least float32; h is half of the head width H."""
-    wide = _wide(jnp.dtype(dtype))
-
-    def table(positions: Array) -> tuple[Array, Array]:
-        angles = positions.astype(wide)[:, :, None] * jnp.asarray(frequencies, wide)[None, None, :]
-        return jnp.cos(angles), jnp.sin(angles)
-
-    def table_once(positions: Array) -> tuple[Array, Array]:
-        # XLA:CPU fuses cosine and sine into every layer and head that uses them; the result of a branch is computed
-        # once (docs/xla_cpu.md, rule 11). The condition always holds.
-        zeros = jnp.zeros((*positions.shape, len(frequencies)), wide)
-        return lax.cond(positions[0, 0] >= -1, table, lambda _: (zeros, zeros), positions)
-
-    return lax.platform_dependent(positions, cpu=table_once, default=table)
-
-
-def rotate(
-    x: Float[Array, "B T N H"], cosine: Float[Array, "B T h"], sine: Float[Array, "B T h"]
-) -> Float[Array, "B T N H"]:
-    """Rotate pairs (i, i + H/2) of each head by the angles of their position (Su et al. 2021, arXiv:2104.09864)."""
-    first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
-    cosine, sine = cosine[:, :, None, :], sine[:, :, None, :]
-    rotated = (first * cosine - second * sine, second * cosine + first * sine)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-def dropout(
-    x: Float[Array, "B T D"], rate: float, *, key: Array, step: Int[Array, ""] | int, site: UInt32[Array, ""] | int
-) -> Float[Array, "B T D"]:
-    """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
-
-    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row.
-    """
-    count = x.shape[1] * x.shape[2]
-    words = prng.words(key, step=step, site=site, rows=jnp.arange(x.shape[0]), num_elements=count)
-    keep = prng.keep_mask(words, rate).reshape(x.shape)
-    return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
+from jaxbench import float8, functional, initial
 
 
 class Linear(nnx.Module):
@@ -121,37 +27,21 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         """Affine map x @ kernel (+ bias)."""
-        kernel = self.kernel[...]
-        product = matmul(x, kernel) if self.scales is None else float8.matmul(x, kernel, self.scales[...])
-        return product if self.bias is None else product + self.bias[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        bias = None if self.bias is None else self.bias[...]
+        if self.scales is None:
+            return functional.linear(x, self.kernel[...], bias)
+        return functional.add_bias(float8.matmul(x, self.kernel[...], self.scales[...]), bias)
 
 
 def project(
     x: Float[Array, "*rows I"], layers: Sequence[Linear], *, groups: int
 ) -> tuple[Float[Array, "*rows O"], ...]:
-    """Outputs of several linear layers on one input: fused projections, one product for all where groups > 0.
-
-    The kernels lie side by side, interleaved: part g of the wide one holds part g of every layer's. Split over `groups`
-    devices, each still has whole columns of all layers, so nothing moves. The wide kernel is made where it is used;
-    parameters stay as they are.
-
-    Raises:
-      ValueError: a layer's width is not a multiple of groups.
-    """
+    """Outputs of several linear layers on one input; with groups > 0 from one product (functional.fused_linear)."""
     if not groups:
         return tuple(layer(x) for layer in layers)
-    widths = [layer.kernel.shape[1] // groups for layer in layers]
-    if any(layer.kernel.shape[1] % groups for layer in layers):
-        raise ValueError(
-            f"project: widths {[layer.kernel.shape[1] for layer in layers]} are not multiples of groups={groups}"
-        )
-    parts = [layer.kernel[...].reshape(x.shape[-1], groups, width) for layer, width in zip(layers, widths)]
-    product = matmul(x, jnp.concatenate(parts, axis=2).reshape(x.shape[-1], -1)).reshape(*x.shape[:-1], groups, -1)
-    outputs = [part.reshape(*x.shape[:-1], -1) for part in jnp.split(product, np.cumsum(widths)[:-1], axis=-1)]
-    return tuple(
-        y if layer.bias is None else y + layer.bias[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        for layer, y in zip(layers, outputs)
-    )
+    kernels = [layer.kernel[...] for layer in layers]
+    biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
+    return functional.fused_linear(x, kernels, biases, groups=groups)
 
 
 class Embed(nnx.Module):
@@ -162,15 +52,11 @@ class Embed(nnx.Module):
 
     def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Embedding of each index."""
-        table = self.embedding[...]
-        if jnp.finfo(table.dtype).bits < 32:
-            # Keeps XLA:CPU from widening the whole table ahead of a loop that takes rows (docs/xla_cpu.md, rule 10).
-            table, index = lax.optimization_barrier((table, index))
-        return table[index]
+        return functional.take_rows(self.embedding[...], index)
 
     def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits of a tied head: dot product of x with every embedding."""
-        return matmul(x, self.embedding[...], transposed=True)
+        return functional.matmul(x, self.embedding[...], transposed=True)
 
 
 class RMSNorm(nnx.Module):
@@ -182,10 +68,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Return x / rms(x) * scale."""
-        wide = x.astype(_wide(x.dtype))
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return (wide * lax.rsqrt(mean_square + self.eps)).astype(x.dtype) * scale
+        return functional.rms_norm(x, self.scale[...], eps=self.eps)
 
 
 class LayerNorm(nnx.Module):
@@ -198,11 +81,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Layer norm (x - mean) / standard deviation * scale + bias, over the last axis."""
-        wide = x.astype(_wide(x.dtype))
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        normal = (centred * lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return normal * self.scale[...][None, None, :] + self.bias[...][None, None, :]
+        return functional.layer_norm(x, self.scale[...], self.bias[...], eps=self.eps)
 
 
 def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | LayerNorm:
@@ -226,4 +105,5 @@ def load_params(model: nnx.Module, params: Mapping[str, np.ndarray]) -> nnx.Modu
 def get_params(model: nnx.Module) -> dict[str, np.ndarray]:
     """Parameters by dotted name; types narrower than float32 are widened to it, which is exact."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {".".join(map(str, path)): np.asarray(leaf[...], dtype=_wide(leaf.dtype)) for path, leaf in flat}
+    values = {".".join(map(str, path)): leaf[...] for path, leaf in flat}
+    return {name: np.asarray(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in values.items()}

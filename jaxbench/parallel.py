@@ -1,6 +1,6 @@
 """One training step over a mesh: which device holds what, and the compiled step.
 
-The mathematics is train.train_step's. A Plan says where parameters, gradients, optimiser state, batch and activations
+The mathematics is update.train_step's. A Plan says where parameters, gradients, optimiser state, batch and activations
 live; `make_step` compiles the step with these placements in and out and the state donated. The pipeline (stage > 1, or
 micro-batches) brings its own loss, jaxbench/pipeline.py, whose gradient is the schedule's.
 """
@@ -32,6 +32,7 @@ from jaxbench import (
     ring_attention,
     sharding,
     train,
+    update,
 )
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
@@ -142,7 +143,7 @@ def _parts(model: TransformerConfig) -> dict[str, Any]:
 # Placing a state
 
 
-def state_shardings(plan: Plan, state: train.TrainState) -> Any:
+def state_shardings(plan: Plan, state: update.TrainState) -> Any:
     """NamedSharding of every array of a training state, as the same tree.
 
     What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
@@ -166,7 +167,7 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def place_state(plan: Plan, state: train.TrainState) -> train.TrainState:
+def place_state(plan: Plan, state: update.TrainState) -> update.TrainState:
     """Copy of the state with every array where the plan wants it."""
     return jax.tree.map(distributed.place, state, state_shardings(plan, state))
 
@@ -183,7 +184,7 @@ def make_step(
     plan: Plan,
     state: Any,
     *,
-    step: Callable[..., tuple[Any, Any]] = train.train_step,
+    step: Callable[..., tuple[Any, Any]],
     loss_fn: Callable[..., Array] = train.loss_fn,
     loss_of: Callable[[Array, Any], Array] | None = None,
 ) -> Any:
@@ -322,7 +323,7 @@ def attend(
     key_positions: Int[Array, "B S"],
     query_segments: Int[Array, "B T"] | None,
     key_segments: Int[Array, "B S"] | None,
-    window: int | None,
+    sliding_window: int | None,
     implementation: str,
     block_size: int,
 ) -> Float[Array, "B T N H"]:
@@ -343,10 +344,10 @@ def attend(
         with sharding.activations({}):
             if is_ring:
                 return ring_attention.ring_attention(
-                    query, key, value, **spans, window=window, axis=SEQUENCE, block_size=block_size
+                    query, key, value, **spans, sliding_window=sliding_window, axis=SEQUENCE, block_size=block_size
                 )
             return attention.attention(
-                query, key, value, **spans, window=window, is_ordered=plan.mesh.shape[SEQUENCE] == 1,
+                query, key, value, **spans, sliding_window=sliding_window, is_ordered=plan.mesh.shape[SEQUENCE] == 1,
                 implementation=implementation, block_size=block_size,
             )  # fmt: skip
 

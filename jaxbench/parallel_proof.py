@@ -15,14 +15,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxbench import initial, parallel, philox, train, transformer
+from jaxbench import initial, parallel, philox, precision, train, transformer, update
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parity import distance
+from jaxbench.step_config import OptimizerConfig, StepConfig
 
 BATCH, TOKENS, STEPS, MAX_DEVICES = 32, 8, 3, 8
-OPTIMIZER = train.AdamW(learning_rate=0.01, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+ADAMW = OptimizerConfig(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, decay="all")
+STEP = StepConfig(clip_norm=None, optimizer=ADAMW)
+train_step = functools.partial(update.train_step, learning_rate=0.01, how=STEP, is_guarded=False)
 FAST_COMPILE = {"xla_backend_optimization_level": 0}  # half the compile time; the partitioning is the same
 LLAMA = TransformerConfig(
     vocab_size=64, d_model=16, d_ff=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, max_seq_len=16
@@ -142,10 +145,11 @@ def batch_of(step: int, config: TransformerConfig) -> train.Batch:
     return train.Batch(ids[:, :-1], ids[:, 1:], positions, words[:, TOKENS + 1 :] % 5 > 0, segments)
 
 
-def initial_state(config: TransformerConfig, dtype: str, extension: Extension = Extension()) -> train.TrainState:
-    """Return the state before the first step; every parameter is random."""
+def initial_state(config: TransformerConfig, dtype: str, extension: Extension = Extension()) -> update.TrainState:
+    """State before the first step; every parameter is random."""
     params = initial.initial_params(config, 0, distinct=True)
-    return train.init_state(transformer.build(config, params, dtype=dtype, make_layer=extension.make_layer), OPTIMIZER)
+    model = transformer.build(config, params, dtype=dtype, make_layer=extension.make_layer)
+    return update.init_state(model, params, STEP, policy=precision.uniform(dtype))
 
 
 Outcome = dict[str, dict[str, np.ndarray]]  # loss, gradients, params, first_moment, second_moment: by name
@@ -154,10 +158,12 @@ Outcome = dict[str, dict[str, np.ndarray]]  # loss, gradients, params, first_mom
 def run_case(one: Case, dtype: str) -> Outcome:
     """Return what three steps over the case's mesh give; see `_train`."""
     config, devices = one.model, jax.devices()[: one.num_devices]
-    how = {"batch": BATCH, "tokens": TOKENS, "devices": devices, "extension": one.extension}
-    plan = parallel.make_plan(config, one.parallel, **how)
+    plan = parallel.make_plan(
+        config, one.parallel, batch=BATCH, tokens=TOKENS, devices=devices, extension=one.extension
+    )
     state = parallel.place_state(plan, initial_state(config, dtype, one.extension))
-    lowered = parallel.make_step(plan, state).lower(state, parallel.place_batch(plan, batch_of(0, config)), {})
+    jitted = parallel.make_step(plan, state, step=train_step)
+    lowered = jitted.lower(state, parallel.place_batch(plan, batch_of(0, config)), {})
     step = lowered.compile(compiler_options=FAST_COMPILE)
     return _train(state, lambda state, batch: step(state, parallel.place_batch(plan, batch), {}), config)
 
@@ -165,20 +171,20 @@ def run_case(one: Case, dtype: str) -> Outcome:
 @functools.lru_cache(maxsize=8)
 def run_unsharded(config: TransformerConfig, dtype: str, extension: Extension = Extension()) -> Outcome:
     """Return what the same steps give on one device."""
-    return _train(initial_state(config, dtype, extension), jax.jit(train.train_step), config)
+    return _train(initial_state(config, dtype, extension), jax.jit(train_step), config)
 
 
-def _train(state: train.TrainState, step: Any, config: TransformerConfig) -> Outcome:
+def _train(state: update.TrainState, step: Any, config: TransformerConfig) -> Outcome:
     """Losses and gradients of every step, and parameters and moments after the last, each by name."""
     losses, gradients = {}, {}
     before: Mapping[str, np.ndarray] = {}
     for i in range(STEPS):
-        state, loss = step(state, batch_of(i, config))
-        losses[f"step {i}"] = np.asarray(loss)
-        arrays = train.state_arrays(state)
+        state, metrics = step(state, batch_of(i, config))
+        losses[f"step {i}"] = np.asarray(metrics.loss)
+        arrays = update.state_arrays(state)
         for name, moment in arrays["first_moment"].items():  # b1 * the one before + (1 - b1) * gradient
-            kept = OPTIMIZER.b1 * before[name].astype(np.float64) if before else 0.0
-            gradients[f"step {i}: {name}"] = (moment.astype(np.float64) - kept) / (1 - OPTIMIZER.b1)
+            kept = ADAMW.b1 * before[name].astype(np.float64) if before else 0.0
+            gradients[f"step {i}: {name}"] = (moment.astype(np.float64) - kept) / (1 - ADAMW.b1)
         before = arrays["first_moment"]
     return {"loss": losses, "gradients": gradients, **arrays}
 

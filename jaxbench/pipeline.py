@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import nn, sharding, train
+from jaxbench import functional, sharding, train
 from jaxbench.data_parallel import differentiated, dim_of, named_params, reduced, whole
 from jaxbench.mesh import DATA, FSDP, MODEL, ROWS, STAGE
 from jaxbench.pipeline_schedule import timing
@@ -122,7 +122,7 @@ def _run_stage(
     hidden = lax.cond(stage == 0, lambda: _embedded(pipeline, ends, micro), lambda: received)
     angles = None
     if pipeline.frequencies is not None:
-        angles = nn.rotary_angles(micro.positions, pipeline.frequencies, dtype=pipeline.dtype)
+        angles = functional.rotary_angles(micro.positions, pipeline.frequencies, dtype=pipeline.dtype)
     context = Context(micro.positions, micro.positions, micro.segments, micro.segments, angles, None, None)
     points = {"mlp_in": _copied, "mlp_out": _summed}
     if pipeline.is_attention_split:

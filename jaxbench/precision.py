@@ -48,6 +48,11 @@ class DelayedScaling(Base):
     margin: int = pydantic.Field(default=0, ge=0, le=8)  # powers of two kept free above it
 
 
+def uniform(dtype: str) -> Policy:
+    """The policy of a step that keeps, computes and adds up everything in one type; losses are at least float32."""
+    return Policy(dtype, dtype, dtype, "float64" if dtype == "float64" else "float32", False)
+
+
 def policy(name: str) -> Policy:
     """Number types of a precision by its name, a key of POLICIES.
 

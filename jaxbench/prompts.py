@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Shaped
@@ -15,6 +15,16 @@ SLOT_MULTIPLE = 64  # cache slots come in multiples of this
 # and far below, logits over the temperature overflow and the token is nobody's.
 MIN_TEMPERATURE = 1e-6
 MAX_PARTS, MIN_PART = 4, 128  # parts of ordered queries: more save little more and compile longer (docs/xla_cpu.md)
+
+
+class SamplingParams(NamedTuple):
+    """How a token is chosen; a temperature of 0 takes the most probable one."""
+
+    temperature: float = 0.0  # >= 0
+    top_k: int = 0  # keep this many most probable tokens; 0 = all
+    top_p: float = 1.0  # keep the most probable tokens up to this mass, 0 < top_p <= 1
+    min_p: float = 0.0  # drop tokens below this share of the most probable one, 0 <= min_p < 1
+    repetition_penalty: float = 1.0  # > 0; 1 = none
 
 
 class Bucket(NamedTuple):
@@ -106,8 +116,8 @@ def continuations(
     return out, counts
 
 
-def check_sampling(sampling: Any) -> None:
-    """Check the ranges of a Sampling.
+def check_sampling(sampling: SamplingParams) -> None:
+    """Check the ranges of sampling parameters.
 
     Raises:
       ValueError: a field is out of range; its value and range are named.
@@ -127,7 +137,7 @@ def check_sampling(sampling: Any) -> None:
             raise ValueError(f"sampling: {field}={getattr(sampling, field)}, wanted {wanted}")
 
 
-def check_drawing(sampling: Any, drawing: Sequence) -> None:
+def check_drawing(sampling: SamplingParams, drawing: Sequence) -> None:
     """Check that a processor that draws tokens has a distribution to draw from.
 
     Raises:

@@ -42,7 +42,7 @@ class Ring(NamedTuple):
     """Static settings of one ring attention."""
 
     axis: str  # of the mesh, whose devices form the ring
-    window: int | None  # tokens a query sees, itself included; None = all before it
+    sliding_window: int | None  # tokens a query sees, itself included; None = all before it
     block_size: int  # keys whose scores are held at once; divides the keys of a device
 
 
@@ -55,7 +55,7 @@ def ring_attention(
     key_positions: Int[Array, "B S"],
     query_segments: Int[Array, "B T"] | None = None,
     key_segments: Int[Array, "B S"] | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     axis: str,
     block_size: int = 128,
 ) -> Float[Array, "B T N H"]:
@@ -76,7 +76,7 @@ def ring_attention(
     spans = Spans(query_positions, _padded(key_positions, size, 1, -1), query_segments, key_segments)
     if key_segments is not None:
         spans = spans._replace(key_segments=_padded(key_segments, size, 1, -1))
-    mixed = _ring(Ring(axis, window, size), grouped, _padded(key, size, 3), _padded(value, size, 2), spans)
+    mixed = _ring(Ring(axis, sliding_window, size), grouped, _padded(key, size, 3), _padded(value, size, 2), spans)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
@@ -98,14 +98,14 @@ def _scores(query: Query, key: Key, mask: Bool[Array, "B T S"]) -> Float[Array, 
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
 
 
-def _mask(spans: Spans, window: int | None) -> Bool[Array, "B T S"]:
+def _mask(spans: Spans, sliding_window: int | None) -> Bool[Array, "B T S"]:
     """True where a query may attend to a key."""
     return attention_mask(
         spans.query_positions,
         spans.key_positions,
         query_segments=spans.query_segments,
         key_segments=spans.key_segments,
-        window=window,
+        sliding_window=sliding_window,
     )
 
 
@@ -134,7 +134,7 @@ def _block(spans: Spans, ring: Ring, start: Int[Array, ""], key: Key, value: Val
     block = spans._replace(key_positions=cut(spans.key_positions, axis=1))
     if spans.key_segments is not None:
         block = block._replace(key_segments=cut(spans.key_segments, axis=1))
-    return cut(key, axis=3), cut(value, axis=2), _mask(block, ring.window)
+    return cut(key, axis=3), cut(value, axis=2), _mask(block, ring.sliding_window)
 
 
 def _starts(spans: Spans, ring: Ring) -> Int[Array, " blocks"]:

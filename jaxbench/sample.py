@@ -1,6 +1,6 @@
 """Logits to tokens: filters, draws, and the generator with its compiled programs.
 
-Twins: torch_ref/sample.py, jaxbench/eqx/sample.py.
+Twin: torch_ref/sample.py.
 
 A generator compiles two programs for each bucket of sizes: prefill (prompt -> first token and cache) and decode (a loop
 over tokens inside one program, which stops when every row has ended). Sampling is Gumbel-max over the Philox stream
@@ -18,28 +18,17 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import philox, prng, prompts
-from jaxbench.transformer import KVCache, Transformer
+from jaxbench.prompts import SamplingParams
 
 NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary: a sort costs XLA:CPU 300x top_k
 
 
-class Sampling(NamedTuple):
-    """How a token is chosen; a temperature of 0 takes the most probable one."""
-
-    temperature: float = 0.0  # >= 0
-    top_k: int = 0  # keep this many most probable tokens; 0 = all
-    top_p: float = 1.0  # keep the most probable tokens up to this mass, 0 < top_p <= 1
-    min_p: float = 0.0  # drop tokens below this share of the most probable one, 0 <= min_p < 1
-    repetition_penalty: float = 1.0  # > 0; 1 = none
-
-
 @runtime_checkable
-class LogitProcessor(Protocol):
+class LogitsProcessor(Protocol):
     """A pure change of logits during generation. Its state is a pytree of arrays whose first axis is the rows.
 
     `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
@@ -61,7 +50,7 @@ class LogitProcessor(Protocol):
 class DecodeState(NamedTuple):
     """Everything decoding carries from token to token."""
 
-    cache: KVCache
+    cache: Any  # the model's KVCache
     tokens: Int[Array, "B W"]  # prompt and continuation of each row, from index 0
     lengths: Int[Array, " B"]  # tokens in each row
     finished: Bool[Array, " B"]
@@ -96,7 +85,7 @@ def penalize_repetition(
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+def filter_logits(logits: Float[Array, "B V"], sampling: SamplingParams) -> Float[Array, "B V"]:
     """Divide by the temperature and set tokens outside top-k, top-p (Holtzman et al. 2020) and min-p to -inf."""
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[1]:
@@ -128,7 +117,12 @@ def _nucleus_threshold(logits: Float[Array, "B V"], top_p: float) -> Float[Array
 
 
 def draw(
-    logits: Float[Array, "B V"], sampling: Sampling, *, key: Array, step: Int[Array, ""], row_ids: Int[Array, " B"]
+    logits: Float[Array, "B V"],
+    sampling: SamplingParams,
+    *,
+    key: Array,
+    step: Int[Array, ""],
+    row_ids: Int[Array, " B"],
 ) -> Int[Array, " B"]:
     """Return a token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
     if sampling.temperature == 0.0:
@@ -176,15 +170,14 @@ class Generator:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Any,
         *,
         eos_id: int | None,
-        sampling: Sampling,
-        processors: Sequence[LogitProcessor] = (),
+        sampling: SamplingParams,
+        processors: Sequence[LogitsProcessor] = (),
     ):
         prompts.check_sampling(sampling)
-        self._graph, state = nnx.split(model)
-        self._leaves, self._structure = jax.tree.flatten(state)
+        self._leaves, self._structure = jax.tree.flatten(model)  # models of Flax and of Equinox are pytrees
         # XLA:CPU widens a bfloat16 cache, updates it, and narrows all of it at every step (docs/xla_cpu.md, rule 4).
         is_narrow_on_cpu = jax.default_backend() == "cpu" and model.dtype in ("bfloat16", "float16")
         self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
@@ -294,7 +287,7 @@ class Generator:
         return Generation(*prompts.continuations(prompt_tokens, np.asarray(state.tokens), np.asarray(state.lengths)))
 
     def _prefill(self, num_slots, weights, tokens, lengths, finished, key, row_ids, states) -> DecodeState:
-        model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights[0]))
+        model = jax.tree.unflatten(self._structure, weights[0])
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = jnp.where(index < lengths[:, None], index, -1)
         hidden, cache = model.features(tokens, positions)
@@ -314,7 +307,7 @@ class Generator:
         return self._append(state, model.logits(last[:, None])[:, 0], weights[1])
 
     def _decode(self, weights, state: DecodeState, limit) -> DecodeState:
-        model = nnx.merge(self._graph, jax.tree.unflatten(self._structure, weights[0]))
+        model = jax.tree.unflatten(self._structure, weights[0])
         rows = jnp.arange(state.tokens.shape[0])
 
         def step(state: DecodeState) -> DecodeState:

@@ -22,9 +22,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench.mesh import DATA, MODEL
-
-LAYOUTS: tuple[str, ...] = ("replicated", "fsdp", "tensor", "fsdp_tensor")
 POINTS = (
     "residual",  # the residual stream [B T D]: after the embedding and after each branch is added
     "attention_in",  # what a block's attention gets [B T D]: the norm's output
@@ -38,22 +35,6 @@ ATTENTION = "attention"  # attention itself over a whole row: an action here tak
 WEIGHTS = "weights"  # of a layer whose computation is repeated: an action here takes them and the layer's index
 Rule = tuple[str, P]
 Axes = str | tuple[str, ...] | None  # mesh axes that split one dim, the outermost first
-
-
-def decoder_rules(
-    layout: str, *, activation: str, norm: str, position: str, qk_norm: bool, use_bias: bool, tie_embeddings: bool
-) -> tuple[Rule, ...]:
-    """Sharding rules of one layout for a decoder with these parts: weights over `data`, no head is split.
-
-    replicated: every chip holds all weights. fsdp: every kernel split over `data`. tensor: feed-forward width and
-    vocabulary split over `model`. fsdp_tensor: both.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f"sharding: unknown layout={layout!r}, known: {', '.join(LAYOUTS)}")
-    parts = {"activation": activation, "norm": norm, "position": position, "qk_norm": qk_norm, "use_bias": use_bias}
-    stored = DATA if layout in ("fsdp", "fsdp_tensor") else None
-    out = MODEL if layout in ("tensor", "fsdp_tensor") else None
-    return decoder_table(stored=stored, out=out, heads=None, width=None, tie_embeddings=tie_embeddings, **parts)
 
 
 def decoder_table(
@@ -176,32 +157,10 @@ def parameter_shardings(
     return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 
-def batch_sharding(mesh: Mesh, batch: int) -> NamedSharding:
-    """Sharding of an array whose first dim is the batch: split over `data`.
-
-    Raises:
-      ValueError: the batch does not divide into the chips of that axis.
-    """
-    chips = dict(mesh.shape).get(DATA, 1)
-    if batch % chips:
-        raise ValueError(f"sharding: batch={batch} is not a multiple of the {chips} chips of axis {DATA!r}")
-    return NamedSharding(mesh, P(DATA))
-
-
-def gathered(stored: NamedSharding, axes: Sequence[str] = (DATA,)) -> NamedSharding:
+def gathered(stored: NamedSharding, axes: Sequence[str]) -> NamedSharding:
     """Sharding of an array after an all-gather over `axes`: the same without its splits over them."""
     kept = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in stored.spec)
     return NamedSharding(stored.mesh, P(*map(joined, kept)))
-
-
-def gather_weights(params: Mapping[str, jax.Array], shardings: Mapping[str, NamedSharding]) -> dict[str, jax.Array]:
-    """Gather fsdp weights over `data` where they are used; gradients go straight back to the stored shards.
-
-    Without this the partitioner splits activations over the weights' axis instead. Two layers of SmolLM2 compiled for
-    v5e:2x2, batch 8 x 512: 1,186 MB sent a chip and 1,135 MiB of temporaries without, 160 MB and 355 MiB with.
-    Splits over `model` stay.
-    """
-    return {name: place_both_ways(v, gathered(shardings[name]), shardings[name]) for name, v in params.items()}
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

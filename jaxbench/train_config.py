@@ -87,7 +87,9 @@ class TrainConfig(Base):
     implementation: Literal["dense", "blocked", "fused"] = "dense"  # of attention
     block_size: int = pydantic.Field(default=128, gt=0)  # tokens; blocked attention
     scan_layers: bool = False  # JAX: one compiled layer body, for deep models
-    fused_projections: bool = False  # query, key and value as one product, gate and up as another
+    # Query, key and value as one product, gate and up as another. The decoder gets `projection_groups`, how many parts
+    # the kernels interleave in: as many as the mesh splits them into (parallel.projection_groups).
+    fused_projections: bool = False
     parallel: ParallelConfig | None = None  # mesh and sharding; null = one device
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()

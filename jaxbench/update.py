@@ -3,6 +3,7 @@
 `train_step` is a pure function of its arrays: compile it with `jax.jit(functools.partial(train_step, how=...),
 donate_argnums=0)`, with shardings where there is a mesh. Parameters and moments lie in flat dictionaries by dotted
 name, so that rules, checkpoints and reports address them alike. A step that is not finite changes nothing but counters.
+Models are pytrees whose leaves are their parameters, so the step is the same for Flax's and for Equinox's.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import float8, initial, offload, optimizers, precision, remat, train
+from jaxbench import float8, initial, offload, optimizers, precision, train
 from jaxbench.step_config import StepConfig
 
 CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
@@ -38,7 +38,7 @@ class Metrics(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes; the model's graph is static."""
+    """Everything that a step changes; what the model is beside its parameters, and the number types, are static."""
 
     params: dict[str, Array]
     moments: Any  # optax state
@@ -49,27 +49,42 @@ class TrainState:
     is_halted: Bool[Array, ""]  # a step was not finite, and the run is to stop: nothing changes any more
     amax: dict[str, Float[Array, "3 M"]]  # float8: largest magnitudes of the last M steps, by layer; else empty
     graph: Any = dataclasses.field(metadata={"static": True})
+    policy: precision.Policy = dataclasses.field(metadata={"static": True})
 
 
-def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) -> TrainState:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """What a model is beside its parameters."""
+
+    names: tuple[str, ...]  # dotted, of its leaves
+    structure: jax.tree_util.PyTreeDef
+
+
+def init_state(
+    model: Any, params: Mapping[str, np.ndarray], how: StepConfig, *, policy: precision.Policy | None = None
+) -> TrainState:
     """Training state before the first step.
 
     Args:
       model: built in the policy's compute type; its parameters' values are not used.
       params: initial values by name, stored in the policy's parameter type.
       how: the step's configuration.
+      policy: the number types, in place of those that how.precision names.
 
     Raises:
       ValueError: parameters do not fit the model, remat does not, or float64 is off.
     """
-    policy = precision.policy(how.precision)
+    policy = precision.policy(how.precision) if policy is None else policy
     if policy.parameter == "float64" and not jax.config.jax_enable_x64:
-        raise ValueError(f"update: precision={how.precision} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
+        raise ValueError(f"update: precision={policy.parameter} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
     model = float8.apply(model) if policy.is_float8 else model
-    model = remat.apply(model, policy=how.remat.policy, group=how.remat.group, names=how.remat.names)
-    graph, abstract = nnx.split(model, nnx.Param)
-    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(abstract)}
-    shapes = {name: shape for name, shape in shapes.items() if not name.endswith(float8.SCALES)}
+    if how.remat.policy != "none":
+        from jaxbench import remat  # which is of Flax's layers
+
+        model = remat.apply(model, policy=how.remat.policy, group=how.remat.group, names=how.remat.names)
+    graph, abstract = split(model)
+    shapes = {name: leaf.shape for name, leaf in abstract.items() if not name.endswith(float8.SCALES)}
     initial.check_params(shapes, params)
     placed = {name: jnp.array(params[name], policy.parameter) for name in shapes}
     moments = jax.tree.map(jnp.array, optimizers.transform(how.optimizer, 0.0, placed).init(placed))
@@ -86,17 +101,19 @@ def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) ->
         jnp.zeros((), bool),
         float8.init_history(placed, how.delayed_scaling.history) if policy.is_float8 else {},
         graph,
+        policy,
     )
 
 
 def train_step(
     state: TrainState,
     batch: Any,
-    learning_rate: Float[Array, ""],
+    learning_rate: Float[Array, ""] | float,
     dropout_key: Array | None = None,
     *,
     how: StepConfig,
     loss_fn: Callable[..., Array] = train.loss_fn,
+    is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
     """One optimiser step: the state after it, and its metrics.
 
@@ -110,23 +127,26 @@ def train_step(
       dropout_key: of prng.py; None = no dropout.
       how: the step's configuration.
       loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
+      is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
+        computed for clipping only (else it is NaN), so that the program is AdamW and nothing else.
     """
-    policy = precision.policy(how.precision)
+    policy = state.policy
     loss, grads, amax_now = _loss_and_gradients(state, batch, dropout_key, how, loss_fn)
-    norm = optax.tree.norm(grads)
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    has_norm = is_guarded or how.clip_norm is not None
+    norm = optax.tree.norm(grads) if has_norm else jnp.full((), jnp.nan, policy.output)
+    is_finite = jnp.isfinite(loss) & (jnp.isfinite(norm) if is_guarded else True)
     grads = _clipped(grads, norm, how)
     old_moments = offload.to_device(state.moments) if how.offload.optimizer else state.moments
     rate = jnp.asarray(learning_rate, policy.accumulation)
     optimizer = optimizers.transform(how.optimizer, rate, state.params)
     updates, new_moments = optimizer.update(grads, old_moments, state.params)
-    is_taken = is_finite & ~state.is_halted
+    is_taken = is_finite & ~state.is_halted if is_guarded else jnp.ones((), bool)
     new = (optax.apply_updates(state.params, updates), new_moments, float8.remember(state.amax, amax_now))
     old = (state.params, old_moments, state.amax)
-    params, moments, amax = jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old)
+    params, moments, amax = jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old) if is_guarded else new
     moments = offload.to_host(moments) if how.offload.optimizer else moments
     # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
-    is_broken = ~jnp.isfinite(loss) if policy.is_scaled else ~is_finite
+    is_broken = is_guarded & (~jnp.isfinite(loss) if policy.is_scaled else ~is_finite)
     next_state = dataclasses.replace(
         state,
         params=params,
@@ -144,7 +164,7 @@ def _loss_and_gradients(
     state: TrainState, batch: Any, dropout_key: Array | None, how: StepConfig, loss_fn: Callable[..., Array]
 ) -> tuple[Float[Array, ""], dict[str, Array], dict[str, Array]]:
     """Loss of the batch in nats per token, its gradients without the loss scale, and float8's largest magnitudes."""
-    policy = precision.policy(how.precision)
+    policy = state.policy
 
     def loss_at(trained: tuple[dict, dict], micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
         params, scales = trained
@@ -152,12 +172,14 @@ def _loss_and_gradients(
         cast = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
         dropout = None if dropout_key is None else (dropout_key, state.step * how.accumulation + index)
         loss = loss_fn(merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
-        return loss * state.scale.astype(policy.output), loss
+        return loss * state.scale.astype(policy.output) if policy.is_scaled else loss, loss
 
     grad_fn = jax.value_and_grad(loss_at, has_aux=True)
     trained = (state.params, float8.scales(state.amax, how.delayed_scaling.margin))
     loss, (grads, amax) = _accumulated(grad_fn, trained, batch, how.accumulation, policy)
-    return loss, jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads), amax
+    if policy.is_scaled:
+        grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
+    return loss, grads, amax
 
 
 def _clipped(grads: dict[str, Array], norm: Float[Array, ""], how: StepConfig) -> dict[str, Array]:
@@ -215,10 +237,18 @@ def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
     return {kind: {name: np.asarray(value) for name, value in tree.items()} for kind, tree in trees.items()}
 
 
+def split(model: Any) -> tuple[Any, dict[str, Array]]:
+    """What a model is beside its parameters, to be handed to `merge`, and its parameters by dotted name."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model)
+    # The last step into a Flax parameter is its `value`.
+    dotted = [".".join(str(getattr(key, "name", getattr(key, "idx", ""))) for key in path) for path, _ in leaves]
+    names = tuple(name.removesuffix(".value") for name in dotted)
+    return _Graph(names, structure), dict(zip(names, (leaf for _, leaf in leaves)))
+
+
 def merge(graph: Any, params: Mapping[str, Array]) -> Any:
     """Model of a graph with these parameters, by dotted name."""
-    paths = {name: tuple(int(part) if part.isdigit() else part for part in name.split(".")) for name in params}
-    return nnx.merge(graph, nnx.from_flat_state([(paths[name], nnx.Param(value)) for name, value in params.items()]))
+    return jax.tree.unflatten(graph.structure, [params[name] for name in graph.names])
 
 
 def _narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxbench import attention, fused_attention, prompts
-from jaxbench.eqx import attention as eqx_attention
 from torch_ref import attention as torch_attention
 
 B, T, N, K, H, BLOCK = 2, 12, 4, 2, 8, 4
@@ -56,15 +55,14 @@ def call(module, implementation, window, query, key, value, positions, segments)
         key_positions=positions,
         query_segments=segments,
         key_segments=segments,
-        window=window,
+        sliding_window=window,
         implementation=implementation,
         block_size=BLOCK,
     )
 
 
 JITTED = {
-    (module, implementation, window): jax.jit(lambda *args, m=module, i=implementation, w=window: call(m, i, w, *args))
-    for module in (attention, eqx_attention)
+    (implementation, window): jax.jit(lambda *args, i=implementation, w=window: call(attention, i, w, *args))
     for implementation in ("dense", "blocked")
     for window in (None, 3)
 }
@@ -74,7 +72,7 @@ JITTED = {
 def test_every_implementation_equals_the_definition(seed, length, cut, window):
     arrays = inputs(seed, length, cut)
     expected = definition(**arrays, window=window)
-    for (_, _, jitted_window), function in JITTED.items():
+    for (_, jitted_window), function in JITTED.items():
         if jitted_window == window:
             np.testing.assert_allclose(np.asarray(function(*arrays.values())), expected, atol=2e-6)
     for implementation in ("dense", "blocked", "fused"):
@@ -86,7 +84,7 @@ def test_every_implementation_equals_the_definition(seed, length, cut, window):
 def test_a_row_that_may_attend_to_nothing_is_zero_with_zero_gradient():
     arrays = {name: jnp.asarray(x) for name, x in inputs(0, 5, T).items()}
     for implementation in ("dense", "blocked"):
-        out = np.asarray(JITTED[attention, implementation, None](*arrays.values()))
+        out = np.asarray(JITTED[implementation, None](*arrays.values()))
         assert (out[1, 5:] == 0).all() and np.isfinite(out).all()
         grads = jax.jit(
             jax.grad(
@@ -149,14 +147,14 @@ def test_splash_attention_computes_the_same_function(window):
     arrays = inputs(2, 7, 5)
     positions, segments = jnp.asarray(arrays["positions"]), jnp.asarray(arrays["segments"])
     q, k, v = (jnp.asarray(arrays[name]) for name in ("query", "key", "value"))
-    spans = {"query_segments": segments, "key_segments": segments, "window": window}
+    spans = {"query_segments": segments, "key_segments": segments, "sliding_window": window}
     how = {"kernel": "splash", "mask_of": attention.attention_mask, "interpret": True}
     with jax.numpy_rank_promotion("allow"):  # the kernel's own code promotes ranks
         actual = fused_attention.attention(q, k, v, positions, positions, **how, **spans)
     np.testing.assert_allclose(np.asarray(actual), definition(**arrays, window=window), atol=2e-6)
 
 
-@pytest.mark.parametrize("module", [attention, eqx_attention, torch_attention])
+@pytest.mark.parametrize("module", [attention, torch_attention])
 def test_wrong_heads_and_unknown_implementations_are_named(module):
     array = jnp.zeros if module is not torch_attention else torch.zeros
     query, positions = array((1, 2, 3, 4)), array((1, 2), dtype=(torch if module is torch_attention else jnp).int32)
@@ -178,7 +176,7 @@ def test_a_missing_fused_kernel_is_named():
         )
 
 
-@pytest.mark.parametrize("module", [attention, eqx_attention, torch_attention], ids=["flax", "equinox", "torch"])
+@pytest.mark.parametrize("module", [attention, torch_attention], ids=["jax", "torch"])
 def test_leaving_out_the_keys_that_come_later_changes_nothing(module, monkeypatch):
     monkeypatch.setattr(prompts, "MIN_PART", 2)
     assert prompts.query_parts(T) == [(0, 3), (3, 6), (6, 9), (9, 12)]

@@ -29,7 +29,7 @@ def compiled(gradient_type: str, **settings):
     how = {"batch": parallel_proof.BATCH, "tokens": parallel_proof.TOKENS, "devices": devices}
     plan = parallel.make_plan(LLAMA, one.parallel, **how)
     state = parallel.place_state(plan, parallel_proof.initial_state(LLAMA, "float32"))
-    lowered = parallel.make_step(plan, state).lower(
+    lowered = parallel.make_step(plan, state, step=parallel_proof.train_step).lower(
         state, parallel.place_batch(plan, parallel_proof.batch_of(0, LLAMA)), {}
     )
     return lowered.compile(compiler_options=parallel_proof.FAST_COMPILE), plan, state

@@ -150,7 +150,7 @@ def test_norms_of_queries_and_keys_stay_wide():
 
 def test_what_does_not_go_with_eight_bits_is_refused():
     with pytest.raises(ValueError, match="fused_projections=1 is not supported"):
-        float8.apply(transformer.build(CONFIG, PARAMS, fused_projections=1))
+        float8.apply(transformer.build(CONFIG, PARAMS, projection_groups=1))
     with pytest.raises(ValueError, match="precision=float8 is not in torch_ref"):
         torch_update.init_state(torch_transformer.build(CONFIG, PARAMS), PARAMS, HOW)
     for how in (ParallelConfig(micro_batches=2), ParallelConfig(mesh=MeshConfig(data=4, fsdp=2), zero=3)):

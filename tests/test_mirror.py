@@ -1,8 +1,13 @@
-"""The twins: same files, same public names, same arguments in jaxbench/, torch_ref/ and jaxbench/eqx/."""
+"""The twins: same files, same public names, same arguments in jaxbench/, torch_ref/ and jaxbench/eqx/.
+
+Equinox has layers and a decoder of its own; functions on arrays, the generator and the step are those of Flax's side.
+"""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +15,8 @@ from tests.structure import ROOT, differences, forbidden_imports, public_api, re
 
 TORCH_FILES = [path for path in sources("torch_ref") if path.name != "__init__.py"]
 EQUINOX_FILES = [path for path in sources("jaxbench/eqx") if path.name != "__init__.py"]
-FLAX_MODELS = ("jaxbench.nn", "jaxbench.attention", "jaxbench.transformer")
+FLAX_MODELS = ("jaxbench.nn", "jaxbench.transformer")
+SHARED = ("attention", "functional", "sample", "train", "update")  # by Flax and Equinox
 
 
 @pytest.mark.parametrize("path", TORCH_FILES, ids=relative)
@@ -28,9 +34,11 @@ def test_every_equinox_file_has_a_flax_twin_with_equal_names_and_arguments(path)
 
 
 def test_the_decoder_exists_three_times():
-    for name in ("nn.py", "attention.py", "transformer.py", "sample.py"):
+    for name in ("nn.py", "transformer.py"):
         for folder in ("jaxbench", "jaxbench/eqx", "torch_ref"):
             assert (ROOT / folder / name).is_file(), f"{folder}/{name} is missing"
+    for name in SHARED:
+        assert (ROOT / "torch_ref" / f"{name}.py").is_file() and not (ROOT / "jaxbench/eqx" / f"{name}.py").exists()
     assert (ROOT / "torch_ref" / "prng.py").is_file()
 
 
@@ -66,9 +74,16 @@ def test_a_workload_and_the_comparison_do_not_know_each_other(room):
     assert imported("jaxbench/bench", (f"jaxbench.{room}",)) == []
 
 
-def test_equinox_twin_stands_on_its_own():
+def test_equinox_shares_functions_of_arrays_and_no_modules():
     names = (*FLAX_MODELS, "flax")
     assert [str(place) for path in EQUINOX_FILES for place in forbidden_imports(path, names)] == []
+
+
+def test_who_uses_equinox_does_not_pay_for_flax():
+    modules = ", ".join(f"jaxbench.{name}" for name in ("eqx.transformer", *SHARED))
+    code = f"import sys, {modules}; print('flax' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False"], found.stdout
 
 
 # The checkers must be able to fail

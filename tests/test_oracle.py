@@ -18,7 +18,6 @@ import torch
 import transformers
 from flax import nnx
 
-import jaxbench.eqx.sample
 import jaxbench.eqx.transformer
 import jaxbench.sample
 import jaxbench.transformer
@@ -35,7 +34,7 @@ LOGIT_TOLERANCE = 1e-5  # relative 2-norm in float32, the issue's bar
 SAFETY = 10  # greedy choices may part only where the margin is under this many times the measured logit error
 BACKENDS = {
     "flax": (jaxbench.transformer, jaxbench.sample),
-    "equinox": (jaxbench.eqx.transformer, jaxbench.eqx.sample),
+    "equinox": (jaxbench.eqx.transformer, jaxbench.sample),
     "torch": (torch_ref.transformer, torch_ref.sample),
 }
 
@@ -121,7 +120,7 @@ def ours(request, oracle, free_programs):
     for row, prompt in enumerate(oracle.prompts):  # one shape, a fifth of the memory of all rows at once
         logits = forward(tokens[row : row + 1], positions[row : row + 1])
         kept.append(logits[0, : len(prompt)].copy())
-    generator = sample.Generator(model, eos_id=None, sampling=sample.Sampling(temperature=0.0))
+    generator = sample.Generator(model, eos_id=None, sampling=sample.SamplingParams(temperature=0.0))
     made = generator(oracle.prompts, max_new_tokens=NEW_TOKENS, seed=0)
     del model, forward, generator, logits
     yield Ours(kept, np.asarray(made.tokens))

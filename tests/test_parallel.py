@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxbench import initial, parallel, parallel_proof, remat, sharding, train, transformer
+from jaxbench import initial, parallel, parallel_proof, precision, remat, sharding, train, transformer, update
 from jaxbench.measure import hlo
 from jaxbench.memory import parallel_forms
 from jaxbench.mesh import MeshConfig, ParallelConfig
@@ -62,12 +62,14 @@ def test_fused_projections_split_over_model_without_sending_more(x64):
     batch, params = parallel_proof.batch_of(0, config), initial.initial_params(config, 0, distinct=True)
     found, sent = [], []
     for groups in (0, parallel.projection_groups(how, 4)):
-        model = transformer.build(config, params, dtype="float64", fused_projections=groups)
-        state = parallel.place_state(plan, train.init_state(model, parallel_proof.OPTIMIZER))
-        step = parallel.make_step(plan, state).lower(state, parallel.place_batch(plan, batch), {}).compile()
+        model = transformer.build(config, params, dtype="float64", projection_groups=groups)
+        state = update.init_state(model, params, parallel_proof.STEP, policy=precision.uniform("float64"))
+        state = parallel.place_state(plan, state)
+        jitted = parallel.make_step(plan, state, step=parallel_proof.train_step)
+        step = jitted.lower(state, parallel.place_batch(plan, batch), {}).compile()
         sent.append(sum(one.sent_bytes for one in hlo.collectives(step.as_text(), 4).values()))
-        state, loss = step(state, parallel.place_batch(plan, batch), {})
-        found.append({"loss": np.asarray(loss)} | train.state_arrays(state)["first_moment"])
+        state, metrics = step(state, parallel.place_batch(plan, batch), {})
+        found.append({"loss": np.asarray(metrics.loss)} | update.state_arrays(state)["first_moment"])
     assert distance.compare(found[1], found[0], kind="gradients").worst.error <= 1e-9
     assert sent[1] <= sent[0]
     with pytest.raises(ValueError, match="fused_projections with zero=3 and fsdp=2"):
@@ -144,21 +146,21 @@ def test_stages_store_a_part_of_every_layer_and_of_the_embedding():
 def test_the_state_is_used_up_and_stays_where_it_was():
     plan = plan_of(fsdp=4, model=2)
     state = parallel.place_state(plan, parallel_proof.initial_state(LLAMA, "float32"))
-    step = parallel.make_step(plan, state)
-    kernel = state.params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
+    step = parallel.make_step(plan, state, step=parallel_proof.train_step)
+    kernel = state.params["layers.0.mlp.up_proj.kernel"]
     after, _ = step(state, parallel.place_batch(plan, parallel_proof.batch_of(0, LLAMA)), {})
     assert kernel.is_deleted()
-    moved = after.params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
+    moved = after.params["layers.0.mlp.up_proj.kernel"]
     assert moved.sharding.shard_shape(moved.shape) == (4, 16)
 
 
 def compiled_step(plan: parallel.Plan, config=LLAMA):
     """Return the compiled step, from shapes alone."""
-    fresh = lambda: train.init_state(
-        transformer.build(config, initial.initial_params(config, 0)), parallel_proof.OPTIMIZER
-    )
+    params = initial.initial_params(config, 0)
+    fresh = lambda: update.init_state(transformer.build(config, params), params, parallel_proof.STEP)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parallel_proof.batch_of(0, config))
-    return parallel.make_step(plan, jax.eval_shape(fresh)).lower(jax.eval_shape(fresh), batch, {}).compile()
+    step = parallel.make_step(plan, jax.eval_shape(fresh), step=parallel_proof.train_step)
+    return step.lower(jax.eval_shape(fresh), batch, {}).compile()
 
 
 def test_zero_three_gathers_weights_twice_and_zero_two_gathers_updates_once():
@@ -198,7 +200,8 @@ def test_rematerialised_layers_gather_their_own_weights_and_keep_nothing_but_the
     placed = nnx.from_flat_state(split)
     step = jax.jit(jax.grad(loss)).lower(placed).compile(compiler_options=parallel_proof.FAST_COMPILE)
     wanted = jax.jit(jax.grad(lambda weights: train.loss_fn(nnx.merge(graph, weights), batch)))(weights)
-    comparison = distance.compare(train.by_name(step(placed)), train.by_name(wanted), kind="gradients")
+    by_name = lambda grads: {".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(grads)}
+    comparison = distance.compare(by_name(step(placed)), by_name(wanted), kind="gradients")
     assert comparison.passed, comparison.first_failure
     gathers = hlo.collectives(step.as_text(), 4)["all-gather"]
     layers = sum(name.startswith("layers.0") and "norm" not in name for name in plan.used) * LLAMA.num_layers

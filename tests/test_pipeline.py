@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jaxbench import initial, parallel, parallel_proof, train, transformer
+from jaxbench import initial, parallel, parallel_proof, train, transformer, update
 from jaxbench.measure import hlo
 from jaxbench.pipeline_schedule import timetable, timing
 
@@ -76,14 +75,14 @@ def compiled_gradient(schedule: str, micro_batches: int):
     how = parallel_proof.form("here", **settings).parallel
     plan = parallel.make_plan(LLAMA, how, batch=batch, tokens=8, devices=jax.devices()[:4])
     params = initial.initial_params(LLAMA, 0)
-    fresh = jax.eval_shape(lambda: train.init_state(transformer.build(LLAMA, params), parallel_proof.OPTIMIZER))
+    fresh = jax.eval_shape(lambda: update.init_state(transformer.build(LLAMA, params), params, parallel_proof.STEP))
     ids, mask = jax.ShapeDtypeStruct((batch, 8), jnp.int32), jax.ShapeDtypeStruct((batch, 8), jnp.bool_)
 
     placed = parallel.state_shardings(plan, fresh)
 
     def run(state, batch):
         loss = parallel.loss_on(plan)
-        return jax.grad(lambda params: loss(nnx.merge(state.graph, params), batch))(state.params)
+        return jax.grad(lambda params: loss(update.merge(state.graph, params), batch))(state.params)
 
     jitted = jax.jit(run, in_shardings=(placed, plan.batch), out_shardings=placed.params)
     return jitted.lower(fresh, train.Batch(ids, ids, ids, mask, ids)).compile()
@@ -128,10 +127,10 @@ def test_a_loss_without_gradient_and_a_batch_without_segments_work_too():
     loss = parallel.loss_on(plan)
     alone = float(jax.jit(lambda: train.loss_fn(model, batch))())
     assert float(jax.jit(lambda: loss(model, batch))()) == pytest.approx(alone, rel=1e-6)
-    graph, params = nnx.split(model, nnx.Param)
-    found, grads = jax.jit(jax.value_and_grad(lambda p: 3.0 * loss(nnx.merge(graph, p), batch)))(params)
-    _, wanted = jax.jit(jax.value_and_grad(lambda p: 3.0 * train.loss_fn(nnx.merge(graph, p), batch)))(params)
+    graph, params = update.split(model)
+    found, grads = jax.jit(jax.value_and_grad(lambda p: 3.0 * loss(update.merge(graph, p), batch)))(params)
+    _, wanted = jax.jit(jax.value_and_grad(lambda p: 3.0 * train.loss_fn(update.merge(graph, p), batch)))(params)
     assert float(found) == pytest.approx(3 * alone, rel=1e-6)
-    for name, value in train.by_name(wanted).items():
-        error = np.linalg.norm(train.by_name(grads)[name] - value) / np.linalg.norm(value)
+    for name, value in wanted.items():
+        error = np.linalg.norm(grads[name] - value) / np.linalg.norm(value)
         assert error <= 1e-5, name

@@ -37,14 +37,20 @@ def spans(positions, segments) -> dict:
     }  # fmt: skip
 
 
-def over_ring(size: int, window: int | None, query, key, value, positions, segments, *, block_size: int = 2):
+def over_ring(size: int, sliding_window: int | None, query, key, value, positions, segments, *, block_size: int = 2):
     """Return ring attention of whole arrays, computed by `size` devices in blocks of keys."""
     mesh = sharding.make_mesh({"sequence": size}, jax.devices()[:size])
     tokens = P(None, "sequence")
 
     def local(query, key, value, positions, segments):
         return ring_attention.ring_attention(
-            query, key, value, window=window, axis="sequence", block_size=block_size, **spans(positions, segments)
+            query,
+            key,
+            value,
+            sliding_window=sliding_window,
+            axis="sequence",
+            block_size=block_size,
+            **spans(positions, segments),
         )
 
     specs = (tokens, P(None, None, None, "sequence"), P(None, None, "sequence"), tokens, tokens)
@@ -52,15 +58,16 @@ def over_ring(size: int, window: int | None, query, key, value, positions, segme
     return run(query, key, value, positions, segments)
 
 
-def dense(window: int | None, query, key, value, positions, segments):
+def dense(sliding_window: int | None, query, key, value, positions, segments):
     """Return attention on one device."""
-    return attention.attention(query, key, value, window=window, **spans(positions, segments))
+    return attention.attention(query, key, value, sliding_window=sliding_window, **spans(positions, segments))
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "window"), [("causal", 4, None), ("segments", 8, None), ("padded", 2, None), ("causal", 3, 5)]
+    ("kind", "size", "sliding_window"),
+    [("causal", 4, None), ("segments", 8, None), ("padded", 2, None), ("causal", 3, 5)],
 )
-def test_the_ring_equals_dense_attention_and_its_gradients(x64, kind, size, window):
+def test_the_ring_equals_dense_attention_and_its_gradients(x64, kind, size, sliding_window):
     tensors, positions, segments = inputs(kind)
     seed = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, N, H)))
 
@@ -69,7 +76,7 @@ def test_the_ring_equals_dense_attention_and_its_gradients(x64, kind, size, wind
         return jnp.sum(mixed * seed), mixed
 
     outcomes = []
-    for attend in (functools.partial(over_ring, size, window), functools.partial(dense, window)):
+    for attend in (functools.partial(over_ring, size, sliding_window), functools.partial(dense, sliding_window)):
         grad = jax.jit(jax.grad(functools.partial(loss, attend), has_aux=True))
         outcomes.append(grad([jnp.asarray(x) for x in tensors]))
     (ring_grads, ring_mixed), (grads, mixed) = outcomes

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from jaxbench import initial, prng, prompts, sample, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.eqx import sample as eqx_sample
 from jaxbench.eqx import transformer as eqx_transformer
 from torch_ref import sample as torch_sample
 from torch_ref import transformer as torch_transformer
@@ -24,7 +23,7 @@ CONFIG = TransformerConfig(
 PARAMS = initial.initial_params(CONFIG, 0, distinct=True)
 BACKENDS = {
     "flax": (transformer, sample),
-    "equinox": (eqx_transformer, eqx_sample),
+    "equinox": (eqx_transformer, sample),
     "torch": (torch_transformer, torch_sample),
 }
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 16, [9, 10]]
@@ -39,7 +38,7 @@ SETTINGS = [
 def make(backend: str, *, eos_id=None, processors=(), **settings):
     build, sampling = BACKENDS[backend]
     model = build.build(CONFIG, PARAMS)
-    return sampling.Generator(model, eos_id=eos_id, sampling=sampling.Sampling(**settings), processors=processors)
+    return sampling.Generator(model, eos_id=eos_id, sampling=sampling.SamplingParams(**settings), processors=processors)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "plain", "filtered", "nucleus"])
@@ -250,7 +249,7 @@ def kept_by_definition(logits, temperature, top_k, top_p, min_p):
 @given(st.integers(0, 10_000), st.sampled_from([(0.7, 0, 0.9, 0.0), (2.0, 50, 0.8, 0.01), (30.0, 0, 0.97, 0.0)]))
 def test_filters_keep_what_their_definition_keeps(seed, settings):
     logits = np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32) * 4
-    sampling = sample.Sampling(*settings)
+    sampling = sample.SamplingParams(*settings)
     expected = kept_by_definition(logits, *settings)
     in_jax = np.isfinite(np.asarray(FILTERS[settings](logits[None]))[0])
     in_torch = torch.isfinite(torch_sample.filter_logits(torch.tensor(logits[None]), sampling))[0].numpy()
@@ -260,7 +259,7 @@ def test_filters_keep_what_their_definition_keeps(seed, settings):
 
 
 FILTERS = {
-    settings: jax.jit(lambda logits, s=settings: sample.filter_logits(logits, sample.Sampling(*s)))
+    settings: jax.jit(lambda logits, s=settings: sample.filter_logits(logits, sample.SamplingParams(*s)))
     for settings in [(0.7, 0, 0.9, 0.0), (2.0, 50, 0.8, 0.01), (30.0, 0, 0.97, 0.0)]
 }
 
@@ -271,7 +270,7 @@ def test_gumbel_draws_follow_the_softmax():
     tokens = jax.jit(
         lambda ids: sample.draw(
             jnp.tile(logits[None], (rows, 1)),
-            sample.Sampling(temperature=1.0),
+            sample.SamplingParams(temperature=1.0),
             key=jnp.array([1, 2], jnp.uint32),
             step=jnp.int32(0),
             row_ids=ids,
@@ -309,7 +308,7 @@ def test_bad_prompts_are_named(generators, bad, message):
 
 @pytest.mark.parametrize("field", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
 def test_settings_out_of_range_are_named(field):
-    sampling = sample.Sampling()._replace(**{field: -1})
+    sampling = sample.SamplingParams()._replace(**{field: -1})
     with pytest.raises(ValueError, match=f"sampling: {field}=-1, wanted"):
         prompts.check_sampling(SimpleNamespace(**sampling._asdict()))
 
@@ -324,7 +323,7 @@ def test_settings_out_of_range_are_named(field):
     ],
 )
 def test_settings_that_overflow_the_logits_are_named(field, value):
-    sampling = sample.Sampling()._replace(**{field: value})
+    sampling = sample.SamplingParams()._replace(**{field: value})
     with pytest.raises(ValueError, match=f"sampling: {field}={value}, wanted"):
         prompts.check_sampling(sampling)
 
@@ -332,7 +331,7 @@ def test_settings_that_overflow_the_logits_are_named(field, value):
 def test_the_least_temperature_draws_the_most_probable_token():
     logits = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
     where = {"key": prng.key_from_seed(0), "step": jnp.int32(0), "row_ids": jnp.arange(3)}
-    drawn = sample.draw(jnp.asarray(logits), sample.Sampling(temperature=prompts.MIN_TEMPERATURE), **where)
+    drawn = sample.draw(jnp.asarray(logits), sample.SamplingParams(temperature=prompts.MIN_TEMPERATURE), **where)
     assert drawn.tolist() == logits.argmax(1).tolist()
 
 

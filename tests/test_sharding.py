@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,21 +25,26 @@ QWEN3 = LLAMA.model_copy(update={"qk_norm": True, "head_dim": 32})
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3}
 
 
+# What stores a part of every kernel, and what splits feed-forward width and vocabulary.
+LAYOUTS = {"replicated": (None, None), "fsdp": ("data", None), "tensor": (None, "model"), "both": ("data", "model")}
+
+
 def rules_of(config: TransformerConfig, layout: str):
     """Return the table for a configuration."""
-    return sharding.decoder_rules(layout, **{name: getattr(config, name) for name in sharding.PARTS})
+    parts = {name: getattr(config, name) for name in sharding.PARTS}
+    stored, out = LAYOUTS[layout]
+    return sharding.decoder_table(stored=stored, out=out, heads=None, width=None, **parts)
 
 
-def place(config: TransformerConfig, layout: str, sizes: dict[str, int]):
-    """Return mesh, shardings, host values and placed values of a model's parameters."""
-    mesh = sharding.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
+def place(config: TransformerConfig, num_devices: int, **how):
+    """Return plan, host values and placed values of a model's parameters, for 8 rows of 16 tokens."""
+    plan = tpu_programs.make_plan(config, jax.devices()[:num_devices], batch=8, tokens=16, **how)
     host = {k: v.astype(np.float32) for k, v in initial.initial_params(config, 0, distinct=True).items()}
-    placed = sharding.parameter_shardings({k: v.shape for k, v in host.items()}, rules_of(config, layout), mesh)
-    return mesh, placed, host, {k: jax.device_put(v, placed[k]) for k, v in host.items()}
+    return plan, host, {k: jax.device_put(v, plan.params[k]) for k, v in host.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", sharding.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_parameter_has_a_rule_and_every_rule_a_parameter(family, layout):
     shapes = initial.parameter_shapes(FAMILIES[family])
     specs = sharding.parameter_specs(shapes, rules_of(FAMILIES[family], layout), {"data": 4, "model": 2})
@@ -97,33 +100,30 @@ def test_a_rule_longer_than_the_shape_is_an_error():
         sharding.fit_spec(P("data", None), (48,), {"data": 2}, name="final_norm.scale")
 
 
-def test_unknown_layout_mesh_size_and_batch_are_errors_with_values():
-    with pytest.raises(ValueError, match="layout='zigzag'"):
-        rules_of(LLAMA, "zigzag")
+def test_wrong_mesh_size_and_batch_are_errors_with_values():
     with pytest.raises(ValueError, match="needs 6 devices, there are 8"):
         sharding.make_mesh({"data": 3, "model": 2}, jax.devices())
-    mesh = sharding.make_mesh({"data": 8}, jax.devices())
-    with pytest.raises(ValueError, match="batch=6 is not a multiple of the 8 chips"):
-        sharding.batch_sharding(mesh, 6)
+    with pytest.raises(ValueError, match=r"batch=6 is not a multiple of data=8"):
+        tpu_programs.make_plan(LLAMA, jax.devices(), batch=6, tokens=16)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("layout", "sizes"),
-    [("fsdp", {"data": 8, "model": 1}), ("tensor", {"data": 1, "model": 8}), ("fsdp_tensor", {"data": 4, "model": 2})],
+    "how", [{"is_split": True}, {"model_axis": 8}, {"is_split": True, "model_axis": 2}], ids=["fsdp", "tensor", "both"]
 )
-def test_sharded_logits_equal_unsharded(family, layout, sizes):
+def test_sharded_logits_equal_unsharded(family, how):
     config = FAMILIES[family]
-    mesh, placed, host, params = place(config, layout, sizes)
+    plan, host, params = place(config, 8, **how)
     model = tpu_programs.abstract_model(config, dtype="float32", scan_layers=False)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (8, 16)).astype(np.int32)
     positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
 
     def logits(params, tokens, positions):
-        return model.merge(sharding.gather_weights(params, placed))(tokens, positions)
+        used = {k: sharding.place_both_ways(v, plan.used[k], plan.gradients[k]) for k, v in params.items()}
+        return model.merge(used)(tokens, positions)
 
     with jax.default_matmul_precision("highest"):
-        rows = sharding.batch_sharding(mesh, 8)
+        rows = plan.batch
         sharded = jax.jit(logits, out_shardings=rows)(
             params, jax.device_put(tokens, rows), jax.device_put(positions, rows)
         )
@@ -135,16 +135,16 @@ def test_sharded_logits_equal_unsharded(family, layout, sizes):
 
 def test_sharded_train_step_equals_one_device_and_keeps_weights_split():
     outcomes = {}
-    for layout, sizes in {"fsdp": {"data": 8, "model": 1}, "replicated": {"data": 1, "model": 1}}.items():
-        mesh, placed, host, params = place(LLAMA, layout, sizes)
+    for layout, num_devices in {"fsdp": 8, "replicated": 1}.items():
+        plan, host, params = place(LLAMA, num_devices, is_split=True)
+        placed = plan.params
         model = tpu_programs.abstract_model(LLAMA, dtype="float32", scan_layers=False)
-        program = tpu_programs.train(model, LLAMA, mesh, layout=layout, batch=8, tokens=16)
+        program = tpu_programs.train(model, plan, batch=8, tokens=16)
         tokens = np.random.default_rng(1).integers(0, LLAMA.vocab_size, (8, 17)).astype(np.int32)
         zeros = {k: jax.device_put(np.zeros(v.shape, np.float32), placed[k]) for k, v in host.items()}
         more = {k: jax.device_put(np.zeros(v.shape, np.float32), placed[k]) for k, v in host.items()}
         positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
-        rows = sharding.batch_sharding(mesh, 8)
-        batch = [jax.device_put(x, rows) for x in (tokens[:, :-1], tokens[:, 1:], positions)]
+        batch = [jax.device_put(x, plan.batch) for x in (tokens[:, :-1], tokens[:, 1:], positions)]
         with jax.default_matmul_precision("highest"):
             outcomes[layout] = program.jitted(params, zeros, more, jnp.zeros((), jnp.int32), *batch)
     split, alone = outcomes["fsdp"], outcomes["replicated"]

@@ -1,24 +1,30 @@
 """The training step and its loss against numpy, in each of the three backends."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 
-from jaxbench import train, transformer
-from jaxbench.eqx import train as eqx_train
+from jaxbench import optimizers, train, transformer, update
 from jaxbench.eqx import transformer as eqx_transformer
 from jaxbench.parity import cases
+from jaxbench.step_config import OptimizerConfig, StepConfig
 from torch_ref import train as torch_train
 from torch_ref import transformer as torch_transformer
+from torch_ref import update as torch_update
 
 BACKENDS = {
-    "flax": (train, transformer, jnp.asarray),
-    "equinox": (eqx_train, eqx_transformer, jnp.asarray),
-    "torch": (torch_train, torch_transformer, torch.tensor),
+    "flax": (train, update, transformer, jnp.asarray),
+    "equinox": (train, update, eqx_transformer, jnp.asarray),
+    "torch": (torch_train, torch_update, torch_transformer, torch.tensor),
 }
-HOW = {"learning_rate": 0.01, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+LEARNING_RATE = 0.01
+HOW = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+STEP = StepConfig(clip_norm=None, optimizer=OptimizerConfig(**HOW, decay="all"))
 CASE = cases.find("transformer/llama-multi-query")
 
 
@@ -34,7 +40,7 @@ def numpy_loss(logits, targets, mask):
 
 
 def test_cross_entropy_is_the_mean_over_the_targets_that_count(backend):
-    library, _, array = backend
+    library, _, _, array = backend
     random = np.random.default_rng(0)
     logits, targets = random.normal(size=(2, 5, 7)).astype(np.float32), random.integers(0, 7, (2, 5), dtype=np.int32)
     mask = random.random((2, 5)) < 0.5
@@ -43,7 +49,7 @@ def test_cross_entropy_is_the_mean_over_the_targets_that_count(backend):
 
 
 def test_cross_entropy_of_no_target_is_zero_and_of_large_logits_finite(backend):
-    library, _, array = backend
+    library, _, _, array = backend
     targets = np.zeros((1, 2), np.int32)
     none = library.cross_entropy(array(np.ones((1, 2, 3), np.float32)), array(targets), array(np.zeros((1, 2), bool)))
     assert float(none) == 0.0
@@ -53,27 +59,28 @@ def test_cross_entropy_of_no_target_is_zero_and_of_large_logits_finite(backend):
 
 
 def test_loss_accumulates_in_float32_when_logits_are_bfloat16(backend):
-    library, _, array = backend
+    library, _, _, array = backend
     logits, targets = array(np.zeros((1, 4, 8), np.float32)), array(np.zeros((1, 4), np.int32))
     narrow = logits.astype(jnp.bfloat16) if isinstance(logits, jax.Array) else logits.bfloat16()
     found = library.cross_entropy(narrow, targets, array(np.ones((1, 4), bool)))
     assert str(found.dtype).endswith("float32") and float(found) == pytest.approx(np.log(8), rel=1e-6)
 
 
-def two_steps(backend):
+def two_steps(backend, *, is_guarded=True):
     """Return parameters before, gradients of each step's loss, and the state after two steps."""
-    library, models, array = backend
+    library, updates, models, array = backend
     config, params = cases.load(CASE)
     model = models.build(config, params, dtype="float32")
-    state = library.init_state(model, library.AdamW(**HOW))
+    state = updates.init_state(model, params, STEP)
     batch = library.Batch(*(None if x is None else array(x) for x in cases.arrays(CASE, config)))
     before = dict(params)
-    step = jax.jit(library.train_step) if library is not torch_train else library.train_step
+    step = functools.partial(updates.train_step, learning_rate=LEARNING_RATE, how=STEP, is_guarded=is_guarded)
+    step = jax.jit(step) if library is not torch_train else step
     losses, arrays = [], []
     for _ in range(2):
-        state, loss = step(state, batch)
-        losses.append(float(loss))
-        arrays.append(library.state_arrays(state))
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+        arrays.append(updates.state_arrays(state))
     return before, losses, arrays
 
 
@@ -86,13 +93,13 @@ def test_steps_follow_the_equations_of_adamw(backend):
         gradient = one["first_moment"][name].astype(np.float64) / (1 - HOW["b1"])
         np.testing.assert_allclose(one["second_moment"][name], (1 - HOW["b2"]) * gradient**2, rtol=2e-4, atol=1e-12)
         update = gradient / (np.abs(gradient) + HOW["eps"]) + HOW["weight_decay"] * start
-        wanted = start - HOW["learning_rate"] * update
+        wanted = start - LEARNING_RATE * update
         np.testing.assert_allclose(one["params"][name], wanted, rtol=1e-4, atol=2e-5)
         first = two["first_moment"][name].astype(np.float64) / (1 - HOW["b1"] ** 2)
         second = two["second_moment"][name].astype(np.float64) / (1 - HOW["b2"] ** 2)
         middle = one["params"][name].astype(np.float64)
         update = first / (np.sqrt(second) + HOW["eps"]) + HOW["weight_decay"] * middle
-        wanted = middle - HOW["learning_rate"] * update
+        wanted = middle - LEARNING_RATE * update
         np.testing.assert_allclose(two["params"][name], wanted, rtol=1e-4, atol=2e-5)
 
 
@@ -100,8 +107,36 @@ def test_a_compiled_step_can_use_up_its_state():
     config, params = cases.load(CASE)
     model = transformer.build(config, params, dtype="float32")
     batch = train.Batch(*(None if x is None else jnp.asarray(x) for x in cases.arrays(CASE, config)))
-    fresh = jax.tree.map(jnp.copy, train.init_state(model, train.AdamW(**HOW)))
-    step = jax.jit(train.train_step, donate_argnums=0)
-    state, first = step(fresh, batch)
+    step = functools.partial(update.train_step, learning_rate=LEARNING_RATE, how=STEP)
+    step = jax.jit(step, donate_argnums=0)
+    state, first = step(update.init_state(model, params, STEP), batch)
     state, second = step(state, batch)
-    assert float(second) < float(first) and step._cache_size() == 1
+    assert float(second.loss) < float(first.loss) and step._cache_size() == 1
+
+
+def test_a_step_without_a_guard_is_the_same_step_and_has_no_norm(backend):
+    _, losses, guarded = two_steps(backend)
+    _, found, arrays = two_steps(backend, is_guarded=False)
+    assert found == losses
+    for name, value in guarded[1]["params"].items():
+        np.testing.assert_allclose(arrays[1]["params"][name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_what_a_step_does_not_use_costs_nothing():
+    config, params = cases.load(CASE)
+    state = update.init_state(transformer.build(config, params, dtype="float32"), params, STEP)
+    batch = train.Batch(*(None if x is None else jnp.asarray(x) for x in cases.arrays(CASE, config)))
+
+    def flops(function, *arguments) -> float:
+        return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
+
+    def bare(params, moments):
+        """Return the loss, and parameters and moments after AdamW, with nothing around it."""
+        loss, grads = jax.value_and_grad(lambda p: train.loss_fn(update.merge(state.graph, p), batch))(params)
+        updates, moments = optimizers.transform(STEP.optimizer, LEARNING_RATE, params).update(grads, moments, params)
+        return loss, optax.apply_updates(params, updates), moments
+
+    step = functools.partial(update.train_step, learning_rate=LEARNING_RATE, how=STEP)
+    least = flops(bare, state.params, state.moments)
+    assert flops(functools.partial(step, is_guarded=False), state, batch) <= least + 16
+    assert flops(step, state, batch) > least + 16

@@ -1,7 +1,7 @@
-"""Attention with grouped heads, in one place for every kernel. Twins: jaxbench/attention.py, jaxbench/eqx/attention.py.
+"""Attention with grouped heads, in one place for every kernel. Twin: jaxbench/attention.py.
 
 Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
-position q when 0 <= p <= q, q - p < window, and both lie in one segment. Position -1 is padding. Keys are
+position q when 0 <= p <= q, q - p < sliding_window, and both lie in one segment. Position -1 is padding. Keys are
 "B K H S" and values "B K S H", as the cache stores them.
 """
 
@@ -26,13 +26,13 @@ def attention_mask(
     *,
     query_segments: Int[Tensor, "B T"] | None,
     key_segments: Int[Tensor, "B S"] | None,
-    window: int | None,
+    sliding_window: int | None,
 ) -> Bool[Tensor, "B T S"]:
     """Return True where a query may attend to a key."""
     query, key = query_positions[:, :, None], key_positions[:, None, :]
     mask = (key >= 0) & (key <= query)
-    if window is not None:
-        mask &= query - key < window
+    if sliding_window is not None:
+        mask &= query - key < sliding_window
     if query_segments is not None and key_segments is not None:
         mask &= query_segments[:, :, None] == key_segments[:, None, :]
     return mask
@@ -47,7 +47,7 @@ def attention(
     key_positions: Int[Tensor, "B S"],
     query_segments: Int[Tensor, "B T"] | None = None,
     key_segments: Int[Tensor, "B S"] | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
@@ -70,7 +70,7 @@ def attention(
         raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    spans = {"query_segments": query_segments, "key_segments": key_segments, "window": window}
+    spans = {"query_segments": query_segments, "key_segments": key_segments, "sliding_window": sliding_window}
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.to(key.dtype)
@@ -133,7 +133,9 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return torch.nan_to_num(mixed).reshape(query.shape)  # a fully masked row is NaN in some kernels
 
 
-def _blocked(query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, window):
+def _blocked(
+    query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, sliding_window
+):
     """Online softmax over blocks of keys, for one block of queries after another.
 
     Each block of queries is rematerialised in the backward pass, so that memory stays linear in S there too.
@@ -151,7 +153,7 @@ def _blocked(query, key, value, query_positions, key_positions, *, block_size, q
                 key_positions[:, block],
                 query_segments=None if query_segments is None else query_segments[:, span],
                 key_segments=None if key_segments is None else key_segments[:, block],
-                window=window,
+                sliding_window=sliding_window,
             )
             carry = _absorb(carry, _scores(query, key[..., block], mask), value[:, :, block])
         _, total, summed = carry

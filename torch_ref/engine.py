@@ -59,7 +59,7 @@ class Engine:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
         self.how, self.policy, self.device = how, precision.policy(how.precision), device
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-        kind |= {"fused_projections": int(fused_projections), "make_layer": extension.make_layer}
+        kind |= {"projection_groups": int(fused_projections), "make_layer": extension.make_layer}
         model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
         self.state = update.init_state(model, params, how)
         self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
@@ -166,7 +166,7 @@ class Engine:
         for k in range(count):
             micro = train.Batch(*(None if x is None else x[k::count] for x in arrays))
             dropout = None if self.dropout_key is None else (self.dropout_key, step * count + k)
-            with torch.no_grad(), update._autocast(model, self.how):
+            with torch.no_grad(), update._autocast(model, self.policy):
                 loss = train.loss_fn(model, micro, dropout=dropout)
             if not found and not bool(torch.isfinite(loss)):
                 found.append("every module is finite, the loss over model's logits is not")
@@ -194,7 +194,7 @@ class Engine:
         # Four tensors of ids: one tensor given twice would compile to another program.
         batch = train.Batch(ids, ids.clone(), ids.clone(), ones, ids.clone())
         dropout = None if self.dropout_key is None else (self.dropout_key, 0)
-        with update._autocast(model, self.how):
+        with update._autocast(model, self.policy):
             loss = self._loss(model, batch, dropout=dropout)
         loss.backward()
         model.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
-"""Layers of the decoder in PyTorch. Twins: jaxbench/nn.py, jaxbench/eqx/nn.py.
+"""Layers of the decoder in PyTorch: parameters, and calls of functional.py.
 
-Parameters have the dtype of the layer, and the layer computes in it; statistics of norms and rotary angles use float32
-where the dtype is narrower. Kernels are (in, out). Axis letters: WORKSPACE.md; I and O are a projection's in and out.
+Twins: jaxbench/nn.py, jaxbench/eqx/nn.py. Parameters have the dtype of the layer, and the layer computes in it.
+Kernels are (in, out). Axis letters: WORKSPACE.md; I and O are a projection's in and out.
 """
 
 from __future__ import annotations
@@ -14,53 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from jaxbench import initial
-from torch_ref import prng
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type itself, or float32 where that is wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def matmul(
-    x: Float[Tensor, "*rows I"], kernel: Float[Tensor, "..."], *, transposed: bool = False
-) -> Float[Tensor, "*rows O"]:
-    """Multiply rows by a kernel (in, out), or (out, in) where transposed: the one matrix product of the models."""
-    return torch.matmul(x, kernel.T if transposed else kernel)
-
-
-def rotary_angles(
-    positions: Int[Tensor, "B T"], frequencies: tuple[float, ...], *, dtype: str
-) -> tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]]:
-    """Cosine and sine of position times frequency, in at least float32; h is half of the head width H."""
-    wide = _wide(getattr(torch, dtype))
-    table = torch.tensor(frequencies, dtype=torch.float64, device=positions.device).to(wide)
-    angles = positions.to(wide)[:, :, None] * table[None, None, :]
-    return torch.cos(angles), torch.sin(angles)
-
-
-def rotate(
-    x: Float[Tensor, "B T N H"], cosine: Float[Tensor, "B T h"], sine: Float[Tensor, "B T h"]
-) -> Float[Tensor, "B T N H"]:
-    """Rotate pairs (i, i + H/2) of each head by the angles of their position (Su et al. 2021, arXiv:2104.09864)."""
-    first, second = x.to(cosine.dtype).chunk(2, dim=-1)
-    cosine, sine = cosine[:, :, None, :], sine[:, :, None, :]
-    rotated = (first * cosine - second * sine, second * cosine + first * sine)
-    return torch.cat(rotated, dim=-1).to(x.dtype)
-
-
-def dropout(
-    x: Float[Tensor, "B T D"], rate: float, *, key: Tensor, step: Tensor | int, site: int
-) -> Float[Tensor, "B T D"]:
-    """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
-
-    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row.
-    """
-    count = x.shape[1] * x.shape[2]
-    rows = torch.arange(x.shape[0], device=x.device)
-    words = prng.words(key, step=step, site=site, rows=rows, num_elements=count)
-    keep = prng.keep_mask(words, rate).reshape(x.shape)
-    return torch.where(keep, x / (1.0 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
+from torch_ref import functional
 
 
 class Linear(torch.nn.Module):
@@ -73,33 +27,18 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         """Affine map x @ kernel (+ bias)."""
-        product = matmul(x, self.kernel)
-        return product if self.bias is None else product + self.bias
+        return functional.linear(x, self.kernel, self.bias)
 
 
 def project(
     x: Float[Tensor, "*rows I"], layers: Sequence[Linear], *, groups: int
 ) -> tuple[Float[Tensor, "*rows O"], ...]:
-    """Outputs of several linear layers on one input: fused projections, one product for all where groups > 0.
-
-    The kernels lie side by side, interleaved: part g of the wide one holds part g of every layer's. Split over `groups`
-    devices, each still has whole columns of all layers, so nothing moves. The wide kernel is made where it is used;
-    parameters stay as they are.
-
-    Raises:
-      ValueError: a layer's width is not a multiple of groups.
-    """
+    """Outputs of several linear layers on one input; with groups > 0 from one product (functional.fused_linear)."""
     if not groups:
         return tuple(layer(x) for layer in layers)
-    widths = [layer.kernel.shape[1] // groups for layer in layers]
-    if any(layer.kernel.shape[1] % groups for layer in layers):
-        raise ValueError(
-            f"project: widths {[layer.kernel.shape[1] for layer in layers]} are not multiples of groups={groups}"
-        )
-    parts = [layer.kernel.reshape(x.shape[-1], groups, width) for layer, width in zip(layers, widths)]
-    product = matmul(x, torch.cat(parts, dim=2).reshape(x.shape[-1], -1)).reshape(*x.shape[:-1], groups, -1)
-    outputs = [part.reshape(*x.shape[:-1], -1) for part in torch.split(product, widths, dim=-1)]
-    return tuple(y if layer.bias is None else y + layer.bias for layer, y in zip(layers, outputs))
+    kernels = [layer.kernel for layer in layers]
+    biases = [layer.bias for layer in layers]
+    return functional.fused_linear(x, kernels, biases, groups=groups)
 
 
 class Embed(torch.nn.Module):
@@ -111,11 +50,11 @@ class Embed(torch.nn.Module):
 
     def forward(self, index: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         """Embedding of each index."""
-        return self.embedding[index]
+        return functional.take_rows(self.embedding, index)
 
     def attend(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
         """Logits of a tied head: dot product of x with every embedding."""
-        return matmul(x, self.embedding, transposed=True)
+        return functional.matmul(x, self.embedding, transposed=True)
 
 
 class RMSNorm(torch.nn.Module):
@@ -128,9 +67,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         """Return x / rms(x) * scale."""
-        wide = x.to(_wide(x.dtype))
-        mean_square = torch.mean(torch.square(wide), dim=-1, keepdim=True)
-        return (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype) * self.scale
+        return functional.rms_norm(x, self.scale, eps=self.eps)
 
 
 class LayerNorm(torch.nn.Module):
@@ -144,11 +81,7 @@ class LayerNorm(torch.nn.Module):
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """Layer norm (x - mean) / standard deviation * scale + bias, over the last axis."""
-        wide = x.to(_wide(x.dtype))
-        centred = wide - torch.mean(wide, dim=-1, keepdim=True)
-        variance = torch.mean(torch.square(centred), dim=-1, keepdim=True)
-        normal = (centred * torch.rsqrt(variance + self.eps)).to(x.dtype)
-        return normal * self.scale + self.bias
+        return functional.layer_norm(x, self.scale, self.bias, eps=self.eps)
 
 
 def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | LayerNorm:
@@ -172,5 +105,5 @@ def load_params(model: torch.nn.Module, params: Mapping[str, np.ndarray], *, dev
 
 def get_params(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Parameters by dotted name; types narrower than float32 are widened to it, which is exact."""
-    params = {name: p.detach().to("cpu", _wide(p.dtype)) for name, p in model.named_parameters()}
-    return {name: p.numpy().copy() for name, p in params.items()}
+    wide = ((name, p, torch.promote_types(p.dtype, torch.float32)) for name, p in model.named_parameters())
+    return {name: p.detach().to("cpu", dtype).numpy().copy() for name, p, dtype in wide}

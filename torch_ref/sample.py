@@ -1,6 +1,6 @@
 """Logits to tokens: filters, draws, and the generator with its compiled programs.
 
-Twins: jaxbench/sample.py, jaxbench/eqx/sample.py.
+Twin: jaxbench/sample.py.
 
 A generator has two programs for each bucket of sizes: prefill (prompt -> first token and cache) and decode (a loop over
 tokens, which stops when every row has ended). Sampling is Gumbel-max over the Philox stream
@@ -23,24 +23,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jaxbench import philox, prompts
+from jaxbench.prompts import SamplingParams
 from torch_ref import prng
 from torch_ref.transformer import KVCache, Transformer
 
 NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary
 
 
-class Sampling(NamedTuple):
-    """How a token is chosen; a temperature of 0 takes the most probable one."""
-
-    temperature: float = 0.0  # >= 0
-    top_k: int = 0  # keep this many most probable tokens; 0 = all
-    top_p: float = 1.0  # keep the most probable tokens up to this mass, 0 < top_p <= 1
-    min_p: float = 0.0  # drop tokens below this share of the most probable one, 0 <= min_p < 1
-    repetition_penalty: float = 1.0  # > 0; 1 = none
-
-
 @runtime_checkable
-class LogitProcessor(Protocol):
+class LogitsProcessor(Protocol):
     """A pure change of logits during generation. Its state is a pytree of tensors whose first axis is the rows.
 
     `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
@@ -96,7 +87,7 @@ def penalize_repetition(
     return torch.where(counts > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def filter_logits(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:
+def filter_logits(logits: Float[Tensor, "B V"], sampling: SamplingParams) -> Float[Tensor, "B V"]:
     """Divide by the temperature and set tokens outside top-k, top-p (Holtzman et al. 2020) and min-p to -inf."""
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[1]:
@@ -129,7 +120,7 @@ def _nucleus_threshold(logits: Float[Tensor, "B V"], top_p: float) -> Float[Tens
 
 
 def draw(
-    logits: Float[Tensor, "B V"], sampling: Sampling, *, key: Tensor, step: int, row_ids: Int[Tensor, " B"]
+    logits: Float[Tensor, "B V"], sampling: SamplingParams, *, key: Tensor, step: int, row_ids: Int[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
     """Return a token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
     if sampling.temperature == 0.0:
@@ -172,8 +163,8 @@ class Generator:
         model: Transformer,
         *,
         eos_id: int | None,
-        sampling: Sampling,
-        processors: Sequence[LogitProcessor] = (),
+        sampling: SamplingParams,
+        processors: Sequence[LogitsProcessor] = (),
     ):
         prompts.check_sampling(sampling)
         self._model = model

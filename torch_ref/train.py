@@ -1,12 +1,9 @@
-"""Loss and optimiser step of the decoder. Twins: jaxbench/train.py, jaxbench/eqx/train.py."""
+"""The decoder's loss and what it is computed on. Twin: jaxbench/train.py. The optimiser step: update.py."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -20,25 +17,6 @@ class Batch(NamedTuple):
     positions: Int[Tensor, "B T"]  # -1 = padding
     mask: Bool[Tensor, "B T"]  # True where the target counts
     segments: Int[Tensor, "B T"] | None = None  # packed documents; None = one document a row
-
-
-class AdamW(NamedTuple):
-    """Hyperparameters of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); decay acts on every parameter."""
-
-    learning_rate: float
-    b1: float  # decay of the first moment, 0 <= b1 < 1
-    b2: float  # decay of the second moment, 0 <= b2 < 1
-    eps: float  # added to the root of the corrected second moment
-    weight_decay: float  # decoupled: times learning_rate per step
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """The model with its parameters, and the optimiser that holds the moments; a step changes both in place."""
-
-    params: torch.nn.Module
-    moments: torch.optim.Optimizer
-    optimizer: AdamW
 
 
 def cross_entropy(
@@ -75,50 +53,3 @@ def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | 
     hidden, cache = model.features(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
     auxiliary = sum(layer.loss for layer in cache.memory if layer is not None)
     return loss_of(model.logits(hidden), batch) + model.auxiliary_weight * auxiliary
-
-
-def init_state(model: Any, optimizer: AdamW) -> TrainState:
-    """Return the state before the first step, holding the model's parameters."""
-    o = optimizer
-    moments = torch.optim.AdamW(
-        model.parameters(), lr=o.learning_rate, betas=(o.b1, o.b2), eps=o.eps, weight_decay=o.weight_decay
-    )
-    return TrainState(model, moments, optimizer)
-
-
-def train_step(
-    state: TrainState,
-    batch: Any,
-    *,
-    dropout: tuple[Tensor, Tensor | int] | None = None,
-    loss_fn: Callable[..., Tensor] = loss_fn,
-) -> tuple[TrainState, Float[Tensor, ""]]:
-    """Return the state after one AdamW step, and the loss before it.
-
-    loss_fn(model, batch, dropout=...) is the loss to descend: a workload passes its own, with a batch of its own.
-    """
-    state.moments.zero_grad(set_to_none=True)
-    loss = loss_fn(state.params, batch, dropout=dropout)
-    loss.backward()
-    state.moments.step()
-    return state, loss.detach()
-
-
-def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
-    """Return "params", "first_moment" and "second_moment" by dotted parameter name."""
-    named = dict(state.params.named_parameters())
-    held = {name: state.moments.state[parameter] for name, parameter in named.items()}
-    trees = {
-        "params": named,
-        "first_moment": {name: moments["exp_avg"] for name, moments in held.items()},
-        "second_moment": {name: moments["exp_avg_sq"] for name, moments in held.items()},
-    }
-    return {kind: by_name(tree) for kind, tree in trees.items()}
-
-
-def by_name(tree: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """Return a parameter-shaped dictionary (such as gradients) as arrays by dotted name, at least float32."""
-    return {
-        name: x.detach().to(torch.promote_types(x.dtype, torch.float32)).cpu().numpy().copy()
-        for name, x in tree.items()
-    }

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jaxbench import philox, rotary
 from jaxbench.config import RotaryScaling, TransformerConfig
-from torch_ref import nn
+from torch_ref import functional, nn
 from torch_ref.attention import attention
 
 
@@ -68,7 +68,7 @@ class Attention(torch.nn.Module):
 
     def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, qk_norm: bool,
                  norm_eps: float, use_bias: bool, dtype: str, sliding_window: int | None, implementation: str,
-                 block_size: int, fused_projections: int):  # fmt: skip
+                 block_size: int, projection_groups: int):  # fmt: skip
         super().__init__()
         query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
@@ -79,19 +79,19 @@ class Attention(torch.nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
-        self.fused_projections = fused_projections
+        self.projection_groups = projection_groups
 
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, cached: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Float[Tensor, "E H S"], Float[Tensor, "E S H"]]]:
         """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
         batch, length, _ = x.shape
-        projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.fused_projections)
+        projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if context.angles is not None:
-            query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
+            query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
         key = key.permute(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
         value = value.permute(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
@@ -105,7 +105,7 @@ class Attention(torch.nn.Module):
             key_positions=context.key_positions,
             query_segments=context.query_segments,
             key_segments=context.key_segments,
-            window=self.sliding_window,
+            sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
@@ -123,19 +123,19 @@ class MLP(torch.nn.Module):
     """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form (GPT-2)."""
 
     def __init__(self, d_model: int, d_ff: int, *, activation: str, use_bias: bool, dtype: str,
-                 fused_projections: int):  # fmt: skip
+                 projection_groups: int):  # fmt: skip
         super().__init__()
         is_gated = activation == "swiglu"
         self.gate_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype) if is_gated else None
         self.up_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype)
         self.down_proj = nn.Linear(d_ff, d_model, use_bias=use_bias, dtype=dtype)
-        self.fused_projections = fused_projections
+        self.projection_groups = projection_groups
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """Return the transformed rows."""
         if self.gate_proj is None:
             return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
-        gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.fused_projections)
+        gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -146,17 +146,17 @@ class Block(torch.nn.Module):
 
     def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, qk_norm: bool,
                  use_bias: bool, dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
-                 sliding_window: int | None, implementation: str, block_size: int, fused_projections: int):  # fmt: skip
+                 sliding_window: int | None, implementation: str, block_size: int, projection_groups: int):  # fmt: skip
         super().__init__()
         self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.attention = Attention(
             d_model, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, norm_eps=norm_eps, use_bias=use_bias,
             dtype=dtype, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            fused_projections=fused_projections,
+            projection_groups=projection_groups,
         )  # fmt: skip
         self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.mlp = MLP(d_model, d_ff, activation=activation, use_bias=use_bias, dtype=dtype,
-                       fused_projections=fused_projections)  # fmt: skip
+                       projection_groups=projection_groups)  # fmt: skip
         self.dropout = dropout
 
     def forward(
@@ -176,7 +176,7 @@ class Block(torch.nn.Module):
         if context.dropout is None or self.dropout == 0.0:
             return x
         key, step = context.dropout
-        return nn.dropout(x, self.dropout, key=key, step=step, site=site)
+        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(torch.nn.Module):
@@ -191,7 +191,7 @@ class Transformer(torch.nn.Module):
                  position: str, rope_theta: float, rope_scaling: RotaryScaling | None, qk_norm: bool,
                  use_bias: bool, tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
                  implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
-                 fused_projections: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
+                 projection_groups: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
         super().__init__()
         self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
@@ -199,7 +199,7 @@ class Transformer(torch.nn.Module):
             d_model=d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm,
             use_bias=use_bias, dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            fused_projections=fused_projections,
+            projection_groups=projection_groups,
         )  # fmt: skip
         layers = [Block(**parts) if make_layer is None else make_layer(i, **parts) for i in range(num_layers)]
         self.layers = torch.nn.ModuleList(layers)
@@ -245,7 +245,7 @@ class Transformer(torch.nn.Module):
         angles = None
         hidden = self.embed(tokens)
         if self.position is None:
-            angles = nn.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+            angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(torch.clamp(positions, min=0))
         context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
@@ -308,13 +308,13 @@ def build(
     implementation: str = "dense",
     block_size: int = 128,
     scan_layers: bool = False,
-    fused_projections: int = 0,
+    projection_groups: int = 0,
     make_layer: Callable[..., Block] | None = None,
     device: str = "cpu",
 ) -> Transformer:
     """Return the model of a configuration holding `params`, cast to dtype.
 
-    fused_projections: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
+    projection_groups: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
     their kernels side by side in n interleaved parts (nn.project). Parameters and their names are the same.
     make_layer: as for `blank`.
 
@@ -322,7 +322,7 @@ def build(
       ValueError: a parameter is missing, unused or misshapen, all names are listed; or as `blank`.
     """
     how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    how |= {"fused_projections": fused_projections, "make_layer": make_layer}
+    how |= {"projection_groups": projection_groups, "make_layer": make_layer}
     with torch.device("meta"):
         model = blank(config, **how)
     return nn.load_params(model, params, device=device)

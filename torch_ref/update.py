@@ -40,23 +40,28 @@ class TrainState:
     params: torch.nn.Module
     moments: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    policy: precision.Policy
     step: int = 0  # steps tried
     skipped: int = 0
     is_halted: bool = False  # a step was not finite, and the run is to stop: nothing changes any more
 
 
-def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) -> TrainState:
+def init_state(
+    model: Any, params: Mapping[str, np.ndarray], how: StepConfig, *, policy: precision.Policy | None = None
+) -> TrainState:
     """Training state before the first step.
 
     Args:
       model: built in the policy's parameter type; its parameters' values are replaced.
       params: initial values by name.
       how: the step's configuration.
+      policy: the number types, in place of those that how.precision names.
 
     Raises:
       ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat.
     """
-    if precision.policy(how.precision).is_float8:
+    policy = precision.policy(how.precision) if policy is None else policy
+    if policy.is_float8:
         raise ValueError(f"update: precision={how.precision} is not in torch_ref; use --backend=flax")
     if how.offload.optimizer or how.offload.gradients:
         raise ValueError(f"update: offload {how.offload.model_dump()} is not in torch_ref; use --backend=flax")
@@ -72,9 +77,9 @@ def init_state(model: Any, params: Mapping[str, np.ndarray], how: StepConfig) ->
     rules = how.loss_scaling
     scaler = torch.amp.GradScaler(
         device.type, init_scale=rules.initial, growth_factor=rules.growth, backoff_factor=rules.backoff,
-        growth_interval=rules.interval, enabled=precision.policy(how.precision).is_scaled,
+        growth_interval=rules.interval, enabled=policy.is_scaled,
     )  # fmt: skip
-    return TrainState(model, _optimizer(model, how), scaler)
+    return TrainState(model, _optimizer(model, how), scaler, policy)
 
 
 def train_step(
@@ -85,6 +90,7 @@ def train_step(
     *,
     how: StepConfig,
     loss_fn: Callable[..., Tensor] = train.loss_fn,
+    is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
     """One optimiser step: the state after it, and its metrics.
 
@@ -98,15 +104,18 @@ def train_step(
       dropout_key: of prng.py; None = no dropout.
       how: the step's configuration.
       loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
+      is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
+        computed for clipping only (else it is NaN), so that the step is AdamW and nothing else.
     """
-    policy, scale = precision.policy(how.precision), state.scaler.get_scale()
+    scale = state.scaler.get_scale()
     state.moments.zero_grad(set_to_none=True)
     loss = _accumulate(state, batch, dropout_key, how, loss_fn)
     state.scaler.unscale_(state.moments)
     parameters = [p for p in state.params.parameters() if p.requires_grad]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-    is_finite = torch.isfinite(loss) & torch.isfinite(norm)
-    is_taken = bool(is_finite) and not state.is_halted
+    has_norm = is_guarded or how.clip_norm is not None
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if has_norm else torch.tensor(torch.nan)
+    is_finite = torch.isfinite(loss) & torch.isfinite(norm) if is_guarded else torch.isfinite(loss)
+    is_taken = not is_guarded or (bool(is_finite) and not state.is_halted)
     if is_taken:
         if how.clip_norm is not None:
             factor = torch.clamp(how.clip_norm / (norm + CLIP_EPS), max=1.0)
@@ -117,7 +126,7 @@ def train_step(
         state.scaler.step(state.moments)
     state.scaler.update()
     # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
-    is_broken = not torch.isfinite(loss) if policy.is_scaled else not is_finite
+    is_broken = is_guarded and not (torch.isfinite(loss) if state.policy.is_scaled else is_finite)
     state.step, state.skipped = state.step + 1, state.skipped + (not is_taken)
     state.is_halted = state.is_halted or (is_broken and how.nonfinite == "stop")
     return state, Metrics(loss, norm, is_finite, torch.tensor(scale), torch.tensor(state.skipped))
@@ -149,7 +158,7 @@ def eval_step(
     """
     total = 0.0
     for micro in _micro_batches(batch, how.accumulation if count is None else count):
-        with _autocast(params, how):
+        with _autocast(params, precision.policy(how.precision)):
             mean = loss_fn(params, micro)
         total = total + mean * micro.mask.sum()
     return total, batch.mask.sum()
@@ -168,6 +177,11 @@ def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
     return {kind: {name: x.detach().cpu().numpy().copy() for name, x in tree.items()} for kind, tree in trees.items()}
 
 
+def split(model: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The model itself, to be handed to `merge`, and its parameters by dotted name."""
+    return model, dict(model.named_parameters())
+
+
 def merge(graph: Any, params: Mapping[str, Tensor]) -> Any:
     """Model of a graph (here `graph` itself) with these parameters, by dotted name."""
     for name, parameter in graph.named_parameters():
@@ -179,11 +193,11 @@ def _accumulate(
     state: TrainState, batch: Any, dropout_key: Tensor | None, how: StepConfig, loss_fn: Callable[..., Tensor]
 ) -> Float[Tensor, ""]:
     """Loss of the batch in nats per token; the scaled gradients of all micro-batches are added up in the parameters."""
-    count = how.accumulation
-    total, summed = batch.mask.sum().clamp(min=1), None
+    count, summed = how.accumulation, None
+    total = batch.mask.sum().clamp(min=1) if count > 1 else None  # of one micro-batch, the loss is the mean already
     for k, micro in enumerate(_micro_batches(batch, count)):
         dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
-        with _autocast(state.params, how):
+        with _autocast(state.params, state.policy):
             loss = loss_fn(state.params, micro, dropout=dropout)
         if count > 1:
             loss = loss * (micro.mask.sum().to(loss.dtype) / total)
@@ -200,9 +214,8 @@ def _micro_batches(batch: Any, count: int) -> list[Any]:
     return [type(batch)(*(None if x is None else x[k::count] for x in batch)) for k in range(count)]
 
 
-def _autocast(model: torch.nn.Module, how: StepConfig) -> torch.autocast:
+def _autocast(model: torch.nn.Module, policy: precision.Policy) -> torch.autocast:
     """Autocast to the step's compute type; off where that is the parameters' type."""
-    policy = precision.policy(how.precision)
     device = next(model.parameters()).device.type
     dtype = getattr(torch, policy.compute)
     is_narrow = policy.compute != policy.parameter

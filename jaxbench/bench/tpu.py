@@ -14,6 +14,7 @@ the chips that share them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import pydantic
@@ -62,27 +63,33 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
     A program that does not fit gives one record with status "error" and the compiler's sentence.
     """
     devices = tpu_compile.devices(topology)
-    from jaxbench import sharding
     from jaxbench.measure import tpu_programs
 
     check([topology.name], settings)
     rows = topology.num_chips // settings.model_axis
-    mesh = sharding.make_mesh({sharding.DATA: rows, sharding.MODEL: settings.model_axis}, devices)
-    serve, fit = ("tensor", "fsdp_tensor") if settings.model_axis > 1 else ("replicated", "fsdp")
     shallow = config.model_copy(
         update={"num_layers": min(settings.train_layers or config.num_layers, config.num_layers)}
     )
-    batches = (
+    prefill_batch, decode_batch, train_batch = (
         _round_up(batch, rows) for batch in (settings.prefill_batch, settings.decode_batch, settings.train_batch)
     )
-    programs = (
-        (tpu_programs.prefill, config, serve, {"tokens": settings.prefill_tokens}),
-        (tpu_programs.decode, config, serve, {"length": settings.decode_length}),
-        (tpu_programs.train, shallow, fit, {"tokens": settings.train_tokens}),
-    )
-    for (make, used, layout, length), batch in zip(programs, batches, strict=True):
-        model = tpu_programs.abstract_model(used, dtype=settings.dtype, scan_layers=settings.scan_layers)
-        program = make(model, used, mesh, layout=layout, batch=batch, **length)
+    abstract = functools.partial(tpu_programs.abstract_model, dtype=settings.dtype, scan_layers=settings.scan_layers)
+    plan = functools.partial(tpu_programs.make_plan, devices=devices, model_axis=settings.model_axis)
+
+    def prefill() -> tpu_programs.Program:
+        placed = plan(config, batch=prefill_batch, tokens=settings.prefill_tokens)
+        return tpu_programs.prefill(abstract(config), placed, batch=prefill_batch, tokens=settings.prefill_tokens)
+
+    def decode() -> tpu_programs.Program:
+        placed = plan(config, batch=decode_batch, tokens=1)
+        return tpu_programs.decode(abstract(config), placed, batch=decode_batch, length=settings.decode_length)
+
+    def train() -> tpu_programs.Program:
+        placed = plan(shallow, batch=train_batch, tokens=settings.train_tokens, is_split=True)
+        return tpu_programs.train(abstract(shallow), placed, batch=train_batch, tokens=settings.train_tokens)
+
+    for used, make in ((config, prefill), (config, decode), (shallow, train)):
+        program = make()
         yield _compile_program(program, used, topology, settings)
 
 

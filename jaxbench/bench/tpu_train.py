@@ -109,7 +109,7 @@ def _abstract_state(
     # "fused" asks for the kernel of the platform that JAX runs on, which is not the one compiled for.
     implementation = "splash" if settings.implementation == "fused" else settings.implementation
     kind = {"implementation": implementation, "block_size": settings.block_size, "scan_layers": settings.scan_layers}
-    kind |= {"fused_projections": groups, "dtype": dtype, "make_layer": extension.make_layer}
+    kind |= {"projection_groups": groups, "dtype": dtype, "make_layer": extension.make_layer}
     on_device = how.model_copy(update={"offload": type(how.offload)()})
     state = jax.eval_shape(
         lambda params: update.init_state(transformer.blank(model, **kind), params, on_device), shapes

@@ -19,10 +19,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxbench import libtpu, philox, rotary
+from jaxbench import functional, libtpu, philox, rotary
+from jaxbench.attention import attention
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.eqx import nn
-from jaxbench.eqx.attention import attention
 
 
 class KVCache(NamedTuple):
@@ -76,11 +76,11 @@ class Attention(eqx.Module):
     sliding_window: int | None = eqx.field(static=True)
     implementation: str = eqx.field(static=True)
     block_size: int = eqx.field(static=True)
-    fused_projections: int = eqx.field(static=True)
+    projection_groups: int = eqx.field(static=True)
 
     def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, qk_norm: bool,
                  norm_eps: float, use_bias: bool, dtype: str, sliding_window: int | None, implementation: str,
-                 block_size: int, fused_projections: int):  # fmt: skip
+                 block_size: int, projection_groups: int):  # fmt: skip
         query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
         self.k_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
@@ -90,19 +90,19 @@ class Attention(eqx.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
-        self.fused_projections = fused_projections
+        self.projection_groups = projection_groups
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "E H S"], Float[Array, "E S H"]]]:
         """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
         batch, length, _ = x.shape
-        projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.fused_projections)
+        projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if context.angles is not None:
-            query, key = nn.rotate(query, *context.angles), nn.rotate(key, *context.angles)
+            query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
         key = key.transpose(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
         value = value.transpose(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
@@ -116,7 +116,7 @@ class Attention(eqx.Module):
             key_positions=context.key_positions,
             query_segments=context.query_segments,
             key_segments=context.key_segments,
-            window=self.sliding_window,
+            sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
@@ -130,22 +130,22 @@ class MLP(eqx.Module):
     gate_proj: nn.Linear | None
     up_proj: nn.Linear
     down_proj: nn.Linear
-    fused_projections: int = eqx.field(static=True)
+    projection_groups: int = eqx.field(static=True)
 
     def __init__(self, d_model: int, d_ff: int, *, activation: str, use_bias: bool, dtype: str,
-                 fused_projections: int):  # fmt: skip
+                 projection_groups: int):  # fmt: skip
         is_gated = activation == "swiglu"
         self.gate_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype) if is_gated else None
         self.up_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype)
         self.down_proj = nn.Linear(d_ff, d_model, use_bias=use_bias, dtype=dtype)
-        self.fused_projections = fused_projections
+        self.projection_groups = projection_groups
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return the transformed rows."""
         wide = jnp.promote_types(x.dtype, jnp.float32)  # as PyTorch: one rounding for the whole activation
         if self.gate_proj is None:
             return self.down_proj(jax.nn.gelu(self.up_proj(x).astype(wide), approximate=True).astype(x.dtype))
-        gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.fused_projections)
+        gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
         return self.down_proj(jax.nn.silu(gate.astype(wide)).astype(x.dtype) * up)
 
 
@@ -160,16 +160,16 @@ class Block(eqx.Module):
 
     def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, qk_norm: bool,
                  use_bias: bool, dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
-                 sliding_window: int | None, implementation: str, block_size: int, fused_projections: int):  # fmt: skip
+                 sliding_window: int | None, implementation: str, block_size: int, projection_groups: int):  # fmt: skip
         self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.attention = Attention(
             d_model, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, norm_eps=norm_eps, use_bias=use_bias,
             dtype=dtype, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            fused_projections=fused_projections,
+            projection_groups=projection_groups,
         )  # fmt: skip
         self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
         self.mlp = MLP(d_model, d_ff, activation=activation, use_bias=use_bias, dtype=dtype,
-                       fused_projections=fused_projections)  # fmt: skip
+                       projection_groups=projection_groups)  # fmt: skip
         self.dropout = dropout
 
     def __call__(
@@ -189,7 +189,7 @@ class Block(eqx.Module):
         if context.dropout is None or self.dropout == 0.0:
             return x
         key, step = context.dropout
-        return nn.dropout(x, self.dropout, key=key, step=step, site=site)
+        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(eqx.Module):
@@ -207,20 +207,21 @@ class Transformer(eqx.Module):
     dtype: str = eqx.field(static=True)
     scan_layers: bool = eqx.field(static=True)
     max_seq_len: int = eqx.field(static=True)
+    compression_weight: float = eqx.field(static=True)
 
     def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
                  num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
                  position: str, rope_theta: float, rope_scaling: RotaryScaling | None, qk_norm: bool,
                  use_bias: bool, tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
                  implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
-                 fused_projections: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
+                 projection_groups: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
         self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
         parts = dict(
             d_model=d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm,
             use_bias=use_bias, dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads,
             head_dim=head_dim, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            fused_projections=fused_projections,
+            projection_groups=projection_groups,
         )  # fmt: skip
         self.layers = [Block(**parts) if make_layer is None else make_layer(i, **parts) for i in range(num_layers)]
         self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
@@ -228,6 +229,7 @@ class Transformer(eqx.Module):
         is_rotary = position == "rotary"
         self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+        self.compression_weight = 0.0  # train.loss_fn asks for it: there are no banks of memory here
 
     def __call__(
         self,
@@ -264,7 +266,7 @@ class Transformer(eqx.Module):
         angles = None
         hidden = self.embed(tokens)
         if self.position is None:
-            angles = nn.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+            angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(jnp.maximum(positions, 0))
         context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
@@ -330,12 +332,12 @@ def build(
     implementation: str = "dense",
     block_size: int = 128,
     scan_layers: bool = False,
-    fused_projections: int = 0,
+    projection_groups: int = 0,
     make_layer: Callable[..., Block] | None = None,
 ) -> Transformer:
     """Return the model of a configuration holding `params`, cast to dtype.
 
-    fused_projections: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
+    projection_groups: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
     their kernels side by side in n interleaved parts (nn.project). Parameters and their names are the same.
     make_layer: as for `blank`.
 
@@ -344,5 +346,5 @@ def build(
     """
     libtpu.leave_out_if_absent()
     how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    how |= {"fused_projections": fused_projections, "make_layer": make_layer}
+    how |= {"projection_groups": projection_groups, "make_layer": make_layer}
     return nn.load_params(eqx.filter_eval_shape(lambda: blank(config, **how)), params)

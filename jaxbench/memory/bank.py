@@ -23,7 +23,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jaxbench import nn
+from jaxbench import functional, nn
 from jaxbench.memory import layout
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.target import Batch, mean_squared_error
@@ -248,7 +248,7 @@ class Bank(nnx.Module):
         return read_out, state, losses[0] / jnp.maximum(losses[1], 1.0)
 
     def _heads(self, x: Float[Array, "B T D"], kernel: Float[Array, "D I"]) -> Float[Array, "B T N H"]:
-        return nn.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        return functional.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
 
     def _read(
         self, x: Float[Array, "B T D"], is_query: Bool[Array, "B T"], state: BankState
@@ -333,11 +333,11 @@ class Bank(nnx.Module):
             best = jnp.argsort(-lax.stop_gradient(mass), axis=1, stable=True)[:, :few]
             return layout.gathered(block, jnp.sort(best, axis=1))
         if self.compression == "learned":
-            weights = jax.nn.softmax(nn.matmul(block, self.compress.kernel[...]), axis=1)
+            weights = jax.nn.softmax(functional.matmul(block, self.compress.kernel[...]), axis=1)
             return jnp.einsum("BCK,BCD->BKD", weights, block)
         groups = block.reshape(len(block), few, -1, self.d_model)
         if self.compression == "conv":
-            return nn.matmul(groups.reshape(len(block), few, -1), self.compress.kernel[...])
+            return functional.matmul(groups.reshape(len(block), few, -1), self.compress.kernel[...])
         return jnp.mean(groups, axis=2) if self.compression == "mean" else jnp.max(groups, axis=2)
 
     def _reconstruction(

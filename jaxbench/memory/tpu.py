@@ -38,18 +38,20 @@ def compile_programs(
       ValueError: libtpu is not installed.
     """
     devices = tpu_compile.devices(topology)
-    from jaxbench import sharding
     from jaxbench.measure import tpu_programs
     from jaxbench.memory import decoder
 
-    mesh = sharding.make_mesh({sharding.DATA: topology.num_chips, sharding.MODEL: 1}, devices)
     extension = decoder.extension(model.memory if isinstance(model, MemoryTransformerConfig) else None)
     abstract = tpu_programs.abstract_model(model, dtype="bfloat16", scan_layers=False, extension=extension)
-    serve, fit = {"layout": "replicated", "batch": batch}, {"layout": "fsdp", "batch": batch}
+    size = {"batch": batch, "tokens": tokens}
+    serve, fit = (
+        tpu_programs.make_plan(model, devices, **size, is_split=is_split, extension=extension)
+        for is_split in (False, True)
+    )
     for make in (
-        lambda: tpu_programs.prefill(abstract, model, mesh, **serve, tokens=tokens),
-        lambda: tpu_programs.decode(abstract, model, mesh, **serve, length=tokens),
-        lambda: tpu_programs.train(abstract, model, mesh, **fit, tokens=tokens),
+        lambda: tpu_programs.prefill(abstract, serve, **size),
+        lambda: tpu_programs.decode(abstract, serve, batch=batch, length=tokens),
+        lambda: tpu_programs.train(abstract, fit, **size),
     ):
         program = make()
         compiled = tpu_compile.compile_program(lambda p=program: p.jitted.lower(*p.arguments), topology)

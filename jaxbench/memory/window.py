@@ -20,7 +20,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import nn, rotary
+from jaxbench import functional, nn, rotary
 from jaxbench.memory import layout
 from jaxbench.memory.block_config import BlockConfig
 
@@ -187,7 +187,9 @@ class LocalAttention(nnx.Module):
         if self.persistent is None:
             return None
         tokens = self.persistent[...][None]
-        return tuple(self.split_heads(nn.matmul(tokens, proj.kernel[...]))[0] for proj in (self.k_proj, self.v_proj))
+        return tuple(
+            self.split_heads(functional.matmul(tokens, proj.kernel[...]))[0] for proj in (self.k_proj, self.v_proj)
+        )
 
     def insert(
         self,
@@ -258,7 +260,8 @@ class LocalAttention(nnx.Module):
 
     def _rotate(self, x: Float[Array, "B T N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """Rotary embedding of heads at positions."""
-        return nn.rotate(x.astype(self.dtype), *nn.rotary_angles(positions, self.frequencies, dtype=self.dtype))
+        angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+        return functional.rotate(x.astype(self.dtype), *angles)
 
     def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         """Projections of queries, keys and values."""

@@ -57,7 +57,7 @@ class Case(NamedTuple):
     id: str  # <workload>/<variant>
     config: Any  # the configuration that `build` takes; None = the default model with its own weights
     module: str = "transformer"  # relative path of the module with `build`
-    how: Mapping[str, Any] = {}  # further arguments of build: implementation, scan_layers, fused_projections, ...
+    how: Mapping[str, Any] = {}  # further arguments of build: implementation, scan_layers, projection_groups, ...
     batch: int = 2  # rows; every second one starts with padding
     length: int = 16  # tokens a row
     prompt: int = 10  # tokens of the prefill before single-token decoding; 0 = the model does not decode
@@ -126,9 +126,9 @@ CASES: tuple[Case, ...] = (
     _llama("llama-blocked", how={"implementation": "blocked", "block_size": 4}),
     _llama("llama-blocked-window", how={"implementation": "blocked", "block_size": 4}, sliding_window=5, packed=True),
     _llama("llama-scan", how={"scan_layers": True}),
-    _llama("llama-fused", how={"fused_projections": 2}, use_bias=True),  # two parts, as over a mesh's model=2
+    _llama("llama-fused", how={"projection_groups": 2}, use_bias=True),  # two parts, as over a mesh's model=2
     _llama("qwen3", sampled=True, **QWEN3),
-    _llama("qwen3-untied-scan", how={"scan_layers": True, "fused_projections": 2}, tie_embeddings=False, **QWEN3),
+    _llama("qwen3-untied-scan", how={"scan_layers": True, "projection_groups": 2}, tie_embeddings=False, **QWEN3),
     Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),

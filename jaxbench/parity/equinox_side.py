@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxbench.parity import flax_side
 
 NAME = "equinox"
@@ -15,9 +13,3 @@ class Side(flax_side.Side):
     name = NAME
     package = "jaxbench.eqx"
     is_captured = False
-
-    def _hold(self, model: Any) -> None:
-        self.model = self.params = model
-
-    def _merge(self, params: Any) -> Any:
-        return params

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxbench import prng
+from jaxbench import precision, prng, update
 from jaxbench.config import TransformerConfig
 from jaxbench.intercept import intercepted
 from jaxbench.parity import capture
 from jaxbench.parity.cases import Arrays, Case
+from jaxbench.step_config import StepConfig
 
 NAME = "flax"
 
@@ -32,19 +33,15 @@ class Side:
     package = "jaxbench"
 
     def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
-        self.case = case
+        self.case, self.dtype = case, dtype
         self.nn = importlib.import_module(f"{self.package}.nn")
-        self.lib = importlib.import_module(f"{self.package}.train")
-        self.task = importlib.import_module(f"{self.package}.{case.task}")
+        self.task = importlib.import_module(f"jaxbench.{case.task}")
         module = importlib.import_module(f"{self.package}.{case.module}")
         self._hold(module.build(config, params, dtype=dtype, **case.how))
 
     def _hold(self, model: Any) -> None:
         self.model = model
-        self.graph, self.params = nnx.split(model, nnx.Param)
-
-    def _merge(self, params: Any) -> Any:
-        return nnx.merge(self.graph, params)
+        self.graph, self.params = update.split(model)
 
     @property
     def is_captured(self) -> bool:
@@ -69,7 +66,7 @@ class Side:
         hooked = shapes if self.is_captured else {}
         deltas = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in hooked.items()}
         (loss, outputs), (grads, output_grads) = self._backward(self.params, deltas, batch, dropout)
-        return capture.Trace(np.asarray(loss), _numpy(outputs), _numpy(output_grads), self.lib.by_name(grads))
+        return capture.Trace(np.asarray(loss), _numpy(outputs), _numpy(output_grads), _numpy(grads))
 
     def _batch(self, arrays: Arrays) -> Any:
         return self.task.Batch(*(None if x is None else jnp.asarray(x) for x in arrays))
@@ -84,7 +81,7 @@ class Side:
 
     def _loss(self, params: Any, deltas: dict, batch: Any, dropout: Any) -> tuple[Any, dict]:
         """Loss and every module's output; deltas are added to outputs, to differentiate by them."""
-        model = self._merge(params)
+        model = update.merge(self.graph, params)
 
         def shift(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             result = call(*args, **kwargs)
@@ -124,7 +121,7 @@ class Side:
     def _forced(self) -> Callable[..., Any]:
         @jax.jit
         def run(params: Any, given: dict, batch: Any, dropout: Any) -> dict[str, capture.Call]:
-            model, calls = self._merge(params), {}
+            model, calls = update.merge(self.graph, params), {}
 
             def force(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
                 handed = _floating((args, kwargs))
@@ -140,21 +137,22 @@ class Side:
 
         return run
 
-    def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
-        """Losses of AdamW steps with dropout on, and the state after the last."""
-        step_fn = jax.jit(functools.partial(self.lib.train_step, loss_fn=self.task.loss_fn))
-        state, losses = self.lib.init_state(self.model, self.lib.AdamW(**optimizer)), []
-        for step, arrays in enumerate(steps):
-            state, loss = step_fn(state, self._batch(arrays), dropout=_dropout(seed, step))
-            losses.append(loss)
-        return capture.Training(np.array(losses), self.lib.state_arrays(state))
+    def train(self, steps: list[Arrays], how: StepConfig, *, learning_rate: float, seed: int) -> capture.Training:
+        """Losses and final state of optimiser steps in the model's type, dropout on."""
+        step_fn = jax.jit(functools.partial(update.train_step, how=how, loss_fn=self.task.loss_fn))
+        state = update.init_state(self.model, self.params, how, policy=precision.uniform(self.dtype))
+        losses, key = [], prng.key_from_seed(seed)
+        for arrays in steps:
+            state, metrics = step_fn(state, self._batch(arrays), learning_rate, key)
+            losses.append(metrics.loss)
+        return capture.Training(np.array(losses), update.state_arrays(state))
 
     def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
         """Logits [B T V] by one call, and by a prefill of `prompt` tokens followed by single tokens."""
 
         @jax.jit
         def features(params: Any, tokens: Any, positions: Any, cache: Any, slot: Any) -> tuple[Any, Any]:
-            model = self._merge(params)
+            model = update.merge(self.graph, params)
             hidden, cache = model.features(tokens, positions, cache=cache, slot=slot)
             return model.logits(hidden), cache
 
@@ -172,8 +170,8 @@ class Side:
         self, prompts: list[list[int]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
     ) -> np.ndarray:
         """Generated tokens [B new tokens], int32."""
-        lib = importlib.import_module(f"{self.package}.sample")
-        generator = lib.Generator(self.model, eos_id=None, sampling=lib.Sampling(**sampling))
+        lib = importlib.import_module("jaxbench.sample")
+        generator = lib.Generator(self.model, eos_id=None, sampling=lib.SamplingParams(**sampling))
         return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
 
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from jaxbench import rotary
 from jaxbench.parity import cases, evidence, gates
-from torch_ref import attention, nn, prng, sample, train, transformer
+from jaxbench.step_config import OptimizerConfig
+from torch_ref import attention, functional, nn, prng, sample, train, transformer, update
 
 Change = contextlib.AbstractContextManager[Any]
 
@@ -72,7 +73,7 @@ def _rope_base() -> Change:
 
         return angles
 
-    return _replace(nn, "rotary_angles", make)
+    return _replace(functional, "rotary_angles", make)
 
 
 def _rope_interleaved() -> Change:
@@ -81,20 +82,20 @@ def _rope_interleaved() -> Change:
         cosine, sine = cosine[:, :, None], sine[:, :, None]
         return torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).flatten(-2)
 
-    return _replace(nn, "rotate", lambda original: rotate)
+    return _replace(functional, "rotate", lambda original: rotate)
 
 
 def _rope_not_on_keys() -> Change:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *angles: x if x.shape[2] == cases.LLAMA.num_kv_heads else original(x, *angles)
 
-    return _replace(nn, "rotate", make)
+    return _replace(functional, "rotate", make)
 
 
 @contextlib.contextmanager
 def _qk_norm_after_rotary() -> Iterator[None]:
     """Let the norms of queries and keys, whose inputs alone have four axes, wait for the rotation."""
-    waiting, norm, rotate = [], nn.RMSNorm.forward, nn.rotate
+    waiting, norm, rotate = [], nn.RMSNorm.forward, functional.rotate
 
     def postponed(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
         if x.ndim < 4:
@@ -105,7 +106,7 @@ def _qk_norm_after_rotary() -> Iterator[None]:
     def rotate_first(x: torch.Tensor, *angles: torch.Tensor) -> torch.Tensor:
         return norm(waiting.pop(0), rotate(x, *angles))
 
-    with mock.patch.object(nn.RMSNorm, "forward", postponed), mock.patch.object(nn, "rotate", rotate_first):
+    with mock.patch.object(nn.RMSNorm, "forward", postponed), mock.patch.object(functional, "rotate", rotate_first):
         yield
 
 
@@ -138,7 +139,10 @@ def _causal_leak() -> Change:
 
 
 def _window_longer() -> Change:
-    return _mask(lambda original, *p, window, **spans: original(*p, window=window and window + 1, **spans))
+    def rule(original: Callable[..., Any], *positions: Any, sliding_window: int | None, **spans: Any) -> torch.Tensor:
+        return original(*positions, sliding_window=sliding_window and sliding_window + 1, **spans)
+
+    return _mask(rule)
 
 
 def _segments_ignored() -> Change:
@@ -176,9 +180,9 @@ def _softmax_bfloat16() -> Change:
 class _Adam(torch.optim.Optimizer):
     """AdamW by hand, with eps inside the root, or the second moment not corrected for its start."""
 
-    def __init__(self, model: Any, optimizer: train.AdamW, *, eps_inside: bool, is_corrected: bool):
+    def __init__(self, model: Any, optimizer: OptimizerConfig, *, eps_inside: bool, is_corrected: bool):
         self._eps_inside, self._is_corrected, self._steps = eps_inside, is_corrected, 0
-        super().__init__(model.parameters(), optimizer._asdict())
+        super().__init__(model.parameters(), optimizer.model_dump() | {"lr": 0.0})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -196,11 +200,11 @@ class _Adam(torch.optim.Optimizer):
         second = second / (1 - group["b2"] ** self._steps) if self._is_corrected else second
         eps = group["eps"]
         root = (second + eps).sqrt() if self._eps_inside else second.sqrt() + eps
-        p.sub_(group["learning_rate"] * (first / root + group["weight_decay"] * p))
+        p.sub_(group["lr"] * (first / root + group["weight_decay"] * p))
 
 
-def _optimizer(build: Callable[[Any, train.AdamW], torch.optim.Optimizer]) -> Change:
-    return mock.patch.object(train, "init_state", lambda model, o: train.TrainState(model, build(model, o), o))
+def _optimizer(build: Callable[[Any, OptimizerConfig], torch.optim.Optimizer]) -> Change:
+    return mock.patch.object(update, "_optimizer", lambda model, how: build(model, how.optimizer))
 
 
 def _adam_eps_inside() -> Change:
@@ -212,26 +216,25 @@ def _adam_uncorrected() -> Change:
 
 
 def _adam_eps() -> Change:
-    return _replace(train, "init_state", lambda original: lambda model, o: original(model, o._replace(eps=1e-6)))
+    return _optimizer(lambda model, o: torch.optim.AdamW(model.parameters(), **_adamw(o) | {"eps": 1e-6}))
+
+
+def _adamw(o: OptimizerConfig) -> dict[str, Any]:
+    return {"lr": 0.0, "betas": (o.b1, o.b2), "eps": o.eps, "weight_decay": o.weight_decay}
 
 
 def _l2_decay() -> Change:
-    def build(model: Any, o: train.AdamW) -> torch.optim.Optimizer:
-        return torch.optim.Adam(
-            model.parameters(), lr=o.learning_rate, betas=(o.b1, o.b2), eps=o.eps, weight_decay=o.weight_decay
-        )
-
-    return _optimizer(build)
+    return _optimizer(lambda model, o: torch.optim.Adam(model.parameters(), **_adamw(o)))
 
 
 def _no_decay_on_norms() -> Change:
-    def build(model: Any, o: train.AdamW) -> torch.optim.Optimizer:
+    def build(model: Any, o: OptimizerConfig) -> torch.optim.Optimizer:
         named = list(model.named_parameters())
         groups = [
             {"params": [p for name, p in named if not name.endswith(".scale")], "weight_decay": o.weight_decay},
             {"params": [p for name, p in named if name.endswith(".scale")], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.b1, o.b2), eps=o.eps)
+        return torch.optim.AdamW(groups, **_adamw(o))
 
     return _optimizer(build)
 
@@ -259,7 +262,7 @@ def _dropout_not_rescaled() -> Change:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, rate, **stream: original(x, rate, **stream) * (1.0 - rate)
 
-    return _replace(nn, "dropout", make)
+    return _replace(functional, "dropout", make)
 
 
 def _dropout_one_mask() -> Change:
@@ -271,7 +274,7 @@ def _dropout_one_mask() -> Change:
 
 def _tied_gradient_lost() -> Change:
     def attend(self: nn.Embed, x: torch.Tensor) -> torch.Tensor:
-        return nn.matmul(x, self.embedding.detach(), transposed=True)
+        return functional.matmul(x, self.embedding.detach(), transposed=True)
 
     return _replace(nn.Embed, "attend", lambda original: attend)
 
@@ -301,7 +304,7 @@ def _rope_scaling_ignored() -> Change:
 
         return angles
 
-    return _replace(nn, "rotary_angles", make)
+    return _replace(functional, "rotary_angles", make)
 
 
 def _temperature_squared() -> Change:

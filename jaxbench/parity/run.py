@@ -242,12 +242,13 @@ class _Work:
     def _train_float32(self, side: Any, other: Any) -> None:
         """Run gate P7: the float32 training curve stays within what one-ulp changes of the weights do to it."""
         steps, random = evidence.training_steps(self.case, self.config), np.random.default_rng(self.case.seed)
-        curve = side.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses
-        reference = other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses
-        perturbed = []
+        rate, seed = evidence.LEARNING_RATE, evidence.SEED
+        curve = side.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses
+        reference = other.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses
+        band = []
         for _ in range(NUM_PERTURBED):
             other.load_params(perturbed(self.params, random))
-            perturbed.append(other.train(steps, evidence.OPTIMIZER, seed=evidence.SEED).losses)
+            band.append(other.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses)
         gate = gates.training_noise(
             curve, reference, perturbed, reference=self.reference.training.losses, dtype="float32"
         )

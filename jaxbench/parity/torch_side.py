@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from jaxbench import precision
 from jaxbench.config import TransformerConfig
 from jaxbench.parity import capture
 from jaxbench.parity.cases import Arrays, Case
-from torch_ref import nn, prng, train
+from jaxbench.step_config import StepConfig
+from torch_ref import nn, prng, update
 
 NAME = "torch"
 
@@ -24,7 +26,7 @@ class Side:
     name = NAME
 
     def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
-        self.case = case
+        self.case, self.dtype = case, dtype
         module = importlib.import_module(f"torch_ref.{case.module}")
         self.task = importlib.import_module(f"torch_ref.{case.task}")
         self.model = module.build(config, params, dtype=dtype, **case.how)
@@ -66,15 +68,16 @@ class Side:
             for name, call in calls.items()
         }
 
-    def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
-        """Losses of AdamW steps with dropout on, and the state after the last; the model's parameters move."""
-        state, losses = train.init_state(self.model, train.AdamW(**optimizer)), []
-        for step, arrays in enumerate(steps):
-            state, loss = train.train_step(
-                state, self._batch(arrays), dropout=_dropout(seed, step), loss_fn=self.task.loss_fn
+    def train(self, steps: list[Arrays], how: StepConfig, *, learning_rate: float, seed: int) -> capture.Training:
+        """Losses and final state of optimiser steps in the model's type, dropout on; the model's parameters move."""
+        state = update.init_state(self.model, self.get_params(), how, policy=precision.uniform(self.dtype))
+        losses, key = [], prng.key_from_seed(seed)
+        for arrays in steps:
+            state, metrics = update.train_step(
+                state, self._batch(arrays), learning_rate, key, how=how, loss_fn=self.task.loss_fn
             )
-            losses.append(_numpy(loss))
-        return capture.Training(np.array(losses), train.state_arrays(state))
+            losses.append(_numpy(metrics.loss))
+        return capture.Training(np.array(losses), update.state_arrays(state))
 
     @torch.no_grad()
     def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
@@ -94,7 +97,7 @@ class Side:
     ) -> np.ndarray:
         """Generated tokens [B new tokens], int32."""
         lib = importlib.import_module("torch_ref.sample")
-        generator = lib.Generator(self.model, eos_id=None, sampling=lib.Sampling(**sampling))
+        generator = lib.Generator(self.model, eos_id=None, sampling=lib.SamplingParams(**sampling))
         return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
 
 

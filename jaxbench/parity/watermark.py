@@ -69,7 +69,7 @@ def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
         generator = sampling.Generator(
             models.build(shape, params),
             eos_id=None,
-            sampling=sampling.Sampling(temperature=1.0),
+            sampling=sampling.SamplingParams(temperature=1.0),
             processors=[watermark],
         )
         states = [watermark.state(keys, seed=seed)]

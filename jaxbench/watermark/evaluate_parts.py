@@ -48,7 +48,7 @@ class Parts:
         """Return an arm's generator and its processor (None: unmarked)."""
         s = self.settings.generate
         processor = None if arm == UNMARKED else self.processor(arm)
-        sampling = sample.Sampling(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p)
+        sampling = sample.SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p)
         chain = () if processor is None else (processor,)
         made = sample.Generator(self.model(), eos_id=self.tokenizer.eos_id, sampling=sampling, processors=chain)
         return made, processor

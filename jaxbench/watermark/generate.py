@@ -41,8 +41,8 @@ class Mark(Base):
         return self
 
 
-class Sampling(Base):
-    """How tokens are drawn; fields of sample.Sampling."""
+class SamplingConfig(Base):
+    """SamplingParams as a configuration: read and checked with the file; tokens are drawn unless it says otherwise."""
 
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=0, ge=0)
@@ -63,7 +63,7 @@ class GenerateConfig(Base):
     chat: bool = False  # put each prompt into the model's chat template
     new_tokens: int = Field(default=200, ge=1, le=10**6)  # at most
     batch_size: int = Field(default=8, ge=1)  # rows generated together
-    sampling: Sampling = Sampling()
+    sampling: SamplingConfig = SamplingConfig()
     seed: int = Field(default=0, ge=0, lt=2**64)  # of the ordinary randomness
 
     @model_validator(mode="after")
@@ -163,7 +163,7 @@ class Writer:
             backend.schemes.Watermark(scheme, vocab_size=vocab_size, tables=pipeline.own_tables(scheme, vocab_size))
             for scheme in self._schemes
         ]
-        sampling = backend.sample.Sampling(**settings.sampling.model_dump())
+        sampling = backend.sample.SamplingParams(**settings.sampling.model_dump())
         self._generator = backend.sample.Generator(model, eos_id=eos_id, sampling=sampling, processors=self._processors)
 
     def __call__(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[list[int]]:

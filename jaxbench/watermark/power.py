@@ -106,7 +106,7 @@ def generate(
         vocab_size = model.embed.embedding.shape[0]
         lists = pipeline.own_tables(scheme, vocab_size)
         processor = schemes.Watermark(scheme, vocab_size=vocab_size, tables=lists)
-        sampling = sample.Sampling(temperature=settings.temperature)
+        sampling = sample.SamplingParams(temperature=settings.temperature)
         return processor, sample.Generator(model, eos_id=None, sampling=sampling, processors=[processor])
 
     def made(rows: range) -> np.ndarray:

@@ -100,7 +100,7 @@ class Rewriter:
 
     def _generator(self, temperature: float) -> sample.Generator:
         if temperature not in self._generators:
-            sampling = sample.Sampling(temperature=temperature)
+            sampling = sample.SamplingParams(temperature=temperature)
             self._generators[temperature] = sample.Generator(
                 self._model, eos_id=self._tokenizer.eos_id, sampling=sampling
             )

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field, model_validator
 
-from jaxbench import data, outputs, store, tokenizer, train, transformer, weights
+from jaxbench import data, outputs, store, tokenizer, transformer, update, weights
 from jaxbench.config import Base, config_id
+from jaxbench.step_config import OptimizerConfig, StepConfig
 from jaxbench.watermark import (
     config,
     definition,
@@ -106,22 +107,24 @@ def fit(
     """Return trained parameters by name and the loss of every step, nats per text."""
     params = features.initial_params(settings.detector, settings.seed)
     model = neural.build(settings.detector, params)
-    adamw = {"learning_rate": settings.learning_rate, "b1": 0.9, "b2": 0.99, "eps": 1e-8}
-    state = train.init_state(model, train.AdamW(**adamw, weight_decay=settings.weight_decay))
-    step_fn = jax.jit(functools.partial(train.train_step, loss_fn=neural.loss_fn), donate_argnums=0)
-    how = examples.Example(settings.min_tokens, settings.max_edited, settings.pasted_share)
+    adamw = OptimizerConfig(b1=0.9, b2=0.99, eps=1e-8, weight_decay=settings.weight_decay, decay="all")
+    how = StepConfig(clip_norm=None, optimizer=adamw)
+    state = update.init_state(model, params, how)
+    step = functools.partial(update.train_step, how=how, loss_fn=neural.loss_fn, is_guarded=False)
+    step_fn = jax.jit(functools.partial(step, learning_rate=settings.learning_rate), donate_argnums=0)
+    example = examples.Example(settings.min_tokens, settings.max_edited, settings.pasted_share)
     random, losses = np.random.default_rng(settings.seed), []
     for step in range(settings.steps):
-        arrays = examples.batch(marked, human, size=settings.batch_size, how=how, random=random)
-        state, loss = step_fn(state, neural.Batch(*map(jnp.asarray, arrays)))
-        losses.append(float(loss))
+        arrays = examples.batch(marked, human, size=settings.batch_size, how=example, random=random)
+        state, metrics = step_fn(state, neural.Batch(*map(jnp.asarray, arrays)))
+        losses.append(float(metrics.loss))
         if not np.isfinite(losses[-1]):
             raise ValueError(
                 f"train-detector: loss {losses[-1]} at step {step}; lower learning_rate={settings.learning_rate}"
             )
         if (step + 1) % 100 == 0:
             say(f"step {step + 1} of {settings.steps}: loss {np.mean(losses[-100:]):.4f} nats per text")
-    return train.state_arrays(state)["params"], losses
+    return update.state_arrays(state)["params"], losses
 
 
 def conditions(

@@ -74,17 +74,18 @@ def test_unknown_dtype_is_named():
 
 @pytest.mark.parametrize("program", ["prefill", "decode", "train"])
 def test_xla_counts_the_same_flops_within_its_elementwise_work(program):
+    import functools
+
     import jax
 
-    from jaxbench import sharding
     from jaxbench.measure import tpu_programs
 
-    mesh = sharding.make_mesh({"data": 1, "model": 1}, jax.devices()[:1])
+    plan = functools.partial(tpu_programs.make_plan, WIDE, jax.devices()[:1])
     model = tpu_programs.abstract_model(WIDE, dtype="float32", scan_layers=False)
     make = {
-        "prefill": lambda: tpu_programs.prefill(model, WIDE, mesh, layout="replicated", batch=2, tokens=32),
-        "decode": lambda: tpu_programs.decode(model, WIDE, mesh, layout="replicated", batch=8, length=64),
-        "train": lambda: tpu_programs.train(model, WIDE, mesh, layout="replicated", batch=2, tokens=32),
+        "prefill": lambda: tpu_programs.prefill(model, plan(batch=2, tokens=32), batch=2, tokens=32),
+        "decode": lambda: tpu_programs.decode(model, plan(batch=8, tokens=1), batch=8, length=64),
+        "train": lambda: tpu_programs.train(model, plan(batch=2, tokens=32), batch=2, tokens=32),
     }[program]()
     cost = {
         "prefill": lambda: flops.prefill_cost(WIDE, batch=2, prompt_tokens=32, dtype="float32"),

@@ -90,7 +90,12 @@ def test_training_lowers_the_loss_of_the_batches_it_sees():
 
     with run.pinned("float64"):
         _, side = run.sides(case, config, params, dtype="float64", backend="flax")
-        losses = side.train(evidence.training_steps(case, config), evidence.OPTIMIZER, seed=evidence.SEED).losses
+        losses = side.train(
+            evidence.training_steps(case, config),
+            evidence.STEP,
+            learning_rate=evidence.LEARNING_RATE,
+            seed=evidence.SEED,
+        ).losses
     assert losses[-4:].mean() < losses[:4].mean() - 0.1
 
 

@@ -11,7 +11,6 @@ import torch
 
 from jaxbench import initial, philox, prng, sample, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.eqx import sample as eqx_sample
 from jaxbench.eqx import transformer as eqx_transformer
 from jaxbench.watermark import config, definition, schemes
 from jaxbench.watermark.keys import Key
@@ -27,7 +26,7 @@ MODEL = TransformerConfig(
 PARAMS = initial.initial_params(MODEL, 0, distinct=True)
 BACKENDS = {
     "flax": (transformer, sample, schemes),
-    "equinox": (eqx_transformer, eqx_sample, schemes),
+    "equinox": (eqx_transformer, sample, schemes),
     "torch": (torch_transformer, torch_sample, torch_schemes),
 }
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9, 10, 11, 12], [9, 10]]
@@ -100,7 +99,7 @@ def generate(backend, name, *, temperature=1.0, top_k=0):
     generator = sampling.Generator(
         build.build(MODEL, PARAMS),
         eos_id=None,
-        sampling=sampling.Sampling(temperature=temperature, top_k=top_k),
+        sampling=sampling.SamplingParams(temperature=temperature, top_k=top_k),
         processors=[watermark],
     )
     payloads = [3, 0, 9] if config.num_payloads(scheme) > 1 else None
@@ -112,7 +111,7 @@ def generate(backend, name, *, temperature=1.0, top_k=0):
 def plain(backend="torch"):
     build, sampling, _ = BACKENDS[backend]
     model = build.build(MODEL, PARAMS)
-    generator = sampling.Generator(model, eos_id=None, sampling=sampling.Sampling(temperature=1.0))
+    generator = sampling.Generator(model, eos_id=None, sampling=sampling.SamplingParams(temperature=1.0))
     return generator(PROMPTS, max_new_tokens=NEW, seed=5).tokens
 
 
@@ -222,7 +221,7 @@ def test_kgw_without_a_bias_is_no_watermark():
     watermark = torch_schemes.Watermark({"scheme": "kgw", "delta": 0.0}, vocab_size=VOCAB)
     model = torch_transformer.build(MODEL, PARAMS)
     generator = torch_sample.Generator(
-        model, eos_id=None, sampling=torch_sample.Sampling(temperature=1.0), processors=[watermark]
+        model, eos_id=None, sampling=torch_sample.SamplingParams(temperature=1.0), processors=[watermark]
     )
     states = [watermark.state([Key(1), Key(2), Key(3)])]
     tokens = generator(PROMPTS, max_new_tokens=NEW, seed=5, processor_states=states).tokens
@@ -234,7 +233,7 @@ def test_schemes_of_one_batch_chain():
     gumbel = torch_schemes.Watermark(SCHEMES["gumbel"], vocab_size=VOCAB)
     synthid = torch_schemes.Watermark(SCHEMES["synthid"], vocab_size=VOCAB)
     model = torch_transformer.build(MODEL, PARAMS)
-    settings = torch_sample.Sampling(temperature=1.0)
+    settings = torch_sample.SamplingParams(temperature=1.0)
     generator = torch_sample.Generator(model, eos_id=None, sampling=settings, processors=[kgw, gumbel, synthid])
     states = [w.state([key if i == row else None for row in range(3)]) for i, (w, key) in
               enumerate([(kgw, KEYS[0]), (gumbel, Key(4)), (synthid, KEYS[2])])]  # fmt: skip
@@ -250,11 +249,11 @@ def test_filters_hold_for_marked_tokens():
     for name in ("gumbel", "synthid", "dip"):
         watermark = marks.Watermark(SCHEMES[name], vocab_size=VOCAB)
         generator = sampling.Generator(
-            model, eos_id=None, sampling=sampling.Sampling(temperature=0.7, top_k=1), processors=[watermark]
+            model, eos_id=None, sampling=sampling.SamplingParams(temperature=0.7, top_k=1), processors=[watermark]
         )
         states = [watermark.state(KEYS)]
         tokens = generator(PROMPTS, max_new_tokens=4, seed=5, processor_states=states).tokens
-        greedy = sampling.Generator(model, eos_id=None, sampling=sampling.Sampling())
+        greedy = sampling.Generator(model, eos_id=None, sampling=sampling.SamplingParams())
         np.testing.assert_array_equal(tokens, greedy(PROMPTS, max_new_tokens=4, seed=5).tokens)
 
 

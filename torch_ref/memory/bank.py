@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from jaxbench.memory.bank_config import BankConfig
-from torch_ref import nn
+from torch_ref import functional, nn
 from torch_ref.memory import layout
 from torch_ref.memory.target import Batch, mean_squared_error
 
@@ -242,7 +242,7 @@ class Bank(torch.nn.Module):
         return read_out, state, losses[0] / losses[1].clamp(min=1.0)
 
     def _heads(self, x: Float[Tensor, "B T D"], kernel: Float[Tensor, "D I"]) -> Float[Tensor, "B T N H"]:
-        return nn.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        return functional.matmul(x, kernel).reshape(*x.shape[:2], self.num_heads, self.head_dim)
 
     def _read(
         self, x: Float[Tensor, "B T D"], is_query: Bool[Tensor, "B T"], state: BankState
@@ -326,11 +326,11 @@ class Bank(torch.nn.Module):
             best = torch.argsort(-mass.detach(), dim=1, stable=True)[:, :few]
             return layout.gathered(block, best.sort(dim=1).values)
         if self.compression == "learned":
-            weights = torch.softmax(nn.matmul(block, self.compress.kernel), dim=1)
+            weights = torch.softmax(functional.matmul(block, self.compress.kernel), dim=1)
             return torch.einsum("BCK,BCD->BKD", weights, block)
         groups = block.reshape(len(block), few, -1, self.d_model)
         if self.compression == "conv":
-            return nn.matmul(groups.reshape(len(block), few, -1), self.compress.kernel)
+            return functional.matmul(groups.reshape(len(block), few, -1), self.compress.kernel)
         return groups.mean(dim=2) if self.compression == "mean" else groups.amax(dim=2)
 
     def _reconstruction(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from jaxbench import precision
 from jaxbench.step_config import StepConfig
 from torch_ref import update
 from torch_ref.memory.bank import BankState
@@ -19,7 +20,7 @@ def bank_states(params: Any, batch: Any, *, graph: Any, how: StepConfig) -> dict
     """
     is_token = batch.positions >= 0
     positions = torch.where(is_token, torch.cumsum(is_token, dim=1) - 1, -1).to(torch.int32)
-    with update._autocast(params, how):
+    with update._autocast(params, precision.policy(how.precision)):
         _, cache = params.features(batch.tokens, positions)
     found = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
     return {i: state for i, state in found.items() if isinstance(state, BankState)}

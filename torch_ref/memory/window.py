@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jaxbench import rotary
 from jaxbench.memory.block_config import BlockConfig
-from torch_ref import nn
+from torch_ref import functional, nn
 from torch_ref.memory import layout
 
 
@@ -192,7 +192,7 @@ class LocalAttention(torch.nn.Module):
         if self.persistent is None:
             return None
         tokens = self.persistent[None]
-        return tuple(self.split_heads(nn.matmul(tokens, proj.kernel))[0] for proj in (self.k_proj, self.v_proj))
+        return tuple(self.split_heads(functional.matmul(tokens, proj.kernel))[0] for proj in (self.k_proj, self.v_proj))
 
     def insert(
         self,
@@ -261,7 +261,8 @@ class LocalAttention(torch.nn.Module):
 
     def _rotate(self, x: Float[Tensor, "B T N H"], positions: Int[Tensor, "B T"]) -> Float[Tensor, "B T N H"]:
         """Rotary embedding of heads at positions."""
-        return nn.rotate(x, *nn.rotary_angles(positions, self.frequencies, dtype=self.dtype))
+        angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+        return functional.rotate(x, *angles)
 
     def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         """Projections of queries, keys and values."""

@@ -16,10 +16,18 @@ import numpy as np
 
 from jaxbench.bench.arms.arm_table import ARMS
 from jaxbench.measure.records import Workload
+from jaxbench.step_config import OptimizerConfig, StepConfig
 
 WARM_TOKENS = 6  # generated in a warm-up
 # AdamW of every arm's train step, stated because the libraries' defaults differ (Loshchilov and Hutter 2019).
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+# The twins' "plain" step: AdamW on every parameter and nothing else, as transformers' arm writes it out.
+PLAIN_STEP = StepConfig(
+    clip_norm=None,
+    optimizer=OptimizerConfig(
+        b1=ADAMW["betas"][0], b2=ADAMW["betas"][1], eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"], decay="all"
+    ),
+)
 
 
 class Arm:
@@ -39,7 +47,7 @@ class Arm:
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
         """Load the checkpoint in `dtype`, the first `num_layers` layers only where given, with AdamW where `train`.
 
-        train["form"] says which step: "plain" (train.py, all in dtype) or "run" (arms_run.py).
+        train["form"] says which step: "plain" (PLAIN_STEP, all in dtype) or "run" (arms_run.py).
         """
         raise NotImplementedError(f"{self.name}: load {dtype}")
 

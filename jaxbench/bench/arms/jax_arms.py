@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import time
@@ -14,17 +15,18 @@ from jaxbench.measure.records import Workload
 
 
 class JaxArm(contract.Arm):
-    """What both share: the two packages have equal public names (see tests/test_mirror.py)."""
+    """What both share: all but the model itself."""
 
-    package = ""  # where transformer, sample and train live
+    package = ""  # where transformer lives
 
     def start(self) -> str:
         """Import JAX and the model's modules, and make the backend."""
         import jax
 
         self.transformer = importlib.import_module(f"{self.package}.transformer")
-        self.sample = importlib.import_module(f"{self.package}.sample")
-        self.train = importlib.import_module(f"{self.package}.train")
+        self.sample = importlib.import_module("jaxbench.sample")
+        self.train = importlib.import_module("jaxbench.train")
+        self.update = importlib.import_module("jaxbench.update")
         self.model = self.generator = self.state = self.step = self.run_step = None
         found = jax.default_backend()
         wanted = {"cpu": "cpu", "gpu": "gpu", "tpu": "tpu"}[self.device]
@@ -34,7 +36,7 @@ class JaxArm(contract.Arm):
         """Read the checkpoint and build the model; the train step's state too where asked."""
         import jax
 
-        from jaxbench import weights
+        from jaxbench import precision, weights
 
         self.dtype = dtype
         checkpoint = weights.load_checkpoint(self.checkpoint)
@@ -44,13 +46,10 @@ class JaxArm(contract.Arm):
         config, params = contract.shallow(checkpoint.config, checkpoint.params, num_layers)
         self.model = self.transformer.build(config, params, dtype=dtype)
         if train is None:
-            self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.Sampling())
+            self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.SamplingParams())
         else:
-            b1, b2 = contract.ADAMW["betas"]
-            optimizer = self.train.AdamW(
-                train["learning_rate"], b1, b2, contract.ADAMW["eps"], contract.ADAMW["weight_decay"]
-            )
-            self.state = jax.jit(self.train.init_state, static_argnums=1)(self.model, optimizer)
+            self.learning_rate, policy = train["learning_rate"], precision.uniform(dtype)
+            self.state = self.update.init_state(self.model, params, contract.PLAIN_STEP, policy=policy)
             self.model = None
         jax.block_until_ready(jax.tree.leaves((self.model, self.state)))
 
@@ -134,7 +133,9 @@ class JaxArm(contract.Arm):
 
         rows = np.zeros((workload.batch, workload.prompt_tokens + 1), np.int32)
         start = time.perf_counter()
-        self.step = jax.jit(self.train.train_step, donate_argnums=0).lower(self.state, self._batch(rows)).compile()
+        how = {"learning_rate": self.learning_rate, "how": contract.PLAIN_STEP, "is_guarded": False}
+        step = jax.jit(functools.partial(self.update.train_step, **how), donate_argnums=0)
+        self.step = step.lower(self.state, self._batch(rows)).compile()
         return {"compile_s": time.perf_counter() - start, **compiler_counts(self.step)}
 
     def _run_step(self, inputs: list) -> dict:
@@ -144,8 +145,8 @@ class JaxArm(contract.Arm):
             return self.run_step.measure(inputs)
         batch = self._batch(inputs)
         start = time.perf_counter()
-        self.state, loss = self.step(self.state, batch)
-        value = float(loss)
+        self.state, metrics = self.step(self.state, batch)
+        value = float(metrics.loss)
         jax.block_until_ready(jax.tree.leaves(self.state))
         return {"step_s": time.perf_counter() - start, "loss": value}
 

@@ -150,12 +150,13 @@ class EagerArm(TorchBase):
         self.transformer = importlib.import_module("torch_ref.transformer")
         self.sample = importlib.import_module("torch_ref.sample")
         self.train = importlib.import_module("torch_ref.train")
+        self.update = importlib.import_module("torch_ref.update")
         self.generator = self.state = self.run_step = None
         return reason
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
         """Read the checkpoint and build the twin; the optimiser too where asked."""
-        from jaxbench import weights
+        from jaxbench import precision, weights
 
         self.dtype = dtype
         checkpoint = weights.load_checkpoint(self.checkpoint)
@@ -170,10 +171,8 @@ class EagerArm(TorchBase):
             self.model.eval().requires_grad_(False)
             self._make_generator()
         else:
-            b1, b2 = contract.ADAMW["betas"]
-            rest = contract.ADAMW["eps"], contract.ADAMW["weight_decay"]
-            optimizer = self.train.AdamW(train["learning_rate"], b1, b2, *rest)
-            self.state = self.train.init_state(self.model, optimizer)
+            self.learning_rate, policy = train["learning_rate"], precision.uniform(dtype)
+            self.state = self.update.init_state(self.model, params, contract.PLAIN_STEP, policy=policy)
         self.synchronize()
 
     def prepare(self, workload: Workload) -> dict:
@@ -200,7 +199,7 @@ class EagerArm(TorchBase):
         return self.train.Batch(tokens, wanted, positions, torch.ones_like(tokens, dtype=torch.bool))
 
     def _make_generator(self) -> None:
-        self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.Sampling())
+        self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.SamplingParams())
 
     def _generate(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
         return contract.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy(), limit=limit)
@@ -210,8 +209,9 @@ class EagerArm(TorchBase):
             return self.run_step.measure(inputs, self.synchronize)
         batch = self._batch(inputs)
         start = time.perf_counter()
-        self.state, loss = self.train.train_step(self.state, batch)
-        value = float(loss)
+        how = {"how": contract.PLAIN_STEP, "is_guarded": False}
+        self.state, metrics = self.update.train_step(self.state, batch, self.learning_rate, **how)
+        value = float(metrics.loss)
         self.synchronize()
         return {"step_s": time.perf_counter() - start, "loss": value}
 

@@ -76,7 +76,7 @@ class Generation:
 
     def _generator(self, processors: tuple) -> sample.Generator:
         return sample.Generator(
-            self.model, eos_id=None, sampling=sample.Sampling(temperature=1.0), processors=processors
+            self.model, eos_id=None, sampling=sample.SamplingParams(temperature=1.0), processors=processors
         )
 
 

@@ -1,0 +1,170 @@
+"""The decoder's arithmetic as pure functions on arrays: products, norms, rotary positions, dropout.
+
+Layers of Flax (nn.py) and of Equinox (eqx/nn.py) hold the parameters and call these. Twin: torch_ref/functional.py.
+Statistics of norms and rotary angles use float32 where the dtype is narrower. Kernels are (in, out). Axis letters:
+WORKSPACE.md; I and O are a projection's in and out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int, UInt32
+
+from jaxbench import prng
+
+MIN_ROWS = 4  # XLA:CPU materialises a wider copy of a narrow kernel for one-row products (docs/xla_cpu.md, rule 1)
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _contract(x: Array, kernel: Array, axis: int) -> Array:
+    """Contract the last axis of x with one axis of kernel; accumulate wide, return x's dtype."""
+    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
+    return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _narrow_matmul(x: Float[Array, "R I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "R O"]:
+    return _contract(x, kernel, axis)
+
+
+def _narrow_forward(x: Array, kernel: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
+    return _contract(x, kernel, axis), (x, kernel)
+
+
+def _narrow_backward(axis: int, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    # The default rule would multiply the wide cotangent with the narrow kernel, and XLA:CPU copies the kernel for that.
+    x, kernel = residuals
+    kernel_grad = _contract(x.T, grad, 0) if axis == 0 else _contract(grad.T, x, 0)
+    return _contract(grad, kernel, 1 - axis), kernel_grad
+
+
+_narrow_matmul.defvjp(_narrow_forward, _narrow_backward)
+
+
+def matmul(
+    x: Float[Array, "*rows I"], kernel: Float[Array, "..."], *, transposed: bool = False
+) -> Float[Array, "*rows O"]:
+    """Multiply rows by a kernel (in, out), or (out, in) where transposed: the one matrix product of the models.
+
+    Operands have equal types, products accumulate in at least float32, and products narrower than float32 get at least
+    four rows: XLA:CPU's fast paths need all three. Native kernels plug in here.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if jnp.finfo(x.dtype).bits >= 32:
+        product = _contract(rows, kernel, int(transposed))
+    else:
+        padding = max(0, MIN_ROWS - rows.shape[0])
+        padded = jnp.pad(rows, ((0, padding), (0, 0))) if padding else rows
+        product = _narrow_matmul(padded, kernel, int(transposed))[: rows.shape[0]]
+    return product.reshape(*x.shape[:-1], product.shape[-1])
+
+
+def rotary_angles(
+    positions: Int[Array, "B T"], frequencies: tuple[float, ...], *, dtype: str
+) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
+    """Return cosine and sine of position times frequency, in at least float32; h is half of the head width."""
+    wide = _wide(jnp.dtype(dtype))
+
+    def table(positions: Array) -> tuple[Array, Array]:
+        angles = positions.astype(wide)[:, :, None] * jnp.asarray(frequencies, wide)[None, None, :]
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def table_once(positions: Array) -> tuple[Array, Array]:
+        # XLA:CPU fuses cosine and sine into every layer and head that uses them; the result of a branch is computed
+        # once (docs/xla_cpu.md, rule 11). The condition always holds.
+        zeros = jnp.zeros((*positions.shape, len(frequencies)), wide)
+        return lax.cond(positions[0, 0] >= -1, table, lambda _: (zeros, zeros), positions)
+
+    return lax.platform_dependent(positions, cpu=table_once, default=table)
+
+
+def rotate(
+    x: Float[Array, "B T N H"], cosine: Float[Array, "B T h"], sine: Float[Array, "B T h"]
+) -> Float[Array, "B T N H"]:
+    """Rotate pairs (i, i + H/2) of each head by the angles of their position (Su et al. 2021, arXiv:2104.09864)."""
+    first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
+    cosine, sine = cosine[:, :, None, :], sine[:, :, None, :]
+    rotated = (first * cosine - second * sine, second * cosine + first * sine)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def dropout(
+    x: Float[Array, "B T D"], rate: float, *, key: Array, step: Int[Array, ""] | int, site: UInt32[Array, ""] | int
+) -> Float[Array, "B T D"]:
+    """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
+
+    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row.
+    """
+    count = x.shape[1] * x.shape[2]
+    words = prng.words(key, step=step, site=site, rows=jnp.arange(x.shape[0]), num_elements=count)
+    keep = prng.keep_mask(words, rate).reshape(x.shape)
+    return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
+
+
+def linear(x: Float[Array, "*rows I"], kernel: Float[Array, "I O"], bias: Float[Array, " O"] | None) -> Array:
+    """Affine map of the last axis: x @ kernel (+ bias) [*rows O]."""
+    return add_bias(matmul(x, kernel), bias)
+
+
+def add_bias(x: Float[Array, "*rows O"], bias: Float[Array, " O"] | None) -> Float[Array, "*rows O"]:
+    """Add a bias to every row; none where it is None."""
+    return x if bias is None else x + bias.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def fused_linear(
+    x: Float[Array, "*rows I"],
+    kernels: Sequence[Float[Array, "I O"]],
+    biases: Sequence[Float[Array, " O"] | None],
+    *,
+    groups: int,
+) -> tuple[Float[Array, "*rows O"], ...]:
+    """Affine maps of the same rows by one product, the kernels side by side in `groups` interleaved parts.
+
+    Part g of the wide kernel holds part g of every kernel: split over `groups` devices, each still has whole columns
+    of all kernels, so nothing moves. The wide kernel is made where it is used; parameters stay as they are.
+
+    Raises:
+      ValueError: a kernel's width is not a multiple of groups.
+    """
+    widths = [kernel.shape[1] for kernel in kernels]
+    if any(width % groups for width in widths):
+        raise ValueError(f"project: widths {widths} are not multiples of groups={groups}")
+    parts = [kernel.reshape(x.shape[-1], groups, -1) for kernel in kernels]
+    product = matmul(x, jnp.concatenate(parts, axis=2).reshape(x.shape[-1], -1)).reshape(*x.shape[:-1], groups, -1)
+    split = jnp.split(product, np.cumsum([width // groups for width in widths])[:-1], axis=-1)
+    return tuple(add_bias(part.reshape(*x.shape[:-1], -1), bias) for part, bias in zip(split, biases))
+
+
+def take_rows(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Rows of an embedding table by index."""
+    if jnp.finfo(table.dtype).bits < 32:
+        # Keeps XLA:CPU from widening the whole table ahead of a loop that takes rows (docs/xla_cpu.md, rule 10).
+        table, index = lax.optimization_barrier((table, index))
+    return table[index]
+
+
+def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float) -> Float[Array, "*rows D"]:
+    """Divide by the root mean square of the last axis (Zhang and Sennrich 2019, arXiv:1910.07467), times scale."""
+    wide = x.astype(_wide(x.dtype))
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def layer_norm(
+    x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float
+) -> Float[Array, "*rows D"]:
+    """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias."""
+    wide = x.astype(_wide(x.dtype))
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    normal = (centred * lax.rsqrt(variance + eps)).astype(x.dtype)
+    return add_bias(normal * scale.reshape((1,) * (x.ndim - 1) + (-1,)), bias)

@@ -1,0 +1,117 @@
+"""The decoder's arithmetic as pure functions on tensors: products, norms, rotary positions, dropout.
+
+Twin: jaxbench/functional.py. Statistics of norms and rotary angles use float32 where the dtype is narrower. Kernels are
+(in, out). Axis letters: WORKSPACE.md; I and O are a projection's in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from torch_ref import prng
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def matmul(
+    x: Float[Tensor, "*rows I"], kernel: Float[Tensor, "..."], *, transposed: bool = False
+) -> Float[Tensor, "*rows O"]:
+    """Multiply rows by a kernel (in, out), or (out, in) where transposed: the one matrix product of the models."""
+    return torch.matmul(x, kernel.T if transposed else kernel)
+
+
+def rotary_angles(
+    positions: Int[Tensor, "B T"], frequencies: tuple[float, ...], *, dtype: str
+) -> tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]]:
+    """Return cosine and sine of position times frequency, in at least float32; h is half of the head width."""
+    wide = _wide(getattr(torch, dtype))
+    table = torch.tensor(frequencies, dtype=torch.float64, device=positions.device).to(wide)
+    angles = positions.to(wide)[:, :, None] * table[None, None, :]
+    return torch.cos(angles), torch.sin(angles)
+
+
+def rotate(
+    x: Float[Tensor, "B T N H"], cosine: Float[Tensor, "B T h"], sine: Float[Tensor, "B T h"]
+) -> Float[Tensor, "B T N H"]:
+    """Rotate pairs (i, i + H/2) of each head by the angles of their position (Su et al. 2021, arXiv:2104.09864)."""
+    first, second = x.to(cosine.dtype).chunk(2, dim=-1)
+    cosine, sine = cosine[:, :, None, :], sine[:, :, None, :]
+    rotated = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
+
+
+def dropout(
+    x: Float[Tensor, "B T D"], rate: float, *, key: Tensor, step: Tensor | int, site: int
+) -> Float[Tensor, "B T D"]:
+    """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
+
+    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row.
+    """
+    count = x.shape[1] * x.shape[2]
+    rows = torch.arange(x.shape[0], device=x.device)
+    words = prng.words(key, step=step, site=site, rows=rows, num_elements=count)
+    keep = prng.keep_mask(words, rate).reshape(x.shape)
+    return torch.where(keep, x / (1.0 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def linear(x: Float[Tensor, "*rows I"], kernel: Float[Tensor, "I O"], bias: Float[Tensor, " O"] | None) -> Tensor:
+    """Affine map of the last axis: x @ kernel (+ bias) [*rows O]."""
+    return add_bias(matmul(x, kernel), bias)
+
+
+def add_bias(x: Float[Tensor, "*rows O"], bias: Float[Tensor, " O"] | None) -> Float[Tensor, "*rows O"]:
+    """Add a bias to every row; none where it is None."""
+    return x if bias is None else x + bias
+
+
+def fused_linear(
+    x: Float[Tensor, "*rows I"],
+    kernels: Sequence[Float[Tensor, "I O"]],
+    biases: Sequence[Float[Tensor, " O"] | None],
+    *,
+    groups: int,
+) -> tuple[Float[Tensor, "*rows O"], ...]:
+    """Affine maps of the same rows by one product, the kernels side by side in `groups` interleaved parts.
+
+    Part g of the wide kernel holds part g of every kernel: split over `groups` devices, each still has whole columns
+    of all kernels, so nothing moves. The wide kernel is made where it is used; parameters stay as they are.
+
+    Raises:
+      ValueError: a kernel's width is not a multiple of groups.
+    """
+    widths = [kernel.shape[1] for kernel in kernels]
+    if any(width % groups for width in widths):
+        raise ValueError(f"project: widths {widths} are not multiples of groups={groups}")
+    parts = [kernel.reshape(x.shape[-1], groups, -1) for kernel in kernels]
+    product = matmul(x, torch.cat(parts, dim=2).reshape(x.shape[-1], -1)).reshape(*x.shape[:-1], groups, -1)
+    split = torch.split(product, [width // groups for width in widths], dim=-1)
+    return tuple(add_bias(part.reshape(*x.shape[:-1], -1), bias) for part, bias in zip(split, biases))
+
+
+def take_rows(table: Float[Tensor, "V D"], index: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+    """Rows of an embedding table by index."""
+    return table[index]
+
+
+def rms_norm(x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], *, eps: float) -> Float[Tensor, "*rows D"]:
+    """Divide by the root mean square of the last axis (Zhang and Sennrich 2019, arXiv:1910.07467), times scale."""
+    wide = x.to(_wide(x.dtype))
+    mean_square = torch.mean(torch.square(wide), dim=-1, keepdim=True)
+    return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * scale
+
+
+def layer_norm(
+    x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], bias: Float[Tensor, " D"], *, eps: float
+) -> Float[Tensor, "*rows D"]:
+    """Standardise the last axis (Ba et al. 2016, arXiv:1607.06450), times scale, plus bias."""
+    wide = x.to(_wide(x.dtype))
+    centred = wide - torch.mean(wide, dim=-1, keepdim=True)
+    variance = torch.mean(torch.square(centred), dim=-1, keepdim=True)
+    normal = (centred * torch.rsqrt(variance + eps)).to(x.dtype)
+    return normal * scale + bias
