@@ -22,12 +22,11 @@ MIN_ROWS = 4  # XLA:CPU materialises a wider copy of a narrow kernel for one-row
 
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The type itself, or float32 where that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _contract(x: Float[Array, "*rows I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "*rows O"]:
-    """Product over the last axis of x and one axis of kernel, accumulated in at least float32, in x's dtype."""
+def _contract(x: Array, kernel: Array, axis: int) -> Array:
+    """Contract the last axis of x with one axis of kernel; accumulate wide, return x's dtype."""
     dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
     return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
 
@@ -72,7 +71,7 @@ def matmul(
 def rotary_angles(
     positions: Int[Array, "B T"], frequencies: tuple[float, ...], *, dtype: str
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
-    """Cosine and sine of position times frequency, in at least float32; h is half of the head width H."""
+    """Return cosine and sine of position times frequency, in at least float32; h is half of the head width."""
     wide = _wide(jnp.dtype(dtype))
 
     def table(positions: Array) -> tuple[Array, Array]:
@@ -120,7 +119,7 @@ class Linear(nnx.Module):
         self.scales = None  # of 8-bit products, see float8.py
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        """Affine map x @ kernel (+ bias)."""
+        """Return x @ kernel (+ bias)."""
         kernel = self.kernel[...]
         product = matmul(x, kernel) if self.scales is None else float8.matmul(x, kernel, self.scales[...])
         return product if self.bias is None else product + self.bias[...].reshape((1,) * (x.ndim - 1) + (-1,))
@@ -129,11 +128,10 @@ class Linear(nnx.Module):
 def project(
     x: Float[Array, "*rows I"], layers: Sequence[Linear], *, groups: int
 ) -> tuple[Float[Array, "*rows O"], ...]:
-    """Outputs of several linear layers on one input: fused projections, one product for all where groups > 0.
+    """Return every layer's output; with groups > 0 from one product, its kernels side by side in interleaved parts.
 
-    The kernels lie side by side, interleaved: part g of the wide one holds part g of every layer's. Split over `groups`
-    devices, each still has whole columns of all layers, so nothing moves. The wide kernel is made where it is used;
-    parameters stay as they are.
+    Part g of the wide kernel holds part g of every layer's: split over `groups` devices, each still has whole columns
+    of all layers, so nothing moves. The wide kernel is made where it is used; parameters stay as they are.
 
     Raises:
       ValueError: a layer's width is not a multiple of groups.
@@ -147,10 +145,10 @@ def project(
         )
     parts = [layer.kernel[...].reshape(x.shape[-1], groups, width) for layer, width in zip(layers, widths)]
     product = matmul(x, jnp.concatenate(parts, axis=2).reshape(x.shape[-1], -1)).reshape(*x.shape[:-1], groups, -1)
-    outputs = [part.reshape(*x.shape[:-1], -1) for part in jnp.split(product, np.cumsum(widths)[:-1], axis=-1)]
+    found = [part.reshape(*x.shape[:-1], -1) for part in jnp.split(product, np.cumsum(widths)[:-1], axis=-1)]
     return tuple(
         y if layer.bias is None else y + layer.bias[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        for layer, y in zip(layers, outputs)
+        for layer, y in zip(layers, found)
     )
 
 
@@ -161,7 +159,7 @@ class Embed(nnx.Module):
         self.embedding = nnx.Param(jnp.zeros((num_embeddings, features), dtype))
 
     def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Embedding of each index."""
+        """Return the vector of each index."""
         table = self.embedding[...]
         if jnp.finfo(table.dtype).bits < 32:
             # Keeps XLA:CPU from widening the whole table ahead of a loop that takes rows (docs/xla_cpu.md, rule 10).
@@ -169,7 +167,7 @@ class Embed(nnx.Module):
         return table[index]
 
     def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Logits of a tied head: dot product of x with every embedding."""
+        """Return the dot product of x with every vector."""
         return matmul(x, self.embedding[...], transposed=True)
 
 
@@ -196,7 +194,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Layer norm (x - mean) / standard deviation * scale + bias, over the last axis."""
+        """Return (x - mean) / standard deviation * scale + bias."""
         wide = x.astype(_wide(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
@@ -205,7 +203,7 @@ class LayerNorm(nnx.Module):
 
 
 def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | LayerNorm:
-    """Normalisation layer of a kind, "rmsnorm" or "layernorm"."""
+    """Return the normalisation layer called `kind`, "rmsnorm" or "layernorm"."""
     return {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[kind](features, eps=eps, dtype=dtype)
 
 
@@ -223,6 +221,6 @@ def load_params(model: nnx.Module, params: Mapping[str, np.ndarray]) -> nnx.Modu
 
 
 def get_params(model: nnx.Module) -> dict[str, np.ndarray]:
-    """Parameters by dotted name; types narrower than float32 are widened to it, which is exact."""
+    """Return every parameter by dotted name; types narrower than float32 are widened to it, which is exact."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): np.asarray(leaf[...], dtype=_wide(leaf.dtype)) for path, leaf in flat}

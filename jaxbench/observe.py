@@ -38,7 +38,7 @@ class Records:
         self.path, self.is_written = path, is_written
 
     def read(self) -> list[dict[str, Any]]:
-        """Records of the whole lines; one that a crash cut off is left out."""
+        """Return the whole lines; one that a crash cut off is left out."""
         found = []
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
             try:

@@ -138,7 +138,7 @@ def _parts(model: TransformerConfig) -> dict[str, Any]:
 
 
 def state_shardings(plan: Plan, state: train.TrainState) -> Any:
-    """NamedSharding of every array of a training state, as the same tree.
+    """Return the state's tree with a NamedSharding for every array.
 
     What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
     parameter's moments do; other arrays (counters, factored moments) are on every device.
@@ -162,7 +162,7 @@ def state_shardings(plan: Plan, state: train.TrainState) -> Any:
 
 
 def place_state(plan: Plan, state: train.TrainState) -> train.TrainState:
-    """Copy of the state with every array where the plan wants it."""
+    """Return a copy of the state with every array where the plan wants it."""
     return jax.tree.map(distributed.place, state, state_shardings(plan, state))
 
 

@@ -182,16 +182,16 @@ def run_unsharded(family: str, dtype: str) -> Outcome:
 
 
 def _train(state: train.TrainState, step: Any, config: TransformerConfig) -> Outcome:
-    """Losses and gradients of every step, and parameters and moments after the last, each by name."""
+    """Return losses, every step's gradients, and parameters and moments after the last, each by name."""
     losses, gradients = {}, {}
     before: Mapping[str, np.ndarray] = {}
-    for i in range(STEPS):
-        state, loss = step(state, batch_of(i, config))
-        losses[f"step {i}"] = np.asarray(loss)
+    for number in range(STEPS):
+        state, loss = step(state, batch_of(number, config))
+        losses[f"step {number}"] = np.asarray(loss)
         arrays = train.state_arrays(state)
         for name, moment in arrays["first_moment"].items():  # b1 * the one before + (1 - b1) * gradient
             kept = OPTIMIZER.b1 * before[name].astype(np.float64) if before else 0.0
-            gradients[f"step {i}: {name}"] = (moment.astype(np.float64) - kept) / (1 - OPTIMIZER.b1)
+            gradients[f"step {number}: {name}"] = (moment.astype(np.float64) - kept) / (1 - OPTIMIZER.b1)
         before = arrays["first_moment"]
     return {"loss": losses, "gradients": gradients, **arrays}
 

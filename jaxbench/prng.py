@@ -90,7 +90,7 @@ def lanes(
 
 
 def uniform(words: UInt32[Array, "*shape"], *, dtype: str = "float32") -> Float[Array, "*shape"]:
-    """Uniforms in (0, 1) of random words: exact in float64, rounded and kept below 1 in float32."""
+    """Return the uniforms in (0, 1) that words stand for: exact in float64, rounded and kept below 1 in float32."""
     value = ((words >> 8).astype(dtype) + jnp.asarray(0.5, dtype)) * jnp.asarray(2.0**-24, dtype)
     return jnp.minimum(value, jnp.asarray(1.0 - 2.0**-24 if dtype == "float32" else 1.0, dtype))
 

@@ -18,7 +18,6 @@ from torch_ref import prng
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type itself, or float32 where that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -32,7 +31,7 @@ def matmul(
 def rotary_angles(
     positions: Int[Tensor, "B T"], frequencies: tuple[float, ...], *, dtype: str
 ) -> tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]]:
-    """Cosine and sine of position times frequency, in at least float32; h is half of the head width H."""
+    """Return cosine and sine of position times frequency, in at least float32; h is half of the head width."""
     wide = _wide(getattr(torch, dtype))
     table = torch.tensor(frequencies, dtype=torch.float64, device=positions.device).to(wide)
     angles = positions.to(wide)[:, :, None] * table[None, None, :]
@@ -72,7 +71,7 @@ class Linear(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=getattr(torch, dtype))) if use_bias else None
 
     def forward(self, x: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
-        """Affine map x @ kernel (+ bias)."""
+        """Return x @ kernel (+ bias)."""
         product = matmul(x, self.kernel)
         return product if self.bias is None else product + self.bias
 
@@ -80,11 +79,10 @@ class Linear(torch.nn.Module):
 def project(
     x: Float[Tensor, "*rows I"], layers: Sequence[Linear], *, groups: int
 ) -> tuple[Float[Tensor, "*rows O"], ...]:
-    """Outputs of several linear layers on one input: fused projections, one product for all where groups > 0.
+    """Return every layer's output; with groups > 0 from one product, its kernels side by side in interleaved parts.
 
-    The kernels lie side by side, interleaved: part g of the wide one holds part g of every layer's. Split over `groups`
-    devices, each still has whole columns of all layers, so nothing moves. The wide kernel is made where it is used;
-    parameters stay as they are.
+    Part g of the wide kernel holds part g of every layer's: split over `groups` devices, each still has whole columns
+    of all layers, so nothing moves. The wide kernel is made where it is used; parameters stay as they are.
 
     Raises:
       ValueError: a layer's width is not a multiple of groups.
@@ -98,8 +96,8 @@ def project(
         )
     parts = [layer.kernel.reshape(x.shape[-1], groups, width) for layer, width in zip(layers, widths)]
     product = matmul(x, torch.cat(parts, dim=2).reshape(x.shape[-1], -1)).reshape(*x.shape[:-1], groups, -1)
-    outputs = [part.reshape(*x.shape[:-1], -1) for part in torch.split(product, widths, dim=-1)]
-    return tuple(y if layer.bias is None else y + layer.bias for layer, y in zip(layers, outputs))
+    found = [part.reshape(*x.shape[:-1], -1) for part in torch.split(product, widths, dim=-1)]
+    return tuple(y if layer.bias is None else y + layer.bias for layer, y in zip(layers, found))
 
 
 class Embed(torch.nn.Module):
@@ -110,11 +108,11 @@ class Embed(torch.nn.Module):
         self.embedding = torch.nn.Parameter(torch.zeros(num_embeddings, features, dtype=getattr(torch, dtype)))
 
     def forward(self, index: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """Embedding of each index."""
+        """Return the vector of each index."""
         return self.embedding[index]
 
     def attend(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
-        """Logits of a tied head: dot product of x with every embedding."""
+        """Return the dot product of x with every vector."""
         return matmul(x, self.embedding, transposed=True)
 
 
@@ -143,7 +141,7 @@ class LayerNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """Layer norm (x - mean) / standard deviation * scale + bias, over the last axis."""
+        """Return (x - mean) / standard deviation * scale + bias."""
         wide = x.to(_wide(x.dtype))
         centred = wide - torch.mean(wide, dim=-1, keepdim=True)
         variance = torch.mean(torch.square(centred), dim=-1, keepdim=True)
@@ -152,7 +150,7 @@ class LayerNorm(torch.nn.Module):
 
 
 def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | LayerNorm:
-    """Normalisation layer of a kind, "rmsnorm" or "layernorm"."""
+    """Return the normalisation layer called `kind`, "rmsnorm" or "layernorm"."""
     return {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[kind](features, eps=eps, dtype=dtype)
 
 
@@ -171,6 +169,6 @@ def load_params(model: torch.nn.Module, params: Mapping[str, np.ndarray], *, dev
 
 
 def get_params(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Parameters by dotted name; types narrower than float32 are widened to it, which is exact."""
+    """Return every parameter by dotted name; types narrower than float32 are widened to it, which is exact."""
     params = {name: p.detach().to("cpu", _wide(p.dtype)) for name, p in model.named_parameters()}
     return {name: p.numpy().copy() for name, p in params.items()}

@@ -60,7 +60,7 @@ def lanes(
 
 
 def uniform(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Float[Tensor, "*shape"]:
-    """Uniforms in (0, 1) of random words: exact in float64, rounded and kept below 1 in float32."""
+    """Return the uniforms in (0, 1) that words stand for: exact in float64, rounded and kept below 1 in float32."""
     value = ((words >> 8).to(getattr(torch, dtype)) + 0.5) * 2.0**-24
     return torch.clamp(value, max=1.0 - 2.0**-24 if dtype == "float32" else 1.0)
 

@@ -38,12 +38,6 @@ class Curves(NamedTuple):
         }  # fmt: skip
 
 
-def perturbed(params: Mapping[str, np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Parameters moved by one unit in the last place of float32, each value up or down at random."""
-    moved = {name: x * (1.0 + ULP * random.choice((-1.0, 1.0), x.shape)) for name, x in params.items()}
-    return {name: x.astype(params[name].dtype) for name, x in moved.items()}
-
-
 def record(
     engines: Mapping[str, Callable[[Mapping[str, np.ndarray]], Any]],
     params: Mapping[str, np.ndarray],
@@ -61,10 +55,11 @@ def record(
       rates: learning rate of each step.
       num_perturbed: how many curves span the band.
     """
-    random = np.random.default_rng(0)
+    sign = np.random.default_rng(0)
     starts = [("flax", params), ("torch", params)]
     for _ in range(num_perturbed):
-        starts.append(("torch", perturbed(params, random)))
+        moved = {name: x * (1.0 + ULP * sign.choice((-1.0, 1.0), x.shape)) for name, x in params.items()}
+        starts.append(("torch", {name: x.astype(params[name].dtype) for name, x in moved.items()}))
     curves = []
     for backend, values in starts:
         engine = engines[backend](values)

@@ -84,7 +84,7 @@ class Side:
         return jax.jit(jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True))
 
     def _loss(self, params: Any, deltas: dict, batch: Any, dropout: Any) -> tuple[Any, dict]:
-        """Loss and every module's output; deltas are added to outputs, to differentiate by them."""
+        """Return the loss and every module's output; deltas are added to outputs, to differentiate by them."""
         model = self._merge(params)
 
         def shift(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -142,7 +142,7 @@ class Side:
         return run
 
     def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
-        """Losses of AdamW steps with dropout on, and the state after the last."""
+        """Return losses and final state of AdamW steps with dropout on."""
         step_fn = jax.jit(functools.partial(self.lib.train_step, loss_fn=self.task.loss_fn))
         state, losses = self.lib.init_state(self.model, self.lib.AdamW(**optimizer)), []
         for step, arrays in enumerate(steps):

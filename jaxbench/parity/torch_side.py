@@ -67,7 +67,7 @@ class Side:
         }
 
     def train(self, steps: list[Arrays], optimizer: Mapping[str, float], *, seed: int) -> capture.Training:
-        """Losses of AdamW steps with dropout on, and the state after the last; the model's parameters move."""
+        """Return losses and final state of AdamW steps with dropout on; the model's parameters move."""
         state, losses = train.init_state(self.model, train.AdamW(**optimizer)), []
         for step, arrays in enumerate(steps):
             state, loss = train.train_step(
