@@ -22,7 +22,7 @@ KEYS = [Key.from_passphrase("parity").derive(str(i)) for i in range(NUM_TEXTS)]
 
 
 def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.Gate]:
-    """Gates of words, scored positions, scores and p-values."""
+    """Return the gates of words, scored positions, scores and p-values."""
     from torch_ref.watermark import detect as torch_detect
 
     tokens, lengths, prompts = texts(vocab_size, seed)
@@ -49,7 +49,7 @@ def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.
 
 
 def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
-    """Gate of generated tokens: every second row is marked, each with its own key."""
+    """Return the gate of generated tokens: every second row is marked, each with its own key."""
     import torch_ref.transformer
     from torch_ref import sample as torch_sample
     from torch_ref.watermark import schemes as torch_schemes
@@ -78,18 +78,18 @@ def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
 
 
 def is_detection_only(scheme: Any) -> bool:
-    """True for schemes with a green list a candidate, which generation does not support."""
+    """Return True for lists per candidate, which nobody can generate with at once."""
     return "self" in (getattr(scheme, "window_scheme", ""), getattr(scheme, "seeding_scheme", "").removesuffix("hash"))
 
 
 def tables_of(scheme: Any, vocab_size: int) -> tables.Tables | None:
-    """Green lists of a scheme, None for those without."""
+    """Return the green lists of the schemes that have them."""
     is_listed = scheme.scheme in ("kgw_markllm", "kgw_transformers")
     return tables.Tables(scheme, vocab_size=vocab_size) if is_listed else None
 
 
 def texts(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random tokens [B T] that repeat themselves, lengths [B] from 0 on, and prompt lengths [B]; all int32."""
+    """Return tokens [B T] that repeat themselves, lengths [B] from 0 on, and prompt lengths [B]."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, vocab_size, (NUM_TEXTS, 40), dtype=np.int32)
     tokens[:, 20:30] = tokens[:, 5:15]
@@ -99,7 +99,7 @@ def texts(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def gates_of(case: cases.Case) -> list[gates.Gate]:
-    """Gates of a case, whose configuration is the scheme."""
+    """Return every gate of a case, whose configuration is the scheme."""
     found = gates_of_evidence(case.config, vocab_size=cases.LLAMA.vocab_size, seed=case.seed)
     return found if is_detection_only(case.config) else found + gates_of_generation(case.config, seed=case.seed)
 
