@@ -184,9 +184,8 @@ def _adam_eps() -> Change:
 
 def _l2_decay() -> Change:
     def build(model: Any, o: train.AdamW) -> torch.optim.Optimizer:
-        return torch.optim.Adam(
-            model.parameters(), lr=o.learning_rate, betas=(o.b1, o.b2), eps=o.eps, weight_decay=o.weight_decay
-        )
+        how = {"lr": o.learning_rate, "betas": (o.b1, o.b2), "eps": o.eps}
+        return torch.optim.Adam(model.parameters(), weight_decay=o.weight_decay, **how)
 
     return _optimizer(build)
 

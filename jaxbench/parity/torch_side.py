@@ -92,7 +92,7 @@ class Side:
     def sample(
         self, prompts: list[list[int]], sampling: Mapping[str, float], *, max_new_tokens: int, seed: int
     ) -> np.ndarray:
-        """Generated tokens [B new tokens], int32."""
+        """Return generated tokens [B M]."""
         lib = importlib.import_module("torch_ref.sample")
         generator = lib.Generator(self.model, eos_id=None, sampling=lib.Sampling(**sampling))
         return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
