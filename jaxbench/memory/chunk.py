@@ -104,10 +104,10 @@ def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
 
 def _cumulative_products(
     log: Float[Array, "E T"] | None, first: int, length: int, dtype: jnp.dtype
-) -> tuple[Float[Array, "E S"] | None, Float[Array, "E S T"]]:
+) -> tuple[Float[Array, "E S"] | None, Float[Array, "_ S T"]]:
     """Products of decays x from their logarithms: prod_(l <= t) x_l, and prod_(i < l <= t) x_l, 0 where i > t.
 
-    The S = T - first rows are those of t = first and later; log = None stands for x = 1.
+    The S = T - first rows are those of t = first and later; log = None stands for x = 1 in every memory, [1 S T].
     """
     is_past = jnp.tril(jnp.ones((1, length, length), bool))[:, first:]
     if log is None:

@@ -183,7 +183,7 @@ def test_the_bank_answers_what_lists_answer(kind):
         assert worst(getattr(state, name), np.stack([getattr(oracle, name) for oracle in oracles])) < 1e-12
     assert [oracle.evicted for oracle in oracles] == state.evicted.tolist() == [4, 4]
     block, mass = stream(length=4), np.random.default_rng(3).random((2, 4))
-    found = model._compressed(block, jnp.asarray(mass))
+    found = model._compress(block, jnp.asarray(mass))
     assert worst(found, np.stack([o.compress(*each) for o, *each in zip(oracles, np.asarray(block), mass)])) < 1e-12
 
 

@@ -101,10 +101,10 @@ def coefficients(tokens: Tokens, *, read: str = "token") -> Coefficients:
 
 def _cumulative_products(
     log: Float[Tensor, "E T"] | None, first: int, like: Float[Tensor, "E T"]
-) -> tuple[Float[Tensor, "E S"] | None, Float[Tensor, "E S T"]]:
+) -> tuple[Float[Tensor, "E S"] | None, Float[Tensor, "_ S T"]]:
     """Products of decays x from their logarithms: prod_(l <= t) x_l, and prod_(i < l <= t) x_l, 0 where i > t.
 
-    The S = T - first rows are those of t = first and later; log = None stands for x = 1.
+    The S = T - first rows are those of t = first and later; log = None stands for x = 1 in every memory, [1 S T].
     """
     length = like.shape[1]
     is_past = torch.ones((1, length, length), dtype=torch.bool, device=like.device).tril()[:, first:]
