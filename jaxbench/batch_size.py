@@ -119,11 +119,11 @@ def compiled(
     ids, mask = (jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for dtype in (jnp.int32, bool))
     batch = train.Batch(ids, ids, ids, mask, ids)
     if is_evaluation:
-        evaluate = functools.partial(update.eval_step, graph=state.graph, how=step_config)
+        evaluate = functools.partial(update.eval_step, graph=state.graph, step_config=step_config)
         return jax.jit(evaluate).lower(state.params, placed(batch)).compile()
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if config.dropout else None
     arguments = placed((batch, jax.ShapeDtypeStruct((), "float32"), key))
-    step = jax.jit(functools.partial(update.train_step, how=step_config), donate_argnums=0)
+    step = jax.jit(functools.partial(update.train_step, step_config=step_config), donate_argnums=0)
     return step.lower(state, *arguments).compile()
 
 

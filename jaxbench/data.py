@@ -84,7 +84,7 @@ def real_prompts(tokenizer: Encoder, lengths: Sequence[int], documents: Sequence
 
 
 def _json_text(path: Path, number: int, line: str) -> str:
-    """Return the text of one line of a .jsonl file."""
+    """The "text" of one line of a .jsonl file; lines count from 1."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -34,7 +34,7 @@ class Engine:
         self,
         config: TransformerConfig,
         params: Mapping[str, np.ndarray],
-        how: StepConfig,
+        step_config: StepConfig,
         *,
         batch_size: int,
         seq_len: int,
@@ -51,17 +51,17 @@ class Engine:
         Raises:
           ValueError: sizes, mesh, optimiser or rematerialisation do not fit each other; the message names the values.
         """
-        self.how, self.policy = how, precision.policy(how.precision)
-        offload.check(how.on_host(), jax.local_devices()[0])
+        self.step_config, self.policy = step_config, precision.policy(step_config.precision)
+        offload.check(step_config.on_host(), jax.local_devices()[0])
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
         groups = _groups(parallel) if fused_projections else 0
         kind |= {"projection_groups": groups, "make_layer": extension.make_layer}
         model = transformer.build(config, params, dtype=self.policy.compute, **kind)
-        self.state = update.init_state(model, params, how)
+        self.state = update.init_state(model, params, step_config)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
         self.extension = extension
         self.plan, self.batch_size, self.rows, self.num_devices = None, batch_size, (0, batch_size), 1
-        step = functools.partial(update.train_step, how=how)
+        step = functools.partial(update.train_step, step_config=step_config)
         if parallel is None and jax.process_count() > 1:
             raise ValueError(f"engine: {jax.process_count()} processes need parallel.mesh, got parallel={parallel}")
         if parallel is None:
@@ -73,36 +73,38 @@ class Engine:
         started = time.perf_counter()
         self._step = jitted.lower(self.state, train.Batch(ids, ids, ids, mask, ids), self._extras(0.0)).compile()
         self.compile_seconds = time.perf_counter() - started
-        evaluate = functools.partial(update.eval_step, graph=self.state.graph, how=how)
+        evaluate = functools.partial(update.eval_step, graph=self.state.graph, step_config=step_config)
         self._eval = jax.jit(evaluate) if self.plan is None else self._evaluation(evaluate)
         self._watch = None
         if extension.watch is not None:
-            self._watch = jax.jit(functools.partial(extension.watch, graph=self.state.graph, how=how))
+            self._watch = jax.jit(functools.partial(extension.watch, graph=self.state.graph, step_config=step_config))
 
     def _on_mesh(
         self, config: TransformerConfig, parallel: ParallelConfig, step: Any, batch_size: int, seq_len: int
     ) -> Any:
         """Place the state on a mesh and return the step jitted for it."""
-        from jaxbench import parallel as mesh
+        from jaxbench.parallel import make_plan, make_step, place_state
 
-        shape = {"batch": batch_size // self.how.accumulation, "tokens": seq_len}
-        self.plan = mesh.make_plan(config, parallel, **shape, extension=self.extension)
+        shape = {"batch": batch_size // self.step_config.accumulation, "tokens": seq_len}
+        self.plan = make_plan(config, parallel, **shape, extension=self.extension)
         is_gathered = parallel.zero == 3 and self.plan.mesh.shape["fsdp"] > 1
         if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full" or is_gathered):
             raise ValueError(
-                f"engine: precision={self.how.precision} goes with data, fsdp up to zero=2, sequence and model, got "
-                f"stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, zero={parallel.zero}, "
-                f"gradient_type={parallel.gradient_type}"
+                f"engine: precision={self.step_config.precision} goes with data, fsdp up to zero=2, "
+                f"sequence and model, got stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, "
+                f"zero={parallel.zero}, gradient_type={parallel.gradient_type}"
             )
-        self.state, self.num_devices = mesh.place_state(self.plan, self.state), self.plan.mesh.size
+        self.state, self.num_devices = place_state(self.plan, self.state), self.plan.mesh.size
         self.rows = distributed.rows_of(self.plan.batch, (batch_size, seq_len))
-        return mesh.make_step(self.plan, self.state, step=step)
+        return make_step(self.plan, self.state, step=step)
 
     def _evaluation(self, evaluate: Any) -> Any:
         """Evaluation jitted for the mesh."""
         from jaxbench.parallel import make_evaluation
 
-        return make_evaluation(self.plan, evaluate, loss_fn=update.held_out_loss, accumulation=self.how.accumulation)
+        return make_evaluation(
+            self.plan, evaluate, loss_fn=update.held_out_loss, accumulation=self.step_config.accumulation
+        )
 
     def _extras(self, learning_rate: float) -> dict[str, Any]:
         """Learning rate and dropout key of a step, on every device."""
@@ -196,7 +198,7 @@ class Engine:
                 found.append(f"the output of module {name} is the first that is not finite")
             return result
 
-        model, count = update.merge(self.state.graph, narrow), self.how.accumulation
+        model, count = update.merge(self.state.graph, narrow), self.step_config.accumulation
         model.remat, model.scan_layers = 0, False
         for k in range(count):
             micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in batch))

@@ -29,7 +29,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: TransformerConfig) -> int:
-    """Return how many numbers parameter_shapes names, without listing the layers: there may be billions."""
+    """Number of parameters, without listing the layers: there may be billions."""
 
     def size(shapes: Mapping[str, tuple[int, ...]]) -> int:
         return sum(math.prod(shape) for shape in shapes.values())

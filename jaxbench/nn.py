@@ -67,7 +67,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Return x / rms(x) * scale."""
+        """RMS norm x / rms(x) * scale, over the last axis."""
         return functional.rms_norm(x, self.scale[...], eps=self.eps)
 
 

@@ -37,7 +37,7 @@ def transform(
 
 
 def with_fixed(config: OptimizerConfig, params: Mapping[str, Array]) -> dict[str, Array]:
-    """Return parameters of which those that are not trained take no gradient."""
+    """Parameters with a stop_gradient on those that are not trained."""
     return {name: x if config.is_trained(name) else jax.lax.stop_gradient(x) for name, x in params.items()}
 
 

@@ -36,10 +36,9 @@ from jaxbench import (
 )
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
-from jaxbench.mesh import DATA, FSDP, MODEL, MODEL_X, MODEL_Y, SEQUENCE, STAGE, ParallelConfig
+from jaxbench.mesh import FSDP, MODEL, MODEL_X, MODEL_Y, ROWS, SEQUENCE, STAGE, ParallelConfig
 from jaxbench.remat import PINNED_HOST
 
-ROWS = (STAGE, DATA, FSDP)  # the axes that split the batch; its micro-batches lie split over the stages
 Shardings = Mapping[str, NamedSharding]
 
 

@@ -66,15 +66,17 @@ class Case(NamedTuple):
 
 
 def case(family: str, stage: int, rounds: int, schedule: str, model: int, rows: str) -> Case:
-    """Return the case of one value of each factor."""
+    """Case of one value of each of FACTORS."""
     sizes = {"data": 1, "stage": stage, "model": model} | ROWS[rows]
     zero = sizes.pop("zero", 3)
-    how = ParallelConfig(mesh=MeshConfig(**sizes), zero=zero, schedule=schedule, micro_batches=stage * rounds)
-    return Case(f"{family}-stage{stage}-micro{stage * rounds}-{schedule}-model{model}-{rows}", FAMILIES[family], how)
+    parallel = ParallelConfig(mesh=MeshConfig(**sizes), zero=zero, schedule=schedule, micro_batches=stage * rounds)
+    return Case(
+        f"{family}-stage{stage}-micro{stage * rounds}-{schedule}-model{model}-{rows}", FAMILIES[family], parallel
+    )
 
 
 def form(name: str, decoder: TransformerConfig = LLAMA, *, zero: int = 3, **settings: Any) -> Case:
-    """Return a case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
+    """Case without a pipeline; settings are mesh sizes and fields of ParallelConfig."""
     sizes = {axis: settings.pop(axis) for axis in list(settings) if axis in MeshConfig.model_fields}
     return Case(name, decoder, ParallelConfig(mesh=MeshConfig(**({"data": 1} | sizes)), zero=zero, **settings))
 
@@ -124,7 +126,7 @@ def every_case() -> Iterator[Case]:
 
 
 def find(name: str, *more: Case) -> Case:
-    """Return a case by its id, of those here and `more`, the forms of workloads.
+    """Case of an id, of those here and `more`, the forms of workloads.
 
     Raises:
       ValueError: there is none.
@@ -155,13 +157,13 @@ def initial_state(config: TransformerConfig, dtype: str, extension: Extension = 
 Outcome = dict[str, dict[str, np.ndarray]]  # loss, gradients, params, first_moment, second_moment: by name
 
 
-def run_case(one: Case, dtype: str) -> Outcome:
-    """Return what three steps over the case's mesh give; see `_train`."""
-    config, devices = one.model, jax.devices()[: one.num_devices]
+def run_case(proved: Case, dtype: str) -> Outcome:
+    """Losses, gradients, parameters and moments of STEPS steps over the case's mesh."""
+    config, devices = proved.model, jax.devices()[: proved.num_devices]
     plan = parallel.make_plan(
-        config, one.parallel, batch=BATCH, tokens=TOKENS, devices=devices, extension=one.extension
+        config, proved.parallel, batch=BATCH, tokens=TOKENS, devices=devices, extension=proved.extension
     )
-    state = parallel.place_state(plan, initial_state(config, dtype, one.extension))
+    state = parallel.place_state(plan, initial_state(config, dtype, proved.extension))
     jitted = parallel.make_step(plan, state, step=train_step)
     lowered = jitted.lower(state, parallel.place_batch(plan, batch_of(0, config)), {})
     step = lowered.compile(compiler_options=FAST_COMPILE)
@@ -170,7 +172,7 @@ def run_case(one: Case, dtype: str) -> Outcome:
 
 @functools.lru_cache(maxsize=8)
 def run_unsharded(config: TransformerConfig, dtype: str, extension: Extension = Extension()) -> Outcome:
-    """Return what the same steps give on one device."""
+    """Losses, gradients, parameters and moments of the same steps on one device."""
     return _train(initial_state(config, dtype, extension), jax.jit(train_step), config)
 
 
@@ -189,7 +191,10 @@ def _train(state: update.TrainState, step: Any, config: TransformerConfig) -> Ou
     return {"loss": losses, "gradients": gradients, **arrays}
 
 
-def prove(one: Case) -> dict[str, distance.Comparison]:
-    """Return the distances of losses, gradients, parameters and moments in float64; call with 64-bit types on."""
-    found, wanted = run_case(one, "float64"), run_unsharded(one.model, "float64", one.extension)
-    return {kind: distance.compare(values, wanted[kind], kind=kind) for kind, values in found.items()}
+def prove(proved: Case) -> dict[str, distance.Comparison]:
+    """Distances between mesh and one device of losses, gradients, parameters and moments, by kind, in float64.
+
+    Call with JAX's 64-bit types on.
+    """
+    sharded, unsharded = run_case(proved, "float64"), run_unsharded(proved.model, "float64", proved.extension)
+    return {kind: distance.compare(values, unsharded[kind], kind=kind) for kind, values in sharded.items()}

@@ -141,11 +141,11 @@ class _Trainer:
         self.display.start(self.start)
         done, early, is_traced = self.start, self._is_early(), False
         first, count = self.engine.rows  # a process reads its own rows
-        part = functools.partial(self.data.train.batch, batch_size=batch, first=first, count=count)
+        own_rows = functools.partial(self.data.train.batch, batch_size=batch, first=first, count=count)
         with ThreadPoolExecutor(1) as ahead:  # the next batch is packed while the device works
-            upcoming = ahead.submit(part, done)
+            upcoming = ahead.submit(own_rows, done)
             while done < s.steps and not early:
-                arrays, upcoming = upcoming.result(), ahead.submit(part, done + 1)
+                arrays, upcoming = upcoming.result(), ahead.submit(own_rows, done + 1)
                 self.model.check_documents(arrays.segments)
                 if done == profile_steps[0] and self.processes.is_first:
                     self.engine.start_profile(str(self.workdir / PROFILE))

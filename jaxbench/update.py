@@ -1,6 +1,6 @@
 """One optimiser step of a training run: precision, micro-batches, clipping, loss scaling. Twin: torch_ref/update.py.
 
-`train_step` is a pure function of its arrays: compile it with `jax.jit(functools.partial(train_step, how=...),
+`train_step` is a pure function of its arrays: compile it with `jax.jit(functools.partial(train_step, step_config=...),
 donate_argnums=0)`, with shardings where there is a mesh. Parameters and moments lie in flat dictionaries by dotted
 name, so that rules, checkpoints and reports address them alike. A step that is not finite changes nothing but counters.
 Models are pytrees whose leaves are their parameters, so the step is the same for Flax's and for Equinox's.
@@ -62,34 +62,36 @@ class _Graph:
 
 
 def init_state(
-    model: Any, params: Mapping[str, np.ndarray], how: StepConfig, *, policy: precision.Policy | None = None
+    model: Any, params: Mapping[str, np.ndarray], step_config: StepConfig, *, policy: precision.Policy | None = None
 ) -> TrainState:
     """Training state before the first step.
 
     Args:
       model: built in the policy's compute type; its parameters' values are not used.
       params: initial values by name, stored in the policy's parameter type.
-      how: the step's configuration.
-      policy: the number types, in place of those that how.precision names.
+      step_config: the step's configuration.
+      policy: the number types, in place of those that step_config.precision names.
 
     Raises:
       ValueError: parameters do not fit the model, remat does not, or float64 is off.
     """
-    policy = precision.policy(how.precision) if policy is None else policy
+    policy = precision.policy(step_config.precision) if policy is None else policy
     if policy.parameter == "float64" and not jax.config.jax_enable_x64:
         raise ValueError(f"update: precision={policy.parameter} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
     model = float8.apply(model) if policy.is_float8 else model
-    if how.remat.policy != "none":
+    if step_config.remat.policy != "none":
         from jaxbench import remat  # which is of Flax's layers
 
-        model = remat.apply(model, policy=how.remat.policy, group=how.remat.group, names=how.remat.names)
+        model = remat.apply(
+            model, policy=step_config.remat.policy, group=step_config.remat.group, names=step_config.remat.names
+        )
     graph, abstract = split(model)
     shapes = {name: leaf.shape for name, leaf in abstract.items() if not name.endswith(float8.SCALES)}
     initial.check_params(shapes, params)
     placed = {name: jnp.array(params[name], policy.parameter) for name in shapes}
-    moments = jax.tree.map(jnp.array, optimizers.transform(how.optimizer, 0.0, placed).init(placed))
-    moments = offload.to_host(moments) if how.offload.optimizer else moments
-    scale = how.loss_scaling.initial if policy.is_scaled else 1.0
+    moments = jax.tree.map(jnp.array, optimizers.transform(step_config.optimizer, 0.0, placed).init(placed))
+    moments = offload.to_host(moments) if step_config.offload.optimizer else moments
+    scale = step_config.loss_scaling.initial if policy.is_scaled else 1.0
     counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
     return TrainState(
         placed,
@@ -99,7 +101,7 @@ def init_state(
         counters[1],
         counters[2],
         jnp.zeros((), bool),
-        float8.init_history(placed, how.delayed_scaling.history) if policy.is_float8 else {},
+        float8.init_history(placed, step_config.delayed_scaling.history) if policy.is_float8 else {},
         graph,
         policy,
     )
@@ -111,7 +113,7 @@ def train_step(
     learning_rate: Float[Array, ""] | float,
     dropout_key: Array | None = None,
     *,
-    how: StepConfig,
+    step_config: StepConfig,
     loss_fn: Callable[..., Array] = train.loss_fn,
     is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
@@ -122,29 +124,29 @@ def train_step(
 
     Args:
       state: before the step.
-      batch: arrays [B T]; B is a multiple of how.accumulation.
+      batch: arrays [B T]; B is a multiple of step_config.accumulation.
       learning_rate: of this step.
       dropout_key: of prng.py; None = no dropout.
-      how: the step's configuration.
+      step_config: the step's configuration.
       loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
       is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
         computed for clipping only (else it is NaN), so that the program is AdamW and nothing else.
     """
     policy = state.policy
-    loss, grads, amax_now = _loss_and_gradients(state, batch, dropout_key, how, loss_fn)
-    has_norm = is_guarded or how.clip_norm is not None
+    loss, grads, amax_now = _loss_and_gradients(state, batch, dropout_key, step_config, loss_fn)
+    has_norm = is_guarded or step_config.clip_norm is not None
     norm = optax.tree.norm(grads) if has_norm else jnp.full((), jnp.nan, policy.output)
     is_finite = jnp.isfinite(loss) & (jnp.isfinite(norm) if is_guarded else True)
-    grads = _clipped(grads, norm, how)
-    old_moments = offload.to_device(state.moments) if how.offload.optimizer else state.moments
+    grads = _clipped(grads, norm, step_config)
+    old_moments = offload.to_device(state.moments) if step_config.offload.optimizer else state.moments
     rate = jnp.asarray(learning_rate, policy.accumulation)
-    optimizer = optimizers.transform(how.optimizer, rate, state.params)
+    optimizer = optimizers.transform(step_config.optimizer, rate, state.params)
     updates, new_moments = optimizer.update(grads, old_moments, state.params)
     is_taken = is_finite & ~state.is_halted if is_guarded else jnp.ones((), bool)
     new = (optax.apply_updates(state.params, updates), new_moments, float8.remember(state.amax, amax_now))
     old = (state.params, old_moments, state.amax)
     params, moments, amax = jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old) if is_guarded else new
-    moments = offload.to_host(moments) if how.offload.optimizer else moments
+    moments = offload.to_host(moments) if step_config.offload.optimizer else moments
     # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
     is_broken = is_guarded & (~jnp.isfinite(loss) if policy.is_scaled else ~is_finite)
     next_state = dataclasses.replace(
@@ -154,41 +156,41 @@ def train_step(
         amax=amax,
         step=state.step + 1,
         skipped=state.skipped + (~is_taken).astype(jnp.int32),
-        is_halted=state.is_halted | (is_broken & (how.nonfinite == "stop")),
-        **_rescaled(state, is_finite, how, is_scaled=policy.is_scaled),
+        is_halted=state.is_halted | (is_broken & (step_config.nonfinite == "stop")),
+        **_rescaled(state, is_finite, step_config, is_scaled=policy.is_scaled),
     )
     return next_state, Metrics(loss, norm, is_finite, state.scale, next_state.skipped)
 
 
 def _loss_and_gradients(
-    state: TrainState, batch: Any, dropout_key: Array | None, how: StepConfig, loss_fn: Callable[..., Array]
+    state: TrainState, batch: Any, dropout_key: Array | None, step_config: StepConfig, loss_fn: Callable[..., Array]
 ) -> tuple[Float[Array, ""], dict[str, Array], dict[str, Array]]:
     """Loss of the batch in nats per token, its gradients without the loss scale, and float8's largest magnitudes."""
     policy = state.policy
 
     def loss_at(trained: tuple[dict, dict], micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
         params, scales = trained
-        params = optimizers.with_fixed(how.optimizer, params)
+        params = optimizers.with_fixed(step_config.optimizer, params)
         cast = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
-        dropout = None if dropout_key is None else (dropout_key, state.step * how.accumulation + index)
+        dropout = None if dropout_key is None else (dropout_key, state.step * step_config.accumulation + index)
         loss = loss_fn(merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
         return loss * state.scale.astype(policy.output) if policy.is_scaled else loss, loss
 
     grad_fn = jax.value_and_grad(loss_at, has_aux=True)
-    trained = (state.params, float8.scales(state.amax, how.delayed_scaling.margin))
-    loss, (grads, amax) = _accumulated(grad_fn, trained, batch, how.accumulation, policy)
+    trained = (state.params, float8.scales(state.amax, step_config.delayed_scaling.margin))
+    loss, (grads, amax) = _accumulated(grad_fn, trained, batch, step_config.accumulation, policy)
     if policy.is_scaled:
         grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
     return loss, grads, amax
 
 
-def _clipped(grads: dict[str, Array], norm: Float[Array, ""], how: StepConfig) -> dict[str, Array]:
-    """Gradients scaled down to a global norm of at most how.clip_norm, by way of the host's memory where asked."""
-    if how.offload.gradients:
+def _clipped(grads: dict[str, Array], norm: Float[Array, ""], step_config: StepConfig) -> dict[str, Array]:
+    """Gradients scaled down to a global norm of at most clip_norm, by way of the host's memory where asked."""
+    if step_config.offload.gradients:
         grads = offload.to_device(offload.to_host(grads))
-    if how.clip_norm is None:
+    if step_config.clip_norm is None:
         return grads
-    factor = jnp.minimum(1.0, how.clip_norm / (norm + CLIP_EPS))
+    factor = jnp.minimum(1.0, step_config.clip_norm / (norm + CLIP_EPS))
     return jax.tree.map(lambda grad: grad * factor, grads)
 
 
@@ -202,7 +204,7 @@ def eval_step(
     batch: Any,
     *,
     graph: Any,
-    how: StepConfig,
+    step_config: StepConfig,
     count: int | None = None,
     loss_fn: Callable[..., Array] = held_out_loss,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
@@ -211,11 +213,11 @@ def eval_step(
     Args:
       params, graph: the model.
       batch: its rows, a multiple of `count`.
-      how: the step's configuration.
+      step_config: the step's configuration.
       count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
       loss_fn: the loss, a mean over the targets of batch.mask.
     """
-    policy = precision.policy(how.precision)
+    policy = precision.policy(step_config.precision)
     model = merge(graph, _narrow(params, policy))
 
     def body(carry: tuple[Array, Array], micro: Any) -> tuple[tuple[Array, Array], None]:
@@ -224,7 +226,7 @@ def eval_step(
         return (carry[0] + mean * targets.astype(policy.output), carry[1] + targets), None
 
     start = (jnp.zeros((), policy.output), jnp.zeros((), jnp.int32))
-    return lax.scan(body, start, _micro_batches(batch, how.accumulation if count is None else count))[0]
+    return lax.scan(body, start, _micro_batches(batch, step_config.accumulation if count is None else count))[0]
 
 
 def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
@@ -290,11 +292,11 @@ def _micro_batches(batch: Any, count: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _rescaled(state: TrainState, is_finite: Array, how: StepConfig, *, is_scaled: bool) -> dict[str, Array]:
+def _rescaled(state: TrainState, is_finite: Array, step_config: StepConfig, *, is_scaled: bool) -> dict[str, Array]:
     """Next loss scale and number of finite steps since it changed, by the rules of torch.amp.GradScaler."""
     if not is_scaled:
         return {}
-    rules, good = how.loss_scaling, state.good_steps + 1
+    rules, good = step_config.loss_scaling, state.good_steps + 1
     grown = state.scale * rules.growth
     grows = (good == rules.interval) & jnp.isfinite(grown)
     raised = jnp.where(grows, grown, state.scale)

@@ -32,7 +32,7 @@ def program(form: str, accumulation: int, rows: int = parallel_proof.BATCH):
     settings = StepConfig(precision="float64", accumulation=accumulation)
     params = initial.initial_params(config, 0, distinct=True)
     state = update.init_state(transformer.build(config, params, dtype="float64"), params, settings)
-    evaluate, place = functools.partial(update.eval_step, graph=state.graph, how=settings), lambda batch: batch
+    evaluate, place = functools.partial(update.eval_step, graph=state.graph, step_config=settings), lambda batch: batch
     if form == "alone":
         jitted = jax.jit(evaluate)
     else:
@@ -75,7 +75,7 @@ def test_the_twin_sums_the_same(x64, accumulation):
     model = torch_transformer.build(parallel_proof.LLAMA, named, dtype="float64")
     batch = torch_train.Batch(*map(torch.tensor, batch_of(parallel_proof.BATCH)))
     settings = StepConfig(precision="float64", accumulation=accumulation)
-    total, count = torch_update.eval_step(model, batch, graph=None, how=settings)
+    total, count = torch_update.eval_step(model, batch, graph=None, step_config=settings)
     assert int(count) == int(targets) and float(total) == pytest.approx(float(wanted), rel=1e-12)
 
 

@@ -112,7 +112,7 @@ def test_training_in_eight_bits_stays_near_float32(engine):
     engine.load(start)
     how = HOW.model_copy(update={"precision": "float32"})
     model = transformer.build(CONFIG, PARAMS)
-    state, step = update.init_state(model, PARAMS, how), jax.jit(functools.partial(update.train_step, how=how))
+    state, step = update.init_state(model, PARAMS, how), jax.jit(functools.partial(update.train_step, step_config=how))
     wide = []
     for _ in range(8):
         state, metrics = step(state, batch(), 1e-2)
@@ -130,7 +130,7 @@ def test_micro_batches_see_the_largest_of_all_and_a_skipped_step_is_not_remember
     for count in (1, 2):
         how = HOW.model_copy(update={"accumulation": count})
         state = update.init_state(transformer.build(CONFIG, PARAMS, dtype="bfloat16"), PARAMS, how)
-        step = jax.jit(functools.partial(update.train_step, how=how, loss_fn=fragile))
+        step = jax.jit(functools.partial(update.train_step, step_config=how, loss_fn=fragile))
         state, _ = step(state, batch(), 1e-2)
         found.append(state.amax)
         skipped, metrics = step(state, batch(SPECIAL), 1e-2)

@@ -45,7 +45,7 @@ def program(form: str, accumulation: int):
     settings = settings_of(accumulation)
     params = initial.initial_params(LLAMA, 0, distinct=True)
     state = update.init_state(transformer.build(LLAMA, params, dtype="float16"), params, settings)
-    step, place = functools.partial(update.train_step, how=settings), lambda batch: batch
+    step, place = functools.partial(update.train_step, step_config=settings), lambda batch: batch
     if form == "alone":
         loss_fn = lambda model, batch, dropout: small(train.predict(model, batch, dropout=dropout), batch)
         jitted = jax.jit(lambda state, batch, extras: step(state, batch, loss_fn=loss_fn, **extras))

@@ -28,7 +28,7 @@ def test_offloaded_steps_are_those_of_device_memory_and_the_moments_stay_in_the_
     found = []
     for how in (StepConfig(), IN_HOST):
         state = update.init_state(transformer.build(config, params), params, how)
-        step = jax.jit(functools.partial(update.train_step, how=how), donate_argnums=0)
+        step = jax.jit(functools.partial(update.train_step, step_config=how), donate_argnums=0)
         for _ in range(3):
             state, metrics = step(state, batch, jnp.float32(1e-2))
         found.append((float(metrics.loss), update.state_arrays(state)))

@@ -57,7 +57,7 @@ class Flax:
         config, params = cases.load(CASE)
         model = transformer.build(config, params, dtype=precision.policy(how.precision).compute)
         self.library, self.state = update, update.init_state(model, params, how)
-        self._step = jax.jit(functools.partial(update.train_step, how=how, loss_fn=loss_fn))
+        self._step = jax.jit(functools.partial(update.train_step, step_config=how, loss_fn=loss_fn))
 
     def batch(self, arrays):
         return train.Batch(*(None if x is None else jnp.asarray(x) for x in arrays))
@@ -404,7 +404,11 @@ def test_remat_keeps_gradients_and_saves_memory():
     for policy, settings in policies.items():
         how = StepConfig(clip_norm=None, optimizer=PLAIN_SGD, remat=RematConfig(policy=policy, **settings))
         state = update.init_state(transformer.build(config, params), params, how)
-        step = jax.jit(functools.partial(update.train_step, how=how)).lower(state, batch, jnp.float32(1.0)).compile()
+        step = (
+            jax.jit(functools.partial(update.train_step, step_config=how))
+            .lower(state, batch, jnp.float32(1.0))
+            .compile()
+        )
         temporary[policy] = step.memory_analysis().temp_size_in_bytes
         found[policy] = update.state_arrays(step(state, batch, jnp.float32(1.0))[0])["params"]
     for policy in ("block", "group", "names"):

@@ -35,7 +35,7 @@ class Engine:
         self,
         config: TransformerConfig,
         params: Mapping[str, np.ndarray],
-        how: StepConfig,
+        step_config: StepConfig,
         *,
         batch_size: int,
         seq_len: int,
@@ -57,21 +57,26 @@ class Engine:
         """
         if parallel is not None:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
-        self.how, self.policy, self.device = how, precision.policy(how.precision), device
+        self.step_config, self.policy, self.device = step_config, precision.policy(step_config.precision), device
         kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
         kind |= {"projection_groups": int(fused_projections), "make_layer": extension.make_layer}
         model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
-        self.state = update.init_state(model, params, how)
+        self.state = update.init_state(model, params, step_config)
         self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
         self.extension = extension
         self.rows, self.num_devices = (0, batch_size), 1
-        self._loss = _CompiledLoss() if how.torch_compile else train.loss_fn
-        self.compile_seconds = self._compile(batch_size, seq_len) if how.torch_compile else 0.0
+        self._loss = _CompiledLoss() if step_config.torch_compile else train.loss_fn
+        self.compile_seconds = self._compile(batch_size, seq_len) if step_config.torch_compile else 0.0
 
     def step(self, batch: Any, learning_rate: float) -> update.Metrics:
         """Run one step."""
         self.state, metrics = update.train_step(
-            self.state, self._batch(batch), learning_rate, self.dropout_key, how=self.how, loss_fn=self._loss
+            self.state,
+            self._batch(batch),
+            learning_rate,
+            self.dropout_key,
+            step_config=self.step_config,
+            loss_fn=self._loss,
         )
         return metrics
 
@@ -81,14 +86,14 @@ class Engine:
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
         """Sum of a batch's losses in nats, and its number of targets."""
-        total, count = update.eval_step(self.state.params, self._batch(batch), graph=None, how=self.how)
+        total, count = update.eval_step(self.state.params, self._batch(batch), graph=None, step_config=self.step_config)
         return float(total), int(count)
 
     def watched(self, batch: Any) -> dict[str, float]:
         """Figures of what a workload's layers hold behind a whole batch, by name."""
         if self.extension.watch is None:
             return {}
-        found = self.extension.watch(self.state.params, self._batch(batch), graph=None, how=self.how)
+        found = self.extension.watch(self.state.params, self._batch(batch), graph=None, step_config=self.step_config)
         return self.extension.scalars(pytree.tree_map(lambda x: x.cpu().numpy(), found))
 
     def arrays(self) -> dict[str, Any]:
@@ -147,7 +152,7 @@ class Engine:
 
         Modules are watched by hooks, in the order in which they finish.
         """
-        model, count, found = self.state.params, self.how.accumulation, []
+        model, count, found = self.state.params, self.step_config.accumulation, []
         broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
         if broken:
             return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
@@ -189,7 +194,7 @@ class Engine:
     def _compile(self, batch_size: int, seq_len: int) -> float:
         """Compile by computing one gradient, torch.compile having no other way; return the seconds it took."""
         started, model = time.perf_counter(), self.state.params
-        ids = torch.zeros(batch_size // self.how.accumulation, seq_len, dtype=torch.int32, device=self.device)
+        ids = torch.zeros(batch_size // self.step_config.accumulation, seq_len, dtype=torch.int32, device=self.device)
         ones = torch.ones_like(ids, dtype=torch.bool)
         # Four tensors of ids: one tensor given twice would compile to another program.
         batch = train.Batch(ids, ids.clone(), ids.clone(), ones, ids.clone())

@@ -66,7 +66,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
-        """Return x / rms(x) * scale."""
+        """RMS norm x / rms(x) * scale, over the last axis."""
         return functional.rms_norm(x, self.scale, eps=self.eps)
 
 

@@ -47,39 +47,39 @@ class TrainState:
 
 
 def init_state(
-    model: Any, params: Mapping[str, np.ndarray], how: StepConfig, *, policy: precision.Policy | None = None
+    model: Any, params: Mapping[str, np.ndarray], step_config: StepConfig, *, policy: precision.Policy | None = None
 ) -> TrainState:
     """Training state before the first step.
 
     Args:
       model: built in the policy's parameter type; its parameters' values are replaced.
       params: initial values by name.
-      how: the step's configuration.
-      policy: the number types, in place of those that how.precision names.
+      step_config: the step's configuration.
+      policy: the number types, in place of those that step_config.precision names.
 
     Raises:
       ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat.
     """
-    policy = precision.policy(how.precision) if policy is None else policy
+    policy = precision.policy(step_config.precision) if policy is None else policy
     if policy.is_float8:
-        raise ValueError(f"update: precision={how.precision} is not in torch_ref; use --backend=flax")
-    if how.offload.optimizer or how.offload.gradients:
-        raise ValueError(f"update: offload {how.offload.model_dump()} is not in torch_ref; use --backend=flax")
-    if how.optimizer.kind not in TWIN_OPTIMIZERS or how.remat.policy != "none":
+        raise ValueError(f"update: precision={step_config.precision} is not in torch_ref; use --backend=flax")
+    if step_config.offload.optimizer or step_config.offload.gradients:
+        raise ValueError(f"update: offload {step_config.offload.model_dump()} is not in torch_ref; use --backend=flax")
+    if step_config.optimizer.kind not in TWIN_OPTIMIZERS or step_config.remat.policy != "none":
         raise ValueError(
-            f"update: optimizer {how.optimizer.kind!r} with remat {how.remat.policy!r} is not in torch_ref, which has "
-            f"{', '.join(TWIN_OPTIMIZERS)} without remat; use --backend=flax"
+            f"update: optimizer {step_config.optimizer.kind!r} with remat {step_config.remat.policy!r} is not in "
+            f"torch_ref, which has {', '.join(TWIN_OPTIMIZERS)} without remat; use --backend=flax"
         )
     device = next(model.parameters()).device
     model = nn.load_params(model, params, device=str(device))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(how.optimizer.is_trained(name))
-    rules = how.loss_scaling
+        parameter.requires_grad_(step_config.optimizer.is_trained(name))
+    rules = step_config.loss_scaling
     scaler = torch.amp.GradScaler(
         device.type, init_scale=rules.initial, growth_factor=rules.growth, backoff_factor=rules.backoff,
         growth_interval=rules.interval, enabled=policy.is_scaled,
     )  # fmt: skip
-    return TrainState(model, _optimizer(model, how), scaler, policy)
+    return TrainState(model, _optimizer(model, step_config), scaler, policy)
 
 
 def train_step(
@@ -88,7 +88,7 @@ def train_step(
     learning_rate: float,
     dropout_key: Tensor | None = None,
     *,
-    how: StepConfig,
+    step_config: StepConfig,
     loss_fn: Callable[..., Tensor] = train.loss_fn,
     is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
@@ -99,26 +99,26 @@ def train_step(
 
     Args:
       state: before the step.
-      batch: arrays [B T]; B is a multiple of how.accumulation.
+      batch: arrays [B T]; B is a multiple of step_config.accumulation.
       learning_rate: of this step.
       dropout_key: of prng.py; None = no dropout.
-      how: the step's configuration.
+      step_config: the step's configuration.
       loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
       is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
         computed for clipping only (else it is NaN), so that the step is AdamW and nothing else.
     """
     scale = state.scaler.get_scale()
     state.moments.zero_grad(set_to_none=True)
-    loss = _accumulate(state, batch, dropout_key, how, loss_fn)
+    loss = _accumulate(state, batch, dropout_key, step_config, loss_fn)
     state.scaler.unscale_(state.moments)
     parameters = [p for p in state.params.parameters() if p.requires_grad]
-    has_norm = is_guarded or how.clip_norm is not None
+    has_norm = is_guarded or step_config.clip_norm is not None
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if has_norm else torch.tensor(torch.nan)
     is_finite = torch.isfinite(loss) & torch.isfinite(norm) if is_guarded else torch.isfinite(loss)
     is_taken = not is_guarded or (bool(is_finite) and not state.is_halted)
     if is_taken:
-        if how.clip_norm is not None:
-            factor = torch.clamp(how.clip_norm / (norm + CLIP_EPS), max=1.0)
+        if step_config.clip_norm is not None:
+            factor = torch.clamp(step_config.clip_norm / (norm + CLIP_EPS), max=1.0)
             for parameter in parameters:
                 parameter.grad.mul_(factor)
         for group in state.moments.param_groups:
@@ -128,7 +128,7 @@ def train_step(
     # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
     is_broken = is_guarded and not (torch.isfinite(loss) if state.policy.is_scaled else is_finite)
     state.step, state.skipped = state.step + 1, state.skipped + (not is_taken)
-    state.is_halted = state.is_halted or (is_broken and how.nonfinite == "stop")
+    state.is_halted = state.is_halted or (is_broken and step_config.nonfinite == "stop")
     return state, Metrics(loss, norm, is_finite, torch.tensor(scale), torch.tensor(state.skipped))
 
 
@@ -143,7 +143,7 @@ def eval_step(
     batch: Any,
     *,
     graph: Any,
-    how: StepConfig,
+    step_config: StepConfig,
     count: int | None = None,
     loss_fn: Callable[..., Tensor] = held_out_loss,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
@@ -152,13 +152,13 @@ def eval_step(
     Args:
       params: the model; graph is unused.
       batch: its rows, a multiple of `count`.
-      how: the step's configuration.
+      step_config: the step's configuration.
       count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
       loss_fn: the loss, a mean over the targets of batch.mask.
     """
     total = 0.0
-    for micro in _micro_batches(batch, how.accumulation if count is None else count):
-        with _autocast(params, precision.policy(how.precision)):
+    for micro in _micro_batches(batch, step_config.accumulation if count is None else count):
+        with _autocast(params, precision.policy(step_config.precision)):
             mean = loss_fn(params, micro)
         total = total + mean * micro.mask.sum()
     return total, batch.mask.sum()
@@ -190,10 +190,10 @@ def merge(graph: Any, params: Mapping[str, Tensor]) -> Any:
 
 
 def _accumulate(
-    state: TrainState, batch: Any, dropout_key: Tensor | None, how: StepConfig, loss_fn: Callable[..., Tensor]
+    state: TrainState, batch: Any, dropout_key: Tensor | None, step_config: StepConfig, loss_fn: Callable[..., Tensor]
 ) -> Float[Tensor, ""]:
     """Loss of the batch in nats per token; the scaled gradients of all micro-batches are added up in the parameters."""
-    count, summed = how.accumulation, None
+    count, summed = step_config.accumulation, None
     total = batch.mask.sum().clamp(min=1) if count > 1 else None  # of one micro-batch, the loss is the mean already
     for k, micro in enumerate(_micro_batches(batch, count)):
         dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
@@ -222,9 +222,9 @@ def _autocast(model: torch.nn.Module, policy: precision.Policy) -> torch.autocas
     return torch.autocast(device, dtype=dtype if is_narrow else torch.bfloat16, enabled=is_narrow)
 
 
-def _optimizer(model: torch.nn.Module, how: StepConfig) -> torch.optim.Optimizer:
+def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.Optimizer:
     """PyTorch's AdamW or SGD over the trained parameters, its state made at once."""
-    o, named = how.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    o, named = step_config.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trained = [p for _, p in named]
     decayed, rest = ([p for name, p in named if o.decays(name) == decays] for decays in (True, False))
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -86,7 +86,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if model.dropout else None
     extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}
-    step = parallel.make_step(plan, state, step=functools.partial(update.train_step, how=how))
+    step = parallel.make_step(plan, state, step=functools.partial(update.train_step, step_config=how))
     stored, used = (
         sum(math.prod(where[name].shard_shape(leaf.shape)) for name, leaf in shapes.items())
         for where in (plan.params, plan.used)

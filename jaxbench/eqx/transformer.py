@@ -207,7 +207,7 @@ class Transformer(eqx.Module):
     dtype: str = eqx.field(static=True)
     scan_layers: bool = eqx.field(static=True)
     max_seq_len: int = eqx.field(static=True)
-    compression_weight: float = eqx.field(static=True)
+    auxiliary_weight: float = eqx.field(static=True)
 
     def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
                  num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
@@ -229,7 +229,7 @@ class Transformer(eqx.Module):
         is_rotary = position == "rotary"
         self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
-        self.compression_weight = 0.0  # train.loss_fn asks for it: there are no banks of memory here
+        self.auxiliary_weight = 0.0  # train.loss_fn asks for it: no layer here has a loss of its own
 
     def __call__(
         self,

@@ -72,7 +72,7 @@ class Trials:
             clip_norm=settings.clip_norm, nonfinite="skip",
             optimizer=OptimizerConfig(weight_decay=settings.weight_decay),
         )  # fmt: skip
-        self._step = jax.jit(functools.partial(update.train_step, how=self.step_config), donate_argnums=0)
+        self._step = jax.jit(functools.partial(update.train_step, step_config=self.step_config), donate_argnums=0)
         self._score = jax.jit(functools.partial(_scores, step_config=self.step_config), static_argnames="is_text")
 
     def take(self, run: Run) -> dict[str, Any]:

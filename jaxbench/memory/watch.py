@@ -13,9 +13,11 @@ from jaxbench.memory.bank import BankState
 from jaxbench.step_config import StepConfig
 
 
-def bank_states(params: Mapping[str, Array], batch: Any, *, graph: Any, how: StepConfig) -> dict[int, BankState]:
+def bank_states(
+    params: Mapping[str, Array], batch: Any, *, graph: Any, step_config: StepConfig
+) -> dict[int, BankState]:
     """Return the states of a decoder's banks behind a batch's rows, by layer; each row is read as one document."""
-    model = update.merge(graph, update._narrow(params, precision.policy(how.precision)))
+    model = update.merge(graph, update._narrow(params, precision.policy(step_config.precision)))
     is_token = batch.positions >= 0
     positions = jnp.where(is_token, jnp.cumsum(is_token, axis=1) - 1, -1).astype(jnp.int32)
     _, cache = model.features(batch.tokens, positions)

@@ -1,7 +1,8 @@
 """The table of parity cases: one row a case; unit tests, the parity command and every workload share it (S file).
 
-A row names the module that holds `build(config, params, dtype=..., **how)` in jaxbench/, torch_ref/ and jaxbench/eqx/,
-by their common relative path. To add a workload's case, add a row; where its model is no decoder, the row also names
+A row names the module that holds `build(config, params, dtype=..., **options)` in jaxbench/, torch_ref/ and
+jaxbench/eqx/, by their common relative path. To add a workload's case, add a row; where its model is no decoder, the
+row also names
 
     task    the module, beside `module` in every package, with Batch, predict, loss_of and loss_fn, as train.py has them
     data    the S module with initial_params(config, seed, distinct=True) and parity_arrays(config, batch=, length=,
@@ -44,6 +45,7 @@ GPT2 = LLAMA.model_copy(
 )
 # Heads wider together than the residual stream, as in the small models of the family.
 QWEN3 = {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6}
+BLOCKED = {"implementation": "blocked", "block_size": 4}
 LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
 GATED = with_memory(LLAMA, DecoderMemory(
     kind="mag", layers=(1,), window=4, num_persistent=2, max_documents=2,
@@ -57,7 +59,7 @@ class Case(NamedTuple):
     id: str  # <workload>/<variant>
     config: Any  # the configuration that `build` takes; None = the default model with its own weights
     module: str = "transformer"  # relative path of the module with `build`
-    how: Mapping[str, Any] = {}  # further arguments of build: implementation, scan_layers, projection_groups, ...
+    options: Mapping[str, Any] = {}  # further arguments of build: implementation, scan_layers, projection_groups, ...
     batch: int = 2  # rows; every second one starts with padding
     length: int = 16  # tokens a row
     prompt: int = 10  # tokens of the prefill before single-token decoding; 0 = the model does not decode
@@ -75,14 +77,14 @@ class Case(NamedTuple):
     @property
     def is_scanned(self) -> bool:
         """True where the layers run inside a scan, which hides their outputs from capture."""
-        return self.is_closed or bool(self.how.get("scan_layers"))
+        return self.is_closed or bool(self.options.get("scan_layers"))
 
 
 def _llama(
-    name: str, *, how: Mapping[str, Any] | None = None, packed: bool = False, sampled: bool = False, **update: Any
+    name: str, *, options: Mapping[str, Any] | None = None, packed: bool = False, sampled: bool = False, **update: Any
 ) -> Case:
     config = TransformerConfig(**(LLAMA.model_dump() | update))
-    return Case(f"transformer/{name}", config, how=how or {}, packed=packed, sampled=sampled)
+    return Case(f"transformer/{name}", config, options=options or {}, packed=packed, sampled=sampled)
 
 
 def _memory(name: str, *, seed: int = 0, length: int = 18, **update: Any) -> Case:
@@ -123,16 +125,16 @@ CASES: tuple[Case, ...] = (
     _llama("llama-rope-linear", rope_scaling=RotaryScaling(kind="linear", factor=4.0)),
     _llama("llama-rope-llama3", rope_scaling=LLAMA3_SCALING, rope_theta=500000.0),
     _llama("llama-packed", packed=True),
-    _llama("llama-blocked", how={"implementation": "blocked", "block_size": 4}),
-    _llama("llama-blocked-window", how={"implementation": "blocked", "block_size": 4}, sliding_window=5, packed=True),
-    _llama("llama-scan", how={"scan_layers": True}),
-    _llama("llama-fused", how={"projection_groups": 2}, use_bias=True),  # two parts, as over a mesh's model=2
+    _llama("llama-blocked", options=BLOCKED),
+    _llama("llama-blocked-window", options=BLOCKED, sliding_window=5, packed=True),
+    _llama("llama-scan", options={"scan_layers": True}),
+    _llama("llama-fused", options={"projection_groups": 2}, use_bias=True),  # two parts, as over a mesh's model=2
     _llama("qwen3", sampled=True, **QWEN3),
-    _llama("qwen3-untied-scan", how={"scan_layers": True, "projection_groups": 2}, tie_embeddings=False, **QWEN3),
+    _llama("qwen3-untied-scan", options={"scan_layers": True, "projection_groups": 2}, tie_embeddings=False, **QWEN3),
     Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),
-         how={"implementation": "blocked", "block_size": 4}),
+         options=BLOCKED),
     _mark("kgw", scheme="kgw"),
     _mark("kgw-left-5", scheme="kgw", context={"kind": "left", "width": 5}),
     _mark("kgw-min", scheme="kgw", context={"kind": "min", "width": 4}),

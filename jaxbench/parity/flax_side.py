@@ -37,7 +37,7 @@ class Side:
         self.nn = importlib.import_module(f"{self.package}.nn")
         self.task = importlib.import_module(f"jaxbench.{case.task}")
         module = importlib.import_module(f"{self.package}.{case.module}")
-        self._hold(module.build(config, params, dtype=dtype, **case.how))
+        self._hold(module.build(config, params, dtype=dtype, **case.options))
 
     def _hold(self, model: Any) -> None:
         self.model = model
@@ -139,7 +139,7 @@ class Side:
 
     def train(self, steps: list[Arrays], how: StepConfig, *, learning_rate: float, seed: int) -> capture.Training:
         """Losses and final state of optimiser steps in the model's type, dropout on."""
-        step_fn = jax.jit(functools.partial(update.train_step, how=how, loss_fn=self.task.loss_fn))
+        step_fn = jax.jit(functools.partial(update.train_step, step_config=how, loss_fn=self.task.loss_fn))
         state = update.init_state(self.model, self.params, how, policy=precision.uniform(self.dtype))
         losses, key = [], prng.key_from_seed(seed)
         for arrays in steps:

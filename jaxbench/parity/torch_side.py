@@ -29,7 +29,7 @@ class Side:
         self.case, self.dtype = case, dtype
         module = importlib.import_module(f"torch_ref.{case.module}")
         self.task = importlib.import_module(f"torch_ref.{case.task}")
-        self.model = module.build(config, params, dtype=dtype, **case.how)
+        self.model = module.build(config, params, dtype=dtype, **case.options)
 
     def get_params(self) -> dict[str, np.ndarray]:
         """Parameters of the model by dotted name."""

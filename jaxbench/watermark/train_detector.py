@@ -110,7 +110,7 @@ def fit(
     adamw = OptimizerConfig(b1=0.9, b2=0.99, eps=1e-8, weight_decay=settings.weight_decay, decay="all")
     how = StepConfig(clip_norm=None, optimizer=adamw)
     state = update.init_state(model, params, how)
-    step = functools.partial(update.train_step, how=how, loss_fn=neural.loss_fn, is_guarded=False)
+    step = functools.partial(update.train_step, step_config=how, loss_fn=neural.loss_fn, is_guarded=False)
     step_fn = jax.jit(functools.partial(step, learning_rate=settings.learning_rate), donate_argnums=0)
     example = examples.Example(settings.min_tokens, settings.max_edited, settings.pasted_share)
     random, losses = np.random.default_rng(settings.seed), []

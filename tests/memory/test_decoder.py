@@ -210,7 +210,7 @@ def test_only_the_memory_is_trained_where_that_is_asked():
     tokens, positions, _ = tensors(*data())
     batch = torch_train.Batch(tokens, tokens.roll(-1, 1), positions, positions >= 0)
     for _ in range(3):
-        state, metrics = torch_update.train_step(state, batch, 0.01, how=how)
+        state, metrics = torch_update.train_step(state, batch, 0.01, step_config=how)
     assert bool(metrics.is_finite)
     after = {name: value.detach().numpy() for name, value in state.params.named_parameters()}
     moved = {name for name, value in after.items() if not np.array_equal(value, params[name].astype(np.float32))}

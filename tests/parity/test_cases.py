@@ -24,7 +24,7 @@ def test_the_table_covers_every_family_and_variant():
     assert {c.num_heads // c.num_kv_heads for c in configs} == {1, 2, 4}
     assert {c.rope_scaling and c.rope_scaling.kind for c in configs} == {None, "linear", "llama3"}
     assert any(c.sliding_window for c in configs) and {c.qk_norm for c in configs} == {True, False}
-    assert {case.how.get("implementation", "dense") for case in TINY} == {"dense", "blocked"}
+    assert {case.options.get("implementation", "dense") for case in TINY} == {"dense", "blocked"}
     assert any(case.is_scanned for case in TINY) and any(case.packed for case in TINY)
     assert all(c.dropout > 0 for c in configs)  # so that twins' masks are compared in every case
 
