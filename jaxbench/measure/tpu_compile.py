@@ -1,4 +1,4 @@
-"""Compile a program for a TPU slice that is not attached, and read what the compiler says of it (S file).
+"""Compile a program for a TPU slice that is not attached, and read what the compiler says of it.
 
 The real TPU compiler (libtpu) is called with abstract arguments, in a process of its own: `start_anew` comes first.
 Bytes are those of one chip. The compiler's `optimal_seconds` is never used.
