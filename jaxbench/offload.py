@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxbench.remat import PINNED_HOST
+from jaxbench.sharding import PINNED_HOST
 
 
 def check(wanted: Sequence[str], device: jax.Device) -> None:

@@ -37,7 +37,6 @@ from jaxbench import (
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import FSDP, MODEL, MODEL_X, MODEL_Y, ROWS, SEQUENCE, STAGE, ParallelConfig
-from jaxbench.remat import PINNED_HOST
 
 Shardings = Mapping[str, NamedSharding]
 
@@ -153,7 +152,7 @@ def state_shardings(plan: Plan, state: update.TrainState) -> Any:
     def place(path: tuple, leaf: Any) -> NamedSharding:
         on_device = place_on_device(path, leaf)
         kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-        return offload.host_sharding(on_device) if kind == PINNED_HOST else on_device
+        return offload.host_sharding(on_device) if kind == sharding.PINNED_HOST else on_device
 
     def place_on_device(path: tuple, leaf: Any) -> NamedSharding:
         words = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]

@@ -14,7 +14,6 @@ from jaxbench import sharding
 
 NAMES = ("input", "attention", "mlp")  # what a block names: its input, its branches' outputs before they are added
 HOST = "host:"  # before names that are kept in pinned host memory
-PINNED_HOST = "pinned_host"  # the kind of that memory, as JAX calls it
 
 
 def apply(model: Any, *, policy: str, group: int = 1, names: Sequence[str] = ()) -> Any:
@@ -53,7 +52,7 @@ def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=names.removeprefix(HOST).split(","),
             offload_src="device",
-            offload_dst=PINNED_HOST,
+            offload_dst=sharding.PINNED_HOST,
         )
     elif names:
         policy = policies.save_only_these_names(*names.split(","))

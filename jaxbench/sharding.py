@@ -30,6 +30,7 @@ POINTS = (
     "mlp_out",
 )
 # Fields of TransformerConfig that say which parameters a decoder has: its table of rules needs them.
+PINNED_HOST = "pinned_host"  # JAX's name for the host's memory that a device reads by itself
 PARTS = ("activation", "norm", "position", "qk_norm", "use_bias", "tie_embeddings")
 ATTENTION = "attention"  # attention itself over a whole row: an action here takes its arguments and computes it
 WEIGHTS = "weights"  # of a layer whose computation is repeated: an action here takes them and the layer's index

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbench import mesh, offload, parallel, remat, train, transformer, update
+from jaxbench import mesh, offload, parallel, sharding, train, transformer, update
 from jaxbench.parity import cases
 from jaxbench.step_config import OffloadConfig, RematConfig, StepConfig
 from torch_ref import transformer as torch_transformer
@@ -32,7 +32,7 @@ def test_offloaded_steps_are_those_of_device_memory_and_the_moments_stay_in_the_
         for _ in range(3):
             state, metrics = step(state, batch, jnp.float32(1e-2))
         found.append((float(metrics.loss), update.state_arrays(state)))
-    assert host_kinds(state.moments) == {remat.PINNED_HOST} and remat.PINNED_HOST not in host_kinds(state.params)
+    assert host_kinds(state.moments) == {sharding.PINNED_HOST} and sharding.PINNED_HOST not in host_kinds(state.params)
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     for part, values in found[0][1].items():
         for name, value in values.items():
@@ -45,7 +45,9 @@ def test_a_mesh_keeps_moments_in_the_host():
     how = mesh.ParallelConfig(mesh=mesh.MeshConfig(data=1, fsdp=2), zero=2)
     plan = parallel.make_plan(config, how, batch=2, tokens=16, devices=jax.devices()[:2])
     placed = parallel.place_state(plan, state)
-    assert host_kinds(placed.moments) == {remat.PINNED_HOST} and remat.PINNED_HOST not in host_kinds(placed.params)
+    assert host_kinds(placed.moments) == {sharding.PINNED_HOST} and sharding.PINNED_HOST not in host_kinds(
+        placed.params
+    )
     split = [leaf for leaf in jax.tree.leaves(placed.moments) if not leaf.is_fully_replicated]
     assert len(split) > 10
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 
+from jaxbench.bench.arms import arm_table
 from jaxbench.measure import worker
 
 
@@ -21,11 +22,10 @@ class Session:
 
     def start(self, *, device: str, checkpoint: str) -> dict:
         """Import everything the arm needs, then take the resident set as the level that memory counts from."""
-        from jaxbench.bench.arms import contract
         from jaxbench.measure import environment
 
         start = time.perf_counter()
-        self.arm = contract.create(self.arm_name, device=device, threads=self.threads, checkpoint=checkpoint)
+        self.arm = arm_table.create(self.arm_name, device=device, threads=self.threads, checkpoint=checkpoint)
         reason = self.arm.start()
         seconds = time.perf_counter() - start
         self.level_bytes = worker.resident_bytes()

@@ -29,7 +29,7 @@ from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.features import NeuralConfig
 
 # Backends that are compared with PyTorch's, and the module of each one's side.
-BACKENDS = {"flax": "jaxbench.parity.flax_side", "equinox": "jaxbench.parity.equinox_side"}
+BACKENDS = ("flax", "equinox")  # each has a module of its own beside this one: <name>_side.py
 LLAMA = TransformerConfig(
     vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_seq_len=64,
     dropout=0.1,
@@ -71,7 +71,7 @@ class Case(NamedTuple):
     task: str = "train"  # relative path of the module with Batch, predict, loss_of, loss_fn
     data: str | None = None  # S module of a workload's parameters and batches; None = the decoder's, here
     exact: str | None = None  # module of jaxbench/parity/ whose gates_of(case) take the place of all others
-    backends: tuple[str, ...] = tuple(BACKENDS)  # JAX backends that have the case
+    backends: tuple[str, ...] = BACKENDS  # JAX backends that have the case
     is_closed: bool = False  # its modules are called inside a scan, which hides their outputs from capture
 
     @property

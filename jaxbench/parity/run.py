@@ -104,7 +104,7 @@ def sides(case: Case, config: Any, params: Mapping[str, np.ndarray], *, dtype: s
     from jaxbench.parity import torch_side
 
     check_backend(case, backend)
-    jax_side = importlib.import_module(BACKENDS[backend])
+    jax_side = importlib.import_module(f"jaxbench.parity.{backend}_side")
     arguments = (case, config, params)
     return jax_side.Side(*arguments, dtype=dtype), torch_side.Side(*arguments, dtype=dtype)
 

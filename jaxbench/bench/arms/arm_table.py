@@ -6,7 +6,10 @@ are held to the baseline's, and the report has its name and colour. tests/bench/
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+from typing import Any, NamedTuple
+
+from jaxbench.bench.arms import contract
 
 
 class ArmRow(NamedTuple):
@@ -38,3 +41,15 @@ ARMS = {
 def names(quality: str) -> tuple[str, ...]:
     """Names of the arms whose row says True under `quality`, e.g. "is_judged", in the table's order."""
     return tuple(name for name, row in ARMS.items() if getattr(row, quality))
+
+
+def create(name: str, **arguments: Any) -> contract.Arm:
+    """Arm of this name, made from its row; only now is its library imported.
+
+    Raises:
+      ValueError: there is no such arm.
+    """
+    if name not in ARMS:
+        raise ValueError(f"arms: unknown arm {name!r}, known: {', '.join(ARMS)}")
+    row = ARMS[name]
+    return getattr(importlib.import_module(row.module), row.attribute)(**arguments)

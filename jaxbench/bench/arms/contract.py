@@ -7,14 +7,12 @@ imported by `start`, never by this file, so that import time and memory belong t
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxbench.bench.arms.arm_table import ARMS
 from jaxbench.measure.records import Workload
 from jaxbench.step_config import OptimizerConfig, StepConfig
 
@@ -89,14 +87,6 @@ class Arm:
     def profile(self, workload: Workload, inputs: list, folder: str) -> str:
         """Write a trace of one run of the workload into `folder` and return its path."""
         raise NotImplementedError(f"{self.name}: profile {workload.label()}")
-
-
-def create(name: str, **arguments: Any) -> Arm:
-    """Return the arm called `name`."""
-    if name not in ARMS:
-        raise ValueError(f"arms: unknown arm {name!r}, known: {', '.join(ARMS)}")
-    row = ARMS[name]
-    return getattr(importlib.import_module(row.module), row.attribute)(**arguments)
 
 
 def shallow(config, params: dict[str, np.ndarray], num_layers: int | None):

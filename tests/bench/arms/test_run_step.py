@@ -5,7 +5,7 @@ import pytest
 
 from jaxbench import initial, weights
 from jaxbench.bench import plan
-from jaxbench.bench.arms import contract
+from jaxbench.bench.arms import arm_table
 from jaxbench.measure.records import Workload
 
 LOAD = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
 
 
 def losses(name, folder, steps=3, **train):
-    arm = contract.create(name, device="cpu", threads=2, checkpoint=folder)
+    arm = arm_table.create(name, device="cpu", threads=2, checkpoint=folder)
     assert arm.start() == ""
     arm.load(LOAD.dtype, num_layers=1, train=TRAIN | train)
     facts = arm.prepare(LOAD)
@@ -49,7 +49,7 @@ def test_micro_batches_and_another_attention_kernel_compute_the_same_step(folder
 def test_arms_give_the_same_float32_logits_of_a_context(name, folder):
     found = []
     for each in (name, "torch_eager"):
-        arm = contract.create(each, device="cpu", threads=2, checkpoint=folder)
+        arm = arm_table.create(each, device="cpu", threads=2, checkpoint=folder)
         assert arm.start() == ""
         arm.load("float32", num_layers=None, train=None)
         found.append(arm.logits([5, 1, 99, 7]))
