@@ -81,19 +81,19 @@ class Ours:
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
         """Return p-values of texts given as ids, and what a detector that counts repeated positions too would say."""
-        from jaxbench.watermark import definition, pipeline, statistics
+        from jaxbench.watermark import detection, reference, statistics
 
         detector, texts = self._detector(scheme), self._ragged(ids)
-        p_values, rows = pipeline.detect(detector, texts, self._key()).p_value, []
+        p_values, rows = detection.detect(detector, texts, self._key()).p_value, []
         for row, p_value in enumerate(p_values):
             tokens = texts.take(np.array([row]))
-            found = definition.evidence(
+            found = reference.evidence(
                 detector.scheme,
                 self._key(),
                 tokens,
                 np.array([tokens.shape[1]]),
                 vocab_size=self.vocab_size,
-                tables=detector.tables,
+                green_lists=detector.green_lists,
                 deduplicate=False,
             )
             all_of_it = statistics.score(detector.scheme, found, vocab_size=self.vocab_size)
@@ -102,16 +102,16 @@ class Ours:
         return {"detections": rows}
 
     def _ids(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        from jaxbench.watermark import pipeline
+        from jaxbench.watermark import detection
 
         detector, parts = self._detector(scheme), [self._ragged(self.ids[chunk]) for chunk in chunks]
-        return lambda: [pipeline.detect(detector, part, self._key()) for part in parts]
+        return lambda: [detection.detect(detector, part, self._key()) for part in parts]
 
     def _text(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        from jaxbench.watermark import pipeline
+        from jaxbench.watermark import detection
 
         detector, parts = self._detector(scheme), [self.texts[chunk] for chunk in chunks]
-        return lambda: [pipeline.detect(detector, self.encoder.encode(part).ids, self._key()) for part in parts]
+        return lambda: [detection.detect(detector, self.encoder.encode(part).ids, self._key()) for part in parts]
 
     def _tokenise(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         return lambda: [self.encoder.encode(self.texts[chunk]) for chunk in chunks]
@@ -154,28 +154,27 @@ class Ours:
         return call
 
     def _batches(self, chunks: list[slice]) -> list:
-        from jaxbench.watermark import pipeline
+        from jaxbench.watermark import detection
 
         parts = [self._ragged(self.ids[chunk]) for chunk in chunks]
-        return [(tokens, lengths) for part in parts for _, tokens, lengths in pipeline.batches(part)]
+        return [(tokens, lengths) for part in parts for _, tokens, lengths in detection.batches(part)]
 
     def _detector(self, scheme: dict) -> Any:
-        from jaxbench.watermark import config, pipeline, tables
+        from jaxbench.watermark import config, green_lists
 
         name = json.dumps(scheme, sort_keys=True)
         if name not in self.detectors:
             parsed = config.parse_scheme(scheme)
-            lists = None
-            if parsed.scheme in pipeline.TABLE_SCHEMES:
-                lists = tables.Tables(parsed, vocab_size=self.vocab_size)
+            lists = green_lists.lists_of(parsed, vocab_size=self.vocab_size)
+            if lists is not None:
                 lists.bits()
-            self.detectors[name] = self._make()(parsed, vocab_size=self.vocab_size, tables=lists)
+            self.detectors[name] = self._make()(parsed, vocab_size=self.vocab_size, green_lists=lists)
         return self.detectors[name]
 
     def _make(self) -> Any:
         """Return the engine's class of detectors."""
         if self.engine == "numpy":
-            from jaxbench.watermark.pipeline import NumpyDetector as Detector
+            from jaxbench.watermark.detection import NumpyDetector as Detector
         elif self.engine == "jax":
             from jaxbench.watermark.detect import Detector
         else:

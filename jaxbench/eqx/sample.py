@@ -39,7 +39,7 @@ class Sampling(NamedTuple):
 
 
 @runtime_checkable
-class LogitProcessor(Protocol):
+class LogitsProcessor(Protocol):
     """A pure change of logits during generation. Its state is a pytree of arrays whose first axis is the rows.
 
     `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
@@ -180,7 +180,7 @@ class Generator:
         *,
         eos_id: int | None,
         sampling: Sampling,
-        processors: Sequence[LogitProcessor] = (),
+        processors: Sequence[LogitsProcessor] = (),
     ):
         prompts.check_sampling(sampling)
         arrays, self._static = eqx.partition(model, eqx.is_array)

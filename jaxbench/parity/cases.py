@@ -104,7 +104,7 @@ def _block(kind: str, *, seed: int = 0, length: int = 10, depth: int = 2) -> Cas
 
 def _mark(name: str, **scheme: Any) -> Case:
     """Return a case of a watermarking scheme: bits, p-values and generated tokens."""
-    return Case(f"watermark/{name}", parse_scheme(scheme), module="watermark.schemes", exact="watermark",
+    return Case(f"watermark/{name}", parse_scheme(scheme), module="watermark.logits_processor", exact="watermark",
                 backends=("flax",))  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.watermark import pipeline, statistics
+from jaxbench.watermark import detection, statistics
 from jaxbench.watermark.config import num_payloads
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
@@ -24,7 +24,7 @@ class Candidate(NamedTuple):
     name: str
     scheme: Any
     key: Key
-    tables: Any = None
+    green_lists: Any = None
 
 
 class Identification(NamedTuple):
@@ -55,14 +55,14 @@ def identify(
     ids: Ragged,
     *,
     vocab_size: int,
-    make_detector: Callable[..., pipeline.Evidencer],
+    make_detector: Callable[..., detection.Evidencer],
     correction: str = "holm",
     prompt_lengths: np.ndarray | int | None = None,
 ) -> Identification:
     """Test every text against every candidate.
 
     Args:
-      make_detector: detect.Detector of a backend, called as make_detector(scheme, vocab_size=..., tables=...).
+      make_detector: detect.Detector of a backend, called as make_detector(scheme, vocab_size=..., green_lists=...).
       correction: bonferroni or holm; both hold the family-wise error rate, under any dependence of the candidates.
 
     Raises:
@@ -75,8 +75,8 @@ def identify(
         raise ValueError(f"identify: correction={correction!r} is unknown, wanted one of {', '.join(CORRECTIONS)}")
     found, payloads = np.empty((len(ids), len(names))), np.empty((len(ids), len(names)), np.int64)
     for column, candidate in enumerate(candidates):
-        detector = make_detector(candidate.scheme, vocab_size=vocab_size, tables=candidate.tables)
-        one = pipeline.detect(detector, ids, candidate.key, prompt_lengths=prompt_lengths)
+        detector = make_detector(candidate.scheme, vocab_size=vocab_size, green_lists=candidate.green_lists)
+        one = detection.detect(detector, ids, candidate.key, prompt_lengths=prompt_lengths)
         found[:, column], payloads[:, column] = one.p_value, one.payload
     corrected = CORRECTIONS[correction](found)
     best = found.argmin(axis=1)
@@ -85,7 +85,7 @@ def identify(
 
 
 def decode_payload(
-    detector: pipeline.Evidencer,
+    detector: detection.Evidencer,
     ids: Ragged,
     key: Key,
     *,
@@ -101,5 +101,5 @@ def decode_payload(
         raise ValueError(
             f"decode_payload: scheme {detector.scheme.scheme} has {number} payloads, wanted payload_bits of at least 1"
         )
-    found = pipeline.detect(detector, ids, key, prompt_lengths=prompt_lengths)
+    found = detection.detect(detector, ids, key, prompt_lengths=prompt_lengths)
     return Payloads(found.payload, found.p_value, found.num_scored)

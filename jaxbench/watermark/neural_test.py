@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench.watermark import config, features, train_detector
-from jaxbench.watermark.definition import Evidence
+from jaxbench.watermark.reference import Evidence
 
 NUM_NULL = 4000
 

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from jaxbench import data, outputs, philox, sample, tokenizer, transformer, weights
 from jaxbench.config import Base, config_id
-from jaxbench.watermark import calibrate, config, definition, detectability, passages, schemes, statistics, tables
+from jaxbench.watermark import config, detectability, green_lists, logits_processor, passages, reference, statistics
 from jaxbench.watermark.identity import claim
 from jaxbench.watermark.keys import Key
 
@@ -108,8 +108,8 @@ def generate(
         if not path.is_file():
             if generator is None:
                 vocab_size = model.embed.embedding.shape[0]
-                lists = tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in calibrate.LISTS else None
-                processor = schemes.Watermark(scheme, vocab_size=vocab_size, tables=lists)
+                lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
+                processor = logits_processor.Watermark(scheme, vocab_size=vocab_size, green_lists=lists)
                 sampling = sample.Sampling(temperature=settings.temperature)
                 generator = sample.Generator(model, eos_id=None, sampling=sampling, processors=[processor])
             begun = time.monotonic()
@@ -127,15 +127,15 @@ def generate(
 def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vocab_size: int) -> Iterator[Cell]:
     """Yield the rates of one scheme at every length and level, with and without the prompt as context."""
     scheme, root = settings.schemes[name], Key.from_passphrase(settings.passphrase)
-    lists = tables.Tables(scheme, vocab_size=vocab_size) if scheme.scheme in calibrate.LISTS else None
+    lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
     keys = [text_key(root, name, i) for i in range(len(made))]
     for sees_prompt in (True, False):
         prompt = given if sees_prompt else given[:, :0]
         for length in settings.lengths:
             tokens = np.concatenate([prompt, made[:, :length]], axis=1)
             lengths = np.full(len(tokens), tokens.shape[1], np.int32)
-            how = {"vocab_size": vocab_size, "prompt_lengths": prompt.shape[1], "tables": lists}
-            evidence = definition.evidence(scheme, keys, tokens, lengths, **how)
+            how = {"vocab_size": vocab_size, "prompt_lengths": prompt.shape[1], "green_lists": lists}
+            evidence = reference.evidence(scheme, keys, tokens, lengths, **how)
             found = statistics.score(scheme, evidence, vocab_size=vocab_size)
             for level in settings.levels:
                 bar = next(
