@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Int, UInt32
 
 from jaxbench import devices, libtpu
-from jaxbench.watermark import detection, reference
+from jaxbench.watermark import detection, prf, reference
 from jaxbench.watermark.device.marks import mark_of
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.statistics import Detections
@@ -127,11 +127,12 @@ def _evidence(
     valid = in_text & (place >= jnp.maximum(prompt, form.context_length)[None])
     mark = mark_of(form, vocab_size=vocab_size)
     pairs = [(keys[i, 0][None], keys[i, 1][None]) for i in range(keys.shape[0])]
-    words, seeds = mark.text_words(pairs[0], tokens, prompt, payload[None], fixed_lists)
+    text = prf.Text(tokens, prompt, payload[None], fixed_lists)
+    words, seeds = mark.text_words(pairs[0], text)
     scored = valid & _is_first((*_columns(seeds), tokens), valid)
     if len(pairs) == 1:
         return words.T, scored.T, None
-    return words.T, scored.T, mark.text_words(pairs[1], tokens, prompt, payload[None], fixed_lists)[0].T
+    return words.T, scored.T, mark.text_words(pairs[1], text)[0].T
 
 
 def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:

@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import config, states
-from jaxbench.watermark.device.marks import State, mark_of
+from jaxbench.watermark.device.marks import mark_of
+from jaxbench.watermark.device.steps import Position, State
 from jaxbench.watermark.green_lists import GreenLists
 from jaxbench.watermark.keys import Key
 
@@ -82,7 +83,7 @@ class Watermark:
         self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
     ) -> tuple[State, Float[Array, "B V"]]:
         """Return the state and logits that make green tokens more likely; a scheme that draws changes nothing here."""
-        return (state, logits) if self.draws else self._mark.apply(state, logits, tokens, length, step)
+        return (state, logits) if self.draws else self._mark.apply(state, logits, Position(tokens, length, step))
 
     def draw(
         self,
@@ -101,7 +102,7 @@ class Watermark:
         Args:
           logits: after temperature and filters.
         """
-        return self._mark.draw(state, logits, tokens, length, step, sample)
+        return self._mark.draw(state, logits, Position(tokens, length, step), sample)
 
     def reweight(
         self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
@@ -111,4 +112,4 @@ class Watermark:
         Where the draw itself is keyed (gumbel), all tokens but the drawn one are -inf.
         """
         change = self._mark.reweight if self.draws else self._mark.apply
-        return change(state, logits, tokens, length, step)
+        return change(state, logits, Position(tokens, length, step))

@@ -6,12 +6,12 @@ whole vocabulary come as four lanes [B ceil(V / 4)]: lane j holds tokens j, j + 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Int, UInt32
+from jaxtyping import Bool, Int, UInt32
 
 from jaxbench import prng
 from jaxbench.watermark import reference
@@ -19,6 +19,17 @@ from jaxbench.watermark.reference import CONTEXT_SITE, MIN_SITE, NO_TOKEN, SELF_
 
 Halves = tuple[Array, Array]
 Lanes = tuple[Array, Array, Array, Array]
+Words = UInt32[Array, "T B"]
+Seeds = UInt32[Array, "T B S"]  # S words: what, with the token, decides a word
+
+
+class Text(NamedTuple):
+    """Texts of a batch as detection reads them; texts are columns (detect.py says why)."""
+
+    tokens: UInt32[Array, "T B"]
+    prompt: Int[Array, " B"]  # tokens of each text that were there before the marked ones
+    payload: UInt32[Array, "1 B"]
+    fixed_lists: tuple[Bool[Array, "K V"], Int[Array, " B"]] | None  # lists of the keys, and which one each text has
 
 
 def halves(key: UInt32[Array, "B 2"], ndim: int) -> Halves:
@@ -121,6 +132,12 @@ def token_words(
     return pick_word(
         random_blocks((shifted >> 2, seeds[..., 0], seeds[..., 1], reference.site_of(scheme)), key), shifted
     )
+
+
+def text_words(scheme: Any, key: Halves, text: Text, *, vocab_size: int) -> tuple[Words, Seeds]:
+    """Words and seeds of the tokens of texts, for a scheme whose context rule and `token_words` decide them."""
+    seeds = text_seeds(scheme.context, key, text.tokens)
+    return token_words(scheme, key, seeds, text.tokens, vocab_size=vocab_size, payload=text.payload), seeds
 
 
 def lanes(key: Halves, seeds: UInt32[Array, "B 2"], *, site: int, num_elements: int) -> Lanes:

@@ -23,6 +23,9 @@ NO_TOKEN = 0xFFFFFFFF  # fills the last block of a context
 RED = 0xFFFFFFFF  # the word of a token that is not on a list; green tokens have 0
 MAX_WIDTH = 8  # tokens of context at most
 Halves = tuple[np.ndarray, np.ndarray]
+Keys = Key | Sequence[Key]  # one key, or one for each row
+Words = UInt32[np.ndarray, "B T"]
+Seeds = Int[np.ndarray, "B T S"]  # S words: what, with the token, decides a word
 
 
 class ContextRule(Base):
@@ -45,6 +48,16 @@ class Evidence(NamedTuple):
     second_words: UInt32[np.ndarray, "B T"] | None = None  # under the second key of a dual-key scheme
 
 
+class Text(NamedTuple):
+    """Texts as a scheme reads them."""
+
+    tokens: Int[np.ndarray, "B T"]
+    prompt: Int[np.ndarray, " B"]  # tokens of each row that were there before the marked ones
+    vocab_size: int
+    payload: int | np.ndarray = 0  # the message, or one for each row [B 1]
+    green_lists: Any = None  # green_lists.GreenLists, for schemes with lists of their own
+
+
 def refuse_self(scheme: str, context: ContextRule) -> None:
     """Raise a ValueError where a scheme that draws tokens has a seed for each candidate token."""
     if context.kind == "self":
@@ -56,7 +69,7 @@ def site_of(scheme: Any) -> int:
     return philox.site_id(f"watermark/{scheme.scheme}")
 
 
-def halves(key: Key | Sequence[Key], ndim: int) -> Halves:
+def halves(key: Keys, ndim: int) -> Halves:
     """Return low and high words (uint32) of one key or of one a row, shaped [B or 1, 1, ..] with ndim axes."""
     keys = [key] if isinstance(key, Key) else list(key)
     pairs = np.array([k.halves for k in keys], np.uint32).reshape(-1, 2)
@@ -122,7 +135,7 @@ def windows(tokens: np.ndarray, length: int, *, fill: int = 0) -> np.ndarray:
     return padded[:, index]
 
 
-def context_seeds(rule: ContextRule, key: Key | Sequence[Key], tokens: np.ndarray) -> np.ndarray:
+def context_seeds(rule: ContextRule, key: Keys, tokens: np.ndarray) -> np.ndarray:
     """Return the seed [B T 2] (uint32) at every position of tokens [B T]; fewer than rule.length tokens: no meaning."""
     return seeds_after(rule, halves(key, 2), windows(tokens, rule.length), tokens)
 
@@ -157,38 +170,11 @@ def token_words(
     return pick_word(philox.philox4x32(counter, key), shifted)
 
 
-def text_words(
-    scheme: Any,
-    key: Key | Sequence[Key],
-    tokens: Int[np.ndarray, "B T"],
-    *,
-    vocab_size: int,
-    payload: int | np.ndarray,
-) -> tuple[UInt32[np.ndarray, "B T"], UInt32[np.ndarray, "B T 2"]]:
+def text_words(scheme: Any, key: Keys, text: Text) -> tuple[Words, Seeds]:
     """Words and seeds of the tokens of texts, for a scheme whose context rule and `token_words` decide them."""
-    seeds = context_seeds(scheme.context, key, tokens)
-    return token_words(scheme, halves(key, 2), seeds, tokens, vocab_size=vocab_size, payload=payload), seeds
-
-
-def vocabulary_words(
-    scheme: Any,
-    key: Key | Sequence[Key],
-    contexts: Int[np.ndarray, "B n"],
-    *,
-    vocab_size: int,
-    payload: int | np.ndarray = 0,
-) -> UInt32[np.ndarray, "B V"]:
-    """Words of all tokens after contexts of the length that the scheme's rule wants, by `token_words`."""
-    contexts = np.asarray(contexts)
-    pair, candidates = halves(key, 2), all_tokens(len(contexts), vocab_size)
-    seeds = seeds_after(scheme.context, pair, contexts[:, None], candidates)
-    payload = np.asarray(payload).reshape(-1, 1)
-    return token_words(scheme, pair, seeds, candidates, vocab_size=vocab_size, payload=payload)
-
-
-def all_tokens(rows: int, vocab_size: int) -> UInt32[np.ndarray, "B V"]:
-    """Return the ids 0 .. V - 1 in each row."""
-    return np.broadcast_to(np.arange(vocab_size, dtype=np.uint32), (rows, vocab_size))
+    seeds, pair = context_seeds(scheme.context, key, text.tokens), halves(key, 2)
+    words = token_words(scheme, pair, seeds, text.tokens, vocab_size=text.vocab_size, payload=text.payload)
+    return words, seeds
 
 
 def pick_word(words: tuple[np.ndarray, ...], tokens: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
@@ -203,7 +189,7 @@ def pick_word(words: tuple[np.ndarray, ...], tokens: UInt32[np.ndarray, "*shape"
 
 def evidence(
     scheme: Any,
-    key: Key | Sequence[Key],
+    key: Keys,
     tokens: Int[np.ndarray, "B T"],
     lengths: Int[np.ndarray, " B"],
     *,
@@ -236,14 +222,11 @@ def evidence(
     check_tokens(tokens, vocab_size)
     valid = in_text & (place >= np.maximum(prompt, scheme.context_length)[:, None])
 
-    def words_under(keys: Key | list[Key]) -> tuple[np.ndarray, np.ndarray]:
-        given = {"vocab_size": vocab_size, "payload": payload, "green_lists": green_lists}
-        return scheme.text_words(keys, tokens, prompt, **given)
-
+    text = Text(tokens, prompt, vocab_size, payload, green_lists)
     pairs = [generation_keys(scheme, one) for one in ([key] if isinstance(key, Key) else key)]
-    words, seeds = words_under([first for first, _ in pairs])
+    words, seeds = scheme.text_words([first for first, _ in pairs], text)
     scored = is_first(seeds, tokens, valid) if deduplicate else valid
-    second_words = words_under([second for _, second in pairs])[0] if is_dual_key(scheme) else None
+    second_words = scheme.text_words([second for _, second in pairs], text)[0] if is_dual_key(scheme) else None
     return Evidence(words, scored, second_words)
 
 

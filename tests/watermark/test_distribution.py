@@ -17,6 +17,7 @@ from jaxbench.watermark import config, logits_processor, reference, vllm_prf
 from jaxbench.watermark.device import steps
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import dip, synthid
+from tests.watermark import vocabulary
 from torch_ref.watermark import logits_processor as torch_logits_processor
 
 VOCAB, ROWS = 6, 8192
@@ -92,7 +93,7 @@ def test_both_backends_reweight_as_the_definition_does(scheme, seed, value):
     scheme, context = config.parse_scheme(REWEIGHTING[scheme]), random.integers(0, size, (2, 4))
     logits = random.standard_normal((2, size)).astype(np.float32) * 3
     p = special.softmax(logits.astype(np.float64), axis=-1)
-    words = scheme.vocabulary_words(Key(value), context, vocab_size=size)
+    words = vocabulary.words(scheme, Key(value), context, vocab_size=size)
     if scheme.scheme == "dip":
         expected = dip.reweight(p, words, alpha=scheme.alpha)
     else:

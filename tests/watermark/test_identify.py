@@ -14,6 +14,7 @@ from jaxbench.watermark import bulk, detection, identify
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
+from tests.watermark import vocabulary
 
 VOCAB = 211
 
@@ -29,7 +30,7 @@ def write(candidate: identify.Candidate, length: int, seed: int, payload: int = 
     random, text = np.random.default_rng(seed), [1]
     while len(text) < length:
         context = np.array([text[-1:]])
-        words = scheme.vocabulary_words(key, context, vocab_size=VOCAB, payload=payload)[0]
+        words = vocabulary.words(scheme, key, context, vocab_size=VOCAB, payload=payload)[0]
         options = random.integers(0, VOCAB, 8)
         best = options[np.argmin(words[options]) if scheme.scheme == "kgw" else np.argmax(words[options])]
         text.append(int(best))

@@ -10,6 +10,7 @@ import torch
 import torch_ref.watermark.neural
 from jaxbench.watermark import config, features, neural, neural_test, reference, train_detector, training_data
 from jaxbench.watermark.keys import Key
+from tests.watermark import vocabulary
 
 SHAPE = features.NeuralConfig(num_rows=64, d_model=12, num_pooled=6, d_hidden=8, dilations=(1, 3))
 PARAMS = features.initial_params(SHAPE, 0, distinct=True)
@@ -33,7 +34,7 @@ def marked(scheme, count=160, length=60, seed=0, strength=0.8):
         context = tokens[:, max(0, place - scheme.context.length) : place]
         if context.shape[1] < scheme.context.length:
             continue
-        words = scheme.vocabulary_words(keys, context, vocab_size=VOCAB)
+        words = vocabulary.words(scheme, keys, context, vocab_size=VOCAB)
         best = words.argmin(axis=1) if scheme.scheme == "kgw" else words.argmax(axis=1)
         tokens[:, place] = np.where(random.random(count) < strength, best, tokens[:, place])
     return tokens, keys

@@ -11,6 +11,7 @@ from jaxbench import philox
 from jaxbench.watermark import config, reference, vllm_prf
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import dip
+from tests.watermark import vocabulary
 
 VOCAB = 97
 KEY = Key(0xFEDCBA9876543210)
@@ -109,7 +110,7 @@ def test_the_word_of_a_token_in_a_text_is_its_word_in_the_vocabulary(scheme):
     width = scheme.context.length
     for place in (width, 20, 29):
         context = TEXT[:, place - width : place]
-        words = scheme.vocabulary_words(KEY, context, vocab_size=VOCAB, payload=payload)
+        words = vocabulary.words(scheme, KEY, context, vocab_size=VOCAB, payload=payload)
         assert words[0, TEXT[0, place]] == found.words[0, place]
 
 
@@ -122,7 +123,7 @@ def test_unigrams_list_has_exactly_its_share(value, gamma):
 def test_a_green_list_holds_gamma_of_the_words_on_average():
     contexts = np.arange(400)[:, None]
     scheme = config.Kgw(gamma=0.25)
-    green = scheme.is_green(scheme.vocabulary_words(KEY, contexts, vocab_size=VOCAB))
+    green = scheme.is_green(vocabulary.words(scheme, KEY, contexts, vocab_size=VOCAB))
     assert abs(green.mean() - 0.25) < 4 * np.sqrt(0.25 * 0.75 / green.size)
 
 

@@ -10,6 +10,7 @@ from jaxbench.watermark import reference, statistics, vllm_prf
 from jaxbench.watermark.config import Gumbel
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.reference import ContextRule
+from tests.watermark import vocabulary
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "vllm.json").read_text())
 VOCAB_SIZE = 49152
@@ -65,7 +66,7 @@ def test_uniforms_are_those_of_vllm_for_every_width(row):
 
 def test_words_of_a_whole_vocabulary_are_the_words_of_its_tokens():
     contexts = np.array([[-1, -1, 3, 9], [7, 7, 7, 7]])
-    words = scheme().vocabulary_words(Key(42), contexts, vocab_size=41)
+    words = vocabulary.words(scheme(), Key(42), contexts, vocab_size=41)
     key = reference.halves(Key(42), 1)
     for token in (0, 1, 39, 40):
         one = vllm_prf.token_words(vllm_prf.state(contexts, key), np.full(2, token), key)
@@ -76,7 +77,7 @@ def test_the_draw_is_the_draw_of_vllm():
     tokens = np.arange(499)
     logits = (tokens * tokens * 37 % 101) / 25
     for row in GOLDEN["samples"]:
-        words = scheme().vocabulary_words(Key(row["key"]), np.array(row["contexts"]), vocab_size=499)
+        words = vocabulary.words(scheme(), Key(row["key"]), np.array(row["contexts"]), vocab_size=499)
         drawn = np.argmax(logits - np.log(-np.log(vllm_prf.uniform(words))), axis=1)
         assert drawn.tolist() == row["tokens"]
 

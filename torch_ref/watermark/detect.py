@@ -17,6 +17,7 @@ from jaxbench.watermark import detection, reference
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.statistics import Detections
 from torch_ref import devices
+from torch_ref.watermark import prf
 from torch_ref.watermark.device.marks import mark_of
 
 Words = tuple[Tensor, ...]  # int64 [B T] each
@@ -116,11 +117,12 @@ def _evidence(
     valid = (place < lengths[:, None]) & (place >= torch.clamp(prompt, min=form.context_length)[:, None])
     pairs = [(pair[0][:, None], pair[1][:, None]) for pair in keys]
     mark = mark_of(form, vocab_size=vocab_size)
-    words, seeds = mark.text_words(pairs[0], tokens, prompt, payload[:, None], fixed_lists)
+    text = prf.Text(tokens, prompt, payload[:, None], fixed_lists)
+    words, seeds = mark.text_words(pairs[0], text)
     scored = valid & _is_first((*_columns(seeds), tokens), valid)
     if len(pairs) == 1:
         return words, scored, None
-    return words, scored, mark.text_words(pairs[1], tokens, prompt, payload[:, None], fixed_lists)[0]
+    return words, scored, mark.text_words(pairs[1], text)[0]
 
 
 def _is_first(inputs: Words, valid: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:

@@ -17,7 +17,8 @@ from jaxbench.watermark import config, states
 from jaxbench.watermark.green_lists import GreenLists
 from jaxbench.watermark.keys import Key
 from torch_ref.sample import OrdinaryDraw
-from torch_ref.watermark.device.marks import State, mark_of
+from torch_ref.watermark.device.marks import mark_of
+from torch_ref.watermark.device.steps import Position, State
 
 
 class Watermark:
@@ -85,7 +86,7 @@ class Watermark:
         self, state: Any, logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
     ) -> tuple[State, Float[Tensor, "B V"]]:
         """Return the state and logits that make green tokens more likely; a scheme that draws changes nothing here."""
-        return (state, logits) if self.draws else self._mark.apply(state, logits, tokens, length, step)
+        return (state, logits) if self.draws else self._mark.apply(state, logits, Position(tokens, length, step))
 
     def draw(
         self,
@@ -104,7 +105,7 @@ class Watermark:
         Args:
           logits: after temperature and filters.
         """
-        return self._mark.draw(state, logits, tokens, length, step, sample)
+        return self._mark.draw(state, logits, Position(tokens, length, step), sample)
 
     def reweight(
         self, state: Any, logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
@@ -114,4 +115,4 @@ class Watermark:
         Where the draw itself is keyed (gumbel), all tokens but the drawn one are -inf.
         """
         change = self._mark.reweight if self.draws else self._mark.apply
-        return change(state, logits, tokens, length, step)
+        return change(state, logits, Position(tokens, length, step))

@@ -7,11 +7,11 @@ block serves four).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int, Int64
+from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
@@ -21,6 +21,17 @@ from torch_ref import prng
 
 Halves = tuple[Tensor, Tensor]
 Lanes = tuple[Tensor, Tensor, Tensor, Tensor]
+Words = Int64[Tensor, "B T"]
+Seeds = Int64[Tensor, "B T S"]  # S words: what, with the token, decides a word
+
+
+class Text(NamedTuple):
+    """Texts of a batch as detection reads them."""
+
+    tokens: Int64[Tensor, "B T"]
+    prompt: Int[Tensor, " B"]  # tokens of each text that were there before the marked ones
+    payload: Int64[Tensor, "B 1"]
+    fixed_lists: tuple[Bool[Tensor, "K V"], Int[Tensor, " B"]] | None  # lists of the keys, and which one each text has
 
 
 def halves(key: Int64[Tensor, "B 2"], ndim: int) -> Halves:
@@ -122,6 +133,12 @@ def token_words(
     return pick_word(
         random_blocks((shifted >> 2, seeds[..., 0], seeds[..., 1], reference.site_of(scheme)), key), shifted
     )
+
+
+def text_words(scheme: Any, key: Halves, text: Text, *, vocab_size: int) -> tuple[Words, Seeds]:
+    """Words and seeds of the tokens of texts, for a scheme whose context rule and `token_words` decide them."""
+    seeds = text_seeds(scheme.context, key, text.tokens)
+    return token_words(scheme, key, seeds, text.tokens, vocab_size=vocab_size, payload=text.payload), seeds
 
 
 def lanes(key: Halves, seeds: Int64[Tensor, "B 2"], *, site: int, num_elements: int) -> Lanes:

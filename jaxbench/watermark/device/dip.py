@@ -13,7 +13,7 @@ from jaxbench import philox
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf
 from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import KeyedStep, State
+from jaxbench.watermark.device.steps import KeyedStep, Position, State
 from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, order_bits
 
 
@@ -28,27 +28,14 @@ class Mark:
         return steps.with_history(state)
 
     def draw(
-        self,
-        state: State,
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
-        sample: OrdinaryDraw,
+        self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Array, " B"]]:
         """Return the next state and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
-        return steps.draw_reweighted(self, state, logits, tokens, length, step, sample)
+        return steps.draw_reweighted(self, state, logits, at, sample)
 
-    def reweight(
-        self,
-        state: State,
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
-    ) -> tuple[State, Float[Array, "B V"]]:
+    def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Return the next state and reweighted logits."""
-        return steps.reweight(self, state, logits, tokens, length, step)
+        return steps.reweight(self, state, logits, at)
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Return the logarithm of the reweighted distribution."""
@@ -56,17 +43,10 @@ class Mark:
         keys = round_keys((keyed.key[0][:, 0], keyed.key[1][:, 0]), keyed.seeds)
         return jnp.log(_moved(p, keys, self.scheme.alpha))
 
-    def text_words(
-        self,
-        key: prf.Halves,
-        tokens: UInt32[Array, "T B"],
-        prompt: Int[Array, " B"],
-        payload: UInt32[Array, "1 B"],
-        fixed_lists: None,
-    ) -> tuple[UInt32[Array, "T B"], UInt32[Array, "T B 2"]]:
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Return words and seeds of the tokens of texts."""
-        seeds = prf.text_seeds(self.scheme.context, key, tokens)
-        return token_words(key, seeds, tokens, vocab_size=self.vocab_size), seeds
+        seeds = prf.text_seeds(self.scheme.context, key, text.tokens)
+        return token_words(key, seeds, text.tokens, vocab_size=self.vocab_size), seeds
 
 
 def token_words(

@@ -12,7 +12,7 @@ from jaxbench import philox, prng
 from jaxbench.sample import OrdinaryDraw, largest_sum
 from jaxbench.watermark import prf, reference, vllm_prf
 from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import KeyedStep, State
+from jaxbench.watermark.device.steps import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
@@ -29,81 +29,56 @@ class Mark:
         return steps.with_history(state) if self.scheme.deduplicate else state
 
     def draw(
-        self,
-        state: State,
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
-        sample: OrdinaryDraw,
+        self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Array, " B"]]:
         """Return the next state and the token of each row with the largest sum of logit and keyed noise.
 
         Rows with a key whose context gives no mark get their ordinary token from the same draw (vLLM's function: -1).
         """
-        state, keyed = self._keyed_step(state, tokens, length, step)
+        state, keyed = self._keyed_step(state, at)
         # Outside of the branch: what a branch is given is stored, and not chosen anew at every block.
         stream = self._stream(state, keyed)
         stream = stream if self._is_vllm else stream.where(keyed.is_active, sample)
         noisy = steps.draw_if_any(keyed.is_active, lambda: largest_sum(logits, self._noise(stream, str(logits.dtype))))
         return state, jnp.where(keyed.is_active if self._is_vllm else state["marked"], noisy, -1)
 
-    def reweight(
-        self,
-        state: State,
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
-    ) -> tuple[State, Float[Array, "B V"]]:
+    def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Return the next state and logits that are -inf for all tokens but the drawn one."""
-        state, keyed = self._keyed_step(state, tokens, length, step)
+        state, keyed = self._keyed_step(state, at)
         drawn = largest_sum(logits, self._noise(self._stream(state, keyed), str(logits.dtype)))
         alone = jnp.where(jnp.arange(logits.shape[1])[None, :] == drawn[:, None], 0.0, -jnp.inf)
         return state, jnp.where(keyed.is_active[:, None], alone, logits)
 
-    def text_words(
-        self,
-        key: prf.Halves,
-        tokens: UInt32[Array, "T B"],
-        prompt: Int[Array, " B"],
-        payload: UInt32[Array, "1 B"],
-        fixed_lists: None,
-    ) -> tuple[UInt32[Array, "T B"], UInt32[Array, "T B S"]]:
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Return words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
-        rule = self.scheme.context
+        rule, tokens = self.scheme.context, text.tokens
         if not self._is_vllm:
-            seeds = prf.text_seeds(rule, key, tokens)
-            return prf.token_words(self.scheme, key, seeds, tokens, vocab_size=self.vocab_size, payload=payload), seeds
+            return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
         place, distance = jnp.arange(tokens.shape[0], dtype=jnp.int32), jnp.arange(-rule.width, 0)
         places = place[:, None, None] + distance[None, None, :]
-        is_inside = places >= jnp.maximum(prompt, 0)[None, :, None]
+        is_inside = places >= jnp.maximum(text.prompt, 0)[None, :, None]
         contexts = jnp.where(is_inside, prf.earlier_tokens(tokens, rule.width), jnp.uint32(philox.MASK32))
         states = vllm_state(contexts, key)
         return vllm_token_words(states, tokens, key), states
 
-    def _keyed_step(
-        self, state: State, tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
-    ) -> tuple[State, KeyedStep]:
+    def _keyed_step(self, state: State, at: Position) -> tuple[State, KeyedStep]:
         """Return the next state and the step; a context is remembered by its seed under the first key."""
-        key = self._key_of_step(state, step)
-        seeds = self._context_seeds(key, tokens, length, step)
-        is_active = steps.active_rows(self.scheme, state, length)
+        key = self._key_of_step(state, at.step)
+        seeds = self._context_seeds(key, at)
+        is_active = steps.active_rows(self.scheme, state, at)
         if self.scheme.deduplicate:
             is_dual = reference.is_dual_key(self.scheme)
-            names = self._context_seeds(steps.first_key(state), tokens, length, step) if is_dual else seeds
-            state, is_active = steps.remember(state, names[:, :2], is_active, step)
+            names = self._context_seeds(steps.first_key(state), at) if is_dual else seeds
+            state, is_active = steps.remember(state, names[:, :2], is_active, at.step)
         return state, KeyedStep(key, seeds, is_active)
 
-    def _context_seeds(
-        self, key: prf.Halves, tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
-    ) -> UInt32[Array, "B S"]:
+    def _context_seeds(self, key: prf.Halves, at: Position) -> UInt32[Array, "B S"]:
         """Return the seed of each row's context; prompt tokens count as missing for vLLM's function."""
         rule, flat = self.scheme.context, (key[0][:, 0], key[1][:, 0])
-        contexts = steps.last_tokens(tokens, length, rule.width)
+        contexts = steps.last_tokens(at, rule.width)
         if not self._is_vllm:
             return prf.seeds_after(rule, flat, contexts, None)
-        is_inside = steps.last_places(length, rule.width) >= (length - step)[:, None]
+        is_inside = steps.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
         return vllm_state(jnp.where(is_inside, contexts, -1), flat)
 
     def _key_of_step(self, state: State, step: Array) -> prf.Halves:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import State
+from jaxbench.watermark.device.steps import Position, State
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 
@@ -28,24 +28,17 @@ class Mark:
             return state
         return state | {"own": own_lanes(steps.first_key(state), num_elements=self.vocab_size)}
 
-    def apply(
-        self,
-        state: State,
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
-    ) -> tuple[State, Float[Array, "B V"]]:
+    def apply(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Return the state and the logits with `delta` added to those of green tokens."""
-        is_green = self.green_tokens(state, tokens, length)
+        is_green = self.green_tokens(state, at)
         return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self.scheme.delta, logits.dtype)
 
-    def green_tokens(self, state: State, tokens: Int[Array, "B W"], length: Int[Array, " B"]) -> Bool[Array, "B V"]:
+    def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
         """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
         threshold = jnp.uint32(green_count.threshold(self.scheme.gamma))
         rule, key = self.scheme.context, steps.first_key(state)
-        contexts = steps.last_tokens(tokens, length, rule.length)
-        is_active = steps.active_rows(self.scheme, state, length)
+        contexts = steps.last_tokens(at, rule.length)
+        is_active = steps.active_rows(self.scheme, state, at)
 
         def bits() -> Array:
             if self._has_list_per_candidate:
@@ -57,7 +50,7 @@ class Mark:
             return jnp.where(is_active[:, None], sum(green), 0).astype(jnp.uint8)
 
         # The branch's result is stored: fused into the sum with the logits, every block would be computed four times.
-        shape = (tokens.shape[0], -(-self.vocab_size // 4))
+        shape = (at.tokens.shape[0], -(-self.vocab_size // 4))
         packed = lax.cond(jnp.any(is_active), bits, lambda: jnp.zeros(shape, jnp.uint8))
         green = (packed[:, :, None] >> jnp.arange(4, dtype=jnp.uint8)[None, None, :]) & 1
         green = green.reshape(shape[0], -1)[:, : self.vocab_size] != 0
@@ -76,17 +69,9 @@ class Mark:
         words = prf.token_words(self.scheme, key, seeds, candidates, **options)
         return tuple(jnp.moveaxis(words.reshape(words.shape[0], -1, 4), 2, 0))
 
-    def text_words(
-        self,
-        key: prf.Halves,
-        tokens: UInt32[Array, "T B"],
-        prompt: Int[Array, " B"],
-        payload: UInt32[Array, "1 B"],
-        fixed_lists: None,
-    ) -> tuple[UInt32[Array, "T B"], UInt32[Array, "T B 2"]]:
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Return words and seeds of the tokens of texts."""
-        seeds = prf.text_seeds(self.scheme.context, key, tokens)
-        return prf.token_words(self.scheme, key, seeds, tokens, vocab_size=self.vocab_size, payload=payload), seeds
+        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
 
 
 def self_lanes(

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import State
+from jaxbench.watermark.device.steps import Position, State
 from jaxbench.watermark.green_lists import GreenLists
 
 
@@ -34,23 +34,18 @@ class Mark:
         return state
 
     def apply(
-        self,
-        state: tuple[State, State],
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
+        self, state: tuple[State, State], logits: Float[Array, "B V"], at: Position
     ) -> tuple[State, Float[Array, "B V"]]:
         """Return the state and the logits with the scheme's bias added to those of green tokens."""
         shared, state = state
-        is_active = steps.active_rows(self.scheme, state, length)
-        is_green = self._green_tokens(shared, tokens, length) & is_active[:, None]
+        is_active = steps.active_rows(self.scheme, state, at)
+        is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self._lists.rule.bias, logits.dtype)
 
-    def _green_tokens(self, shared: State, tokens: Int[Array, "B W"], length: Int[Array, " B"]) -> Bool[Array, "B V"]:
+    def _green_tokens(self, shared: State, at: Position) -> Bool[Array, "B V"]:
         """Return the green list that the context of each row selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
-        contexts = shared["values"][steps.last_tokens(tokens, length, width)]
+        contexts = shared["values"][steps.last_tokens(at, width)]
         if rule.combine == "skip":
             combined = contexts[:, -rule.lag]
         elif rule.combine == "min":

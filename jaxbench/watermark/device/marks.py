@@ -9,21 +9,19 @@ import importlib
 from typing import Any, Protocol
 
 from jax import Array
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Float, Int
 
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf
+from jaxbench.watermark.device.steps import Position, State
 from jaxbench.watermark.schemes.contract import Scheme
-
-State = dict[str, Array]
 
 
 class Mark(Protocol):
     """One scheme on a device, for one vocabulary.
 
     A state has a row for each text: marked bool [B], keys uint32 [B 4] (both halves of the first and of the second
-    key), and what states.generation_state and `first_state` add. Logits [B V] of row b follow tokens[b, :length[b]];
-    `step` counts the generated tokens.
+    key), and what states.generation_state and `first_state` add. Logits [B V] are those of the next token.
 
     Attributes:
       shared: arrays that all rows read, only where the scheme has lists of its own; `apply` then gets (shared, state).
@@ -34,45 +32,19 @@ class Mark(Protocol):
     def first_state(self, state: State) -> State:
         """Return the state before the first token: with what this scheme carries from token to token."""
 
-    def apply(
-        self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
-    ) -> tuple[State, Float[Array, "B V"]]:
+    def apply(self, state: Any, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Return the next state and logits that make green tokens more likely (schemes that do not draw)."""
 
     def draw(
-        self,
-        state: State,
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
-        sample: OrdinaryDraw,
+        self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Array, " B"]]:
         """Return the next state and tokens, -1 for rows that it leaves to others (schemes that draw)."""
 
-    def reweight(
-        self,
-        state: State,
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
-    ) -> tuple[State, Float[Array, "B V"]]:
+    def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Return the next state and logits whose ordinary draw is marked (schemes that draw)."""
 
-    def text_words(
-        self,
-        key: prf.Halves,
-        tokens: UInt32[Array, "T B"],
-        prompt: Int[Array, " B"],
-        payload: UInt32[Array, "1 B"],
-        fixed_lists: tuple[Bool[Array, "K V"], Int[Array, " B"]] | None,
-    ) -> tuple[UInt32[Array, "T B"], UInt32[Array, "T B S"]]:
-        """Return words and seeds of the tokens of texts (schemes without lists of their own); texts are columns.
-
-        Args:
-          fixed_lists: the lists of a scheme with one list a key, and which of them each text has.
-        """
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
+        """Return words and seeds of the tokens of texts (schemes without lists of their own)."""
 
 
 def mark_of(scheme: Scheme, *, vocab_size: int, green_lists: Any = None) -> Mark:

@@ -18,6 +18,14 @@ HISTORY = 1024  # contexts of a row that are remembered
 State = dict[str, Array]
 
 
+class Position(NamedTuple):
+    """Where the rows of a batch are: the next token of row b follows tokens[b, :length[b]]."""
+
+    tokens: Int[Array, "B W"]
+    length: Int[Array, " B"]
+    step: Array  # tokens generated
+
+
 class KeyedStep(NamedTuple):
     """What the rows of a batch draw their next token with."""
 
@@ -31,9 +39,9 @@ def first_key(state: State) -> prf.Halves:
     return prf.halves(state["keys"][:, :2], 2)
 
 
-def active_rows(scheme: Any, state: State, length: Int[Array, " B"]) -> Bool[Array, " B"]:
+def active_rows(scheme: Any, state: State, at: Position) -> Bool[Array, " B"]:
     """Return which rows have a key and a full context."""
-    return state["marked"] & (length >= scheme.context_length)
+    return state["marked"] & (at.length >= scheme.context_length)
 
 
 def last_places(length: Int[Array, " B"], width: int) -> Int[Array, "B n"]:
@@ -41,9 +49,9 @@ def last_places(length: Int[Array, " B"], width: int) -> Int[Array, "B n"]:
     return length[:, None] + jnp.arange(-width, 0)[None, :]
 
 
-def last_tokens(tokens: Int[Array, "B W"], length: Int[Array, " B"], width: int) -> Int[Array, "B n"]:
+def last_tokens(at: Position, width: int) -> Int[Array, "B n"]:
     """Return the last `width` tokens of each row; where there are fewer, the first ones have no meaning."""
-    return jnp.take_along_axis(tokens, jnp.maximum(last_places(length, width), 0), axis=1)
+    return jnp.take_along_axis(at.tokens, jnp.maximum(last_places(at.length, width), 0), axis=1)
 
 
 def with_history(state: State) -> State:
@@ -63,41 +71,26 @@ def remember(
     return state | {"used": used}, is_new
 
 
-def keyed_step(
-    scheme: Any, state: State, tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
-) -> tuple[State, KeyedStep]:
+def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedStep]:
     """Return the next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
     key, rule = first_key(state), scheme.context
-    contexts = last_tokens(tokens, length, rule.width)
+    contexts = last_tokens(at, rule.width)
     seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
-    state, is_new = remember(state, seeds, active_rows(scheme, state, length), step)
+    state, is_new = remember(state, seeds, active_rows(scheme, state, at), at.step)
     return state, KeyedStep(key, seeds, is_new)
 
 
-def reweight(
-    mark: Any,
-    state: State,
-    logits: Float[Array, "B V"],
-    tokens: Int[Array, "B W"],
-    length: Int[Array, " B"],
-    step: Array,
-) -> tuple[State, Float[Array, "B V"]]:
+def reweight(mark: Any, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
     """Return the next state and logits, those of active rows as mark.reweighted(state, keyed, logits) changes them."""
-    state, keyed = keyed_step(mark.scheme, state, tokens, length, step)
+    state, keyed = keyed_step(mark.scheme, state, at)
     return state, jnp.where(keyed.is_active[:, None], mark.reweighted(state, keyed, logits), logits)
 
 
 def draw_reweighted(
-    mark: Any,
-    state: State,
-    logits: Float[Array, "B V"],
-    tokens: Int[Array, "B W"],
-    length: Int[Array, " B"],
-    step: Array,
-    sample: OrdinaryDraw,
+    mark: Any, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
 ) -> tuple[State, Int[Array, " B"]]:
     """Return the next state and the ordinary draw from such logits for all rows with a key, -1 for others."""
-    state, keyed = keyed_step(mark.scheme, state, tokens, length, step)
+    state, keyed = keyed_step(mark.scheme, state, at)
 
     def drawn_tokens() -> Int[Array, " B"]:
         changed = jnp.where(keyed.is_active[:, None], mark.reweighted(state, keyed, logits), logits)

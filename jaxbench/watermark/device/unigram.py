@@ -6,11 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Float
 
 from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import State
+from jaxbench.watermark.device.steps import Position, State
 
 
 class Mark:
@@ -23,27 +23,13 @@ class Mark:
         """Return the state, which holds each row's list."""
         return state
 
-    def apply(
-        self,
-        state: State,
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
-    ) -> tuple[State, Float[Array, "B V"]]:
+    def apply(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Return the state and the logits with `delta` added to those on the list."""
-        is_green = state["green"] & steps.active_rows(self.scheme, state, length)[:, None]
+        is_green = state["green"] & steps.active_rows(self.scheme, state, at)[:, None]
         return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self.scheme.delta, logits.dtype)
 
-    def text_words(
-        self,
-        key: prf.Halves,
-        tokens: UInt32[Array, "T B"],
-        prompt: Int[Array, " B"],
-        payload: UInt32[Array, "1 B"],
-        fixed_lists: tuple[Bool[Array, "K V"], Int[Array, " B"]],
-    ) -> tuple[UInt32[Array, "T B"], UInt32[Array, "T B 0"]]:
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Return words of the tokens of texts; there is one seed for all, so none is named."""
-        lists, index = fixed_lists
-        words = jnp.where(lists[index[None], tokens], jnp.uint32(0), jnp.uint32(reference.RED))
-        return words, jnp.zeros((*tokens.shape, 0), jnp.uint32)
+        lists, index = text.fixed_lists
+        words = jnp.where(lists[index[None], text.tokens], jnp.uint32(0), jnp.uint32(reference.RED))
+        return words, jnp.zeros((*text.tokens.shape, 0), jnp.uint32)

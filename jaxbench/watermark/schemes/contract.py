@@ -6,15 +6,13 @@ letters: B texts of a batch (N all texts), T tokens, V vocabulary, K keys of a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from jaxbench.watermark.keys import Key
 from jaxbench.watermark.null_distributions import Tail
-from jaxbench.watermark.reference import Evidence
+from jaxbench.watermark.reference import Evidence, Keys, Seeds, Text, Words
 
 
 class Scheme(Protocol):
@@ -35,29 +33,8 @@ class Scheme(Protocol):
     def context_length(self) -> int:
         """Tokens that must precede a position for it to be marked and scored."""
 
-    def text_words(
-        self,
-        key: Key | Sequence[Key],
-        tokens: Int[np.ndarray, "B T"],
-        prompt: Int[np.ndarray, " B"],
-        *,
-        vocab_size: int,
-        payload: int | np.ndarray,
-        green_lists: Any,
-    ) -> tuple[UInt32[np.ndarray, "B T"], Int[np.ndarray, "B T S"]]:
-        """Words of the tokens of texts, and the seeds that, with the token, decide them (equal: the same evidence).
-
-        Args:
-          key: one key, or one for each row.
-          prompt: tokens of each row that were there before the marked ones.
-          payload: the message, or one for each row [B 1].
-          green_lists: green_lists.GreenLists, for schemes with a `key_field`.
-        """
-
-    def vocabulary_words(
-        self, key: Key | Sequence[Key], contexts: Int[np.ndarray, "B n"], *, vocab_size: int, payload: Any = 0
-    ) -> UInt32[np.ndarray, "B V"]:
-        """Words of all tokens after contexts: what marking looks at (not of schemes with lists of their own)."""
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
+        """Words of the tokens of texts, and the seeds that, with the token, decide them (equal: the same evidence)."""
 
     def statistic(self, vocab_size: int) -> Statistic:
         """What detection adds up over the scored positions, and how that sum is distributed without a mark."""

@@ -7,8 +7,7 @@ top of 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import pydantic
@@ -18,8 +17,7 @@ from pydantic import Field
 from jaxbench import philox
 from jaxbench.config import Base
 from jaxbench.watermark import reference
-from jaxbench.watermark.keys import Key
-from jaxbench.watermark.reference import ContextRule, Halves
+from jaxbench.watermark.reference import ContextRule, Halves, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes import green_count
 
 FEISTEL_ROUNDS = 8
@@ -50,28 +48,10 @@ class Dip(Base):
         """Tokens that must precede a marked position."""
         return self.context.length
 
-    def text_words(
-        self,
-        key: Key | Sequence[Key],
-        tokens: Int[np.ndarray, "B T"],
-        prompt: Int[np.ndarray, " B"],
-        *,
-        vocab_size: int,
-        payload: int | np.ndarray = 0,
-        green_lists: Any = None,
-    ) -> tuple[UInt32[np.ndarray, "B T"], UInt32[np.ndarray, "B T 2"]]:
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words and seeds of the tokens of texts."""
-        seeds = reference.context_seeds(self.context, key, tokens)
-        return token_words(reference.halves(key, 2), seeds, tokens, vocab_size=vocab_size), seeds
-
-    def vocabulary_words(
-        self, key: Key | Sequence[Key], contexts: Int[np.ndarray, "B n"], *, vocab_size: int, payload: Any = 0
-    ) -> UInt32[np.ndarray, "B V"]:
-        """Words of all tokens after contexts."""
-        contexts, pair = np.asarray(contexts), reference.halves(key, 2)
-        tokens = reference.all_tokens(len(contexts), vocab_size)
-        seeds = reference.seeds_after(self.context, pair, contexts[:, None], tokens)
-        return token_words(pair, seeds, tokens, vocab_size=vocab_size)
+        seeds = reference.context_seeds(self.context, key, text.tokens)
+        return token_words(reference.halves(key, 2), seeds, text.tokens, vocab_size=text.vocab_size), seeds
 
     def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
         """Which words lie in the upper half of the order."""

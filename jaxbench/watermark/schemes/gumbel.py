@@ -8,8 +8,7 @@ the model's own. Detection adds up -log(1 - u) of the tokens, standard exponenti
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import pydantic
@@ -19,8 +18,7 @@ from pydantic import Field
 from jaxbench import philox
 from jaxbench.config import Base
 from jaxbench.watermark import null_distributions, reference, vllm_prf
-from jaxbench.watermark.keys import Key
-from jaxbench.watermark.reference import ContextRule
+from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
 
 
 class Gumbel(Base):
@@ -54,34 +52,15 @@ class Gumbel(Base):
         """Tokens that must precede a marked position: none for vLLM's function, which marks the first one too."""
         return 0 if self.prf == "vllm" else self.context.length
 
-    def text_words(
-        self,
-        key: Key | Sequence[Key],
-        tokens: Int[np.ndarray, "B T"],
-        prompt: Int[np.ndarray, " B"],
-        *,
-        vocab_size: int,
-        payload: int | np.ndarray = 0,
-        green_lists: Any = None,
-    ) -> tuple[UInt32[np.ndarray, "B T"], UInt32[np.ndarray, "B T S"]]:
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         if self.prf == "jaxbench":
-            return reference.text_words(self, key, tokens, vocab_size=vocab_size, payload=payload)
-        pair, width = reference.halves(key, 2), self.context.width
+            return reference.text_words(self, key, text)
+        pair, width, tokens = reference.halves(key, 2), self.context.width, text.tokens
         contexts = reference.windows(tokens, width, fill=-1)
         place = np.arange(tokens.shape[1])[:, None] + np.arange(-width, 0)[None, :]
-        states = vllm_prf.state(np.where(place[None] >= prompt[:, None, None], contexts, -1), pair)
+        states = vllm_prf.state(np.where(place[None] >= text.prompt[:, None, None], contexts, -1), pair)
         return vllm_prf.token_words(states, tokens, pair), states
-
-    def vocabulary_words(
-        self, key: Key | Sequence[Key], contexts: Int[np.ndarray, "B n"], *, vocab_size: int, payload: Any = 0
-    ) -> UInt32[np.ndarray, "B V"]:
-        """Words of all tokens after contexts."""
-        if self.prf == "jaxbench":
-            return reference.vocabulary_words(self, key, contexts, vocab_size=vocab_size, payload=payload)
-        contexts, pair = np.asarray(contexts), reference.halves(key, 2)
-        tokens = reference.all_tokens(len(contexts), vocab_size)
-        return vllm_prf.token_words(vllm_prf.state(contexts[:, None], pair), tokens, pair)
 
     def complements(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
         """Return 1 - u of words, exact in float64, with u as the function `prf` defines it."""

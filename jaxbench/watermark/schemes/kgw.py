@@ -6,17 +6,15 @@ vocabulary, and the number of green tokens is exactly binomial.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Float, UInt32
 from pydantic import Field
 
 from jaxbench.config import Base
 from jaxbench.watermark import reference
-from jaxbench.watermark.keys import Key
-from jaxbench.watermark.reference import ContextRule
+from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes import green_count
 
 
@@ -40,24 +38,9 @@ class Kgw(Base):
         """Tokens that must precede a marked position."""
         return self.context.length
 
-    def text_words(
-        self,
-        key: Key | Sequence[Key],
-        tokens: Int[np.ndarray, "B T"],
-        prompt: Int[np.ndarray, " B"],
-        *,
-        vocab_size: int,
-        payload: int | np.ndarray = 0,
-        green_lists: Any = None,
-    ) -> tuple[UInt32[np.ndarray, "B T"], UInt32[np.ndarray, "B T 2"]]:
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words and seeds of the tokens of texts."""
-        return reference.text_words(self, key, tokens, vocab_size=vocab_size, payload=payload)
-
-    def vocabulary_words(
-        self, key: Key | Sequence[Key], contexts: Int[np.ndarray, "B n"], *, vocab_size: int, payload: Any = 0
-    ) -> UInt32[np.ndarray, "B V"]:
-        """Words of all tokens after contexts."""
-        return reference.vocabulary_words(self, key, contexts, vocab_size=vocab_size, payload=payload)
+        return reference.text_words(self, key, text)
 
     def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
         """Which words make their token green."""

@@ -6,18 +6,15 @@ times the key, modulo V, is the seed of its list. The window scheme `self` multi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Float, UInt32
 from pydantic import Field
 
 from jaxbench.config import Base
 from jaxbench.watermark import green_lists
-from jaxbench.watermark.green_lists import GreenLists
-from jaxbench.watermark.keys import Key
-from jaxbench.watermark.reference import MAX_WIDTH
+from jaxbench.watermark.reference import MAX_WIDTH, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes import green_count
 
 
@@ -66,24 +63,9 @@ class MarkLlmKgw(Base):
             candidate_factors=images if self.is_detection_only else None,
         )
 
-    def text_words(
-        self,
-        key: Key | Sequence[Key],
-        tokens: Int[np.ndarray, "B T"],
-        prompt: Int[np.ndarray, " B"],
-        *,
-        vocab_size: int,
-        payload: int | np.ndarray = 0,
-        green_lists: GreenLists | None = None,
-    ) -> tuple[UInt32[np.ndarray, "B T"], Int[np.ndarray, "B T 1"]]:
-        """Words of the tokens of texts, and the seeds of the lists that decide them.
-
-        Raises:
-          ValueError: no green lists.
-        """
-        if green_lists is None:
-            raise ValueError(f"evidence: scheme {self.scheme} needs the tables of its green lists, got {green_lists}")
-        return green_count.list_words(green_lists.green(tokens)), green_lists.seeds(tokens)[..., None]
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
+        """Words of the tokens of texts, and the seeds of the lists that decide them."""
+        return green_lists.text_words(self.scheme, text)
 
     def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
         """Which words make their token green."""

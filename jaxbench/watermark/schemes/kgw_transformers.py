@@ -6,7 +6,7 @@ window. Source: transformers 5.23, generation/logits_process.py, WatermarkLogits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -16,9 +16,7 @@ from pydantic import Field
 from jaxbench import philox
 from jaxbench.config import Base
 from jaxbench.watermark import green_lists
-from jaxbench.watermark.green_lists import GreenLists
-from jaxbench.watermark.keys import Key
-from jaxbench.watermark.reference import MAX_WIDTH
+from jaxbench.watermark.reference import MAX_WIDTH, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes import green_count
 
 HASH_TABLE_SIZE = 1_000_003  # transformers' fixed table for selfhash
@@ -85,24 +83,9 @@ class TransformersKgw(Base):
 
         return seeds
 
-    def text_words(
-        self,
-        key: Key | Sequence[Key],
-        tokens: Int[np.ndarray, "B T"],
-        prompt: Int[np.ndarray, " B"],
-        *,
-        vocab_size: int,
-        payload: int | np.ndarray = 0,
-        green_lists: GreenLists | None = None,
-    ) -> tuple[UInt32[np.ndarray, "B T"], Int[np.ndarray, "B T 1"]]:
-        """Words of the tokens of texts, and the seeds of the lists that decide them.
-
-        Raises:
-          ValueError: no green lists.
-        """
-        if green_lists is None:
-            raise ValueError(f"evidence: scheme {self.scheme} needs the tables of its green lists, got {green_lists}")
-        return green_count.list_words(green_lists.green(tokens)), green_lists.seeds(tokens)[..., None]
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
+        """Words of the tokens of texts, and the seeds of the lists that decide them."""
+        return green_lists.text_words(self.scheme, text)
 
     def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
         """Which words make their token green."""

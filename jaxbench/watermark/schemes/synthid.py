@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import pydantic
@@ -19,8 +18,7 @@ from scipy import special
 
 from jaxbench.config import Base
 from jaxbench.watermark import null_distributions, reference
-from jaxbench.watermark.keys import Key
-from jaxbench.watermark.reference import ContextRule
+from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
 
 MAX_DEPTH = 30  # layers of a tournament at most: a word has 32 bits
 HEAD_BLOCK = 32  # consecutive ids that enter a tournament together
@@ -59,24 +57,9 @@ class SynthId(Base):
         """Tokens that must precede a marked position."""
         return self.context.length
 
-    def text_words(
-        self,
-        key: Key | Sequence[Key],
-        tokens: Int[np.ndarray, "B T"],
-        prompt: Int[np.ndarray, " B"],
-        *,
-        vocab_size: int,
-        payload: int | np.ndarray = 0,
-        green_lists: Any = None,
-    ) -> tuple[UInt32[np.ndarray, "B T"], UInt32[np.ndarray, "B T 2"]]:
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words and seeds of the tokens of texts."""
-        return reference.text_words(self, key, tokens, vocab_size=vocab_size, payload=payload)
-
-    def vocabulary_words(
-        self, key: Key | Sequence[Key], contexts: Int[np.ndarray, "B n"], *, vocab_size: int, payload: Any = 0
-    ) -> UInt32[np.ndarray, "B V"]:
-        """Words of all tokens after contexts."""
-        return reference.vocabulary_words(self, key, contexts, vocab_size=vocab_size, payload=payload)
+        return reference.text_words(self, key, text)
 
     def statistic(self, vocab_size: int) -> BitSum:
         """The weighted sum of the bits."""

@@ -7,7 +7,6 @@ the vocabulary without replacement, so that the number of green ones is hypergeo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,6 +17,7 @@ from jaxbench import philox
 from jaxbench.config import Base
 from jaxbench.watermark import null_distributions, reference
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.reference import Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes import green_count
 
 
@@ -45,19 +45,10 @@ class Unigram(Base):
         green[np.argsort(words, kind="stable")[: int(self.gamma * vocab_size)]] = True
         return green
 
-    def text_words(
-        self,
-        key: Key | Sequence[Key],
-        tokens: Int[np.ndarray, "B T"],
-        prompt: Int[np.ndarray, " B"],
-        *,
-        vocab_size: int,
-        payload: int | np.ndarray = 0,
-        green_lists: Any = None,
-    ) -> tuple[UInt32[np.ndarray, "B T"], UInt32[np.ndarray, "B T 1"]]:
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words of the tokens of texts; their seeds are all equal."""
-        keys = [key] if isinstance(key, Key) else key
-        lists = np.stack([self.green_list(one, vocab_size) for one in keys])
+        keys, tokens = [key] if isinstance(key, Key) else key, text.tokens
+        lists = np.stack([self.green_list(one, text.vocab_size) for one in keys])
         is_green = lists[np.arange(len(tokens))[:, None] % len(lists), tokens]
         return green_count.list_words(is_green), np.zeros((*tokens.shape, 1), np.uint32)
 

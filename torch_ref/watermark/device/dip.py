@@ -13,7 +13,7 @@ from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, orde
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import KeyedStep, State
+from torch_ref.watermark.device.steps import KeyedStep, Position, State
 
 
 class Mark:
@@ -27,27 +27,14 @@ class Mark:
         return steps.with_history(state)
 
     def draw(
-        self,
-        state: State,
-        logits: Float[Tensor, "B V"],
-        tokens: Int[Tensor, "B W"],
-        length: Int[Tensor, " B"],
-        step: int,
-        sample: OrdinaryDraw,
+        self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Tensor, " B"]]:
         """Return the next state and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
-        return steps.draw_reweighted(self, state, logits, tokens, length, step, sample)
+        return steps.draw_reweighted(self, state, logits, at, sample)
 
-    def reweight(
-        self,
-        state: State,
-        logits: Float[Tensor, "B V"],
-        tokens: Int[Tensor, "B W"],
-        length: Int[Tensor, " B"],
-        step: int,
-    ) -> tuple[State, Float[Tensor, "B V"]]:
+    def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
         """Return the next state and reweighted logits."""
-        return steps.reweight(self, state, logits, tokens, length, step)
+        return steps.reweight(self, state, logits, at)
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Return the logarithm of the reweighted distribution."""
@@ -55,17 +42,10 @@ class Mark:
         keys = round_keys((keyed.key[0][:, 0], keyed.key[1][:, 0]), keyed.seeds)
         return torch.log(_moved(p, keys, self.scheme.alpha))
 
-    def text_words(
-        self,
-        key: prf.Halves,
-        tokens: Int64[Tensor, "B T"],
-        prompt: Int[Tensor, " B"],
-        payload: Int64[Tensor, "B 1"],
-        fixed_lists: None,
-    ) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T 2"]]:
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Return words and seeds of the tokens of texts."""
-        seeds = prf.text_seeds(self.scheme.context, key, tokens)
-        return token_words(key, seeds, tokens, vocab_size=self.vocab_size), seeds
+        seeds = prf.text_seeds(self.scheme.context, key, text.tokens)
+        return token_words(key, seeds, text.tokens, vocab_size=self.vocab_size), seeds
 
 
 def token_words(

@@ -14,7 +14,7 @@ from torch_ref import prng
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import KeyedStep, State
+from torch_ref.watermark.device.steps import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
@@ -31,19 +31,13 @@ class Mark:
         return steps.with_history(state) if self.scheme.deduplicate else state
 
     def draw(
-        self,
-        state: State,
-        logits: Float[Tensor, "B V"],
-        tokens: Int[Tensor, "B W"],
-        length: Int[Tensor, " B"],
-        step: int,
-        sample: OrdinaryDraw,
+        self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Tensor, " B"]]:
         """Return the next state and the token of each row with the largest sum of logit and keyed noise.
 
         Rows with a key whose context gives no mark get their ordinary token from the same draw (vLLM's function: -1).
         """
-        state, keyed = self._keyed_step(state, tokens, length, step)
+        state, keyed = self._keyed_step(state, at)
 
         def largest_sum() -> Int[Tensor, " B"]:
             stream = self._stream(state, keyed)
@@ -53,63 +47,44 @@ class Mark:
         drawn = steps.draw_if_any(keyed.is_active, largest_sum)
         return state, torch.where(keyed.is_active if self._is_vllm else state["marked"], drawn, -1)
 
-    def reweight(
-        self,
-        state: State,
-        logits: Float[Tensor, "B V"],
-        tokens: Int[Tensor, "B W"],
-        length: Int[Tensor, " B"],
-        step: int,
-    ) -> tuple[State, Float[Tensor, "B V"]]:
+    def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
         """Return the next state and logits that are -inf for all tokens but the drawn one."""
-        state, keyed = self._keyed_step(state, tokens, length, step)
+        state, keyed = self._keyed_step(state, at)
         drawn = torch.argmax(logits + self._noise(self._stream(state, keyed), logits.dtype), dim=-1)
         alone = torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
         return state, torch.where(keyed.is_active[:, None], alone, logits)
 
-    def text_words(
-        self,
-        key: prf.Halves,
-        tokens: Int64[Tensor, "B T"],
-        prompt: Int[Tensor, " B"],
-        payload: Int64[Tensor, "B 1"],
-        fixed_lists: None,
-    ) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T S"]]:
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Return words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
-        rule = self.scheme.context
+        rule, tokens = self.scheme.context, text.tokens
         if not self._is_vllm:
-            seeds = prf.text_seeds(rule, key, tokens)
-            return prf.token_words(self.scheme, key, seeds, tokens, vocab_size=self.vocab_size, payload=payload), seeds
+            return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
         place = torch.arange(tokens.shape[1], device=tokens.device)
         distance = torch.arange(-rule.width, 0, device=tokens.device)
         places = place[None, :, None] + distance[None, None, :]
-        is_inside = places >= torch.clamp(prompt, min=0)[:, None, None]
+        is_inside = places >= torch.clamp(text.prompt, min=0)[:, None, None]
         contexts = torch.where(is_inside, prf.earlier_tokens(tokens, rule.width), philox.MASK32)
         states = vllm_state(contexts, key)
         return vllm_token_words(states, tokens, key), states
 
-    def _keyed_step(
-        self, state: State, tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
-    ) -> tuple[State, KeyedStep]:
+    def _keyed_step(self, state: State, at: Position) -> tuple[State, KeyedStep]:
         """Return the next state and the step; a context is remembered by its seed under the first key."""
-        key = self._key_of_step(state, step)
-        seeds = self._context_seeds(key, tokens, length, step)
-        is_active = steps.active_rows(self.scheme, state, length)
+        key = self._key_of_step(state, at.step)
+        seeds = self._context_seeds(key, at)
+        is_active = steps.active_rows(self.scheme, state, at)
         if self.scheme.deduplicate:
             is_dual = reference.is_dual_key(self.scheme)
-            names = self._context_seeds(steps.first_key(state), tokens, length, step) if is_dual else seeds
-            state, is_active = steps.remember(state, names[:, :2], is_active, step)
+            names = self._context_seeds(steps.first_key(state), at) if is_dual else seeds
+            state, is_active = steps.remember(state, names[:, :2], is_active, at.step)
         return state, KeyedStep(key, seeds, is_active)
 
-    def _context_seeds(
-        self, key: prf.Halves, tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
-    ) -> Int64[Tensor, "B S"]:
+    def _context_seeds(self, key: prf.Halves, at: Position) -> Int64[Tensor, "B S"]:
         """Return the seed of each row's context; prompt tokens count as missing for vLLM's function."""
         rule, flat = self.scheme.context, (key[0][:, 0], key[1][:, 0])
-        contexts = steps.last_tokens(tokens, length, rule.width)
+        contexts = steps.last_tokens(at, rule.width)
         if not self._is_vllm:
             return prf.seeds_after(rule, flat, contexts, None)
-        is_inside = steps.last_places(length, rule.width) >= (length - step)[:, None]
+        is_inside = steps.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
         return vllm_state(torch.where(is_inside, contexts, -1), flat)
 
     def _key_of_step(self, state: State, step: int) -> prf.Halves:

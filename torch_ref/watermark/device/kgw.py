@@ -14,7 +14,7 @@ from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import State
+from torch_ref.watermark.device.steps import Position, State
 
 
 class Mark:
@@ -30,25 +30,18 @@ class Mark:
             return state
         return state | {"own": own_lanes(steps.first_key(state), num_elements=self.vocab_size)}
 
-    def apply(
-        self,
-        state: State,
-        logits: Float[Tensor, "B V"],
-        tokens: Int[Tensor, "B W"],
-        length: Int[Tensor, " B"],
-        step: int,
-    ) -> tuple[State, Float[Tensor, "B V"]]:
+    def apply(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
         """Return the state and the logits with `delta` added to those of green tokens."""
-        is_green = self.green_tokens(state, tokens, length)
+        is_green = self.green_tokens(state, at)
         return state, logits + is_green.to(logits.dtype) * self.scheme.delta
 
-    def green_tokens(self, state: State, tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"]) -> Bool[Tensor, "B V"]:
+    def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
         """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
-        is_active = steps.active_rows(self.scheme, state, length)
+        is_active = steps.active_rows(self.scheme, state, at)
         if not is_active.any():
-            return torch.zeros((tokens.shape[0], self.vocab_size), dtype=torch.bool, device=tokens.device)
+            return torch.zeros((at.tokens.shape[0], self.vocab_size), dtype=torch.bool, device=at.tokens.device)
         rule, key = self.scheme.context, steps.first_key(state)
-        contexts = steps.last_tokens(tokens, length, rule.length)
+        contexts = steps.last_tokens(at, rule.length)
         if self._has_list_per_candidate:
             words = self._candidate_lanes(state, contexts, key)
         else:
@@ -71,17 +64,9 @@ class Mark:
         words = prf.token_words(self.scheme, key, seeds, candidates, **options)
         return tuple(torch.movedim(words.reshape(words.shape[0], -1, 4), 2, 0))
 
-    def text_words(
-        self,
-        key: prf.Halves,
-        tokens: Int64[Tensor, "B T"],
-        prompt: Int[Tensor, " B"],
-        payload: Int64[Tensor, "B 1"],
-        fixed_lists: None,
-    ) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T 2"]]:
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Return words and seeds of the tokens of texts."""
-        seeds = prf.text_seeds(self.scheme.context, key, tokens)
-        return prf.token_words(self.scheme, key, seeds, tokens, vocab_size=self.vocab_size, payload=payload), seeds
+        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
 
 
 def self_lanes(

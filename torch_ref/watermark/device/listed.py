@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from jaxbench.watermark.green_lists import GreenLists
 from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import State
+from torch_ref.watermark.device.steps import Position, State
 
 
 class Mark:
@@ -33,25 +33,18 @@ class Mark:
         return state
 
     def apply(
-        self,
-        state: tuple[State, State],
-        logits: Float[Tensor, "B V"],
-        tokens: Int[Tensor, "B W"],
-        length: Int[Tensor, " B"],
-        step: int,
+        self, state: tuple[State, State], logits: Float[Tensor, "B V"], at: Position
     ) -> tuple[State, Float[Tensor, "B V"]]:
         """Return the state and the logits with the scheme's bias added to those of green tokens."""
         shared, state = state
-        is_active = steps.active_rows(self.scheme, state, length)
-        is_green = self._green_tokens(shared, tokens, length) & is_active[:, None]
+        is_active = steps.active_rows(self.scheme, state, at)
+        is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.to(logits.dtype) * self._lists.rule.bias
 
-    def _green_tokens(
-        self, shared: State, tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"]
-    ) -> Bool[Tensor, "B V"]:
+    def _green_tokens(self, shared: State, at: Position) -> Bool[Tensor, "B V"]:
         """Return the green list that the context of each row selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
-        contexts = shared["values"][steps.last_tokens(tokens, length, width)]
+        contexts = shared["values"][steps.last_tokens(at, width)]
         if rule.combine == "skip":
             combined = contexts[:, -rule.lag]
         elif rule.combine == "min":

@@ -18,6 +18,14 @@ HISTORY = 1024  # contexts of a row that are remembered
 State = dict[str, Tensor]
 
 
+class Position(NamedTuple):
+    """Where the rows of a batch are: the next token of row b follows tokens[b, :length[b]]."""
+
+    tokens: Int[Tensor, "B W"]
+    length: Int[Tensor, " B"]
+    step: int  # tokens generated
+
+
 class KeyedStep(NamedTuple):
     """What the rows of a batch draw their next token with."""
 
@@ -31,9 +39,9 @@ def first_key(state: State) -> prf.Halves:
     return prf.halves(state["keys"][:, :2], 2)
 
 
-def active_rows(scheme: Any, state: State, length: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+def active_rows(scheme: Any, state: State, at: Position) -> Bool[Tensor, " B"]:
     """Return which rows have a key and a full context."""
-    return state["marked"] & (length >= scheme.context_length)
+    return state["marked"] & (at.length >= scheme.context_length)
 
 
 def last_places(length: Int[Tensor, " B"], width: int) -> Int[Tensor, "B n"]:
@@ -41,9 +49,9 @@ def last_places(length: Int[Tensor, " B"], width: int) -> Int[Tensor, "B n"]:
     return length[:, None] + torch.arange(-width, 0, device=length.device)[None, :]
 
 
-def last_tokens(tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], width: int) -> Int[Tensor, "B n"]:
+def last_tokens(at: Position, width: int) -> Int[Tensor, "B n"]:
     """Return the last `width` tokens of each row; where there are fewer, the first ones have no meaning."""
-    return torch.gather(tokens, 1, torch.clamp(last_places(length, width), min=0)).to(torch.int64)
+    return torch.gather(at.tokens, 1, torch.clamp(last_places(at.length, width), min=0)).to(torch.int64)
 
 
 def with_history(state: State) -> State:
@@ -64,41 +72,26 @@ def remember(
     return state | {"used": used}, is_new
 
 
-def keyed_step(
-    scheme: Any, state: State, tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
-) -> tuple[State, KeyedStep]:
+def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedStep]:
     """Return the next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
     key, rule = first_key(state), scheme.context
-    contexts = last_tokens(tokens, length, rule.width)
+    contexts = last_tokens(at, rule.width)
     seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
-    state, is_new = remember(state, seeds, active_rows(scheme, state, length), step)
+    state, is_new = remember(state, seeds, active_rows(scheme, state, at), at.step)
     return state, KeyedStep(key, seeds, is_new)
 
 
-def reweight(
-    mark: Any,
-    state: State,
-    logits: Float[Tensor, "B V"],
-    tokens: Int[Tensor, "B W"],
-    length: Int[Tensor, " B"],
-    step: int,
-) -> tuple[State, Float[Tensor, "B V"]]:
+def reweight(mark: Any, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
     """Return the next state and logits, those of active rows as mark.reweighted(state, keyed, logits) changes them."""
-    state, keyed = keyed_step(mark.scheme, state, tokens, length, step)
+    state, keyed = keyed_step(mark.scheme, state, at)
     return state, torch.where(keyed.is_active[:, None], mark.reweighted(state, keyed, logits), logits)
 
 
 def draw_reweighted(
-    mark: Any,
-    state: State,
-    logits: Float[Tensor, "B V"],
-    tokens: Int[Tensor, "B W"],
-    length: Int[Tensor, " B"],
-    step: int,
-    sample: OrdinaryDraw,
+    mark: Any, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
 ) -> tuple[State, Int[Tensor, " B"]]:
     """Return the next state and the ordinary draw from such logits for all rows with a key, -1 for others."""
-    state, keyed = keyed_step(mark.scheme, state, tokens, length, step)
+    state, keyed = keyed_step(mark.scheme, state, at)
 
     def drawn_tokens() -> Int[Tensor, " B"]:
         changed = torch.where(keyed.is_active[:, None], mark.reweighted(state, keyed, logits), logits)

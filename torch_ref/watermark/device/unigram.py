@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from jaxbench.watermark import reference
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import State
+from torch_ref.watermark.device.steps import Position, State
 
 
 class Mark:
@@ -24,27 +24,13 @@ class Mark:
         """Return the state, which holds each row's list."""
         return state
 
-    def apply(
-        self,
-        state: State,
-        logits: Float[Tensor, "B V"],
-        tokens: Int[Tensor, "B W"],
-        length: Int[Tensor, " B"],
-        step: int,
-    ) -> tuple[State, Float[Tensor, "B V"]]:
+    def apply(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
         """Return the state and the logits with `delta` added to those on the list."""
-        is_green = state["green"] & steps.active_rows(self.scheme, state, length)[:, None]
+        is_green = state["green"] & steps.active_rows(self.scheme, state, at)[:, None]
         return state, logits + is_green.to(logits.dtype) * self.scheme.delta
 
-    def text_words(
-        self,
-        key: prf.Halves,
-        tokens: Int64[Tensor, "B T"],
-        prompt: Int[Tensor, " B"],
-        payload: Int64[Tensor, "B 1"],
-        fixed_lists: tuple[Bool[Tensor, "K V"], Int[Tensor, " B"]],
-    ) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T 0"]]:
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Return words of the tokens of texts; there is one seed for all, so none is named."""
-        lists, index = fixed_lists
-        words = torch.where(lists[index[:, None], tokens], 0, reference.RED)
-        return words, tokens.new_zeros((*tokens.shape, 0))
+        lists, index = text.fixed_lists
+        words = torch.where(lists[index[:, None], text.tokens], 0, reference.RED)
+        return words, text.tokens.new_zeros((*text.tokens.shape, 0))
