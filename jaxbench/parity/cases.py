@@ -137,6 +137,7 @@ CASES: tuple[Case, ...] = (
     _mark("gumbel-vllm", scheme="gumbel", prf="vllm"),
     _mark("synthid", scheme="synthid"),
     _mark("dip", scheme="dip"),
+    _mark("morphmark", scheme="morphmark"),
     _mark("markllm", scheme="kgw_markllm", prefix_length=2),
     _mark("markllm-self", scheme="kgw_markllm", window_scheme="self"),
     _mark("transformers", scheme="kgw_transformers"),

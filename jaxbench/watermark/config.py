@@ -21,6 +21,7 @@ from jaxbench.watermark.schemes.gumbel import Gumbel
 from jaxbench.watermark.schemes.kgw import Kgw
 from jaxbench.watermark.schemes.kgw_markllm import MarkLlmKgw
 from jaxbench.watermark.schemes.kgw_transformers import TransformersKgw
+from jaxbench.watermark.schemes.morphmark import MorphMark
 from jaxbench.watermark.schemes.synthid import SynthId
 from jaxbench.watermark.schemes.unigram import Unigram
 
@@ -34,6 +35,7 @@ SCHEMES: dict[str, type[Base]] = {
     "gumbel": Gumbel,
     "synthid": SynthId,
     "dip": Dip,
+    "morphmark": MorphMark,
     "kgw_markllm": MarkLlmKgw,
     "kgw_transformers": TransformersKgw,
 }

@@ -34,6 +34,7 @@ SCHEMES = [
     {"scheme": "gumbel", "prf": "vllm", "context": rule("left", 6), "dual_key_alpha": 0.2},
     {"scheme": "synthid"},
     {"scheme": "dip"},
+    {"scheme": "morphmark", "context": rule("min", 3)},
 ]
 
 

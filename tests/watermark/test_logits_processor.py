@@ -83,6 +83,7 @@ SCHEMES = {
     "gumbel vllm dual": {"scheme": "gumbel", "prf": "vllm", "dual_key_alpha": 0.1},
     "synthid": {"scheme": "synthid", "context": {"width": 2}},
     "dip": {"scheme": "dip", "context": {"width": 2}},
+    "morphmark": {"scheme": "morphmark", "form": "linear", "k": 1.55},
     "markllm time": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 2},
     "markllm additive": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 3, "f_scheme": "additive"},
     "markllm skip": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 2, "f_scheme": "skip"},

@@ -25,6 +25,7 @@ SCHEMES = {
     "synthid bayesian": parse_scheme({"scheme": "synthid", "score": "bayesian"}),
     "synthid shallow": parse_scheme({"scheme": "synthid", "depth": 3}),
     "dip": parse_scheme("dip"),
+    "morphmark": parse_scheme("morphmark"),
 }
 
 
