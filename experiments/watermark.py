@@ -35,7 +35,7 @@ VALUES = flags.FLAGS
 DETECTORS = {
     "flax": ("jaxbench.watermark.detect", "Detector"),
     "torch": ("torch_ref.watermark.detect", "Detector"),
-    "numpy": ("jaxbench.watermark.pipeline", "NumpyDetector"),
+    "numpy": ("jaxbench.watermark.detection", "NumpyDetector"),
 }
 
 
@@ -87,7 +87,7 @@ def generate() -> int:
     twins = {
         "flax": (),
         "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample"),
-        "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.watermark.schemes"),
+        "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.watermark.logits_processor"),
     }
     backend = part.Backend(*map(importlib.import_module, twins[VALUES.backend]))
     cli.keep(f"finished rows in {VALUES.output} are kept; the same command goes on")

@@ -111,7 +111,7 @@ def _block(kind: str, *, seed: int = 0, length: int = 10, depth: int = 2) -> Cas
 
 def _mark(name: str, **scheme: Any) -> Case:
     """Case of a watermarking scheme: bits, p-values and generated tokens."""
-    return Case(f"watermark/{name}", parse_scheme(scheme), module="watermark.schemes", exact="watermark",
+    return Case(f"watermark/{name}", parse_scheme(scheme), module="watermark.logits_processor", exact="watermark",
                 backends=("flax",))  # fmt: skip
 
 
@@ -146,6 +146,7 @@ CASES: tuple[Case, ...] = (
     _mark("gumbel-vllm", scheme="gumbel", prf="vllm"),
     _mark("synthid", scheme="synthid"),
     _mark("dip", scheme="dip"),
+    _mark("morphmark", scheme="morphmark"),
     _mark("markllm", scheme="kgw_markllm", prefix_length=2),
     _mark("markllm-self", scheme="kgw_markllm", window_scheme="self"),
     _mark("transformers", scheme="kgw_transformers"),

@@ -1,7 +1,7 @@
 """Parity of the watermarks, which have no weights: the same bits, tokens and p-values in numpy, JAX and PyTorch.
 
 For one scheme: the evidence of texts (words and scored positions, with prompts, padding and a key for each row) is
-equal bit for bit in definition.py and both detectors; scores and p-values computed from it agree to 1e-12; and both
+equal bit for bit in reference.py and both detectors; scores and p-values computed from it agree to 1e-12; and both
 generators draw the same tokens from one model, marked and unmarked rows in one batch, in float32.
 """
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxbench import initial, sample, transformer
 from jaxbench.parity import cases, gates
-from jaxbench.watermark import definition, detect, schemes, statistics, tables
+from jaxbench.watermark import detect, logits_processor, reference, statistics
+from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
 
 TOLERANCE = 1e-12  # of float64 scores and p-values, relative
@@ -26,20 +27,20 @@ def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.
     from torch_ref.watermark import detect as torch_detect
 
     tokens, lengths, prompts = texts(vocab_size, seed)
-    lists = tables_of(scheme, vocab_size)
-    reference = definition.evidence(
-        scheme, KEYS, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompts, tables=lists
+    lists = lists_of(scheme, vocab_size=vocab_size)
+    in_numpy = reference.evidence(
+        scheme, KEYS, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompts, green_lists=lists
     )
-    wanted = statistics.score(scheme, reference, vocab_size=vocab_size)
+    wanted = statistics.score(scheme, in_numpy, vocab_size=vocab_size)
     found = []
     for name, library in (("flax", detect), ("torch", torch_detect)):
-        detector = library.Detector(scheme, vocab_size=vocab_size, tables=lists)
+        detector = library.Detector(scheme, vocab_size=vocab_size, green_lists=lists)
         evidence = detector.evidence(tokens, lengths, KEYS, prompt_lengths=prompts)
-        found.append(_equal(f"{name}: scored positions", evidence.scored, reference.scored))
-        pairs = [(evidence.words, reference.words)]
-        if reference.second_words is not None:
-            pairs.append((evidence.second_words, reference.second_words))
-        mine, theirs = (np.stack([np.where(reference.scored, pair[i], 0) for pair in pairs]) for i in (0, 1))
+        found.append(_equal(f"{name}: scored positions", evidence.scored, in_numpy.scored))
+        pairs = [(evidence.words, in_numpy.words)]
+        if in_numpy.second_words is not None:
+            pairs.append((evidence.second_words, in_numpy.second_words))
+        mine, theirs = (np.stack([np.where(in_numpy.scored, pair[i], 0) for pair in pairs]) for i in (0, 1))
         found.append(_equal(f"{name}: words of scored tokens", mine, theirs))
         scores = statistics.score(scheme, evidence, vocab_size=vocab_size)
         found.append(_equal(f"{name}: counts", scores.num_scored, wanted.num_scored))
@@ -52,7 +53,7 @@ def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
     """Gate of generated tokens: every second row is marked, each with its own key."""
     import torch_ref.transformer
     from torch_ref import sample as torch_sample
-    from torch_ref.watermark import schemes as torch_schemes
+    from torch_ref.watermark import logits_processor as torch_logits_processor
 
     shape = cases.LLAMA
     params = initial.initial_params(shape, seed, distinct=True)
@@ -61,11 +62,11 @@ def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
     keys = [KEYS[i] if i % 2 == 0 else None for i in range(len(given))]
     drawn = {}
     for name, models, sampling, marks in (
-        ("flax", transformer, sample, schemes),
-        ("torch", torch_ref.transformer, torch_sample, torch_schemes),
+        ("flax", transformer, sample, logits_processor),
+        ("torch", torch_ref.transformer, torch_sample, torch_logits_processor),
     ):
-        lists = tables_of(scheme, shape.vocab_size)
-        watermark = marks.Watermark(scheme, vocab_size=shape.vocab_size, tables=lists)
+        lists = lists_of(scheme, vocab_size=shape.vocab_size)
+        watermark = marks.Watermark(scheme, vocab_size=shape.vocab_size, green_lists=lists)
         generator = sampling.Generator(
             models.build(shape, params),
             eos_id=None,
@@ -78,14 +79,8 @@ def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
 
 
 def is_detection_only(scheme: Any) -> bool:
-    """True for schemes with a green list a candidate, which generation does not support."""
-    return "self" in (getattr(scheme, "window_scheme", ""), getattr(scheme, "seeding_scheme", "").removesuffix("hash"))
-
-
-def tables_of(scheme: Any, vocab_size: int) -> tables.Tables | None:
-    """Green lists of a scheme, None for those without."""
-    is_listed = scheme.scheme in ("kgw_markllm", "kgw_transformers")
-    return tables.Tables(scheme, vocab_size=vocab_size) if is_listed else None
+    """True for lists per candidate, which nobody can generate with at once."""
+    return scheme.key_field is not None and scheme.is_detection_only
 
 
 def texts(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

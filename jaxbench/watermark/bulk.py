@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxbench import outputs
-from jaxbench.watermark import bulk_output, identify, lines, pipeline
+from jaxbench.watermark import bulk_output, detection, identify, lines
 from jaxbench.watermark.config import num_payloads
 from jaxbench.watermark.texts import Encoded, Ragged, TextEncoder
 
@@ -38,7 +38,7 @@ class Job:
     """What is done with every text; one candidate is tested alone, several as a family."""
 
     candidates: tuple[identify.Candidate, ...]  # a scheme with payloads is tested for all of them
-    make_detector: Callable[..., pipeline.Evidencer] = pipeline.NumpyDetector  # a backend's detect.Detector; pickled
+    make_detector: Callable[..., detection.Evidencer] = detection.NumpyDetector  # a backend's detect.Detector; pickled
     model: str | None = None  # whose tokenizer splits the texts
     vocab_size: int | None = None  # unset: that of the model
     canonicalize: bool = True
@@ -112,18 +112,18 @@ class Worker:
             tokenizer.load_tokenizer(self.job.model), vocab_size=self.vocab_size, canonicalize=self.job.canonicalize
         )
 
-    def _detector(self, scheme: Any, *, vocab_size: int, tables: Any) -> Any:
+    def _detector(self, scheme: Any, *, vocab_size: int, green_lists: Any) -> Any:
         name = f"{scheme}"
         if name not in self._detectors:
-            self._detectors[name] = self.job.make_detector(scheme, vocab_size=vocab_size, tables=tables)
+            self._detectors[name] = self.job.make_detector(scheme, vocab_size=vocab_size, green_lists=green_lists)
         return self._detectors[name]
 
     def _scores(self, ids: Ragged, prompt: np.ndarray) -> dict[str, np.ndarray]:
         candidates = self.job.candidates
         if len(candidates) == 1:
             one = candidates[0]
-            detector = self._detector(one.scheme, vocab_size=self.vocab_size, tables=one.tables)
-            return dict(pipeline.detect(detector, ids, one.key, prompt_lengths=prompt)._asdict())
+            detector = self._detector(one.scheme, vocab_size=self.vocab_size, green_lists=one.green_lists)
+            return dict(detection.detect(detector, ids, one.key, prompt_lengths=prompt)._asdict())
         found = identify.identify(
             candidates, ids, vocab_size=self.vocab_size, make_detector=self._detector,
             correction=self.job.correction, prompt_lengths=prompt,

@@ -41,10 +41,9 @@ from scipy import stats
 
 from jaxbench import data, outputs, store
 from jaxbench.config import Base, config_id
-from jaxbench.watermark import config, definition, passages, pipeline, statistics
+from jaxbench.watermark import config, green_lists, passages, reference, statistics
 from jaxbench.watermark.keys import Key
 
-LISTS = {"kgw_markllm": "hash_key", "kgw_transformers": "hashing_key"}  # schemes whose key is a field of their own
 LARGEST_HASH_KEY = 2**31 - 1
 
 
@@ -121,8 +120,8 @@ def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: in
     found = []
     for key in keys:
         keyed = under(scheme, key)
-        lists = pipeline.own_tables(keyed, vocab_size)
-        evidence = definition.evidence(keyed, key, tokens, lengths, vocab_size=vocab_size, tables=lists, **how)
+        lists = green_lists.lists_of(keyed, vocab_size=vocab_size)
+        evidence = reference.evidence(keyed, key, tokens, lengths, vocab_size=vocab_size, green_lists=lists, **how)
         scored = statistics.score(keyed, evidence, vocab_size=vocab_size)
         found.append((scored.p_value, scored.mid_p))
     return np.moveaxis(np.array(found, np.float64), 0, -1)
@@ -130,9 +129,9 @@ def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: in
 
 def under(scheme: Any, key: Key) -> Any:
     """Return the scheme with its own key field set from a key, where it has one."""
-    if scheme.scheme not in LISTS:
+    if scheme.key_field is None:
         return scheme
-    return scheme.model_copy(update={LISTS[scheme.scheme]: 1 + key.halves[0] % LARGEST_HASH_KEY})
+    return scheme.model_copy(update={scheme.key_field: 1 + key.halves[0] % LARGEST_HASH_KEY})
 
 
 def judge(name: str, values: np.ndarray, *, level: float, confidence: float) -> Row:
@@ -158,7 +157,7 @@ def rows(
 
     def measured(name: str, scheme: Any) -> list[dict[str, Any]]:
         start = time.monotonic()
-        count = settings.num_list_keys if scheme.scheme in LISTS else settings.num_keys
+        count = settings.num_keys if scheme.key_field is None else settings.num_list_keys
         keys = [root.derive(f"key {k}") for k in range(count)]
         values = p_values(scheme, tokens, keys, vocab_size=vocab_size, **how)
         found = [judge(name, values, level=level, confidence=settings.confidence) for level in settings.levels]

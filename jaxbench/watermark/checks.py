@@ -64,7 +64,7 @@ def check_where(*read: str | None) -> None:
 def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
     """Raise where --vocab_size does not fit the schemes, or is smaller than the tokenizer of --model."""
     from jaxbench.tokenizer import load_tokenizer
-    from jaxbench.watermark.pipeline import checked_scheme
+    from jaxbench.watermark.detection import checked_scheme
     from jaxbench.watermark.texts import check_sizes
 
     if VALUES.vocab_size is not None:

@@ -1,4 +1,4 @@
-"""Evidence and detection in JAX, compiled for padded sizes; equal to definition.evidence, bit for bit.
+"""Evidence and detection in JAX, compiled for padded sizes; equal to reference.evidence, bit for bit.
 
 Twin: torch_ref/watermark/detect.py. Inside, arrays are [T B]: a text is a column, so that shifting and comparing
 positions runs over whole rows of the batch.
@@ -16,8 +16,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, UInt32
 
-from jaxbench import devices, libtpu, philox
-from jaxbench.watermark import definition, pipeline, prf
+from jaxbench import devices, libtpu
+from jaxbench.watermark import detection, prf, reference
+from jaxbench.watermark.device.marks import mark_of
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.statistics import Detections
 
@@ -35,36 +36,36 @@ def detect_batch(
     prompt_lengths: np.ndarray | int | None = None,
     payload: int | None = None,
     canonicalize: bool = True,
-    tables: Any = None,
+    green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
     """Return scores and p-values of texts under one key.
 
     Args:
-      texts_or_ids: strings, lists of ids, an array [B T] of ids, or pipeline.Ragged.
+      texts_or_ids: strings, lists of ids, an array [B T] of ids, or detection.Ragged.
       scheme: a name, a mapping with the key `scheme`, or a scheme.
       tokenizer: turns strings into ids; wanted for strings only. One of jaxbench, transformers or tokenizers.
       prompt_lengths: tokens at the beginning of each text that are not scored.
-      payload: the message, where it is known; unset, all are tried and the p-value is corrected (pipeline.detect).
+      payload: the message, where it is known; unset, all are tried and the p-value is corrected (detection.detect).
       canonicalize: undo look-alikes and invisible characters before tokenising (canonical.py).
-      tables: green lists of kgw_markllm and kgw_transformers; unset, they are made.
+      green_lists: of kgw_markllm and kgw_transformers; unset, they are made.
 
     Raises:
       ValueError: an unknown scheme, a device that is not there, strings without a tokenizer, a tokenizer of another
         vocabulary, or a token outside the vocabulary.
     """
-    detector = Detector(scheme, vocab_size=vocab_size, tables=tables, device=device)
-    ids = pipeline.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
-    return pipeline.detect(detector, ids, key, prompt_lengths=prompt_lengths, payload=payload)
+    detector = Detector(scheme, vocab_size=vocab_size, green_lists=green_lists, device=device)
+    ids = detection.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
+    return detection.detect(detector, ids, key, prompt_lengths=prompt_lengths, payload=payload)
 
 
 class Detector:
     """A scheme's evidence on one device. Programs are shared between detectors: keys and sizes are arguments."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, tables: Any = None, device: str = "cpu"):
-        self.scheme = pipeline.checked_scheme(scheme, vocab_size)
+    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
+        self.scheme = detection.checked_scheme(scheme, vocab_size)
         self.vocab_size = vocab_size
-        self.tables = pipeline.own_tables(self.scheme, vocab_size, tables)
+        self.green_lists = detection.own_lists(self.scheme, vocab_size, green_lists)
         libtpu.leave_out_if_absent()
         devices.check_device(device)
         self._device = jax.local_devices(backend={"cpu": "cpu", "gpu": "cuda"}.get(device, device))[0]
@@ -78,35 +79,33 @@ class Detector:
         *,
         prompt_lengths: np.ndarray | int | None = None,
         payload: int | np.ndarray = 0,
-    ) -> definition.Evidence:
-        """Return the words of tokens [B T] and which of them are scored; see definition.evidence.
+    ) -> reference.Evidence:
+        """Return the words of tokens [B T] and which of them are scored; see reference.evidence.
 
         One payload, or one for each text.
 
         Raises:
           ValueError: a token lies outside the vocabulary.
         """
-        tokens, lengths, prompt = pipeline.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
-        if self.scheme.scheme in pipeline.TABLE_SCHEMES or tokens.shape[1] > pipeline.MAX_DEVICE_LENGTH:
-            return pipeline.reference(self, key, tokens, lengths, prompt, payload)
+        tokens, lengths, prompt = detection.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
+        if self.scheme.key_field is not None or tokens.shape[1] > detection.MAX_DEVICE_LENGTH:
+            return detection.host_evidence(self, key, tokens, lengths, prompt, payload)
         rows, columns = tokens.shape
-        shape = pipeline.padded_shape(rows, columns)
+        shape = detection.padded_shape(rows, columns)
         pad = ((0, shape[0] - rows), (0, shape[1] - columns))
-        keys = pipeline.key_arrays(self.scheme, key, rows, pad[0][1])
+        keys = detection.key_arrays(self.scheme, key, rows, pad[0][1])
         payload = np.broadcast_to(np.asarray(payload % self.vocab_size, np.uint32), rows)
         arrays = (np.pad(x, pad if x.ndim == 2 else pad[0]) for x in (tokens, lengths, prompt, payload))
-        arguments = (*arrays, keys, self._green(key, rows, pad[0][1]))
+        arguments = (*arrays, keys, self._fixed_lists(key, rows, pad[0][1]))
         arguments = jax.device_put(arguments, self._device)
-        found = _evidence(*arguments, form=pipeline.form(self.scheme), vocab_size=self.vocab_size)
+        found = _evidence(*arguments, form=detection.compiled_form(self.scheme), vocab_size=self.vocab_size)
         words, scored, second = (None if x is None else np.asarray(x)[:rows, :columns] for x in found)
-        return definition.Evidence(words, scored, second)
+        return reference.Evidence(words, scored, second)
 
-    def _green(self, key: Key | Sequence[Key], rows: int, extra: int) -> Any:
-        """Return unigram's lists [K V] and the list of each row [B], None for other schemes."""
-        if self.scheme.scheme != "unigram":
-            return None
-        lists, index = pipeline.unigram_lists(self.scheme, key, rows, self._lists, vocab_size=self.vocab_size)
-        return lists, np.pad(index, (0, extra))
+    def _fixed_lists(self, key: Key | Sequence[Key], rows: int, extra: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the lists [K V] of a scheme with one list a key, and the list of each row [B]; None for others."""
+        found = detection.fixed_lists(self.scheme, key, rows, self._lists, vocab_size=self.vocab_size)
+        return None if found is None else (found[0], np.pad(found[1], (0, extra)))
 
 
 @functools.partial(jax.jit, static_argnames=("form", "vocab_size"))
@@ -116,26 +115,24 @@ def _evidence(
     prompt: Int[Array, " B"],
     payload: UInt32[Array, " B"],
     keys: UInt32[Array, "K 2 B"],
-    green: Any,
+    fixed_lists: tuple[Bool[Array, "K V"], Int[Array, " B"]] | None,
     *,
-    form: pipeline.Form,
+    form: Any,
     vocab_size: int,
 ) -> tuple[UInt32[Array, "B T"], Bool[Array, "B T"], UInt32[Array, "B T"] | None]:
     tokens = tokens.T.astype(jnp.uint32)
     place = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
     in_text = place < lengths[None]
     tokens = jnp.where(in_text, tokens, 0)
-    valid = in_text & (place >= jnp.maximum(prompt, form.context)[None])
+    valid = in_text & (place >= jnp.maximum(prompt, form.context_length)[None])
+    mark = mark_of(form, vocab_size=vocab_size)
     pairs = [(keys[i, 0][None], keys[i, 1][None]) for i in range(keys.shape[0])]
-    if form.scheme.scheme == "unigram":
-        lists, index = green
-        words = jnp.where(lists[index[None], tokens], jnp.uint32(0), jnp.uint32(definition.RED))
-        seeds: Words = ()
-    else:
-        words, seeds = _observed(form, pairs[0], tokens, prompt, payload[None], vocab_size)
-    scored = valid & _is_first((*seeds, tokens), valid)
-    second = _observed(form, pairs[1], tokens, prompt, payload[None], vocab_size)[0].T if len(pairs) > 1 else None
-    return words.T, scored.T, second
+    text = prf.Text(tokens, prompt, payload[None], fixed_lists)
+    words, seeds = mark.text_words(pairs[0], text)
+    scored = valid & _is_first((*_columns(seeds), tokens), valid)
+    if len(pairs) == 1:
+        return words.T, scored.T, None
+    return words.T, scored.T, mark.text_words(pairs[1], text)[0].T
 
 
 def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:
@@ -157,28 +154,6 @@ def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:
         found.append(repeated[:step])
         repeated = repeated[step:]
     return ~jnp.concatenate(found)
-
-
-def _observed(form, pair, tokens, prompt, payload, vocab_size: int) -> tuple[Array, Words]:
-    """Return words [T B] of the observed tokens, and the words of their seeds."""
-    rule = form.rule
-    if form.scheme.scheme == "gumbel" and form.scheme.prf == "vllm":
-        place = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-        inside = [place - distance >= jnp.maximum(prompt, 0)[None] for distance in range(rule.width, 0, -1)]
-        context = [jnp.where(i, c, jnp.uint32(philox.MASK32)) for i, c in zip(inside, _earlier(tokens, rule.width))]
-        states = prf.vllm_state(jnp.stack(context, axis=-1), pair)
-        return prf.vllm_token_words(states, tokens, pair), _columns(states)
-    context = _earlier(tokens, rule.length)
-    contexts = jnp.stack(context, axis=-1) if context else jnp.zeros((*tokens.shape, 0), jnp.uint32)
-    seeds = prf.seeds_after(rule, pair, contexts, tokens)
-    words = prf.token_words(form.scheme, pair, seeds, tokens, vocab_size=vocab_size, payload=payload)
-    return words, _columns(seeds)
-
-
-def _earlier(tokens: UInt32[Array, "T B"], length: int) -> list[UInt32[Array, "T B"]]:
-    """Return the tokens `length`, .., 2, 1 places before each position, 0 where there is none."""
-    padded = jnp.pad(tokens, ((length, 0), (0, 0)))
-    return [padded[i : i + tokens.shape[0]] for i in range(length)]
 
 
 def _columns(seeds: UInt32[Array, "T B S"]) -> Words:

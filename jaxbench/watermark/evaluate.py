@@ -25,7 +25,6 @@ from jaxbench.watermark import (
     spoofing,
     text_quality,
 )
-from jaxbench.watermark import config as schemes
 from jaxbench.watermark import evaluate_detect as detecting
 from jaxbench.watermark.evaluate_config import CLEAN, HUMAN, UNMARKED, Evaluate
 
@@ -196,7 +195,7 @@ class Evaluation:
                     continue
                 key = self.parts.key(arm, i)
                 evidence, result = bench.evidence([ids], key), bench.score([ids], key)
-                shade = detecting.shades(self.settings.schemes[arm], evidence.words[:1])[0]
+                shade = self.settings.schemes[arm].shade(evidence.words[:1])[0]
                 scored = evidence.scored[0]
                 shown.append(
                     {
@@ -215,7 +214,7 @@ class Evaluation:
         s = self.settings
         scorer = self.parts.scorer(s.model, s.generate.dtype)
         rows = [[*prompt, *ids[: s.attack_tokens]] for prompt, ids in zip(self.material.prompts, texts["ids"])]
-        has_logits = arm != UNMARKED and not schemes.draws(s.schemes[arm])
+        has_logits = arm != UNMARKED and not s.schemes[arm].draws
         processor = self.parts.processor(arm) if has_logits else None
         scores = scorer(
             rows,
@@ -255,7 +254,7 @@ class Evaluation:
         own = [row for row in range(self.settings.generate.prompts) if row % self.settings.num_keys == 0]
         marked = [ids for ids in bench.encode([texts[arm]["text"][row] for row in own]) if ids]
         guesses = spoofing.guess(lambda guessed: bench.score(marked, guessed).p_value) if marked else []
-        width = max(1, schemes.context_length(self.settings.schemes[arm]))
+        width = max(1, self.settings.schemes[arm].context_length)
         plain = bench.encode(texts[UNMARKED]["text"])
         forged: dict[str, Any] = {"texts": 0, "learnt_from_tokens": sum(map(len, marked))}
         if any(len(ids) > width for ids in marked):

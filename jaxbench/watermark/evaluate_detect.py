@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.watermark import canonical, definition, detect, keys, statistics
+from jaxbench.watermark import canonical, detect, keys, reference, statistics
 
 
 class Found(NamedTuple):
@@ -36,7 +36,7 @@ class Bench:
             texts = [canonical.canonicalize(text).text for text in texts]
         return self._tokenizer.encode_batch(list(texts), add_special=False)
 
-    def evidence(self, token_ids: Sequence[Sequence[int]], key: keys.Key | Sequence[keys.Key]) -> definition.Evidence:
+    def evidence(self, token_ids: Sequence[Sequence[int]], key: keys.Key | Sequence[keys.Key]) -> reference.Evidence:
         """Return the evidence of texts under one key, or each under its own."""
         tokens, lengths = pad(token_ids)
         return self._detector.evidence(tokens, lengths, key)
@@ -64,7 +64,7 @@ class Bench:
             longest = max([cut, *lengths])
             whole = self.evidence([ids[:longest] for ids in token_ids], key)
             for column, length in enumerate([*lengths, cut]):
-                part = definition.Evidence(*(None if x is None else x[:, :length] for x in whole))
+                part = reference.Evidence(*(None if x is None else x[:, :length] for x in whole))
                 result = statistics.score(self.scheme, part, vocab_size=self.vocab_size)
                 kept = sizes >= (length if column < len(lengths) else 0)
                 for values, new in zip(found, (result.p_value, result.mid_p, result.num_scored)):
@@ -79,15 +79,3 @@ def pad(token_ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     for row, ids in enumerate(token_ids):
         tokens[row, : len(ids)] = ids
     return tokens, lengths
-
-
-def shades(scheme: Any, words: np.ndarray) -> np.ndarray:
-    """Return how much each token speaks for a mark, in [0, 1]: 1 or 0 for green or not, else uniform under the null.
-
-    Gumbel: the token's own uniform. SynthID: the mean of its bits.
-    """
-    if scheme.scheme == "gumbel":
-        return 1.0 - statistics.evidence_uniforms(scheme, words)
-    if scheme.scheme == "synthid":
-        return np.bitwise_count(words & np.uint32((1 << scheme.depth) - 1)) / scheme.depth
-    return definition.is_green(scheme, words).astype(np.float64)

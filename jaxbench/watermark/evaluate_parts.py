@@ -39,8 +39,8 @@ class Parts:
         return [self.key(arm, row) for row in range(count)]
 
     def processor(self, arm: str) -> Any:
-        """Return a scheme's logit processor."""
-        from jaxbench.watermark.schemes import Watermark
+        """Return a scheme's logits processor."""
+        from jaxbench.watermark.logits_processor import Watermark
 
         return Watermark(self.settings.schemes[arm], vocab_size=self.vocab_size())
 

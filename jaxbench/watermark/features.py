@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 from pydantic import Field
-from scipy import special
 
 from jaxbench import assets, initial, philox
 from jaxbench.config import Base
-from jaxbench.watermark import definition
 from jaxbench.watermark.config import Count
+from jaxbench.watermark.reference import Evidence
 
 FEATURES = 3  # centred evidence, its exponential score, whether the token is scored
 NO_EVIDENCE = 0.5  # of a token that is not scored
 SMALLEST = 2.0**-24  # evidence stays this far from 0 and 1: float32 has nothing between 1 and 1 - 2**-24
-SYNTHID_WEIGHTS = (10.0, 1.0)  # of the first and the last layer (Dathathri et al. 2024, weighted mean)
 
 
 class NeuralConfig(Base):
@@ -60,26 +59,10 @@ class Arrays(NamedTuple):
         return np.where(self.tokens >= 0, place, -1)
 
 
-def evidence(scheme: Any, found: definition.Evidence) -> np.ndarray:
-    """Return evidence e [B T] (float64) of what `definition.evidence` or a Detector found; 1/2 where not scored."""
-    words = found.words
-    if scheme.scheme == "gumbel":
-        value = ((words >> np.uint32(8)).astype(np.float64) + 0.5) * 2.0**-24
-    elif scheme.scheme == "synthid":
-        value = _synthid(words, scheme.depth)
-    else:
-        gamma = {"dip": 0.5, "kgw_transformers": getattr(scheme, "greenlist_ratio", None)}.get(scheme.scheme)
-        gamma = scheme.gamma if gamma is None else gamma
-        value = np.where(definition.is_green(scheme, words), 1.0 - gamma / 2, (1.0 - gamma) / 2)
+def evidence(scheme: Any, found: Evidence) -> Float[np.ndarray, "B T"]:
+    """Return evidence e of what `reference.evidence` or a Detector found; 1/2 where not scored."""
+    value = scheme.neural_evidence(found.words)
     return np.where(found.scored, np.clip(value, SMALLEST, 1.0 - SMALLEST), NO_EVIDENCE)
-
-
-def _synthid(words: np.ndarray, depth: int) -> np.ndarray:
-    weights = np.linspace(*SYNTHID_WEIGHTS, depth)
-    total = np.zeros(words.shape)
-    for i, weight in enumerate(weights):
-        total += weight * (((words >> np.uint32(i)) & np.uint32(1)) - 0.5)
-    return special.ndtr(total / (0.5 * np.sqrt(np.square(weights).sum())))
 
 
 def table_rows(tokens: np.ndarray, num_rows: int) -> np.ndarray:

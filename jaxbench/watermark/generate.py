@@ -19,9 +19,10 @@ from pydantic import Field, model_validator
 from jaxbench import data, outputs, sample, store, transformer, weights
 from jaxbench import tokenizer as tokenizers
 from jaxbench.config import Base
-from jaxbench.watermark import evaluate_models, identity, pipeline, schemes
+from jaxbench.watermark import evaluate_models, identity, logits_processor
 from jaxbench.watermark import keys as key_files
-from jaxbench.watermark.config import Scheme, check_generates, draws, num_payloads
+from jaxbench.watermark.config import Scheme, check_generates, num_payloads
+from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
 
 
@@ -69,7 +70,7 @@ class GenerateConfig(Base):
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:
         for scheme in (mark.scheme for mark in self.marks if mark.scheme is not None):
-            if draws(scheme) and not self.sampling.temperature:
+            if scheme.draws and not self.sampling.temperature:
                 raise ValueError(
                     f"generate: sampling.temperature={self.sampling.temperature} leaves scheme {scheme.scheme} nothing "
                     "to draw, wanted above 0"
@@ -83,7 +84,7 @@ class Backend(NamedTuple):
 
     transformer: types.ModuleType = transformer
     sample: types.ModuleType = sample
-    schemes: types.ModuleType = schemes
+    logits_processor: types.ModuleType = logits_processor
 
 
 def run(
@@ -159,8 +160,9 @@ class Writer:
         self._settings, self._keys = settings, list(keys)
         vocab_size = model.embed.embedding.shape[0]
         self._schemes = list({mark.scheme: None for mark in settings.marks if mark.scheme is not None})
+        watermark = backend.logits_processor.Watermark
         self._processors = [
-            backend.schemes.Watermark(scheme, vocab_size=vocab_size, tables=pipeline.own_tables(scheme, vocab_size))
+            watermark(scheme, vocab_size=vocab_size, green_lists=lists_of(scheme, vocab_size=vocab_size))
             for scheme in self._schemes
         ]
         sampling = backend.sample.SamplingParams(**settings.sampling.model_dump())
@@ -201,7 +203,7 @@ def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
 def _key(mark: Mark) -> Key | None:
     if mark.scheme is None:
         return None
-    if mark.key_file is None and mark.scheme.scheme in pipeline.TABLE_SCHEMES:
+    if mark.key_file is None and mark.scheme.key_field is not None:
         return Key(0)  # unused: their key is a field of the scheme
     if mark.key_file is None:
         raise ValueError(f"generate: mark {mark.name!r} names no key_file; make one with `watermark.py keygen`")

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxbench.watermark.config import MAX_WIDTH
 from jaxbench.watermark.keys import Key
-from jaxbench.watermark.schemes import Watermark
+from jaxbench.watermark.logits_processor import Watermark
+from jaxbench.watermark.reference import MAX_WIDTH
 
 
 class HostLoop:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench.measure.verdicts import holm
-from jaxbench.watermark import pipeline, statistics
+from jaxbench.watermark import detection, statistics
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
 
@@ -24,7 +24,7 @@ class Candidate(NamedTuple):
     name: str
     scheme: Any
     key: Key
-    tables: Any = None
+    green_lists: Any = None
 
 
 class Identification(NamedTuple):
@@ -43,14 +43,14 @@ def identify(
     ids: Ragged,
     *,
     vocab_size: int,
-    make_detector: Callable[..., pipeline.Evidencer],
+    make_detector: Callable[..., detection.Evidencer],
     correction: str = "holm",
     prompt_lengths: np.ndarray | int | None = None,
 ) -> Identification:
     """Test every text against every candidate.
 
     Args:
-      make_detector: detect.Detector of a backend, called as make_detector(scheme, vocab_size=..., tables=...).
+      make_detector: detect.Detector of a backend, called as make_detector(scheme, vocab_size=..., green_lists=...).
       correction: bonferroni or holm; both hold the family-wise error rate, under any dependence of the candidates.
 
     Raises:
@@ -63,8 +63,8 @@ def identify(
         raise ValueError(f"identify: correction={correction!r} is unknown, wanted one of {', '.join(CORRECTIONS)}")
     found, payloads = np.empty((len(ids), len(names))), np.empty((len(ids), len(names)), np.int64)
     for column, candidate in enumerate(candidates):
-        detector = make_detector(candidate.scheme, vocab_size=vocab_size, tables=candidate.tables)
-        one = pipeline.detect(detector, ids, candidate.key, prompt_lengths=prompt_lengths)
+        detector = make_detector(candidate.scheme, vocab_size=vocab_size, green_lists=candidate.green_lists)
+        one = detection.detect(detector, ids, candidate.key, prompt_lengths=prompt_lengths)
         found[:, column], payloads[:, column] = one.p_value, one.payload
     corrected = CORRECTIONS[correction](found)
     best = found.argmin(axis=1)

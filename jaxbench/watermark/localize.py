@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.watermark import definition, statistics
+from jaxbench.watermark.reference import Evidence, count
 
 SIZES = (25, 50, 100, 200, 400)  # scored positions in a window
 STRIDE = 8  # windows of one size start every size / STRIDE positions
@@ -48,7 +48,7 @@ class WinMax(NamedTuple):
 
 def localize(
     scheme: Any,
-    evidence: definition.Evidence,
+    evidence: Evidence,
     *,
     vocab_size: int,
     sizes: Sequence[int] = SIZES,
@@ -68,7 +68,8 @@ def localize(
         raise ValueError(
             f"localize: sizes={tuple(sizes)} at level={level}, wanted sizes of at least 1 and 0 < level < 1"
         )
-    scores = statistics.token_scores(scheme, evidence)
+    statistic = scheme.statistic(vocab_size)
+    scores = statistic.token_scores(evidence)
     found = []
     for row in range(len(scores)):
         places = np.flatnonzero(evidence.scored[row])
@@ -78,7 +79,7 @@ def localize(
             continue
         running = np.concatenate([[0], np.cumsum(scores[row, places])])
         totals, numbers = running[ends] - running[starts], ends - starts
-        p_values = statistics.tail_of(scheme, totals, numbers, vocab_size=vocab_size).upper
+        p_values = statistic.tail(totals, numbers).upper
         p_values = np.minimum(1.0, p_values * (len(starts) * num_payloads))
         found.append(Localization(float(p_values.min()), _spans(places, starts, ends, p_values, level), len(starts)))
     return found
@@ -86,7 +87,7 @@ def localize(
 
 def winmax(
     scheme: Any,
-    evidence: definition.Evidence,
+    evidence: Evidence,
     *,
     vocab_size: int,
     sizes: Sequence[int] = SIZES,
@@ -98,8 +99,9 @@ def winmax(
     The null is simulated for the text's number of scored positions, with the scheme's exact distribution of one score.
     The smallest p-value is 1 / (1 + num_draws).
     """
-    scores, number = statistics.token_scores(scheme, evidence), statistics.count(evidence.scored)
-    mean, variance = statistics.token_moments(scheme, vocab_size=vocab_size)
+    summed = scheme.statistic(vocab_size)
+    scores, number = summed.token_scores(evidence), count(evidence.scored)
+    mean, variance = summed.moments()
     statistic, p_value = np.zeros(len(scores)), np.ones(len(scores))
     start, end = np.zeros(len(scores), np.int64), np.zeros(len(scores), np.int64)
     for row in np.flatnonzero(number):
@@ -154,28 +156,12 @@ def _winmax_null(
 ) -> np.ndarray:
     """Return the sorted maxima of num_draws texts that do not depend on the key."""
     generator = np.random.Generator(np.random.Philox(key=[seed, number]))
-    mean, variance = statistics.token_moments(scheme, vocab_size=vocab_size)
+    statistic = scheme.statistic(vocab_size)
+    mean, variance = statistic.moments()
     starts, ends = _windows(number, sizes)
     found = []
     step = max(1, SIMULATED_BATCH // number)
     for done in range(0, num_draws, step):
-        scores = _null_scores(scheme, generator, (min(step, num_draws - done), number), vocab_size)
+        scores = statistic.null_scores(generator, (min(step, num_draws - done), number))
         found.append(_window_z((scores - mean) / np.sqrt(variance), starts, ends).max(axis=1))
     return np.sort(np.concatenate(found))
-
-
-def _null_scores(scheme: Any, generator: np.random.Generator, shape: tuple[int, int], vocab_size: int) -> np.ndarray:
-    """Return scores [R n] of positions with distinct inputs under the null."""
-    if scheme.scheme == "unigram":  # distinct tokens: without replacement
-        scores, left = np.zeros(shape), np.full(shape[0], int(scheme.gamma * vocab_size), np.float64)
-        for i in range(shape[1]):
-            scores[:, i] = generator.random(shape[0]) * (vocab_size - i) < left
-            left -= scores[:, i]
-        return scores
-    words = generator.integers(0, 2**32, shape, dtype=np.uint32)
-    if scheme.scheme not in ("gumbel", "synthid"):
-        return (words < np.uint32(statistics.green_share(scheme, vocab_size) * 2**32)).astype(np.float64)
-    second = generator.integers(0, 2**32, shape, dtype=np.uint32)
-    second = second if getattr(scheme, "dual_key_alpha", 0.0) > 0 else None
-    evidence = definition.Evidence(words, np.ones(shape, bool), second)
-    return statistics.token_scores(scheme, evidence).astype(np.float64)

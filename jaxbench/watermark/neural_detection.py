@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxbench.watermark import config, features, neural, training_data
-from jaxbench.watermark.definition import Evidence
+from jaxbench.watermark.reference import Evidence
 
 NUM_NULL = 4000
 SCORING_ROWS = 64  # texts of one call, which fit the cache; fewer are filled up

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from jaxbench import data, outputs, philox, sample, store, tokenizer, transformer, weights
 from jaxbench.config import Base, config_id
-from jaxbench.watermark import config, definition, detectability, passages, pipeline, schemes, statistics
+from jaxbench.watermark import config, detectability, green_lists, passages, reference, statistics
 from jaxbench.watermark.keys import Key
 
 
@@ -102,10 +102,10 @@ def generate(
     scheme, root, chunks = settings.schemes[name], Key.from_passphrase(settings.passphrase), []
 
     @functools.cache
-    def programs() -> tuple[schemes.Watermark, sample.Generator]:
+    def programs() -> tuple[logits_processor.Watermark, sample.Generator]:
         vocab_size = model.embed.embedding.shape[0]
-        lists = pipeline.own_tables(scheme, vocab_size)
-        processor = schemes.Watermark(scheme, vocab_size=vocab_size, tables=lists)
+        lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
+        processor = logits_processor.Watermark(scheme, vocab_size=vocab_size, green_lists=lists)
         sampling = sample.SamplingParams(temperature=settings.temperature)
         return processor, sample.Generator(model, eos_id=None, sampling=sampling, processors=[processor])
 
@@ -139,15 +139,15 @@ def _save(path: Path, array: np.ndarray) -> None:
 def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vocab_size: int) -> Iterator[Cell]:
     """Yield the rates of one scheme at every length and level, with and without the prompt as context."""
     scheme, root = settings.schemes[name], Key.from_passphrase(settings.passphrase)
-    lists = pipeline.own_tables(scheme, vocab_size)
+    lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
     keys = [text_key(root, name, i) for i in range(len(made))]
     for sees_prompt in (True, False):
         prompt = given if sees_prompt else given[:, :0]
         for length in settings.lengths:
             tokens = np.concatenate([prompt, made[:, :length]], axis=1)
             lengths = np.full(len(tokens), tokens.shape[1], np.int32)
-            evidence = definition.evidence(
-                scheme, keys, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], tables=lists
+            evidence = reference.evidence(
+                scheme, keys, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], green_lists=lists
             )
             found = statistics.score(scheme, evidence, vocab_size=vocab_size)
             for level in settings.levels:

@@ -80,7 +80,7 @@ class Scorer:
         Args:
           token_ids: one text each; what is beyond the model's context is left out.
           prompt_lengths: tokens of each text that are not scored, 0 by default.
-          processor: a logit processor with `apply`: also measure its divergence.
+          processor: a logits processor with `apply`: also measure its divergence.
           states: states(rows) gives the processor's state for these texts; unset, from its `init`.
           temperature: of the draw, for the divergence.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxbench import config as core
 from jaxbench import outputs
-from jaxbench.watermark import attacks, bulk, bulk_output, identify, lines, localize, pipeline, statistics
+from jaxbench.watermark import attacks, bulk, bulk_output, detection, identify, lines, localize, statistics
 from jaxbench.watermark.config import num_payloads, parse_scheme
 from jaxbench.watermark.keys import Key, read_key_file
 from jaxbench.watermark.texts import Ragged, TextEncoder
@@ -57,7 +57,7 @@ def read_key(scheme: Any, path: str | None) -> Key:
     """
     if path is not None:
         return read_key_file(path)
-    if scheme.scheme in pipeline.TABLE_SCHEMES:
+    if scheme.key_field is not None:
         return PUBLIC_KEY
     raise ValueError(f"--key_file is missing: scheme {scheme.scheme} needs the key that the texts were marked with")
 
@@ -78,7 +78,7 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
     stems = [Path(path).stem for path in key_files]
     names = stems if len(set(stems)) == len(stems) else list(key_files)  # files of one name in several folders
     for label, scheme in zip(labels, schemes):
-        if scheme.scheme in pipeline.TABLE_SCHEMES:
+        if scheme.key_field is not None:
             found.append(identify.Candidate(label, scheme, PUBLIC_KEY))
             continue
         found += [
@@ -179,7 +179,7 @@ def detect_text(
         judge = neural_detection.NeuralTest(neural, vocab_size=vocab_size)
         judge.check(scheme)
     detector = make_detector(scheme, vocab_size=vocab_size)
-    found = pipeline.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
+    found = detection.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
     ids, payload, number = encoded.ids.text(0), max(0, int(found.payload[0])), num_payloads(scheme)
     evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)
     if number > 1:
@@ -212,8 +212,9 @@ def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spa
     """
     from rich.text import Text
 
-    mean, _ = statistics.token_moments(scheme, vocab_size=max(2, int(ids.max(initial=1)) + 1))
-    scores, line, begun = statistics.token_scores(scheme, evidence)[0], Text(), 0
+    statistic = scheme.statistic(max(2, int(ids.max(initial=1)) + 1))
+    mean, _ = statistic.moments()
+    scores, line, begun = statistic.token_scores(evidence)[0], Text(), 0
     for i in range(len(ids)):
         piece = tokenizer.decode(ids[begun : i + 1])
         if piece.endswith("\ufffd") and i + 1 < min(len(ids), begun + LONGEST_CHARACTER):

@@ -1,6 +1,6 @@
 """What a batch of keys becomes before generation: arrays with one row a key (S file).
 
-schemes.py takes them to a device.
+logits_processor.py takes them to a device.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ from typing import Any
 import numpy as np
 
 from jaxbench import philox
-from jaxbench.watermark import config, definition
+from jaxbench.watermark import config, reference
 from jaxbench.watermark.keys import Key
 
 UNMARKED = Key(0)  # stands in the arrays of rows without a key, where nothing reads it
 
 
-def check_generation(scheme: Any, vocab_size: int, tables: Any) -> None:
-    """Check that a scheme can mark text with these tables.
+def check_generation(scheme: Any, vocab_size: int, green_lists: Any) -> None:
+    """Check that a scheme can mark text with these green lists.
 
     Raises:
-      ValueError: the scheme is for detection only, or its tables are missing or of another vocabulary.
+      ValueError: the scheme is for detection only, or its green lists are missing or of another vocabulary.
     """
     name = scheme.scheme
     if vocab_size < 2:
         raise ValueError(f"watermark {name}: vocab_size={vocab_size}, wanted at least 2")
-    if name not in ("kgw_markllm", "kgw_transformers"):
+    if scheme.key_field is None:
         return
-    if tables is None:
-        raise ValueError(f"watermark {name}: wanted the tables.Tables of its green lists, got {tables}")
-    if tables.per_candidate:
+    if green_lists is None:
+        raise ValueError(f"watermark {name}: wanted the tables of its green lists (GreenLists), got {green_lists}")
+    rule = green_lists.rule
+    if rule.per_candidate:
         raise ValueError(f"watermark {name}: {scheme} has a list for each candidate token, which is for detection only")
-    if tables.vocab_size != vocab_size:
-        raise ValueError(f"watermark {name}: tables of {tables.vocab_size} tokens for a model of {vocab_size}")
-    if tables.combine == "time" and tables.width > 1 and vocab_size > 2**16:
+    if green_lists.vocab_size != vocab_size:
+        raise ValueError(f"watermark {name}: tables of {green_lists.vocab_size} tokens for a model of {vocab_size}")
+    if rule.combine == "time" and green_lists.width > 1 and vocab_size > 2**16:
         raise ValueError(
             f"watermark {name}: f_scheme=time multiplies in 32 bits, vocab_size={vocab_size} is above 65536"
         )
@@ -62,7 +63,7 @@ def generation_state(
     if not keys:
         raise ValueError(f"watermark {scheme.scheme}: wanted at least one row, got keys={list(keys)}")
     own = [UNMARKED if key is None else key for key in keys]
-    pairs = [definition.generation_keys(scheme, key) for key in own]
+    pairs = [reference.generation_keys(scheme, key) for key in own]
     state = {
         "marked": np.array([key is not None for key in keys]),
         "keys": np.array([first.halves + second.halves for first, second in pairs], np.uint32),
@@ -78,11 +79,11 @@ def generation_state(
         raise ValueError(f"watermark {scheme.scheme}: {limit} payloads are more than the {vocab_size} tokens")
     if limit > 1:
         state["payload"] = np.array(messages, np.int32)
-    if getattr(scheme, "dual_key_alpha", 0.0) > 0:
+    if reference.is_dual_key(scheme):
         numbers = range(len(keys)) if row_ids is None else [*row_ids, *[0] * (len(keys) - len(row_ids))]
         rows = [(*philox.split_seed(seed), row) for row in numbers]
         state["route"] = np.array(rows, np.uint32)
-    if scheme.scheme == "unigram":
-        lists = {key: definition.unigram_list(scheme.gamma, key, vocab_size) for key in set(own)}
+    if scheme.has_fixed_list:
+        lists = {key: scheme.green_list(key, vocab_size) for key in set(own)}
         state["green"] = np.stack([lists[key] for key in own])
     return state

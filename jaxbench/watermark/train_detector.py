@@ -24,12 +24,12 @@ from jaxbench.config import Base, config_id
 from jaxbench.step_config import OptimizerConfig, StepConfig
 from jaxbench.watermark import (
     config,
-    definition,
     detectability,
     features,
     neural,
     passages,
     power,
+    reference,
     statistics,
 )
 from jaxbench.watermark import training_data as examples
@@ -182,7 +182,7 @@ def evidence(
 ) -> tuple[features.Arrays, np.ndarray]:
     """Return the detector's inputs of texts [N T] with a key each, and the exact test's p-values [N]."""
     lengths = np.full(len(tokens), tokens.shape[1], np.int32)
-    found = definition.evidence(scheme, keys, tokens, lengths, vocab_size=vocab_size)
+    found = reference.evidence(scheme, keys, tokens, lengths, vocab_size=vocab_size)
     value = features.evidence(scheme, found).astype(np.float32)
     arrays = features.Arrays(tokens, value, found.scored, np.zeros(len(tokens), np.float32))
     return arrays, statistics.score(scheme, found, vocab_size=vocab_size).p_value

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.watermark import config, definition, features
+from jaxbench.watermark import features, reference
 from jaxbench.watermark.keys import Key
 
 
@@ -38,30 +38,21 @@ class Example(NamedTuple):
 
 def marked_pool(scheme: Any, tokens: np.ndarray, keys: Sequence[Key], *, vocab_size: int) -> Pool:
     """Return the pool of texts [N T] that were generated with one key each."""
-    found = definition.evidence(scheme, keys, tokens, _lengths(tokens), vocab_size=vocab_size)
+    found = reference.evidence(scheme, keys, tokens, _lengths(tokens), vocab_size=vocab_size)
     return Pool(scheme, tokens, found.scored, found.words)
 
 
 def human_pool(scheme: Any, tokens: np.ndarray, *, vocab_size: int) -> Pool:
     """Return the pool of human texts [N T] as one scheme scores them."""
-    found = definition.evidence(scheme, Key(0), tokens, _lengths(tokens), vocab_size=vocab_size)
+    found = reference.evidence(scheme, Key(0), tokens, _lengths(tokens), vocab_size=vocab_size)
     return Pool(scheme, tokens, found.scored, None)
-
-
-def fresh_words(scheme: Any, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    """Return words as a key that has nothing to do with the text gives them."""
-    words = random.integers(0, 2**32, shape, dtype=np.uint32)
-    if scheme.scheme in ("unigram", "kgw_markllm", "kgw_transformers"):
-        share = scheme.greenlist_ratio if scheme.scheme == "kgw_transformers" else scheme.gamma
-        return np.where(words < definition.green_threshold(share), np.uint32(0), np.uint32(definition.RED))
-    return words
 
 
 def null_arrays(pool: Pool, rows: np.ndarray, length: int, random: np.random.Generator) -> features.Arrays:
     """Return the beginnings of texts of a pool under keys that have nothing to do with them."""
     tokens, scored = pool.tokens[rows, :length], pool.scored[rows, :length]
-    words = fresh_words(pool.scheme, tokens.shape, random)
-    value = features.evidence(pool.scheme, definition.Evidence(words, scored))
+    words = pool.scheme.null_words(random, tokens.shape)
+    value = features.evidence(pool.scheme, reference.Evidence(words, scored))
     return features.Arrays(tokens, value.astype(np.float32), scored, np.zeros(len(rows), np.float32))
 
 
@@ -100,12 +91,12 @@ def _example(pool: Pool, human: Sequence[Pool], is_marked: bool, how: Example, r
         is_kept &= (np.arange(length) >= start) & (np.arange(length) < max(end, start + how.min_tokens))
     carrier = human[random.integers(len(human))].tokens
     tokens = np.where(is_kept, pool.tokens[row], carrier[random.integers(len(carrier)), :length])
-    words = fresh_words(pool.scheme, (length,), random)
+    words = pool.scheme.null_words(random, (length,))
     if is_marked:
         words = np.where(is_kept, pool.words[row], words)
     is_token = np.arange(length) < random.integers(how.min_tokens, length + 1)
     scored = pool.scored[row] & is_token
-    value = features.evidence(pool.scheme, definition.Evidence(words, scored)).astype(np.float32)
+    value = features.evidence(pool.scheme, reference.Evidence(words, scored)).astype(np.float32)
     return np.where(is_token, tokens, -1).astype(np.int32), value, scored, np.float32(is_marked)
 
 
@@ -113,7 +104,7 @@ def _unedited(scheme: Any, length: int, how: Example, random: np.random.Generato
     """Return which tokens keep their evidence when a random share of the tokens is replaced, bool [T]."""
     is_edited = random.random(length) < random.uniform(0, how.max_edited) * (random.random() < 0.5)
     affected = is_edited.copy()
-    for place in range(1, config.context_length(scheme) + 1):
+    for place in range(1, scheme.context_length + 1):
         affected[place:] |= is_edited[:-place]
     return ~affected
 

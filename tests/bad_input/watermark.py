@@ -68,6 +68,7 @@ CASES = [
     detect(f"{ONE}|--set=context=5", "context=5"),
     detect(f"{ONE}|--set=context.width=99", "context.width=99", "less than or equal to 8"),
     detect(f"{ONE}|--set=gamma", "'gamma'", "key=value"),
+    detect(f"{ONE}|--scheme=morphmark|--set=form=cubic", "form='cubic'", "linear"),
     detect(f"{ONE}|--set=gama=0.5", "'gama'", "nearest is gamma"),
     detect("--text=a|--key_file=none", "none", "No such file"),
     detect("--text=a|--key_file={tmp}", "is no file"),

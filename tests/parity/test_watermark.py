@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import torch_ref.watermark.detect
-import torch_ref.watermark.schemes
+import torch_ref.watermark.logits_processor
 from jaxbench.parity import cases, report, run, watermark
-from jaxbench.watermark import statistics
+from jaxbench.watermark import config, statistics
 
 EXACT = [case.id for case in cases.CASES if case.exact == "watermark"]
 
@@ -34,9 +34,7 @@ def test_numpy_jax_and_torch_agree(case_id):
 
 def test_every_scheme_and_context_rule_has_a_case():
     schemes = [cases.find(case_id).config for case_id in EXACT]
-    assert {s.scheme for s in schemes} == {
-        "kgw", "unigram", "gumbel", "synthid", "dip", "kgw_markllm", "kgw_transformers",
-    }  # fmt: skip
+    assert {s.scheme for s in schemes} == set(config.SCHEMES)
     assert {s.context.kind for s in schemes if hasattr(s, "context")} == {"left", "min", "skip", "self"}
 
 
@@ -70,12 +68,12 @@ def test_a_p_value_that_is_off_in_the_eleventh_digit_is_found(monkeypatch):
 
 
 def test_a_generator_with_another_key_draws_other_tokens(monkeypatch):
-    original = torch_ref.watermark.schemes.Watermark.state
+    original = torch_ref.watermark.logits_processor.Watermark.state
 
     def broken(self, keys, **how):
         return original(self, [None if key is None else key.derive("other") for key in keys], **how)
 
-    monkeypatch.setattr(torch_ref.watermark.schemes.Watermark, "state", broken)
+    monkeypatch.setattr(torch_ref.watermark.logits_processor.Watermark, "state", broken)
     found = watermark.gates_of_generation(cases.find("watermark/gumbel").config, seed=0)
     assert not found[0].passed and found[0].where.startswith("row 0")
 

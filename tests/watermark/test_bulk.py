@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from jaxbench.watermark import bulk, bulk_output, identify, lines, pipeline
+from jaxbench.watermark import bulk, bulk_output, detection, identify, lines
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
@@ -47,8 +47,8 @@ def write(path, rows: list[list[int]]) -> str:
 
 
 def expected(rows: list[list[int]]) -> np.ndarray:
-    detector = pipeline.NumpyDetector(parse_scheme("kgw"), vocab_size=VOCAB)
-    return pipeline.detect(detector, Ragged.from_lists(rows), Key(5)).p_value
+    detector = detection.NumpyDetector(parse_scheme("kgw"), vocab_size=VOCAB)
+    return detection.detect(detector, Ragged.from_lists(rows), Key(5)).p_value
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
@@ -114,12 +114,12 @@ def test_a_run_that_died_goes_on_where_it_stopped(tmp_path, small_chunks, monkey
 
 KILLED = """
 import sys, time
-from jaxbench.watermark import bulk, identify, lines, pipeline
+from jaxbench.watermark import bulk, identify, lines, detection
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
 from tests.watermark import test_bulk
 
-class Slow(pipeline.NumpyDetector):
+class Slow(detection.NumpyDetector):
     def evidence(self, *arguments, **how):
         time.sleep(0.2)
         return super().evidence(*arguments, **how)

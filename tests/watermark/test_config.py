@@ -2,12 +2,12 @@
 
 import pytest
 
-from jaxbench.watermark import config
+from jaxbench.watermark import config, reference
 
 
 def test_a_scheme_comes_from_its_name_a_mapping_or_itself():
     scheme = config.parse_scheme({"scheme": "kgw", "gamma": 0.5, "context": {"kind": "min", "width": 4}})
-    assert scheme == config.Kgw(gamma=0.5, context=config.ContextRule(kind="min", width=4))
+    assert scheme == config.Kgw(gamma=0.5, context=reference.ContextRule(kind="min", width=4))
     assert config.parse_scheme("kgw") == config.Kgw() and config.parse_scheme(scheme) is scheme
     assert {name: config.parse_scheme(name).scheme for name in config.SCHEMES} == {n: n for n in config.SCHEMES}
 
@@ -50,9 +50,9 @@ def test_bad_schemes_are_named_with_the_cure(given, message):
     ],
 )
 def test_context_lengths(scheme, length):
-    assert config.context_length(config.parse_scheme(scheme)) == length
+    assert config.parse_scheme(scheme).context_length == length
 
 
 def test_payloads_and_drawing():
     assert config.num_payloads(config.Kgw(payload_bits=3)) == 8 and config.num_payloads(config.Unigram()) == 1
-    assert {name for name in config.SCHEMES if config.draws(config.parse_scheme(name))} == {"gumbel", "synthid", "dip"}
+    assert {name for name in config.SCHEMES if config.SCHEMES[name].draws} == {"gumbel", "synthid", "dip"}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_ref.watermark.detect as torch_detect
-from jaxbench.watermark import definition, detect, pipeline
+from jaxbench.watermark import detect, detection, reference
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
@@ -34,6 +34,7 @@ SCHEMES = [
     {"scheme": "gumbel", "prf": "vllm", "context": rule("left", 6), "dual_key_alpha": 0.2},
     {"scheme": "synthid"},
     {"scheme": "dip"},
+    {"scheme": "morphmark", "context": rule("min", 3)},
 ]
 
 
@@ -51,7 +52,7 @@ def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return random.zipf(1.5, (ROWS, LENGTH)) % VOCAB, lengths, random.integers(0, 12, ROWS)
 
 
-def assert_equal(found: definition.Evidence, wanted: definition.Evidence, lengths: np.ndarray) -> None:
+def assert_equal(found: reference.Evidence, wanted: reference.Evidence, lengths: np.ndarray) -> None:
     inside = np.arange(found.words.shape[1]) < lengths[:, None]
     assert found.words.dtype == np.uint32 and found.scored.dtype == bool
     assert (found.scored == wanted.scored).all()
@@ -70,7 +71,7 @@ def test_evidence_equals_the_reference_with_prompts_payloads_and_a_key_for_each_
     for key in (Key(2**63 + 12345), [Key(10**15 * row + 7) for row in range(ROWS)]):
         for prompt in (None, prompts):
             how = {"prompt_lengths": prompt, "payload": payload}
-            wanted = definition.evidence(scheme, key, tokens, lengths, vocab_size=VOCAB, **how)
+            wanted = reference.evidence(scheme, key, tokens, lengths, vocab_size=VOCAB, **how)
             assert wanted.scored.any() and not wanted.scored.all()
             assert_equal(detector.evidence(tokens, lengths, key, **how), wanted, lengths)
 
@@ -81,12 +82,12 @@ def test_a_payload_for_each_text_equals_one_payload_at_a_time(backend, batch):
     scheme = parse_scheme({"scheme": "kgw", "payload_bits": 4})
     detector, key, payloads = BACKENDS[backend].Detector(scheme, vocab_size=VOCAB), Key(5), np.arange(ROWS)
     together = detector.evidence(tokens, lengths, key, payload=payloads)
-    wanted = pipeline.NumpyDetector(scheme, vocab_size=VOCAB).evidence(tokens, lengths, key, payload=payloads)
+    wanted = detection.NumpyDetector(scheme, vocab_size=VOCAB).evidence(tokens, lengths, key, payload=payloads)
     assert_equal(together, wanted, lengths)
     for row in range(ROWS):
         one = slice(row, row + 1)
         alone = detector.evidence(tokens[one], lengths[one], key, payload=int(payloads[row]))
-        assert_equal(alone, definition.Evidence(together.words[one], together.scored[one]), lengths[one])
+        assert_equal(alone, reference.Evidence(together.words[one], together.scored[one]), lengths[one])
 
 
 @settings(max_examples=15)
@@ -95,7 +96,7 @@ def test_every_text_has_the_same_evidence_in_any_batch(rows, width, seed):
     scheme = parse_scheme({"scheme": "kgw", "context": rule("left", 2)})
     random = np.random.default_rng(seed)
     tokens, lengths = random.integers(0, 5, (rows, width)), random.integers(0, width + 1, rows)
-    wanted = definition.evidence(scheme, Key(seed), tokens, lengths, vocab_size=VOCAB)
+    wanted = reference.evidence(scheme, Key(seed), tokens, lengths, vocab_size=VOCAB)
     for module in BACKENDS.values():
         found = module.Detector(scheme, vocab_size=VOCAB).evidence(tokens, lengths, Key(seed))
         assert_equal(found, wanted, lengths)
@@ -120,16 +121,16 @@ def test_repeats_are_found_in_slabs_and_in_one_piece(least, monkeypatch):
     valid = random.random((10, 33)) < 0.8
     inputs = tuple(x.T.astype(np.uint32) for x in (seeds[..., 0], seeds[..., 1], tokens))
     found = np.asarray(jax.jit(detect._is_first)(inputs, valid.T)).T & valid
-    assert (found == definition.is_first(seeds, tokens, valid)).all() and 0 < found.sum() < valid.sum()
+    assert (found == reference.is_first(seeds, tokens, valid)).all() and 0 < found.sum() < valid.sum()
 
 
 def test_long_texts_are_sorted_on_the_host(monkeypatch, batch):
     tokens, lengths, prompts = batch
     scheme = parse_scheme({"scheme": "kgw", "payload_bits": 4})
-    monkeypatch.setattr(pipeline, "MAX_DEVICE_LENGTH", 16)
+    monkeypatch.setattr(detection, "MAX_DEVICE_LENGTH", 16)
     how = {"prompt_lengths": prompts, "payload": np.arange(ROWS)}
     found = detect.Detector(scheme, vocab_size=VOCAB).evidence(tokens, lengths, Key(1), **how)
-    wanted = pipeline.NumpyDetector(scheme, vocab_size=VOCAB).evidence(tokens, lengths, Key(1), **how)
+    wanted = detection.NumpyDetector(scheme, vocab_size=VOCAB).evidence(tokens, lengths, Key(1), **how)
     assert_equal(found, wanted, lengths)
 
 
@@ -151,8 +152,8 @@ def test_detect_batch_takes_lists_arrays_and_ragged_ids(backend, batch):
     tokens, lengths, prompts = batch
     scheme, module = parse_scheme("gumbel"), BACKENDS[backend]
     lists = [row[:length].tolist() for row, length in zip(tokens, lengths)]
-    reference = pipeline.NumpyDetector(scheme, vocab_size=VOCAB)
-    wanted = pipeline.detect(reference, Ragged.from_lists(lists), Key(9), prompt_lengths=prompts)
+    in_numpy = detection.NumpyDetector(scheme, vocab_size=VOCAB)
+    wanted = detection.detect(in_numpy, Ragged.from_lists(lists), Key(9), prompt_lengths=prompts)
     assert wanted.p_value.min() < 1 == wanted.p_value[0]
     for given_ids in (lists, Ragged.from_lists(lists)):
         found = module.detect_batch(given_ids, scheme, Key(9), vocab_size=VOCAB, prompt_lengths=prompts)
@@ -163,17 +164,17 @@ def test_detect_batch_takes_lists_arrays_and_ragged_ids(backend, batch):
 
 
 def test_texts_of_many_lengths_keep_their_order(monkeypatch):
-    monkeypatch.setattr(pipeline, "MANY_TEXTS", 10)
-    monkeypatch.setattr(pipeline, "FEW_ROWS", 4)
-    monkeypatch.setattr(pipeline, "BATCH_TOKENS", 256)
+    monkeypatch.setattr(detection, "MANY_TEXTS", 10)
+    monkeypatch.setattr(detection, "FEW_ROWS", 4)
+    monkeypatch.setattr(detection, "BATCH_TOKENS", 256)
     random = np.random.default_rng(0)
     lists = [random.integers(0, VOCAB, n).tolist() for n in random.integers(0, 90, 40)]
-    detector = pipeline.NumpyDetector(parse_scheme("kgw"), vocab_size=VOCAB)
-    together = pipeline.detect(detector, Ragged.from_lists(lists), [Key(i) for i in range(40)])
+    detector = detection.NumpyDetector(parse_scheme("kgw"), vocab_size=VOCAB)
+    together = detection.detect(detector, Ragged.from_lists(lists), [Key(i) for i in range(40)])
     for i, ids in enumerate(lists):
-        alone = pipeline.detect(detector, Ragged.from_lists([ids]), Key(i))
+        alone = detection.detect(detector, Ragged.from_lists([ids]), Key(i))
         assert (together.p_value[i], together.num_scored[i]) == (alone.p_value[0], alone.num_scored[0])
-    sizes = [tokens.shape for _, tokens, _ in pipeline.batches(Ragged.from_lists(lists))]
+    sizes = [tokens.shape for _, tokens, _ in detection.batches(Ragged.from_lists(lists))]
     assert len(sizes) > 3 and all(rows * columns <= 256 for rows, columns in sizes)
 
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from jaxbench.watermark import config, definition, host_loop, schemes
+from jaxbench.watermark import config, host_loop, logits_processor, reference
 from jaxbench.watermark.keys import Key
 from torch_ref.watermark import host_loop as torch_host_loop
-from torch_ref.watermark import schemes as torch_schemes
+from torch_ref.watermark import logits_processor as torch_logits_processor
 
 VOCAB = 120
 KEYS = [Key(1), None, Key(3)]
@@ -36,7 +36,7 @@ def test_transformers_generate_marks_each_row_under_its_key(llama, scheme):
     from transformers import LogitsProcessorList
 
     scheme = config.parse_scheme(scheme)
-    watermark = torch_schemes.Watermark(scheme, vocab_size=VOCAB)
+    watermark = torch_logits_processor.Watermark(scheme, vocab_size=VOCAB)
     processor = torch_host_loop.HostLoop(watermark, KEYS, temperature=0.9)
     prompt = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
     settings = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 40, "pad_token_id": 0}
@@ -44,12 +44,12 @@ def test_transformers_generate_marks_each_row_under_its_key(llama, scheme):
         prompt, attention_mask=torch.ones_like(prompt), logits_processor=LogitsProcessorList([processor]), **settings
     ).numpy()
     keys = [key or Key(1) for key in KEYS]
-    found = definition.evidence(
+    found = reference.evidence(
         scheme, keys, made, np.full(3, made.shape[1]), vocab_size=VOCAB, prompt_lengths=prompt.shape[1]
     )
     for row, key in enumerate(KEYS):
         words = found.words[row][found.scored[row]]
-        marked = words > 0.8 * 2**32 if scheme.scheme == "gumbel" else definition.is_green(scheme, words)
+        marked = words > 0.8 * 2**32 if scheme.scheme == "gumbel" else scheme.is_green(words)
         assert (marked.mean() > 0.75) == (key is not None)
 
 
@@ -57,8 +57,8 @@ def test_transformers_generate_marks_each_row_under_its_key(llama, scheme):
 def test_both_twins_change_the_logits_alike(name):
     random = np.random.default_rng(0)
     loops = [
-        host_loop.HostLoop(schemes.Watermark(name, vocab_size=VOCAB), KEYS, temperature=0.7),
-        torch_host_loop.HostLoop(torch_schemes.Watermark(name, vocab_size=VOCAB), KEYS, temperature=0.7),
+        host_loop.HostLoop(logits_processor.Watermark(name, vocab_size=VOCAB), KEYS, temperature=0.7),
+        torch_host_loop.HostLoop(torch_logits_processor.Watermark(name, vocab_size=VOCAB), KEYS, temperature=0.7),
     ]
     tokens = random.integers(0, VOCAB, (3, 12))
     for length in (2, 6, 12):
@@ -74,7 +74,7 @@ def test_several_sequences_of_one_prompt_are_marked_under_its_key(llama):
     from transformers import LogitsProcessorList
 
     scheme = config.parse_scheme({"scheme": "kgw", "delta": 8.0})
-    processor = torch_host_loop.HostLoop(torch_schemes.Watermark(scheme, vocab_size=VOCAB), KEYS)
+    processor = torch_host_loop.HostLoop(torch_logits_processor.Watermark(scheme, vocab_size=VOCAB), KEYS)
     prompt = torch.tensor([[1, 2, 3, 4, 5]] * 3)
     made = llama.generate(
         prompt, attention_mask=torch.ones_like(prompt), logits_processor=LogitsProcessorList([processor]),
@@ -82,15 +82,17 @@ def test_several_sequences_of_one_prompt_are_marked_under_its_key(llama):
     ).numpy()  # fmt: skip
     assert made.shape == (6, 45) and (made[0] != made[1]).any()
     keys = [key or Key(1) for key in KEYS for _ in range(2)]
-    found = definition.evidence(scheme, keys, made, np.full(6, 45), vocab_size=VOCAB, prompt_lengths=5)
-    green = [definition.is_green(scheme, found.words[row][found.scored[row]]).mean() > 0.75 for row in range(6)]
+    found = reference.evidence(scheme, keys, made, np.full(6, 45), vocab_size=VOCAB, prompt_lengths=5)
+    green = [scheme.is_green(found.words[row][found.scored[row]]).mean() > 0.75 for row in range(6)]
     assert green == [True, True, False, False, True, True]
 
 
 @pytest.mark.parametrize("side", ["flax", "torch"])
 def test_rows_share_keys_evenly_or_not_at_all(side):
     library, marks, array = (
-        (host_loop, schemes, jnp.asarray) if side == "flax" else (torch_host_loop, torch_schemes, torch.asarray)
+        (host_loop, logits_processor, jnp.asarray)
+        if side == "flax"
+        else (torch_host_loop, torch_logits_processor, torch.asarray)
     )
     watermark = marks.Watermark({"scheme": "kgw", "payload_bits": 2}, vocab_size=VOCAB)
     logits, tokens = np.zeros((4, VOCAB), np.float32), np.array([[1, 2]] * 4)
@@ -104,6 +106,6 @@ def test_rows_share_keys_evenly_or_not_at_all(side):
 
 
 def test_a_temperature_of_zero_is_refused_for_schemes_that_draw():
-    watermark = torch_schemes.Watermark("gumbel", vocab_size=VOCAB)
+    watermark = torch_logits_processor.Watermark("gumbel", vocab_size=VOCAB)
     with pytest.raises(ValueError, match="gumbel: temperature=0.0 leaves nothing to draw"):
         torch_host_loop.HostLoop(watermark, [Key(1)], temperature=0.0)

@@ -10,10 +10,11 @@ from scipy import stats
 
 import jaxbench.watermark.detect
 import torch_ref.watermark.detect
-from jaxbench.watermark import bulk, definition, identify, pipeline
+from jaxbench.watermark import bulk, detection, identify
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
+from tests.watermark import vocabulary
 
 VOCAB = 211
 
@@ -29,7 +30,7 @@ def write(candidate: identify.Candidate, length: int, seed: int, payload: int = 
     random, text = np.random.default_rng(seed), [1]
     while len(text) < length:
         context = np.array([text[-1:]])
-        words = definition.vocabulary_words(scheme, key, context, vocab_size=VOCAB, payload=payload)[0]
+        words = vocabulary.words(scheme, key, context, vocab_size=VOCAB, payload=payload)[0]
         options = random.integers(0, VOCAB, 8)
         best = options[np.argmin(words[options]) if scheme.scheme == "kgw" else np.argmax(words[options])]
         text.append(int(best))
@@ -41,7 +42,7 @@ def test_the_scheme_and_key_of_each_text_are_named(correction):
     family = candidates()
     ids = Ragged.from_lists([write(one, 40, seed) for seed, one in enumerate(family)])
     found = identify.identify(
-        family, ids, vocab_size=VOCAB, make_detector=pipeline.NumpyDetector, correction=correction
+        family, ids, vocab_size=VOCAB, make_detector=detection.NumpyDetector, correction=correction
     )
     assert found.best.tolist() == list(range(6)) and found.names[0] == "kgw/0"
     assert ((found.corrected <= 1e-3) == np.eye(6, dtype=bool)).all()
@@ -51,7 +52,7 @@ def test_the_scheme_and_key_of_each_text_are_named(correction):
 def test_texts_without_a_mark_are_accused_at_most_at_the_level():
     tokens = np.random.default_rng(1).zipf(1.3, (500, 40)) % VOCAB
     found = identify.identify(
-        candidates(), Ragged.from_array(tokens), vocab_size=VOCAB, make_detector=pipeline.NumpyDetector
+        candidates(), Ragged.from_array(tokens), vocab_size=VOCAB, make_detector=detection.NumpyDetector
     )
     rate = (found.corrected <= 0.1).any(axis=1).mean()
     assert 0 < rate <= 0.1 + 3 * np.sqrt(0.09 / 500)
@@ -60,16 +61,16 @@ def test_texts_without_a_mark_are_accused_at_most_at_the_level():
 
 def test_a_payload_is_decoded_among_all_and_its_p_is_corrected():
     one = identify.Candidate("kgw", parse_scheme({"scheme": "kgw", "payload_bits": 6}), Key(3))
-    detector = pipeline.NumpyDetector(one.scheme, vocab_size=VOCAB)
+    detector = detection.NumpyDetector(one.scheme, vocab_size=VOCAB)
     texts = [write(one, 60, seed, payload) for seed, payload in enumerate((0, 17, 63))]
-    found = pipeline.detect(detector, Ragged.from_lists(texts), one.key)
+    found = detection.detect(detector, Ragged.from_lists(texts), one.key)
     assert found.payload.tolist() == [0, 17, 63]
     for row, payload in enumerate((0, 17, 63)):
-        single = pipeline.detect(detector, Ragged.from_lists(texts[row : row + 1]), one.key, payload=payload)
+        single = detection.detect(detector, Ragged.from_lists(texts[row : row + 1]), one.key, payload=payload)
         assert found.p_value[row] == pytest.approx(64 * single.p_value[0], rel=1e-6)
         assert found.num_scored[row] == single.num_scored[0]
     everything = identify.identify(
-        [one], Ragged.from_lists(texts), vocab_size=VOCAB, make_detector=pipeline.NumpyDetector
+        [one], Ragged.from_lists(texts), vocab_size=VOCAB, make_detector=detection.NumpyDetector
     )
     assert (everything.p_value == found.p_value).all()
 
@@ -77,7 +78,7 @@ def test_a_payload_is_decoded_among_all_and_its_p_is_corrected():
 def test_a_text_without_a_payload_is_accused_at_most_at_the_level():
     scheme = parse_scheme({"scheme": "kgw", "payload_bits": 4})
     tokens = np.random.default_rng(2).integers(0, VOCAB, (300, 30))
-    found = pipeline.detect(pipeline.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), Key(5))
+    found = detection.detect(detection.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), Key(5))
     assert (found.p_value <= 0.2).mean() <= 0.2 + 3 * np.sqrt(0.16 / 300)
 
 
@@ -96,14 +97,14 @@ def test_every_payload_is_found_by_the_plain_call(backend):
     one, texts, payloads = carriers(20 if backend == "numpy" else 3)
     how = {"vocab_size": VOCAB}
     if backend == "numpy":
-        detector = pipeline.NumpyDetector(PAYLOAD, **how)
-        found = pipeline.detect(detector, Ragged.from_lists(texts), one.key)
+        detector = detection.NumpyDetector(PAYLOAD, **how)
+        found = detection.detect(detector, Ragged.from_lists(texts), one.key)
     else:
         library = {"flax": jaxbench.watermark.detect, "torch": torch_ref.watermark.detect}[backend]
         found = library.detect_batch(texts, PAYLOAD, one.key, **how)
     assert found.payload.tolist() == payloads and (found.p_value <= 1e-3).all()
-    known = pipeline.detect(
-        pipeline.NumpyDetector(PAYLOAD, **how), Ragged.from_lists(texts[:1]), one.key, payload=payloads[0]
+    known = detection.detect(
+        detection.NumpyDetector(PAYLOAD, **how), Ragged.from_lists(texts[:1]), one.key, payload=payloads[0]
     )
     assert known.payload.tolist() == payloads[:1]
     assert found.p_value[0] == pytest.approx(1 - (1 - known.p_value[0]) ** 128, rel=1e-6)
@@ -121,7 +122,7 @@ def test_files_and_families_of_one_find_every_payload(count, tmp_path):
     assert [row["payload" if count == 1 else "payload_kgw"] for row in rows] == payloads
     assert all(row["p_value"] <= 1e-3 for row in rows)
     assert "payload_other" not in rows[0]
-    found = identify.identify(family, Ragged.from_lists(texts), vocab_size=VOCAB, make_detector=pipeline.NumpyDetector)
+    found = identify.identify(family, Ragged.from_lists(texts), vocab_size=VOCAB, make_detector=detection.NumpyDetector)
     assert found.payloads[:, 0].tolist() == payloads and (found.corrected <= 1e-3)[:, 0].all()
 
 
@@ -130,7 +131,7 @@ def test_of_texts_without_a_mark_p_over_all_payloads_is_uniform_or_larger():
     for name in ("gumbel", "kgw"):
         scheme = parse_scheme({"scheme": name, "payload_bits": 6, "context": {"width": 1}})
         tokens = np.random.default_rng(7).integers(0, VOCAB, (1000, 40))
-        found = pipeline.detect(pipeline.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), keys)
+        found = detection.detect(detection.NumpyDetector(scheme, vocab_size=VOCAB), Ragged.from_array(tokens), keys)
         for level in (0.01, 0.05, 0.2, 0.5):
             limit = level + 3 * np.sqrt(level * (1 - level) / 1000)
             assert (found.p_value <= level).mean() <= limit, (scheme.scheme, level)
@@ -139,24 +140,24 @@ def test_of_texts_without_a_mark_p_over_all_payloads_is_uniform_or_larger():
 
 def test_payloads_in_one_call_or_one_by_one_are_the_same(monkeypatch):
     one, texts, payloads = carriers(3)
-    detector = pipeline.NumpyDetector(PAYLOAD, vocab_size=VOCAB)
-    together = pipeline.detect(detector, Ragged.from_lists(texts), [one.key] * 3)
-    monkeypatch.setattr(pipeline, "BATCH_TOKENS", 200)
-    alone = pipeline.detect(detector, Ragged.from_lists(texts), [one.key] * 3)
+    detector = detection.NumpyDetector(PAYLOAD, vocab_size=VOCAB)
+    together = detection.detect(detector, Ragged.from_lists(texts), [one.key] * 3)
+    monkeypatch.setattr(detection, "BATCH_TOKENS", 200)
+    alone = detection.detect(detector, Ragged.from_lists(texts), [one.key] * 3)
     for name, values in together._asdict().items():
         assert values.tolist() == getattr(alone, name).tolist(), name
 
 
 def test_payloads_that_do_not_fit_are_named():
-    detector = pipeline.NumpyDetector(PAYLOAD, vocab_size=VOCAB)
+    detector = detection.NumpyDetector(PAYLOAD, vocab_size=VOCAB)
     with pytest.raises(ValueError, match="payload=128, wanted 0 <= payload < 128"):
-        pipeline.detect(detector, Ragged.from_lists([[1, 2]]), Key(1), payload=128)
+        detection.detect(detector, Ragged.from_lists([[1, 2]]), Key(1), payload=128)
     with pytest.raises(ValueError, match="more payloads than the vocabulary of 211 has tokens"):
-        pipeline.NumpyDetector({"scheme": "kgw", "payload_bits": 8}, vocab_size=VOCAB)
+        detection.NumpyDetector({"scheme": "kgw", "payload_bits": 8}, vocab_size=VOCAB)
 
 
 def test_bad_families_are_named():
-    ids, make = Ragged.from_lists([[1, 2]]), pipeline.NumpyDetector
+    ids, make = Ragged.from_lists([[1, 2]]), detection.NumpyDetector
     with pytest.raises(ValueError, match=r"candidates \(\)"):
         identify.identify([], ids, vocab_size=VOCAB, make_detector=make)
     with pytest.raises(ValueError, match="no name twice"):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import torch_ref.watermark.schemes
-from jaxbench.watermark import definition, schemes, statistics, tables
+import torch_ref.watermark.logits_processor
+from jaxbench.watermark import green_lists, logits_processor, reference, statistics
 from jaxbench.watermark.config import Gumbel, MarkLlmKgw, TransformersKgw
 from jaxbench.watermark.keys import Key
 
@@ -27,10 +27,12 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXBENCH_CACHE", str(tmp_path))
 
 
-def biased(backend: str, scheme, lists: tables.Tables, contexts: np.ndarray) -> np.ndarray:
+def biased(backend: str, scheme, lists: green_lists.GreenLists, contexts: np.ndarray) -> np.ndarray:
     """Return which tokens a backend's processor raises after contexts [B n], bool [B V]."""
-    module, array = (schemes, jnp.asarray) if backend == "jax" else (torch_ref.watermark.schemes, torch.asarray)
-    watermark = module.Watermark(scheme, vocab_size=lists.vocab_size, tables=lists)
+    module, array = (
+        (logits_processor, jnp.asarray) if backend == "jax" else (torch_ref.watermark.logits_processor, torch.asarray)
+    )
+    watermark = module.Watermark(scheme, vocab_size=lists.vocab_size, green_lists=lists)
     state = watermark.state([Key(0)] * len(contexts))
     rows, length = contexts.shape
     logits = array(np.zeros((rows, lists.vocab_size), np.float32))
@@ -48,7 +50,7 @@ def test_raised_tokens_are_markllms_list(f_scheme, backend):
     assert {row["prefix_length"] for row in rows} == {1, 2, 4}
     for row in rows:
         scheme = MarkLlmKgw(**{name: row[name] for name in FIELDS})
-        lists = tables.Tables(scheme, vocab_size=97)
+        lists = green_lists.GreenLists(scheme, vocab_size=97)
         found = biased(backend, scheme, lists, np.array([row["ids"]]))
         assert np.flatnonzero(found[0]).tolist() == row["green"]
 
@@ -61,12 +63,14 @@ def test_raised_tokens_are_those_of_transformers(backend):
     processor = WatermarkLogitsProcessor(97, "cpu", 0.25, 2.0, context_width=2)
     wanted = processor(torch.tensor(contexts), torch.zeros(2, 97)).numpy() > 0
     scheme = TransformersKgw(context_width=2)
-    assert np.array_equal(biased(backend, scheme, tables.Tables(scheme, vocab_size=97), contexts), wanted)
+    assert np.array_equal(biased(backend, scheme, green_lists.GreenLists(scheme, vocab_size=97), contexts), wanted)
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_drawn_tokens_are_those_of_vllm(backend):
-    module, array = (schemes, jnp.asarray) if backend == "jax" else (torch_ref.watermark.schemes, torch.asarray)
+    module, array = (
+        (logits_processor, jnp.asarray) if backend == "jax" else (torch_ref.watermark.logits_processor, torch.asarray)
+    )
     watermark = module.Watermark(Gumbel(prf="vllm", deduplicate=False), vocab_size=499)
     tokens = np.arange(499)
     logits = (tokens * tokens * 37 % 101).astype(np.float32) / 25
@@ -85,7 +89,7 @@ def test_markllm_detects_what_is_marked_with_its_lists_here():
     if not python.exists():
         pytest.skip("MarkLLM is not installed: run `make peers`")
     scheme, size = MarkLlmKgw(), 600
-    lists, random = tables.Tables(scheme, vocab_size=size), np.random.default_rng(0)
+    lists, random = green_lists.GreenLists(scheme, vocab_size=size), np.random.default_rng(0)
     marked, human = [int(random.integers(1, size))], random.integers(0, size, 120).tolist()
     while len(marked) < 120:  # a green token in three of four places
         green = lists.green_lists(np.array([[marked[-1]]]))[0]
@@ -102,8 +106,8 @@ def test_markllm_detects_what_is_marked_with_its_lists_here():
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout)
     tokens = np.array([marked, human])
-    found = definition.evidence(
-        scheme, Key(0), tokens, np.full(2, 120), vocab_size=size, tables=lists, deduplicate=False
+    found = reference.evidence(
+        scheme, Key(0), tokens, np.full(2, 120), vocab_size=size, green_lists=lists, deduplicate=False
     )
     ours = statistics.score(scheme, found, vocab_size=size)
     assert ours.num_green.tolist() == [green for _, green in theirs]

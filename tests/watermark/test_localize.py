@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxbench.watermark import definition, localize, statistics
+from jaxbench.watermark import localize, reference, statistics
 from jaxbench.watermark.config import parse_scheme
-from jaxbench.watermark.definition import Evidence
+from jaxbench.watermark.reference import Evidence
 
 VOCAB = 5000
 KGW = parse_scheme("kgw")
@@ -44,7 +44,7 @@ def test_texts_without_a_mark_have_spans_at_most_at_the_level(scheme):
     scheme = parse_scheme(scheme)
     words = uniform_words(400, 120, seed=3)
     if scheme.scheme == "unigram":
-        words = np.where(words < 2**31, 0, definition.RED).astype(np.uint32)
+        words = np.where(words < 2**31, 0, reference.RED).astype(np.uint32)
     evidence = Evidence(words, np.ones(words.shape, bool))
     found = localize.localize(scheme, evidence, vocab_size=VOCAB, level=0.05)
     assert np.mean([one.p_value <= 0.05 for one in found]) <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 400)
@@ -73,7 +73,7 @@ def test_winmax_is_valid_without_a_mark(scheme):
     scheme = parse_scheme(scheme)
     words = uniform_words(300, 80, seed=7)
     if scheme.scheme == "unigram":
-        words = np.where(words < 2**31, 0, definition.RED).astype(np.uint32)
+        words = np.where(words < 2**31, 0, reference.RED).astype(np.uint32)
     found = localize.winmax(scheme, Evidence(words, np.ones(words.shape, bool)), vocab_size=VOCAB, num_draws=999)
     for level in (0.1, 0.5):
         rate = (found.p_value <= level).mean()
@@ -86,8 +86,8 @@ def test_winmax_finds_a_marked_window_and_repeats_itself():
     again = localize.winmax(KGW, evidence, vocab_size=VOCAB, num_draws=999)
     assert (found.p_value == 1 / 1000).all() and (found.p_value == again.p_value).all()
     assert (found.start < 260).all() and (found.end > 200).all()
-    mean, variance = statistics.token_moments(KGW, vocab_size=VOCAB)
-    scores = statistics.token_scores(KGW, evidence)
+    mean, variance = KGW.statistic(VOCAB).moments()
+    scores = KGW.statistic(VOCAB).token_scores(evidence)
     for row in range(5):
         window = scores[row, found.start[row] : found.end[row]]
         assert found.statistic[row] == pytest.approx(

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import torch_ref.watermark.neural
-from jaxbench.watermark import config, definition, features, neural, neural_detection, train_detector, training_data
+from jaxbench.watermark import config, features, neural, neural_detection, reference, train_detector, training_data
 from jaxbench.watermark.keys import Key
+from tests.watermark import vocabulary
 
 SHAPE = features.NeuralConfig(num_rows=64, d_model=12, num_pooled=6, d_hidden=8, dilations=(1, 3))
 PARAMS = features.initial_params(SHAPE, 0, distinct=True)
@@ -33,7 +34,7 @@ def marked(scheme, count=160, length=60, seed=0, strength=0.8):
         context = tokens[:, max(0, place - scheme.context.length) : place]
         if context.shape[1] < scheme.context.length:
             continue
-        words = definition.vocabulary_words(scheme, keys, context, vocab_size=VOCAB)
+        words = vocabulary.words(scheme, keys, context, vocab_size=VOCAB)
         best = words.argmin(axis=1) if scheme.scheme == "kgw" else words.argmax(axis=1)
         tokens[:, place] = np.where(random.random(count) < strength, best, tokens[:, place])
     return tokens, keys
@@ -95,18 +96,18 @@ def test_common_tokens_have_a_row_of_their_own_and_rare_ones_share():
 )
 def test_evidence_is_centred_under_another_key_and_stays_inside_the_unit_interval(scheme):
     scheme, random = config.parse_scheme(scheme), np.random.default_rng(0)
-    words = training_data.fresh_words(scheme, (50, 400), random)
-    value = features.evidence(scheme, definition.Evidence(words, np.ones(words.shape, bool)))
+    words = scheme.null_words(random, (50, 400))
+    value = features.evidence(scheme, reference.Evidence(words, np.ones(words.shape, bool)))
     assert 0 < value.min() and value.max() < 1
     assert value.mean() == pytest.approx(0.5, abs=4 * value.std() / np.sqrt(value.size))
-    hidden = features.evidence(scheme, definition.Evidence(words, np.zeros(words.shape, bool)))
+    hidden = features.evidence(scheme, reference.Evidence(words, np.zeros(words.shape, bool)))
     assert (hidden == 0.5).all()
 
 
 def test_the_largest_word_keeps_a_finite_score_in_float32():
     words = np.array([[0, 2**32 - 1]], np.uint32)
     for scheme in ("gumbel", "synthid"):
-        found = definition.Evidence(words, np.ones(words.shape, bool))
+        found = reference.Evidence(words, np.ones(words.shape, bool))
         value = features.evidence(config.parse_scheme(scheme), found).astype(np.float32)
         assert 0 < value.min() and value.max() < 1
         scores = neural.token_features(jnp.asarray(value), jnp.ones((1, 2), bool), dtype="float32")
@@ -116,7 +117,7 @@ def test_the_largest_word_keeps_a_finite_score_in_float32():
 def test_a_green_token_is_evidence_for_the_mark_and_a_red_one_against_it():
     scheme = config.parse_scheme({"scheme": "kgw", "gamma": 0.25})
     words = np.array([[0, 2**30 - 1, 2**30, 2**32 - 1]], np.uint32)
-    value = features.evidence(scheme, definition.Evidence(words, np.ones(words.shape, bool)))
+    value = features.evidence(scheme, reference.Evidence(words, np.ones(words.shape, bool)))
     np.testing.assert_allclose(value, [[0.875, 0.875, 0.375, 0.375]])
 
 
@@ -144,11 +145,11 @@ def test_a_saved_detector_gives_a_p_value_of_one_text_with_the_human_text_it_kep
     features.save(tmp_path, SHAPE, PARAMS, {"vocab_size": VOCAB}, human)
     test = neural_detection.NeuralTest(tmp_path, vocab_size=VOCAB)
     tokens, keys = marked(scheme, count=1, length=40)
-    found = definition.evidence(scheme, keys, tokens, np.array([40]), vocab_size=VOCAB)
+    found = reference.evidence(scheme, keys, tokens, np.array([40]), vocab_size=VOCAB)
     verdict = test(scheme, tokens[0], found)
     assert verdict.num_tokens == 32 and 0 < verdict.p_value <= 1
     assert (verdict.p_value * (verdict.num_null + 1)) == pytest.approx(round(verdict.p_value * (verdict.num_null + 1)))
-    nothing = definition.Evidence(found.words, np.zeros_like(found.scored))
+    nothing = reference.Evidence(found.words, np.zeros_like(found.scored))
     assert test(scheme, tokens[0], nothing).p_value == 1.0
     with pytest.raises(ValueError, match="payload_bits=2"):
         test(config.parse_scheme({"scheme": "kgw", "payload_bits": 2}), tokens[0], found)

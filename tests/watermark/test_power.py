@@ -9,8 +9,9 @@ from scipy import special
 from jaxbench import config as configs
 from jaxbench import initial, tokenizer, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.watermark import config, definition, detectability, power
+from jaxbench.watermark import config, detectability, power
 from jaxbench.watermark.keys import Key
+from tests.watermark import vocabulary
 
 TINY = TransformerConfig(
     vocab_size=512, d_model=16, d_ff=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_seq_len=256
@@ -110,7 +111,7 @@ def test_the_mean_gumbel_score_of_a_token_of_probability_p_is_a_harmonic_number(
     probabilities = np.full(vocab_size, (1 - p) / (vocab_size - 1))
     probabilities[3] = p
     contexts = np.random.default_rng(1).integers(0, 2**16, (count, 4))
-    words = definition.vocabulary_words(scheme, Key(7), contexts, vocab_size=vocab_size)
+    words = vocabulary.words(scheme, Key(7), contexts, vocab_size=vocab_size)
     u = ((words >> np.uint32(8)) + 0.5) * 2.0**-24
     drawn = np.argmax(np.log(probabilities) - np.log(-np.log(u)), axis=1) == 3
     scores = -np.log1p(-u[drawn, 3])

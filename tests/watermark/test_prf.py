@@ -1,4 +1,4 @@
-"""The pseudo-random functions of JAX and PyTorch against the numpy definition, bit for bit."""
+"""The pseudo-random functions of JAX and PyTorch against the numpy reference, bit for bit."""
 
 import functools
 
@@ -10,9 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxbench.watermark import config, definition, prf
+from jaxbench import philox
+from jaxbench.watermark import config, prf, reference, vllm_prf
+from jaxbench.watermark.device import dip, gumbel, kgw
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes import dip as in_numpy
 from torch_ref.watermark import prf as torch_prf
+from torch_ref.watermark.device import dip as torch_dip
+from torch_ref.watermark.device import gumbel as torch_gumbel
+from torch_ref.watermark.device import kgw as torch_kgw
 
 VOCAB, BATCH, TOKENS = 103, 2, 12  # not a multiple of four
 KEYS = st.lists(st.integers(0, 2**64 - 1).map(Key), min_size=BATCH, max_size=BATCH)
@@ -37,22 +43,29 @@ def in_torch(function, *inputs):
 def jitted(name, *options):
     def of(module):
         if name == "seeds":
-            rule = config.ContextRule(kind=options[0], width=options[1])
-            return lambda key, tokens: module.context_seeds(rule, module.halves(key, 2), tokens)
+            rule = reference.ContextRule(kind=options[0], width=options[1])
+            if module is prf:  # texts are columns there
+                columns = lambda key, tokens: prf.text_seeds(rule, tuple(h.T for h in prf.halves(key, 2)), tokens.T)
+                return lambda key, tokens: columns(key, tokens).swapaxes(0, 1)
+            return lambda key, tokens: module.text_seeds(rule, module.halves(key, 2), tokens)
         if name == "words":
             scheme = config.parse_scheme(options[0])
+            if options[0] == "dip":
+                words_of = (dip if module is prf else torch_dip).token_words
+                return lambda key, seeds, tokens, payload: words_of(
+                    module.halves(key, 2), seeds, tokens, vocab_size=VOCAB
+                )
             return lambda key, seeds, tokens, payload: module.token_words(
                 scheme, module.halves(key, 2), seeds, tokens, vocab_size=VOCAB, payload=payload
             )
         if name == "vllm":
-            return lambda key, contexts, tokens: module.vllm_token_words(
-                module.vllm_state(contexts, module.halves(key, 2)), tokens, module.halves(key, 2)
+            mark = gumbel if module is prf else torch_gumbel
+            return lambda key, contexts, tokens: mark.vllm_token_words(
+                mark.vllm_state(contexts, module.halves(key, 2)), tokens, module.halves(key, 2)
             )
         if name == "order":
-            return lambda keys, values: (
-                module.unpermute(module.permute(values, keys, options[0]), keys, options[0]) * 2 ** options[0]
-                + module.permute(values, keys, options[0])
-            )
+            order = dip if module is prf else torch_dip
+            return lambda keys, values: order.permute(values, keys, options[0])
         assert name == "lanes"
         return lambda key, seeds: module.interleave(
             module.lanes(module.halves(key, 2), seeds, site=77, num_elements=VOCAB), VOCAB
@@ -66,8 +79,8 @@ def jitted(name, *options):
 @given(keys=KEYS, tokens=TEXTS)
 def test_context_seeds_are_equal_in_bits(kind, width, keys, tokens):
     tokens = np.array(tokens, np.int32)
-    rule = config.ContextRule(kind=kind, width=width)
-    expected = definition.context_seeds(rule, keys, tokens)[:, rule.length :]
+    rule = reference.ContextRule(kind=kind, width=width)
+    expected = reference.context_seeds(rule, keys, tokens)[:, rule.length :]
     one, other = jitted("seeds", kind, width)
     np.testing.assert_array_equal(in_jax(one, arrays(keys), tokens)[:, rule.length :], expected)
     np.testing.assert_array_equal(in_torch(other, arrays(keys), tokens)[:, rule.length :], expected)
@@ -79,9 +92,13 @@ def test_context_seeds_are_equal_in_bits(kind, width, keys, tokens):
 def test_words_of_tokens_are_equal_in_bits(scheme, keys, tokens, seed, payload):
     tokens, payload = np.array(tokens, np.int32), np.array([[payload], [0]], np.int32)
     seeds = np.random.default_rng(seed).integers(0, 2**32, (BATCH, TOKENS, 2), dtype=np.uint32)
-    expected = definition.token_words(
-        config.parse_scheme(scheme), definition.halves(keys, 2), seeds, tokens, vocab_size=VOCAB, payload=payload
-    )
+    pair = reference.halves(keys, 2)
+    if scheme == "dip":
+        expected = in_numpy.token_words(pair, seeds, tokens, vocab_size=VOCAB)
+    else:
+        expected = reference.token_words(
+            config.parse_scheme(scheme), pair, seeds, tokens, vocab_size=VOCAB, payload=payload
+        )
     one, other = jitted("words", scheme)
     np.testing.assert_array_equal(in_jax(one, arrays(keys), seeds, tokens, payload), expected)
     np.testing.assert_array_equal(in_torch(other, arrays(keys), seeds, tokens, payload), expected)
@@ -90,8 +107,8 @@ def test_words_of_tokens_are_equal_in_bits(scheme, keys, tokens, seed, payload):
 @given(keys=KEYS, seed=st.integers(0, 10**6))
 def test_lanes_hold_the_words_of_the_whole_vocabulary(keys, seed):
     seeds = np.random.default_rng(seed).integers(0, 2**32, (BATCH, 2), dtype=np.uint32)
-    pair, tokens = definition.halves(keys, 2), np.arange(VOCAB, dtype=np.uint32)[None]
-    blocks = definition.philox.philox4x32((tokens >> 2, seeds[:, :1], seeds[:, 1:], 77), pair)
+    pair, tokens = reference.halves(keys, 2), np.arange(VOCAB, dtype=np.uint32)[None]
+    blocks = philox.philox4x32((tokens >> 2, seeds[:, :1], seeds[:, 1:], 77), pair)
     expected = np.take_along_axis(
         np.stack(blocks, -1), np.broadcast_to((tokens & 3)[..., None], (BATCH, VOCAB, 1)), -1
     )[..., 0]
@@ -106,8 +123,8 @@ def test_lanes_hold_the_words_of_the_whole_vocabulary(keys, seed):
 def test_vllms_words_are_equal_in_bits(width, keys, tokens, seed):
     tokens = np.array(tokens, np.int32)
     contexts = np.random.default_rng(seed).integers(-1, VOCAB, (BATCH, TOKENS, width), dtype=np.int32)
-    pair = definition.halves(keys, 2)
-    expected = definition.vllm_prf.token_words(definition.vllm_prf.state(contexts, pair), tokens, pair)
+    pair = reference.halves(keys, 2)
+    expected = vllm_prf.token_words(vllm_prf.state(contexts, pair), tokens, pair)
     one, other = jitted("vllm", width)
     np.testing.assert_array_equal(in_jax(one, arrays(keys), contexts, tokens), expected)
     np.testing.assert_array_equal(in_torch(other, arrays(keys), contexts, tokens), expected)
@@ -115,11 +132,11 @@ def test_vllms_words_are_equal_in_bits(width, keys, tokens, seed):
 
 @settings(max_examples=12)
 @given(keys=KEYS, seed=st.integers(0, 10**6))
-def test_the_keyed_order_is_equal_in_bits_and_its_inverse_inverts_it(keys, seed):
+def test_the_keyed_order_is_equal_in_bits(keys, seed):
     seeds = np.random.default_rng(seed).integers(0, 2**32, (BATCH, 2), dtype=np.uint32)
-    rounds = definition.round_keys(definition.halves(keys, 1), seeds)
+    rounds = in_numpy.round_keys(reference.halves(keys, 1), seeds)
     values = np.broadcast_to(np.arange(2**8, dtype=np.uint32), (BATCH, 2**8))
-    expected = values * 2**8 + definition.permute(values, rounds[:, None], 8)
+    expected = in_numpy.permute(values, rounds[:, None], 8)
     one, other = jitted("order", 8)
     np.testing.assert_array_equal(in_jax(one, rounds[:, None], values), expected)
     np.testing.assert_array_equal(in_torch(other, rounds[:, None], values), expected)
@@ -128,7 +145,8 @@ def test_the_keyed_order_is_equal_in_bits_and_its_inverse_inverts_it(keys, seed)
 @pytest.mark.parametrize(("module", "convert"), [(prf, jnp.asarray), (torch_prf, torch.from_numpy)])
 def test_own_lanes_are_the_words_of_a_token_with_itself(module, convert):
     key = convert(np.array([[5, 6]], np.uint32 if module is prf else np.int64))
-    lanes = np.asarray(module.own_lanes(module.halves(key, 2), num_elements=VOCAB))
+    mark = kgw if module is prf else torch_kgw
+    lanes = np.asarray(mark.own_lanes(module.halves(key, 2), num_elements=VOCAB))
     tokens = np.arange(104, dtype=np.uint32)
-    expected = definition.pair_words(tokens, tokens, (np.uint32(5), np.uint32(6)))
+    expected = reference.pair_words(tokens, tokens, (np.uint32(5), np.uint32(6)))
     np.testing.assert_array_equal(lanes[0].T.reshape(-1), expected)

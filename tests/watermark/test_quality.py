@@ -8,7 +8,7 @@ import pytest
 from jaxbench import initial, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.watermark import config, keys, quality
-from jaxbench.watermark.schemes import Watermark
+from jaxbench.watermark.logits_processor import Watermark
 
 VOCAB = 97
 CONFIG = TransformerConfig(

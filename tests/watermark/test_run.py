@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from jaxbench import launch
-from jaxbench.watermark import attacks, bulk, identify, localize, pipeline, run, statistics
+from jaxbench.watermark import attacks, bulk, detection, identify, localize, run, statistics
 from jaxbench.watermark.config import parse_scheme
-from jaxbench.watermark.definition import Evidence
 from jaxbench.watermark.keys import Key, write_key_file
+from jaxbench.watermark.reference import Evidence
 from jaxbench.watermark.texts import Ragged
 from tests.structure import ROOT
 from tests.test_cli import command, refused, shell_environment
@@ -155,8 +155,8 @@ def test_the_number_found_is_read_from_every_kind_of_output(tmp_path):
     path, rows = tmp_path / "a.jsonl", [list(range(i, i + 30)) for i in range(40)]
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     scheme = parse_scheme("kgw_transformers")
-    detector = pipeline.NumpyDetector(scheme, vocab_size=101)
-    p_values = pipeline.detect(detector, Ragged.from_lists(rows), run.PUBLIC_KEY).p_value
+    detector = detection.NumpyDetector(scheme, vocab_size=101)
+    p_values = detection.detect(detector, Ragged.from_lists(rows), run.PUBLIC_KEY).p_value
     for kind in ("parquet", "jsonl", "csv"):
         job = bulk.Job(run.candidates([scheme], []), vocab_size=101)
         out, screen = str(tmp_path / f"o.{kind}"), Console(file=io.StringIO(), width=100)
@@ -181,7 +181,7 @@ def shown(text: str, scheme, key: Key = Key(5)) -> tuple[statistics.Detections, 
     screen = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard", highlight=False)
     options = {"vocab_size": None, "canonicalize": False, "level": 0.01, "prompt_tokens": 0}
     found = run.detect_text(
-        text, scheme, key, tokenizer=Numbers(), make_detector=pipeline.NumpyDetector, console=screen, **options
+        text, scheme, key, tokenizer=Numbers(), make_detector=detection.NumpyDetector, console=screen, **options
     )
     return found, screen.file.getvalue()
 

@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from jaxbench.watermark import config, definition, keys, spoofing, statistics
+from jaxbench.watermark import config, keys, reference, spoofing, statistics
 
 VOCAB = 200
-SCHEME = config.Kgw(gamma=0.25, delta=9.0, context=config.ContextRule(width=1))
+SCHEME = config.Kgw(gamma=0.25, delta=9.0, context=reference.ContextRule(width=1))
 
 
 def green_text(key, count, length, seed):
     """Return texts whose tokens are the first green ones of eight random candidates."""
     pairs = np.stack(np.meshgrid(np.arange(VOCAB), np.arange(VOCAB), indexing="ij"), axis=-1).reshape(-1, 2)
     sizes = np.full(len(pairs), 2, np.int32)
-    words = definition.evidence(SCHEME, key, pairs.astype(np.int32), sizes, vocab_size=VOCAB).words[:, 1]
-    is_green = definition.is_green(SCHEME, words).reshape(VOCAB, VOCAB)
+    words = reference.evidence(SCHEME, key, pairs.astype(np.int32), sizes, vocab_size=VOCAB).words[:, 1]
+    is_green = SCHEME.is_green(words).reshape(VOCAB, VOCAB)
     candidates = np.random.default_rng(seed).integers(0, VOCAB, (count, length, 8))
     texts = candidates[:, :, 0].astype(np.int32)
     for t in range(1, length):
@@ -26,7 +26,7 @@ def green_text(key, count, length, seed):
 def p_values(texts, key):
     texts = np.asarray(texts, np.int32)
     lengths = np.full(len(texts), texts.shape[1], np.int32)
-    evidence = definition.evidence(SCHEME, key, texts, lengths, vocab_size=VOCAB)
+    evidence = reference.evidence(SCHEME, key, texts, lengths, vocab_size=VOCAB)
     return statistics.score(SCHEME, evidence, vocab_size=VOCAB).p_value
 
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from jaxbench.watermark import definition, statistics, tails
+from jaxbench.watermark import null_distributions, reference, statistics
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes import synthid
 
 VOCAB = 509
 SCHEMES = {
@@ -24,6 +25,7 @@ SCHEMES = {
     "synthid bayesian": parse_scheme({"scheme": "synthid", "score": "bayesian"}),
     "synthid shallow": parse_scheme({"scheme": "synthid", "depth": 3}),
     "dip": parse_scheme("dip"),
+    "morphmark": parse_scheme("morphmark"),
 }
 
 
@@ -38,7 +40,7 @@ def scored(request, texts):
     """Return a scheme, and its evidence and detections about the texts under 600 keys."""
     scheme = SCHEMES[request.param]
     keys = [Key(1000003 * i + 17) for i in range(len(texts))]
-    evidence = definition.evidence(scheme, keys, texts, np.full(len(texts), texts.shape[1]), vocab_size=VOCAB)
+    evidence = reference.evidence(scheme, keys, texts, np.full(len(texts), texts.shape[1]), vocab_size=VOCAB)
     return scheme, evidence, statistics.score(scheme, evidence, vocab_size=VOCAB)
 
 
@@ -52,7 +54,7 @@ def test_randomised_p_is_uniform_and_the_exact_one_above_it_for_texts_without_a_
 def test_scoring_repeated_inputs_again_is_not_calibrated(texts):
     scheme = SCHEMES["kgw"]
     keys = [Key(1000003 * i + 17) for i in range(len(texts))]
-    evidence = definition.evidence(scheme, keys, texts, np.full(len(texts), 50), vocab_size=VOCAB)
+    evidence = reference.evidence(scheme, keys, texts, np.full(len(texts), 50), vocab_size=VOCAB)
     every = evidence._replace(scored=np.broadcast_to(np.arange(50) >= 1, texts.shape))
     found = statistics.score(scheme, every, vocab_size=VOCAB)
     assert stats.kstest(found.randomized_p, "uniform").pvalue < 1e-3
@@ -60,13 +62,13 @@ def test_scoring_repeated_inputs_again_is_not_calibrated(texts):
 
 def test_totals_are_the_sums_of_token_scores(scored):
     scheme, evidence, found = scored
-    total = statistics.token_scores(scheme, evidence).sum(axis=1)
-    tail = statistics.tail_of(scheme, total, found.num_scored, vocab_size=VOCAB)
+    total = scheme.statistic(VOCAB).token_scores(evidence).sum(axis=1)
+    tail = scheme.statistic(VOCAB).tail(total, found.num_scored)
     np.testing.assert_allclose(found.p_value, tail.upper, rtol=1e-11)
     if scheme.scheme == "gumbel":
         np.testing.assert_allclose(found.statistic, total, rtol=1e-13)
-    mean, variance = statistics.token_moments(scheme, vocab_size=VOCAB)
-    each = statistics.token_scores(scheme, evidence)[evidence.scored]
+    mean, variance = scheme.statistic(VOCAB).moments()
+    each = scheme.statistic(VOCAB).token_scores(evidence)[evidence.scored]
     assert abs(each.mean() - mean) < 5 * np.sqrt(variance / len(each))
 
 
@@ -74,7 +76,7 @@ def test_the_randomised_p_is_the_same_in_every_run_and_any_padding(scored):
     scheme, evidence, found = scored
     pad = ((0, 0), (0, 13))
     second = evidence.second_words
-    wider = definition.Evidence(
+    wider = reference.Evidence(
         np.pad(evidence.words, pad, constant_values=9),
         np.pad(evidence.scored, pad),
         None if second is None else np.pad(second, pad),
@@ -91,7 +93,7 @@ def test_the_randomised_p_is_the_same_in_every_run_and_any_padding(scored):
 
 def test_a_text_too_short_has_p_one_and_a_reason():
     scheme = SCHEMES["gumbel"]
-    evidence = definition.evidence(scheme, Key(1), np.ones((3, 6), int), np.array([0, 4, 5]), vocab_size=VOCAB)
+    evidence = reference.evidence(scheme, Key(1), np.ones((3, 6), int), np.array([0, 4, 5]), vocab_size=VOCAB)
     found = statistics.score(scheme, evidence, vocab_size=VOCAB)
     assert found.num_scored.tolist() == [0, 0, 1]
     for values in (found.p_value, found.mid_p, found.randomized_p):
@@ -101,7 +103,7 @@ def test_a_text_too_short_has_p_one_and_a_reason():
 
 def test_kgw_counts_green_tokens_and_tests_them_with_the_binomial():
     words = np.array([[0, 2**30 - 1, 2**30, 2**32 - 1]], np.uint32)
-    evidence = definition.Evidence(words, np.array([[True, True, True, False]]))
+    evidence = reference.Evidence(words, np.array([[True, True, True, False]]))
     found = statistics.score(SCHEMES["kgw"], evidence, vocab_size=VOCAB)
     assert (found.num_green[0], found.num_scored[0]) == (2, 3)
     assert found.p_value[0] == pytest.approx(stats.binom.sf(1, 3, 0.25), rel=1e-14)
@@ -110,18 +112,18 @@ def test_kgw_counts_green_tokens_and_tests_them_with_the_binomial():
 
 
 def test_unigram_is_tested_without_replacement():
-    words = np.array([[0, 0, definition.RED]], np.uint32)
-    found = statistics.score(SCHEMES["unigram"], definition.Evidence(words, np.ones((1, 3), bool)), vocab_size=10)
+    words = np.array([[0, 0, reference.RED]], np.uint32)
+    found = statistics.score(SCHEMES["unigram"], reference.Evidence(words, np.ones((1, 3), bool)), vocab_size=10)
     assert found.p_value[0] == pytest.approx(stats.hypergeom.sf(1, 10, 5, 3), rel=1e-13)
     with pytest.raises(ValueError, match="3 distinct tokens in a vocabulary of vocab_size=2"):
-        statistics.score(SCHEMES["unigram"], definition.Evidence(words, np.ones((1, 3), bool)), vocab_size=2)
+        statistics.score(SCHEMES["unigram"], reference.Evidence(words, np.ones((1, 3), bool)), vocab_size=2)
 
 
 def test_synthid_reports_the_weighted_mean_of_its_bits():
     scheme = SCHEMES["synthid shallow"]  # weights 10, 5.5, 1
-    assert statistics.synthid_weights(3, "weighted") == (20, 11, 2)
+    assert synthid.weights(3, "weighted") == (20, 11, 2)
     found = statistics.score(
-        scheme, definition.Evidence(np.array([[0b001, 0b111]], np.uint32), np.ones((1, 2), bool)), vocab_size=VOCAB
+        scheme, reference.Evidence(np.array([[0b001, 0b111]], np.uint32), np.ones((1, 2), bool)), vocab_size=VOCAB
     )
     assert found.statistic[0] == pytest.approx((20 + 33) / 66)
     assert found.p_value[0] == pytest.approx(10 / 64, abs=1e-14)  # of 64 pairs of sums of 20, 11, 2, ten reach 53
@@ -129,9 +131,9 @@ def test_synthid_reports_the_weighted_mean_of_its_bits():
 
 def test_the_bayesian_statistic_is_a_log_likelihood_ratio():
     scheme = parse_scheme({"scheme": "synthid", "score": "bayesian", "depth": 2})
-    evidence = definition.Evidence(np.array([[0b01]], np.uint32), np.ones((1, 1), bool))
+    evidence = reference.Evidence(np.array([[0b01]], np.uint32), np.ones((1, 1), bool))
     found = statistics.score(scheme, evidence, vocab_size=VOCAB)
-    first, second = statistics.TWO_LEAVES[:2]
+    first, second = synthid.TWO_LEAVES[:2]
     wanted = np.log((1 + first / 2) * (1 - second / 2))
     assert found.statistic[0] == pytest.approx(wanted, abs=0.02)  # log-odds are rounded to 1/64 nat
 
@@ -142,7 +144,7 @@ def test_the_bayesian_statistic_is_a_log_likelihood_ratio():
 @given(st.floats(1e-300, 1.0), st.integers(1, 65536))
 def test_any_of_lies_between_p_and_bonferroni(p, family):
     found = float(statistics.any_of(np.array([p]), family)[0])
-    assert max(p, tails.FLOOR) * (1 - 1e-12) <= found <= min(1.0, family * p) * (1 + 1e-9)
+    assert max(p, null_distributions.FLOOR) * (1 - 1e-12) <= found <= min(1.0, family * p) * (1 + 1e-9)
 
 
 def test_any_of_keeps_small_p_values_exact():

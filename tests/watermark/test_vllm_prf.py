@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxbench.watermark import definition, statistics, vllm_prf
-from jaxbench.watermark.config import ContextRule, Gumbel
+from jaxbench.watermark import reference, statistics, vllm_prf
+from jaxbench.watermark.config import Gumbel
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.reference import ContextRule
+from tests.watermark import vocabulary
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "vllm.json").read_text())
 VOCAB_SIZE = 49152
@@ -32,10 +34,11 @@ def detect(row: dict, *, by_context: bool) -> statistics.Detections:
     fields = {} if row["alpha"] is None else {"dual_key_alpha": row["alpha"]}
     tokens = np.array([row["tokens"]])
     lengths = np.array([tokens.shape[1]])
-    found = definition.evidence(scheme(**fields), Key(row["key"]), tokens, lengths, vocab_size=VOCAB_SIZE)
+    found = reference.evidence(scheme(**fields), Key(row["key"]), tokens, lengths, vocab_size=VOCAB_SIZE)
     if by_context:
         found = found._replace(scored=first_contexts(row["tokens"]))
-    return statistics.score(scheme(**fields), found, vocab_size=VOCAB_SIZE, dual_key_method="vllm")
+    own = scheme(**fields).statistic(VOCAB_SIZE, dual_key_method="vllm")
+    return statistics.score(scheme(**fields), found, vocab_size=VOCAB_SIZE, statistic=own)
 
 
 @pytest.mark.parametrize(
@@ -48,14 +51,14 @@ def detect(row: dict, *, by_context: bool) -> statistics.Detections:
     ],
 )
 def test_words_are_the_known_answers(context, token, word):
-    key = definition.halves(Key(42), 1)
+    key = reference.halves(Key(42), 1)
     found = vllm_prf.token_words(vllm_prf.state(np.array([context]), key), np.array([token]), key)
     assert found.tolist() == [word]
 
 
 @pytest.mark.parametrize("row", GOLDEN["uniforms"], ids=lambda row: f"width{len(row['contexts'][0])}")
 def test_uniforms_are_those_of_vllm_for_every_width(row):
-    key = definition.halves(Key(row["key"]), 1)
+    key = reference.halves(Key(row["key"]), 1)
     words = vllm_prf.token_words(vllm_prf.state(np.array(row["contexts"]), key), np.array(row["tokens"]), key)
     wanted = np.array(row["uniforms"], np.float32)  # vLLM rounds the same float64 to float32
     assert np.array_equal(vllm_prf.uniform(words).astype(np.float32), wanted)
@@ -63,8 +66,8 @@ def test_uniforms_are_those_of_vllm_for_every_width(row):
 
 def test_words_of_a_whole_vocabulary_are_the_words_of_its_tokens():
     contexts = np.array([[-1, -1, 3, 9], [7, 7, 7, 7]])
-    words = definition.vocabulary_words(scheme(), Key(42), contexts, vocab_size=41)
-    key = definition.halves(Key(42), 1)
+    words = vocabulary.words(scheme(), Key(42), contexts, vocab_size=41)
+    key = reference.halves(Key(42), 1)
     for token in (0, 1, 39, 40):
         one = vllm_prf.token_words(vllm_prf.state(contexts, key), np.full(2, token), key)
         assert np.array_equal(words[:, token], one)
@@ -74,7 +77,7 @@ def test_the_draw_is_the_draw_of_vllm():
     tokens = np.arange(499)
     logits = (tokens * tokens * 37 % 101) / 25
     for row in GOLDEN["samples"]:
-        words = definition.vocabulary_words(scheme(), Key(row["key"]), np.array(row["contexts"]), vocab_size=499)
+        words = vocabulary.words(scheme(), Key(row["key"]), np.array(row["contexts"]), vocab_size=499)
         drawn = np.argmax(logits - np.log(-np.log(vllm_prf.uniform(words))), axis=1)
         assert drawn.tolist() == row["tokens"]
 
@@ -103,5 +106,5 @@ def test_the_first_token_of_a_text_is_scored():
 def test_another_context_width_is_another_function():
     tokens, lengths = np.array([[3, 1, 4, 1, 5]]), np.array([5])
     narrow = scheme(context=ContextRule(kind="left", width=2))
-    words = [definition.evidence(s, Key(42), tokens, lengths, vocab_size=VOCAB_SIZE).words for s in (scheme(), narrow)]
+    words = [reference.evidence(s, Key(42), tokens, lengths, vocab_size=VOCAB_SIZE).words for s in (scheme(), narrow)]
     assert not np.array_equal(*words)

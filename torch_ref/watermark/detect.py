@@ -1,4 +1,4 @@
-"""Evidence and detection in PyTorch; equal to definition.evidence, bit for bit.
+"""Evidence and detection in PyTorch; equal to reference.evidence, bit for bit.
 
 Twin: jaxbench/watermark/detect.py. Arrays are [B T] here, and repeated inputs are found by sorting.
 """
@@ -13,14 +13,14 @@ import torch
 from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
-from jaxbench.watermark import definition, pipeline
+from jaxbench.watermark import detection, reference
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.statistics import Detections
 from torch_ref import devices
 from torch_ref.watermark import prf
+from torch_ref.watermark.device.marks import mark_of
 
 Words = tuple[Tensor, ...]  # int64 [B T] each
-MISSING = 0xFFFFFFFF  # vLLM's place before the text starts
 
 
 def detect_batch(
@@ -33,7 +33,7 @@ def detect_batch(
     prompt_lengths: np.ndarray | int | None = None,
     payload: int | None = None,
     canonicalize: bool = True,
-    tables: Any = None,
+    green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
     """Return scores and p-values of texts under one key.
@@ -43,26 +43,26 @@ def detect_batch(
       scheme: a name, a mapping with the key `scheme`, or a scheme.
       tokenizer: turns strings into ids; wanted for strings only. One of jaxbench, transformers or tokenizers.
       prompt_lengths: tokens at the beginning of each text that are not scored.
-      payload: the message, where it is known; unset, all are tried and the p-value is corrected (pipeline.detect).
+      payload: the message, where it is known; unset, all are tried and the p-value is corrected (detection.detect).
       canonicalize: undo look-alikes and invisible characters before tokenising (canonical.py).
-      tables: green lists of kgw_markllm and kgw_transformers; unset, they are made.
+      green_lists: of kgw_markllm and kgw_transformers; unset, they are made.
 
     Raises:
       ValueError: an unknown scheme, a device that is not there, strings without a tokenizer, a tokenizer of another
         vocabulary, or a token outside the vocabulary.
     """
-    detector = Detector(scheme, vocab_size=vocab_size, tables=tables, device=device)
-    ids = pipeline.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
-    return pipeline.detect(detector, ids, key, prompt_lengths=prompt_lengths, payload=payload)
+    detector = Detector(scheme, vocab_size=vocab_size, green_lists=green_lists, device=device)
+    ids = detection.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
+    return detection.detect(detector, ids, key, prompt_lengths=prompt_lengths, payload=payload)
 
 
 class Detector:
     """A scheme's evidence on one device."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, tables: Any = None, device: str = "cpu"):
-        self.scheme = pipeline.checked_scheme(scheme, vocab_size)
+    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
+        self.scheme = detection.checked_scheme(scheme, vocab_size)
         self.vocab_size = vocab_size
-        self.tables = pipeline.own_tables(self.scheme, vocab_size, tables)
+        self.green_lists = detection.own_lists(self.scheme, vocab_size, green_lists)
         devices.check_device(device)
         self._device = {"gpu": "cuda"}.get(device, device)
         self._lists: dict[Key, np.ndarray] = {}
@@ -76,34 +76,29 @@ class Detector:
         *,
         prompt_lengths: np.ndarray | int | None = None,
         payload: int | np.ndarray = 0,
-    ) -> definition.Evidence:
-        """Return the words of tokens [B T] and which of them are scored; see definition.evidence.
+    ) -> reference.Evidence:
+        """Return the words of tokens [B T] and which of them are scored; see reference.evidence.
 
         One payload, or one for each text.
 
         Raises:
           ValueError: a token lies outside the vocabulary.
         """
-        tokens, lengths, prompt = pipeline.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
-        if self.scheme.scheme in pipeline.TABLE_SCHEMES:
-            return pipeline.reference(self, key, tokens, lengths, prompt, payload)
-        keys = pipeline.key_arrays(self.scheme, key, len(tokens)).astype(np.int64)
+        tokens, lengths, prompt = detection.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
+        if self.scheme.key_field is not None:
+            return detection.host_evidence(self, key, tokens, lengths, prompt, payload)
+        keys = detection.key_arrays(self.scheme, key, len(tokens)).astype(np.int64)
         payload = np.broadcast_to(np.asarray(payload % self.vocab_size, np.int64), len(tokens))
         arrays = (torch.tensor(x, device=self._device) for x in (tokens, lengths, prompt, payload, keys))
-        green = self._green(key, len(tokens))
-        form = pipeline.form(self.scheme)
-        found = _evidence(*arrays, green, form=form, vocab_size=self.vocab_size)
+        lists, form = self._fixed_lists(key, len(tokens)), detection.compiled_form(self.scheme)
+        found = _evidence(*arrays, lists, form=form, vocab_size=self.vocab_size)
         words, scored, second = (None if x is None else x.cpu().numpy() for x in found)
-        return definition.Evidence(
-            words.astype(np.uint32), scored, None if second is None else second.astype(np.uint32)
-        )
+        return reference.Evidence(words.astype(np.uint32), scored, None if second is None else second.astype(np.uint32))
 
-    def _green(self, key: Key | Sequence[Key], rows: int) -> Any:
-        """Return unigram's lists [K V] and the list of each row [B], None for other schemes."""
-        if self.scheme.scheme != "unigram":
-            return None
-        lists, index = pipeline.unigram_lists(self.scheme, key, rows, self._lists, vocab_size=self.vocab_size)
-        return torch.tensor(lists, device=self._device), torch.tensor(index, device=self._device)
+    def _fixed_lists(self, key: Key | Sequence[Key], rows: int) -> tuple[Tensor, Tensor] | None:
+        """Return the lists [K V] of a scheme with one list a key, and the list of each row [B]; None for others."""
+        found = detection.fixed_lists(self.scheme, key, rows, self._lists, vocab_size=self.vocab_size)
+        return None if found is None else tuple(torch.tensor(array, device=self._device) for array in found)
 
 
 def _evidence(
@@ -112,24 +107,22 @@ def _evidence(
     prompt: Int[Tensor, " B"],
     payload: Int64[Tensor, " B"],
     keys: Int64[Tensor, "K 2 B"],
-    green: Any,
+    fixed_lists: tuple[Bool[Tensor, "K V"], Int[Tensor, " B"]] | None,
     *,
-    form: pipeline.Form,
+    form: Any,
     vocab_size: int,
 ) -> tuple[Int64[Tensor, "B T"], Bool[Tensor, "B T"], Int64[Tensor, "B T"] | None]:
     tokens = tokens.to(torch.int64)
     place = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    valid = (place < lengths[:, None]) & (place >= torch.clamp(prompt, min=form.context)[:, None])
+    valid = (place < lengths[:, None]) & (place >= torch.clamp(prompt, min=form.context_length)[:, None])
     pairs = [(pair[0][:, None], pair[1][:, None]) for pair in keys]
-    if form.scheme.scheme == "unigram":
-        lists, index = green
-        words = torch.where(lists[index[:, None], tokens], 0, definition.RED)
-        seeds: Words = ()
-    else:
-        words, seeds = _observed(form, pairs[0], tokens, prompt, payload[:, None], vocab_size)
-    scored = valid & _is_first((*seeds, tokens), valid)
-    second = _observed(form, pairs[1], tokens, prompt, payload[:, None], vocab_size)[0] if len(pairs) > 1 else None
-    return words, scored, second
+    mark = mark_of(form, vocab_size=vocab_size)
+    text = prf.Text(tokens, prompt, payload[:, None], fixed_lists)
+    words, seeds = mark.text_words(pairs[0], text)
+    scored = valid & _is_first((*_columns(seeds), tokens), valid)
+    if len(pairs) == 1:
+        return words, scored, None
+    return words, scored, mark.text_words(pairs[1], text)[0]
 
 
 def _is_first(inputs: Words, valid: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
@@ -147,28 +140,6 @@ def _is_first(inputs: Words, valid: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         ordered = column.expand(tokens.shape).gather(1, order)
         repeated &= ordered[:, 1:] == ordered[:, :-1]
     return torch.ones_like(valid).scatter(1, order[:, 1:], ~repeated)
-
-
-def _observed(form, pair, tokens, prompt, payload, vocab_size: int) -> tuple[Tensor, Words]:
-    """Return words [B T] of the observed tokens, and the words of their seeds."""
-    rule = form.rule
-    if form.scheme.scheme == "gumbel" and form.scheme.prf == "vllm":
-        place = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        inside = [place - distance >= torch.clamp(prompt, min=0)[:, None] for distance in range(rule.width, 0, -1)]
-        context = [torch.where(i, c, MISSING) for i, c in zip(inside, _earlier(tokens, rule.width))]
-        states = prf.vllm_state(torch.stack(context, dim=-1), pair)
-        return prf.vllm_token_words(states, tokens, pair), _columns(states)
-    context = _earlier(tokens, rule.length)
-    contexts = torch.stack(context, dim=-1) if context else tokens.new_zeros((*tokens.shape, 0))
-    seeds = prf.seeds_after(rule, pair, contexts, tokens)
-    words = prf.token_words(form.scheme, pair, seeds, tokens, vocab_size=vocab_size, payload=payload)
-    return words, _columns(seeds)
-
-
-def _earlier(tokens: Int64[Tensor, "B T"], length: int) -> list[Int64[Tensor, "B T"]]:
-    """Return the tokens `length`, .., 2, 1 places before each position, 0 where there is none."""
-    padded = torch.nn.functional.pad(tokens, (length, 0))
-    return [padded[:, i : i + tokens.shape[1]] for i in range(length)]
 
 
 def _columns(seeds: Int64[Tensor, "B T S"]) -> Words:

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from jaxbench.watermark.config import MAX_WIDTH
 from jaxbench.watermark.keys import Key
-from torch_ref.watermark.schemes import Watermark
+from jaxbench.watermark.reference import MAX_WIDTH
+from torch_ref.watermark.logits_processor import Watermark
 
 
 class HostLoop:

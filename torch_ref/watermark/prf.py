@@ -1,4 +1,4 @@
-"""The watermarks' pseudo-random functions in PyTorch, those of definition.py. Twin: jaxbench/watermark/prf.py.
+"""The pseudo-random functions that all schemes share, in PyTorch, those of reference.py. Twin: jaxbench.
 
 Words are int64 tensors with values in [0, 2**32). A key is the pair (low, high) of tensors that broadcast with the
 rows. Words of the whole vocabulary come as four lanes [B ceil(V / 4)]: lane j holds tokens j, j + 4, j + 8, .. (one
@@ -15,14 +15,23 @@ from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
-from jaxbench.watermark import definition, vllm_prf
-from jaxbench.watermark.config import ContextRule
-from jaxbench.watermark.definition import CONTEXT_SITE, FEISTEL_ROUNDS, MIN_SITE, MIX_MULTIPLIERS, NO_TOKEN, SELF_SITE
+from jaxbench.watermark import reference
+from jaxbench.watermark.reference import CONTEXT_SITE, MIN_SITE, NO_TOKEN, SELF_SITE, ContextRule
 from torch_ref import prng
-from torch_ref.sample import OrdinaryDraw
 
 Halves = tuple[Tensor, Tensor]
 Lanes = tuple[Tensor, Tensor, Tensor, Tensor]
+Words = Int64[Tensor, "B T"]
+Seeds = Int64[Tensor, "B T S"]  # S words: what, with the token, decides a word
+
+
+class Text(NamedTuple):
+    """Texts of a batch as detection reads them."""
+
+    tokens: Int64[Tensor, "B T"]
+    prompt: Int[Tensor, " B"]  # tokens of each text that were there before the marked ones
+    payload: Int64[Tensor, "B 1"]
+    fixed_lists: tuple[Bool[Tensor, "K V"], Int[Tensor, " B"]] | None  # lists of the keys, and which one each text has
 
 
 def halves(key: Int64[Tensor, "B 2"], ndim: int) -> Halves:
@@ -31,14 +40,14 @@ def halves(key: Int64[Tensor, "B 2"], ndim: int) -> Halves:
     return key[:, 0].reshape(shape), key[:, 1].reshape(shape)
 
 
-def _philox(counter: tuple[Any, ...], key: Halves) -> Lanes:
+def random_blocks(counter: tuple[Any, ...], key: Halves) -> Lanes:
     """Return the four words of each counter, whose arrays have the key's rank and whose constants are integers."""
     ones = (1,) * key[0].ndim
     words = (c if isinstance(c, Tensor) else torch.full(ones, c, device=key[0].device) for c in counter)
     return prng.philox4x32(tuple(words), key)
 
 
-def _pick(words: Lanes, tokens: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+def pick_word(words: Lanes, tokens: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
     """Return word token & 3 of each block."""
     place = tokens & 3
     lower = torch.where(place == 1, words[1], words[0])
@@ -58,14 +67,14 @@ def seed_of_context(contexts: Int[Tensor, "*shape n"], key: Halves) -> Int64[Ten
             contexts[..., start + i] if start + i < contexts.shape[-1] else torch.full_like(key[0], NO_TOKEN)
             for i in range(4)
         ]
-        words = _philox(tuple(b ^ w for b, w in zip(block, words)), key)
+        words = random_blocks(tuple(b ^ w for b, w in zip(block, words)), key)
     return torch.stack(torch.broadcast_tensors(words[0], words[1]), dim=-1)
 
 
 def minimum_token(contexts: Int[Tensor, "*shape n"], key: Halves) -> Int64[Tensor, "*shape"]:
     """Return the one token of each context whose (hash, id) is the smallest."""
     contexts = contexts.to(torch.int64) & philox.MASK32
-    hashes = _philox((contexts, 0, 0, MIN_SITE), (key[0][..., None], key[1][..., None]))[0]
+    hashes = random_blocks((contexts, 0, 0, MIN_SITE), (key[0][..., None], key[1][..., None]))[0]
     least = torch.amin(hashes, dim=-1, keepdim=True)
     return torch.amin(torch.where(hashes == least, contexts, NO_TOKEN), dim=-1)
 
@@ -73,8 +82,8 @@ def minimum_token(contexts: Int[Tensor, "*shape n"], key: Halves) -> Int64[Tenso
 def pair_words(context_tokens: Tensor, candidates: Tensor, key: Halves) -> Int64[Tensor, "*shape"]:
     """Return P(x, v), the word of context token x and candidate v (arrays that broadcast), of the rule `self`."""
     candidates = candidates.to(torch.int64) & philox.MASK32
-    return _pick(
-        _philox((candidates >> 2, context_tokens.to(torch.int64) & philox.MASK32, 0, SELF_SITE), key), candidates
+    return pick_word(
+        random_blocks((candidates >> 2, context_tokens.to(torch.int64) & philox.MASK32, 0, SELF_SITE), key), candidates
     )
 
 
@@ -84,12 +93,6 @@ def self_seeds(contexts: Tensor, candidates: Tensor, key: Halves) -> Int64[Tenso
     for i in range(contexts.shape[-1]):
         least = torch.minimum(least, pair_words(contexts[..., i], candidates, key))
     return torch.stack([least, torch.zeros_like(least)], dim=-1)
-
-
-def windows(tokens: Int[Tensor, "B T"], length: int, *, fill: int = 0) -> Int[Tensor, "B T n"]:
-    """Return the `length` tokens before every position; places before the text hold `fill`."""
-    padded = F.pad(tokens, (length, 0), value=fill)
-    return torch.stack([padded[:, i : i + tokens.shape[1]] for i in range(length)], dim=-1)
 
 
 def seeds_after(
@@ -105,11 +108,16 @@ def seeds_after(
     return seed_of_context(contexts, key)
 
 
-def context_seeds(rule: ContextRule, key: Halves, tokens: Int[Tensor, "B T"]) -> Int64[Tensor, "B T 2"]:
-    """Return the seed at every position; with fewer than rule.length tokens before it, it has no meaning."""
-    if rule.length == 0:
-        return self_seeds(torch.zeros((*tokens.shape, 0), dtype=torch.int64, device=tokens.device), tokens, key)
-    return seeds_after(rule, key, windows(tokens, rule.length), tokens)
+def earlier_tokens(tokens: Int64[Tensor, "B T"], length: int) -> Int64[Tensor, "B T n"]:
+    """Return the `length` tokens before each position of texts, oldest first, 0 where there is none."""
+    padded = F.pad(tokens, (length, 0))
+    earlier = [padded[:, i : i + tokens.shape[1]] for i in range(length)]
+    return torch.stack(earlier, dim=-1) if earlier else tokens.new_zeros((*tokens.shape, 0))
+
+
+def text_seeds(rule: ContextRule, key: Halves, tokens: Int64[Tensor, "B T"]) -> Int64[Tensor, "B T 2"]:
+    """Return the seed at every position of texts; with fewer than rule.length tokens before it, it has no meaning."""
+    return seeds_after(rule, key, earlier_tokens(tokens, rule.length), tokens)
 
 
 # Seeds to words
@@ -118,67 +126,24 @@ def context_seeds(rule: ContextRule, key: Halves, tokens: Int[Tensor, "B T"]) ->
 def token_words(
     scheme: Any, key: Halves, seeds: Int64[Tensor, "*shape 2"], tokens: Tensor, *, vocab_size: int, payload: Any = 0
 ) -> Int64[Tensor, "*shape"]:
-    """Return the word of each token at its seed; dip: its position in the keyed order, on top."""
-    if scheme.scheme == "dip":
-        bits = definition.order_bits(vocab_size)
-        keys = round_keys(key, seeds)
-        return permute(tokens.to(torch.int64), keys, bits) << (32 - bits)
+    """Return the word of each token at its seed; a payload takes the word of token + payload mod V."""
     shifted = tokens.to(torch.int64) & philox.MASK32
     if not isinstance(payload, int) or payload:
         shifted = (shifted + payload) % vocab_size
-    return _pick(_philox((shifted >> 2, seeds[..., 0], seeds[..., 1], definition.site_of(scheme)), key), shifted)
+    return pick_word(
+        random_blocks((shifted >> 2, seeds[..., 0], seeds[..., 1], reference.site_of(scheme)), key), shifted
+    )
+
+
+def text_words(scheme: Any, key: Halves, text: Text, *, vocab_size: int) -> tuple[Words, Seeds]:
+    """Words and seeds of the tokens of texts, for a scheme whose context rule and `token_words` decide them."""
+    seeds = text_seeds(scheme.context, key, text.tokens)
+    return token_words(scheme, key, seeds, text.tokens, vocab_size=vocab_size, payload=text.payload), seeds
 
 
 def lanes(key: Halves, seeds: Int64[Tensor, "B 2"], *, site: int, num_elements: int) -> Lanes:
     """Return the words of tokens 0..num_elements-1 at each row's seed, in lanes."""
-    return _philox((_blocks(num_elements, key[0].device), seeds[:, :1], seeds[:, 1:], site), key)
-
-
-class Stream(NamedTuple):
-    """Where the words of each row come from: the arguments of lanes, and by how far they are shifted."""
-
-    key: Halves  # [B 1]
-    seeds: Int64[Tensor, "B S"]
-    site: Int64[Tensor, "B 1"]
-    payload: Int[Tensor, " B"] | None
-
-    def where(self, is_active: Bool[Tensor, " B"], sample: OrdinaryDraw) -> Stream:
-        """Return this stream for active rows, that of their ordinary draw for others."""
-        rows, chosen = sample.row_ids.to(torch.int64), is_active[:, None]
-        plain = torch.stack([rows, torch.full_like(rows, sample.step)], dim=-1)
-        return Stream(
-            tuple(torch.where(chosen, keyed, ordinary) for keyed, ordinary in zip(self.key, sample.key)),
-            torch.where(chosen, self.seeds, plain),
-            torch.where(chosen, self.site, philox.site_id("sample")),
-            None if self.payload is None else torch.where(is_active, self.payload, 0),
-        )
-
-
-def block_words(
-    key: Halves, seeds: Int64[Tensor, "B 2"], blocks: Int64[Tensor, "B n"], *, size: int, site: int
-) -> Int64[Tensor, "B C"]:
-    """Return the words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
-    counters = blocks[:, :, None] * (size // 4) + _blocks(size, blocks.device)[:, None, :]
-    words = _philox((counters.reshape(blocks.shape[0], -1), seeds[:, :1], seeds[:, 1:], site), key)
-    return interleave(words, blocks.shape[1] * size)
-
-
-def self_lanes(
-    key: Halves, contexts: Int[Tensor, "B n"], own: Int64[Tensor, "B 4 C"], *, site: int, num_elements: int
-) -> Lanes:
-    """Return the words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
-    blocks, least = _blocks(num_elements, key[0].device), [own[:, j] for j in range(4)]
-    for i in range(contexts.shape[1]):
-        pairs = _philox((blocks, contexts[:, i : i + 1].to(torch.int64) & philox.MASK32, 0, SELF_SITE), key)
-        least = [torch.minimum(one, other) for one, other in zip(least, pairs)]
-    words = (_philox((blocks, least[j], 0, site), key)[j] for j in range(4))
-    return tuple(words)
-
-
-def own_lanes(key: Halves, *, num_elements: int) -> Int64[Tensor, "B 4 C"]:
-    """Return P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
-    tokens = torch.arange(4 * -(-num_elements // 4), device=key[0].device)[None, :]
-    return pair_words(tokens, tokens, key).reshape(-1, tokens.shape[1] // 4, 4).swapaxes(1, 2)
+    return random_blocks((block_numbers(num_elements, device=key[0].device), seeds[:, :1], seeds[:, 1:], site), key)
 
 
 def interleave(words: tuple[Tensor, ...], num_elements: int) -> Tensor:
@@ -187,74 +152,12 @@ def interleave(words: tuple[Tensor, ...], num_elements: int) -> Tensor:
     return stacked.reshape(stacked.shape[0], -1)[:, :num_elements]
 
 
-def _blocks(num_elements: int, device: torch.device) -> Int64[Tensor, "1 C"]:
+def block_numbers(num_elements: int, *, device: torch.device) -> Int64[Tensor, "1 C"]:
+    """Return the numbers of the Philox blocks that hold tokens 0..num_elements-1, four each."""
     return torch.arange(-(-num_elements // 4), device=device)[None, :]
 
 
-# vLLM's function
-
-
-def vllm_state(contexts: Int[Tensor, "*shape h"], key: Halves) -> Int64[Tensor, "*shape 4"]:
-    """Return the state of contexts, -1 where the text has not started (see vllm_prf.py)."""
-    contexts, width = contexts.to(torch.int64) & philox.MASK32, contexts.shape[-1]
-    words: Any = tuple(torch.full_like(key[0], word) for word in (vllm_prf.CONTEXT_DOMAIN, width, 0, 0))
-    for offset in range(0, width, 4):
-        block = [
-            contexts[..., offset + i] if offset + i < width else torch.full_like(key[0], philox.MASK32 - i)
-            for i in range(4)
-        ]
-        words = _philox(tuple(w ^ b for w, b in zip(words, block)), (key[0] ^ offset, key[1]))
-    return torch.stack(torch.broadcast_tensors(*words), dim=-1)
-
-
-def vllm_token_words(states: Int64[Tensor, "*shape 4"], tokens: Tensor, key: Halves) -> Int64[Tensor, "*shape"]:
-    """Return the word of each token at its context's state."""
-    tokens = tokens.to(torch.int64) & philox.MASK32
-    pair = (key[0] ^ states[..., 3], key[1] ^ vllm_prf.TOKEN_DOMAIN)
-    return _pick(_philox((tokens >> 2, states[..., 0], states[..., 1], states[..., 2]), pair), tokens)
-
-
-def vllm_lanes(states: Int64[Tensor, "B 4"], key: Halves, *, num_elements: int) -> Lanes:
-    """Return the words of tokens 0..num_elements-1 at each row's state, in lanes."""
-    pair = (key[0] ^ states[:, 3:], key[1] ^ vllm_prf.TOKEN_DOMAIN)
-    return _philox((_blocks(num_elements, key[0].device), states[:, :1], states[:, 1:2], states[:, 2:3]), pair)
-
-
-# The keyed order of dip
-
-
-def round_keys(key: Halves, seeds: Int64[Tensor, "*shape 2"]) -> Int64[Tensor, "*shape 8"]:
-    """Return the round keys of seeds: two Philox blocks."""
-    site = philox.site_id("watermark/dip")
-    blocks = [_philox((i, seeds[..., 0], seeds[..., 1], site), key) for i in range(2)]
-    return torch.stack(torch.broadcast_tensors(*blocks[0], *blocks[1]), dim=-1)
-
-
-def mix(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Return the 32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection."""
-    x = _product(x ^ (x >> 16), MIX_MULTIPLIERS[0])
-    x = _product(x ^ (x >> 13), MIX_MULTIPLIERS[1])
-    return x ^ (x >> 16)
-
-
-def _product(x: Int64[Tensor, "*shape"], constant: int) -> Int64[Tensor, "*shape"]:
-    """Return the low 32 bits of constant * x without leaving signed 64 bits."""
-    return (x * (constant & 0xFFFF) + ((x * (constant >> 16) & 0xFFFF) << 16)) & philox.MASK32
-
-
-def permute(values: Tensor, keys: Int64[Tensor, "*shape 8"], bits: int) -> Int64[Tensor, "*shape"]:
-    """Return the image of values in [0, 2**bits) under the Feistel network with these round keys."""
-    half, mask = bits // 2, 2 ** (bits // 2) - 1
-    left, right = values >> half, values & mask
-    for i in range(FEISTEL_ROUNDS):
-        left, right = right, left ^ (mix(right ^ keys[..., i]) >> (32 - half))
-    return (left << half) | right
-
-
-def unpermute(values: Tensor, keys: Int64[Tensor, "*shape 8"], bits: int) -> Int64[Tensor, "*shape"]:
-    """Return the values whose image under `permute` is given."""
-    half, mask = bits // 2, 2 ** (bits // 2) - 1
-    left, right = values >> half, values & mask
-    for i in reversed(range(FEISTEL_ROUNDS)):
-        left, right = right ^ (mix(left ^ keys[..., i]) >> (32 - half)), left
-    return (left << half) | right
+def shift(values: Tensor, payload: Int[Tensor, " B"]) -> Tensor:
+    """Return values [B V] with token v taking the place of token (v + payload) mod V."""
+    places = torch.arange(values.shape[1], device=values.device)[None, :] + payload[:, None]
+    return torch.gather(values, 1, places % values.shape[1])

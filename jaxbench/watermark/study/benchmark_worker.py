@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxbench.measure import environment, worker
 from jaxbench.tokenizer import load_tokenizer
-from jaxbench.watermark import config, definition, features, identify, pipeline, statistics, tables, texts
+from jaxbench.watermark import config, detection, features, green_lists, identify, reference, statistics, texts
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
 
@@ -71,10 +71,10 @@ class Ours:
     def detect(self, *, scheme: dict, ids: list) -> dict:
         """P-values of texts given as ids; z and counts as of a detector that counts repeated positions too."""
         detector, rows = self._detector(scheme), []
-        for text, p_value in zip(ids, pipeline.detect(detector, Ragged.from_lists(ids), KEY).p_value):
+        for text, p_value in zip(ids, detection.detect(detector, Ragged.from_lists(ids), KEY).p_value):
             tokens, length = np.array([text]), np.array([len(text)])
-            evidence = definition.evidence(
-                detector.scheme, KEY, tokens, length, vocab_size=self.vocab_size, tables=detector.tables,
+            evidence = reference.evidence(
+                detector.scheme, KEY, tokens, length, vocab_size=self.vocab_size, green_lists=detector.green_lists,
                 deduplicate=False,
             )  # fmt: skip
             repeated = statistics.score(detector.scheme, evidence, vocab_size=self.vocab_size)
@@ -84,11 +84,11 @@ class Ours:
 
     def _ids(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         detector, parts = self._detector(scheme), [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
-        return lambda: [pipeline.detect(detector, part, KEY) for part in parts]
+        return lambda: [detection.detect(detector, part, KEY) for part in parts]
 
     def _text(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         detector, parts = self._detector(scheme), [self.texts[chunk] for chunk in chunks]
-        return lambda: [pipeline.detect(detector, self.encoder.encode(part).ids, KEY) for part in parts]
+        return lambda: [detection.detect(detector, self.encoder.encode(part).ids, KEY) for part in parts]
 
     def _tokenise(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
         return lambda: [self.encoder.encode(self.texts[chunk]) for chunk in chunks]
@@ -128,23 +128,22 @@ class Ours:
 
     def _batches(self, chunks: list[slice]) -> list:
         parts = [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
-        return [(tokens, lengths) for part in parts for _, tokens, lengths in pipeline.batches(part)]
+        return [(tokens, lengths) for part in parts for _, tokens, lengths in detection.batches(part)]
 
     def _detector(self, scheme: dict) -> Any:
         name = json.dumps(scheme, sort_keys=True)
         if name not in self.detectors:
             parsed = config.parse_scheme(scheme)
-            lists = None
-            if parsed.scheme in pipeline.TABLE_SCHEMES:
-                lists = tables.Tables(parsed, vocab_size=self.vocab_size)
+            lists = green_lists.lists_of(parsed, vocab_size=self.vocab_size)
+            if lists is not None:
                 lists.bits()
-            self.detectors[name] = self._make()(parsed, vocab_size=self.vocab_size, tables=lists)
+            self.detectors[name] = self._make()(parsed, vocab_size=self.vocab_size, green_lists=lists)
         return self.detectors[name]
 
     def _make(self) -> Any:
         """Return the engine's class of detectors."""
         if self.engine == "numpy":
-            Detector = pipeline.NumpyDetector
+            Detector = detection.NumpyDetector
         elif self.engine == "jax":
             from jaxbench.watermark.detect import Detector
         else:

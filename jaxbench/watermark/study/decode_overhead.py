@@ -18,9 +18,10 @@ from jax import lax
 
 from jaxbench import sample, weights
 from jaxbench.transformer import build
-from jaxbench.watermark import config, pipeline, tables
+from jaxbench.watermark import config
+from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
-from jaxbench.watermark.schemes import Watermark
+from jaxbench.watermark.logits_processor import Watermark
 
 NUM_BANKS = 4  # sets of logits that the isolated loop goes through, so that nothing of a step is constant
 SPREAD = 2.5  # standard deviation of these logits, about that of a small language model's
@@ -70,8 +71,8 @@ class Generation:
 
     def _watermark(self, scheme: dict, num_rows: int) -> tuple[Watermark, Any]:
         parsed = config.parse_scheme(scheme)
-        lists = tables.Tables(parsed, vocab_size=self.vocab_size) if parsed.scheme in pipeline.TABLE_SCHEMES else None
-        watermark = Watermark(parsed, vocab_size=self.vocab_size, tables=lists)
+        lists = lists_of(parsed, vocab_size=self.vocab_size)
+        watermark = Watermark(parsed, vocab_size=self.vocab_size, green_lists=lists)
         return watermark, watermark.state([Key(row + 1) for row in range(num_rows)])
 
     def _generator(self, processors: tuple) -> sample.Generator:

@@ -1,7 +1,6 @@
 """Watermarks during generation: equal tokens on three backends, marked as the definition says, keys row by row."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,12 @@ import torch
 from jaxbench import initial, philox, prng, sample, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.eqx import transformer as eqx_transformer
-from jaxbench.watermark import config, definition, schemes
+from jaxbench.watermark import config, green_lists, logits_processor, reference
 from jaxbench.watermark.keys import Key
 from torch_ref import prng as torch_prng
 from torch_ref import sample as torch_sample
 from torch_ref import transformer as torch_transformer
-from torch_ref.watermark import schemes as torch_schemes
+from torch_ref.watermark import logits_processor as torch_logits_processor
 
 VOCAB, NEW = 150, 32
 MODEL = TransformerConfig(
@@ -25,40 +24,46 @@ MODEL = TransformerConfig(
 )
 PARAMS = initial.initial_params(MODEL, 0, distinct=True)
 BACKENDS = {
-    "flax": (transformer, sample, schemes),
-    "equinox": (eqx_transformer, sample, schemes),
-    "torch": (torch_transformer, torch_sample, torch_schemes),
+    "flax": (transformer, sample, logits_processor),
+    "equinox": (eqx_transformer, sample, logits_processor),
+    "torch": (torch_transformer, torch_sample, torch_logits_processor),
 }
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9, 10, 11, 12], [9, 10]]
 KEYS = [Key(2**63 + 12345), None, Key(99)]
 
 
 class Lists:
-    """Stand-in for tables.Tables of MarkLLM's lists: random lists of a small vocabulary."""
+    """Stand-in for green_lists.GreenLists of MarkLLM's lists: random lists of a small vocabulary."""
 
-    def __init__(self, combine, width):
-        self.combine, self.width, self.lag, self.vocab_size, self.per_candidate = combine, width, width, VOCAB, False
-        random = np.random.default_rng(0)
-        self.values = random.permutation(VOCAB) if combine == "min" else np.arange(VOCAB)
-        self.rows = random.permutation(VOCAB)
-        self.green = random.random((VOCAB, VOCAB)) < 0.5
+    def __init__(self, combine, width, bias=6.0):
+        self.width, self.vocab_size, random = width, VOCAB, np.random.default_rng(0)
+        self.rule = green_lists.ListRule(
+            gamma=0.5,
+            bias=bias,
+            combine=combine,
+            lag=width,
+            values=random.permutation(VOCAB) if combine == "min" else np.arange(VOCAB),
+            rows=random.permutation(VOCAB),
+            row_seeds=np.arange(VOCAB),
+        )
+        self.is_green = random.random((VOCAB, VOCAB)) < 0.5
 
     def bits(self):
-        return np.packbits(self.green, axis=1, bitorder="little")
+        return np.packbits(self.is_green, axis=1, bitorder="little")
 
-    def observe(self, tokens, lengths):
-        values = self.values[tokens].astype(np.int64)
-        before = definition.windows(values, self.width)
+    def seeds(self, tokens):
+        values = self.rule.values[tokens].astype(np.int64)
+        before = reference.windows(values, self.width)
         found = {
             "time": lambda: functools.reduce(lambda a, b: a * b % VOCAB, np.moveaxis(before, -1, 0)),
             "additive": lambda: before.sum(-1) % VOCAB,
             "skip": lambda: before[..., 0],
             "min": lambda: before.min(-1),
-        }[self.combine]()
-        place = np.arange(tokens.shape[1])[None]
-        return SimpleNamespace(
-            is_green=self.green[self.rows[found], tokens], has_context=place >= self.width, seeds=self.rows[found]
-        )
+        }[self.rule.combine]()
+        return self.rule.rows[found]
+
+    def green(self, tokens):
+        return self.is_green[self.seeds(tokens), tokens]
 
 
 SCHEMES = {
@@ -77,6 +82,7 @@ SCHEMES = {
     "gumbel vllm dual": {"scheme": "gumbel", "prf": "vllm", "dual_key_alpha": 0.1},
     "synthid": {"scheme": "synthid", "context": {"width": 2}},
     "dip": {"scheme": "dip", "context": {"width": 2}},
+    "morphmark": {"scheme": "morphmark", "form": "linear", "k": 1.55},
     "markllm time": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 2},
     "markllm additive": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 3, "f_scheme": "additive"},
     "markllm skip": {"scheme": "kgw_markllm", "delta": 6.0, "prefix_length": 2, "f_scheme": "skip"},
@@ -85,7 +91,7 @@ SCHEMES = {
 }
 
 
-def tables_of(scheme):
+def lists_of(scheme):
     if scheme.scheme == "kgw_markllm":
         return Lists(scheme.f_scheme, scheme.prefix_length)
     return Lists("skip", 1) if scheme.scheme == "kgw_transformers" else None
@@ -95,7 +101,7 @@ def tables_of(scheme):
 def generate(backend, name, *, temperature=1.0, top_k=0):
     build, sampling, marks = BACKENDS[backend]
     scheme = config.parse_scheme(SCHEMES[name])
-    watermark = marks.Watermark(scheme, vocab_size=VOCAB, tables=tables_of(scheme))
+    watermark = marks.Watermark(scheme, vocab_size=VOCAB, green_lists=lists_of(scheme))
     generator = sampling.Generator(
         build.build(MODEL, PARAMS),
         eos_id=None,
@@ -126,16 +132,16 @@ def texts(tokens):
 def evidence_of(name, tokens, keys, payload=0):
     scheme = config.parse_scheme(SCHEMES[name])
     padded, lengths, starts = texts(tokens)
-    options = {"prompt_lengths": starts, "payload": payload, "tables": tables_of(scheme)}
-    return scheme, definition.evidence(scheme, keys, padded, lengths, vocab_size=VOCAB, **options)
+    options = {"prompt_lengths": starts, "payload": payload, "green_lists": lists_of(scheme)}
+    return scheme, reference.evidence(scheme, keys, padded, lengths, vocab_size=VOCAB, **options)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_three_backends_generate_the_same_tokens(name):
-    reference = generate("torch", name)
-    assert reference.shape == (3, NEW) and len(np.unique(reference[0])) > 5
+    in_torch = generate("torch", name)
+    assert in_torch.shape == (3, NEW) and len(np.unique(in_torch[0])) > 5
     for backend in ("flax", "equinox") if name in ("kgw left", "gumbel") else ("flax",):
-        np.testing.assert_array_equal(generate(backend, name), reference)
+        np.testing.assert_array_equal(generate(backend, name), in_torch)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -150,12 +156,12 @@ def test_marked_tokens_are_green_under_the_rows_own_key_and_payload(name):
     keys = [key or Key(1) for key in KEYS]
     for row, payload in ((0, 3), (2, 9)):
         scheme, found = evidence_of(name, generate("torch", name), keys, payload if "payload" in name else 0)
-        green = definition.is_green(scheme, found.words)[row][found.scored[row]]
+        green = scheme.is_green(found.words)[row][found.scored[row]]
         assert len(green) > NEW / 2
         assert green.mean() > 0.9  # a bias of 6 nats; few tokens are not green, for few lists of 150 tokens are bare
     if scheme.scheme in ("kgw", "unigram"):
         _, found = evidence_of(name, generate("torch", name), [Key(7)] * 3)
-        assert definition.is_green(scheme, found.words)[found.scored].mean() < 0.7
+        assert scheme.is_green(found.words)[found.scored].mean() < 0.7
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name.startswith("gumbel")])
@@ -175,7 +181,7 @@ def test_tournaments_and_reweighting_leave_their_mark(name, floor):
     for row in (0, 2):
         words = found.words[row][found.scored[row]]
         if name == "dip":
-            assert definition.is_green(scheme, words).mean() > floor
+            assert scheme.is_green(words).mean() > floor
         else:
             assert np.mean([(words >> np.uint32(i)) & 1 for i in range(10)]) > floor
 
@@ -218,7 +224,7 @@ def draws_after(scheme, contexts, *, first_row=0):
 
 
 def test_kgw_without_a_bias_is_no_watermark():
-    watermark = torch_schemes.Watermark({"scheme": "kgw", "delta": 0.0}, vocab_size=VOCAB)
+    watermark = torch_logits_processor.Watermark({"scheme": "kgw", "delta": 0.0}, vocab_size=VOCAB)
     model = torch_transformer.build(MODEL, PARAMS)
     generator = torch_sample.Generator(
         model, eos_id=None, sampling=torch_sample.SamplingParams(temperature=1.0), processors=[watermark]
@@ -229,9 +235,9 @@ def test_kgw_without_a_bias_is_no_watermark():
 
 
 def test_schemes_of_one_batch_chain():
-    kgw = torch_schemes.Watermark({"scheme": "kgw", "delta": 6.0}, vocab_size=VOCAB)
-    gumbel = torch_schemes.Watermark(SCHEMES["gumbel"], vocab_size=VOCAB)
-    synthid = torch_schemes.Watermark(SCHEMES["synthid"], vocab_size=VOCAB)
+    kgw = torch_logits_processor.Watermark({"scheme": "kgw", "delta": 6.0}, vocab_size=VOCAB)
+    gumbel = torch_logits_processor.Watermark(SCHEMES["gumbel"], vocab_size=VOCAB)
+    synthid = torch_logits_processor.Watermark(SCHEMES["synthid"], vocab_size=VOCAB)
     model = torch_transformer.build(MODEL, PARAMS)
     settings = torch_sample.SamplingParams(temperature=1.0)
     generator = torch_sample.Generator(model, eos_id=None, sampling=settings, processors=[kgw, gumbel, synthid])
@@ -258,7 +264,7 @@ def test_filters_hold_for_marked_tokens():
 
 
 def test_no_key_is_a_constant_of_a_program():
-    watermark = schemes.Watermark("kgw", vocab_size=VOCAB)
+    watermark = logits_processor.Watermark("kgw", vocab_size=VOCAB)
     low, high = Key(0x1234567887654321).halves
     state = watermark.state([Key(0x1234567887654321)])
     context = (jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.int32(0))
@@ -266,7 +272,7 @@ def test_no_key_is_a_constant_of_a_program():
     assert str(low) not in text and str(high) not in text
 
 
-@pytest.mark.parametrize("marks", [schemes, torch_schemes])
+@pytest.mark.parametrize("marks", [logits_processor, torch_logits_processor])
 def test_bad_input_is_named(marks):
     watermark = marks.Watermark({"scheme": "kgw", "payload_bits": 3}, vocab_size=VOCAB)
     with pytest.raises(ValueError, match=r"payloads=\[8\] for 1 rows, wanted one a row in \[0, 8\)"):
@@ -278,12 +284,12 @@ def test_bad_input_is_named(marks):
     with pytest.raises(ValueError, match="kgw_markllm: wanted the tables"):
         marks.Watermark("kgw_markllm", vocab_size=VOCAB)
     with pytest.raises(ValueError, match="tables of 150 tokens for a model of 151"):
-        marks.Watermark("kgw_markllm", vocab_size=151, tables=Lists("time", 1))
+        marks.Watermark("kgw_markllm", vocab_size=151, green_lists=Lists("time", 1))
     with pytest.raises(ValueError, match="'gumbell' is unknown, the nearest is gumbel"):
         marks.Watermark("gumbell", vocab_size=VOCAB)
 
 
 def test_torch_tensors_on_the_cpu_are_what_states_hold():
-    state = torch_schemes.Watermark("unigram", vocab_size=VOCAB).state([Key(1), None], batch_size=4)
+    state = torch_logits_processor.Watermark("unigram", vocab_size=VOCAB).state([Key(1), None], batch_size=4)
     assert {name: tuple(x.shape) for name, x in state.items()} == {"marked": (4,), "keys": (4, 4), "green": (4, VOCAB)}
     assert all(isinstance(x, torch.Tensor) for x in state.values()) and state["marked"].tolist() == [True] + [False] * 3

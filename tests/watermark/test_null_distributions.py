@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench.watermark import tails
+from jaxbench.watermark import null_distributions
 
 
 def upper(masses: dict[int, Fraction], x: int) -> tuple[float, float]:
@@ -24,9 +24,9 @@ def upper(masses: dict[int, Fraction], x: int) -> tuple[float, float]:
 def test_binomial_tail_equals_the_sum_of_its_masses(n, eighths, x):
     share = Fraction(eighths, 8)
     masses = {k: math.comb(n, k) * share**k * (1 - share) ** (n - k) for k in range(n + 1)}
-    found = tails.binomial(np.array([x]), np.array([n]), float(share))
+    found = null_distributions.binomial(np.array([x]), np.array([n]), float(share))
     wanted = upper(masses, x)
-    assert found.upper[0] == pytest.approx(max(wanted[0], tails.FLOOR), rel=1e-13)
+    assert found.upper[0] == pytest.approx(max(wanted[0], null_distributions.FLOOR), rel=1e-13)
     assert found.above[0] == pytest.approx(wanted[1], rel=1e-13)
 
 
@@ -40,9 +40,11 @@ def test_hypergeometric_tail_equals_the_sum_of_its_masses(successes, draws, x):
         for k in range(draws + 1)
         if draws - k <= population - successes and k <= successes
     }
-    found = tails.hypergeometric(np.array([x]), np.array([draws]), population=population, successes=successes)
+    found = null_distributions.hypergeometric(
+        np.array([x]), np.array([draws]), population=population, successes=successes
+    )
     wanted = upper(masses, x)
-    assert found.upper[0] == pytest.approx(max(wanted[0], tails.FLOOR), rel=1e-12)
+    assert found.upper[0] == pytest.approx(max(wanted[0], null_distributions.FLOOR), rel=1e-12)
     assert found.above[0] == pytest.approx(wanted[1], rel=1e-12)
 
 
@@ -53,37 +55,37 @@ def test_lattice_tail_equals_enumeration_of_all_bits(weights, trials):
         total = sum(weights[i % len(weights)] * bit for i, bit in enumerate(bits))
         masses[total] = masses.get(total, Fraction(0)) + Fraction(1, 2 ** len(bits))
     x = np.arange(-1, sum(weights) * trials + 2)
-    found = tails.lattice(x, np.full(len(x), trials), weights)
+    found = null_distributions.lattice(x, np.full(len(x), trials), weights)
     wanted = np.array([upper(masses, int(k)) for k in x])
-    np.testing.assert_allclose(found.upper, np.maximum(wanted[:, 0], tails.FLOOR), atol=1e-15, rtol=0)
+    np.testing.assert_allclose(found.upper, np.maximum(wanted[:, 0], null_distributions.FLOOR), atol=1e-15, rtol=0)
     np.testing.assert_allclose(found.above, wanted[:, 1], atol=1e-15, rtol=0)
 
 
 def test_lattice_of_equal_weights_is_the_binomial_distribution():
     n = np.full(240, 100)
     x = np.arange(400, 640)
-    one = tails.lattice(x, n, (1,) * 10)
-    other = tails.binomial(x, n * 10, 0.5)
-    exact = other.upper >= tails.LATTICE_EXACT
+    one = null_distributions.lattice(x, n, (1,) * 10)
+    other = null_distributions.binomial(x, n * 10, 0.5)
+    exact = other.upper >= null_distributions.LATTICE_EXACT
     np.testing.assert_allclose(one.upper[exact], other.upper[exact], atol=1e-13, rtol=1e-12)
     assert (one.upper[exact] >= other.upper[exact] * (1 - 1e-12)).all()  # rounding errs on the valid side
     assert (~exact).sum() > 20
     assert (one.upper[~exact] >= other.upper[~exact]).all()  # the bound is valid
-    assert (one.upper[~exact] <= tails.LATTICE_EXACT).all()
+    assert (one.upper[~exact] <= null_distributions.LATTICE_EXACT).all()
     assert (np.diff(one.upper) <= 0).all()
 
 
 def test_chernoff_bound_is_above_the_tail_and_not_far():
     x = np.arange(560, 760, 20)
-    exact = tails.binomial(x, np.full(len(x), 1000), 0.5).upper
-    ratio = tails.chernoff(x, np.full(len(x), 100), (1,) * 10) / exact
+    exact = null_distributions.binomial(x, np.full(len(x), 1000), 0.5).upper
+    ratio = null_distributions.chernoff(x, np.full(len(x), 100), (1,) * 10) / exact
     assert (ratio >= 1).all() and (ratio < 50).all()
 
 
 @pytest.mark.parametrize(("n", "x"), [(1, 0.5), (3, 9.0), (200, 150.0), (200, 400.0)])
 def test_gamma_tail_is_a_poisson_sum(n, x):
     wanted = float(mpmath.fsum(mpmath.exp(-x) * mpmath.mpf(x) ** k / mpmath.factorial(k) for k in range(n)))
-    found = tails.gamma(np.array([x]), np.array([n]))
+    found = null_distributions.gamma(np.array([x]), np.array([n]))
     assert found.upper[0] == found.above[0] == pytest.approx(wanted, rel=1e-12)
 
 
@@ -104,33 +106,39 @@ def test_dual_gamma_tail_equals_its_integral(n, x, alpha):
         wanted = mpmath.quad(integrand, mpmath.linspace(0, top, 9)) + mpmath.gammainc(
             n, top, mpmath.inf, regularized=True
         )
-    found = tails.dual_gamma(np.array([x]), np.array([n]), alpha)
+    found = null_distributions.dual_gamma(np.array([x]), np.array([n]), alpha)
     assert found.upper[0] == pytest.approx(float(wanted), rel=1e-11)
 
 
 def test_dual_gamma_has_its_limits_and_vllms_approximation():
     x, n = np.array([30.0, 250.0]), np.array([20, 200])
-    np.testing.assert_allclose(tails.dual_gamma(x, n, 0.0).upper, tails.gamma(x, n).upper, rtol=1e-14)
-    np.testing.assert_allclose(tails.dual_gamma(x, n, 0.5).upper, tails.gamma(2 * x, 2 * n).upper, rtol=1e-13)
-    np.testing.assert_allclose(tails.dual_gamma(x, n, 0.5 + 1e-9).upper, tails.gamma(2 * x, 2 * n).upper, rtol=1e-5)
-    exact, vllm = tails.dual_gamma(x, n, 0.1), tails.dual_gamma(x, n, 0.1, method="vllm")
+    np.testing.assert_allclose(
+        null_distributions.dual_gamma(x, n, 0.0).upper, null_distributions.gamma(x, n).upper, rtol=1e-14
+    )
+    np.testing.assert_allclose(
+        null_distributions.dual_gamma(x, n, 0.5).upper, null_distributions.gamma(2 * x, 2 * n).upper, rtol=1e-13
+    )
+    np.testing.assert_allclose(
+        null_distributions.dual_gamma(x, n, 0.5 + 1e-9).upper, null_distributions.gamma(2 * x, 2 * n).upper, rtol=1e-5
+    )
+    exact, vllm = null_distributions.dual_gamma(x, n, 0.1), null_distributions.dual_gamma(x, n, 0.1, method="vllm")
     assert (vllm.upper < exact.upper).all() and (vllm.upper > 0.5 * exact.upper).all()  # slightly over-confident
     with pytest.raises(ValueError, match="method='moments'"):
-        tails.dual_gamma(x, n, 0.1, method="moments")
+        null_distributions.dual_gamma(x, n, 0.1, method="moments")
 
 
 def test_long_series_of_a_dual_tail_agrees_with_its_window():
-    wide = tails.dual_gamma(np.array([260.0]), np.array([200]), 0.02).upper[0]
+    wide = null_distributions.dual_gamma(np.array([260.0]), np.array([200]), 0.02).upper[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tails, "SERIES_WINDOW", 10**9)
-        whole = tails.dual_gamma(np.array([260.0]), np.array([200]), 0.02).upper[0]
+        patch.setattr(null_distributions, "SERIES_WINDOW", 10**9)
+        whole = null_distributions.dual_gamma(np.array([260.0]), np.array([200]), 0.02).upper[0]
     assert wide == pytest.approx(whole, rel=1e-12)
 
 
 def test_no_tail_underflows_to_zero_and_no_trials_give_one():
-    assert tails.gamma(np.array([5000.0]), np.array([10])).upper[0] == tails.FLOOR
-    assert tails.binomial(np.array([5000]), np.array([5000]), 0.25).upper[0] == tails.FLOOR
-    assert tails.gamma(np.array([0.0]), np.array([0])).upper[0] == 1.0
-    assert tails.binomial(np.array([0]), np.array([0]), 0.25).upper[0] == 1.0
-    assert tails.lattice(np.array([0]), np.array([0]), (2, 1)).upper[0] == 1.0
-    assert tails.binomial(np.zeros(0, int), np.zeros(0, int), 0.25).upper.shape == (0,)
+    assert null_distributions.gamma(np.array([5000.0]), np.array([10])).upper[0] == null_distributions.FLOOR
+    assert null_distributions.binomial(np.array([5000]), np.array([5000]), 0.25).upper[0] == null_distributions.FLOOR
+    assert null_distributions.gamma(np.array([0.0]), np.array([0])).upper[0] == 1.0
+    assert null_distributions.binomial(np.array([0]), np.array([0]), 0.25).upper[0] == 1.0
+    assert null_distributions.lattice(np.array([0]), np.array([0]), (2, 1)).upper[0] == 1.0
+    assert null_distributions.binomial(np.zeros(0, int), np.zeros(0, int), 0.25).upper.shape == (0,)

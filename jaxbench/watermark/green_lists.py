@@ -11,9 +11,9 @@ A context is first combined to one number below V, which selects a row; with 1 <
   skip      the token `lag` places before                min       the smallest prf value of the h tokens before
 The window scheme `self` (MarkLLM) and `selfhash` (transformers) give every candidate token a list of its own.
 
-R rows (one a context value), W = ceil(V / 8) bytes a row. Sources: MarkLLM 0.1.5, markllm/watermark/kgw/kgw.py;
-transformers 5.23, generation/logits_process.py, WatermarkLogitsProcessor; PyTorch, randperm_cpu in
-aten/src/ATen/native/TensorFactories.cpp.
+R rows (one a context value), W = ceil(V / 8) bytes a row. Source: PyTorch, randperm_cpu in
+aten/src/ATen/native/TensorFactories.cpp; which lists a context selects is in schemes/kgw_markllm.py and
+schemes/kgw_transformers.py.
 """
 
 from __future__ import annotations
@@ -23,41 +23,46 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8, UInt32
 
 from jaxbench import launch, philox
-from jaxbench.watermark import config
+from jaxbench.watermark.reference import RED, Seeds, Text, Words
 
 VERSION = 1  # of the cached files
 LARGEST = (2**32 - 1) // 20  # torch.randperm uses another algorithm from here on
-HASH_TABLE_SIZE = 1_000_003  # transformers' fixed table for selfhash
 CHUNK_ROWS = 512
 SPOT_CHECKS = 3  # rows computed anew when a cached table is opened
 
 
-class Observed(NamedTuple):
-    """What the lists say about the tokens of texts."""
+class ListRule(NamedTuple):
+    """How contexts select lists, as a scheme with lists of its own says it (`list_rule` of its file)."""
 
-    is_green: Bool[np.ndarray, "B T"]
-    has_context: Bool[np.ndarray, "B T"]  # False: not to be scored, is_green is False and the seed -1
-    seeds: Int[np.ndarray, "B T"]  # of the list that decides each token: equal (seed, token) is equal evidence
+    gamma: float  # share of green tokens
+    bias: float  # added to green logits, nats
+    combine: Literal["time", "additive", "skip", "min"]
+    lag: int  # how far back `skip` looks
+    values: Int[np.ndarray, " V"]  # the number that a context token enters the combination with
+    rows: Int[np.ndarray, " V"]  # the row that a combined context selects, where candidates share a list
+    row_seeds: Int[np.ndarray, " R"] | None  # the generator's seed of each row, R = V; None: 2^32 lists, no rows
+    hashed: Int[np.ndarray, " V"] | None = None  # a combined context's factor of the row, and
+    candidate_factors: Int[np.ndarray, " V"] | None = None  # each candidate's: row = their product mod V
+    candidate_seeds: Callable[[np.ndarray], np.ndarray] | None = None  # tokens [B T] to seeds, where there are no rows
+
+    @property
+    def per_candidate(self) -> bool:
+        """True where each candidate token has its own list (window scheme self, selfhash): detection only."""
+        return self.candidate_factors is not None or self.candidate_seeds is not None
 
 
-class Tables:
+class GreenLists:
     """The green lists of one scheme and vocabulary; rows are computed when asked for and kept (one thread at a time).
 
     Attributes:
       scheme, vocab_size, list_size: what the lists are of, V, and tokens on each list.
-      combine: "time", "additive", "skip" or "min".
-      width, lag: tokens that must precede a position; how far back `skip` looks.
-      per_candidate: each candidate token has its own list (window scheme self, selfhash): detection only.
-      values: int64 [V], the number that a context token enters the combination with.
-      rows: int64 [V], the row that a combined context selects, where not per_candidate.
-      row_seeds: int64 [R], the generator's seed of each row; R = V. None for transformers' selfhash, whose seeds have
-        32 bits.
+      rule, width: how contexts select lists; tokens that must precede a position.
     """
 
     def __init__(self, scheme: Any, *, vocab_size: int):
@@ -67,48 +72,19 @@ class Tables:
           ValueError: another scheme, an f_scheme, window or seeding scheme that is unknown, a share of green tokens
             outside (0, 1), or a vocabulary size outside [2, 214748364).
         """
-        name = getattr(scheme, "scheme", scheme)
-        if name not in ("kgw_markllm", "kgw_transformers"):
+        if getattr(scheme, "key_field", None) is None:
+            name = getattr(scheme, "scheme", scheme)
             raise ValueError(f"tables: scheme={name!r} has no list tables, wanted kgw_markllm or kgw_transformers")
         if not 2 <= vocab_size < LARGEST:
             raise ValueError(f"tables: vocab_size={vocab_size} is outside [2, {LARGEST})")
-        gamma = scheme.gamma if name == "kgw_markllm" else scheme.greenlist_ratio
-        if not 0 < gamma < 1:
-            raise ValueError(f"tables: the share of green tokens is {gamma}, wanted strictly between 0 and 1")
-        self.scheme, self.vocab_size, self.list_size = scheme, vocab_size, int(vocab_size * gamma)
-        self.width = config.context_length(scheme)
-        if name == "kgw_markllm":
-            self._prepare_markllm(scheme)
-        else:
-            self._prepare_transformers(scheme)
+        self.scheme, self.vocab_size, self.width = scheme, vocab_size, scheme.context_length
+        self.rule = scheme.list_rule(vocab_size)
+        if not 0 < self.rule.gamma < 1:
+            raise ValueError(f"tables: the share of green tokens is {self.rule.gamma}, wanted strictly between 0 and 1")
+        self.list_size = int(vocab_size * self.rule.gamma)
         self._shuffle = Shuffle(vocab_size, self.list_size)
         self._table: UInt8[np.ndarray, "R W"] | None = None
         self._is_known = np.zeros(vocab_size, bool)
-
-    def _prepare_markllm(self, scheme: Any) -> None:
-        _check_name("f_scheme", scheme.f_scheme, ("time", "additive", "skip", "min"))
-        _check_name("window_scheme", scheme.window_scheme, ("left", "self"))
-        self.combine, self.lag, self.per_candidate = (
-            scheme.f_scheme,
-            scheme.prefix_length,
-            scheme.window_scheme == "self",
-        )
-        self.row_seeds = np.arange(self.vocab_size)
-        self.prf = permutation(scheme.hash_key, self.vocab_size)
-        is_min = self.combine == "min"
-        self.values = self.prf if is_min else self.row_seeds
-        self._hashed = self.row_seeds if is_min else self.prf  # MarkLLM's _f of a combined context
-        self.rows = self._hashed * (scheme.hash_key % self.vocab_size) % self.vocab_size
-
-    def _prepare_transformers(self, scheme: Any) -> None:
-        _check_name("seeding_scheme", scheme.seeding_scheme, ("lefthash", "selfhash"))
-        self.combine, self.lag, self.per_candidate = "skip", 1, scheme.seeding_scheme == "selfhash"
-        self.values = self.rows = np.arange(self.vocab_size)
-        if self.per_candidate:
-            self.row_seeds, self.prf = None, permutation(scheme.hashing_key, HASH_TABLE_SIZE)
-        else:
-            seeds = (scheme.hashing_key * token % (2**64 - 1) & philox.MASK32 for token in range(self.vocab_size))
-            self.row_seeds = np.fromiter(seeds, np.int64, self.vocab_size)
 
     def row_index(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
         """Return the row of the list that decides each token of texts, -1 where fewer than `width` tokens precede it.
@@ -116,25 +92,26 @@ class Tables:
         Raises:
           ValueError: a token lies outside the vocabulary, or the scheme has no rows (transformers' selfhash).
         """
-        if self.row_seeds is None:
+        rule = self.rule
+        if rule.row_seeds is None:
             raise ValueError(f"tables: seeding_scheme={self.scheme.seeding_scheme} has 2**32 lists, so it has no rows")
         tokens = self._checked(tokens)
-        values = _combined(self, tokens)
-        if self.per_candidate:
-            found = self._hashed[values] * self.prf[tokens] % self.vocab_size
+        values = self._combined(tokens)
+        if rule.candidate_factors is None:
+            rows = rule.rows[values]
         else:
-            found = self.rows[values]
-        return np.where(values < 0, -1, found)
+            rows = rule.hashed[values] * rule.candidate_factors[tokens] % self.vocab_size
+        return np.where(values < 0, -1, rows)
 
     def seeds(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
         """Return the 32-bit seed of the list that decides each token, -1 without context.
 
         Equal (seed, token) is equal evidence.
         """
-        if self.row_seeds is None:
-            return _selfhash_seeds(self.scheme, self.prf, self._checked(tokens))
+        if self.rule.row_seeds is None:
+            return self.rule.candidate_seeds(self._checked(tokens))
         index = self.row_index(tokens)
-        return np.where(index < 0, -1, self.row_seeds[index])
+        return np.where(index < 0, -1, self.rule.row_seeds[index])
 
     def green(self, tokens: Int[np.ndarray, "B T"]) -> Bool[np.ndarray, "B T"]:
         """Return which tokens are on the list that their context selects; False without context.
@@ -143,18 +120,11 @@ class Tables:
           ValueError: a token lies outside the vocabulary.
         """
         tokens = self._checked(tokens)
-        if self.row_seeds is None:
+        if self.rule.row_seeds is None:
             return self._green_of_seeds(self.seeds(tokens), tokens)
         index = self.row_index(tokens)
         table = self._rows(np.unique(index[index >= 0]))
         return (table[index, tokens >> 3] >> (tokens & 7).astype(np.uint8) & 1).astype(bool) & (index >= 0)
-
-    def observe(self, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, " B"]) -> Observed:
-        """Return green, seeds and where they count, of texts whose tokens from `lengths` on may hold anything."""
-        is_token = np.arange(np.shape(tokens)[1])[None, :] < np.asarray(lengths)[:, None]
-        tokens = np.where(is_token, tokens, 0)
-        seeds = np.where(is_token, self.seeds(tokens), -1)
-        return Observed(self.green(tokens) & is_token, seeds >= 0, seeds)
 
     def green_lists(self, contexts: Int[np.ndarray, "B h"]) -> Bool[np.ndarray, "B V"]:
         """Return the green list that follows each context of `width` tokens.
@@ -163,7 +133,7 @@ class Tables:
         """
         contexts = np.asarray(contexts, np.int64).reshape(-1, self.width)
         candidates = np.arange(self.vocab_size)
-        if not self.per_candidate:
+        if not self.rule.per_candidate:
             index = self.row_index(np.pad(contexts, ((0, 0), (0, 1))))[:, -1]
             packed = self._rows(np.unique(index))[index]
             return np.unpackbits(packed, axis=1, count=self.vocab_size, bitorder="little").astype(bool)
@@ -182,10 +152,10 @@ class Tables:
         Raises:
           ValueError: transformers' selfhash has no table.
         """
-        if self.row_seeds is None:
+        if self.rule.row_seeds is None:
             raise ValueError(f"tables: seeding_scheme={self.scheme.seeding_scheme} has 2**32 lists: detection only")
         if not self._is_known.all():
-            self._table = _cached(self.row_seeds, self._shuffle, show)
+            self._table = _cached(self.rule.row_seeds, self._shuffle, show)
             self._is_known[:] = True
         return self._table
 
@@ -199,15 +169,33 @@ class Tables:
             )
         return tokens
 
+    def _combined(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
+        """Return the number below V that the context of each token is combined to, -1 without context."""
+        values, size, combine = self.rule.values[tokens], self.vocab_size, self.rule.combine
+
+        def earlier(places: int) -> Int[np.ndarray, "B T"]:
+            return np.pad(values, ((0, 0), (places, 0)))[:, : values.shape[1]]
+
+        if combine == "skip":
+            combined = earlier(self.rule.lag)
+        else:
+            combined = earlier(1)
+            for places in range(2, self.width + 1):
+                if combine == "min":
+                    combined = np.minimum(combined, earlier(places))
+                else:
+                    combined = (combined * earlier(places) if combine == "time" else combined + earlier(places)) % size
+        return np.where(np.arange(tokens.shape[1])[None, :] < self.width, -1, combined)
+
     def _rows(self, wanted: Int[np.ndarray, " N"]) -> UInt8[np.ndarray, "R W"]:
         """Return the table with at least the wanted rows filled in."""
         if self._table is None:
-            self._table = _sound_table(self.row_seeds, self._shuffle)
+            self._table = _sound_table(self.rule.row_seeds, self._shuffle)
             self._is_known[:] = self._table is not None
         if self._table is None:  # untouched pages of zeros take no memory
             self._table = np.zeros((self.vocab_size, -(-self.vocab_size // 8)), np.uint8)
         for row in wanted[~self._is_known[wanted]]:
-            self._table[row] = self._shuffle.packed(int(self.row_seeds[row]))
+            self._table[row] = self._shuffle.packed(int(self.rule.row_seeds[row]))
             self._is_known[row] = True
         return self._table
 
@@ -218,6 +206,24 @@ class Tables:
         for seed, group in zip(distinct, np.split(places, starts[1:])):
             is_green[group] = self._shuffle.is_early(int(seed))[tokens.flat[group]]
         return is_green.reshape(tokens.shape)
+
+
+def lists_of(scheme: Any, *, vocab_size: int) -> GreenLists | None:
+    """Return the green lists of a scheme that has lists of its own, None for others."""
+    return None if scheme.key_field is None else GreenLists(scheme, vocab_size=vocab_size)
+
+
+def text_words(scheme: str, text: Text) -> tuple[Words, Seeds]:
+    """Return words of the tokens of texts that say whether they are on a list, and the seeds of the lists.
+
+    Raises:
+      ValueError: the scheme's lists were not given.
+    """
+    if text.green_lists is None:
+        raise ValueError(f"evidence: scheme {scheme} needs the tables of its green lists, got {text.green_lists}")
+    is_green = text.green_lists.green(text.tokens)
+    words = np.where(is_green, np.uint32(0), np.uint32(RED))
+    return words, text.green_lists.seeds(text.tokens)[..., None]
 
 
 # The permutation
@@ -294,44 +300,8 @@ def permutation(seed: int, size: int) -> Int[np.ndarray, " n"]:
     return np.where(before < 0, targets.astype(np.int64), origins[before])
 
 
-# Contexts and seeds
-
-
-def _combined(tables: Tables, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-    values, size = tables.values[tokens], tables.vocab_size
-
-    def earlier(places: int) -> np.ndarray:
-        return np.pad(values, ((0, 0), (places, 0)))[:, : values.shape[1]]
-
-    if tables.combine == "skip":
-        found = earlier(tables.lag)
-    else:
-        found = earlier(1)
-        for places in range(2, tables.width + 1):
-            if tables.combine == "min":
-                found = np.minimum(found, earlier(places))
-            else:
-                found = (found * earlier(places) if tables.combine == "time" else found + earlier(places)) % size
-    return np.where(np.arange(tokens.shape[1])[None, :] < tables.width, -1, found)
-
-
-def _selfhash_seeds(
-    scheme: Any, table: Int[np.ndarray, " n"], tokens: Int[np.ndarray, "B T"]
-) -> Int[np.ndarray, "B T"]:
-    """Return min over the window of key * H(token) * H(candidate), wrapped to 64 bits as torch's int64 product is."""
-    hashes = table[tokens % HASH_TABLE_SIZE] + 1
-    key = np.int64((scheme.hashing_key + 2**63) % 2**64 - 2**63)
-    width = scheme.context_width
-    found = np.full(tokens.shape, np.iinfo(np.int64).max)
-    with np.errstate(over="ignore"):
-        for places in range(width):
-            window = np.pad(hashes, ((0, 0), (places, 0)))[:, : tokens.shape[1]]
-            found = np.minimum(found, key * window * hashes)
-    positive = np.where(found < 0, found - 1, found)  # a negative seed mod (2**64 - 1) is seed - 1 mod 2**64
-    return np.where(np.arange(tokens.shape[1])[None, :] < width - 1, -1, positive & philox.MASK32)
-
-
-def _check_name(field: str, value: str, known: tuple[str, ...]) -> None:
+def check_name(field: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise a ValueError where a field of a list scheme has a value that is unknown."""
     if value not in known:
         raise ValueError(f"tables: {field}={value!r} is unknown, wanted one of {', '.join(known)}")
 

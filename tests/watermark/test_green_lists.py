@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxbench.watermark import definition, statistics, tables
+from jaxbench.watermark import green_lists, reference, statistics
 from jaxbench.watermark.config import MarkLlmKgw, TransformersKgw
 from jaxbench.watermark.keys import Key
 
@@ -23,7 +23,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "watermark"
 
 
-def markllm_flags(lists: tables.Tables, ids: np.ndarray) -> list[int]:
+def markllm_flags(lists: green_lists.GreenLists, ids: np.ndarray) -> list[int]:
     """Return MarkLLM's flags: 1 green, 0 red, -1 without context."""
     return np.where(lists.seeds(ids) < 0, -1, lists.green(ids))[0].tolist()
 
@@ -36,12 +36,12 @@ def markllm_flags(lists: tables.Tables, ids: np.ndarray) -> list[int]:
 def test_permutation_is_torchs(size, steps, seed):
     torch = pytest.importorskip("torch")
     wanted = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).numpy()
-    assert np.array_equal(tables.permutation(seed, size), wanted)
-    assert np.flatnonzero(tables.green_list(seed, size, steps)).tolist() == sorted(wanted[:steps].tolist())
+    assert np.array_equal(green_lists.permutation(seed, size), wanted)
+    assert np.flatnonzero(green_lists.green_list(seed, size, steps)).tolist() == sorted(wanted[:steps].tolist())
 
 
 def test_a_shuffle_used_again_gives_the_same_list():
-    shuffle = tables.Shuffle(1000, 250)
+    shuffle = green_lists.Shuffle(1000, 250)
     first = shuffle.is_early(3)
     shuffle.is_early(4)
     assert np.array_equal(shuffle.is_early(3), first)
@@ -58,7 +58,7 @@ def test_lists_and_flags_are_markllms(f_scheme, window_scheme):
     rows = [row for row in GOLDEN if row["f_scheme"] == f_scheme and row["window_scheme"] == window_scheme]
     assert len(rows) >= 12
     for row in rows:
-        lists = tables.Tables(MarkLlmKgw(**{name: row[name] for name in FIELDS}), vocab_size=row["vocab_size"])
+        lists = green_lists.GreenLists(MarkLlmKgw(**{name: row[name] for name in FIELDS}), vocab_size=row["vocab_size"])
         ids = np.array([row["ids"]])
         assert markllm_flags(lists, ids) == row["flags"]
         assert np.flatnonzero(lists.green_lists(ids[:, -row["prefix_length"] :])[0]).tolist() == row["green"]
@@ -67,9 +67,9 @@ def test_lists_and_flags_are_markllms(f_scheme, window_scheme):
 def test_evidence_counts_what_markllm_counts_where_nothing_repeats():
     row = next(row for row in GOLDEN if row["window_scheme"] == "left" and row["vocab_size"] == 600)
     scheme, ids = MarkLlmKgw(**{name: row[name] for name in FIELDS}), np.array([row["ids"]])
-    lists = tables.Tables(scheme, vocab_size=600)
-    arguments = {"vocab_size": 600, "tables": lists, "deduplicate": False}
-    found = definition.evidence(scheme, Key(0), ids, np.array([len(row["ids"])]), **arguments)
+    lists = green_lists.GreenLists(scheme, vocab_size=600)
+    arguments = {"vocab_size": 600, "green_lists": lists, "deduplicate": False}
+    found = reference.evidence(scheme, Key(0), ids, np.array([len(row["ids"])]), **arguments)
     detected = statistics.score(scheme, found, vocab_size=600)
     assert detected.num_green.tolist() == [row["flags"].count(1)]
     assert detected.num_scored.tolist() == [len(row["ids"]) - row["flags"].count(-1)]
@@ -87,7 +87,7 @@ def test_lists_are_those_of_transformers(seeding, width, key):
     from transformers.generation.logits_process import WatermarkLogitsProcessor
 
     scheme = TransformersKgw(seeding_scheme=seeding, context_width=width, hashing_key=key)
-    lists = tables.Tables(scheme, vocab_size=311)
+    lists = green_lists.GreenLists(scheme, vocab_size=311)
     processor = WatermarkLogitsProcessor(311, "cpu", 0.25, 2.0, key, seeding, width)
     ids = np.random.default_rng(width).integers(0, 311, (2, 24))
     found, seeds = lists.green(ids), lists.seeds(ids)
@@ -104,7 +104,7 @@ def test_lefthash_bits_bias_what_transformers_biases():
     torch = pytest.importorskip("torch")
     from transformers.generation.logits_process import WatermarkLogitsProcessor
 
-    lists = tables.Tables(TransformersKgw(context_width=2), vocab_size=311)
+    lists = green_lists.GreenLists(TransformersKgw(context_width=2), vocab_size=311)
     processor = WatermarkLogitsProcessor(311, "cpu", 0.25, 2.0, context_width=2)
     contexts = np.array([[5, 7], [310, 0]])
     biased = processor(torch.tensor(contexts), torch.zeros(2, 311)).numpy() > 0
@@ -122,9 +122,9 @@ def test_counts_are_those_of_transformers_detector(seeding):
     detector = WatermarkDetector(model, "cpu", watermarking, ignore_repeated_ngrams=False)
     wanted = detector(torch.tensor(ids), return_dict=True)
     scheme = TransformersKgw(seeding_scheme=seeding, context_width=2)
-    lists = tables.Tables(scheme, vocab_size=311)
-    arguments = {"vocab_size": 311, "tables": lists, "deduplicate": False}
-    found = definition.evidence(scheme, Key(0), ids, np.full(3, 60), **arguments)
+    lists = green_lists.GreenLists(scheme, vocab_size=311)
+    arguments = {"vocab_size": 311, "green_lists": lists, "deduplicate": False}
+    found = reference.evidence(scheme, Key(0), ids, np.full(3, 60), **arguments)
     detected = statistics.score(scheme, found, vocab_size=311)
     assert detected.num_green.tolist() == wanted.num_green_tokens.tolist()
     assert detected.num_scored.tolist() == wanted.num_tokens_scored.tolist()
@@ -136,9 +136,9 @@ def test_counts_are_those_of_transformers_detector(seeding):
 @pytest.mark.parametrize("scheme", [MarkLlmKgw(f_scheme="min", prefix_length=3), TransformersKgw(context_width=2)])
 def test_rows_computed_one_by_one_and_the_whole_table_agree(scheme):
     ids = np.random.default_rng(1).integers(0, 203, (4, 50))
-    lazily = tables.Tables(scheme, vocab_size=203)
+    lazily = green_lists.GreenLists(scheme, vocab_size=203)
     one_by_one = lazily.green(ids)
-    whole = tables.Tables(scheme, vocab_size=203)
+    whole = green_lists.GreenLists(scheme, vocab_size=203)
     bits = whole.bits()
     assert bits.shape == (203, 26) and isinstance(bits, np.memmap)
     assert np.array_equal(whole.green(ids), one_by_one)
@@ -148,35 +148,34 @@ def test_rows_computed_one_by_one_and_the_whole_table_agree(scheme):
 
 
 def test_what_lies_behind_a_text_does_not_count():
-    lists = tables.Tables(MarkLlmKgw(prefix_length=2), vocab_size=203)
+    scheme = MarkLlmKgw(prefix_length=2)
+    lists = green_lists.GreenLists(scheme, vocab_size=203)
     ids = np.array([[3, 9, 1, 4, 999], [3, 9, -1, -1, -1]])
-    found = lists.observe(ids, np.array([4, 2]))
-    assert found.has_context.tolist() == [[False, False, True, True, False], [False] * 5]
-    assert np.array_equal(found.is_green[:1, :4], lists.green(ids[:1, :4]))
-    assert np.array_equal(found.seeds[:1, :4], lists.seeds(ids[:1, :4]))
-    assert not found.is_green[~found.has_context].any() and (found.seeds[~found.has_context] == -1).all()
+    found = reference.evidence(scheme, Key(0), ids, np.array([4, 2]), vocab_size=203, green_lists=lists)
+    assert found.scored.tolist() == [[False, False, True, True, False], [False] * 5]
+    assert np.array_equal(found.words[:1, :4] == 0, lists.green(ids[:1, :4]))
 
 
 def test_rows_follow_from_values_as_a_device_computes_them():
-    lists = tables.Tables(MarkLlmKgw(prefix_length=2), vocab_size=203)
+    lists = green_lists.GreenLists(MarkLlmKgw(prefix_length=2), vocab_size=203)
     ids = np.array([[3, 9, 1]])
-    value = lists.values[3] * lists.values[9] % 203
-    assert lists.row_index(ids)[0].tolist() == [-1, -1, lists.rows[value]]
+    value = lists.rule.values[3] * lists.rule.values[9] % 203
+    assert lists.row_index(ids)[0].tolist() == [-1, -1, lists.rule.rows[value]]
 
 
 def test_a_table_is_built_once_and_a_damaged_one_again(cache):
     seen = []
     scheme = TransformersKgw()
-    tables.Tables(scheme, vocab_size=101).bits(show=lambda done, total: seen.append((done, total)))
+    green_lists.GreenLists(scheme, vocab_size=101).bits(show=lambda done, total: seen.append((done, total)))
     assert seen == [(101, 101)]
     (path,) = cache.iterdir()
     wanted = path.read_bytes()
-    tables.Tables(scheme, vocab_size=101).bits(show=lambda done, total: seen.append((done, total)))
+    green_lists.GreenLists(scheme, vocab_size=101).bits(show=lambda done, total: seen.append((done, total)))
     assert len(seen) == 1
     for damaged in (wanted[:-200], wanted[:-1] + bytes([wanted[-1] ^ 1]), b"no table"):
         path.write_bytes(damaged)
-        lists = tables.Tables(scheme, vocab_size=101)
-        assert np.array_equal(lists.bits()[100], tables.Shuffle(101, 25).packed(int(lists.row_seeds[100])))
+        lists = green_lists.GreenLists(scheme, vocab_size=101)
+        assert np.array_equal(lists.bits()[100], green_lists.Shuffle(101, 25).packed(int(lists.rule.row_seeds[100])))
         assert path.read_bytes() == wanted
     assert [found.name for found in cache.iterdir()] == [path.name]
 
@@ -186,13 +185,17 @@ def test_an_interrupted_build_leaves_nothing(cache):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tables.Tables(TransformersKgw(), vocab_size=101).bits(show=stop)
+        green_lists.GreenLists(TransformersKgw(), vocab_size=101).bits(show=stop)
     assert list(cache.iterdir()) == []
 
 
 def test_the_name_of_a_table_tells_parameters_apart():
     seeds = np.arange(10)
-    names = {tables.table_path(seeds, 10, 5), tables.table_path(seeds, 10, 4), tables.table_path(seeds + 1, 10, 5)}
+    names = {
+        green_lists.table_path(seeds, 10, 5),
+        green_lists.table_path(seeds, 10, 4),
+        green_lists.table_path(seeds + 1, 10, 5),
+    }
     assert len(names) == 3 and all(os.environ["JAXBENCH_CACHE"] in str(name) for name in names)
 
 
@@ -224,15 +227,15 @@ def test_the_name_of_a_table_tells_parameters_apart():
 )
 def test_bad_parameters_are_named(scheme, vocab_size, message):
     with pytest.raises(ValueError, match=message):
-        tables.Tables(scheme, vocab_size=vocab_size)
+        green_lists.GreenLists(scheme, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("scheme", [MarkLlmKgw(), TransformersKgw(seeding_scheme="selfhash")])
 def test_a_token_outside_the_vocabulary_names_both(scheme):
     with pytest.raises(ValueError, match="token 100 is outside the vocabulary of 100"):
-        tables.Tables(scheme, vocab_size=100).green(np.array([[1, 100]]))
+        green_lists.GreenLists(scheme, vocab_size=100).green(np.array([[1, 100]]))
 
 
 def test_selfhash_of_transformers_has_no_table():
     with pytest.raises(ValueError, match="selfhash has 2"):
-        tables.Tables(TransformersKgw(seeding_scheme="selfhash"), vocab_size=100).bits()
+        green_lists.GreenLists(TransformersKgw(seeding_scheme="selfhash"), vocab_size=100).bits()

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxbench import philox
-from jaxbench.watermark import config, definition, vllm_prf
+from jaxbench.watermark import config, reference, vllm_prf
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes import dip
+from tests.watermark import vocabulary
 
 VOCAB = 97
 KEY = Key(0xFEDCBA9876543210)
@@ -31,7 +33,7 @@ def block(counter, key=KEY, site=None):
     ],
 )
 def test_vllms_function_has_its_known_answers(context, token, word):
-    key = definition.halves(Key(42), 1)
+    key = reference.halves(Key(42), 1)
     states = vllm_prf.state(np.array([context]), key)
     assert vllm_prf.token_words(states, np.array([token]), key).tolist() == [word]
 
@@ -48,28 +50,28 @@ def test_the_seed_of_a_context_is_a_chain_of_blocks(width):
     for start in range(0, width, 4):
         part = (context[start : start + 4] + [0xFFFFFFFF] * 4)[:4]
         words = block(tuple(a ^ b for a, b in zip(part, words)), site="watermark/context")
-    seeds = definition.context_seeds(config.ContextRule(width=width), KEY, np.array([[*context, 5]]))
+    seeds = reference.context_seeds(reference.ContextRule(width=width), KEY, np.array([[*context, 5]]))
     assert seeds[0, width].tolist() == words[:2]
 
 
 def test_skip_uses_only_the_oldest_token_of_its_window():
-    rule, alone = config.ContextRule(kind="skip", width=3), config.ContextRule(kind="left", width=1)
-    skipped = definition.context_seeds(rule, KEY, TEXT)
-    np.testing.assert_array_equal(skipped[0, 3:], definition.context_seeds(alone, KEY, TEXT)[0, 1:-2])
+    rule, alone = reference.ContextRule(kind="skip", width=3), reference.ContextRule(kind="left", width=1)
+    skipped = reference.context_seeds(rule, KEY, TEXT)
+    np.testing.assert_array_equal(skipped[0, 3:], reference.context_seeds(alone, KEY, TEXT)[0, 1:-2])
 
 
 def test_min_uses_the_token_with_the_smallest_hash():
-    seeds = definition.context_seeds(config.ContextRule(kind="min", width=4), KEY, TEXT)
+    seeds = reference.context_seeds(reference.ContextRule(kind="min", width=4), KEY, TEXT)
     site = philox.site_id("watermark/min")
     for place in (4, 10, 29):
         window = [int(token) for token in TEXT[0, place - 4 : place]]
         token = min(window, key=lambda x: (block((x, 0, 0, site))[0], x))
-        one = definition.context_seeds(config.ContextRule(width=1), KEY, np.array([[token, 0]]))
+        one = reference.context_seeds(reference.ContextRule(width=1), KEY, np.array([[token, 0]]))
         assert seeds[0, place].tolist() == one[0, 1].tolist()
 
 
 def test_self_takes_the_least_word_over_window_and_candidate():
-    seeds = definition.context_seeds(config.ContextRule(kind="self", width=3), KEY, TEXT)
+    seeds = reference.context_seeds(reference.ContextRule(kind="self", width=3), KEY, TEXT)
     site = philox.site_id("watermark/self")
     for place in (2, 29):
         token = int(TEXT[0, place])
@@ -83,17 +85,17 @@ def test_a_word_comes_from_the_block_of_four_tokens_and_payloads_shift_it(scheme
     scheme, seeds = config.parse_scheme(scheme), np.array([[7, 8]], np.uint32)
     for token, payload in ((0, 0), (50, 3), (96, 2)):
         shifted = (token + payload) % VOCAB
-        expected = block((shifted >> 2, 7, 8, definition.site_of(scheme)))[shifted & 3]
-        words = definition.token_words(
-            scheme, definition.halves(KEY, 1), seeds, np.array([token]), vocab_size=VOCAB, payload=payload
+        expected = block((shifted >> 2, 7, 8, reference.site_of(scheme)))[shifted & 3]
+        words = reference.token_words(
+            scheme, reference.halves(KEY, 1), seeds, np.array([token]), vocab_size=VOCAB, payload=payload
         )
         assert words.tolist() == [expected]
 
 
 SCHEMES = [
     config.Kgw(),
-    config.Kgw(context=config.ContextRule(kind="min", width=4), payload_bits=4),
-    config.Kgw(context=config.ContextRule(kind="self", width=4), payload_bits=4),
+    config.Kgw(context=reference.ContextRule(kind="min", width=4), payload_bits=4),
+    config.Kgw(context=reference.ContextRule(kind="self", width=4), payload_bits=4),
     config.Gumbel(payload_bits=4),
     config.Gumbel(prf="vllm"),
     config.SynthId(),
@@ -104,46 +106,46 @@ SCHEMES = [
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.scheme} {s.context.kind}")
 def test_the_word_of_a_token_in_a_text_is_its_word_in_the_vocabulary(scheme):
     payload = 9 if getattr(scheme, "payload_bits", 0) else 0
-    found = definition.evidence(scheme, KEY, TEXT, np.array([30]), vocab_size=VOCAB, payload=payload)
+    found = reference.evidence(scheme, KEY, TEXT, np.array([30]), vocab_size=VOCAB, payload=payload)
     width = scheme.context.length
     for place in (width, 20, 29):
         context = TEXT[:, place - width : place]
-        words = definition.vocabulary_words(scheme, KEY, context, vocab_size=VOCAB, payload=payload)
+        words = vocabulary.words(scheme, KEY, context, vocab_size=VOCAB, payload=payload)
         assert words[0, TEXT[0, place]] == found.words[0, place]
 
 
 @given(st.integers(0, 2**64 - 1), st.floats(0.01, 0.99))
 def test_unigrams_list_has_exactly_its_share(value, gamma):
-    green = definition.unigram_list(gamma, Key(value), VOCAB)
+    green = config.Unigram(gamma=gamma).green_list(Key(value), VOCAB)
     assert green.sum() == int(gamma * VOCAB)
 
 
 def test_a_green_list_holds_gamma_of_the_words_on_average():
     contexts = np.arange(400)[:, None]
-    green = definition.green_list(config.Kgw(gamma=0.25), KEY, contexts, vocab_size=VOCAB)
+    scheme = config.Kgw(gamma=0.25)
+    green = scheme.is_green(vocabulary.words(scheme, KEY, contexts, vocab_size=VOCAB))
     assert abs(green.mean() - 0.25) < 4 * np.sqrt(0.25 * 0.75 / green.size)
 
 
 @given(st.integers(2, 10), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
 def test_the_keyed_order_is_a_permutation(half, value, seed):
     bits = 2 * min(half, 5)
-    keys = definition.round_keys(definition.halves(Key(value), 1), np.array([[seed, 1]], np.uint32))
+    keys = dip.round_keys(reference.halves(Key(value), 1), np.array([[seed, 1]], np.uint32))
     values = np.arange(2**bits, dtype=np.uint32)
-    images = definition.permute(values, keys, bits)
+    images = dip.permute(values, keys, bits)
     assert sorted(images.tolist()) == values.tolist()
-    np.testing.assert_array_equal(definition.unpermute(images, keys, bits), values)
 
 
 def test_a_tokens_place_in_the_keyed_order_is_uniform_over_keys():
     seeds = np.stack([np.arange(8000), np.zeros(8000)], axis=-1).astype(np.uint32)
-    keys = definition.round_keys(definition.halves(KEY, 1), seeds)
+    keys = dip.round_keys(reference.halves(KEY, 1), seeds)
     for value in (0, 1, 7):
-        counts = np.bincount(definition.permute(np.full(8000, value, np.uint32), keys, 4), minlength=16)
+        counts = np.bincount(dip.permute(np.full(8000, value, np.uint32), keys, 4), minlength=16)
         assert ((counts - 500) ** 2 / 500).sum() < 44  # chi-square with 15 degrees of freedom, p = 1e-4
 
 
 def test_orders_have_an_even_number_of_bits_that_hold_the_vocabulary():
-    assert [definition.order_bits(v) for v in (2, 4, 5, 16, 17, 49152, 65536, 65537)] == [2, 2, 4, 4, 6, 16, 16, 18]
+    assert [dip.order_bits(v) for v in (2, 4, 5, 16, 17, 49152, 65536, 65537)] == [2, 2, 4, 4, 6, 16, 16, 18]
 
 
 # Evidence
@@ -151,9 +153,9 @@ def test_orders_have_an_even_number_of_bits_that_hold_the_vocabulary():
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=25), st.sampled_from(["left", "min", "skip", "self"]))
 def test_each_function_input_is_scored_once_at_its_first_place(ids, kind):
-    scheme, tokens = config.Kgw(context=config.ContextRule(kind=kind, width=2)), np.array([ids])
-    found = definition.evidence(scheme, KEY, tokens, np.array([len(ids)]), vocab_size=VOCAB)
-    seeds, seen = definition.context_seeds(scheme.context, KEY, tokens), set()
+    scheme, tokens = config.Kgw(context=reference.ContextRule(kind=kind, width=2)), np.array([ids])
+    found = reference.evidence(scheme, KEY, tokens, np.array([len(ids)]), vocab_size=VOCAB)
+    seeds, seen = reference.context_seeds(scheme.context, KEY, tokens), set()
     for place, token in enumerate(ids):
         entry = (*seeds[0, place].tolist(), token)
         is_new = place >= scheme.context.length and entry not in seen
@@ -163,55 +165,53 @@ def test_each_function_input_is_scored_once_at_its_first_place(ids, kind):
 
 
 def test_unigram_scores_each_token_once():
-    found = definition.evidence(config.Unigram(), KEY, np.array([[5, 6, 5, 7, 6]]), np.array([5]), vocab_size=VOCAB)
+    found = reference.evidence(config.Unigram(), KEY, np.array([[5, 6, 5, 7, 6]]), np.array([5]), vocab_size=VOCAB)
     assert found.scored[0].tolist() == [True, True, False, True, False]
-    green = definition.unigram_list(0.5, KEY, VOCAB)
+    green = config.Unigram().green_list(KEY, VOCAB)
     assert ((found.words[0] == 0) == green[[5, 6, 5, 7, 6]]).all()
 
 
 def test_prompts_are_context_and_are_not_scored():
-    found = definition.evidence(config.Kgw(), KEY, TEXT, np.array([30]), vocab_size=VOCAB, prompt_lengths=10)
+    found = reference.evidence(config.Kgw(), KEY, TEXT, np.array([30]), vocab_size=VOCAB, prompt_lengths=10)
     assert not found.scored[0, :10].any() and found.scored[0, 10]
-    whole = definition.evidence(config.Kgw(), KEY, TEXT, np.array([30]), vocab_size=VOCAB)
+    whole = reference.evidence(config.Kgw(), KEY, TEXT, np.array([30]), vocab_size=VOCAB)
     np.testing.assert_array_equal(found.words, whole.words)
 
 
 def test_vllms_contexts_start_with_the_continuation():
     scheme = config.Gumbel(prf="vllm")
-    whole = definition.evidence(scheme, KEY, TEXT, np.array([30]), vocab_size=VOCAB, prompt_lengths=10)
-    alone = definition.evidence(scheme, KEY, TEXT[:, 10:], np.array([20]), vocab_size=VOCAB)
+    whole = reference.evidence(scheme, KEY, TEXT, np.array([30]), vocab_size=VOCAB, prompt_lengths=10)
+    alone = reference.evidence(scheme, KEY, TEXT[:, 10:], np.array([20]), vocab_size=VOCAB)
     np.testing.assert_array_equal(whole.words[:, 10:], alone.words)
     assert whole.scored[0, 10] and alone.scored[0, 0]
 
 
 def test_each_row_is_read_under_its_own_key_up_to_its_length():
     tokens, keys = np.concatenate([TEXT, TEXT]), [KEY, Key(2)]
-    both = definition.evidence(config.Gumbel(), keys, tokens, np.array([30, 12]), vocab_size=VOCAB)
+    both = reference.evidence(config.Gumbel(), keys, tokens, np.array([30, 12]), vocab_size=VOCAB)
     for row, key in enumerate(keys):
-        alone = definition.evidence(config.Gumbel(), key, TEXT, np.array([30]), vocab_size=VOCAB)
+        alone = reference.evidence(config.Gumbel(), key, TEXT, np.array([30]), vocab_size=VOCAB)
         np.testing.assert_array_equal(both.words[row, :12], alone.words[0, :12])
     assert not both.scored[1, 12:].any() and both.scored[0, 12:].any()
 
 
 def test_dual_keys_give_two_words_under_vllms_derivation():
-    found = definition.evidence(
+    found = reference.evidence(
         config.Gumbel(dual_key_alpha=0.1), KEY, TEXT, np.array([30]), vocab_size=VOCAB
     )  # fmt: skip
     for words, label in ((found.words, "key_a"), (found.second_words, "key_b")):
-        single = definition.evidence(config.Gumbel(), KEY.derive(label), TEXT, np.array([30]), vocab_size=VOCAB)
+        single = reference.evidence(config.Gumbel(), KEY.derive(label), TEXT, np.array([30]), vocab_size=VOCAB)
         np.testing.assert_array_equal(words, single.words)
 
 
 def test_texts_shorter_than_their_context_have_no_scored_position():
     for scheme, length in itertools.product(SCHEMES[:2] + SCHEMES[5:], (0, 1, 2)):
-        found = definition.evidence(scheme, KEY, TEXT[:, :4], np.array([length]), vocab_size=VOCAB)
+        found = reference.evidence(scheme, KEY, TEXT[:, :4], np.array([length]), vocab_size=VOCAB)
         assert found.scored.sum() == max(0, length - scheme.context.length)
 
 
 def test_tokens_outside_the_vocabulary_and_missing_tables_are_named():
     with pytest.raises(ValueError, match=r"token 97 \(row 0, position 1\) is outside \[0, 97\)"):
-        definition.evidence(config.Kgw(), KEY, np.array([[1, 97]]), np.array([2]), vocab_size=97)
+        reference.evidence(config.Kgw(), KEY, np.array([[1, 97]]), np.array([2]), vocab_size=97)
     with pytest.raises(ValueError, match="kgw_markllm needs the tables"):
-        definition.evidence(config.MarkLlmKgw(), KEY, TEXT, np.array([30]), vocab_size=97)
-    with pytest.raises(ValueError, match="scheme gumbel has none"):
-        definition.is_green(config.Gumbel(), np.zeros(1, np.uint32))
+        reference.evidence(config.MarkLlmKgw(), KEY, TEXT, np.array([30]), vocab_size=97)

@@ -6,17 +6,17 @@ Axis letters: B texts of one batch, T tokens, N all texts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from jaxtyping import Bool, Int
 
-from jaxbench.watermark import definition, statistics
-from jaxbench.watermark import tables as lists
-from jaxbench.watermark.config import context_length, num_payloads, parse_scheme
+from jaxbench.watermark import reference, statistics
+from jaxbench.watermark.config import num_payloads, parse_scheme
+from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
-TABLE_SCHEMES = ("kgw_markllm", "kgw_transformers")  # their lists are read in numpy, on the host
 MAX_DEVICE_LENGTH = 4096  # tokens; longer texts are sorted on the host instead of comparing all pairs
 FEW_ROWS = 128
 MANY_TEXTS = 2048  # from here on, tighter padding is worth more programs to compile
@@ -24,21 +24,13 @@ BATCH_TOKENS = 2**18  # padded tokens of one call: fits the cache, and keeps the
 MAX_VOCAB = 2**24  # tokens: sixteen times the largest vocabularies; unigram's list has one entry for each
 
 
-class Form(NamedTuple):
-    """The part of a scheme that its programs are compiled for: shares, biases and scores have their defaults here."""
-
-    scheme: Any
-    rule: Any  # its context rule, None where it has none
-    context: int  # tokens that must precede a scored position
-
-
 class Evidencer(Protocol):
-    """What detection needs of a backend: definition.evidence for one scheme and vocabulary."""
+    """What detection needs of a backend: reference.evidence for one scheme and vocabulary."""
 
     scheme: Any
     vocab_size: int
 
-    def evidence(self, tokens, lengths, key, *, prompt_lengths=None, payload=0) -> definition.Evidence:
+    def evidence(self, tokens, lengths, key, *, prompt_lengths=None, payload=0) -> reference.Evidence:
         """Return the evidence of tokens [B T]."""
         ...
 
@@ -46,10 +38,10 @@ class Evidencer(Protocol):
 class NumpyDetector:
     """The reference as a detector: no compilation, no device."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, tables: Any = None):
+    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
         self.scheme = checked_scheme(scheme, vocab_size)
         self.vocab_size = vocab_size
-        self.tables = own_tables(self.scheme, vocab_size, tables)
+        self.green_lists = own_lists(self.scheme, vocab_size, green_lists)
 
     def evidence(
         self,
@@ -59,22 +51,24 @@ class NumpyDetector:
         *,
         prompt_lengths: np.ndarray | int | None = None,
         payload: int | np.ndarray = 0,
-    ) -> definition.Evidence:
-        """Return definition.evidence."""
-        return reference(self, key, tokens, lengths, prompt_lengths, payload)
+    ) -> reference.Evidence:
+        """Return the words of tokens [B T] and which of them are scored; see reference.evidence."""
+        return host_evidence(self, key, tokens, lengths, prompt_lengths, payload)
 
 
-def reference(detector: Any, key: Any, tokens: Any, lengths: Any, prompt: Any, payload: Any) -> definition.Evidence:
-    """Return definition.evidence for a detector's scheme, vocabulary and tables; payload may be one for each text."""
+def host_evidence(detector: Any, key: Any, tokens: Any, lengths: Any, prompt: Any, payload: Any) -> reference.Evidence:
+    """Return reference.evidence for a detector's scheme, vocabulary and lists; payload may be one for each text."""
     payload = payload if isinstance(payload, int) else np.asarray(payload)[:, None]
-    fixed = {"vocab_size": detector.vocab_size, "tables": detector.tables}
-    return definition.evidence(detector.scheme, key, tokens, lengths, prompt_lengths=prompt, payload=payload, **fixed)
+    fixed = {"vocab_size": detector.vocab_size, "green_lists": detector.green_lists}
+    return reference.evidence(detector.scheme, key, tokens, lengths, prompt_lengths=prompt, payload=payload, **fixed)
 
 
-def form(scheme: Any) -> Form:
-    """Return what a scheme's programs are compiled for."""
-    kept = {name: getattr(scheme, name) for name in ("context", "prf") if hasattr(scheme, name)}
-    return Form(type(scheme)(**kept), kept.get("context"), context_length(scheme))
+def compiled_form(scheme: Any) -> Any:
+    """Return the scheme with all fields that its words do not depend on (biases, scores) at their defaults.
+
+    Programs are compiled for this form, so that schemes that differ in those fields share them.
+    """
+    return type(scheme)(**{name: getattr(scheme, name) for name in scheme.word_fields})
 
 
 def as_ids(texts_or_ids: Any, tokenizer: Any, *, vocab_size: int, canonicalize: bool = True) -> Ragged:
@@ -110,7 +104,6 @@ def detect(
     *,
     prompt_lengths: np.ndarray | int | None = None,
     payload: int | None = None,
-    dual_key_method: str = "exact",
 ) -> statistics.Detections:
     """Return scores and p-values of N texts under one key or one each; texts of similar length share a batch.
 
@@ -125,22 +118,21 @@ def detect(
     number = num_payloads(detector.scheme)
     if payload is not None and not 0 <= payload < number:
         raise ValueError(f"detect: payload={payload}, wanted 0 <= payload < {number} for this scheme")
-    how = {"vocab_size": detector.vocab_size, "dual_key_method": dual_key_method}
     prompt = np.broadcast_to(np.asarray(0 if prompt_lengths is None else prompt_lengths, np.int32), len(ids))
     parts, places = [], []
     for rows, tokens, lengths in batches(ids):
         one = key if isinstance(key, Key) else [key[row] for row in rows]
         if payload is None and number > 1:
-            parts.append(_any_payload(detector, one, tokens, lengths, prompt[rows], how))
+            parts.append(_any_payload(detector, one, tokens, lengths, prompt[rows]))
         else:
             evidence = detector.evidence(tokens, lengths, one, prompt_lengths=prompt[rows], payload=payload or 0)
-            found = statistics.score(detector.scheme, evidence, **how)
+            found = statistics.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
             parts.append(found if number == 1 else found._replace(payload=np.full(len(rows), payload, np.int64)))
         places.append(rows)
     return join(parts, places)
 
 
-def _any_payload(detector: Evidencer, key: Any, tokens: Any, lengths: Any, prompt: Any, how: dict) -> Any:
+def _any_payload(detector: Evidencer, key: Any, tokens: Any, lengths: Any, prompt: Any) -> Any:
     """Return the detections of the likeliest payload of each text [B T], p-values corrected for all of them.
 
     The randomised p-value is the smallest over all payloads before it is corrected: where discrete p-values tie, that
@@ -156,7 +148,8 @@ def _any_payload(detector: Evidencer, key: Any, tokens: Any, lengths: Any, promp
         keys = key if isinstance(key, Key) else list(key) * size
         tiled = (np.tile(tokens, (size, 1)), np.tile(lengths, size), keys)
         of_each = {"prompt_lengths": np.tile(prompt, size), "payload": np.repeat(payloads, len(rows))}
-        found = statistics.score(detector.scheme, detector.evidence(*tiled, **of_each), **how)
+        evidence = detector.evidence(*tiled, **of_each)
+        found = statistics.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
         table = statistics.Detections(*(column.reshape(size, len(rows)) for column in found))
         at = table.p_value.argmin(axis=0)
         chosen = statistics.Detections(*(column[at, rows] for column in table))
@@ -225,11 +218,9 @@ def checked_scheme(scheme: Any, vocab_size: int) -> Any:
     return scheme
 
 
-def own_tables(scheme: Any, vocab_size: int, tables: Any = None) -> Any:
-    """Return the green lists of a scheme that has tables, the given ones if any; None for other schemes."""
-    if tables is not None or scheme.scheme not in TABLE_SCHEMES:
-        return tables
-    return lists.Tables(scheme, vocab_size=vocab_size)
+def own_lists(scheme: Any, vocab_size: int, green_lists: Any = None) -> Any:
+    """Return the green lists of a scheme with lists of its own, the given ones if any; None for other schemes."""
+    return lists_of(scheme, vocab_size=vocab_size) if green_lists is None else green_lists
 
 
 def _whole(ids: Any) -> np.ndarray:
@@ -259,7 +250,7 @@ def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) 
     prompt = np.broadcast_to(np.asarray(0 if prompt_lengths is None else prompt_lengths, np.int32), lengths.shape)
     if lengths.size and lengths.min() < tokens.shape[1]:
         tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
-    definition.check_tokens(tokens, vocab_size)
+    reference.check_tokens(tokens, vocab_size)
     return tokens, lengths, prompt
 
 
@@ -285,19 +276,21 @@ def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int = 0)
     keys = [key] if isinstance(key, Key) else list(key)
     if len(keys) not in (1, rows):
         raise ValueError(f"evidence: {len(keys)} keys for {rows} texts, wanted one key or one for each text")
-    dual = getattr(scheme, "dual_key_alpha", 0.0) > 0
-    pairs = [definition.generation_keys(scheme, one) if dual else (one,) for one in keys]
+    is_dual = reference.is_dual_key(scheme)
+    pairs = [reference.generation_keys(scheme, one) if is_dual else (one,) for one in keys]
     halves = np.array([[one.halves for one in pair] for pair in pairs], np.uint32).transpose(1, 2, 0)
     return np.pad(np.broadcast_to(halves, (*halves.shape[:2], rows)), ((0, 0), (0, 0), (0, extra)))
 
 
-def unigram_lists(
+def fixed_lists(
     scheme: Any, key: Key | Sequence[Key], rows: int, cache: dict[Key, np.ndarray], *, vocab_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the green lists bool [K V] of the distinct keys, and the list of each row int32 [B]; fill the cache."""
+) -> tuple[Bool[np.ndarray, "K V"], Int[np.ndarray, " B"]] | None:
+    """Return the lists of the distinct keys and the list of each row, filling the cache; None: the scheme has none."""
+    if not scheme.has_fixed_list:
+        return None
     keys = [key] if isinstance(key, Key) else list(key)
     for one in set(keys) - set(cache):
-        cache[one] = definition.unigram_list(scheme.gamma, one, vocab_size)
+        cache[one] = scheme.green_list(one, vocab_size)
     distinct = list(dict.fromkeys(keys))
     index = np.array([distinct.index(one) for one in keys], np.int32)
     return np.stack([cache[one] for one in distinct]), np.resize(index, rows)

@@ -1,0 +1,92 @@
+"""KGW in JAX: a bias on green logits, whose words lie below a threshold. Twin: torch_ref/watermark/device/kgw.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int, UInt32
+
+from jaxbench.watermark import prf, reference
+from jaxbench.watermark.device import steps
+from jaxbench.watermark.device.steps import Position, State
+from jaxbench.watermark.reference import SELF_SITE
+from jaxbench.watermark.schemes import green_count
+
+
+class Mark:
+    """KGW on a device; a Mark (marks.py)."""
+
+    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
+        self.scheme, self.vocab_size = scheme, vocab_size
+        self._has_list_per_candidate = scheme.context.kind == "self"
+
+    def first_state(self, state: State) -> State:
+        """Return the state, under the rule `self` with the words P(v, v), which depend on the key alone."""
+        if not self._has_list_per_candidate:
+            return state
+        return state | {"own": own_lanes(steps.first_key(state), num_elements=self.vocab_size)}
+
+    def apply(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
+        """Return the state and the logits with `delta` added to those of green tokens."""
+        is_green = self.green_tokens(state, at)
+        return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self.scheme.delta, logits.dtype)
+
+    def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
+        """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
+        threshold = jnp.uint32(green_count.threshold(self.scheme.gamma))
+        rule, key = self.scheme.context, steps.first_key(state)
+        contexts = steps.last_tokens(at, rule.length)
+        is_active = steps.active_rows(self.scheme, state, at)
+
+        def bits() -> Array:
+            if self._has_list_per_candidate:
+                words = self._candidate_lanes(state, contexts, key)
+            else:
+                seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
+                words = prf.lanes(key, seeds, site=reference.site_of(self.scheme), num_elements=self.vocab_size)
+            green = ((word < threshold).astype(jnp.uint32) << j for j, word in enumerate(words))
+            return jnp.where(is_active[:, None], sum(green), 0).astype(jnp.uint8)
+
+        # The branch's result is stored: fused into the sum with the logits, every block would be computed four times.
+        shape = (at.tokens.shape[0], -(-self.vocab_size // 4))
+        packed = lax.cond(jnp.any(is_active), bits, lambda: jnp.zeros(shape, jnp.uint8))
+        green = (packed[:, :, None] >> jnp.arange(4, dtype=jnp.uint8)[None, None, :]) & 1
+        green = green.reshape(shape[0], -1)[:, : self.vocab_size] != 0
+        if self._has_list_per_candidate or "payload" not in state:
+            return green
+        return prf.shift(green, state["payload"])
+
+    def _candidate_lanes(self, state: State, contexts: Int[Array, "B n"], key: prf.Halves) -> prf.Lanes:
+        """Return the words of all candidates under the rule `self`, in lanes."""
+        if "payload" not in state:
+            site = reference.site_of(self.scheme)
+            return self_lanes(key, contexts, state["own"], site=site, num_elements=self.vocab_size)
+        candidates = jnp.arange(4 * -(-self.vocab_size // 4), dtype=jnp.uint32)[None, :]
+        seeds = prf.self_seeds(contexts[:, None, :], candidates, key)
+        options = {"vocab_size": self.vocab_size, "payload": state["payload"][:, None]}
+        words = prf.token_words(self.scheme, key, seeds, candidates, **options)
+        return tuple(jnp.moveaxis(words.reshape(words.shape[0], -1, 4), 2, 0))
+
+    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
+        """Return words and seeds of the tokens of texts."""
+        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+
+
+def self_lanes(
+    key: prf.Halves, contexts: Int[Array, "B n"], own: UInt32[Array, "B 4 C"], *, site: int, num_elements: int
+) -> prf.Lanes:
+    """Return the words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
+    blocks, least = prf.block_numbers(num_elements), [own[:, j] for j in range(4)]
+    for i in range(contexts.shape[1]):
+        pairs = prf.random_blocks((blocks, contexts[:, i : i + 1].astype(jnp.uint32), 0, SELF_SITE), key)
+        least = [jnp.minimum(one, other) for one, other in zip(least, pairs)]
+    words = (prf.random_blocks((blocks, least[j], 0, site), key)[j] for j in range(4))
+    return tuple(words)
+
+
+def own_lanes(key: prf.Halves, *, num_elements: int) -> UInt32[Array, "B 4 C"]:
+    """Return P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
+    tokens = jnp.arange(4 * -(-num_elements // 4), dtype=jnp.uint32)[None, :]
+    return prf.pair_words(tokens, tokens, key).reshape(-1, tokens.shape[1] // 4, 4).swapaxes(1, 2)

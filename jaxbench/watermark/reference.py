@@ -1,0 +1,264 @@
+"""What all schemes share, in numpy: pseudo-random functions and the evidence of a text (S file).
+
+The reference of every backend; what is particular to one scheme is in schemes/. Notation: a context [.. n] is the n
+tokens before a position, oldest first; a seed is two words that a context and a key give; a word is 32 random bits of a
+(key, seed, token). A key argument is one Key, or one for each row of the batch. Device twin: prf.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt32
+from pydantic import Field
+
+from jaxbench import philox
+from jaxbench.config import Base
+from jaxbench.watermark.keys import Key
+
+CONTEXT_SITE, MIN_SITE, SELF_SITE = (philox.site_id(f"watermark/{name}") for name in ("context", "min", "self"))
+NO_TOKEN = 0xFFFFFFFF  # fills the last block of a context
+RED = 0xFFFFFFFF  # the word of a token that is not on a list; green tokens have 0
+MAX_WIDTH = 8  # tokens of context at most
+Halves = tuple[np.ndarray, np.ndarray]
+Keys = Key | Sequence[Key]  # one key, or one for each row
+Words = UInt32[np.ndarray, "B T"]
+Seeds = Int[np.ndarray, "B T S"]  # S words: what, with the token, decides a word
+
+
+class ContextRule(Base):
+    """Which tokens before a position seed its pseudo-random function (`seeds_after` has the mathematics)."""
+
+    kind: Literal["left", "skip", "min", "self"] = "left"
+    width: int = Field(default=1, ge=1, le=MAX_WIDTH)  # h, tokens; `self` counts the candidate among them
+
+    @property
+    def length(self) -> int:
+        """Tokens that must precede a position for it to be marked and scored."""
+        return self.width - 1 if self.kind == "self" else self.width
+
+
+class Evidence(NamedTuple):
+    """What a text says about a key, position by position."""
+
+    words: UInt32[np.ndarray, "B T"]  # the word of each token; lists: 0 = green, RED = not
+    scored: Bool[np.ndarray, "B T"]  # True at the first position of each exact (key, seed, token)
+    second_words: UInt32[np.ndarray, "B T"] | None = None  # under the second key of a dual-key scheme
+
+
+class Text(NamedTuple):
+    """Texts as a scheme reads them."""
+
+    tokens: Int[np.ndarray, "B T"]
+    prompt: Int[np.ndarray, " B"]  # tokens of each row that were there before the marked ones
+    vocab_size: int
+    payload: int | np.ndarray = 0  # the message, or one for each row [B 1]
+    green_lists: Any = None  # green_lists.GreenLists, for schemes with lists of their own
+
+
+def refuse_self(scheme: str, context: ContextRule) -> None:
+    """Raise a ValueError where a scheme that draws tokens has a seed for each candidate token."""
+    if context.kind == "self":
+        raise ValueError(f"{scheme}: context.kind={context.kind} is for kgw only, wanted left, skip or min")
+
+
+def site_of(scheme: Any) -> int:
+    """Number of a scheme's random site, the fourth word of its Philox counters."""
+    return philox.site_id(f"watermark/{scheme.scheme}")
+
+
+def halves(key: Keys, ndim: int) -> Halves:
+    """Return low and high words (uint32) of one key or of one a row, shaped [B or 1, 1, ..] with ndim axes."""
+    keys = [key] if isinstance(key, Key) else list(key)
+    pairs = np.array([k.halves for k in keys], np.uint32).reshape(-1, 2)
+    shape = (len(keys),) + (1,) * (ndim - 1)
+    return pairs[:, 0].reshape(shape), pairs[:, 1].reshape(shape)
+
+
+def is_dual_key(scheme: Any) -> bool:
+    """Return True where a share `dual_key_alpha` of the steps uses a second key."""
+    return getattr(scheme, "dual_key_alpha", 0.0) > 0
+
+
+def generation_keys(scheme: Any, key: Key) -> tuple[Key, Key]:
+    """Return the first and second key that a scheme draws with; they differ for a dual-key scheme only."""
+    if is_dual_key(scheme):
+        return key.derive("key_a"), key.derive("key_b")
+    return key, key
+
+
+# Contexts to seeds
+
+
+def seed_of_context(contexts: np.ndarray, key: Halves) -> np.ndarray:
+    """Return the seed [.. 2] (uint32) of contexts [.. n], 1 <= n: a chain of Philox blocks over four tokens each."""
+    contexts = np.asarray(contexts).astype(np.uint32)
+    low, high = key
+    words: Sequence[Any] = (np.uint32(0),) * 4
+    for start in range(0, contexts.shape[-1], 4):
+        block = [contexts[..., start + i] if start + i < contexts.shape[-1] else np.uint32(NO_TOKEN) for i in range(4)]
+        words = philox.philox4x32(tuple(b ^ w for b, w in zip(block, words)), (low, high ^ np.uint32(CONTEXT_SITE)))
+    return np.stack(np.broadcast_arrays(words[0], words[1]), axis=-1)
+
+
+def minimum_token(contexts: np.ndarray, key: Halves) -> np.ndarray:
+    """Return the one token [..] of each context [.. n] whose (hash, id) is the smallest."""
+    contexts = np.asarray(contexts).astype(np.uint32)
+    low, high = (half[..., None] for half in key)
+    hashes = philox.philox4x32((contexts, 0, 0, MIN_SITE), (low, high))[0]
+    return (((hashes.astype(np.uint64) << np.uint64(32)) | contexts).min(axis=-1) & np.uint64(NO_TOKEN)).astype(
+        np.uint32
+    )
+
+
+def pair_words(context_tokens: np.ndarray, candidates: np.ndarray, key: Halves) -> np.ndarray:
+    """Return P(x, v), the word of context token x and candidate v (arrays that broadcast), of the rule `self`."""
+    candidates = np.asarray(candidates).astype(np.uint32)
+    counter = (candidates >> 2, np.asarray(context_tokens).astype(np.uint32), 0, SELF_SITE)
+    return pick_word(philox.philox4x32(counter, key), candidates)
+
+
+def self_seeds(contexts: np.ndarray, candidates: np.ndarray, key: Halves) -> np.ndarray:
+    """Return the seed [.. 2] of each candidate [..] after its context [.. h - 1]: the least P over both, and 0."""
+    least = pair_words(candidates, candidates, key)
+    for i in range(contexts.shape[-1]):
+        least = np.minimum(least, pair_words(contexts[..., i], candidates, key))
+    return np.stack([least, np.zeros_like(least)], axis=-1)
+
+
+def windows(tokens: np.ndarray, length: int, *, fill: int = 0) -> np.ndarray:
+    """Return the contexts [B T n] of every position of tokens [B T]; places before the text hold `fill`."""
+    padded = np.pad(tokens, ((0, 0), (length, 0)), constant_values=fill)
+    index = np.arange(tokens.shape[1])[:, None] + np.arange(length)[None, :]
+    return padded[:, index]
+
+
+def context_seeds(rule: ContextRule, key: Keys, tokens: np.ndarray) -> np.ndarray:
+    """Return the seed [B T 2] (uint32) at every position of tokens [B T]; fewer than rule.length tokens: no meaning."""
+    return seeds_after(rule, halves(key, 2), windows(tokens, rule.length), tokens)
+
+
+def seeds_after(rule: ContextRule, key: Halves, contexts: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    """Return the seed [.. 2] (uint32) that contexts [.. n] give; only the rule `self` looks at the candidates [..]."""
+    if rule.kind == "self":
+        return self_seeds(contexts, candidates, key)
+    if rule.kind == "skip":
+        contexts = contexts[..., :1]
+    if rule.kind == "min":
+        contexts = minimum_token(contexts, key)[..., None]
+    return seed_of_context(contexts, key)
+
+
+# Seeds to words
+
+
+def token_words(
+    scheme: Any,
+    key: Halves,
+    seeds: UInt32[np.ndarray, "*shape 2"],
+    tokens: Int[np.ndarray, "*shape"],
+    *,
+    vocab_size: int,
+    payload: int | np.ndarray = 0,
+) -> UInt32[np.ndarray, "*shape"]:
+    """Return the word of each token at its seed: one of four words of the Philox block of token + payload mod V."""
+    shifted = (np.asarray(tokens).astype(np.int64) + payload) % vocab_size
+    shifted = shifted.astype(np.uint32)
+    counter = (shifted >> 2, seeds[..., 0], seeds[..., 1], site_of(scheme))
+    return pick_word(philox.philox4x32(counter, key), shifted)
+
+
+def text_words(scheme: Any, key: Keys, text: Text) -> tuple[Words, Seeds]:
+    """Words and seeds of the tokens of texts, for a scheme whose context rule and `token_words` decide them."""
+    seeds, pair = context_seeds(scheme.context, key, text.tokens), halves(key, 2)
+    words = token_words(scheme, pair, seeds, text.tokens, vocab_size=text.vocab_size, payload=text.payload)
+    return words, seeds
+
+
+def pick_word(words: tuple[np.ndarray, ...], tokens: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
+    """Return word token & 3 of each Philox block."""
+    place = tokens & np.uint32(3)
+    lower = np.where(place == 1, words[1], words[0])
+    return np.where(place >= 2, np.where(place == 3, words[3], words[2]), lower)
+
+
+# Evidence
+
+
+def evidence(
+    scheme: Any,
+    key: Keys,
+    tokens: Int[np.ndarray, "B T"],
+    lengths: Int[np.ndarray, " B"],
+    *,
+    vocab_size: int,
+    prompt_lengths: Int[np.ndarray, " B"] | int | None = None,
+    payload: int | np.ndarray = 0,
+    green_lists: Any = None,
+    deduplicate: bool = True,
+) -> Evidence:
+    """Return the words of the tokens of texts, and which positions are scored.
+
+    A position is scored when it lies in the text and after the prompt, has a full context (prompt tokens serve as
+    context; not for vLLM's function, whose contexts start with the continuation), and its exact (key, seed, token) did
+    not occur at an earlier scored position.
+
+    Args:
+      lengths: tokens of each row; what lies behind is ignored.
+      prompt_lengths: tokens of each row that are not scored.
+      green_lists: the green_lists.GreenLists of kgw_markllm and kgw_transformers; other schemes need none.
+      deduplicate: False scores repeated positions too, which no test here allows for: to show what that costs.
+
+    Raises:
+      ValueError: a token lies outside the vocabulary, or a scheme of lists comes without its green lists.
+    """
+    tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+    prompt = np.broadcast_to(0 if prompt_lengths is None else prompt_lengths, lengths.shape)
+    place = np.arange(tokens.shape[1])[None, :]
+    in_text = place < lengths[:, None]
+    tokens = np.where(in_text, tokens, 0)
+    check_tokens(tokens, vocab_size)
+    valid = in_text & (place >= np.maximum(prompt, scheme.context_length)[:, None])
+
+    text = Text(tokens, prompt, vocab_size, payload, green_lists)
+    pairs = [generation_keys(scheme, one) for one in ([key] if isinstance(key, Key) else key)]
+    words, seeds = scheme.text_words([first for first, _ in pairs], text)
+    scored = is_first(seeds, tokens, valid) if deduplicate else valid
+    second_words = scheme.text_words([second for _, second in pairs], text)[0] if is_dual_key(scheme) else None
+    return Evidence(words, scored, second_words)
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
+    """Raise a ValueError that names the first token outside [0, vocab_size)."""
+    bad = (tokens < 0) | (tokens >= vocab_size)
+    if bad.any():
+        row, at = (int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(
+            f"evidence: token {tokens[row, at]} (row {row}, position {at}) is outside [0, {vocab_size}); "
+            "the detector needs the vocabulary size of the model that wrote the text"
+        )
+
+
+def is_first(seeds: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Return True at the first valid position of each distinct (seed [B T S], token [B T]) of a row, bool [B T]."""
+    columns = [tokens, *np.moveaxis(seeds, -1, 0), ~valid]
+    order = np.lexsort(np.broadcast_arrays(*columns), axis=-1)  # stable: equal entries keep the text's order
+    repeated = np.ones((tokens.shape[0], max(tokens.shape[1] - 1, 0)), bool)
+    for column in columns:
+        ordered = np.take_along_axis(np.broadcast_to(column, tokens.shape), order, axis=-1)
+        repeated &= ordered[:, 1:] == ordered[:, :-1]
+    first = np.ones(tokens.shape, bool)
+    np.put_along_axis(first, order[:, 1:], ~repeated, axis=-1)
+    return first & valid
+
+
+def count(mask: Bool[np.ndarray, "N T"]) -> Int[np.ndarray, " N"]:
+    """Return the number of True in each row."""
+    return np.bitwise_count(np.packbits(mask, axis=1)).sum(axis=1, dtype=np.int64)
+
+
+def null_words(random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
+    """Return words of tokens under a key that has nothing to do with them: independent and uniform."""
+    return random.integers(0, 2**32, shape, dtype=np.uint32)

@@ -1,0 +1,148 @@
+"""Gumbel: keyed noise in place of random noise (S file).
+
+A token is the argmax of logit - log(-log u) with the keyed uniform u of each token: the distribution of a token stays
+the model's own. Detection adds up -log(1 - u) of the tokens, standard exponentials under the null. Source: Aaronson
+2022, "My AI safety lecture for UT Effective Altruism".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import numpy as np
+import pydantic
+from jaxtyping import Float, Int, UInt32
+from pydantic import Field
+
+from jaxbench import philox
+from jaxbench.config import Base
+from jaxbench.watermark import null_distributions, reference, vllm_prf
+from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
+
+
+class Gumbel(Base):
+    """Keyed Gumbel noise; a Scheme (contract.py)."""
+
+    scheme: Literal["gumbel"] = "gumbel"
+    context: ContextRule = ContextRule(kind="left", width=4)
+    prf: Literal["jaxbench", "vllm"] = "jaxbench"  # vllm: bit-compatible with vLLM's philox4x32-10-v1
+    dual_key_alpha: float = Field(default=0.0, ge=0, le=1)  # share of steps that use the second key, 0 = one key
+    deduplicate: bool = True  # a context used before in a row draws with ordinary randomness
+    payload_bits: int = Field(default=0, ge=0, le=16)  # a message of this many bits, 0 = none
+
+    draws: ClassVar[bool] = True
+    device: ClassVar[str] = "gumbel"
+    word_fields: ClassVar[tuple[str, ...]] = ("context", "prf")
+    key_field: ClassVar[str | None] = None
+    has_fixed_list: ClassVar[bool] = False
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Gumbel:
+        reference.refuse_self(self.scheme, self.context)
+        if self.prf == "vllm" and (self.context.kind != "left" or self.payload_bits):
+            raise ValueError(
+                f"gumbel: prf=vllm knows context.kind=left and payload_bits=0, got context.kind={self.context.kind}, "
+                f"payload_bits={self.payload_bits}"
+            )
+        return self
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that must precede a marked position: none for vLLM's function, which marks the first one too."""
+        return 0 if self.prf == "vllm" else self.context.length
+
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
+        """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
+        if self.prf == "jaxbench":
+            return reference.text_words(self, key, text)
+        pair, width, tokens = reference.halves(key, 2), self.context.width, text.tokens
+        contexts = reference.windows(tokens, width, fill=-1)
+        place = np.arange(tokens.shape[1])[:, None] + np.arange(-width, 0)[None, :]
+        states = vllm_prf.state(np.where(place[None] >= text.prompt[:, None, None], contexts, -1), pair)
+        return vllm_prf.token_words(states, tokens, pair), states
+
+    def complements(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """Return 1 - u of words, exact in float64, with u as the function `prf` defines it."""
+        k = (words >> np.uint32(8)).astype(np.float64)
+        if self.prf == "vllm":
+            return (2.0**24 - k) / (2.0**24 + 1.0)
+        return (2.0**24 - 0.5 - k) * 2.0**-24
+
+    def statistic(self, vocab_size: int, *, dual_key_method: Literal["exact", "vllm"] = "exact") -> ExponentialSum:
+        """The sum of -log(1 - u); with two keys, `vllm` is the moment-matched tail of vLLM's detector."""
+        return ExponentialSum(self, dual_key_method)
+
+    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
+        """Words of tokens under another key."""
+        return reference.null_words(random, shape)
+
+    def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
+        """The word's uniform, of a dual key the first key's."""
+        return philox.uniform(words)
+
+    def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """The token's own uniform."""
+        return 1.0 - self.complements(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExponentialSum:
+    """The sum of -log(1 - u), of two keys (1 - alpha) A + alpha B: gamma, or two gammas, under the null."""
+
+    scheme: Gumbel
+    dual_key_method: Literal["exact", "vllm"] = "exact"
+    is_continuous: ClassVar[bool] = True
+    counts_green: ClassVar[bool] = False
+
+    def token_scores(self, evidence: reference.Evidence) -> Float[np.ndarray, "N T"]:
+        """Return -log(1 - u) of each scored token."""
+        value = -np.log(self.scheme.complements(evidence.words))
+        if evidence.second_words is not None:
+            alpha = self.scheme.dual_key_alpha
+            value = (1.0 - alpha) * value - alpha * np.log(self.scheme.complements(evidence.second_words))
+        return np.where(evidence.scored, value, 0.0)
+
+    def total(self, evidence: reference.Evidence) -> Float[np.ndarray, " N"]:
+        """Return the sum of the token scores."""
+        total = self._sum(evidence.words, evidence.scored)
+        if evidence.second_words is None:
+            return total
+        alpha = self.scheme.dual_key_alpha
+        return (1.0 - alpha) * total + alpha * self._sum(evidence.second_words, evidence.scored)
+
+    def _sum(self, words: np.ndarray, scored: np.ndarray) -> np.ndarray:
+        """Return the sum of -log(1 - u) over scored positions [N]; eight factors share one logarithm (> 2**-208)."""
+        values = np.where(scored, self.scheme.complements(words), 1.0)
+        values = np.pad(values, ((0, 0), (0, -values.shape[1] % 8)), constant_values=1.0)
+        return -np.log(values.reshape(len(values), -1, 8).prod(axis=2)).sum(axis=1)
+
+    def moments(self) -> tuple[float, float]:
+        """Return 1 and the variance, 1 with one key."""
+        alpha = self.scheme.dual_key_alpha
+        return 1.0, (1.0 - alpha) ** 2 + alpha**2
+
+    def variance(self, num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+        """Return the variance of the sum: the positions are independent."""
+        return num_scored * self.moments()[1]
+
+    def tail(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
+        """Return the tail of the gamma distribution, or of the sum of two.
+
+        Raises:
+          ValueError: an unknown dual_key_method.
+        """
+        if reference.is_dual_key(self.scheme):
+            alpha, method = self.scheme.dual_key_alpha, self.dual_key_method
+            return null_distributions.dual_gamma(total, num_scored, alpha, method=method)
+        return null_distributions.gamma(total, num_scored)
+
+    def reported(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+        """Return the sum."""
+        return total
+
+    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
+        """Return the scores of independent uniform words."""
+        words, second = (reference.null_words(random, shape) for _ in range(2))
+        is_dual = reference.is_dual_key(self.scheme)
+        return self.token_scores(reference.Evidence(words, np.ones(shape, bool), second if is_dual else None))

@@ -1,0 +1,88 @@
+"""KGW with the green lists of MarkLLM 0.1.5, bit for bit (markllm/watermark/kgw/kgw.py) (S file).
+
+A context is combined to one number below V (green_lists.py), whose image f under a permutation of the vocabulary,
+times the key, modulo V, is the seed of its list. The window scheme `self` multiplies by the candidate's image, too.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float, UInt32
+from pydantic import Field
+
+from jaxbench.config import Base
+from jaxbench.watermark import green_lists
+from jaxbench.watermark.reference import MAX_WIDTH, Keys, Seeds, Text, Words
+from jaxbench.watermark.schemes import green_count
+
+
+class MarkLlmKgw(Base):
+    """KGW of MarkLLM; field names and meanings are its own. A Scheme (contract.py)."""
+
+    scheme: Literal["kgw_markllm"] = "kgw_markllm"
+    gamma: float = Field(default=0.5, gt=0, lt=1)  # share of green tokens
+    delta: float = Field(default=2.0, ge=0)  # bias on green logits, nats
+    hash_key: int = Field(default=15485863, ge=1)
+    prefix_length: int = Field(default=1, ge=1, le=MAX_WIDTH)  # tokens of context
+    f_scheme: Literal["time", "additive", "skip", "min"] = "time"
+    window_scheme: Literal["left", "self"] = "left"  # self: detection only
+
+    draws: ClassVar[bool] = False
+    device: ClassVar[str] = "listed"
+    word_fields: ClassVar[tuple[str, ...]] = ()
+    key_field: ClassVar[str | None] = "hash_key"
+    has_fixed_list: ClassVar[bool] = False
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that must precede a marked position."""
+        return self.prefix_length
+
+    @property
+    def is_detection_only(self) -> bool:
+        """True where each candidate token has a list of its own."""
+        return self.window_scheme == "self"
+
+    def list_rule(self, vocab_size: int) -> green_lists.ListRule:
+        """How contexts select lists; the file's opening lines have the source."""
+        green_lists.check_name("f_scheme", self.f_scheme, ("time", "additive", "skip", "min"))
+        green_lists.check_name("window_scheme", self.window_scheme, ("left", "self"))
+        numbers, images = np.arange(vocab_size), green_lists.permutation(self.hash_key, vocab_size)
+        hashed = numbers if self.f_scheme == "min" else images  # MarkLLM's _f of a combined context
+        return green_lists.ListRule(
+            gamma=self.gamma,
+            bias=self.delta,
+            combine=self.f_scheme,
+            lag=self.prefix_length,
+            values=images if self.f_scheme == "min" else numbers,
+            rows=hashed * (self.hash_key % vocab_size) % vocab_size,
+            row_seeds=numbers,
+            hashed=hashed,
+            candidate_factors=images if self.is_detection_only else None,
+        )
+
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
+        """Words of the tokens of texts, and the seeds of the lists that decide them."""
+        return green_lists.text_words(self.scheme, text)
+
+    def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
+        """Which words make their token green."""
+        return words == 0
+
+    def statistic(self, vocab_size: int) -> green_count.GreenCount:
+        """The number of green tokens."""
+        return green_count.GreenCount(self.is_green, int(self.gamma * vocab_size) / vocab_size)
+
+    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
+        """Words of tokens under another key."""
+        return green_count.null_list_words(random, shape, self.gamma)
+
+    def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
+        """Evidence for the neural detector."""
+        return green_count.neural_evidence(self.is_green(words), self.gamma)
+
+    def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """1 for a green token, 0 for others."""
+        return self.is_green(words).astype(np.float64)

@@ -1,0 +1,108 @@
+"""KGW with the green lists of transformers' WatermarkingConfig, bit for bit (S file).
+
+The seed of a list is the key times the last token; `selfhash` takes the least of key H(token) H(candidate) over the
+window. Source: transformers 5.23, generation/logits_process.py, WatermarkLogitsProcessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt32
+from pydantic import Field
+
+from jaxbench import philox
+from jaxbench.config import Base
+from jaxbench.watermark import green_lists
+from jaxbench.watermark.reference import MAX_WIDTH, Keys, Seeds, Text, Words
+from jaxbench.watermark.schemes import green_count
+
+HASH_TABLE_SIZE = 1_000_003  # transformers' fixed table for selfhash
+
+
+class TransformersKgw(Base):
+    """KGW of transformers; field names and meanings are its own. A Scheme (contract.py)."""
+
+    scheme: Literal["kgw_transformers"] = "kgw_transformers"
+    greenlist_ratio: float = Field(default=0.25, gt=0, lt=1)  # share of green tokens
+    bias: float = Field(default=2.0, ge=0)  # bias on green logits, nats
+    hashing_key: int = Field(default=15485863, ge=1)
+    seeding_scheme: Literal["lefthash", "selfhash"] = "lefthash"  # selfhash: detection only
+    context_width: int = Field(default=1, ge=1, le=MAX_WIDTH)  # tokens of context
+
+    draws: ClassVar[bool] = False
+    device: ClassVar[str] = "listed"
+    word_fields: ClassVar[tuple[str, ...]] = ()
+    key_field: ClassVar[str | None] = "hashing_key"
+    has_fixed_list: ClassVar[bool] = False
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that must precede a marked position."""
+        return self.context_width - self.is_detection_only
+
+    @property
+    def is_detection_only(self) -> bool:
+        """True where each candidate token has a list of its own."""
+        return self.seeding_scheme == "selfhash"
+
+    def list_rule(self, vocab_size: int) -> green_lists.ListRule:
+        """How contexts select lists; the file's opening lines have the source."""
+        green_lists.check_name("seeding_scheme", self.seeding_scheme, ("lefthash", "selfhash"))
+        numbers, seeds = np.arange(vocab_size), None
+        if not self.is_detection_only:
+            products = (self.hashing_key * token % (2**64 - 1) & philox.MASK32 for token in range(vocab_size))
+            seeds = np.fromiter(products, np.int64, vocab_size)
+        return green_lists.ListRule(
+            gamma=self.greenlist_ratio,
+            bias=self.bias,
+            combine="skip",
+            lag=1,
+            values=numbers,
+            rows=numbers,
+            row_seeds=seeds,
+            candidate_seeds=self._selfhash(green_lists.permutation(self.hashing_key, HASH_TABLE_SIZE))
+            if self.is_detection_only
+            else None,
+        )
+
+    def _selfhash(self, table: Int[np.ndarray, " n"]) -> Callable[[np.ndarray], np.ndarray]:
+        """Seeds of texts: the least of key H(token) H(candidate) in the window, wrapped to 64 bits as torch's int64."""
+        key, width = np.int64((self.hashing_key + 2**63) % 2**64 - 2**63), self.context_width
+
+        def seeds(tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
+            hashes, least = table[tokens % HASH_TABLE_SIZE] + 1, np.full(tokens.shape, np.iinfo(np.int64).max)
+            with np.errstate(over="ignore"):
+                for places in range(width):
+                    window = np.pad(hashes, ((0, 0), (places, 0)))[:, : tokens.shape[1]]
+                    least = np.minimum(least, key * window * hashes)
+            positive = np.where(least < 0, least - 1, least)  # a negative seed mod (2**64 - 1) is seed - 1 mod 2**64
+            return np.where(np.arange(tokens.shape[1])[None, :] < width - 1, -1, positive & philox.MASK32)
+
+        return seeds
+
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
+        """Words of the tokens of texts, and the seeds of the lists that decide them."""
+        return green_lists.text_words(self.scheme, text)
+
+    def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
+        """Which words make their token green."""
+        return words == 0
+
+    def statistic(self, vocab_size: int) -> green_count.GreenCount:
+        """The number of green tokens."""
+        return green_count.GreenCount(self.is_green, int(self.greenlist_ratio * vocab_size) / vocab_size)
+
+    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
+        """Words of tokens under another key."""
+        return green_count.null_list_words(random, shape, self.greenlist_ratio)
+
+    def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
+        """Evidence for the neural detector."""
+        return green_count.neural_evidence(self.is_green(words), self.greenlist_ratio)
+
+    def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """1 for a green token, 0 for others."""
+        return self.is_green(words).astype(np.float64)

@@ -1,0 +1,171 @@
+"""SynthID: tournament sampling with two leaves (Dathathri et al. 2024, Nature 634, non-distortionary) (S file).
+
+A token's word gives it one bit g for each of `depth` layers; layer i multiplies the distribution by
+1 + g - sum(g p). Detection adds up the bits of the tokens, equally or by weight: fair coins under the null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import numpy as np
+import pydantic
+from jaxtyping import Bool, Float, Int, UInt32
+from pydantic import Field
+from scipy import special
+
+from jaxbench.config import Base
+from jaxbench.watermark import null_distributions, reference
+from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
+
+MAX_DEPTH = 30  # layers of a tournament at most: a word has 32 bits
+HEAD_BLOCK = 32  # consecutive ids that enter a tournament together
+NEURAL_WEIGHTS = (10.0, 1.0)  # of the first and the last layer (Dathathri et al. 2024, weighted mean)
+BAYESIAN_STEPS_PER_NAT = 64  # log-odds are rounded to this lattice, which makes their null exact
+# P(two draws differ) before each layer of a tournament: the mean over 2,000 positions of the default text under the
+# default model at temperature 1, simulated with `tournament`.
+TWO_LEAVES = (
+    *(0.728, 0.712, 0.696, 0.683, 0.667, 0.653, 0.634, 0.620, 0.603, 0.583, 0.566, 0.550, 0.534, 0.518, 0.503),
+    *(0.487, 0.476, 0.460, 0.446, 0.433, 0.420, 0.407, 0.396, 0.383, 0.372, 0.361, 0.350, 0.338, 0.327, 0.313),
+)
+
+
+class SynthId(Base):
+    """Tournament sampling; a Scheme (contract.py)."""
+
+    scheme: Literal["synthid"] = "synthid"
+    depth: int = Field(default=30, ge=1, le=MAX_DEPTH)  # layers of the tournament
+    candidates: int | None = Field(default=4096, ge=32, multiple_of=32)  # who plays (`head`); None = all tokens
+    context: ContextRule = ContextRule(kind="left", width=4)
+    score: Literal["weighted", "mean", "bayesian"] = "weighted"  # what detection adds up
+
+    draws: ClassVar[bool] = True
+    device: ClassVar[str] = "synthid"
+    word_fields: ClassVar[tuple[str, ...]] = ("context",)
+    key_field: ClassVar[str | None] = None
+    has_fixed_list: ClassVar[bool] = False
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> SynthId:
+        reference.refuse_self(self.scheme, self.context)
+        return self
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that must precede a marked position."""
+        return self.context.length
+
+    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
+        """Words and seeds of the tokens of texts."""
+        return reference.text_words(self, key, text)
+
+    def statistic(self, vocab_size: int) -> BitSum:
+        """The weighted sum of the bits."""
+        return BitSum(self, weights(self.depth, self.score))
+
+    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
+        """Words of tokens under another key."""
+        return reference.null_words(random, shape)
+
+    def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
+        """Phi(z), z = the weighted sum of the word's bits, standardised."""
+        layer_weights, total = np.linspace(*NEURAL_WEIGHTS, self.depth), np.zeros(words.shape)
+        for i, weight in enumerate(layer_weights):
+            total += weight * (((words >> np.uint32(i)) & np.uint32(1)) - 0.5)
+        return special.ndtr(total / (0.5 * np.sqrt(np.square(layer_weights).sum())))
+
+    def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+        """The mean of the token's bits."""
+        return np.bitwise_count(words & np.uint32((1 << self.depth) - 1)) / self.depth
+
+
+@dataclasses.dataclass(frozen=True)
+class BitSum:
+    """The sum of weighted bits: binomial, or a sum of weighted binomials, under the null."""
+
+    scheme: SynthId
+    weights: tuple[int, ...]  # of the layers' bits
+    is_continuous: ClassVar[bool] = False
+    counts_green: ClassVar[bool] = False
+
+    def token_scores(self, evidence: reference.Evidence) -> Int[np.ndarray, "N T"]:
+        """Return the weighted bits of each scored token."""
+        bits = ((evidence.words >> np.uint32(i)) & np.uint32(1) for i in range(self.scheme.depth))
+        value = sum(weight * bit.astype(np.int64) for weight, bit in zip(self.weights, bits))
+        return np.where(evidence.scored, value, 0)
+
+    def total(self, evidence: reference.Evidence) -> Int[np.ndarray, " N"]:
+        """Return the sum of the token scores."""
+        words, scored, depth = evidence.words, evidence.scored, self.scheme.depth
+        if self.scheme.score == "mean":
+            bits = np.bitwise_count(words & np.uint32((1 << depth) - 1))
+            return np.where(scored, bits, 0).sum(axis=1, dtype=np.int64)
+        ones = (reference.count(((words >> np.uint32(i)) & np.uint32(1)).astype(bool) & scored) for i in range(depth))
+        return sum(weight * one for weight, one in zip(self.weights, ones))
+
+    def moments(self) -> tuple[float, float]:
+        """Return half the sum of the weights and a quarter of the sum of their squares."""
+        return 0.5 * sum(self.weights), 0.25 * sum(w * w for w in self.weights)
+
+    def variance(self, num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+        """Return the variance of the sum: the positions are independent."""
+        return num_scored * self.moments()[1]
+
+    def tail(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
+        """Return the tail of Binomial(n depth, 1/2), or of the lattice sum."""
+        if self.scheme.score == "mean":
+            return null_distributions.binomial(total, num_scored * self.scheme.depth, 0.5)
+        return null_distributions.lattice(total, num_scored, self.weights)
+
+    def reported(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+        """Return the mean of the bits; bayesian: log P(bits | marked) / P(bits | not marked), nats."""
+        if self.scheme.score == "bayesian":
+            constant = sum(math.log1p(-math.tanh(0.5 * w / BAYESIAN_STEPS_PER_NAT)) for w in self.weights)
+            return total / BAYESIAN_STEPS_PER_NAT + num_scored * constant
+        return np.where(num_scored > 0, total / np.maximum(1, num_scored * sum(self.weights)), 0.0)
+
+    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
+        """Return the scores of independent uniform words."""
+        words = reference.null_words(random, shape)
+        return self.token_scores(reference.Evidence(words, np.ones(shape, bool))).astype(np.float64)
+
+
+def weights(depth: int, kind: Literal["weighted", "mean", "bayesian"]) -> tuple[int, ...]:
+    """Return the integer weight of each layer's bits: weighted (10 to 1, Dathathri et al. 2024) or bayesian."""
+    if kind == "bayesian":
+        odds = [math.log((2.0 + b) / (2.0 - b)) for b in TWO_LEAVES[:depth]]
+        return tuple(max(1, round(BAYESIAN_STEPS_PER_NAT * value)) for value in odds)
+    if kind == "mean" or depth == 1:
+        return (1,) * depth
+    whole = [10 * (depth - 1) - 9 * i for i in range(depth)]
+    return tuple(w // math.gcd(*whole) for w in whole)
+
+
+def tournament(
+    probabilities: Float[np.ndarray, "*shape V"], words: UInt32[np.ndarray, "*shape V"], *, depth: int
+) -> Float[np.ndarray, "*shape V"]:
+    """Return the distribution after `depth` layers of p (1 + g - sum(g p)), g = bit i of the words, in float64."""
+    p = probabilities.astype(np.float64)
+    for i in range(depth):
+        g = (words >> np.uint32(i)) & np.uint32(1)
+        p = p * (1 + g - (g * p).sum(axis=-1, keepdims=True))
+    return p
+
+
+def head(logits: Float[np.ndarray, "*shape V"], *, candidates: int) -> Bool[np.ndarray, "*shape V"]:
+    """Return which tokens play a tournament: the likeliest blocks of HEAD_BLOCK consecutive ids.
+
+    The candidates // HEAD_BLOCK blocks with the largest largest logit, the lower id where two are equal. A tournament
+    among them leaves their mass as it is, so the distribution stays unchanged on average over keys, and other tokens
+    keep their probability in every text.
+    """
+    size = logits.shape[-1]
+    short = -size % HEAD_BLOCK
+    padded = np.concatenate([logits, np.full((*logits.shape[:-1], short), -np.inf)], axis=-1)
+    largest = padded.reshape(*logits.shape[:-1], -1, HEAD_BLOCK).max(axis=-1)
+    chosen = np.argsort(-largest, axis=-1, kind="stable")[..., : candidates // HEAD_BLOCK]
+    is_chosen = np.zeros(largest.shape, bool)
+    np.put_along_axis(is_chosen, chosen, True, axis=-1)
+    return np.repeat(is_chosen, HEAD_BLOCK, axis=-1)[..., :size]
