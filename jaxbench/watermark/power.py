@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from jaxbench import data, outputs, philox, sample, store, tokenizer, transformer, weights
 from jaxbench.config import Base, config_id
-from jaxbench.watermark import config, detectability, green_lists, passages, reference, statistics
+from jaxbench.watermark import config, detectability, green_lists, logits_processor, passages, reference, statistics
 from jaxbench.watermark.keys import Key
 
 
