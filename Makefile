@@ -28,7 +28,7 @@ environment:  ## create the virtual environment if it is missing
 
 assets: environment  ## fetch the default model into the cache if it is missing
 	@echo "==> default model and text"
-	@$(PY) -m jaxbench.assets
+	@$(PY) -m jaxbench.pretrained.assets
 
 compare: assets  ## the comparison: parity, speed, memory and TPU cost (8 minutes)
 	@echo "==> comparison: $(CONFIG)"

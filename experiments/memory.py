@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch, terminal
+from jaxbench import cli, process_environment, terminal
 
 VALUES = flags.FLAGS
 AIM, AIM_LENGTH = 128, 32_768  # times less memory than naive attention, at so many tokens
@@ -32,9 +32,9 @@ def define_arms() -> None:
 
 def arms() -> int:
     """Train every arm on every task, and print accuracy by distance."""
-    launch.ensure("cpu")
-    from jaxbench.memory import arm_report, arm_runs
-    from jaxbench.memory import arms as part
+    process_environment.ensure("cpu")
+    from jaxbench.memory.study import arm_report, arm_runs
+    from jaxbench.memory.study import arms as part
 
     settings, workdir, mine = cli.load_config(part.Arms), Path(VALUES.workdir), cli.part()
     arm_runs.run_all(settings, workdir, part=mine)
@@ -51,8 +51,8 @@ def define_speed() -> None:
 
 def speed() -> int:
     """Measure the neural memory and titans-pytorch in turn, and print the tables."""
-    launch.ensure("cpu")
-    from jaxbench.memory import speed as part
+    process_environment.ensure("cpu")
+    from jaxbench.memory.study import speed as part
 
     summary = part.run(cli.load_config(part.Speed), VALUES.workdir)
     show(part.tables(summary))
@@ -68,8 +68,8 @@ def define_stability() -> None:
 
 def stability() -> int:
     """Train memories of several depths, and print their losses; 1 when a number is not finite."""
-    launch.ensure("cpu")
-    from jaxbench.memory import stability as part
+    process_environment.ensure("cpu")
+    from jaxbench.memory.study import stability as part
 
     summary = part.run(cli.load_config(part.Stability), VALUES.workdir)
     show([part.table(summary)])
@@ -85,10 +85,10 @@ def define_cost() -> None:
 
 def cost() -> int:
     """Measure layers by length, and print the table; 1 when the bank saves less than its aim."""
-    launch.ensure("cpu")
-    from jaxbench.memory import cost as part
-    from jaxbench.memory import cost_layer
-    from torch_ref.memory import cost_layer as torch_cost_layer
+    process_environment.ensure("cpu")
+    from jaxbench.memory.study import cost as part
+    from jaxbench.memory.study import cost_layer
+    from torch_ref.memory.study import cost_layer as torch_cost_layer
 
     backends = {"flax": cost_layer, "torch": torch_cost_layer}
     summary = part.run(cli.load_config(part.Cost), VALUES.workdir, backends)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch, outputs
+from jaxbench import cli, outputs, process_environment
 
 NUM_DEVICES = 8
 
@@ -41,16 +41,16 @@ def selected() -> list:
     Raises:
       ValueError: an unknown case, one beside --all, or a part that is not k/n with 1 <= k <= n.
     """
-    from jaxbench import parallel_proof
     from jaxbench.memory import parallel_forms
+    from jaxbench.parity import meshes
 
     values = flags.FLAGS
     part = cli.part()
     if values.case is not None and values.all:
         raise ValueError(f"--case={values.case} and --all exclude each other")
     if values.case is not None:
-        return [parallel_proof.find(values.case, *parallel_forms.FORMS)]
-    cases = list(parallel_proof.every_case()) if values.all else list(parallel_proof.PAIRWISE)
+        return [meshes.find(values.case, *parallel_forms.FORMS)]
+    cases = list(meshes.every_case()) if values.all else list(meshes.PAIRWISE)
     return cases[part]
 
 
@@ -60,14 +60,15 @@ def main() -> int:
         if not Path(output).parent.is_dir():
             raise ValueError(f"--output={output}: there is no folder {Path(output).parent}; make it, or name another")
         outputs.check_file(output, overwrite=True)  # lines are appended
-    os.environ.update(launch.simulated_devices(NUM_DEVICES))
-    launch.ensure("cpu")
+    os.environ.update(process_environment.simulated_devices(NUM_DEVICES))
+    process_environment.ensure("cpu")
     cases = selected()
-    from jaxbench import parallel_proof, terminal
+    from jaxbench import terminal
+    from jaxbench.parity import meshes
 
     console, failed, worst = terminal.console(), 0, 0.0
     for number, one in enumerate(cases, start=1):
-        proof = parallel_proof.prove(one)
+        proof = meshes.prove(one)
         failures = [comparison.first_failure for comparison in proof.values() if not comparison.passed]
         largest = max((comparison.worst.error, kind) for kind, comparison in proof.items())
         failed, worst = failed + bool(failures), max(worst, largest[0])

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch
+from jaxbench import cli, process_environment
 from jaxbench.parity import cases
 
 
@@ -54,7 +54,7 @@ def selected() -> list[cases.Case]:
 def main() -> int:
     """Run the selected cases; 1 when a gate fails."""
     chosen = selected()
-    launch.ensure("cpu")
+    process_environment.ensure("cpu")
     from jaxbench import outputs, terminal
     from jaxbench.parity import mutation, report, run
 

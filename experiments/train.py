@@ -20,7 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, dataset, launch, processes, small_tokenizers
+from jaxbench import cli, process_environment
+from jaxbench.parallel import processes
+from jaxbench.pretrained import small_tokenizers
+from jaxbench.text import dataset
 
 
 def main() -> int:
@@ -41,30 +44,30 @@ def main() -> int:
     is_joined = values.cluster or values.coordinator is not None
     if is_joined and (values.backend != "flax" or values.find_batch_size or values.memory_ladder):
         raise ValueError(f"several processes train with --backend=flax only, got --backend={values.backend}")
-    launch.ensure(values.device)
-    from jaxbench import train_run
+    process_environment.ensure(values.device)
+    from jaxbench.training import trainer
 
     run_by = processes.ALONE
     if is_joined:
-        join = importlib.import_module("jaxbench.distributed").start
+        join = importlib.import_module("jaxbench.parallel.distributed").start
         run_by = join(values.coordinator, values.num_processes, values.process_id)
     if values.backend == "flax":
         importlib.import_module("jaxbench.devices").check_device(values.device)
         extension = importlib.import_module("jaxbench.memory.decoder").extension(settings.memory)
-        make_engine = functools.partial(importlib.import_module("jaxbench.engine").Engine, extension=extension)
+        make_engine = functools.partial(importlib.import_module("jaxbench.training.engine").Engine, extension=extension)
     else:
         importlib.import_module("torch_ref.devices").check_device(values.device)
         device = {"gpu": "cuda"}.get(values.device, values.device)
         extension = importlib.import_module("torch_ref.memory.decoder").extension(settings.memory)
         where = {"device": device, "extension": extension}
-        make_engine = functools.partial(importlib.import_module("torch_ref.engine").Engine, **where)
+        make_engine = functools.partial(importlib.import_module("torch_ref.training.engine").Engine, **where)
     if values.find_batch_size:
         return find_batch_size(settings, make_engine, extension)
     if values.memory_ladder:
-        return memory_ladder(settings, make_engine, workdir)
+        return measure_memory_savings(settings, make_engine, workdir)
     cli.keep(f"finished checkpoints in {workdir} are kept; the same command goes on")
     places = {"workdir": workdir, "data_path": values.data, "profile_steps": profile_steps, "processes": run_by}
-    train_run.run(settings, make_engine, backend=values.backend, **places)
+    trainer.run(settings, make_engine, backend=values.backend, **places)
     return cli.EXIT_OK
 
 
@@ -114,7 +117,7 @@ def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
       ValueError: a limit that no batch fits in.
     """
     values = flags.FLAGS
-    from jaxbench import batch_size, train_inputs
+    from jaxbench.training import batch_size, train_inputs
 
     data, model, params = train_inputs.prepare(settings, values.data)
     names = ("implementation", "block_size", "scan_layers", "fused_projections")
@@ -134,10 +137,11 @@ def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
     return cli.EXIT_OK
 
 
-def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
+def measure_memory_savings(settings: Any, make_engine: Any, workdir: Path) -> int:
     """Print what each way of saving memory saves and costs, and write it to memory_ladder.json."""
     values = flags.FLAGS
-    from jaxbench import batch_size, memory_ladder, outputs, train_inputs
+    from jaxbench import outputs
+    from jaxbench.training import batch_size, memory_savings, train_inputs
 
     data, model, params = train_inputs.prepare(settings, values.data)
     names = ("batch_size", "seed", "block_size", "scan_layers", "fused_projections")
@@ -145,17 +149,17 @@ def memory_ladder(settings: Any, make_engine: Any, workdir: Path) -> int:
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
     batches = [data.train.batch(step, settings.batch_size) for step in range(values.memory_ladder + 1)]
     rows = []
-    for row in memory_ladder.measure(
+    for row in memory_savings.measure(
         settings, model, lambda run: make_engine(model, params, run.step, implementation=run.implementation, **sizes),
         batches, kernel="blocked" if values.device == "cpu" else "fused", limit_bytes=limit,
     ):  # fmt: skip
         rows.append(row)
-        print(f"compiled {len(rows)} of {len(memory_ladder.SAVINGS)}: {row.name}", file=sys.stderr)
+        print(f"compiled {len(rows)} of {len(memory_savings.SAVINGS)}: {row.name}", file=sys.stderr)
     count = sum(value.size for value in params.values())
     facts = {"parameters": int(count), "vocabulary": model.vocab_size, "sequence": settings.data.seq_len}
     facts |= {"batch": settings.batch_size, "precision": settings.step.precision, "limit_bytes": limit}
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    print(memory_ladder.table(rows, limit_bytes=limit))
+    print(memory_savings.table(rows, limit_bytes=limit))
     content = {"facts": facts, "rows": [row._asdict() for row in rows], "config": settings.model_dump(mode="json")}
     outputs.write_json(workdir / "memory_ladder.json", content)
     return cli.EXIT_OK

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, launch, outputs, terminal
+from jaxbench import cli, outputs, process_environment, terminal
 from jaxbench.watermark import checks
 
 VALUES = flags.FLAGS
@@ -79,7 +79,7 @@ def generate() -> int:
     checks.check_device()
     if VALUES.backend == "torch" and VALUES.device != "cpu":
         raise ValueError(f"--device={VALUES.device}: generate with --backend=torch runs on the CPU")
-    launch.ensure(VALUES.device)
+    process_environment.ensure(VALUES.device)
     from jaxbench.watermark import generate as part
 
     settings = cli.load_config(part.GenerateConfig)
@@ -144,10 +144,10 @@ def detector_maker() -> Callable[..., Any]:
 
 def make_job(candidates: tuple[Any, ...], **how: Any) -> Any:
     """Return the job that the flags describe."""
-    from jaxbench.watermark import bulk
+    from jaxbench.watermark.bulk import bulk_detection
 
     checks.check_vocab_size(model := None if VALUES.model == "default" else VALUES.model, candidates)
-    return bulk.Job(
+    return bulk_detection.Job(
         candidates,
         detector_maker(),
         model=model,
@@ -163,7 +163,7 @@ def score_files(job: Any) -> int:
     """Score --input into --output."""
     from jaxbench.watermark import run
 
-    engine = importlib.import_module("jaxbench.watermark.ray_engine").engine if VALUES.engine == "ray" else None
+    engine = importlib.import_module("jaxbench.watermark.bulk.ray_engine").engine if VALUES.engine == "ray" else None
     cli.keep(f"finished parts are in {VALUES.output}.parts; the same command goes on")
     run.detect_file(
         VALUES.input, VALUES.output, job, level=VALUES.level, console=terminal.console(),
@@ -180,11 +180,11 @@ def detect() -> int:
     scheme = run.read_scheme(VALUES.scheme, VALUES.set)
     key = run.read_key(scheme, VALUES.key_file)
     if VALUES.neural is not None:
-        launch.ensure(VALUES.device)
+        process_environment.ensure(VALUES.device)
     job = make_job((identify.Candidate(scheme.scheme, scheme, key),))
     if VALUES.input is not None:
         return score_files(job)
-    from jaxbench.tokenizer import load_tokenizer
+    from jaxbench.pretrained.tokenizer import load_tokenizer
 
     run.detect_text(
         VALUES.text, scheme, key, tokenizer=load_tokenizer(job.model), vocab_size=job.vocab_size,
@@ -203,7 +203,7 @@ def identify_family() -> int:
     job = make_job(run.candidates(schemes, VALUES.key_files), correction=VALUES.correction)
     if VALUES.input is not None:
         return score_files(job)
-    from jaxbench.tokenizer import load_tokenizer
+    from jaxbench.pretrained.tokenizer import load_tokenizer
 
     run.identify_text(
         VALUES.text, job, tokenizer=load_tokenizer(job.model), console=terminal.console(), level=VALUES.level
@@ -236,7 +236,7 @@ def power_or_training(module: str, settings: str) -> Callable[[], int]:
 
     def main() -> int:
         checks.check_workdir("power.json", "neural.json")
-        launch.ensure("cpu")
+        process_environment.ensure("cpu")
         part = importlib.import_module(f"jaxbench.watermark.{module}")
         config = cli.load_config(getattr(part, settings))
         cli.keep(f"finished parts in {VALUES.workdir} are kept; the same command goes on")
@@ -249,8 +249,8 @@ def power_or_training(module: str, settings: str) -> Callable[[], int]:
 
 def calibrate() -> int:
     """Measure realised false-positive rates."""
-    from jaxbench.tokenizer import load_tokenizer
-    from jaxbench.watermark import calibrate as part
+    from jaxbench.pretrained.tokenizer import load_tokenizer
+    from jaxbench.watermark.study import calibrate as part
 
     checks.check_workdir("calibration.json")
     settings = cli.load_config(part.Calibration)
@@ -271,9 +271,9 @@ def define_evaluate() -> None:
 def evaluate() -> int:
     """Run the evaluation."""
     checks.check_workdir("material.json")
-    launch.ensure("cpu")
-    from jaxbench.watermark import evaluate as part
-    from jaxbench.watermark.evaluate_config import Evaluate
+    process_environment.ensure("cpu")
+    from jaxbench.watermark.study import evaluate as part
+    from jaxbench.watermark.study.evaluate_config import Evaluate
 
     settings = cli.load_config(Evaluate)
     cli.keep(f"finished stages in {VALUES.workdir} are kept; the same command goes on")
@@ -284,7 +284,7 @@ def evaluate() -> int:
 def benchmark() -> int:
     """Measure rates against peers."""
     checks.check_workdir()
-    from jaxbench.watermark import benchmark as part
+    from jaxbench.watermark.study import benchmark as part
 
     settings = cli.load_config(part.Benchmark)
     cli.keep(f"finished measurements in {VALUES.workdir} are kept; the same command goes on")
@@ -314,7 +314,8 @@ def define_attack() -> None:
 
 def attack() -> int:
     """Attack the texts of a file."""
-    from jaxbench.watermark import attacks, run
+    from jaxbench.watermark import run
+    from jaxbench.watermark.attack import attacks
 
     checks.needed("attack", "one, as in --attack=typo:0.1")
     checks.needed("input", "a file of texts")
@@ -343,10 +344,12 @@ COMMANDS = {
         configured("calibrate", "calibrate"), calibrate, "Measure realised false-positive rates on human text."
     ),
     "power": cli.Command(
-        configured("power", "power"), power_or_training("power", "Power"), "Measure detection rates by length."
+        configured("power", "power"), power_or_training("study.power", "Power"), "Measure detection rates by length."
     ),
     "train-detector": cli.Command(
-        configured("neural", "neural"), power_or_training("train_detector", "Training"), "Train the neural detector."
+        configured("neural", "neural"),
+        power_or_training("detector.train_detector", "Training"),
+        "Train the neural detector.",
     ),
     "benchmark": cli.Command(
         configured("benchmark", "watermark-benchmark", data=False), benchmark, "Measure rates against peers."

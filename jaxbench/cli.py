@@ -39,7 +39,7 @@ from typing import NamedTuple, TypeVar
 
 from absl import flags
 
-from jaxbench import config, launch, outputs
+from jaxbench import config, outputs, process_environment
 
 FLAGS = flags.FLAGS
 DEVICES = ("cpu", "gpu", "tpu")
@@ -129,7 +129,7 @@ def workdir(default: str | Path) -> Path:
 def _check_flags() -> None:
     """Check what --device and --workdir name, in every command that has them, before anything heavy starts."""
     if "device" in FLAGS:
-        launch.check_attached(FLAGS.device)
+        process_environment.check_attached(FLAGS.device)
     if "workdir" in FLAGS and FLAGS.workdir is not None:
         outputs.check_folder(FLAGS.workdir)
 

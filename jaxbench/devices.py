@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxbench import launch
+from jaxbench import process_environment
 
 
 def check_device(device: str) -> None:
@@ -17,7 +17,7 @@ def check_device(device: str) -> None:
     Raises:
       ValueError: the device is unknown, not attached, or JAX sees none.
     """
-    launch.check_attached(device)  # or libtpu would say in a dozen lines that there is no TPU
+    process_environment.check_attached(device)  # or libtpu would say in a dozen lines that there is no TPU
     try:
         jax.devices(device)
     except RuntimeError as error:

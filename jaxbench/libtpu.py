@@ -7,7 +7,7 @@ import importlib.util
 
 import jax
 
-from jaxbench import launch
+from jaxbench import process_environment
 
 
 def leave_out_if_absent() -> None:
@@ -17,7 +17,7 @@ def leave_out_if_absent() -> None:
     cloud's metadata server for half a minute. The user's choice (JAX_PLATFORMS, jax_platforms) stays, and so does
     JAX's own where another accelerator's plugin is installed or JAX has started already.
     """
-    if jax.config.jax_platforms or importlib.util.find_spec("libtpu") is None or launch.is_tpu_attached():
+    if jax.config.jax_platforms or importlib.util.find_spec("libtpu") is None or process_environment.is_tpu_attached():
         return
     if not importlib.metadata.entry_points(group="jax_plugins"):
         jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,4 @@
-"""The decoder's loss and what it is computed on. Twin: torch_ref/train.py. The optimiser step: update.py."""
+"""The decoder's loss and what it is computed on. Twin: torch_ref/train.py. The optimiser step: optimizer_step.py."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["PIP_NO_INDEX"] = "1"  # `make test` fetched the model before
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
-from jaxbench import launch  # noqa: E402
+from jaxbench import process_environment  # noqa: E402
 
-os.environ.update(launch.simulated_devices(8))  # meshes
+os.environ.update(process_environment.simulated_devices(8))  # meshes
 
 # Compiling is most of the suite's time; the cache halves a second run.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(launch.compile_cache_dir()) + "-tests")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(process_environment.compile_cache_dir()) + "-tests")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

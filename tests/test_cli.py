@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from jaxbench import assets, cli
+from jaxbench import cli
+from jaxbench.pretrained import assets
 from tests.structure import ROOT
 
 TINY = "configs/suites/tiny.yaml"
@@ -125,7 +126,7 @@ def test_an_empty_text_and_an_unknown_kind_of_text_are_named(tmp_path):
 def test_no_network_and_an_empty_cache_say_how_to_fill_it(tmp_path):
     cache = tmp_path / "cache"
     done = compare("--model=default", f"--workdir={tmp_path / 'out'}", JAXBENCH_CACHE=str(cache))
-    refused(done, str(cache), "python -m jaxbench.assets", "--model=PATH")
+    refused(done, str(cache), "python -m jaxbench.pretrained.assets", "--model=PATH")
     assert [path for path in cache.rglob("*") if path.is_file()] == []
 
 

@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from jaxbench import initial, small_tokenizers, tokenizer, weights
+from jaxbench import initial
 from jaxbench.parity import cases
+from jaxbench.pretrained import small_tokenizers, tokenizer, weights
 
 TEXTS = ("plain words\n\twith a tab", "na\u00efve \u2014 \U0001f600 \u4e2d\u6587 \x00\x7f", "", " ", "a" * 300)
 BYTE = small_tokenizers.ByteTokenizer()

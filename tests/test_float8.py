@@ -8,14 +8,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxbench import float8, initial, train, transformer, update
+from jaxbench import float8, initial, train, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.engine import Engine
 from jaxbench.mesh import MeshConfig, ParallelConfig
-from jaxbench.precision import DelayedScaling
-from jaxbench.step_config import StepConfig
+from jaxbench.training import optimizer_step
+from jaxbench.training.engine import Engine
+from jaxbench.training.precision import DelayedScaling
+from jaxbench.training.step_config import StepConfig
 from torch_ref import transformer as torch_transformer
-from torch_ref import update as torch_update
+from torch_ref.training import optimizer_step as torch_update
 
 CONFIG = TransformerConfig(
     vocab_size=32, d_model=16, d_ff=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=16
@@ -112,7 +113,10 @@ def test_training_in_eight_bits_stays_near_float32(engine):
     engine.load(start)
     how = HOW.model_copy(update={"precision": "float32"})
     model = transformer.build(CONFIG, PARAMS)
-    state, step = update.init_state(model, PARAMS, how), jax.jit(functools.partial(update.train_step, step_config=how))
+    state, step = (
+        optimizer_step.init_state(model, PARAMS, how),
+        jax.jit(functools.partial(optimizer_step.train_step, step_config=how)),
+    )
     wide = []
     for _ in range(8):
         state, metrics = step(state, batch(), 1e-2)
@@ -129,8 +133,8 @@ def test_micro_batches_see_the_largest_of_all_and_a_skipped_step_is_not_remember
     found = []
     for count in (1, 2):
         how = HOW.model_copy(update={"accumulation": count})
-        state = update.init_state(transformer.build(CONFIG, PARAMS, dtype="bfloat16"), PARAMS, how)
-        step = jax.jit(functools.partial(update.train_step, step_config=how, loss_fn=fragile))
+        state = optimizer_step.init_state(transformer.build(CONFIG, PARAMS, dtype="bfloat16"), PARAMS, how)
+        step = jax.jit(functools.partial(optimizer_step.train_step, step_config=how, loss_fn=fragile))
         state, _ = step(state, batch(), 1e-2)
         found.append(state.amax)
         skipped, metrics = step(state, batch(SPECIAL), 1e-2)

@@ -31,25 +31,36 @@ FILE_LINES = 400
 FUNCTION_LINES = 60
 FRAMEWORKS = ("jax", "jaxlib", "flax", "equinox", "optax", "torch")
 # These core files must be S files; any other file becomes one by saying `(S file` in its docstring.
-CORE_S = ("config", "assets", "weights", "tokenizer", "data", "philox", "initial", "cli", "launch", "measure.verdicts")
+CORE_S = (
+    "config",
+    "pretrained.assets",
+    "pretrained.weights",
+    "pretrained.tokenizer",
+    "text.packing",
+    "philox",
+    "initial",
+    "cli",
+    "process_environment",
+    "measure.verdicts",
+)
 # Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
 CONFIG_MODELS = {
-    "lm": "jaxbench.train_config:TrainConfig",
+    "lm": "jaxbench.training.train_config:TrainConfig",
     "lm/memory_124m": "jaxbench.memory.train_config:MemoryTrainConfig",
     "ltm": "jaxbench.memory.train_config:MemoryTrainConfig",
-    "memory": "jaxbench.memory.arms:Arms",
-    "memory/cost": "jaxbench.memory.cost:Cost",
-    "memory/speed": "jaxbench.memory.speed:Speed",
-    "memory/stability": "jaxbench.memory.stability:Stability",
+    "memory": "jaxbench.memory.study.arms:Arms",
+    "memory/cost": "jaxbench.memory.study.cost:Cost",
+    "memory/speed": "jaxbench.memory.study.speed:Speed",
+    "memory/stability": "jaxbench.memory.study.stability:Stability",
     "suites": "jaxbench.bench.suite:Suite",
     "watermark": "jaxbench.watermark.generate:GenerateConfig",
-    "watermark/benchmark": "jaxbench.watermark.benchmark:Benchmark",
-    "watermark/calibrate": "jaxbench.watermark.calibrate:Calibration",
-    "watermark/evaluate": "jaxbench.watermark.evaluate_config:Evaluate",
-    "watermark/evaluate-robustness": "jaxbench.watermark.evaluate_config:Evaluate",
-    "watermark/evaluate-tiny": "jaxbench.watermark.evaluate_config:Evaluate",
-    "watermark/neural": "jaxbench.watermark.train_detector:Training",
-    "watermark/power": "jaxbench.watermark.power:Power",
+    "watermark/benchmark": "jaxbench.watermark.study.benchmark:Benchmark",
+    "watermark/calibrate": "jaxbench.watermark.study.calibrate:Calibration",
+    "watermark/evaluate": "jaxbench.watermark.study.evaluate_config:Evaluate",
+    "watermark/evaluate-robustness": "jaxbench.watermark.study.evaluate_config:Evaluate",
+    "watermark/evaluate-tiny": "jaxbench.watermark.study.evaluate_config:Evaluate",
+    "watermark/neural": "jaxbench.watermark.detector.train_detector:Training",
+    "watermark/power": "jaxbench.watermark.study.power:Power",
 }
 
 CODE = sources(*PACKAGES, "experiments")
@@ -95,7 +106,7 @@ def test_importing_jaxbench_loads_nothing_and_reads_no_file_of_its_own():
 
 def test_importing_every_file_touches_no_device():
     names = [module_name(path) for path in sources("jaxbench") if path.name != "__main__.py"]
-    names = [name for name in names if name != "jaxbench.assets_data.make_default_text"]
+    names = [name for name in names if name != "jaxbench.pretrained.assets_data.make_default_text"]
     code = f"""
 import importlib, json
 for name in {names}:
@@ -134,7 +145,7 @@ def test_the_core_and_the_comparison_name_no_workload(arrows):
 def test_the_core_names_neither_the_proofs_nor_the_comparison(arrows):
     core = [name for name in PARTS if room(name) not in WORKLOADS | PROOFS]
     found = [(name, other) for name in core for other in arrows[name] if room(other) in PROOFS]
-    assert found == [("jaxbench.parallel_proof", "jaxbench.parity.distance")]  # itself a proof
+    assert found == [("jaxbench.parity.meshes", "jaxbench.parity.distance")]  # itself a proof
 
 
 def test_only_proofs_and_workers_name_the_torch_twins(arrows):

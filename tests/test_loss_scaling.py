@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbench import initial, parallel, parallel_proof, train, transformer, update
-from jaxbench.precision import LossScaling
-from jaxbench.step_config import OptimizerConfig, StepConfig
+from jaxbench import initial, train, transformer
+from jaxbench.parallel import mesh_plan
+from jaxbench.parity import meshes
+from jaxbench.training import optimizer_step
+from jaxbench.training.precision import LossScaling
+from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
-LLAMA = parallel_proof.LLAMA
+LLAMA = meshes.LLAMA
 SGD = OptimizerConfig(kind="sgd", momentum=0.0, weight_decay=0.0)
 STEPS = 4
 RATE, TOO_LARGE = 2.0**20, 2.0**50
@@ -44,20 +47,20 @@ def program(form: str, accumulation: int):
     """Return the compiled step of a form ("alone": one device), its first state, and where a batch lies."""
     settings = settings_of(accumulation)
     params = initial.initial_params(LLAMA, 0, distinct=True)
-    state = update.init_state(transformer.build(LLAMA, params, dtype="float16"), params, settings)
-    step, place = functools.partial(update.train_step, step_config=settings), lambda batch: batch
+    state = optimizer_step.init_state(transformer.build(LLAMA, params, dtype="float16"), params, settings)
+    step, place = functools.partial(optimizer_step.train_step, step_config=settings), lambda batch: batch
     if form == "alone":
         loss_fn = lambda model, batch, dropout: small(train.predict(model, batch, dropout=dropout), batch)
         jitted = jax.jit(lambda state, batch, extras: step(state, batch, loss_fn=loss_fn, **extras))
     else:
-        one = parallel_proof.form("here", **FORMS[form])
-        sizes = {"batch": parallel_proof.BATCH // accumulation, "tokens": parallel_proof.TOKENS}
-        plan = parallel.make_plan(LLAMA, one.parallel, **sizes, devices=jax.devices()[: one.num_devices])
-        state = parallel.place_state(plan, state)
-        jitted = parallel.make_step(plan, state, step=step, loss_of=small)
-        place = functools.partial(parallel.place_batch, plan)
-    lowered = jitted.lower(state, place(parallel_proof.batch_of(0, LLAMA)), {"learning_rate": jnp.float32(RATE)})
-    return lowered.compile(compiler_options=parallel_proof.FAST_COMPILE), state, place
+        one = meshes.form("here", **FORMS[form])
+        sizes = {"batch": meshes.BATCH // accumulation, "tokens": meshes.TOKENS}
+        plan = mesh_plan.make_plan(LLAMA, one.parallel, **sizes, devices=jax.devices()[: one.num_devices])
+        state = mesh_plan.place_state(plan, state)
+        jitted = mesh_plan.make_step(plan, state, step=step, loss_of=small)
+        place = functools.partial(mesh_plan.place_batch, plan)
+    lowered = jitted.lower(state, place(meshes.batch_of(0, LLAMA)), {"learning_rate": jnp.float32(RATE)})
+    return lowered.compile(compiler_options=meshes.FAST_COMPILE), state, place
 
 
 @functools.cache
@@ -66,12 +69,12 @@ def trained(form: str, initial: float, accumulation: int = 1):
     step, state, place = program(form, accumulation)
     state = jax.tree.map(jnp.copy, state)  # the step uses it up
     state = dataclasses.replace(state, scale=jax.device_put(np.float32(initial), state.scale.sharding))
-    seen, metrics = [update.state_arrays(state)["params"]], []
+    seen, metrics = [optimizer_step.state_arrays(state)["params"]], []
     for number in range(STEPS):
-        batch = place(parallel_proof.batch_of(number, LLAMA))
+        batch = place(meshes.batch_of(number, LLAMA))
         state, found = step(state, batch, {"learning_rate": jnp.float32(RATE)})
-        seen.append(update.state_arrays(state)["params"])
-        metrics.append(update.Metrics(*(np.asarray(value).item() for value in found)))
+        seen.append(optimizer_step.state_arrays(state)["params"])
+        metrics.append(optimizer_step.Metrics(*(np.asarray(value).item() for value in found)))
     return seen, metrics
 
 
@@ -102,12 +105,12 @@ def test_the_cases_show_what_they_are_about():
 
 
 def test_a_pipeline_refuses_a_loss_of_the_model():
-    one = parallel_proof.form("here", stage=2, micro_batches=2)
-    sizes = {"batch": parallel_proof.BATCH, "tokens": parallel_proof.TOKENS}
-    plan = parallel.make_plan(LLAMA, one.parallel, **sizes, devices=jax.devices()[:2])
+    one = meshes.form("here", stage=2, micro_batches=2)
+    sizes = {"batch": meshes.BATCH, "tokens": meshes.TOKENS}
+    plan = mesh_plan.make_plan(LLAMA, one.parallel, **sizes, devices=jax.devices()[:2])
 
     def distillation(model, batch, *, dropout=None):
         return jnp.zeros(())
 
     with pytest.raises(ValueError, match=r"loss_fn=distillation.*stage=2.*pipeline loss_of\(logits, batch\)"):
-        parallel.loss_on(plan, distillation)
+        mesh_plan.loss_on(plan, distillation)

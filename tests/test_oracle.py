@@ -23,8 +23,10 @@ import jaxbench.sample
 import jaxbench.transformer
 import torch_ref.sample
 import torch_ref.transformer
-from jaxbench import data, initial, tokenizer, weights
+from jaxbench import initial
 from jaxbench.parity import cases
+from jaxbench.pretrained import tokenizer, weights
+from jaxbench.text import packing
 
 pytestmark = pytest.mark.timeout(900)  # about 90 s on two quiet cores; PyTorch suffers when others compute
 LENGTHS = (8, 31, 100, 256, 512)  # tokens of the prompts
@@ -94,7 +96,7 @@ def _relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory) -> Oracle:
     checkpoint = weights.load_checkpoint()
-    prompts = data.real_prompts(tokenizer.load_tokenizer(checkpoint.tokenizer), LENGTHS, data.load_text())
+    prompts = packing.real_prompts(tokenizer.load_tokenizer(checkpoint.tokenizer), LENGTHS, packing.load_text())
     folder = weights.save_checkpoint(tmp_path_factory.mktemp("hf") / "default", checkpoint.config, checkpoint.params)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     shutil.rmtree(folder)

@@ -9,17 +9,18 @@ import optax
 import pytest
 import torch
 
-from jaxbench import optimizers, train, transformer, update
+from jaxbench import train, transformer
 from jaxbench.eqx import transformer as eqx_transformer
 from jaxbench.parity import cases
-from jaxbench.step_config import OptimizerConfig, StepConfig
+from jaxbench.training import optimizer_step, optimizers
+from jaxbench.training.step_config import OptimizerConfig, StepConfig
 from torch_ref import train as torch_train
 from torch_ref import transformer as torch_transformer
-from torch_ref import update as torch_update
+from torch_ref.training import optimizer_step as torch_update
 
 BACKENDS = {
-    "flax": (train, update, transformer, jnp.asarray),
-    "equinox": (train, update, eqx_transformer, jnp.asarray),
+    "flax": (train, optimizer_step, transformer, jnp.asarray),
+    "equinox": (train, optimizer_step, eqx_transformer, jnp.asarray),
     "torch": (torch_train, torch_update, torch_transformer, torch.tensor),
 }
 LEARNING_RATE = 0.01
@@ -107,9 +108,9 @@ def test_a_compiled_step_can_use_up_its_state():
     config, params = cases.load(CASE)
     model = transformer.build(config, params, dtype="float32")
     batch = train.Batch(*(None if x is None else jnp.asarray(x) for x in cases.arrays(CASE, config)))
-    step = functools.partial(update.train_step, learning_rate=LEARNING_RATE, how=STEP)
+    step = functools.partial(optimizer_step.train_step, learning_rate=LEARNING_RATE, how=STEP)
     step = jax.jit(step, donate_argnums=0)
-    state, first = step(update.init_state(model, params, STEP), batch)
+    state, first = step(optimizer_step.init_state(model, params, STEP), batch)
     state, second = step(state, batch)
     assert float(second.loss) < float(first.loss) and step._cache_size() == 1
 
@@ -124,7 +125,7 @@ def test_a_step_without_a_guard_is_the_same_step_and_has_no_norm(backend):
 
 def test_what_a_step_does_not_use_costs_nothing():
     config, params = cases.load(CASE)
-    state = update.init_state(transformer.build(config, params, dtype="float32"), params, STEP)
+    state = optimizer_step.init_state(transformer.build(config, params, dtype="float32"), params, STEP)
     batch = train.Batch(*(None if x is None else jnp.asarray(x) for x in cases.arrays(CASE, config)))
 
     def flops(function, *arguments) -> float:
@@ -132,11 +133,11 @@ def test_what_a_step_does_not_use_costs_nothing():
 
     def bare(params, moments, batch):
         """Return the loss, and parameters and moments after AdamW, with nothing around it."""
-        loss, grads = jax.value_and_grad(lambda p: train.loss_fn(update.merge(state.graph, p), batch))(params)
+        loss, grads = jax.value_and_grad(lambda p: train.loss_fn(optimizer_step.merge(state.graph, p), batch))(params)
         updates, moments = optimizers.transform(STEP.optimizer, LEARNING_RATE, params).update(grads, moments, params)
         return loss, optax.apply_updates(params, updates), moments
 
-    step = functools.partial(update.train_step, learning_rate=LEARNING_RATE, how=STEP)
+    step = functools.partial(optimizer_step.train_step, learning_rate=LEARNING_RATE, how=STEP)
     least, num_parameters = flops(bare, state.params, state.moments, batch), sum(x.size for x in params.values())
     assert flops(functools.partial(step, is_guarded=False), state, batch) <= least + 64  # the counters
     assert flops(step, state, batch) >= least + 2 * num_parameters  # the norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jaxbench import launch
+from jaxbench import process_environment
 
 
 def check_device(device: str) -> None:
@@ -13,8 +13,8 @@ def check_device(device: str) -> None:
     Raises:
       ValueError: the device is unknown, or PyTorch sees none.
     """
-    if device not in launch.PLATFORMS:
-        raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(launch.PLATFORMS)}")
+    if device not in process_environment.PLATFORMS:
+        raise ValueError(f"--device={device} is unknown, wanted one of {', '.join(process_environment.PLATFORMS)}")
     if device not in platforms():
         seen = ", ".join(platforms())
         raise ValueError(

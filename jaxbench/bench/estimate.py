@@ -7,7 +7,7 @@ from jaxbench.bench.suite import Roofline, Suite
 from jaxbench.config import TransformerConfig
 from jaxbench.measure import environment, flops
 from jaxbench.measure.records import Workload
-from jaxbench.train_config import TrainConfig
+from jaxbench.training.train_config import TrainConfig
 
 IMPORT_BYTES = 450 * 2**20  # resident set of one worker after its imports: 250 (jax) to 450 MB (transformers), measured
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxbench import observe
 from jaxbench.bench import agreement
 from jaxbench.bench.arms import arm_table
 from jaxbench.bench.arms.arm_table import ARMS
@@ -23,6 +22,7 @@ from jaxbench.bench.plan import Plan
 from jaxbench.measure import process, records, roofline, verdicts
 from jaxbench.measure.process import Worker, WorkerError
 from jaxbench.measure.records import RecordFile, Workload
+from jaxbench.training import observe
 
 WORKER = "jaxbench.bench.worker"  # the module that an arm's process runs
 CACHE = "compile_cache"  # folder of a workdir

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxbench import config
-from jaxbench import launch as process_environment
+from jaxbench import process_environment as process_environment
 from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
 from jaxbench.bench.suite import TpuRun
@@ -90,7 +90,7 @@ def _tpu_run(run: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable
     say(f"tpu: compile the step of {run.name()}")
     output = work.workdir / f"{name}.jsonl"
     output.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "jaxbench.bench.tpu_train", f"--config={ROOT / run.config}"]
+    command = [sys.executable, "-m", "jaxbench.training.tpu_train", f"--config={ROOT / run.config}"]
     command += [f"--topology={run.topology}", f"--output={output}", *(f"--set={change}" for change in run.set)]
     reason = _run(command, tpu_compile.ENVIRONMENT, work, name, TPU_TIMEOUT_S, output)
     if reason:

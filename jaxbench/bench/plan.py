@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxbench import assets, config, launch
+from jaxbench import config, process_environment
 from jaxbench.bench import estimate
 from jaxbench.bench import suite as suites
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
 from jaxbench.measure import chips, environment
 from jaxbench.measure.records import Record, Workload, now_utc
-from jaxbench.train_config import TrainConfig
+from jaxbench.pretrained import assets
+from jaxbench.training.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +63,7 @@ class Plan(NamedTuple):
 
 def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
     """Check every input and return the plan; ValueError before anything is compiled or measured."""
-    launch.check_attached(device)
+    process_environment.check_attached(device)
     for topology in suite.tpu.topologies:
         chips.parse_topology(topology)
     for run in suite.tpu.runs:
@@ -119,7 +120,7 @@ def random_decoder(model: str) -> TransformerConfig | None:
 
 def find_model(suite: Suite, workdir: Path) -> Model:
     """Return the model as a Hugging Face folder, written once into the cache where it came as GGUF."""
-    from jaxbench import families, weights
+    from jaxbench.pretrained import families, weights
 
     if (shape := random_decoder(suite.model)) is not None:
         return _random_model(shape, workdir, distinct=suite.model == "tiny")
@@ -128,7 +129,7 @@ def find_model(suite: Suite, workdir: Path) -> Model:
         checkpoint = weights.load_checkpoint(path)
         return Model(checkpoint.config, path, checkpoint.sha256, checkpoint.tokenizer)
     sha256 = assets.sha256_file(path)
-    folder = launch.cache_dir() / "checkpoints" / sha256[:16]
+    folder = process_environment.cache_dir() / "checkpoints" / sha256[:16]
     if not (folder / "config.json").exists():
         checkpoint = weights.load_checkpoint(suite.model)
         weights.save_checkpoint(folder, checkpoint.config, checkpoint.params)
@@ -147,7 +148,8 @@ def _decoder_of(path: str) -> TransformerConfig:
 
 def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -> Model:
     """Write a decoder with random weights as a checkpoint, once; distinct as initial.initial_params has it."""
-    from jaxbench import initial, weights
+    from jaxbench import initial
+    from jaxbench.pretrained import weights
 
     folder = workdir / f"model-{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]}"
     params = initial.initial_params(config, seed=0, distinct=distinct)
@@ -163,14 +165,14 @@ def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:
     if model.tokenizer is None:
         ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=wanted)
         return ids, hashlib.sha256(ids.tobytes()).hexdigest()
-    from jaxbench import tokenizer
+    from jaxbench.pretrained import tokenizer
 
     if suite.data is None:
         text, sha256 = assets.default_text(), assets.TEXT_SHA256
     else:
-        from jaxbench import data
+        from jaxbench.text import packing
 
-        text, sha256 = "\n\n".join(data.load_text(suite.data)), assets.sha256_file(suite.data)
+        text, sha256 = "\n\n".join(packing.load_text(suite.data)), assets.sha256_file(suite.data)
     ids = tokenizer.load_tokenizer(model.tokenizer).encode(text[: 8 * wanted])
     return np.asarray(ids, dtype=np.int64), sha256
 

@@ -101,7 +101,7 @@ class Roofline(Base):
 
 
 class TpuRun(Base):
-    """The step of a training configuration, compiled ahead of time for one slice (bench/tpu_train.py)."""
+    """The step of a training configuration, compiled ahead of time for one slice (training/tpu_train.py)."""
 
     config: str  # file, such as configs/lm/tpu_1b.yaml; a relative path starts at the repository
     topology: Topology

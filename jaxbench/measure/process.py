@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxbench import launch
+from jaxbench import process_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".venvs"  # made by `make peers`
@@ -148,7 +148,7 @@ class Worker:
 def environment(device: str, *, threads: int) -> dict[str, str]:
     """Variables of a worker: jaxbench's own for the device, and the number of threads."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    return inherited | launch.environment(device) | {"OMP_NUM_THREADS": str(threads)}
+    return inherited | process_environment.environment(device) | {"OMP_NUM_THREADS": str(threads)}
 
 
 def peer_python(peer: str) -> Path:

@@ -16,11 +16,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import parallel, sharding
+from jaxbench import sharding
 from jaxbench import train as train_module
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import MeshConfig, ParallelConfig
+from jaxbench.parallel import mesh_plan
 from jaxbench.transformer import KVCache, Transformer, blank
 
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
@@ -75,7 +76,7 @@ def make_plan(
     model_axis: int = 1,
     is_split: bool = False,
     extension: Extension = Extension(),
-) -> parallel.Plan:
+) -> mesh_plan.Plan:
     """Plan of a program: the batch split over all chips but those of the model axis.
 
     Args:
@@ -93,10 +94,10 @@ def make_plan(
     rows = len(devices) // model_axis
     mesh = MeshConfig(data=1, fsdp=rows, model=model_axis) if is_split else MeshConfig(data=rows, model=model_axis)
     how = ParallelConfig(mesh=mesh, zero=3, heads="replicated")
-    return parallel.make_plan(config, how, batch=batch, tokens=tokens, devices=devices, extension=extension)
+    return mesh_plan.make_plan(config, how, batch=batch, tokens=tokens, devices=devices, extension=extension)
 
 
-def prefill(model: Abstract, plan: parallel.Plan, *, batch: int, tokens: int) -> Program:
+def prefill(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> Program:
     """Return the program that fills a cache from whole prompts; the head runs at the last position only."""
 
     def run(params: dict, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
@@ -104,14 +105,14 @@ def prefill(model: Abstract, plan: parallel.Plan, *, batch: int, tokens: int) ->
         hidden, cache = transformer.features(token_ids, positions)
         return transformer.logits(hidden[:, -1:])[:, 0], cache
 
-    params, rows = _placed_params(model, plan), NamedSharding(plan.mesh, P(parallel.ROWS))
+    params, rows = _placed_params(model, plan), NamedSharding(plan.mesh, P(mesh_plan.ROWS))
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=plan.batch)
     made = jax.eval_shape(run, params, ids, ids) if plan.model.layer_kind else None
     jitted = jax.jit(run, out_shardings=rows if made is None else _by_rows(made, rows))
     return Program("prefill", jitted, (params, ids, ids), batch, tokens, *_elements_per_chip(model, plan))
 
 
-def decode(model: Abstract, plan: parallel.Plan, *, batch: int, length: int) -> Program:
+def decode(model: Abstract, plan: mesh_plan.Plan, *, batch: int, length: int) -> Program:
     """Return the program of one greedy decode step over a donated cache of `length` slots."""
 
     def run(params: dict, cache: KVCache, token_ids: jax.Array, positions: jax.Array, slot: jax.Array):
@@ -120,7 +121,7 @@ def decode(model: Abstract, plan: parallel.Plan, *, batch: int, length: int) -> 
         return jnp.argmax(transformer.logits(hidden), axis=-1).astype(jnp.int32), cache
 
     params, config = _placed_params(model, plan), plan.model
-    rows, everywhere = NamedSharding(plan.mesh, P(parallel.ROWS)), NamedSharding(plan.mesh, P())
+    rows, everywhere = NamedSharding(plan.mesh, P(mesh_plan.ROWS)), NamedSharding(plan.mesh, P())
     dtype = params["embed.embedding"].dtype
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=plan.batch)
     slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
@@ -149,7 +150,7 @@ def _by_rows(tree: Any, rows: NamedSharding) -> Any:
     return jax.tree.map(lambda x: rows if x.ndim else everywhere, tree)
 
 
-def train(model: Abstract, plan: parallel.Plan, *, batch: int, tokens: int) -> Program:
+def train(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> Program:
     """Return the program of one AdamW step on the mean next-token loss; moments are float32, everything donated."""
     params, placed = _placed_params(model, plan), dict(plan.params)
 
@@ -191,14 +192,14 @@ def _adamw(param, grad, first, second, step, *, learning_rate: float = 3e-4):
     return (wide - learning_rate * (direction + WEIGHT_DECAY * wide)).astype(param.dtype), first, second
 
 
-def _placed_params(model: Abstract, plan: parallel.Plan) -> dict[str, jax.ShapeDtypeStruct]:
+def _placed_params(model: Abstract, plan: mesh_plan.Plan) -> dict[str, jax.ShapeDtypeStruct]:
     """Abstract parameters where the plan stores them."""
     return {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.params[name]) for name, x in model.params.items()
     }
 
 
-def _elements_per_chip(model: Abstract, plan: parallel.Plan) -> tuple[int, int]:
+def _elements_per_chip(model: Abstract, plan: mesh_plan.Plan) -> tuple[int, int]:
     """Elements of parameters that one chip stores, and that it uses once they are gathered."""
     stored, used = (
         sum(math.prod(where[name].shard_shape(x.shape)) for name, x in model.params.items())

@@ -24,12 +24,12 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from jaxbench import nn
-from jaxbench.memory import layout, window
+from jaxbench.memory import layout, sliding_window
 from jaxbench.memory.bank import Bank, BankState
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.neural import NeuralMemory, NeuralState
+from jaxbench.memory.sliding_window import LocalAttention, LocalState
 from jaxbench.memory.target import Batch, mean_squared_error
-from jaxbench.memory.window import LocalAttention, LocalState
 
 Stream = Float[Array, "B T D"]
 IsToken = Bool[Array, "B T"] | None  # False = padding; None = no padding
@@ -157,7 +157,7 @@ class Block(nnx.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
-        tokens, num_tokens = window.left_align(x, is_token)
+        tokens, num_tokens = sliding_window.left_align(x, is_token)
         # A segment is computed inside a scan, on a copy, so that nothing that watches modules sees its values.
         graph, params = nnx.split(self)
         persistent = self.attention.persistent_keys_values()
@@ -166,11 +166,11 @@ class Block(nnx.Module):
             (tokens,), is_new = block
             return nnx.merge(graph, params).read_segment(tokens, state, is_new, persistent, learn)
 
-        state, output = window.scan_blocks(
+        state, output = sliding_window.scan_blocks(
             read, state, (tokens,), num_begun=state.local.count, num_tokens=num_tokens, size=self.attention.window,
             is_fresh=is_fresh,
         )  # fmt: skip
-        return window.restore_padding(output, is_token), state
+        return sliding_window.restore_padding(output, is_token), state
 
     def read_segment(
         self,

@@ -1,13 +1,13 @@
-"""Cases for the proof of meshes (parallel_proof.py) whose decoder has memory."""
+"""Cases for the proof of meshes (meshes.py) whose decoder has memory."""
 
 from __future__ import annotations
 
-from jaxbench import parallel_proof
 from jaxbench.memory import decoder
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.decoder_config import DecoderMemory, with_memory
-from jaxbench.parallel_proof import LLAMA, Case
+from jaxbench.parity import meshes
+from jaxbench.parity.meshes import LLAMA, Case
 
 ATTENTION = {"d_model": 16, "num_heads": 4, "head_dim": 4}
 NEURAL = NeuralMemoryConfig(**ATTENTION, chunk_size=4)
@@ -20,7 +20,7 @@ MEMORY = {  # in one layer of two; the batch's rows hold two documents
 
 def _form(kind: str, **sizes: int) -> Case:
     model = with_memory(LLAMA.model_copy(update={"num_layers": 2}), MEMORY[kind])
-    return parallel_proof.form(kind, model, **sizes)._replace(extension=decoder.extension(MEMORY[kind]))
+    return meshes.form(kind, model, **sizes)._replace(extension=decoder.extension(MEMORY[kind]))
 
 
 FORMS = (  # 15 to 25 CPU seconds each, most of it compiling

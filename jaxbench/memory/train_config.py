@@ -9,8 +9,8 @@ import pydantic
 
 from jaxbench.config import TransformerConfig
 from jaxbench.memory.decoder_config import PARAMETERS, DecoderMemory, with_memory
-from jaxbench.step_config import OptimizerConfig, StepConfig
-from jaxbench.train_config import TrainConfig
+from jaxbench.training.step_config import OptimizerConfig, StepConfig
+from jaxbench.training.train_config import TrainConfig
 
 
 class MemoryOptimizerConfig(OptimizerConfig):

@@ -26,7 +26,7 @@ from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.decoder_config import DecoderMemory, with_memory
 from jaxbench.watermark.config import parse_scheme
-from jaxbench.watermark.features import NeuralConfig
+from jaxbench.watermark.detector.features import NeuralConfig
 
 # Backends that are compared with PyTorch's, and the module of each one's side.
 BACKENDS = ("flax", "equinox")  # each has a module of its own beside this one: <name>_side.py
@@ -151,8 +151,8 @@ CASES: tuple[Case, ...] = (
     _mark("markllm-self", scheme="kgw_markllm", window_scheme="self"),
     _mark("transformers", scheme="kgw_transformers"),
     Case("watermark/neural", NeuralConfig(num_rows=64, d_model=16, num_pooled=8, d_hidden=12, dilations=(1, 2, 4)),
-         module="watermark.neural", task="watermark.neural", data="watermark.features", batch=4, prompt=0,
-         backends=("flax",)),
+         module="watermark.detector.neural", task="watermark.detector.neural", data="watermark.detector.features",
+         batch=4, prompt=0, backends=("flax",)),
     _memory("neural", num_persistent=3, length=17),
     _memory("neural-padded", seed=1, depth=1, residual_norm=True, loss_reduction="mean", max_update_norm=0.5),
     _memory("neural-linear", depth=1, read="chunk", forgetting=False, qkv_activation="none", qk_norm=False,
@@ -195,7 +195,7 @@ def load(case: Case, *, model: str | None = None) -> tuple[Any, dict[str, np.nda
         source = importlib.import_module(f"jaxbench.{case.data}")
         return case.config, source.initial_params(case.config, case.seed, distinct=True)
     if case.config is None or model is not None:
-        from jaxbench import weights
+        from jaxbench.pretrained import weights
 
         checkpoint = weights.load_checkpoint(model)
         return checkpoint.config, dict(checkpoint.params)

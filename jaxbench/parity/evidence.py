@@ -12,7 +12,7 @@ import numpy as np
 from jaxbench.config import TransformerConfig
 from jaxbench.parity import capture, cases, distance, gates
 from jaxbench.parity.cases import Case
-from jaxbench.step_config import OptimizerConfig, StepConfig
+from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
 # Learning rate and decay are large, so that 20 steps move every parameter far above the tolerance.
 LEARNING_RATE = 3e-3

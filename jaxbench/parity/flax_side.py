@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxbench import precision, prng, update
+from jaxbench import prng
 from jaxbench.config import TransformerConfig
-from jaxbench.intercept import intercepted
 from jaxbench.parity import capture
 from jaxbench.parity.cases import Arrays, Case
-from jaxbench.step_config import StepConfig
+from jaxbench.training import optimizer_step, precision
+from jaxbench.training.intercept import intercepted
+from jaxbench.training.step_config import StepConfig
 
 NAME = "flax"
 
@@ -41,7 +42,7 @@ class Side:
 
     def _hold(self, model: Any) -> None:
         self.model = model
-        self.graph, self.params = update.split(model)
+        self.graph, self.params = optimizer_step.split(model)
 
     @property
     def is_captured(self) -> bool:
@@ -81,7 +82,7 @@ class Side:
 
     def _loss(self, params: Any, deltas: dict, batch: Any, dropout: Any) -> tuple[Any, dict]:
         """Loss and every module's output; deltas are added to outputs, to differentiate by them."""
-        model = update.merge(self.graph, params)
+        model = optimizer_step.merge(self.graph, params)
 
         def shift(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             result = call(*args, **kwargs)
@@ -121,7 +122,7 @@ class Side:
     def _forced(self) -> Callable[..., Any]:
         @jax.jit
         def run(params: Any, given: dict, batch: Any, dropout: Any) -> dict[str, capture.Call]:
-            model, calls = update.merge(self.graph, params), {}
+            model, calls = optimizer_step.merge(self.graph, params), {}
 
             def force(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
                 handed = _floating((args, kwargs))
@@ -139,20 +140,20 @@ class Side:
 
     def train(self, steps: list[Arrays], how: StepConfig, *, learning_rate: float, seed: int) -> capture.Training:
         """Losses and final state of optimiser steps in the model's type, dropout on."""
-        step_fn = jax.jit(functools.partial(update.train_step, step_config=how, loss_fn=self.task.loss_fn))
-        state = update.init_state(self.model, self.params, how, policy=precision.uniform(self.dtype))
+        step_fn = jax.jit(functools.partial(optimizer_step.train_step, step_config=how, loss_fn=self.task.loss_fn))
+        state = optimizer_step.init_state(self.model, self.params, how, policy=precision.uniform(self.dtype))
         losses, key = [], prng.key_from_seed(seed)
         for arrays in steps:
             state, metrics = step_fn(state, self._batch(arrays), learning_rate, key)
             losses.append(metrics.loss)
-        return capture.Training(np.array(losses), update.state_arrays(state))
+        return capture.Training(np.array(losses), optimizer_step.state_arrays(state))
 
     def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:
         """Logits [B T V] by one call, and by a prefill of `prompt` tokens followed by single tokens."""
 
         @jax.jit
         def features(params: Any, tokens: Any, positions: Any, cache: Any, slot: Any) -> tuple[Any, Any]:
-            model = update.merge(self.graph, params)
+            model = optimizer_step.merge(self.graph, params)
             hidden, cache = model.features(tokens, positions, cache=cache, slot=slot)
             return model.logits(hidden), cache
 

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 
 from jaxbench import rotary
 from jaxbench.parity import cases, evidence, gates
-from jaxbench.step_config import OptimizerConfig
-from torch_ref import attention, functional, nn, prng, sample, train, transformer, update
+from jaxbench.training.step_config import OptimizerConfig
+from torch_ref import attention, functional, nn, prng, sample, train, transformer
+from torch_ref.training import optimizer_step
 
 Change = contextlib.AbstractContextManager[Any]
 
@@ -204,7 +205,7 @@ class _Adam(torch.optim.Optimizer):
 
 
 def _optimizer(build: Callable[[Any, OptimizerConfig], torch.optim.Optimizer]) -> Change:
-    return mock.patch.object(update, "_optimizer", lambda model, how: build(model, how.optimizer))
+    return mock.patch.object(optimizer_step, "_optimizer", lambda model, how: build(model, how.optimizer))
 
 
 def _adam_eps_inside() -> Change:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from jaxbench import precision
 from jaxbench.config import TransformerConfig
 from jaxbench.parity import capture
 from jaxbench.parity.cases import Arrays, Case
-from jaxbench.step_config import StepConfig
-from torch_ref import nn, prng, update
+from jaxbench.training import precision
+from jaxbench.training.step_config import StepConfig
+from torch_ref import nn, prng
+from torch_ref.training import optimizer_step
 
 NAME = "torch"
 
@@ -70,14 +71,14 @@ class Side:
 
     def train(self, steps: list[Arrays], how: StepConfig, *, learning_rate: float, seed: int) -> capture.Training:
         """Losses and final state of optimiser steps in the model's type, dropout on; the model's parameters move."""
-        state = update.init_state(self.model, self.get_params(), how, policy=precision.uniform(self.dtype))
+        state = optimizer_step.init_state(self.model, self.get_params(), how, policy=precision.uniform(self.dtype))
         losses, key = [], prng.key_from_seed(seed)
         for arrays in steps:
-            state, metrics = update.train_step(
+            state, metrics = optimizer_step.train_step(
                 state, self._batch(arrays), learning_rate, key, how=how, loss_fn=self.task.loss_fn
             )
             losses.append(_numpy(metrics.loss))
-        return capture.Training(np.array(losses), update.state_arrays(state))
+        return capture.Training(np.array(losses), optimizer_step.state_arrays(state))
 
     @torch.no_grad()
     def decode(self, arrays: Arrays, *, prompt: int) -> capture.Decoding:

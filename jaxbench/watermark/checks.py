@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxbench import launch, outputs
+from jaxbench import outputs, process_environment
 
 VALUES = flags.FLAGS
 FILE_FLAGS = ("output", "field", "prompt_field", "processes", "engine", "overwrite")  # of --input
@@ -28,7 +28,7 @@ def check_device() -> None:
             raise ValueError(f"--device={VALUES.device}: --backend=numpy runs on the CPU; leave one of them out")
         return
     if backend != "torch":
-        launch.ensure(VALUES.device)
+        process_environment.ensure(VALUES.device)
     importlib.import_module("torch_ref.devices" if backend == "torch" else "jaxbench.devices").check_device(
         VALUES.device
     )
@@ -63,7 +63,7 @@ def check_where(*read: str | None) -> None:
 
 def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
     """Raise where --vocab_size does not fit the schemes, or is smaller than the tokenizer of --model."""
-    from jaxbench.tokenizer import load_tokenizer
+    from jaxbench.pretrained.tokenizer import load_tokenizer
     from jaxbench.watermark.detection import checked_scheme
     from jaxbench.watermark.texts import check_sizes
 

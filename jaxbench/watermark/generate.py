@@ -16,14 +16,17 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from jaxbench import data, outputs, sample, store, transformer, weights
-from jaxbench import tokenizer as tokenizers
+from jaxbench import outputs, sample, store, transformer
 from jaxbench.config import Base
-from jaxbench.watermark import evaluate_models, identity, logits_processor
+from jaxbench.pretrained import tokenizer as tokenizers
+from jaxbench.pretrained import weights
+from jaxbench.text import packing
+from jaxbench.watermark import identity, logits_processor
 from jaxbench.watermark import keys as key_files
 from jaxbench.watermark.config import Scheme, check_generates, num_payloads
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.study import evaluate_models
 
 
 class Mark(Base):
@@ -56,7 +59,7 @@ class GenerateConfig(Base):
     """A run of marked generation."""
 
     marks: tuple[Mark, ...] = Field(min_length=1)  # row r takes mark r mod their number
-    model: str = "default"  # as jaxbench.weights.load_checkpoint takes it
+    model: str = "default"  # as jaxbench.pretrained.weights.load_checkpoint takes it
     dtype: Literal["float32", "bfloat16"] = "float32"
     prompts: str | None = None  # a file of prompts (.txt parted by form feeds, .jsonl); None: the default text
     num_prompts: int = Field(default=8, ge=1)  # of the default text; of a file, at most this many
@@ -190,9 +193,9 @@ def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
     Raises:
       ValueError: the file has no text, or the model has no chat template.
     """
-    documents = data.load_text(settings.prompts)
+    documents = packing.load_text(settings.prompts)
     if settings.prompts is None and not settings.chat:
-        return data.real_prompts(tokenizer, [settings.prompt_tokens] * settings.num_prompts, documents)
+        return packing.real_prompts(tokenizer, [settings.prompt_tokens] * settings.num_prompts, documents)
     texts = [document.strip() for document in documents[: settings.num_prompts]]
     if settings.chat:
         chats = (tokenizer.chat([{"role": "user", "content": text}]) for text in texts)
@@ -227,7 +230,10 @@ def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
     """Return what decides the texts, keys apart: by name, so that a message can say what differs."""
     marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its place
     fields = settings.model_copy(update={"marks": marks}).model_dump(mode="json", exclude={"batch_size"})
-    shared = {"text_sha256": data.text_sha256(settings.prompts), "model_sha256": evaluate_models.sha256(settings.model)}
+    shared = {
+        "text_sha256": packing.text_sha256(settings.prompts),
+        "model_sha256": evaluate_models.sha256(settings.model),
+    }
     whole = {**fields, **shared, "backend": backend}
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
     return {**whole, "run": hashlib.sha256(text.encode()).hexdigest()[:12]}

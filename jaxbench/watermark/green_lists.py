@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, UInt8, UInt32
 
-from jaxbench import launch, philox
+from jaxbench import philox, process_environment
 from jaxbench.watermark.reference import RED, Seeds, Text, Words
 
 VERSION = 1  # of the cached files
@@ -312,7 +312,7 @@ def check_name(field: str, value: str, known: tuple[str, ...]) -> None:
 def table_path(seeds: Int[np.ndarray, " R"], vocab_size: int, list_size: int) -> Path:
     """Name the cached file of a table: what decides its content is in the name."""
     digest = hashlib.sha256(f"{VERSION} {vocab_size} {list_size} ".encode() + seeds.astype("<i8").tobytes()).hexdigest()
-    return launch.cache_dir() / "watermark" / f"green-{vocab_size}-{list_size}-{digest[:12]}.npy"
+    return process_environment.cache_dir() / "watermark" / f"green-{vocab_size}-{list_size}-{digest[:12]}.npy"
 
 
 def _cached(

@@ -11,7 +11,10 @@ import numpy as np
 
 from jaxbench import config as core
 from jaxbench import outputs
-from jaxbench.watermark import attacks, bulk, bulk_output, detection, identify, lines, localize, statistics
+from jaxbench.text import lines
+from jaxbench.watermark import detection, identify, localize, statistics
+from jaxbench.watermark.attack import attacks
+from jaxbench.watermark.bulk import bulk_detection, part_files
 from jaxbench.watermark.config import num_payloads, parse_scheme
 from jaxbench.watermark.keys import Key, read_key_file
 from jaxbench.watermark.texts import Ragged, TextEncoder
@@ -99,11 +102,13 @@ def check_score_files(pattern: str, output: str, *, overwrite: bool = False, inp
       overwrite: the output may be there already.
       inputs: further files that the command reads.
     """
-    bulk_output.kind_of(Path(output))
+    part_files.kind_of(Path(output))
     outputs.check_file(output, [*lines.find(pattern), *inputs], overwrite=overwrite)
 
 
-def detect_file(pattern: str, output: str, job: bulk.Job, *, level: float, console: Any, **how: Any) -> dict[str, Any]:
+def detect_file(
+    pattern: str, output: str, job: bulk_detection.Job, *, level: float, console: Any, **how: Any
+) -> dict[str, Any]:
     """Score the texts of files into one output, with a progress bar, and print what was found."""
     from rich import progress
 
@@ -122,7 +127,7 @@ def detect_file(pattern: str, output: str, job: bulk.Job, *, level: float, conso
             texts = bar.tasks[0].fields["texts"] + report["texts"]
             bar.update(task, total=total_bytes, advance=report["bytes"], texts=texts)
 
-        summary = bulk.run(pattern, output, job, say=say, **how)
+        summary = bulk_detection.run(pattern, output, job, say=say, **how)
     rate = summary["texts"] / max(summary["seconds"], 1e-9)
     line = f"{summary['texts']:,} texts of {summary['tokens']:,} tokens in {summary['seconds']:.1f} s"
     console.print(f"{line} ({rate:,.0f} texts/s)")
@@ -174,7 +179,7 @@ def detect_text(
     encoded = encoder.encode([text])
     judge = None
     if neural is not None:
-        from jaxbench.watermark import neural_detection
+        from jaxbench.watermark.detector import neural_detection
 
         judge = neural_detection.NeuralTest(neural, vocab_size=vocab_size)
         judge.check(scheme)
@@ -226,7 +231,9 @@ def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spa
     return line
 
 
-def identify_text(text: str, job: bulk.Job, *, tokenizer: Any, console: Any, level: float) -> identify.Identification:
+def identify_text(
+    text: str, job: bulk_detection.Job, *, tokenizer: Any, console: Any, level: float
+) -> identify.Identification:
     """Test one text against every candidate and print the table, the most likely first."""
     from rich.table import Table
     from rich.text import Text
@@ -266,15 +273,15 @@ def read_attacks(given: Sequence[str], *, strength: float, changes: Sequence[str
 
 def attack_tools(attack: Any, *, human: str | None, model: str | None) -> attacks.Tools:
     """Return what an attack needs besides the texts: tokenizer, human texts and a rewriter that load on demand."""
-    from jaxbench.tokenizer import load_tokenizer
-    from jaxbench.watermark import passages
+    from jaxbench.pretrained.tokenizer import load_tokenizer
+    from jaxbench.text import passages
 
     steps = attack.steps if isinstance(attack, attacks.Chain) else (attack,)
     is_token = any(getattr(step, "unit", "word") == "token" for step in steps)
     is_human = any(step.attack in ("copy_paste", "insert", "substitute") for step in steps)
     rewriter = None
     if attacks.rewrites(attack):
-        from jaxbench.watermark.rewrite import Rewriter
+        from jaxbench.watermark.attack.rewrite import Rewriter
 
         rewriter = Rewriter(model)
     return attacks.Tools(

@@ -85,7 +85,7 @@ class TextEncoder:
     """Encodes texts as detection wants them: canonical, without special tokens around."""
 
     def __init__(self, tokenizer: Any, *, vocab_size: int | None = None, canonicalize: bool = True, fast: bool = True):
-        """Keep the tokenizer: jaxbench.tokenizer.Tokenizer, or one of the libraries transformers and tokenizers.
+        """Keep the tokenizer: pretrained.tokenizer.Tokenizer, or one of the libraries transformers and tokenizers.
 
         Raises:
           ValueError: it is none of these, or it has more tokens than the detector's vocabulary.
@@ -115,7 +115,9 @@ class TextEncoder:
 
 def _reader(tokenizer: Any) -> tuple[Callable[[list[str]], list[list[int]]], int]:
     """Return the function from texts to ids without special tokens, and the number of tokens, added ones included."""
-    if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "vocab_size"):  # jaxbench.tokenizer.Tokenizer
+    if hasattr(tokenizer, "encode_batch") and hasattr(
+        tokenizer, "vocab_size"
+    ):  # jaxbench.pretrained.tokenizer.Tokenizer
         return lambda texts: tokenizer.encode_batch(texts, add_special=False), tokenizer.vocab_size
     if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "get_vocab_size"):  # tokenizers.Tokenizer
         size = tokenizer.get_vocab_size(with_added_tokens=True)

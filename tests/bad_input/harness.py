@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 from absl import flags
 
-from jaxbench import launch
+from jaxbench import process_environment
 from tests.structure import ROOT
 
 CPU_SECONDS = 5.0  # of this process: what a refusal may take, whatever else the machine does
@@ -71,7 +71,7 @@ def call(case: Case, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     """Run a case's command in this process."""
     prepare(case, folder)
     script, *words = arguments(case, folder)
-    for name, value in launch.environment("cpu").items():
+    for name, value in process_environment.environment("cpu").items():
         monkeypatch.setenv(name, value)  # or the command would start this process anew
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments" / script), *words])

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from jaxbench import config, weights
+from jaxbench import config
 from jaxbench.bench import estimate, plan
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
 from jaxbench.measure import flops
 from jaxbench.measure.records import Workload
-from jaxbench.train_config import TrainConfig
+from jaxbench.pretrained import weights
+from jaxbench.training.train_config import TrainConfig
 from tests.structure import ROOT
 
 SMOLLM = TransformerConfig(

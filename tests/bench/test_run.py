@@ -178,7 +178,7 @@ def change_host(monkeypatch):
     ids=["commit", "versions", "host", "device", "arms", "configuration"],
 )
 def test_resume_counts_nothing_of_another_run_and_says_why(compare, tmp_path, monkeypatch, change, options, named):
-    monkeypatch.setattr(plan.launch, "check_attached", lambda device: None)
+    monkeypatch.setattr(plan.process_environment, "check_attached", lambda device: None)
     before = compare()
     lines = (tmp_path / "results.jsonl").read_text()
     if change is not None:

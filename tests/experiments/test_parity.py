@@ -49,9 +49,11 @@ def test_an_equal_case_ends_with_0_and_writes_its_result_and_page(tmp_path):
 
 
 def test_a_broken_twin_ends_with_1_and_the_module_is_named(tmp_path):
-    from jaxbench import launch
+    from jaxbench import process_environment
 
-    environment = os.environ | launch.environment("cpu")  # so that the command need not start anew and lose the bug
+    environment = os.environ | process_environment.environment(
+        "cpu"
+    )  # so that the command need not start anew and lose the bug
     command = [sys.executable, "-c", INJECTED.format(workdir=tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The training command's own flags; what it runs is tested in tests/test_train_run.py."""
+"""The training command's own flags; what it runs is tested in tests/training/test_trainer.py."""
 
 import os
 import subprocess

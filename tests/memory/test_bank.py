@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from jaxbench import checkpoint
 from jaxbench.memory import bank, layout, resize
 from jaxbench.memory.bank_config import AGE_EDGES, BankConfig, initial_params, memory_stats
+from jaxbench.training import checkpoint
 from torch_ref.memory import bank as torch_bank
 from torch_ref.memory import resize as torch_resize
 

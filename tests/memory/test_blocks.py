@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from jaxbench.memory import block_config, blocks, window
+from jaxbench.memory import block_config, blocks, sliding_window
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from torch_ref.memory import blocks as torch_blocks
-from torch_ref.memory import window as torch_window
+from torch_ref.memory import sliding_window as torch_window
 
 KINDS = ("mac", "mag", "mal", "lmm", "bank")
 LENGTH, ROWS = 10, 2
@@ -233,7 +233,7 @@ def test_a_state_of_another_kind_of_block_or_memory_is_refused(package):
 
 
 def test_what_sees_nothing_answers_zero():
-    for package, ones in ((window, jnp.ones), (torch_window, torch.ones)):
+    for package, ones in ((sliding_window, jnp.ones), (torch_window, torch.ones)):
         query, key = ones((1, 2, 2, 4)), ones((1, 3, 1, 4))
         mask = ones((1, 2, 3)) > 1
         assert not np.asarray(package.attend(query, key, key, mask)).any()

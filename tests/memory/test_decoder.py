@@ -11,17 +11,18 @@ import optax
 import pytest
 import torch
 
-from jaxbench import config, initial, optimizers, sharding
+from jaxbench import config, initial, sharding
 from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder, placement
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.decoder_config import DecoderMemory, with_memory
 from jaxbench.memory.train_config import MemoryOptimizerConfig, MemoryTrainConfig
-from jaxbench.step_config import StepConfig
+from jaxbench.training import optimizers
+from jaxbench.training.step_config import StepConfig
 from torch_ref import train as torch_train
-from torch_ref import update as torch_update
 from torch_ref.memory import decoder as torch_decoder
+from torch_ref.training import optimizer_step as torch_update
 
 PLAIN = TransformerConfig(
     vocab_size=31, d_model=16, d_ff=24, num_layers=3, num_heads=2, num_kv_heads=2, head_dim=8, max_seq_len=64

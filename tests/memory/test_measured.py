@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from jaxbench import config
-from jaxbench.memory import arm_report, arms, cost, cost_layer, speed, stability
 from jaxbench.memory.config import NeuralMemoryConfig
-from jaxbench.memory.study import speed_worker
+from jaxbench.memory.study import arm_report, arms, cost, cost_layer, speed, speed_worker, stability
 from tests.structure import ROOT
-from torch_ref.memory import cost_layer as torch_cost_layer
+from torch_ref.memory.study import cost_layer as torch_cost_layer
 
 NEURAL = NeuralMemoryConfig(d_model=8, num_heads=2, head_dim=4, chunk_size=16, depth=1)
 BANK = {"d_model": 8, "num_heads": 2, "head_dim": 4, "block_size": 32, "memory_slots": 16, "ratio": 4}

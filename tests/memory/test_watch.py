@@ -5,12 +5,14 @@ import functools
 import jax
 import numpy as np
 
-from jaxbench import initial, update
+from jaxbench import initial
 from jaxbench import train as jax_train
 from jaxbench.memory import bank_config, decoder, decoder_config
-from jaxbench.step_config import StepConfig
-from torch_ref import engine, train
+from jaxbench.training import optimizer_step
+from jaxbench.training.step_config import StepConfig
+from torch_ref import train
 from torch_ref.memory import decoder as torch_decoder
+from torch_ref.training import engine
 
 SHAPE = {"d_model": 16, "num_heads": 2, "head_dim": 8}
 MEMORY = {"kind": "bank", "layers": [1], "window": 4}
@@ -47,7 +49,7 @@ def test_both_backends_show_the_same_banks(x64):
     is_token, how = np.ones((2, 32), bool), StepConfig(precision="float64")
     is_token[1, [3, 14, 15, 16, 17, 31]] = False  # 26 tokens: six blocks, and two that wait
     params = initial.initial_params(DECODER, 0, distinct=True)
-    state = update.init_state(decoder.build(DECODER, params, dtype="float64"), params, how)
+    state = optimizer_step.init_state(decoder.build(DECODER, params, dtype="float64"), params, how)
     show = jax.jit(functools.partial(decoder.extension(DECODER.memory).watch, graph=state.graph, how=how))
     found, twin = show(state.params, batch(jax_train.Batch, is_token)), run(params, how)
     arrays = twin._batch(batch(train.Batch, is_token))

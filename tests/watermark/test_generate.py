@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
-from jaxbench import config, initial, weights
-from jaxbench import tokenizer as tokenizers
+from jaxbench import config, initial
 from jaxbench.config import TransformerConfig
+from jaxbench.pretrained import tokenizer as tokenizers
+from jaxbench.pretrained import weights
 from jaxbench.watermark import generate
 from jaxbench.watermark.keys import Key, write_key_file
 

@@ -10,7 +10,8 @@ from scipy import stats
 
 import jaxbench.watermark.detect
 import torch_ref.watermark.detect
-from jaxbench.watermark import bulk, detection, identify
+from jaxbench.watermark import detection, identify
+from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
@@ -117,7 +118,7 @@ def test_files_and_families_of_one_find_every_payload(count, tmp_path):
     family = (one, identify.Candidate("other", parse_scheme("kgw"), Key(4)))[:count]
     path, out = tmp_path / "a.jsonl", tmp_path / "scores.jsonl"
     path.write_text("".join(json.dumps({"text": ids}) + "\n" for ids in texts))
-    bulk.run(str(path), str(out), bulk.Job(family, vocab_size=VOCAB))
+    bulk_detection.run(str(path), str(out), bulk_detection.Job(family, vocab_size=VOCAB))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["payload" if count == 1 else "payload_kgw"] for row in rows] == payloads
     assert all(row["p_value"] <= 1e-3 for row in rows)

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxbench import launch
-from jaxbench.watermark import attacks, bulk, detection, identify, localize, run, statistics
+from jaxbench import process_environment
+from jaxbench.watermark import detection, identify, localize, run, statistics
+from jaxbench.watermark.attack import attacks
+from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key, write_key_file
 from jaxbench.watermark.reference import Evidence
@@ -158,7 +160,7 @@ def test_the_number_found_is_read_from_every_kind_of_output(tmp_path):
     detector = detection.NumpyDetector(scheme, vocab_size=101)
     p_values = detection.detect(detector, Ragged.from_lists(rows), run.PUBLIC_KEY).p_value
     for kind in ("parquet", "jsonl", "csv"):
-        job = bulk.Job(run.candidates([scheme], []), vocab_size=101)
+        job = bulk_detection.Job(run.candidates([scheme], []), vocab_size=101)
         out, screen = str(tmp_path / f"o.{kind}"), Console(file=io.StringIO(), width=100)
         run.detect_file(str(path), out, job, level=0.5, console=screen)
         assert f"{(p_values <= 0.5).sum()} texts at p <= 0.5" in screen.file.getvalue()
@@ -210,7 +212,7 @@ def test_brackets_of_a_text_and_of_a_name_are_shown(tmp_path, monkeypatch):
     _, screen = shown("1 2 3", parse_scheme("kgw"))
     assert "[bold]:smile: [/x] " in re.sub(r"\x1b\[[0-9;]*m", "", screen)
     console = Console(file=io.StringIO(), width=200)
-    job = bulk.Job((identify.Candidate("kgw/[red]key", parse_scheme("kgw"), Key(1)),), canonicalize=False)
+    job = bulk_detection.Job((identify.Candidate("kgw/[red]key", parse_scheme("kgw"), Key(1)),), canonicalize=False)
     run.identify_text("1 2 3", job, tokenizer=Numbers(), console=console, level=0.01)
     assert "kgw/[red]key" in console.file.getvalue()
 
@@ -296,7 +298,7 @@ def test_a_passphrase_is_asked_for_on_a_terminal_only(tmp_path):
 @pytest.mark.parametrize("name", ["detect", "identify", "attack", "generate"])
 def test_a_device_that_is_not_there_is_refused_before_anything_is_written(name, device, tmp_path, key_file, corpus):
     with contextlib.suppress(ValueError):
-        launch.check_attached(device)
+        process_environment.check_attached(device)
         pytest.skip(f"this machine has a {device}")
     words = {
         "detect": (f"--key_file={key_file}", f"--input={corpus}"),

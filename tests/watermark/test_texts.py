@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench import tokenizer
+from jaxbench.pretrained import tokenizer
 from jaxbench.watermark import texts
 from jaxbench.watermark.texts import Ragged, TextEncoder
 

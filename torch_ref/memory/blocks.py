@@ -23,11 +23,11 @@ from torch import Tensor
 
 from jaxbench.memory.block_config import BlockConfig
 from torch_ref import nn
-from torch_ref.memory import layout, window
+from torch_ref.memory import layout, sliding_window
 from torch_ref.memory.bank import Bank, BankState
 from torch_ref.memory.neural import NeuralMemory, NeuralState
+from torch_ref.memory.sliding_window import LocalAttention, LocalState
 from torch_ref.memory.target import Batch, mean_squared_error
-from torch_ref.memory.window import LocalAttention, LocalState
 
 Stream = Float[Tensor, "B T D"]
 IsToken = Bool[Tensor, "B T"] | None  # False = padding; None = no padding
@@ -158,18 +158,18 @@ class Block(torch.nn.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
-        tokens, num_tokens = window.left_align(x, is_token)
+        tokens, num_tokens = sliding_window.left_align(x, is_token)
         persistent = self.attention.persistent_keys_values()
 
         def read(state: BlockState, block: tuple) -> tuple[BlockState, Stream]:
             (tokens,), is_new = block
             return self.read_segment(tokens, state, is_new, persistent, learn)
 
-        state, output = window.scan_blocks(
+        state, output = sliding_window.scan_blocks(
             read, state, (tokens,), num_begun=state.local.count, num_tokens=num_tokens, size=self.attention.window,
             is_fresh=is_fresh,
         )  # fmt: skip
-        return window.restore_padding(output, is_token), state
+        return sliding_window.restore_padding(output, is_token), state
 
     def read_segment(
         self,

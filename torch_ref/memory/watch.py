@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from jaxbench import precision
-from jaxbench.step_config import StepConfig
-from torch_ref import update
+from jaxbench.training import precision
+from jaxbench.training.step_config import StepConfig
 from torch_ref.memory.bank import BankState
+from torch_ref.training import optimizer_step
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def bank_states(params: Any, batch: Any, *, graph: Any, step_config: StepConfig)
     """
     is_token = batch.positions >= 0
     positions = torch.where(is_token, torch.cumsum(is_token, dim=1) - 1, -1).to(torch.int32)
-    with update._autocast(params, precision.policy(step_config.precision)):
+    with optimizer_step._autocast(params, precision.policy(step_config.precision)):
         _, cache = params.features(batch.tokens, positions)
     found = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
     return {i: state for i, state in found.items() if isinstance(state, BankState)}

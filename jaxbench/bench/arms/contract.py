@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxbench.measure.records import Workload
-from jaxbench.step_config import OptimizerConfig, StepConfig
+from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
 WARM_TOKENS = 6  # generated in a warm-up
 # AdamW of every arm's train step, stated because the libraries' defaults differ (Loshchilov and Hutter 2019).

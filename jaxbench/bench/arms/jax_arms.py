@@ -26,7 +26,7 @@ class JaxArm(contract.Arm):
         self.transformer = importlib.import_module(f"{self.package}.transformer")
         self.sample = importlib.import_module("jaxbench.sample")
         self.train = importlib.import_module("jaxbench.train")
-        self.update = importlib.import_module("jaxbench.update")
+        self.update = importlib.import_module("jaxbench.training.optimizer_step")
         self.model = self.generator = self.state = self.step = self.run_step = None
         found = jax.default_backend()
         wanted = {"cpu": "cpu", "gpu": "gpu", "tpu": "tpu"}[self.device]
@@ -36,7 +36,8 @@ class JaxArm(contract.Arm):
         """Read the checkpoint and build the model; the train step's state too where asked."""
         import jax
 
-        from jaxbench import precision, weights
+        from jaxbench.pretrained import weights
+        from jaxbench.training import precision
 
         self.dtype = dtype
         checkpoint = weights.load_checkpoint(self.checkpoint)

@@ -108,7 +108,7 @@ class LlamaCppArm(contract.Arm):
         """Import llama_cpp, or say why not."""
         if importlib.util.find_spec("llama_cpp") is None:
             return "llama-cpp-python is not installed (pip install 'jaxbench[peers]')"
-        from jaxbench import assets
+        from jaxbench.pretrained import assets
 
         self.path = assets.default_model_path()
         if not Path(self.path).exists():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench.bench.arms import contract
-from jaxbench.step_config import StepConfig
+from jaxbench.training.step_config import StepConfig
 
 
 class Rows(NamedTuple):

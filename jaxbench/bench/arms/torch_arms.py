@@ -150,13 +150,14 @@ class EagerArm(TorchBase):
         self.transformer = importlib.import_module("torch_ref.transformer")
         self.sample = importlib.import_module("torch_ref.sample")
         self.train = importlib.import_module("torch_ref.train")
-        self.update = importlib.import_module("torch_ref.update")
+        self.update = importlib.import_module("torch_ref.training.optimizer_step")
         self.generator = self.state = self.run_step = None
         return reason
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
         """Read the checkpoint and build the twin; the optimiser too where asked."""
-        from jaxbench import precision, weights
+        from jaxbench.pretrained import weights
+        from jaxbench.training import precision
 
         self.dtype = dtype
         checkpoint = weights.load_checkpoint(self.checkpoint)

@@ -184,7 +184,7 @@ def read_run(workdir: Path) -> tuple[list[Record], Suite]:
     """
     import pydantic
 
-    from jaxbench import weights
+    from jaxbench.pretrained import weights
 
     settings = workdir / "suite.json"
     if not settings.exists():

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxbench.measure import environment, worker
-from jaxbench.tokenizer import load_tokenizer
-from jaxbench.watermark import config, detection, features, green_lists, identify, reference, statistics, texts
+from jaxbench.pretrained.tokenizer import load_tokenizer
+from jaxbench.watermark import config, detection, green_lists, identify, reference, statistics, texts
+from jaxbench.watermark.detector import features
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
 
@@ -112,7 +113,7 @@ class Ours:
         return lambda: [identify.identify(candidates, part, **options) for part in parts]
 
     def _neural(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        from jaxbench.watermark import neural_detection
+        from jaxbench.watermark.detector import neural_detection
 
         shape = features.NeuralConfig()  # untrained: the weights' values do not change the work
         score = neural_detection.Scorer(shape, features.initial_params(shape, seed=0))

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxbench import sample, weights
+from jaxbench import sample
+from jaxbench.pretrained import weights
 from jaxbench.transformer import build
 from jaxbench.watermark import config
 from jaxbench.watermark.green_lists import lists_of

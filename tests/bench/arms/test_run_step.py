@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from jaxbench import initial, weights
+from jaxbench import initial
 from jaxbench.bench import plan
 from jaxbench.bench.arms import arm_table
 from jaxbench.measure.records import Workload
+from jaxbench.pretrained import weights
 
 LOAD = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
 TRAIN = {"form": "run", "learning_rate": 1e-2, "batch": 2, "seq_len": 8}

@@ -1,0 +1,248 @@
+"""Speed and peak memory of the neural memory beside titans-pytorch, in one run (S file).
+
+Every arm is a process of its own (measure/process.py), one works at a time on one core, and their order turns from
+launch to launch. A launch gives one ratio for each case, of median CPU seconds and of median wall seconds; intervals
+are t-intervals over launches. Peak memory is taken in processes of its own with the system's malloc settings: the
+resident set above the level after the imports, while the case is built (from the compile cache) and run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from jaxbench import outputs
+from jaxbench.config import Base
+from jaxbench.measure import environment, process, verdicts
+from jaxbench.measure.process import Worker, WorkerError
+from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.study.fields import Length, Several
+
+WORKERS = {
+    "flax": "jaxbench.memory.study.speed_worker",
+    "torch": "jaxbench.memory.study.speed_worker",
+    "titans": "jaxbench.memory.study.titans_worker",
+}
+PARTS = ("forward", "forward_backward")
+CASE = ("network", "arm", "read", "part")
+BARS = {"forward": 4.0, "forward_backward": 2.0, "memory": 4.0}
+TIMEOUT_S = 600.0  # of one request
+
+
+class Network(Base):
+    """A neural memory that all arms build."""
+
+    name: str = Field(min_length=1)
+    shape: NeuralMemoryConfig
+    reads: Several[Literal["token", "chunk"]] = (
+        "token",
+        "chunk",
+    )  # jaxbench's read-out; titans-pytorch: chunk
+
+
+class Speed(Base):
+    """Settings of the measurement: configs/memory/speed.yaml."""
+
+    networks: Several[Network]
+    engines: Several[Literal["flax", "torch"]] = ("flax", "torch")
+    batch: int = Field(default=2, ge=1)
+    length: Length = 1024
+    launches: int = Field(default=6, ge=2)
+    repeats: int = Field(default=5, ge=1)  # calls of a case in a launch
+    memory_lengths: Several[Length] = (1024, 4096)  # at which peak memory is taken
+    # forward and backward, batch 1, first network
+    slope_lengths: Several[Length] = (1024, 2048, 4096, 8192, 16384)
+    slope_repeats: int = Field(default=3, ge=1)
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Speed:
+        if len(self.slope_lengths) < 2:
+            raise ValueError(f"speed: slope_lengths={list(self.slope_lengths)} give no slope, wanted at least 2")
+        names = [network.name for network in self.networks]
+        for index, network in enumerate(self.networks):
+            if network.name in names[:index]:
+                raise ValueError(f"speed: two networks are named {network.name}; results are told apart by their names")
+            if not network.shape.depth:
+                raise ValueError(f"speed: network {network.name} has depth=0, wanted one that learns: 1 to 4")
+        return self
+
+
+def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
+    """Measure, write summary.json into the workdir and return it; a missing peer is named, and its ratios left out.
+
+    Raises:
+      ValueError: a part of jaxbench itself failed.
+    """
+    workdir = Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    arms = [*settings.engines, "titans"]
+    missing, rows, memory = {}, [], []
+    try:
+        process.peer_python("titans")
+    except ValueError as error:
+        missing["titans"] = str(error)
+        arms.remove("titans")
+    versions: dict[str, dict] = {}
+    for launch_index in range(settings.launches):
+        for arm in process.turn(arms, launch_index):
+            rows += _measured(settings, arm, launch_index, workdir, versions)
+        print(f"    launch {launch_index + 1} of {settings.launches}", file=sys.stderr, flush=True)
+    for arm in arms:
+        for network, read in _cases(settings, arm):
+            memory += [_peak(settings.batch, length, arm, network, read, workdir) for length in settings.memory_lengths]
+    slope = _slope(settings, workdir)
+    about = environment.describe(threads=1) | {"missing": missing, "arms": versions}
+    summary = {
+        "about": about,
+        "settings": settings.model_dump(mode="json"),
+        "rates": _rates(settings, rows),
+        "ratios": _ratios(rows),
+        "memory": memory,
+        "memory_ratios": _memory_ratios(memory),
+        "slope": slope,
+    }
+    outputs.write_json(workdir / "summary.json", summary)
+    return summary
+
+
+def _cases(settings: Speed, arm: str) -> list[tuple[Network, str]]:
+    return [
+        (network, read) for network in settings.networks for read in (("chunk",) if arm == "titans" else network.reads)
+    ]
+
+
+def _request(network: Network, read: str) -> dict:
+    return network.shape.model_dump(mode="json") | {"read": read}
+
+
+def _worker(arm: str, workdir: Path, *, is_malloc_tuned: bool = True) -> Worker:
+    python = process.peer_python(arm) if arm == "titans" else sys.executable
+    environment, log = process.environment("cpu", threads=1), workdir / "logs" / f"{arm}.log"
+    if not is_malloc_tuned:
+        environment = {name: value for name, value in environment.items() if not name.startswith("MALLOC_")}
+    return Worker(arm, WORKERS[arm], environment=environment, log=log, timeout_s=TIMEOUT_S, python=python)
+
+
+def _ask(worker: Worker, operation: str, **arguments: Any) -> dict:
+    try:
+        return worker.request(operation, **arguments)
+    except WorkerError as error:
+        raise ValueError(f"speed: {worker.name} could not do {operation} {arguments}: {error}") from error
+
+
+def _measured(settings: Speed, arm: str, launch_index: int, workdir: Path, versions: dict) -> list[dict]:
+    """Records of one arm in one launch."""
+    rows = []
+    size = {"batch": settings.batch, "length": settings.length, "repeats": settings.repeats}
+    with _worker(arm, workdir) as worker:
+        versions[arm] = _ask(worker, "start")["versions"]
+        for network, read in _cases(settings, arm):
+            for part in PARTS:
+                case = {"arm": arm, "network": network.name, "read": read, "part": part, "launch": launch_index}
+                rows.append(case | _ask(worker, "measure", network=_request(network, read), part=part, **size))
+    return rows
+
+
+def _peak(batch: int, length: int, arm: str, network: Network, read: str, workdir: Path) -> dict:
+    """Peak memory in bytes of forward and backward in a fresh process."""
+    case = {"network": _request(network, read), "part": "forward_backward", "batch": batch, "length": length}
+    with _worker(arm, workdir, is_malloc_tuned=False) as worker:
+        _ask(worker, "start")
+        peak_bytes = _ask(worker, "memory", **case)["peak_bytes"]
+    return {"arm": arm, "network": network.name, "read": read, "length": length, "peak_bytes": peak_bytes}
+
+
+def _slope(settings: Speed, workdir: Path) -> dict:
+    """Times of forward and backward by length, and the exponent of the power law through them."""
+    points = []
+    network = _request(settings.networks[0], settings.networks[0].reads[0])
+    with _worker("flax", workdir) as worker:
+        _ask(worker, "start")
+        for length in settings.slope_lengths:
+            size = {"batch": 1, "length": length, "repeats": settings.slope_repeats}
+            times = _ask(worker, "measure", network=network, part="forward_backward", **size)
+            point = {"length": length, "seconds": min(times["seconds"]), "temp_bytes": times["temp_bytes"]}
+            points.append(point | {"cpu_seconds": verdicts.median(times["cpu_seconds"])})
+    return {"points": points, "exponent": exponent(points, "cpu_seconds")}
+
+
+def exponent(points: list[dict], field: str) -> float:
+    """Exponent b of the power law field ~ length^b, by least squares of logarithms: 1 = linear, 2 = quadratic."""
+    lengths, values = ([math.log(point[name]) for point in points] for name in ("length", field))
+    return float(np.polyfit(lengths, values, 1)[0])
+
+
+def _by_case(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
+    """Group records by case: network, arm, read and part."""
+    cases: dict[tuple, list[dict]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row[name] for name in CASE), []).append(row)
+    return [(dict(zip(CASE, key, strict=True)), same) for key, same in cases.items()]
+
+
+def _rates(settings: Speed, rows: list[dict]) -> list[dict]:
+    """Tokens per second of each case: medians over launches of the medians within."""
+    rates, tokens = [], settings.batch * settings.length
+    for case, same in _by_case(rows):
+        row = dict(case)
+        for name, field in (("tokens_per_s", "seconds"), ("tokens_per_cpu_s", "cpu_seconds")):
+            row[name] = tokens / verdicts.median([verdicts.median(r[field]) for r in same])
+        rates.append(row)
+    return rates
+
+
+def _ratios(rows: list[dict]) -> list[dict]:
+    """Speed-ups of jaxbench's arms over titans-pytorch, with 95 % t-intervals over launches."""
+    peers = {(r["network"], r["part"], r["launch"]): r for r in rows if r["arm"] == "titans"}
+    ratios = []
+    for case, same in _by_case([r for r in rows if r["arm"] != "titans" and peers]):
+        row = case | {"bar": BARS[case["part"]]}
+        for name, field in (("wall", "seconds"), ("cpu", "cpu_seconds")):
+            pairs = [(r[field], peers[r["network"], r["part"], r["launch"]][field]) for r in same]
+            logs = [verdicts.log_ratio(mine, peer, higher_is_better=False) for mine, peer in pairs]
+            row[name] = list(verdicts.t_interval(logs).ratio())
+        ratios.append(row)
+    return ratios
+
+
+def _memory_ratios(memory: list[dict]) -> list[dict]:
+    peers = {(row["network"], row["length"]): row["peak_bytes"] for row in memory if row["arm"] == "titans"}
+    return [
+        row | {"ratio": peers[row["network"], row["length"]] / row["peak_bytes"], "bar": BARS["memory"]}
+        for row in memory
+        if row["arm"] != "titans" and peers
+    ]
+
+
+def tables(summary: dict[str, Any]) -> list[Any]:
+    """Rich tables and lines of a summary."""
+    from rich.table import Table
+
+    names = ("network", "arm", "read", "part", "tokens/s", "tokens/cpu-s", "x by the clock", "x by CPU", "wanted")
+    table = Table(*names, title="Neural memory, one thread", title_justify="left")
+    ratios = {tuple(row[name] for name in CASE): row for row in summary["ratios"]}
+    for row in summary["rates"]:
+        key = tuple(row[name] for name in CASE)
+        cells = [*key, f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_cpu_s']:,.0f}"]
+        if ratio := ratios.get(key):
+            cells += ["{:.2f} [{:.2f}, {:.2f}]".format(*ratio[name]) for name in ("wall", "cpu")]
+            cells.append(f"{ratio['bar']:g} {'reached' if ratio['cpu'][1] >= ratio['bar'] else 'MISSED'}")
+        table.add_row(*cells)
+    memory = Table("network", "tokens", "arm", "read", "peak MiB", "1 / x", title="Peak memory, forward and backward")
+    names = ("network", "length", "arm", "read")
+    shares = {tuple(row[name] for name in names): f"{row['ratio']:.1f}" for row in summary["memory_ratios"]}
+    for row in sorted(summary["memory"], key=lambda row: (row["network"], row["length"])):
+        key = tuple(row[name] for name in names)
+        memory.add_row(*map(str, key), f"{row['peak_bytes'] / 2**20:,.0f}", shares.get(key, ""))
+    slope = Table("tokens", "CPU s", "temp MiB", title="Forward and backward by length, batch 1")
+    for point in summary["slope"]["points"]:
+        cells = (f"{point['length']:,}", f"{point['cpu_seconds']:.3f}", f"{point['temp_bytes'] / 2**20:.1f}")
+        slope.add_row(*cells)
+    found = [table, memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
+    return found + [f"{name} was left out: {reason}" for name, reason in summary["about"]["missing"].items()]

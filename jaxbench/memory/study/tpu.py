@@ -1,0 +1,85 @@
+"""Compile decoders with memory for TPU slices that are not attached, and say what the compiler says.
+
+    python -m jaxbench.memory.study.tpu --topology=v5e:2x2 --config=configs/ltm/mac.yaml --config=configs/ltm/bank.yaml
+
+Prefill and decode with the batch split over the chips and the training step with weights split too (fsdp), in bfloat16;
+one JSON line a program: bytes per chip, collectives by kind, seconds to compile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from absl import flags
+
+from jaxbench import cli, config
+from jaxbench.config import TransformerConfig
+from jaxbench.measure import chips, tpu_compile
+from jaxbench.memory.decoder_config import MemoryTransformerConfig
+from jaxbench.memory.train_config import MemoryTrainConfig
+
+VOCAB_SIZE = 257  # of the byte tokenizer, where a configuration leaves it open
+
+
+def compile_programs(
+    model: TransformerConfig, topology: chips.Topology, *, batch: int, tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Yield what the compiler says about prefill, decode and the training step of a decoder, per chip.
+
+    Args:
+      model: the decoder.
+      topology: the slice.
+      batch: rows, over all chips; a multiple of their number.
+      tokens: of a prompt, a cache and a training row.
+
+    Raises:
+      ValueError: libtpu is not installed.
+    """
+    devices = tpu_compile.devices(topology)
+    from jaxbench.measure import tpu_programs
+    from jaxbench.memory import decoder
+
+    extension = decoder.extension(model.memory if isinstance(model, MemoryTransformerConfig) else None)
+    abstract = tpu_programs.abstract_model(model, dtype="bfloat16", scan_layers=False, extension=extension)
+    size = {"batch": batch, "tokens": tokens}
+    serve, fit = (
+        tpu_programs.make_plan(model, devices, **size, is_split=is_split, extension=extension)
+        for is_split in (False, True)
+    )
+    for make in (
+        lambda: tpu_programs.prefill(abstract, serve, **size),
+        lambda: tpu_programs.decode(abstract, serve, batch=batch, length=tokens),
+        lambda: tpu_programs.train(abstract, fit, **size),
+    ):
+        program = make()
+        compiled = tpu_compile.compile_program(lambda p=program: p.jitted.lower(*p.arguments), topology)
+        yield {
+            "program": program.name,
+            "device": topology.name,
+            "bytes": compiled.resident_bytes - compiled.memory["code"],
+            "collectives": {kind: total.count for kind, total in compiled.collectives.items()},
+            "compile_s": round(compiled.compile_s, 1),
+        }
+
+
+def main() -> int:
+    """Compile every configuration for every slice; return the exit code."""
+    values = flags.FLAGS
+    for name in values.topology:
+        topology = chips.parse_topology(name)
+        for path in values.config:
+            settings = config.load(path, (), MemoryTrainConfig)
+            model = settings.decoder(settings.model.vocab_size or VOCAB_SIZE)
+            batch = -(-settings.batch_size // topology.num_chips) * topology.num_chips
+            for found in compile_programs(model, topology, batch=batch, tokens=settings.data.seq_len):
+                print(json.dumps({"config": path} | found), flush=True)
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    tpu_compile.start_anew()
+    flags.DEFINE_multi_string("topology", ["v5e:2x2"], "TPU slice, such as v5e:2x2; may be given again")
+    flags.DEFINE_multi_string("config", ["configs/ltm/mac.yaml"], "training run whose decoder is compiled")
+    cli.run(main, about=__doc__)

@@ -1,0 +1,1 @@
+"""Training over several devices and processes."""

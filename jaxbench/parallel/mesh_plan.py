@@ -1,0 +1,385 @@
+"""One training step over a mesh: which device holds what, and the compiled step.
+
+The mathematics is update.train_step's. A Plan says where parameters, gradients, optimiser state, batch and activations
+live; `make_step` compiles the step with these placements in and out and the state donated. The pipeline (stage > 1, or
+micro-batches) brings its own loss, jaxbench/parallel/pipeline.py, whose gradient is the schedule's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from jaxbench import attention, float8, initial, sharding, train
+from jaxbench.config import TransformerConfig
+from jaxbench.extension import Extension
+from jaxbench.mesh import FSDP, MODEL, MODEL_X, MODEL_Y, ROWS, SEQUENCE, STAGE, ParallelConfig
+from jaxbench.parallel import data_parallel, distributed, mesh_checks, offload, pipeline, ring_attention
+from jaxbench.training import optimizer_step
+
+Shardings = Mapping[str, NamedSharding]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where everything of one training run lives."""
+
+    mesh: Mesh
+    config: ParallelConfig
+    model: TransformerConfig
+    params: Shardings  # parameters between steps, by dotted name
+    used: Shardings  # parameters as the model computes with them
+    gradients: Shardings  # gradients as the optimiser gets them
+    moments: Shardings  # optimiser state of each parameter's shape
+    batch: NamedSharding  # every array [B T] of a batch
+    points: Mapping[str, NamedSharding]  # activations at named points
+
+    @property
+    def is_pipelined(self) -> bool:
+        """True where the step runs a pipeline schedule."""
+        return self.mesh.shape[STAGE] > 1 or self.config.micro_batches > 1
+
+
+def make_plan(
+    model: TransformerConfig,
+    parallel: ParallelConfig,
+    *,
+    batch: int,
+    tokens: int,
+    devices: Sequence[jax.Device] | None = None,
+    extension: Extension = Extension(),
+) -> Plan:
+    """Plan of a training run: where everything lives, for batches of `batch` rows of `tokens` tokens.
+
+    Args:
+      model: the decoder.
+      parallel: mesh axes and what they split.
+      batch: rows of a micro-batch of the step, over all devices.
+      tokens: of a row.
+      devices: those of the mesh; None = all.
+
+    extension: what a workload adds to the decoder.
+
+    Raises:
+      ValueError: the mesh does not fit the devices, the model or the batch; the message names the values.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = parallel.mesh.sizes(len(devices))
+    mesh_checks.check(model, parallel, sizes, batch=batch, tokens=tokens)
+    mesh = sharding.make_mesh(sizes, devices)
+    out = MODEL_Y if parallel.mesh.is_2d else MODEL
+    width = MODEL_X if parallel.mesh.is_2d else None
+    heads = out if parallel.heads == "split" else None
+    shapes = initial.parameter_shapes(model)
+
+    def placed(stored: sharding.Axes) -> dict[str, NamedSharding]:
+        rules = sharding.decoder_table(stored=stored, out=out, heads=heads, width=width, **_parts(model))
+        if extension.add_rules is not None:
+            rules = extension.add_rules(rules, model, stored=stored, heads=heads, width=width)
+        return sharding.parameter_shardings(shapes, rules, mesh)
+
+    whole, split = placed(STAGE), placed((STAGE, FSDP))
+    params = split if parallel.zero == 3 else whole
+    tokens_axes = sharding.joined(SEQUENCE, out if parallel.sequence_parallel else None)
+    points = {"residual": P(ROWS, tokens_axes, width)}
+    points |= {name: P(ROWS, SEQUENCE, width) for name in ("attention_in", "mlp_in")}
+    return Plan(
+        mesh,
+        parallel,
+        model,
+        params=params,
+        used={name: sharding.gathered(where, (STAGE, FSDP)) for name, where in split.items()},
+        gradients=split if parallel.zero >= 2 else whole,
+        moments=split if parallel.zero >= 1 else whole,
+        batch=NamedSharding(mesh, P(ROWS, SEQUENCE)),
+        points={name: NamedSharding(mesh, spec) for name, spec in points.items()},
+    )
+
+
+def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
+    """Number of interleaved parts of fused projections' kernels, with which they split as they are stored.
+
+    Raises:
+      ValueError: ZeRO stage 3, whose backward pass would find the gathered kernels kept in the fused one.
+    """
+    sizes = parallel.mesh.sizes(num_devices)
+    if parallel.zero == 3 and sizes[FSDP] > 1:
+        raise ValueError(
+            f"parallel: fused_projections with zero=3 and fsdp={sizes[FSDP]} would keep gathered kernels for the "
+            "backward pass; use parallel.zero=2, or fused_projections=false"
+        )
+    # A pipeline's stage computes with its own parts of the kernels already.
+    is_pipelined = sizes[STAGE] > 1 or parallel.micro_batches > 1
+    return 1 if is_pipelined else sizes[MODEL_Y if parallel.mesh.is_2d else MODEL]
+
+
+def _parts(model: TransformerConfig) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in sharding.PARTS}
+
+
+# Placing a state
+
+
+def state_shardings(plan: Plan, state: optimizer_step.TrainState) -> Any:
+    """NamedSharding of every array of a training state, as the same tree.
+
+    What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
+    parameter's moments do; other arrays (counters, factored moments) are on every device.
+    """
+    shapes = initial.parameter_shapes(plan.model)
+
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        on_device = place_on_device(path, leaf)
+        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+        return offload.host_sharding(on_device) if kind == sharding.PINNED_HOST else on_device
+
+    def place_on_device(path: tuple, leaf: Any) -> NamedSharding:
+        words = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]
+        endings = (".".join(words[start:]).removesuffix(".value") for start in range(len(words)))
+        name = next((ending for ending in endings if ending in shapes), None)
+        if name is None or tuple(leaf.shape) != shapes[name]:
+            return NamedSharding(plan.mesh, P())
+        return (plan.params if words[0] == "params" else plan.moments)[name]
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def place_state(plan: Plan, state: optimizer_step.TrainState) -> optimizer_step.TrainState:
+    """Copy of the state with every array where the plan wants it."""
+    return jax.tree.map(distributed.place, state, state_shardings(plan, state))
+
+
+def place_batch(plan: Plan, batch: train.Batch) -> train.Batch:
+    """Batch, arrays [B T], with its rows and tokens over the devices as the plan wants them."""
+    return jax.device_put(batch, plan.batch)
+
+
+# The step
+
+
+def make_step(
+    plan: Plan,
+    state: Any,
+    *,
+    step: Callable[..., tuple[Any, Any]],
+    loss_fn: Callable[..., Array] = train.loss_fn,
+    loss_of: Callable[[Array, Any], Array] | None = None,
+) -> Any:
+    """Jitted training step over a mesh: run(state, batch, extras) -> (state, metrics); the state is donated.
+
+    Args:
+      plan: where everything lives.
+      state: the state, or its shapes.
+      step: the step's mathematics, called as step(state, batch, loss_fn=..., **extras).
+      loss_fn, loss_of: the loss to descend, see `loss_on`.
+    """
+    in_state, everywhere = state_shardings(plan, state), NamedSharding(plan.mesh, P())
+
+    def run(state: Any, batch: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
+        loss = loss_on(plan, loss_fn, loss_of=loss_of, scale=getattr(state, "scale", None))
+        return step(state, batch, loss_fn=loss, **extras)
+
+    return jax.jit(
+        run,
+        in_shardings=(in_state, plan.batch, everywhere),
+        out_shardings=(in_state, everywhere),
+        donate_argnums=0,
+    )
+
+
+def loss_on(
+    plan: Plan,
+    loss_fn: Callable[..., Array] = train.loss_fn,
+    *,
+    loss_of: Callable[[Array, Any], Array] | None = None,
+    scale: Array | None = None,
+) -> Callable[..., Array]:
+    """Loss over the plan's mesh, as loss(model, batch, dropout=None).
+
+    Its gradient is that of a pipeline's schedule (pipeline.py), summed by hand in 16 bits (data_parallel.py), or what
+    jit's partitioner makes of it. In a pipeline, the loss alone is computed without it, every stage on its rows.
+
+    Args:
+      plan: where everything lives.
+      loss_fn: loss_fn(model, batch, dropout=...), a mean over the targets of batch.mask.
+      loss_of: the same of (logits, batch), instead of loss_fn; this is what a pipeline's last stage can compute.
+      scale: loss scale of the step, None = 1: losses whose gradients are computed by hand need it there.
+
+    Raises:
+      ValueError: both are given, or a pipeline is given a loss_fn, whose last stage has logits but no model.
+    """
+    is_own = loss_fn is not train.loss_fn
+    if is_own and (loss_of is not None or plan.is_pipelined):
+        raise ValueError(
+            f"parallel: loss_fn={getattr(loss_fn, '__name__', loss_fn)} with loss_of={loss_of} and "
+            f"stage={plan.mesh.shape[STAGE]}, micro_batches={plan.config.micro_batches}; give one of them, and a "
+            "pipeline loss_of(logits, batch)"
+        )
+    if loss_of is not None:
+        loss_fn = lambda model, batch, dropout=None: loss_of(train.predict(model, batch, dropout=dropout), batch)
+    by_partitioner = partitioned(plan, loss_fn)
+    if plan.is_pipelined:
+        return pipeline.make_loss(
+            plan.mesh,
+            schedule=plan.config.schedule,
+            micro_batches=plan.config.micro_batches,
+            stored=plan.params,
+            gradients=plan.gradients,
+            is_attention_split=plan.config.heads == "split",
+            gradient_type=plan.config.gradient_type,
+            loss_fn=by_partitioner,
+            loss_of=loss_of or train.loss_of,
+            scale=scale,
+        )
+    if plan.config.gradient_type == "full":
+        return by_partitioner
+    return data_parallel.make_loss(
+        plan.mesh,
+        gradient_type=plan.config.gradient_type,
+        stored=plan.params,
+        gradients=plan.gradients,
+        loss_fn=loss_fn,
+        plain_loss=by_partitioner,
+        scale=scale,
+    )
+
+
+def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Array]:
+    """Loss under jit's partitioner: weights gathered where they are used, activations constrained at named points."""
+    constraint = jax.lax.with_sharding_constraint
+    points: dict[str, Callable] = {
+        name: functools.partial(constraint, shardings=where) for name, where in plan.points.items()
+    }
+    points[sharding.ATTENTION] = functools.partial(attend, plan)
+    is_split = plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1
+
+    def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
+        graph, params = nnx.split(model, nnx.Param)
+        # Layers in a loop, or computed again, gather their own weights: the stack of all layers' gathered weights
+        # would be kept, and a policy around rematerialised blocks would keep what is inside them.
+        is_by_layer = is_split and bool(model.scan_layers or model.remat)
+        of_layer = lambda params, index: used_params(plan, params, within=f"layers.{index}.")
+        inside = {sharding.WEIGHTS: of_layer} if is_by_layer else {}
+
+        def at(params: nnx.State) -> Array:
+            with sharding.activations(points | inside):
+                used = used_params(plan, params, leave="layers." if is_by_layer else None)
+                return loss_fn(nnx.merge(graph, used), batch, dropout=dropout)
+
+        if is_split and not model.remat:
+            return jax.checkpoint(at, policy=_all_but(plan.used))(params)
+        return at(params)
+
+    return loss
+
+
+def make_evaluation(
+    plan: Plan, evaluate: Callable[..., Any], *, loss_fn: Callable[..., Array], accumulation: int
+) -> Any:
+    """Jitted evaluation over a mesh: run(params, batch) -> sums over the batch, on every device.
+
+    Args:
+      plan: where everything lives.
+      evaluate: the mathematics, called as evaluate(params, batch, count=..., loss_fn=...).
+      loss_fn: the loss that it sums over `count` micro-batches, one after another.
+      accumulation: micro-batches of the step; a pipeline's rounds come on top, so that no device holds the activations
+        of more rows at once than in a step.
+    """
+    count = accumulation * max(1, plan.config.micro_batches // plan.mesh.shape[STAGE])
+    run = functools.partial(evaluate, count=count, loss_fn=partitioned(plan, loss_fn))
+    return jax.jit(run, out_shardings=NamedSharding(plan.mesh, P()))
+
+
+def attend(
+    plan: Plan,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K H S"],
+    value: Float[Array, "B K S H"],
+    *,
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    query_segments: Int[Array, "B T"] | None,
+    key_segments: Int[Array, "B S"] | None,
+    sliding_window: int | None,
+    implementation: str,
+    block_size: int,
+) -> Float[Array, "B T N H"]:
+    """Attention (jaxbench/attention.py) over the plan's mesh.
+
+    Every device attends for its rows, heads and tokens, so any kernel runs as on one device. Devices of an axis that
+    splits no head share the rows, where their number allows. `sequence_attention` says how other tokens' keys arrive.
+    """
+    out, width = (MODEL_Y, MODEL_X) if plan.config.mesh.is_2d else (MODEL, None)
+    is_split = plan.config.heads == "split"
+    rows = tuple(sharding.joined(ROWS, width, None if is_split else out))
+    count = math.prod(plan.mesh.shape[axis] for axis in rows)
+    rows, heads = rows if query.shape[0] % count == 0 else ROWS, out if is_split else None
+    is_ring = plan.mesh.shape[SEQUENCE] > 1 and plan.config.sequence_attention == "ring"
+    keys_over = SEQUENCE if is_ring else None
+
+    def local(query: Array, key: Array, value: Array, spans: dict[str, Array | None]) -> Array:
+        with sharding.activations({}):
+            if is_ring:
+                return ring_attention.ring_attention(
+                    query, key, value, **spans, sliding_window=sliding_window, axis=SEQUENCE, block_size=block_size
+                )
+            return attention.attention(
+                query, key, value, **spans, sliding_window=sliding_window, is_ordered=plan.mesh.shape[SEQUENCE] == 1,
+                implementation=implementation, block_size=block_size,
+            )  # fmt: skip
+
+    spans = {"query_positions": query_positions, "key_positions": key_positions}
+    spans |= {"query_segments": query_segments, "key_segments": key_segments}
+    of_queries, of_keys = P(rows, SEQUENCE), P(rows, keys_over)
+    specs = (
+        P(rows, SEQUENCE, heads),
+        P(rows, heads, None, keys_over),
+        P(rows, heads, keys_over),
+        {name: of_queries if name.startswith("query") else of_keys for name in spans},
+    )
+    over_mesh = jax.shard_map(
+        local, mesh=plan.mesh, in_specs=specs, out_specs=P(rows, SEQUENCE, heads), check_vma=False
+    )
+    return over_mesh(query, key, value, spans)
+
+
+def used_params(plan: Plan, params: nnx.State, *, within: str = "", leave: str | None = None) -> nnx.State:
+    """Parameters placed as the model computes with them; their gradients go where the optimiser reads them.
+
+    Args:
+      plan: where everything lives.
+      params: parameters by path.
+      within: what stands before their dotted names in the plan, such as "layers.0.".
+      leave: those whose name begins so stay as they are.
+
+    The scales of 8-bit products are no parameters: every device has them all.
+    """
+    flat = []
+    for path, leaf in nnx.to_flat_state(params):
+        name = within + ".".join(map(str, path))
+        is_left = name.endswith(float8.SCALES) or (leave is not None and name.startswith(leave))
+        if not is_left:
+            leaf = leaf.replace(sharding.place_both_ways(leaf[...], plan.used[name], plan.gradients[name]))
+        flat.append((path, leaf))
+    return nnx.from_flat_state(flat)
+
+
+def _all_but(used: Shardings) -> Callable[..., bool]:
+    """Rematerialisation policy that keeps everything but gathered weights: the backward pass gathers anew.
+
+    ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054, section 7.3): no device holds all gathered weights at once.
+    """
+    gathered = set(used.values())
+    return lambda primitive, *_, **params: (
+        not (primitive.name == "sharding_constraint" and params.get("sharding") in gathered)
+    )

@@ -1,0 +1,396 @@
+"""Pipeline parallelism in plain SPMD over the mesh axis `stage`; when a stage does what: pipeline_schedule.py.
+
+Every device runs one program (shard_map): a scan over ticks in which stage s works on its micro-batches, then hands
+activations to s + 1 and gradients to s - 1 (ppermute). What a stage has nothing to do for is skipped by lax.cond. A
+stage keeps the inputs of the micro-batches under way and computes its forward again in its backward pass; the last
+stage does only that.
+
+The first stage embeds, the last one has the head and the loss. Micro-batches are stored split over the stages and
+stream towards the first, one a tick; a micro-batch's integers travel on with its activations. Within a stage, `model`
+splits heads and feed-forward width by hand (Shoeybi et al. 2019, arXiv:1909.08053, section 3: operators f and g), and
+the last stage's tokens among the devices of `model`. Parameters come unstacked; stacked by layer they are a view
+inside the step, which one all-to-all hands to the stages. Letters: M micro-batches, S stages.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Int
+
+from jaxbench import functional, sharding, train
+from jaxbench.mesh import DATA, FSDP, MODEL, ROWS, STAGE
+from jaxbench.parallel.data_parallel import differentiated, dim_of, named_params, reduced, whole
+from jaxbench.parallel.pipeline_schedule import timing
+from jaxbench.transformer import Context
+
+ENDS = ("embed", "position", "final_norm", "head")  # what the first and the last stage have beside their layers
+# Weights that every head uses: where heads are split over `model`, each device has a part of their gradient.
+SHARED_BY_HEADS = ("attention.q_norm.scale", "attention.k_norm.scale")
+Weights = tuple[dict[str, Array], dict[str, Array]]  # a stage's layers, stacked [L/S ..], and everything else
+
+Hidden = Float[Array, "B T D"]  # activations of one micro-batch, or their gradient
+Scalar = Float[Array, ""]
+
+
+class Pipeline(NamedTuple):
+    """Static description of a pipeline: modules, sizes, loss and schedule; equal on every device."""
+
+    layer: nnx.GraphDef  # of one layer: all are alike
+    ends: nnx.GraphDef  # of ENDS
+    frequencies: tuple[float, ...] | None  # rotary; None with learned positions
+    dtype: str  # of activations
+    d_model: int
+    is_attention_split: bool  # over model
+    stages: int
+    micro_batches: int
+    model: int  # devices that share a stage's layers
+    loss_of: Callable[[Array, Any], Array]  # loss of (logits, batch): a mean over batch.mask
+    schedule: str  # gpipe or 1f1b
+    gradient_type: str  # full, bfloat16 or float16, in which gradients are added up
+
+
+# One stage's work, on the local parts of everything
+
+
+@functools.partial(jax.custom_vjp)
+def _copied(x: Hidden) -> Hidden:
+    """Megatron's operator f: identity; its gradient is summed over `model`."""
+    return x
+
+
+_copied.defvjp(lambda x: (x, None), lambda _, grad: (lax.psum(grad, MODEL),))
+
+
+@functools.partial(jax.custom_vjp)
+def _summed(x: Hidden) -> Hidden:
+    """Megatron's operator g: sum over `model`; the gradient passes unchanged."""
+    return lax.psum(x, MODEL)
+
+
+_summed.defvjp(lambda x: (lax.psum(x, MODEL), None), lambda _, grad: (grad,))
+
+
+@functools.partial(jax.custom_vjp)
+def _counted_once(x: Hidden) -> Hidden:
+    """Identity whose gradient only the first device of `model` keeps: a later sum over `model` counts it once."""
+    return x
+
+
+_counted_once.defvjp(
+    lambda x: (x, None), lambda _, grad: (jnp.where(lax.axis_index(MODEL) == 0, grad, jnp.zeros_like(grad)),)
+)
+
+
+def _embedded(pipeline: Pipeline, ends: dict[str, Array], micro: train.Batch) -> Hidden:
+    """Embeddings of a micro-batch's tokens, learned positions added: input of the first stage."""
+    model = _merged(pipeline.ends, ends)
+    hidden = model.embed(micro.tokens)
+    if model.position is not None:
+        hidden = hidden + model.position(jnp.maximum(micro.positions, 0))
+    return _counted_once(hidden)
+
+
+def _loss_share(
+    pipeline: Pipeline, ends: dict[str, Array], hidden: Hidden, micro: train.Batch, num_targets: Int[Array, ""]
+) -> Scalar:
+    """Sum of the losses of this device's part of the tokens, over the number of targets in the batch; in nats."""
+    model = _merged(pipeline.ends, ends)
+    hidden = _copied(model.final_norm(hidden))
+    length = hidden.shape[1] // pipeline.model
+    start = lax.axis_index(MODEL) * length
+    hidden, micro = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, length, axis=1), (hidden, micro))
+    logits = model.embed.attend(hidden) if model.head is None else model.head(hidden)
+    loss = pipeline.loss_of(logits, micro)
+    return loss * (jnp.sum(micro.mask).astype(loss.dtype) / num_targets.astype(loss.dtype))
+
+
+def _run_stage(
+    pipeline: Pipeline, weights: Weights, received: Hidden, micro: train.Batch, num_targets: Int[Array, ""]
+) -> tuple[Hidden, Scalar]:
+    """Forward pass of this stage's layers: its output activations, and the loss share (0 but in the last stage)."""
+    layers, ends = weights
+    stage, last = lax.axis_index(STAGE), pipeline.stages - 1
+    hidden = lax.cond(stage == 0, lambda: _embedded(pipeline, ends, micro), lambda: received)
+    angles = None
+    if pipeline.frequencies is not None:
+        angles = functional.rotary_angles(micro.positions, pipeline.frequencies, dtype=pipeline.dtype)
+    context = Context(micro.positions, micro.positions, micro.segments, micro.segments, angles, None, None)
+    points = {"mlp_in": _copied, "mlp_out": _summed}
+    if pipeline.is_attention_split:
+        points |= {"attention_in": _copied, "attention_out": _summed}
+    with sharding.activations(points if pipeline.model > 1 else {}):
+        for i in range(next(iter(layers.values())).shape[0]):
+            layer = {name: value[i] for name, value in layers.items()}
+            if pipeline.is_attention_split:
+                layer |= {name: _copied(layer[name]) for name in SHARED_BY_HEADS if name in layer}
+            block = _merged(pipeline.layer, layer)
+            if pipeline.is_attention_split:
+                block.attention.num_heads //= pipeline.model
+                block.attention.num_kv_heads //= pipeline.model
+            hidden, _ = block(hidden, context, (0, 0))
+    loss_share = functools.partial(_loss_share, pipeline, ends, hidden, micro, num_targets)
+    shape = jax.eval_shape(loss_share)
+    return hidden, lax.cond(stage == last, loss_share, lambda: jnp.zeros(shape.shape, shape.dtype))
+
+
+# Schedules
+
+
+def _shift(tree: Any, step: int, stages: int) -> Any:
+    """Send every array to the next stage (step 1) or the previous one (step -1); the stage at the end gets zeros."""
+    pairs = [(stage, stage + step) for stage in range(stages) if 0 <= stage + step < stages]
+    if not pairs:
+        return jax.tree.map(jnp.zeros_like, tree)
+    return jax.tree.map(lambda x: lax.ppermute(x, STAGE, pairs), tree)
+
+
+def _next_micro(pipeline: Pipeline, stream: train.Batch, arrived: train.Batch, tick: Array) -> tuple[train.Batch, Any]:
+    """Micro-batch of this stage's forward pass, and the stream moved one place towards the first stage.
+
+    The first stage takes the front of the stream [M/S B T]; the others the one that came with their activations.
+    """
+    slot = tick % (pipeline.micro_batches // pipeline.stages)
+    front = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), stream)
+    is_first = lax.axis_index(STAGE) == 0
+    micro = jax.tree.map(lambda a, b: jnp.where(is_first, a, b), front, arrived)
+    moved = _shift(front, -1, pipeline.stages)
+    return micro, jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), stream, moved)
+
+
+class _Carry(NamedTuple):
+    """State of one device between two ticks."""
+
+    received: Hidden  # activations of the previous stage
+    micro: train.Batch  # the micro-batch that they belong to
+    output_grad: Hidden  # gradient of an earlier output of this stage, from the next stage
+    stream: train.Batch  # [M/S B T] micro-batches on their way to the first stage
+    stash: tuple[Array, train.Batch]  # inputs of the micro-batches under way, by slot
+    loss: Scalar  # share of the micro-batches done so far
+    grads: Weights
+
+
+def _run_schedule(
+    pipeline: Pipeline, weights: Weights, stream: train.Batch, num_targets: Int[Array, ""], scale: Scalar
+) -> tuple[Scalar, Weights]:
+    """Loss share of this device, and the gradients of its weights times the loss scale: one scan over all ticks.
+
+    In a tick, a stage runs one micro-batch forward and one backward, where the schedule has them for it.
+    """
+    stage = lax.axis_index(STAGE)
+    offset, num_slots = timing(pipeline.schedule, pipeline.stages, pipeline.micro_batches)
+    run = functools.partial(_run_stage, pipeline, num_targets=num_targets)
+
+    def tick(carry: _Carry, tick: Int[Array, ""]) -> tuple[_Carry, None]:
+        micro, stream = _next_micro(pipeline, carry.stream, carry.micro, tick)
+        forward, backward = tick - stage, tick - (offset - stage)  # which micro-batches: outside [0, M), none
+        has_forward = (forward >= 0) & (forward < pipeline.micro_batches)
+        has_backward = (backward >= 0) & (backward < pipeline.micro_batches)
+        store = functools.partial(_stored, forward % num_slots, has_forward)
+        stash = jax.tree.map(store, carry.stash, (carry.received, micro))
+        output = lax.cond(
+            has_forward & (stage != pipeline.stages - 1),  # the last stage's is part of its backward pass
+            lambda: run(weights, carry.received, micro)[0],
+            lambda: jnp.zeros_like(carry.received),
+        )
+        pull_back = functools.partial(_pull_back, run, weights, stash, backward % num_slots, carry.output_grad, scale)
+        pass_on = lambda loss, grads: (jnp.zeros_like(carry.received), loss, grads)
+        input_grad, loss, grads = lax.cond(has_backward, pull_back, pass_on, carry.loss, carry.grads)
+        received, micro = _shift((output, micro), 1, pipeline.stages)
+        return _Carry(received, micro, _shift(input_grad, -1, pipeline.stages), stream, stash, loss, grads), None
+
+    nothing = _zeros(pipeline, stream)
+    stash = jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), nothing)
+    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), weights)
+    ticks = jnp.arange(offset + pipeline.micro_batches, dtype=jnp.int32)
+    start = _Carry(*nothing, nothing[0], stream, stash, jnp.zeros((), _wide(pipeline.dtype)), grads)
+    end, _ = lax.scan(tick, start, ticks)
+    return end.loss, end.grads
+
+
+def _pull_back(run: Callable, weights: Weights, stash: Any, slot: Array, output_grad: Hidden, scale: Scalar,
+               loss: Scalar, grads: Weights) -> tuple[Hidden, Scalar, Weights]:  # fmt: skip
+    """Backward pass of a stage: gradient of its input in a slot of the stash; loss and weight gradients added to."""
+    received, micro = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), stash)
+    (_, share), vjp = jax.vjp(lambda weights, received: run(weights, received, micro), weights, received)
+    weight_grads, input_grad = vjp((output_grad, scale.astype(share.dtype)))
+    return input_grad, loss + share, jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, weight_grads)
+
+
+def _zeros(pipeline: Pipeline, stream: train.Batch) -> tuple[Hidden, train.Batch]:
+    """Zeros of a stage's input and of a micro-batch."""
+    micro = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stream)
+    return jnp.zeros((*micro.tokens.shape, pipeline.d_model), pipeline.dtype), micro
+
+
+def _stored(slot: Int[Array, ""], is_new: Bool[Array, ""], kept: Array, value: Array) -> Array:
+    """Slots `kept` with the value in one of them where it is new, else as they are."""
+    old = lax.dynamic_index_in_dim(kept, slot, keepdims=False)
+    return lax.dynamic_update_index_in_dim(kept, jnp.where(is_new, value, old), slot, 0)
+
+
+def _wide(dtype: Any) -> jnp.dtype:
+    """The type itself, or float32 where that is wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _merged(graph: nnx.GraphDef, named: Mapping[str, Array]) -> Any:
+    """Module of a graph with these parameters, by dotted name."""
+    flat = [(tuple(int(k) if k.isdigit() else k for k in name.split(".")), nnx.Param(x)) for name, x in named.items()]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+# The whole step, seen from outside
+
+
+def make_loss(
+    mesh: Mesh,
+    *,
+    schedule: str,
+    micro_batches: int,
+    stored: Mapping[str, NamedSharding],
+    gradients: Mapping[str, NamedSharding],
+    is_attention_split: bool,
+    gradient_type: str = "full",
+    loss_fn: Callable[..., Array] = train.loss_fn,
+    loss_of: Callable[[Array, Any], Array] = train.loss_of,
+    scale: Array | None = None,
+) -> Callable[..., Array]:
+    """Loss of a pipeline as loss(model, batch, dropout=None), whose gradient is what the schedule computes.
+
+    Args:
+      mesh: with the axes stage, data, fsdp, sequence (1) and model.
+      schedule: gpipe or 1f1b.
+      micro_batches: parts of the batch, a multiple of the stages.
+      stored: where each parameter lives.
+      gradients: where the optimiser reads each gradient.
+      is_attention_split: heads are split over model.
+      gradient_type: in which gradients are added up over the mesh, see data_parallel.reduced.
+      loss_fn: the same loss without a pipeline, for a caller that takes no gradient.
+      loss_of: loss of (logits, batch) in nats per token, a mean over the targets of batch.mask.
+      scale: loss scale of the step, None = 1; see data_parallel.py.
+
+    Raises (the loss):
+      ValueError: the model has dropout.
+    """
+
+    def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Scalar:
+        if dropout is not None and any(layer.dropout for layer in model.layers):
+            raise ValueError(f"pipeline: dropout={model.layers[0].dropout} is not supported over micro-batches, use 0")
+        layer, _ = nnx.split(model.layers[0])
+        ends, _ = nnx.split(nnx.Dict({name: getattr(model, name) for name in ENDS}))
+        pipeline = Pipeline(
+            layer=layer,
+            ends=ends,
+            frequencies=model.frequencies,
+            dtype=model.dtype,
+            d_model=model.embed.embedding.shape[1],
+            is_attention_split=is_attention_split,
+            stages=mesh.shape[STAGE],
+            micro_batches=micro_batches,
+            model=mesh.shape[MODEL],
+            loss_of=loss_of,
+            schedule=schedule,
+            gradient_type=gradient_type,
+        )
+        params, merged = named_params(model)
+        run = functools.partial(_loss_and_gradients, pipeline, mesh, stored, gradients)
+        return differentiated(run, lambda params, batch: loss_fn(merged(params), batch))(params, batch, scale)
+
+    return loss
+
+
+def _loss_and_gradients(
+    pipeline: Pipeline,
+    mesh: Mesh,
+    stored: Mapping[str, NamedSharding],
+    gradients: Mapping[str, NamedSharding],
+    params: dict[str, Array],
+    batch: train.Batch,
+    scale: Scalar,
+) -> tuple[Scalar, dict[str, Array]]:
+    """Loss in nats per token, and gradients of loss * scale by dotted name: the schedule run on the whole mesh."""
+    layers, ends = _stacked(params)
+    layer_specs, layer_gradients = (
+        {n: P(None, *where[f"layers.0.{n}"].spec) for n in layers} for where in (stored, gradients)
+    )
+    end_specs, end_gradients = ({name: where[name].spec for name in ends} for where in (stored, gradients))
+
+    def local(weights: Weights, batch: train.Batch, num_targets: Array, scale: Array) -> tuple[Array, Weights]:
+        layers, ends = weights
+        layers = {name: _of_stage(pipeline, value, layer_specs[name]) for name, value in layers.items()}
+        ends = {name: whole(value, end_specs[name], (STAGE, FSDP, MODEL)) for name, value in ends.items()}
+        each = pipeline.micro_batches // pipeline.stages
+        stream = jax.tree.map(lambda x: x.reshape(each, x.shape[0] // each, *x.shape[1:]), batch)
+        weights = (_with_biases_once(pipeline, layers), ends)
+        loss, (layers, ends) = _run_schedule(pipeline, weights, stream, num_targets, scale)
+        layers = {name: _to_owners(pipeline, grad, layer_gradients[name]) for name, grad in layers.items()}
+        # Embedding and head lie whole on every device of `model`, each of which saw a part of the tokens.
+        over = {name: (STAGE, DATA, FSDP) if "norm" in name else (MODEL, STAGE, DATA, FSDP) for name in ends}
+        ends = {
+            name: reduced(grad, end_gradients[name], over[name], gradient_type=pipeline.gradient_type)
+            for name, grad in ends.items()
+        }
+        return lax.psum(loss, (STAGE, DATA, FSDP, MODEL)), (layers, ends)
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=((layer_specs, end_specs), P(ROWS), P(), P()),
+        out_specs=(P(), (layer_gradients, end_gradients)),
+        check_vma=False,
+    )
+    loss, (layers, ends) = run((layers, ends), batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
+    split = {name: name.split(".", 2) for name in params if name not in ends}  # "layers", index, name within the layer
+    grads = ends | {name: layers[inner][int(index)] for name, (_, index, inner) in split.items()}
+    return loss, {name: grads[name].astype(value.dtype) for name, value in params.items()}
+
+
+# Weights from where they are stored to the stage that computes with them, and gradients back
+
+
+def _of_stage(pipeline: Pipeline, value: Float[Array, "layers ..."], spec: P) -> Float[Array, "own_layers ..."]:
+    """This stage's layers of a stacked parameter stored as `spec` says."""
+    value, dim = whole(value, spec, (FSDP,)), dim_of(spec, STAGE)
+    if dim is not None:
+        return lax.all_to_all(value, STAGE, split_axis=0, concat_axis=dim, tiled=True)
+    each = value.shape[0] // pipeline.stages
+    return lax.dynamic_slice_in_dim(value, lax.axis_index(STAGE) * each, each, axis=0)
+
+
+def _to_owners(pipeline: Pipeline, grad: Float[Array, "own_layers ..."], spec: P) -> Float[Array, "layers ..."]:
+    """Gradients of a stage's layers as the part of all layers that is stored here, summed over the batch."""
+    dim = dim_of(spec, STAGE)
+    if dim is not None:
+        grad = lax.all_to_all(grad, STAGE, split_axis=dim, concat_axis=0, tiled=True)
+    else:
+        grad = lax.all_gather(grad, STAGE, axis=0, tiled=True)
+    return reduced(grad, spec, (DATA, FSDP), gradient_type=pipeline.gradient_type)
+
+
+def _stacked(params: Mapping[str, Array]) -> Weights:
+    """Parameters of the layers stacked [L ..] by name within the layer, and all others."""
+    by_name: dict[str, list[Array]] = {}
+    for name, value in params.items():
+        if name.startswith("layers."):
+            by_name.setdefault(name.split(".", 2)[2], []).append(value)
+    layers = {name: jnp.stack(values) for name, values in by_name.items()}
+    return layers, {name: value for name, value in params.items() if not name.startswith("layers.")}
+
+
+def _with_biases_once(pipeline: Pipeline, layers: dict[str, Array]) -> dict[str, Array]:
+    """Layers whose output biases are zero on all devices of `model` but the first: operator g sums them."""
+    added = {"mlp.down_proj.bias"} | ({"attention.o_proj.bias"} if pipeline.is_attention_split else set())
+    if pipeline.model == 1:
+        return layers
+    is_first = lax.axis_index(MODEL) == 0
+    once = {name: jnp.where(is_first, layers[name], jnp.zeros_like(layers[name])) for name in added & layers.keys()}
+    return layers | once

@@ -1,0 +1,113 @@
+"""The processes of one training run: who this one is, and how they agree (S file: neither JAX nor PyTorch).
+
+One process is the rule (ALONE). Of several, distributed.py makes the value; the first one (index 0) writes records, metrics
+and the export for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+LOCK = ".lock"  # in the folder of a run
+
+
+class Processes(NamedTuple):
+    """This process among those of a run."""
+
+    index: int  # from 0
+    count: int
+    gather: Callable[[np.ndarray], np.ndarray]  # all-gather: uint32 [n] of this process -> [count, n]; a barrier
+
+    @property
+    def is_first(self) -> bool:
+        """True in the process that writes for all."""
+        return self.index == 0
+
+    def agree(self, is_good: bool) -> bool:
+        """Logical AND of a flag over all processes; a barrier: every process has to call."""
+        return bool(self.gather(np.array([is_good], np.uint32)).all())
+
+
+ALONE = Processes(0, 1, lambda own: own[None])
+
+
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[None]:
+    """Hold a folder for this process; the system lets go of it however the process ends.
+
+    A folder that was made for this and in which an error left nothing is taken away again.
+
+    Raises:
+      ValueError: another live process holds it.
+    """
+    new_folders = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
+    workdir.mkdir(parents=True, exist_ok=True)
+    with open(workdir / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise ValueError(
+                f"train: {workdir} is in use by process {file.read().strip() or 'unknown'}; wait for it, or name "
+                "another folder with --workdir"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        except Exception:
+            if new_folders and os.listdir(workdir) == [LOCK]:
+                (workdir / LOCK).unlink()
+                for folder in new_folders:
+                    folder.rmdir()
+            raise
+
+
+@contextlib.contextmanager
+def held(workdir: Path, processes: Processes) -> Iterator[None]:
+    """Hold a folder for all processes of a run: the first one locks it.
+
+    Raises:
+      ValueError: another run holds it; every process raises.
+    """
+    with contextlib.ExitStack() as stack:
+        refused = None
+        try:
+            if processes.is_first:
+                stack.enter_context(locked(workdir))
+        except (ValueError, OSError) as error:
+            refused = error
+        if not processes.agree(refused is None):
+            raise refused or ValueError(f"train: process {processes.index} stops, the first one cannot use {workdir}")
+        yield
+
+
+def check_place(coordinator: str | None, count: int | None, index: int | None) -> None:
+    """Check the command line's coordinator, number of processes and index: all three or none.
+
+    Raises:
+      ValueError: some are missing, the coordinator is not host:port, or index is outside [0, count).
+    """
+    given = {"coordinator": coordinator, "num_processes": count, "process_id": index}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        raise ValueError(f"--{' and --'.join(missing)} are missing beside {_spelled(given)}; give all three or none")
+    if missing:
+        return
+    host, colon, port = coordinator.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise ValueError(f"--coordinator={coordinator} is not host:port of the first process")
+    if not 0 <= index < count:
+        raise ValueError(f"--process_id={index} is not from 0 to num_processes - 1 = {count - 1}")
+
+
+def _spelled(given: dict) -> str:
+    return ", ".join(f"--{name}={value}" for name, value in given.items() if value is not None)

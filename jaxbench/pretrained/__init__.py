@@ -1,0 +1,1 @@
+"""Pretrained models: where they come from, how they are named, their tokenizers."""

@@ -1,0 +1,316 @@
+"""Read and write checkpoints: GGUF file, Hugging Face folder or hub id <-> {dotted name: numpy array} (S file).
+
+Names and layouts are translated by the tables of families.py. Reading is strict: every parameter must be there with its
+shape and finite values, and every tensor of the file must be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench import outputs
+from jaxbench.config import TransformerConfig, shown
+from jaxbench.initial import parameter_shapes
+from jaxbench.pretrained import assets, families, gguf_file
+from jaxbench.pretrained.families import Family, Rule
+
+HUB_ID = r"[\w.-]+(/[\w.-]+)?"
+HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
+WEIGHT = {"embed": "embedding", "norm": "scale"}  # our name of a module's main tensor; all others have a kernel
+MAX_LISTED = 8  # names shown of each kind of problem
+
+
+class Checkpoint(NamedTuple):
+    """A model as read: shape, parameters by dotted name, and where they came from."""
+
+    config: TransformerConfig
+    params: dict[str, np.ndarray]  # float32, or float64 where the file has it; kernels are (in, out)
+    tokenizer: Path  # what load_tokenizer reads: the GGUF file or the folder
+    source: str  # what a record shows
+    sha256: str  # of the GGUF file; of a folder, over config.json and all safetensors files
+
+
+class _Tensors(NamedTuple):
+    """The tensors of a file or folder, whatever its format."""
+
+    source: Path
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], np.ndarray]  # float32 or float64 values of one tensor; may be called from several threads
+
+
+def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
+    """Load a model: None or "default", a GGUF file, a Hugging Face folder, or a hub id.
+
+    Raises:
+      ValueError: an unsupported architecture, a damaged file, or missing, unused, misshapen or non-finite tensors.
+    """
+    path = resolve(spec)
+    if path.is_dir():
+        tensors, config, family, sha256 = _open_folder(path)
+    else:
+        file = gguf_file.read(path)
+        config = families.config_from_gguf(file)
+        family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
+        tensors = _Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
+        sha256 = assets.MODEL_SHA256 if spec in (None, "default") else assets.sha256_file(path)
+    return Checkpoint(config, _convert(tensors, config, family), path, path.name, sha256)
+
+
+def resolve(spec: str | Path | None = None) -> Path:
+    """Path of the GGUF file or Hugging Face folder that a model's name stands for, fetched if need be.
+
+    Raises:
+      ValueError: nothing has this name, or it cannot be fetched.
+    """
+    if spec in (None, "default"):
+        return assets.fetch_default_model()
+    if not str(spec):
+        raise ValueError(
+            f"model: {spec!r} names nothing; pass a GGUF file, a Hugging Face folder, a hub id or `default`"
+        )
+    path = Path(spec).expanduser()
+    if path.exists():
+        return path
+    if not re.fullmatch(HUB_ID, str(spec)) or str(spec).endswith((".gguf", ".safetensors", ".json")):
+        raise ValueError(
+            f"model: {spec} does not exist; pass a GGUF file, a Hugging Face folder, a hub id or `default`"
+        )
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(spec), allow_patterns=HUB_FILES))
+    except Exception as error:  # the client raises many unrelated types: requests', httpx's, its own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"model: {spec} is no file or folder here, and fetching it as a hub id failed "
+            f"({type(error).__name__}: {reason}); check the name and the network, "
+            "or pass a GGUF file, a folder or `default`"
+        ) from error
+
+
+def save_checkpoint(
+    folder: str | Path, config: TransformerConfig, params: dict[str, np.ndarray], *, tokenizer: Any = None
+) -> Path:
+    """Write a Hugging Face folder that transformers and load_checkpoint read; all of it appears at once or nothing.
+
+    Args:
+      folder: its name; it must not exist, or be empty.
+      config: the decoder.
+      params: its parameters by dotted name.
+      tokenizer: of text to its ids, written beside it; its ids of beginning and end stand in config.json and
+        generation_config.json (null where there are none: transformers would take its own otherwise).
+
+    Raises:
+      ValueError: the folder has content, parameters do not fit the configuration, or no architecture matches it.
+    """
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"save: {folder} exists and is not an empty folder; choose another name or remove it")
+    if config.layer_kind is not None:
+        raise ValueError(f"save: memory.kind={config.layer_kind}: no Hugging Face architecture has memory layers")
+    values = families.config_to_hf(config)
+    shapes = {name: np.shape(value) for name, value in params.items()}
+    _raise_problems("save", _compare(parameter_shapes(config), shapes))
+    tensors = {}
+    for rule, layer in _rows(families.HF_FAMILIES[values["model_type"]], config):
+        for part, ours in _parts(rule, layer, params).items():
+            theirs = f"{rule.theirs.format(i=layer)}.{part}"
+            value = np.concatenate([np.asarray(params[name]) for name in ours], axis=-1)
+            tensors[theirs] = np.ascontiguousarray(value.T if rule.kind == "linear" else value)
+    dtypes = {str(value.dtype) for value in tensors.values()}
+    with outputs.whole_folder(folder) as made:
+        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id", None) for name in ("bos", "eos")}
+        values |= ids | {"dtype": dtypes.pop() if len(dtypes) == 1 else "float32"}
+        for name, content in (("config.json", values), ("generation_config.json", ids)):
+            (made / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(made)
+    return folder
+
+
+def _open_folder(folder: Path) -> tuple[_Tensors, TransformerConfig, Family, str]:
+    """Read a Hugging Face folder's configuration and tables of contents."""
+    values = read_json(folder / "config.json")
+    config = families.config_from_hf(values, folder / "config.json")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _weight_map(index)
+        files = sorted({folder / name for name in weight_map.values()})
+    else:
+        weight_map, files = None, [folder / "model.safetensors"]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise ValueError(f"{folder}: missing {', '.join(missing) or 'weights: the index names no file'}")
+    tensors = _open_safetensors(folder, files)
+    if weight_map is not None:
+        _raise_problems(str(index), {"missing in the files": sorted(set(weight_map) - set(tensors.shapes))})
+    lines = [f"{file.name} {assets.sha256_file(file)}\n" for file in [folder / "config.json", *files]]
+    return (
+        tensors,
+        config,
+        families.HF_FAMILIES[values["model_type"]],
+        hashlib.sha256("".join(lines).encode()).hexdigest(),
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """File name of every tensor, from the index of a folder of several safetensors files."""
+    weight_map = read_json(index).get("weight_map")
+    wanted = "wanted an object of tensor: file"
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: weight_map is a {type(weight_map).__name__}, {wanted}")
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise ValueError(f"{index}: weight_map has {name!r}: {shown(file)}, {wanted}")
+    return weight_map
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+      ValueError: the file is missing, damaged, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: holds a {type(values).__name__}, wanted an object")
+    return values
+
+
+def _open_safetensors(folder: Path, files: list[Path]) -> _Tensors:
+    """Tensors of all safetensors files of a folder."""
+    import ml_dtypes  # noqa: F401  gives numpy the name bfloat16, which safetensors looks up
+    import safetensors
+
+    home, shapes = {}, {}
+    for file in files:
+        try:
+            opened = safetensors.safe_open(file, framework="np")
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{file}: truncated or corrupt safetensors file ({error}); fetch it again") from error
+        for name in opened.keys():  # noqa: SIM118  not a mapping
+            part = opened.get_slice(name)
+            if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                raise ValueError(f"{file}: tensor {name} has type {part.get_dtype()}, wanted F64, F32, F16 or BF16")
+            home[name], shapes[name] = opened, tuple(part.get_shape())
+
+    def read(name: str) -> np.ndarray:
+        value = home[name].get_tensor(name)
+        return value if value.dtype == np.float64 else value.astype(np.float32)
+
+    return _Tensors(folder, shapes, read)
+
+
+def _rows(family: Family, config: TransformerConfig) -> list[tuple[Rule, int]]:
+    """Rules of a family with their layer, those of a layer once for each layer."""
+    return [
+        (rule, layer)
+        for rule in family.rules
+        for layer in (range(config.num_layers) if "{i}" in rule.theirs else range(1))
+    ]
+
+
+def _parts(rule: Rule, layer: int, wanted: dict[str, Any]) -> dict[str, list[str]]:
+    """Our names of one row by part, {"weight": [..], "bias": [..]}, without those the configuration has not."""
+    names = {
+        "weight": [f"{name.format(i=layer)}.{WEIGHT.get(rule.kind, 'kernel')}" for name in rule.ours],
+        "bias": [f"{name.format(i=layer)}.bias" for name in rule.ours],
+    }
+    return {part: ours for part, ours in names.items() if ours[0] in wanted}
+
+
+def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> dict[str, np.ndarray]:
+    """Translate a file's tensors, strictly; several threads, because NumPy releases the lock while it copies."""
+    if config.num_layers > len(tensors.shapes):  # before names are listed: a header may say billions
+        count = len(tensors.shapes)
+        raise ValueError(f"{tensors.source}: says it has {config.num_layers} layers, and holds {count} tensors in all")
+    shapes, own_names = parameter_shapes(config), _own_names(tensors, family, config)
+    jobs, expected = [], {}
+    for rule, layer in _rows(family, config):
+        for part, ours in _parts(rule, layer, shapes).items():
+            theirs = f"{rule.theirs.format(i=layer)}.{part}"
+            widths = [shapes[name][-1] for name in ours]
+            shape = (*shapes[ours[0]][:-1], sum(widths))
+            expected[theirs] = shape[::-1] if rule.kind in ("linear", "interleaved") else shape
+            jobs.append((rule, theirs, ours, widths))
+    in_file = {name: tensors.shapes[own] for name, own in own_names.items()}
+    _raise_problems(str(tensors.source), _compare(expected, in_file))
+
+    def work(job: tuple) -> tuple[str | None, dict[str, np.ndarray]]:
+        rule, theirs, ours, widths = job
+        value = tensors.read(own_names[theirs])
+        if not (np.isfinite(value.min()) and np.isfinite(value.max())):
+            return own_names[theirs], {}
+        if rule.kind == "interleaved":
+            value = _rotate_half_rows(value, config.head_dim)
+        value = value.T if rule.kind in ("linear", "interleaved") else value
+        split = np.split(value, np.cumsum(widths)[:-1], axis=-1)
+        return None, {name: np.require(v, requirements="CWO") for name, v in zip(ours, split, strict=True)}
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4) as pool:
+        results = list(pool.map(work, jobs))
+    _raise_problems(str(tensors.source), {"with NaN or infinite values": [name for name, _ in results if name]})
+    params = {name: value for _, values in results for name, value in values.items()}
+    return {name: params[name] for name in shapes}
+
+
+def _own_names(tensors: _Tensors, family: Family, config: TransformerConfig) -> dict[str, str]:
+    """Names in the file by those of the family's table, whose prefix it may lack; no buffers and no tied head."""
+    own_names = {}
+    has_prefix = any(name.startswith(family.prefix) for name in tensors.shapes)
+    for own in tensors.shapes:
+        if re.fullmatch(family.ignored, own):
+            continue
+        name = own if has_prefix or own.startswith("lm_head.") else family.prefix + own
+        own_names[name] = own
+    if config.tie_embeddings and "lm_head.weight" in own_names:
+        embedding = own_names.get(family.rules[0].theirs + ".weight")
+        if embedding is None or np.array_equal(tensors.read(own_names["lm_head.weight"]), tensors.read(embedding)):
+            del own_names["lm_head.weight"]
+    return own_names
+
+
+def _rotate_half_rows(value: np.ndarray, head_dim: int) -> np.ndarray:
+    """Undo llama.cpp's order of rows: pairs side by side -> first halves, then second halves, in each head."""
+    pairs = value.reshape(-1, head_dim // 2, 2, *value.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(value.shape)
+
+
+def _compare(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Names that are missing, unused, or of another shape."""
+    both = [name for name in wanted if name in found]
+    return {
+        "missing": [name for name in wanted if name not in found],
+        "unused": [name for name in found if name not in wanted],
+        "misshapen": [
+            f"{name} is {tuple(found[name])}, wanted {tuple(wanted[name])}"
+            for name in both
+            if tuple(found[name]) != tuple(wanted[name])
+        ],
+    }
+
+
+def _raise_problems(source: str, problems: dict[str, list[str]]) -> None:
+    """Raise one error that lists every kind of problem with its tensors, if there are any."""
+    parts = []
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+            parts.append(f"{len(names)} {kind}: {', '.join(names[:MAX_LISTED])}{more}")
+    if parts:
+        raise ValueError(f"{source}: tensors do not fit the model; {'; '.join(parts)}")

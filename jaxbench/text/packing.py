@@ -1,0 +1,109 @@
+"""Texts of files, and prompts cut out of them (S file)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from jaxbench.pretrained import assets
+
+SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
+DOCUMENT_SEPARATOR = "\f"  # a form feed in a .txt file
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """The part of a tokenizer that prompts need: tokenizer.Tokenizer, or one of small_tokenizers."""
+
+    eos_id: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+def load_text(path: str | Path | None = None) -> list[str]:
+    """Documents of a text file, or of the default text.
+
+    .txt (documents parted by form feeds) or .jsonl (a "text" key in each line), plain or .gz, UTF-8.
+
+    Raises:
+      ValueError: no such file, another suffix, no text in it, or a damaged line; the message names file and line.
+    """
+    if path is None:
+        return assets.default_text().split(DOCUMENT_SEPARATOR)
+    path = Path(path).expanduser()
+    if not path.name.endswith(SUFFIXES):
+        raise ValueError(f"data: {path} has an unknown suffix, wanted one of {', '.join(SUFFIXES)}")
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"data: cannot read {path} ({error})") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"data: {path} line {line} is not UTF-8 (byte {content[error.start]:#04x})") from error
+    if ".jsonl" in path.suffixes:
+        documents = [_json_text(path, i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    else:
+        documents = text.split(DOCUMENT_SEPARATOR)
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise ValueError(f"data: {path} has no text in its {len(content)} bytes")
+    return documents
+
+
+def text_sha256(path: str | Path | None = None) -> str:
+    """SHA-256 that records carry, in hexadecimal: of the file's bytes, or of the default text."""
+    return assets.TEXT_SHA256 if path is None else assets.sha256_file(path)
+
+
+def real_prompts(tokenizer: Encoder, lengths: Sequence[int], documents: Sequence[str]) -> list[list[int]]:
+    """One prompt (token ids) of exactly each length in tokens, out of evenly spread places of the documents.
+
+    A prompt starts at a paragraph and reads on, into the next documents if need be and from the last to the first.
+
+    Raises:
+      ValueError: a length below 1, or more tokens wanted than the documents have.
+    """
+    paragraphs = [part for document in documents for part in document.split("\n\n") if part.strip()]
+    if any(length < 1 for length in lengths):
+        raise ValueError(f"prompts: lengths {list(lengths)} must be at least 1 token")
+    prompts: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        start = i * len(paragraphs) // len(lengths)
+        ordered = paragraphs[start:] + paragraphs[:start]
+        prompts.append(_first_tokens(tokenizer, ordered, length))
+    return prompts
+
+
+def _json_text(path: Path, number: int, line: str) -> str:
+    """The "text" of one line of a .jsonl file; lines count from 1."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"data: {path} line {number} is not JSON ({error})") from error
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        raise ValueError(f'data: {path} line {number} has no "text" string: {line[:60]}')
+    return value["text"]
+
+
+def _first_tokens(tokenizer: Encoder, paragraphs: list[str], length: int) -> list[int]:
+    """First `length` token ids of the paragraphs, of which no more are encoded than that takes."""
+    count = 1
+    while True:
+        ids = tokenizer.encode("\n\n".join(paragraphs[:count]))
+        if len(ids) >= length:
+            return ids[:length]
+        if count >= len(paragraphs):
+            raise ValueError(
+                f"prompts: the text has {len(ids)} tokens, a prompt of {length} was wanted; pass more text"
+            )
+        # The next try takes what the tokens so far suggest, with a margin.
+        count = min(len(paragraphs), max(count + 1, count * length // max(len(ids), 1) + 1))

@@ -1,0 +1,69 @@
+"""Human text cut into passages of one length in tokens: the nulls of calibration and training (S file)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.text import packing
+
+
+class Passages(NamedTuple):
+    """Passages of equal length, and which document each one is from."""
+
+    tokens: np.ndarray  # [N T] int32
+    documents: np.ndarray  # [N] int32, so that a split can keep documents whole
+
+
+def read_texts(path: str | Path | None = None, *, key: str = "text") -> list[str]:
+    """Return the texts of a file, or of the packaged default text.
+
+    Beside what `data.load_text` reads: a .json or .json.gz file with a list of objects, each with the text under `key`.
+
+    Raises:
+      ValueError: no such file, damaged content, or an entry without text; the message names file and entry.
+    """
+    if path is None or not str(path).endswith((".json", ".json.gz")):
+        return packing.load_text(path)
+    path = Path(path).expanduser()
+    try:
+        content = path.read_bytes()
+        entries = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise ValueError(f"data: cannot read {path} as JSON ({error})") from error
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"data: {path} holds {type(entries).__name__} {str(entries)[:40]}, wanted a list with entries")
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
+            raise ValueError(f"data: {path} entry {i} has no {key!r} string: {str(entry)[:60]}")
+    return [entry[key] for entry in entries]
+
+
+def cut(
+    tokenizer: Any, texts: Sequence[str], *, num_tokens: int, max_passages: int, per_text: int | None = None
+) -> Passages:
+    """Return at most max_passages passages of num_tokens each, taken from the start of every text on.
+
+    per_text limits how many one text gives (1 = its beginning); texts that are too short give none.
+
+    Raises:
+      ValueError: no text is long enough.
+    """
+    if num_tokens < 1 or max_passages < 1:
+        raise ValueError(f"passages: num_tokens={num_tokens} and max_passages={max_passages} must be at least 1")
+    rows, documents = [], []
+    for i, ids in enumerate(tokenizer.encode_batch(list(texts), add_special=False)):
+        count = min(len(ids) // num_tokens, per_text or len(ids))
+        rows += [ids[j * num_tokens : (j + 1) * num_tokens] for j in range(count)]
+        documents += [i] * count
+        if len(rows) >= max_passages:
+            break
+    if not rows:
+        raise ValueError(f"passages: none of {len(texts)} texts has {num_tokens} tokens; ask for fewer tokens")
+    return Passages(np.array(rows[:max_passages], np.int32), np.array(documents[:max_passages], np.int32))

@@ -1,0 +1,291 @@
+"""Checkpoints of a training run with Orbax: asynchronous, whole or not there, checked when read.
+
+A checkpoint is a flat {name: array} and a JSON object. Orbax writes into a temporary folder and renames it, so that a
+killed process leaves no half checkpoint under a step's number; every array's CRC-32 lies in the JSON object, and the
+JSON object's own beside its text, so that a damaged file is noticed even where it can be read. Both backends use the
+same format.
+
+Of several processes each writes the parts of arrays that its devices hold, and the CRC-32 is of every part. Reading
+takes whole arrays into each process's memory, so that any mesh can go on from them and the parts can be checked.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.parallel.processes import ALONE, Processes
+
+STATE, META = "state", "meta"
+MAX_LISTED = 8  # names shown of each kind of difference
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not finished
+DAMAGED = "damaged"  # suffix that a damaged checkpoint's folder gets
+
+
+class Checkpoint(NamedTuple):
+    """What was saved after a step."""
+
+    step: int
+    arrays: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder, a sub-folder a step. One run at a time may write.
+
+    Every process of a run has to call every method, and all of them see the folder.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, keep: int, say: Callable[[str], None] = print, processes: Processes = ALONE
+    ):
+        """Open or make the folder.
+
+        Args:
+          folder: where the checkpoints lie.
+          keep: how many of the newest stay; the one with the lowest metric stays too.
+          say: takes a sentence when a damaged checkpoint is passed over.
+          processes: those of the run.
+
+        Raises:
+          ValueError: keep is below 1.
+        """
+        if keep < 1:
+            raise ValueError(f"checkpoint: keep={keep} must be at least 1")
+        self.folder, self.keep, self.say, self.processes = Path(folder).absolute(), keep, say, processes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._open()
+
+    def _open(self) -> None:
+        import orbax.checkpoint as ocp
+        from orbax.checkpoint import checkpoint_managers as policies
+
+        for unfinished in self.folder.glob(f"*{TEMPORARY}*") if self.processes.is_first else ():
+            shutil.rmtree(unfinished)  # of a process that was killed while it saved
+        self.processes.agree(True)
+        # Orbax reports every phase of every save, and a failed one in pages of traces before it raises.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        newest = policies.LatestN(self.keep)
+        best = policies.BestN(
+            get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=1, keep_checkpoints_without_metrics=False
+        )
+        self._ocp = ocp
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policies.AnyPreservationPolicy([newest, best]),
+                enable_async_checkpointing=True,
+            ),
+            item_names=(STATE, META),
+        )
+
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, arrays: Mapping[str, Any], meta: Mapping[str, Any], *, loss: float | None = None) -> None:
+        """Start to save the state after a step; returns when the arrays are copied, the rest happens in a thread.
+
+        Args:
+          step: its number.
+          arrays: state by name; arrays are copied, so they may change or be donated afterwards.
+          meta: what can be written as JSON.
+          loss: metric of the best checkpoint, lowest wins; None = not measured at this step.
+
+        Raises:
+          OSError: this or the save before it could not be written; earlier checkpoints are kept.
+        """
+        copied = {name: _copy(value) for name, value in arrays.items()}
+        sums = self._sums(copied)
+        shapes = {name: [list(value.shape), str(value.dtype)] for name, value in copied.items()}
+        text = json.dumps(dict(meta) | {"arrays": shapes, "crc32": sums})
+        entry = {"content": text, "crc32": zlib.crc32(text.encode())}
+        items = self._ocp.args.Composite(
+            **{STATE: self._ocp.args.StandardSave(copied), META: self._ocp.args.JsonSave(entry)}
+        )
+        metrics = None if loss is None else {"loss": float(loss)}
+        self._guarded(lambda: self._manager.save(step, args=items, metrics=metrics, force=True))
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk.
+
+        Raises:
+          OSError: the last save could not be written.
+        """
+        self._guarded(self._manager.wait_until_finished)
+
+    def close(self) -> None:
+        """Wait until the last save is on disk, and free the threads."""
+        self._guarded(self._manager.close)
+
+    def restore(self, wanted: Mapping[str, Any], *, check_meta: Callable[[dict], None]) -> Checkpoint | None:
+        """Newest checkpoint that is whole, None where there is none; damaged ones are named and set aside.
+
+        Args:
+          wanted: arrays, or their shapes and types, by name.
+          check_meta: raises where a checkpoint's JSON object belongs to another run.
+
+        Raises:
+          ValueError: the checkpoint is of another model; the differing names and shapes are listed.
+        """
+        for step in reversed(self.steps()):
+            try:
+                meta = self._read_meta(step)
+                shapes, sums = meta.pop("arrays"), meta.pop("crc32")
+                reason = None
+            except Exception as error:  # Orbax and TensorStore raise many types for a damaged file
+                reason = error
+            if self._is_damaged(step, reason):
+                continue
+            self._refuse_other_model(step, shapes, wanted)
+            check_meta(meta)
+            try:
+                arrays = self._read(step, wanted)
+                broken = [name for name in sums if _differs(arrays[name], sums[name])]
+                if broken:
+                    raise ValueError(f"checksums differ for {', '.join(broken[:MAX_LISTED])}")
+            except Exception as error:
+                reason = error
+            if not self._is_damaged(step, reason):
+                return Checkpoint(step, arrays, meta)
+        return None
+
+    def _is_damaged(self, step: int, reason: Exception | None) -> bool:
+        """True for a checkpoint that any process could not read; it is set aside."""
+        if self.processes.agree(reason is None):
+            return False
+        self._set_aside(step, reason or ValueError(f"another process than {self.processes.index} could not read it"))
+        return True
+
+    def _sums(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """CRC-32 of every array: of all of it, or [bounds, CRC-32] of each part where processes hold parts.
+
+        A part's bounds are a start and a stop for each dim. It counts where its first device is.
+        """
+        sums = {name: _sum(value) for name, value in arrays.items() if isinstance(value, np.ndarray)}
+        owned: list[int] = []
+        for name, value in arrays.items():
+            if name in sums:
+                continue
+            owners: dict[tuple, Any] = {}
+            for device, index in value.sharding.devices_indices_map(value.shape).items():
+                owners.setdefault(_bounds(index, value.shape), device)
+            here = {shard.device: shard.data for shard in value.addressable_shards}
+            owned += [_sum(np.asarray(here[device])) if device in here else 0 for device in owners.values()]
+            sums[name] = list(owners)
+        if owned:
+            gathered = iter(self.processes.gather(np.array(owned, np.uint32)).max(axis=0).tolist())
+            sums |= {n: [[b, next(gathered)] for b in parts] for n, parts in sums.items() if isinstance(parts, list)}
+        return sums
+
+    def _read_meta(self, step: int) -> dict[str, Any]:
+        """JSON object of a checkpoint, checked against its CRC-32."""
+        entry = self._manager.restore(step, args=self._ocp.args.Composite(meta=self._ocp.args.JsonRestore()))[META]
+        text = str(entry.get("content"))
+        if zlib.crc32(text.encode()) != entry.get("crc32"):
+            raise ValueError(
+                f"the checksum of its JSON object is {zlib.crc32(text.encode())}, not {entry.get('crc32')}"
+            )
+        return json.loads(text)
+
+    def _read(self, step: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Whole arrays of a checkpoint, by name."""
+        target = {name: np.zeros(value.shape, value.dtype) for name, value in wanted.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about shardings of arrays that have none
+            items = self._ocp.args.Composite(**{STATE: self._ocp.args.StandardRestore(target)})
+            return dict(self._manager.restore(step, args=items)[STATE])
+
+    def _refuse_other_model(self, step: int, shapes: Mapping[str, list], wanted: Mapping[str, Any]) -> None:
+        """Raise where names, shapes or types of a checkpoint's arrays are not the wanted ones."""
+        saved = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
+        needed = {name: (tuple(value.shape), str(value.dtype)) for name, value in wanted.items()}
+        parts = {
+            "missing in it": sorted(needed.keys() - saved.keys()),
+            "unknown here": sorted(saved.keys() - needed.keys()),
+            "different": [
+                f"{name} is {saved[name][0]} {saved[name][1]}, wanted {needed[name][0]} {needed[name][1]}"
+                for name in sorted(needed.keys() & saved.keys())
+                if saved[name] != needed[name]
+            ],
+        }
+        if any(parts.values()):
+            listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts.items() if names)
+            raise ValueError(
+                f"checkpoint: {self.folder / str(step)} is of another model or optimiser; {listed}; "
+                "use another --workdir, or the configuration that the checkpoint was made with"
+            )
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        """Name a damaged checkpoint and move it out of the way of the saves to come."""
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        place, copies = self.folder / str(step), 0
+        while (aside := self.folder.parent / f"{self.folder.name}-{DAMAGED}" / f"{step}-{copies}").exists():
+            copies += 1
+        if self.processes.is_first:
+            aside.parent.mkdir(exist_ok=True)
+            os.rename(place, aside)
+        self._manager.close()
+        self._open()
+        before = [other for other in self.steps() if other < step]
+        then = f"going on from step {before[-1]}" if before else "no earlier one is left, starting anew"
+        self.say(f"checkpoint {place} is damaged ({reason}), kept as {aside}; {then}")
+
+    def _guarded(self, action: Callable[[], Any]) -> None:
+        """Run an action of Orbax; a full disk becomes an OSError that says what is kept."""
+        try:
+            action()
+        except Exception as error:  # the writing thread's own, or TensorStore's
+            message = " ".join(str(error).split())
+            signs = {"File too large": errno.EFBIG, "No space left": errno.ENOSPC, "quota": errno.EDQUOT}
+            code = getattr(error, "errno", None) or next((c for sign, c in signs.items() if sign in message), None)
+            if code is None:
+                raise
+            kept = [step for step in self._finished() if step >= 0]
+            last = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was finished"
+            raise OSError(code, f"{os.strerror(code)}, {last}", str(self.folder)) from error
+
+    def _finished(self) -> list[int]:
+        """Steps whose folder is there: Orbax renames it when it is whole."""
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+
+
+def _copy(value: Any) -> Any:
+    """Copy an array to the host; of one that other processes hold parts of, Orbax takes this process's to the host."""
+    if getattr(value, "is_fully_addressable", True):
+        return np.array(value)
+    is_host = next(iter(value.sharding.device_set)).platform == "cpu"
+    return value.copy() if is_host else value  # on a CPU, Orbax's copy is the array itself, which the step donates
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Start and stop of an index in each dim."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+
+
+def _differs(value: np.ndarray, wanted: Any) -> bool:
+    """True where an array's CRC-32 is not the wanted one, as `Checkpoints._sums` gives it."""
+    if isinstance(wanted, int):
+        return _sum(value) != wanted
+    return any(_sum(value[tuple(slice(*ends) for ends in bounds)]) != crc32 for bounds, crc32 in wanted)
+
+
+def _sum(value: np.ndarray) -> int:
+    """CRC-32 of an array's bytes in C order."""
+    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+
+
+def _listed(names: list[str]) -> str:
+    """Names joined by commas, those past MAX_LISTED counted."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

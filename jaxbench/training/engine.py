@@ -1,0 +1,242 @@
+"""The training run's backend in JAX: state on devices, compiled step and evaluation.
+
+Twin: torch_ref/training/engine.py. The run (trainer.py) deals in numpy and names only. On a mesh, `parallel` says what lies where: the step's mathematics
+(optimizer_step.py) stays the same, and this is the one place that compiles it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbench import prng, train, transformer
+from jaxbench.config import TransformerConfig
+from jaxbench.extension import Extension
+from jaxbench.mesh import ParallelConfig
+from jaxbench.parallel import distributed, offload
+from jaxbench.training import optimizer_step, precision
+from jaxbench.training.intercept import intercepted
+from jaxbench.training.step_config import StepConfig
+
+GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
+
+
+class Engine:
+    """One model in training."""
+
+    name = "flax"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        params: Mapping[str, np.ndarray],
+        step_config: StepConfig,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        implementation: str = "dense",
+        block_size: int = 128,
+        scan_layers: bool = False,
+        fused_projections: bool = False,
+        parallel: ParallelConfig | None = None,
+        extension: Extension = Extension(),
+    ):
+        """Place the parameters and compile the step; extension: what a workload adds to the decoder of `config`.
+
+        Raises:
+          ValueError: sizes, mesh, optimiser or rematerialisation do not fit each other; the message names the values.
+        """
+        self.step_config, self.policy = step_config, precision.policy(step_config.precision)
+        offload.check(step_config.on_host(), jax.local_devices()[0])
+        kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
+        groups = _groups(parallel) if fused_projections else 0
+        kind |= {"projection_groups": groups, "make_layer": extension.make_layer}
+        model = transformer.build(config, params, dtype=self.policy.compute, **kind)
+        self.state = optimizer_step.init_state(model, params, step_config)
+        self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
+        self.extension = extension
+        self.plan, self.batch_size, self.rows, self.num_devices = None, batch_size, (0, batch_size), 1
+        step = functools.partial(optimizer_step.train_step, step_config=step_config)
+        if parallel is None and jax.process_count() > 1:
+            raise ValueError(f"engine: {jax.process_count()} processes need parallel.mesh, got parallel={parallel}")
+        if parallel is None:
+            jitted = jax.jit(lambda state, batch, extras: step(state, batch, **extras), donate_argnums=0)
+        else:
+            jitted = self._on_mesh(config, parallel, step, batch_size, seq_len)
+        shape = (batch_size, seq_len)
+        ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
+        started = time.perf_counter()
+        self._step = jitted.lower(self.state, train.Batch(ids, ids, ids, mask, ids), self._extras(0.0)).compile()
+        self.compile_seconds = time.perf_counter() - started
+        evaluate = functools.partial(optimizer_step.eval_step, graph=self.state.graph, step_config=step_config)
+        self._eval = jax.jit(evaluate) if self.plan is None else self._evaluation(evaluate)
+        self._watch = None
+        if extension.watch is not None:
+            self._watch = jax.jit(functools.partial(extension.watch, graph=self.state.graph, step_config=step_config))
+
+    def _on_mesh(
+        self, config: TransformerConfig, parallel: ParallelConfig, step: Any, batch_size: int, seq_len: int
+    ) -> Any:
+        """Place the state on a mesh and return the step jitted for it."""
+        from jaxbench.parallel.mesh_plan import make_plan, make_step, place_state
+
+        shape = {"batch": batch_size // self.step_config.accumulation, "tokens": seq_len}
+        self.plan = make_plan(config, parallel, **shape, extension=self.extension)
+        is_gathered = parallel.zero == 3 and self.plan.mesh.shape["fsdp"] > 1
+        if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full" or is_gathered):
+            raise ValueError(
+                f"engine: precision={self.step_config.precision} goes with data, fsdp up to zero=2, "
+                f"sequence and model, got stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, "
+                f"zero={parallel.zero}, gradient_type={parallel.gradient_type}"
+            )
+        self.state, self.num_devices = place_state(self.plan, self.state), self.plan.mesh.size
+        self.rows = distributed.rows_of(self.plan.batch, (batch_size, seq_len))
+        return make_step(self.plan, self.state, step=step)
+
+    def _evaluation(self, evaluate: Any) -> Any:
+        """Evaluation jitted for the mesh."""
+        from jaxbench.parallel.mesh_plan import make_evaluation
+
+        return make_evaluation(
+            self.plan, evaluate, loss_fn=optimizer_step.held_out_loss, accumulation=self.step_config.accumulation
+        )
+
+    def _extras(self, learning_rate: float) -> dict[str, Any]:
+        """Learning rate and dropout key of a step, on every device."""
+        extras = {"learning_rate": jnp.asarray(learning_rate), "dropout_key": self.dropout_key}
+        if self.plan is None:
+            return extras
+        everywhere = jax.sharding.NamedSharding(self.plan.mesh, jax.sharding.PartitionSpec())
+        return jax.tree.map(lambda value: distributed.place(value, everywhere), extras)
+
+    def step(self, batch: Any, learning_rate: float) -> optimizer_step.Metrics:
+        """Start one step; its metrics arrive later (see `fetch`).
+
+        batch holds the rows that this process needs of the step's: `rows` is the first one and how many.
+        """
+        placed = self._batch(batch, self.rows[0])
+        self.state, metrics = self._step(self.state, placed, self._extras(learning_rate))
+        return metrics
+
+    def fetch(self, metrics: optimizer_step.Metrics) -> optimizer_step.Metrics:
+        """Metrics of a step as Python numbers; waits for it."""
+        return optimizer_step.Metrics(*(np.asarray(value).item() for value in metrics))
+
+    def evaluate(self, batch: Any) -> tuple[float, int]:
+        """Sum of a whole batch's losses in nats, and its number of targets."""
+        total, count = self._eval(self.state.params, self._batch(batch))
+        return float(total), int(count)
+
+    def watched(self, batch: Any) -> dict[str, float]:
+        """Figures of what a workload's layers hold behind a whole batch, by name; of one process alone."""
+        if self._watch is None or jax.process_count() > 1:
+            return {}
+        return self.extension.scalars(jax.device_get(self._watch(self.state.params, self._batch(batch))))
+
+    def arrays(self) -> dict[str, Any]:
+        """Arrays of the whole training state by name, for a checkpoint."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self.state)
+        return {_name(path): leaf for path, leaf in leaves}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put a checkpoint's state in place, on whatever mesh this engine has."""
+        leaves, structure = jax.tree_util.tree_flatten_with_path(self.state)
+        # A copy that JAX owns: the step donates its state.
+        loaded = [distributed.place(jnp.array(arrays[_name(path)]), leaf.sharding) for path, leaf in leaves]
+        self.state = jax.tree_util.tree_unflatten(structure, loaded)
+
+    def params(self) -> dict[str, np.ndarray]:
+        """Parameters by dotted name, in the policy's parameter type."""
+        return {name: distributed.whole(value) for name, value in self.state.params.items()}
+
+    def memory(self) -> dict[str, int]:
+        """Device memory in bytes: `live` now, and `step`, what the compiled step needs in all."""
+        stats = jax.local_devices()[0].memory_stats() or {}
+        live = stats.get("bytes_in_use") or sum(array.nbytes for array in jax.live_arrays())
+        analysis = self._step.memory_analysis()
+        needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+        needed += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        return {"live": int(live), "step": int(needed)}
+
+    def device_kind(self) -> str:
+        """Name of the device, such as cpu or NVIDIA H200."""
+        return jax.devices()[0].device_kind
+
+    def matmul_rate(self) -> float:
+        """Rate of a square matrix product in the compute type, FLOP/s, measured."""
+        x = jnp.ones((GEMM_SIZE, GEMM_SIZE), self.policy.compute)
+        product = jax.jit(jnp.matmul)
+        product(x, x).block_until_ready()
+        seconds = []
+        for _ in range(GEMM_REPEATS):
+            started = time.perf_counter()
+            product(x, x).block_until_ready()
+            seconds.append(time.perf_counter() - started)
+        return 2 * GEMM_SIZE**3 / min(seconds)
+
+    def diagnose(self, batch: Any, step: int) -> str:
+        """Name what is first not finite in a step: a parameter, a module's output, or a gradient.
+
+        Modules are watched in the order in which they finish.
+        """
+        params = self.state.params if jax.process_count() == 1 else self.params()  # each process looks for itself
+        broken = [name for name, value in params.items() if not bool(jnp.isfinite(value).all())]
+        if broken:
+            return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
+        narrow = optimizer_step._narrow(params, self.policy)
+        found: list[str] = []
+
+        def watch(name: str, call: Any, args: tuple, kwargs: dict) -> Any:
+            result = call(*args, **kwargs)
+            value = result[0] if isinstance(result, tuple) else result
+            if not found and not bool(jnp.isfinite(value).all()):
+                found.append(f"the output of module {name} is the first that is not finite")
+            return result
+
+        model, count = optimizer_step.merge(self.state.graph, narrow), self.step_config.accumulation
+        model.remat, model.scan_layers = 0, False
+        for k in range(count):
+            micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in batch))
+            dropout = None if self.dropout_key is None else (self.dropout_key, jnp.int32(step * count + k))
+            with intercepted(model, watch, root="model"):
+                loss = train.loss_fn(model, micro, dropout=dropout)
+            if not found and not bool(jnp.isfinite(loss)):
+                found.append("every module is finite, the loss over model's logits is not")
+        return found[0] if found else "every module's output is finite: a gradient overflowed in the backward pass"
+
+    def start_profile(self, folder: str) -> None:
+        """Begin a trace, for TensorBoard's profile page."""
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        """End the trace and write it."""
+        jax.profiler.stop_trace()
+
+    def _batch(self, batch: Any, first: int = 0) -> train.Batch:
+        """Batch on the devices; it holds the rows of this process, from row `first` of the step's on."""
+        arrays = train.Batch(*batch)
+        if self.plan is None:
+            return arrays
+        sharding, rows = self.plan.batch, self.batch_size
+        return jax.tree.map(lambda x: distributed.place_rows(x, sharding, first=first, rows=rows), arrays)
+
+
+def _groups(parallel: ParallelConfig | None) -> int:
+    """Number of interleaved parts of fused projections' kernels."""
+    if parallel is None:
+        return 1
+    from jaxbench.parallel.mesh_plan import projection_groups
+
+    return projection_groups(parallel, len(jax.devices()))
+
+
+def _name(path: tuple) -> str:
+    """Dotted name of a leaf's path in the state."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path)

@@ -1,0 +1,307 @@
+"""One optimiser step of a training run: precision, micro-batches, clipping, loss scaling.
+
+Twin: torch_ref/training/optimizer_step.py. `train_step` is a pure function of its arrays: compile it with `jax.jit(functools.partial(train_step, step_config=...),
+donate_argnums=0)`, with shardings where there is a mesh. Parameters and moments lie in flat dictionaries by dotted
+name, so that rules, checkpoints and reports address them alike. A step that is not finite changes nothing but counters.
+Models are pytrees whose leaves are their parameters, so the step is the same for Flax's and for Equinox's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from jaxbench import float8, initial, train
+from jaxbench.parallel import offload
+from jaxbench.training import optimizers, precision
+from jaxbench.training.step_config import StepConfig
+
+CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
+
+
+class Metrics(NamedTuple):
+    """What one step reports."""
+
+    loss: Float[Array, ""]  # before the update, nats per token
+    grad_norm: Float[Array, ""]  # global, unscaled, before clipping
+    is_finite: Bool[Array, ""]  # False: the step was not taken
+    loss_scale: Float[Array, ""]  # the one that this step used
+    skipped: Int[Array, ""]  # steps not taken so far, this one included
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes; what the model is beside its parameters, and the number types, are static."""
+
+    params: dict[str, Array]
+    moments: Any  # optax state
+    step: Int[Array, ""]  # steps tried
+    scale: Float[Array, ""]  # loss scale, 1 without loss scaling
+    good_steps: Int[Array, ""]  # finite steps since the scale changed
+    skipped: Int[Array, ""]
+    is_halted: Bool[Array, ""]  # a step was not finite, and the run is to stop: nothing changes any more
+    amax: dict[str, Float[Array, "3 M"]]  # float8: largest magnitudes of the last M steps, by layer; else empty
+    graph: Any = dataclasses.field(metadata={"static": True})
+    policy: precision.Policy = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """What a model is beside its parameters."""
+
+    names: tuple[str, ...]  # dotted, of its leaves
+    structure: jax.tree_util.PyTreeDef
+
+
+def init_state(
+    model: Any, params: Mapping[str, np.ndarray], step_config: StepConfig, *, policy: precision.Policy | None = None
+) -> TrainState:
+    """Training state before the first step.
+
+    Args:
+      model: built in the policy's compute type; its parameters' values are not used.
+      params: initial values by name, stored in the policy's parameter type.
+      step_config: the step's configuration.
+      policy: the number types, in place of those that step_config.precision names.
+
+    Raises:
+      ValueError: parameters do not fit the model, remat does not, or float64 is off.
+    """
+    policy = precision.policy(step_config.precision) if policy is None else policy
+    if policy.parameter == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError(f"update: precision={policy.parameter} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
+    model = float8.apply(model) if policy.is_float8 else model
+    if step_config.remat.policy != "none":
+        from jaxbench import remat  # which is of Flax's layers
+
+        model = remat.apply(
+            model, policy=step_config.remat.policy, group=step_config.remat.group, names=step_config.remat.names
+        )
+    graph, abstract = split(model)
+    shapes = {name: leaf.shape for name, leaf in abstract.items() if not name.endswith(float8.SCALES)}
+    initial.check_params(shapes, params)
+    placed = {name: jnp.array(params[name], policy.parameter) for name in shapes}
+    moments = jax.tree.map(jnp.array, optimizers.transform(step_config.optimizer, 0.0, placed).init(placed))
+    moments = offload.to_host(moments) if step_config.offload.optimizer else moments
+    scale = step_config.loss_scaling.initial if policy.is_scaled else 1.0
+    counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
+    return TrainState(
+        placed,
+        moments,
+        counters[0],
+        jnp.array(scale, jnp.float32),
+        counters[1],
+        counters[2],
+        jnp.zeros((), bool),
+        float8.init_history(placed, step_config.delayed_scaling.history) if policy.is_float8 else {},
+        graph,
+        policy,
+    )
+
+
+def train_step(
+    state: TrainState,
+    batch: Any,
+    learning_rate: Float[Array, ""] | float,
+    dropout_key: Array | None = None,
+    *,
+    step_config: StepConfig,
+    loss_fn: Callable[..., Array] = train.loss_fn,
+    is_guarded: bool = True,
+) -> tuple[TrainState, Metrics]:
+    """One optimiser step: the state after it, and its metrics.
+
+    Micro-batch k of n takes rows k, k + n, ... and weighs as many targets as it has, so that the loss and its gradient
+    are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
+
+    Args:
+      state: before the step.
+      batch: arrays [B T]; B is a multiple of step_config.accumulation.
+      learning_rate: of this step.
+      dropout_key: of prng.py; None = no dropout.
+      step_config: the step's configuration.
+      loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
+      is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
+        computed for clipping only (else it is NaN), so that the program is AdamW and nothing else.
+    """
+    policy = state.policy
+    loss, grads, amax_now = _loss_and_gradients(state, batch, dropout_key, step_config, loss_fn)
+    has_norm = is_guarded or step_config.clip_norm is not None
+    norm = optax.tree.norm(grads) if has_norm else jnp.full((), jnp.nan, policy.output)
+    is_finite = jnp.isfinite(loss) & (jnp.isfinite(norm) if is_guarded else True)
+    grads = _clipped(grads, norm, step_config)
+    old_moments = offload.to_device(state.moments) if step_config.offload.optimizer else state.moments
+    rate = jnp.asarray(learning_rate, policy.accumulation)
+    optimizer = optimizers.transform(step_config.optimizer, rate, state.params)
+    updates, new_moments = optimizer.update(grads, old_moments, state.params)
+    is_taken = is_finite & ~state.is_halted if is_guarded else jnp.ones((), bool)
+    new = (optax.apply_updates(state.params, updates), new_moments, float8.remember(state.amax, amax_now))
+    old = (state.params, old_moments, state.amax)
+    params, moments, amax = jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old) if is_guarded else new
+    moments = offload.to_host(moments) if step_config.offload.optimizer else moments
+    # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
+    is_broken = is_guarded & (~jnp.isfinite(loss) if policy.is_scaled else ~is_finite)
+    next_state = dataclasses.replace(
+        state,
+        params=params,
+        moments=moments,
+        amax=amax,
+        step=state.step + 1,
+        skipped=state.skipped + (~is_taken).astype(jnp.int32),
+        is_halted=state.is_halted | (is_broken & (step_config.nonfinite == "stop")),
+        **_rescaled(state, is_finite, step_config, is_scaled=policy.is_scaled),
+    )
+    return next_state, Metrics(loss, norm, is_finite, state.scale, next_state.skipped)
+
+
+def _loss_and_gradients(
+    state: TrainState, batch: Any, dropout_key: Array | None, step_config: StepConfig, loss_fn: Callable[..., Array]
+) -> tuple[Float[Array, ""], dict[str, Array], dict[str, Array]]:
+    """Loss of the batch in nats per token, its gradients without the loss scale, and float8's largest magnitudes."""
+    policy = state.policy
+
+    def loss_at(trained: tuple[dict, dict], micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
+        params, scales = trained
+        params = optimizers.with_fixed(step_config.optimizer, params)
+        cast = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
+        dropout = None if dropout_key is None else (dropout_key, state.step * step_config.accumulation + index)
+        loss = loss_fn(merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
+        return loss * state.scale.astype(policy.output) if policy.is_scaled else loss, loss
+
+    grad_fn = jax.value_and_grad(loss_at, has_aux=True)
+    trained = (state.params, float8.scales(state.amax, step_config.delayed_scaling.margin))
+    loss, (grads, amax) = _accumulated(grad_fn, trained, batch, step_config.accumulation, policy)
+    if policy.is_scaled:
+        grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
+    return loss, grads, amax
+
+
+def _clipped(grads: dict[str, Array], norm: Float[Array, ""], step_config: StepConfig) -> dict[str, Array]:
+    """Gradients scaled down to a global norm of at most clip_norm, by way of the host's memory where asked."""
+    if step_config.offload.gradients:
+        grads = offload.to_device(offload.to_host(grads))
+    if step_config.clip_norm is None:
+        return grads
+    factor = jnp.minimum(1.0, step_config.clip_norm / (norm + CLIP_EPS))
+    return jax.tree.map(lambda grad: grad * factor, grads)
+
+
+def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
+    """Cross-entropy of a model's logits in nats per token, without losses that only train (banks' compression)."""
+    return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
+
+
+def eval_step(
+    params: dict[str, Array],
+    batch: Any,
+    *,
+    graph: Any,
+    step_config: StepConfig,
+    count: int | None = None,
+    loss_fn: Callable[..., Array] = held_out_loss,
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Sum of the losses of a batch's targets in nats, and the number of its targets.
+
+    Args:
+      params, graph: the model.
+      batch: its rows, a multiple of `count`.
+      step_config: the step's configuration.
+      count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
+      loss_fn: the loss, a mean over the targets of batch.mask.
+    """
+    policy = precision.policy(step_config.precision)
+    model = merge(graph, _narrow(params, policy))
+
+    def body(carry: tuple[Array, Array], micro: Any) -> tuple[tuple[Array, Array], None]:
+        targets = jnp.sum(micro.mask, dtype=jnp.int32)
+        mean = loss_fn(model, micro).astype(policy.output)
+        return (carry[0] + mean * targets.astype(policy.output), carry[1] + targets), None
+
+    start = (jnp.zeros((), policy.output), jnp.zeros((), jnp.int32))
+    return lax.scan(body, start, _micro_batches(batch, step_config.accumulation if count is None else count))[0]
+
+
+def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters ("params") and moments ("first_moment", "second_moment") as numpy arrays, by dotted name."""
+    kinds = {"mu": "first_moment", "trace": "first_moment", "nu": "second_moment"}
+    trees = {"params": state.params}
+    for name, kind in kinds.items():
+        moment = optax.tree_utils.tree_get(state.moments, name)
+        trees |= {} if moment is None else {kind: moment}
+    return {kind: {name: np.asarray(value) for name, value in tree.items()} for kind, tree in trees.items()}
+
+
+def split(model: Any) -> tuple[Any, dict[str, Array]]:
+    """What a model is beside its parameters, to be handed to `merge`, and its parameters by dotted name."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model)
+    # The last step into a Flax parameter is its `value`.
+    dotted = [".".join(str(getattr(key, "name", getattr(key, "idx", ""))) for key in path) for path, _ in leaves]
+    names = tuple(name.removesuffix(".value") for name in dotted)
+    return _Graph(names, structure), dict(zip(names, (leaf for _, leaf in leaves)))
+
+
+def merge(graph: Any, params: Mapping[str, Array]) -> Any:
+    """Model of a graph with these parameters, by dotted name."""
+    return jax.tree.unflatten(graph.structure, [params[name] for name in graph.names])
+
+
+def _narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:
+    """Parameters cast to the compute type, with float8's scales: what a model computes with outside of a step."""
+    cast = {name: jnp.asarray(value, policy.compute) for name, value in params.items()}
+    return cast | float8.unscaled(params) if policy.is_float8 else cast
+
+
+def _accumulated(
+    grad_fn: Callable[..., Any], trained: tuple[dict, dict], batch: Any, count: int, policy: precision.Policy
+) -> tuple[Array, tuple[dict[str, Array], dict[str, Array]]]:
+    """Loss and gradients, in the accumulation type, summed over `count` micro-batches one after another.
+
+    Beside the gradients, float8's largest magnitudes over all of them.
+    """
+    if count == 1:
+        (_, loss), (grads, amax) = grad_fn(trained, batch, jnp.ones((), policy.output), jnp.zeros((), jnp.int32))
+        return loss, (jax.tree.map(lambda grad: grad.astype(policy.accumulation), grads), amax)
+    micros = _micro_batches(batch, count)
+    total = jnp.maximum(jnp.sum(batch.mask), 1).astype(policy.output)
+    weights = jnp.sum(micros.mask, axis=(1, 2)).astype(policy.output) / total
+
+    def body(carry: tuple, xs: tuple) -> tuple[tuple, None]:
+        (_, loss), (grads, amax) = grad_fn(trained, *xs)
+        summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry[1][0], grads)
+        return (carry[0] + loss, (summed, jax.tree.map(jnp.maximum, carry[1][1], amax))), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, policy.accumulation), trained[0])
+    start = (jnp.zeros((), policy.output), (zeros, jax.tree.map(jnp.zeros_like, trained[1])))
+    (loss, grads), _ = lax.scan(body, start, (micros, weights, jnp.arange(count, dtype=jnp.int32)))
+    return loss, grads
+
+
+def _micro_batches(batch: Any, count: int) -> Any:
+    """Batch of arrays [B T] as [count, B / count, T]; strided, so that rows split over devices stay there."""
+    rows = batch.tokens.shape[0]
+    if rows % count:
+        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
+    return jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
+
+
+def _rescaled(state: TrainState, is_finite: Array, step_config: StepConfig, *, is_scaled: bool) -> dict[str, Array]:
+    """Next loss scale and number of finite steps since it changed, by the rules of torch.amp.GradScaler."""
+    if not is_scaled:
+        return {}
+    rules, good = step_config.loss_scaling, state.good_steps + 1
+    grown = state.scale * rules.growth
+    grows = (good == rules.interval) & jnp.isfinite(grown)
+    raised = jnp.where(grows, grown, state.scale)
+    scale = jnp.where(is_finite, raised, state.scale * rules.backoff)
+    good_steps = jnp.where(is_finite & (good != rules.interval), good, 0)
+    return {"scale": scale, "good_steps": good_steps}

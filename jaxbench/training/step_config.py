@@ -1,0 +1,81 @@
+"""What one optimiser step does: the part of a training configuration that both backends compile (S file)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+
+from jaxbench.config import Base
+from jaxbench.training.precision import DelayedScaling, LossScaling
+
+TWIN_OPTIMIZERS = ("adamw", "sgd")  # those that torch_ref has too
+
+
+class OptimizerConfig(Base):
+    """An optimiser and its hyperparameters; those that a kind does not have are ignored.
+
+    adamw (Loshchilov and Hutter 2019, arXiv:1711.05101), adafactor (Shazeer and Stern 2018, arXiv:1804.04235), lion
+    (Chen et al. 2023, arXiv:2302.06675), sgd, muon (Jordan et al. 2024; the layers' kernels, AdamW for the rest).
+    """
+
+    kind: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
+    b1: float = pydantic.Field(default=0.9, ge=0, lt=1)  # first moment: adamw, lion, muon's AdamW
+    b2: float = pydantic.Field(default=0.95, ge=0, lt=1)  # second moment: adamw, lion, muon's AdamW
+    eps: float = pydantic.Field(default=1e-8, gt=0)  # adamw: added to the root of the corrected second moment
+    momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)  # sgd, muon; 0 = none
+    weight_decay: float = pydantic.Field(default=0.1, ge=0)  # decoupled, times the learning rate; sgd: L2
+    decay: Literal["all", "matrices"] = "matrices"  # which parameters decay: all, or kernels and embeddings
+    muon_ratio: float = pydantic.Field(default=1.0, gt=0)  # muon: rate of the kernels over AdamW's rate for the rest
+
+    def decays(self, name: str) -> bool:
+        """True where weight decay acts on the parameter of this dotted name."""
+        return self.decay == "all" or is_matrix(name)
+
+    def is_trained(self, name: str) -> bool:
+        """Return True where the parameter of this dotted name is trained; a workload may leave some as they are."""
+        return True
+
+
+def is_matrix(name: str) -> bool:
+    """True for kernels and embeddings, by dotted name.
+
+    A number of axes would not tell: gates of banks, persistent tokens and depthwise convolutions, which weigh each
+    channel by itself, have two, and a norm's gain may have one for each head.
+    """
+    return name.endswith((".kernel", ".embedding")) and not name.endswith("_conv.kernel")
+
+
+class RematConfig(Base):
+    """What the backward pass computes again instead of keeping it (Chen et al. 2016, arXiv:1604.06174)."""
+
+    policy: Literal["none", "block", "group", "names", "offload"] = "none"
+    group: int = pydantic.Field(default=2, ge=1)  # group: blocks computed again together
+    names: tuple[str, ...] = ("attention", "mlp")  # names: kept all the same; offload: kept in pinned host memory
+
+
+class OffloadConfig(Base):
+    """What lies in the host's pinned memory and is streamed to the device and back (JAX)."""
+
+    optimizer: bool = False  # the optimiser's state, between steps
+    gradients: bool = False  # gradients, from the backward pass to the update
+
+
+class StepConfig(Base):
+    """One optimiser step."""
+
+    precision: Literal["float64", "float32", "bfloat16", "float16", "float8"] = "float32"  # float64 needs 64-bit mode
+    loss_scaling: LossScaling = LossScaling()  # float16 only
+    delayed_scaling: DelayedScaling = DelayedScaling()  # float8 only
+    accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches a step; divides the batch
+    clip_norm: float | None = pydantic.Field(default=1.0, gt=0)  # largest global gradient norm; null = not clipped
+    nonfinite: Literal["skip", "stop"] = "stop"  # a loss or gradient that is not finite: skip the step, or end the run
+    remat: RematConfig = RematConfig()
+    offload: OffloadConfig = OffloadConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    torch_compile: bool = False  # PyTorch: loss and gradient by torch.compile (Inductor); JAX always compiles
+
+    def on_host(self) -> list[str]:
+        """Names of what the step keeps in the host's pinned memory: optimizer, gradients, remat."""
+        kept = [name for name, is_on in self.offload.model_dump().items() if is_on]
+        return kept + (["remat"] if self.remat.policy == "offload" else [])

@@ -1,0 +1,300 @@
+"""Compile a training configuration's step for a TPU slice that is not attached, and say what the compiler says.
+
+    python -m jaxbench.training.tpu_train --config=configs/lm/tpu_1b.yaml --topology=v5e:4x4 [--set=K=VALUE] [--output=F]
+
+It is the step that experiments/train.py runs on such a slice: precision, rematerialisation, optimiser, offload, mesh.
+Reported per chip: bytes in its own memory (fits or not) and in the host's, collectives by kind, and the roofline: the
+longest of compute, memory and interconnect at the chip's published rates, each alone at its peak. MFU is what the
+model's FLOPs (observe.flops_per_token, both conventions) are of what the chips could do in that time: a bound from
+counts, not a measurement.
+
+Compute counts what rematerialisation and a pipeline's stages do twice; in a pipeline, a tick takes as long as its
+slowest stage (pipeline_schedule.timetable). Memory counts weights once for every pass, the optimiser's 32 bytes a
+parameter, and logits four times in float32; activations are left out. Collectives are those of the compiled program;
+what stands in a branch counts as taken in every round of its loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxbench import initial
+from jaxbench.config import TransformerConfig
+from jaxbench.extension import Extension
+from jaxbench.measure import chips, flops, tpu_compile
+from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
+from jaxbench.mesh import MODEL, STAGE
+from jaxbench.parallel.pipeline_schedule import timetable
+from jaxbench.training import observe, precision
+from jaxbench.training.train_config import TrainConfig
+
+OPTIMIZER_BYTES = 32  # a parameter: weight, gradient and two moments read in float32; all but the gradient written
+
+
+class Lowered(NamedTuple):
+    """A step ready to compile, and what a chip has of it."""
+
+    lowered: Any  # jax.stages.Lowered
+    sizes: Mapping[str, int]  # of the mesh axes
+    stored: int  # parameters that one chip stores
+    used: int  # parameters that one chip computes with
+
+
+# The step, from shapes alone
+
+
+def model_of(settings: TrainConfig) -> TransformerConfig:
+    """Return the decoder of a configuration.
+
+    Raises:
+      ValueError: the vocabulary is left to a tokenizer.
+    """
+    if settings.model.vocab_size is None:
+        raise ValueError(
+            f"tpu_train: model.vocab_size is unset and left to data.tokenizer={settings.data.tokenizer}, which is not "
+            "read here; give it with --set=model.vocab_size=NUMBER"
+        )
+    return settings.decoder(None)
+
+
+def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Extension = Extension()) -> Lowered:
+    """Lower the configuration's step for every chip of a slice; extension: what a workload adds to its decoder.
+
+    Raises:
+      ValueError: there is no mesh in the configuration, or it does not fit the slice or the model.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxbench import prng, train
+    from jaxbench.parallel import mesh_plan
+    from jaxbench.training import optimizer_step
+
+    if settings.parallel is None:
+        raise ValueError(f"tpu_train: parallel is unset, the {topology.num_chips} chips need parallel.mesh")
+    model, how = model_of(settings), settings.step
+    shape = (settings.batch_size, settings.data.seq_len)
+    plan = mesh_plan.make_plan(
+        model, settings.parallel, batch=shape[0] // how.accumulation, tokens=shape[1],
+        devices=tpu_compile.devices(topology), extension=extension,
+    )  # fmt: skip
+    shapes = initial.parameter_shapes(model)
+    shapes = {name: jax.ShapeDtypeStruct(leaf, "float32") for name, leaf in shapes.items()}
+    state = _abstract_state(settings, model, shapes, plan.mesh, extension)
+    ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
+    key = jax.eval_shape(lambda: prng.key_from_seed(0)) if model.dropout else None
+    extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}
+    step = mesh_plan.make_step(plan, state, step=functools.partial(optimizer_step.train_step, step_config=how))
+    stored, used = (
+        sum(math.prod(where[name].shard_shape(leaf.shape)) for name, leaf in shapes.items())
+        for where in (plan.params, plan.used)
+    )
+    lowered = step.lower(state, train.Batch(ids, ids, ids, mask, ids), extras)
+    return Lowered(lowered, dict(plan.mesh.shape), stored, used)
+
+
+def _abstract_state(
+    settings: TrainConfig, model: TransformerConfig, shapes: Mapping[str, Any], mesh: Any, extension: Extension
+) -> Any:
+    """Return the state's shapes; the moments say where they lie when that is the host's memory."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from jaxbench import transformer
+    from jaxbench.parallel import mesh_plan, offload
+    from jaxbench.training import optimizer_step
+
+    how, dtype = settings.step, precision.policy(settings.step.precision).compute
+    groups = mesh_plan.projection_groups(settings.parallel, mesh.size) if settings.fused_projections else 0
+    # "fused" asks for the kernel of the platform that JAX runs on, which is not the one compiled for.
+    implementation = "splash" if settings.implementation == "fused" else settings.implementation
+    kind = {"implementation": implementation, "block_size": settings.block_size, "scan_layers": settings.scan_layers}
+    kind |= {"projection_groups": groups, "dtype": dtype, "make_layer": extension.make_layer}
+    on_device = how.model_copy(update={"offload": type(how.offload)()})
+    state = jax.eval_shape(
+        lambda params: optimizer_step.init_state(transformer.blank(model, **kind), params, on_device), shapes
+    )
+    if not how.offload.optimizer:
+        return state
+    host = offload.host_sharding(NamedSharding(mesh, PartitionSpec()))
+    moments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host) if leaf.ndim else leaf, state.moments
+    )
+    return dataclasses.replace(state, moments=moments)
+
+
+def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Extension = Extension()) -> list[Record]:
+    """Compile the step for a slice and return its records; a step that does not fit is one record with status error.
+
+    extension: what a workload adds to the decoder.
+    """
+    step = lower_step(settings, topology, extension)
+    load = {"batch": settings.batch_size, "prompt_tokens": settings.data.seq_len}
+    axes = [f"{axis}={size}" for axis, size in step.sizes.items() if size > 1]
+    common = {
+        "workload": Workload(kind="train", dtype=settings.step.precision, **load),
+        "device": " ".join([topology.name, *axes]),
+        "time_utc": now_utc(),
+    }
+    chip = {"hbm_bytes": topology.chip.hbm_bytes, "num_chips": topology.num_chips}
+    shape = chip | {"num_layers": settings.model.num_layers, "mesh": dict(step.sizes)}
+    try:
+        compiled = tpu_compile.compile_program(lambda: step.lowered, topology)
+    except tpu_compile.DoesNotFitError as error:
+        refused = {"status": "error", "reason": str(error)}
+        return [Record(metric="tpu_memory_bytes", unit="bytes", detail=shape | {"fits": False}, **refused, **common)]
+    resident = compiled.resident_bytes
+    kinds = {kind: total._asdict() for kind, total in compiled.collectives.items()}
+    line = roofline(settings, topology, step, sent_bytes=compiled.sent_bytes)
+    figures = [
+        ("tpu_memory_bytes", resident, "bytes", compiled.memory | {"fits": resident <= topology.chip.hbm_bytes}),
+        ("tpu_flops", line["flops_per_chip"], "FLOP", {"with_repeats": line["flops_done_per_chip"]}),
+        ("tpu_traffic_bytes", line["traffic_bytes"], "bytes", {}),
+        ("tpu_collective_bytes", line["sent_bytes"], "bytes", {"kinds": kinds}),
+        ("tpu_roofline_s", line["seconds"], "s", line),
+        ("tpu_roofline_mfu", line["mfu"], "ratio", {"causal": line["mfu_causal"], "bound": line["bound"]}),
+        ("tpu_compile_s", compiled.compile_s, "s", {}),
+    ]
+    return [
+        Record(metric=name, value=float(value), unit=unit, detail=detail | shape, **common)
+        for name, value, unit, detail in figures
+    ]
+
+
+# The roofline
+
+
+def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, sent_bytes: int) -> dict[str, Any]:
+    """Return a step's least seconds by each of the chip's rates, the longest of them, and the MFU that it leaves."""
+    model, chip = model_of(settings), topology.chip
+    tokens, length = settings.batch_size * settings.data.seq_len, settings.data.seq_len
+    whole, halved = (observe.flops_per_token(model, length, is_causal=is_causal) for is_causal in (False, True))
+    useful = tokens * whole / topology.num_chips
+    done, longest = _computed(settings, model, step.sizes, tokens=tokens, per_token=whole)
+    repeats = 3 if done > useful else 2  # forward, again, backward
+    stages, micro = step.sizes[STAGE], settings.parallel.micro_batches * settings.step.accumulation
+    ends = model.vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
+    used = step.used if stages == 1 else (step.used - ends) / stages + ends
+    logits = 4 * 4 * tokens * model.vocab_size / topology.num_chips
+    width = flops.dtype_bytes(precision.policy(settings.step.precision).compute)
+    traffic = repeats * micro * width * used + OPTIMIZER_BYTES * step.stored + logits
+    times, bound = chips.least_seconds(chip, flops=longest, traffic=traffic, sent=sent_bytes)
+    seconds = times[f"{bound}_s"]
+    peak = chip.flops_per_s * seconds
+    return times | {
+        "bound": bound,
+        "seconds": seconds,
+        "mfu": useful / peak,
+        "mfu_causal": useful * halved / whole / peak,
+        "tokens_per_s": tokens / seconds,
+        "flops_per_chip": useful,
+        "flops_done_per_chip": done,
+        "idle_factor": longest / done,
+        "traffic_bytes": traffic,
+        "sent_bytes": sent_bytes,
+        "chip": chip.name,
+        "source": chip.source,
+    }
+
+
+def _computed(
+    settings: TrainConfig, model: TransformerConfig, sizes: Mapping[str, int], *, tokens: int, per_token: float
+) -> tuple[float, float]:
+    """Return FLOPs a chip computes in a step, a mean over the chips, and what the longest chain of them waits for."""
+    chips_in_all, parallel = math.prod(sizes.values()), settings.parallel
+    head = 6 * model.d_model * model.vocab_size  # a token's, forward and backward
+    layers = per_token - head
+    stages, micro = sizes[STAGE], parallel.micro_batches
+    if stages == 1 and micro == 1:
+        again = layers / 3 if settings.step.remat.policy != "none" else 0
+        done = tokens * (per_token + again) / chips_in_all
+        return done, done
+    rows = chips_in_all // (stages * sizes.get(MODEL, 1))
+    a_micro = tokens / settings.step.accumulation / micro / rows / sizes.get(MODEL, 1)  # tokens' worth on a chip
+    forward = a_micro * layers / 3 / stages
+    costs = {"forward": forward, "backward": 3 * forward}  # the stage's forward again
+    ticks: dict[tuple[int, int], float] = collections.defaultdict(float)
+    for work in timetable(parallel.schedule, stages, micro):
+        is_head = work.kind == "backward" and work.stage == stages - 1
+        ticks[work.tick, work.stage] += costs[work.kind] + (a_micro * head if is_head else 0)
+    longest: dict[int, float] = collections.defaultdict(float)
+    for (tick, _), cost in ticks.items():
+        longest[tick] = max(longest[tick], cost)
+    times = settings.step.accumulation
+    return times * sum(ticks.values()) / stages, times * sum(longest.values())
+
+
+# The command
+
+
+def describe(records: list[Record]) -> str:
+    """Return the lines for a person."""
+    if records[0].value is None:
+        return f"{records[0].device}: {records[0].reason}"
+    figures = {record.metric.removeprefix("tpu_"): record for record in records}
+    memory, line = figures["memory_bytes"], figures["roofline_s"].detail
+    fits = "fits" if memory.detail["fits"] else "does not fit"
+    host = memory.detail["host_argument"] + memory.detail["host_temp"]
+    kinds = figures["collective_bytes"].detail["kinds"].values()
+    listed = ", ".join(
+        f"{kind['kind']} x{kind['count']} ({kind['sent_bytes'] / 2**20:,.0f} MiB sent)" for kind in kinds
+    )
+    times = ", ".join(f"{name} {1e3 * line[f'{name}_s']:.1f} ms" for name in ("compute", "memory", "interconnect"))
+    return "\n".join([
+        f"{memory.device}, batch {memory.workload.batch} x {memory.workload.prompt_tokens}, {memory.workload.dtype}: "
+        f"{memory.value / 2**30:.2f} GiB a chip, {fits} in {memory.detail['hbm_bytes'] / 2**30:.0f} GiB"
+        + (f", {host / 2**30:.2f} GiB in the host" if host else "")
+        + f"; compiled in {figures['compile_s'].value:.0f} s",
+        f"  FLOPs a chip: {line['flops_per_chip'] / 1e12:.2f} T of the model, "
+        f"{line['flops_done_per_chip'] / 1e12:.2f} T computed; "
+        f"waiting for the slowest stage makes it {line['idle_factor']:.2f} times as long",
+        f"  collectives a chip: {listed or 'none'}",
+        f"  roofline, not a measurement: {times}; {line['bound']} bound, at most {line['tokens_per_s']:,.0f} tokens/s, "
+        f"MFU {100 * line['mfu']:.1f} % ({100 * line['mfu_causal']:.1f} % with half the attention)",
+    ])  # fmt: skip
+
+
+def define_flags(path: str) -> None:
+    """Define the command's flags; path: the configuration that it takes by default."""
+    from absl import flags
+
+    from jaxbench import cli
+
+    cli.define_config(path)
+    flags.DEFINE_string("topology", "v5e:4x4", "slice to compile for")
+    flags.DEFINE_string("output", None, "file that records are appended to")
+
+
+def main() -> int:
+    """Compile the configuration's step; return the exit code."""
+    from jaxbench import cli
+
+    return report(cli.load_config(TrainConfig))
+
+
+def report(settings: TrainConfig, extension: Extension = Extension()) -> int:
+    """Compile a step for --topology and print what was found; --output keeps the records as JSON lines."""
+    from absl import flags
+
+    from jaxbench import cli
+
+    values = flags.FLAGS
+    topology = chips.parse_topology(values.topology)
+    records = compile_step(settings, topology, extension)
+    if values.output:
+        RecordFile(values.output).append(*records)
+    print(describe(records), flush=True)
+    return cli.EXIT_OK if records[0].value is not None and records[0].detail["fits"] else cli.EXIT_GATE
+
+
+if __name__ == "__main__":
+    tpu_compile.start_anew()
+    from jaxbench import cli
+
+    define_flags("configs/lm/tpu_1b.yaml")
+    cli.run(main, about=__doc__)

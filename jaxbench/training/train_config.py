@@ -1,0 +1,126 @@
+"""What a training run is: the model of configs/lm/*.yaml (S file: neither JAX nor PyTorch)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pydantic
+
+from jaxbench.config import Base, TransformerConfig
+from jaxbench.mesh import ParallelConfig
+from jaxbench.training import schedules
+from jaxbench.training.schedules import ScheduleConfig
+from jaxbench.training.step_config import StepConfig
+
+MAY_CHANGE = ("steps", "evaluation", "checkpoints", "logging", "parallel")  # between one start of a run and the next
+
+
+class DecoderConfig(TransformerConfig):
+    """A decoder whose vocabulary may be left to the tokenizer."""
+
+    vocab_size: int | None = pydantic.Field(default=None, gt=0)  # tokens; null = as many as the tokenizer has
+
+    def resolved(self, vocab_size: int | None) -> TransformerConfig:
+        """Return the decoder with the tokenizer's vocabulary size where the file leaves it open.
+
+        Raises:
+          ValueError: nobody says how large the vocabulary is, or it is smaller than the tokenizer's.
+        """
+        size = self.vocab_size or vocab_size
+        if size is None:
+            raise ValueError(
+                f"model.vocab_size={self.vocab_size} leaves it to the tokenizer, and token ids come without one; say "
+                "how many tokens there are: --set=model.vocab_size=N"
+            )
+        if vocab_size is not None and size < vocab_size:
+            raise ValueError(f"model.vocab_size={self.vocab_size} does not hold the tokenizer's {vocab_size} tokens")
+        return TransformerConfig(**(self.model_dump() | {"vocab_size": size}))
+
+
+class DataConfig(Base):
+    """The text and how it becomes rows."""
+
+    path: str | None = None  # .txt, .jsonl (.gz), .npy, .bin; null = the default text; --data goes before
+    validation_path: str | None = None  # a text of its own; null = the last part of `path`
+    validation_fraction: float = pydantic.Field(default=0.1, gt=0, lt=1)  # of the tokens, without validation_path
+    tokenizer: str = "byte"  # byte, character, default, a GGUF file, a Hugging Face folder or a hub id
+    seq_len: int = pydantic.Field(gt=0)  # tokens a row
+
+
+class EvaluationConfig(Base):
+    """Held-out evaluation."""
+
+    every_steps: int = pydantic.Field(default=250, ge=1)  # and after the last step
+    batches: int | None = pydantic.Field(default=None, ge=1)  # of held-out rows, always the same; null = all
+    patience: int | None = pydantic.Field(default=None, ge=1)  # evaluations without gain before the run stops early
+    min_gain: float = pydantic.Field(default=0.0, ge=0)  # nats per token that count as gain
+
+
+class CheckpointConfig(Base):
+    """What is kept of a run."""
+
+    every_steps: int = pydantic.Field(default=250, ge=1)  # and after the last step
+    keep: int = pydantic.Field(default=2, ge=1)  # newest checkpoints; the best one stays too
+    export: bool = True  # write a Hugging Face folder at the end
+
+
+class LoggingConfig(Base):
+    """What is shown and written while a run goes on."""
+
+    every_steps: int = pydantic.Field(default=20, ge=1)  # how often losses are fetched from the device
+    peak_tflops: float | None = pydantic.Field(default=None, gt=0)  # of a device, for MFU; null = known, else measured
+
+
+class TrainConfig(Base):
+    """One training run; backend, device and workdir come from the command line."""
+
+    model: DecoderConfig
+    start: str | None = None  # parameters to start from: "default", a folder, GGUF file or hub id; null = random ones
+    data: DataConfig
+    batch_size: int = pydantic.Field(gt=0)  # rows a step, over all devices and micro-batches
+    steps: int = pydantic.Field(gt=0)
+    learning_rate: float = pydantic.Field(gt=0)  # peak, for a batch of base_batch where it is scaled
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"  # with batch_size / base_batch
+    base_batch: int | None = pydantic.Field(default=None, gt=0)  # rows
+    schedule: ScheduleConfig = ScheduleConfig()
+    step: StepConfig = StepConfig()
+    implementation: Literal["dense", "blocked", "fused"] = "dense"  # of attention
+    block_size: int = pydantic.Field(default=128, gt=0)  # tokens; blocked attention
+    scan_layers: bool = False  # JAX: one compiled layer body, for deep models
+    # Query, key and value as one product, gate and up as another. The decoder gets `projection_groups`, how many parts
+    # the kernels interleave in: as many as the mesh splits them into (parallel.projection_groups).
+    fused_projections: bool = False
+    parallel: ParallelConfig | None = None  # mesh and sharding; null = one device
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**64)  # initial values, order of the data, dropout
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.batch_size % self.step.accumulation:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of step.accumulation={self.step.accumulation}"
+            )
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(f"data.seq_len={self.data.seq_len} is over model.max_seq_len={self.model.max_seq_len}")
+        rate = {"peak": self.learning_rate, "steps": self.steps}
+        schedules.learning_rate(self.schedule, 0, **rate)  # both raise where the settings do not fit each other
+        scaling = {"batch": self.batch_size, "base_batch": self.base_batch}
+        schedules.scaled_peak(self.learning_rate, self.learning_rate_scaling, **scaling)
+        self.decoder(self.model.vocab_size or 1)
+        return self
+
+    def decoder(self, vocab_size: int | None) -> TransformerConfig:
+        """Decoder that the run trains, its vocabulary as large as the tokenizer's where the file leaves it open.
+
+        Raises:
+          ValueError: as DecoderConfig.resolved, or a workload's layers do not fit the decoder.
+        """
+        return self.model.resolved(vocab_size)
+
+    def identity(self) -> dict[str, Any]:
+        """Settings that stay the same from one start of a run to the next, as JSON."""
+        content = self.model_dump(mode="json", exclude=set(MAY_CHANGE))
+        content["data"].pop("path")  # the text itself counts, not where it lies
+        return content

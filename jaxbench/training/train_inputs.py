@@ -1,0 +1,94 @@
+"""What a training run starts from: rows of a text, a decoder and its first parameters (S file)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench import initial
+from jaxbench.config import TransformerConfig
+from jaxbench.pretrained import small_tokenizers, weights
+from jaxbench.text import dataset
+from jaxbench.training import observe
+from jaxbench.training.train_config import TrainConfig
+
+
+class Data(NamedTuple):
+    """Rows to train on and rows held out."""
+
+    train: dataset.PackedDataset
+    held_out: dataset.PackedDataset
+    tokenizer: Any
+    byte_lengths: np.ndarray | None  # UTF-8 bytes of each id
+    sha256: str
+
+
+def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, TransformerConfig, dict[str, np.ndarray]]:
+    """Return a run's rows, decoder and first parameters.
+
+    Raises:
+      ValueError: bad data (see prepare_data, dataset.check), or a checkpoint to start from that does not fit.
+    """
+    data = prepare_data(settings, path)
+    model, params = starting_point(settings, None if data.tokenizer is None else data.tokenizer.vocab_size)
+    source = path or settings.data.path or "the default text"
+    dataset.check(data.train.corpus, vocab_size=model.vocab_size, what=f"the training part of {source}")
+    held_out = settings.data.validation_path or f"the held-out part of {source}"
+    dataset.check(data.held_out.corpus, vocab_size=model.vocab_size, what=held_out)
+    if not any(batch.mask.any() for batch in evaluation_batches(settings, data)):
+        raise ValueError(
+            f"train: the {settings.evaluation.batches} batches of {held_out} that evaluation.batches allows have no "
+            "target; allow more"
+        )
+    return data, model, params
+
+
+def evaluation_batches(settings: TrainConfig, data: Data) -> Iterator[dataset.Batch]:
+    """Yield the batches of an evaluation: held-out rows, the same every time, each once."""
+    rows, size = data.held_out, settings.batch_size
+    count = -(-rows.rows_per_epoch // size)
+    for index in range(min(count, settings.evaluation.batches or count)):
+        batch = rows.batch(index, size)
+        # The last batch would begin the next epoch.
+        inside = np.arange(size) + index * size < rows.rows_per_epoch
+        yield batch._replace(mask=batch.mask & inside[:, None])
+
+
+def starting_point(settings: TrainConfig, vocab_size: int | None) -> tuple[TransformerConfig, dict[str, np.ndarray]]:
+    """Return a run's decoder and the parameters that it starts from; vocab_size is the tokenizer's.
+
+    Raises:
+      ValueError: the checkpoint to start from is no such decoder, or a workload's layers do not fit it.
+    """
+    plain, model = settings.model.resolved(vocab_size), settings.decoder(vocab_size)
+    if settings.start is None:
+        return model, initial.initial_params(model, settings.seed)
+    checkpoint = weights.load_checkpoint(None if settings.start == "default" else settings.start)
+    ours, theirs = plain.model_dump(exclude={"dropout"}), checkpoint.config.model_dump(exclude={"dropout"})
+    differing = [f"{key}={ours[key]} (its: {theirs[key]})" for key in ours if ours[key] != theirs[key]]
+    if differing:
+        raise ValueError(f"start: {settings.start} is another decoder than model: {', '.join(differing)}")
+    return model, initial.inserted(model, checkpoint.params, settings.seed)
+
+
+def prepare_data(settings: TrainConfig, path: str | None = None) -> Data:
+    """Return the rows of a configuration, tokenising its text on first use.
+
+    Raises:
+      ValueError: a bad file (see dataset.prepare), or token ids outside the vocabulary.
+    """
+    source, data = path or settings.data.path, settings.data
+    bar, progress = observe.reading("tokenising")
+    with bar:
+        corpus = dataset.prepare(source, tokenizer=data.tokenizer, progress=progress)
+    if data.validation_path is not None:
+        first, last = corpus, dataset.prepare(data.validation_path, tokenizer=corpus.tokenizer or data.tokenizer)
+    else:
+        first, last = dataset.split(corpus, data.validation_fraction)
+    tokenizer = corpus.tokenizer
+    lengths = None if tokenizer is None else small_tokenizers.byte_lengths(tokenizer)
+    rows = dataset.PackedDataset(first, data.seq_len, seed=settings.seed)
+    held_out = dataset.PackedDataset(last, data.seq_len, seed=settings.seed)
+    return Data(rows, held_out, tokenizer, lengths, corpus.sha256 + (last.sha256 if data.validation_path else ""))

@@ -1,0 +1,318 @@
+"""A training run from configuration to exported model, on any backend (S file: neither JAX nor PyTorch).
+
+    result = run(config, make_engine, workdir="out/shakespeare", backend="flax")
+
+The backend is an Engine (engine.py, torch_ref/training/engine.py). Everything that decides what is computed is in the
+configuration, in (seed, step), or in the checkpoint: a run that is killed at any moment and started again with the same
+command ends with the same losses and parameters, bit for bit, on the same machine and mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench import cli, config, initial, outputs
+from jaxbench.config import TransformerConfig
+from jaxbench.parallel.processes import ALONE, Processes, held
+from jaxbench.pretrained import weights
+from jaxbench.training import observe, schedules, train_inputs
+from jaxbench.training.checkpoint import Checkpoints
+from jaxbench.training.train_config import TrainConfig
+
+RECORDS, SUMMARY, CONFIG = "records.jsonl", "summary.json", "config.yaml"
+CHECKPOINTS, EXPORT, BOARD, PROFILE = "checkpoints", "export", "tensorboard", "profile"
+
+
+class Result(NamedTuple):
+    """What a finished run leaves."""
+
+    steps: int  # taken in all
+    validation_loss: float  # nats per token, after the last step
+    bits_per_byte: float | None
+    tokens_per_s: float  # of this process, without compiling, evaluation and saving
+
+
+def run(
+    settings: TrainConfig,
+    make_engine: Callable[..., Any],
+    *,
+    workdir: str | Path,
+    backend: str,
+    data_path: str | None = None,
+    profile_steps: tuple[int, int] | None = None,
+    processes: Processes = ALONE,
+) -> Result:
+    """Train, evaluate, save and export; continues what the folder holds.
+
+    Args:
+      settings: the run.
+      make_engine: Engine, with the device bound where it has one.
+      workdir: folder for everything that is written.
+      backend: its name, kept with the checkpoint.
+      data_path: text instead of settings.data.path.
+      profile_steps: (a, b) writes a trace of steps a + 1 to b into profile/.
+      processes: those that run this together, each with the same settings and folder.
+
+    Raises:
+      ValueError: bad input, a folder in use, or a checkpoint of another run.
+      GateFailed: the loss was not finite and step.nonfinite is stop; the message names the first bad module.
+      OSError: full disk; the last good checkpoint stays.
+    """
+    workdir = Path(workdir)
+    data, model, params = train_inputs.prepare(settings, data_path)  # bad data leaves no folder behind
+    with held(workdir, processes):
+        engine = make_engine(
+            model, params, settings.step, batch_size=settings.batch_size,
+            seq_len=settings.data.seq_len, seed=settings.seed, implementation=settings.implementation,
+            block_size=settings.block_size, scan_layers=settings.scan_layers,
+            fused_projections=settings.fused_projections, parallel=settings.parallel,
+        )  # fmt: skip
+        trainer = _Trainer(settings, engine, model, data, workdir, backend, processes)
+        try:
+            return trainer.run(profile_steps or (-1, -1))
+        finally:
+            trainer.close()
+
+
+class _Trainer:
+    """One run in progress: the engine, what is written, and where the run stands."""
+
+    def __init__(
+        self, settings: TrainConfig, engine: Any, model: TransformerConfig, data: train_inputs.Data, workdir: Path,
+        backend: str, processes: Processes,
+    ):  # fmt: skip
+        self.settings, self.engine, self.model, self.data = settings, engine, model, data
+        self.workdir, self.backend, self.processes = workdir, backend, processes
+        self.records = observe.Records(workdir / RECORDS, is_written=processes.is_first)
+        self.progress = {"best_loss": None, "best_step": 0, "without_gain": 0}
+        self.throughput = observe.Throughput()
+        self.validation: dict[str, float] = {}
+        self.measured_at = -1  # the step after which it was measured
+        self.pending: list[tuple[int, float, Any]] = []
+        self.display = observe.Display(settings.steps, is_shown=processes.is_first)
+        self.checkpoints = Checkpoints(
+            workdir / CHECKPOINTS, keep=settings.checkpoints.keep, say=self.display.say, processes=processes
+        )
+        self.start = self._resume()
+        if processes.is_first:
+            config.dump(settings, workdir / CONFIG)
+        self.records.keep_until(self.start)
+        self.board = observe.Board(workdir / BOARD, start=self.start, is_written=processes.is_first)
+        self.peak = observe.peak_of(self.engine, settings.logging.peak_tflops)
+        self.rate = schedules.scaled_peak(
+            settings.learning_rate, settings.learning_rate_scaling,
+            batch=settings.batch_size, base_batch=settings.base_batch,
+        )  # fmt: skip
+
+    def _resume(self) -> int:
+        """Load the newest whole checkpoint, and return how many steps are done."""
+        checkpoint = self.checkpoints.restore(self.engine.arrays(), check_meta=self._check_meta)
+        if checkpoint is None:
+            return 0
+        self.engine.load(checkpoint.arrays)
+        self.progress = checkpoint.meta["progress"]
+        return checkpoint.step
+
+    def _check_meta(self, meta: dict[str, Any]) -> None:
+        """Raise where a checkpoint was made by another run."""
+        ours, theirs = self._identity(), meta["identity"]
+        flat = [_flat(each) for each in (ours, theirs)]
+        keys = [key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key)]
+        if keys:
+            listed = ", ".join(f"{key} was {flat[1].get(key)}, is {flat[0].get(key)}" for key in sorted(keys)[:6])
+            raise ValueError(f"train: {self.workdir} holds another run: {listed}; use another --workdir")
+
+    def _identity(self) -> dict[str, Any]:
+        return {"config": self.settings.identity(), "text_sha256": self.data.sha256, "backend": self.backend}
+
+    def run(self, profile_steps: tuple[int, int]) -> Result:
+        """Take the steps that are left, and trace some of them."""
+        s, batch = self.settings, self.settings.batch_size
+        self.display.say(
+            f"{self.backend} on {self.engine.device_kind()}: {self._size() / 1e6:.2f} M parameters, "
+            f"{self.data.train.num_tokens} tokens, {s.steps} steps of {batch} x {s.data.seq_len}; "
+            f"compiled in {self.engine.compile_seconds:.1f} s; starts at step {self.start}"
+        )
+        self.display.start(self.start)
+        done, early, is_traced = self.start, self._is_early(), False
+        first, count = self.engine.rows  # a process reads its own rows
+        own_rows = functools.partial(self.data.train.batch, batch_size=batch, first=first, count=count)
+        with ThreadPoolExecutor(1) as ahead:  # the next batch is packed while the device works
+            upcoming = ahead.submit(own_rows, done)
+            while done < s.steps and not early:
+                arrays, upcoming = upcoming.result(), ahead.submit(own_rows, done + 1)
+                self.model.check_documents(arrays.segments)
+                if done == profile_steps[0] and self.processes.is_first:
+                    self.engine.start_profile(str(self.workdir / PROFILE))
+                    is_traced = True
+                self.throughput.start()
+                rate = schedules.learning_rate(s.schedule, done, peak=self.rate, steps=s.steps)
+                self.pending.append((done, rate, self.engine.step(arrays, rate)))
+                done += 1
+                if is_traced and done == profile_steps[1]:
+                    self._flush(done)
+                    self.engine.stop_profile()
+                early = self._after_step(done)
+        return self._finish(done)
+
+    def _after_step(self, done: int) -> bool:
+        """Log, evaluate and save where it is time; True when the run stops early."""
+        s, is_last = self.settings, done == self.settings.steps
+        evaluates = is_last or done % s.evaluation.every_steps == 0
+        saves = is_last or done % s.checkpoints.every_steps == 0
+        if evaluates or saves or done % s.logging.every_steps == 0:
+            self._flush(done)
+        if evaluates:
+            self._evaluate(done)
+        early = evaluates and self._is_early()
+        if saves or early:
+            self._save(done)
+        return early
+
+    def _flush(self, done: int) -> None:
+        """Fetch and write what the steps since the last flush measured; stop where one was not finite."""
+        if not self.pending:
+            return
+        fetched = [(step, rate, self.engine.fetch(metrics)) for step, rate, metrics in self.pending]
+        self.throughput.pause(len(self.pending) * self.settings.batch_size * self.settings.data.seq_len)
+        self.pending = []
+        records = []
+        for step, rate, m in fetched:
+            records.append({"step": step + 1, "loss": m.loss, "grad_norm": m.grad_norm, "learning_rate": rate})
+            records[-1] |= {"loss_scale": m.loss_scale, "skipped": m.skipped}
+            halts = self.settings.step.nonfinite == "stop" and not m.is_finite
+            if halts and not (self.engine.policy.is_scaled and math.isfinite(m.loss)):
+                self.records.add(records)
+                self._stop(step, m)
+        self.records.add(records)
+        for record in records:
+            self.board.add(record["step"], {f"train/{k}": v for k, v in record.items() if k != "step"})
+        rate, memory = self.throughput.rate, self.engine.memory()
+        mfu = self._mfu(rate)
+        self.board.add(done, {"speed/tokens_per_s": rate} | {f"speed/{name}": share for name, share in mfu.items()})
+        self.board.add(done, {"memory/device_live_bytes": memory["live"], "memory/step_bytes": memory["step"]})
+        self.board.add(done, {"memory/host_bytes": observe.host_bytes()})
+        shown = f" held-out {self.validation['loss']:.4f}" if self.validation else ""
+        self.display.update(
+            done, f"loss {records[-1]['loss']:.4f}{shown} {rate:,.0f} tokens/s MFU {100 * mfu['mfu']:.1f} %"
+        )
+
+    def _mfu(self, rate: float) -> dict[str, float]:
+        """Model FLOPs utilisation at a rate of tokens/s, by both conventions: attention counted whole, and by half."""
+        peak, seq_len = self.peak * self.engine.num_devices, self.settings.data.seq_len
+        shares = {"mfu": False, "mfu_causal": True}
+        work = {k: observe.flops_per_token(self.model, seq_len, is_causal=causal) for k, causal in shares.items()}
+        return {name: rate * flops / peak for name, flops in work.items()}
+
+    def _stop(self, step: int, metrics: Any) -> None:
+        """End a run whose loss or gradient is not finite; nothing of it was taken over or is saved."""
+        batch = self.data.train.batch(step, self.settings.batch_size)
+        why = self.engine.diagnose(batch, step)
+        kept = self.checkpoints.steps()
+        raise cli.GateFailed(
+            f"step {step + 1}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: {why}; the parameters before it "
+            f"are kept (checkpoints at {kept or 'no step'}); lower learning_rate, or pass --set=step.nonfinite=skip"
+        )
+
+    def _evaluate(self, done: int) -> None:
+        """Measure the held-out loss on the same rows every time; every process reads them all, for their bytes."""
+        s, total, count, size = self.settings, 0.0, 0, 0
+        for batch in train_inputs.evaluation_batches(s, self.data):
+            self.model.check_documents(batch.segments)
+            part, targets = self.engine.evaluate(batch)
+            total, count = total + part, count + targets
+            if self.data.byte_lengths is not None:
+                size += int(self.data.byte_lengths[batch.targets[batch.mask]].sum())
+        loss = total / count
+        self.measured_at = done
+        self.validation = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        if size:
+            self.validation["bits_per_byte"] = total / size / math.log(2.0)
+        gained = self.progress["best_loss"] is None or loss < self.progress["best_loss"] - s.evaluation.min_gain
+        if gained:
+            self.progress = {"best_loss": loss, "best_step": done, "without_gain": 0}
+        else:
+            self.progress = self.progress | {"without_gain": self.progress["without_gain"] + 1}
+        self.records.add([{"step": done} | {f"validation_{k}": v for k, v in self.validation.items()}])
+        self.board.add(done, {f"validation/{k}": v for k, v in self.validation.items()})
+        self.board.add(done, self.engine.watched(self.data.held_out.batch(0, s.batch_size)))
+        words = ", ".join(f"{k.replace('_', ' ')} {v:.4f}" for k, v in self.validation.items())
+        self.display.say(f"step {done}: held-out {words}; {self.throughput.rate:,.0f} tokens/s")
+
+    def _is_early(self) -> bool:
+        """True where the held-out loss has not fallen for `patience` evaluations."""
+        patience = self.settings.evaluation.patience
+        return patience is not None and self.progress["without_gain"] >= patience
+
+    def _save(self, done: int) -> None:
+        """Start to save a checkpoint after `done` steps."""
+        s = self.settings
+        meta = {
+            "identity": self._identity(),
+            "config": s.model_dump(mode="json"),
+            "data": {"next_step": done, "next_row": done * s.batch_size},
+            "random": {"seed": s.seed, "dropout_step": done * s.step.accumulation},
+            "progress": self.progress,
+        }
+        loss = self.validation["loss"] if self.measured_at == done else None
+        self.checkpoints.save(done, self.engine.arrays(), meta, loss=loss)
+
+    def _finish(self, done: int) -> Result:
+        """Wait for the last save, export the model and write the summary."""
+        self.checkpoints.wait()
+        if not self.validation:  # started again after its last step
+            self.validation = {
+                key.removeprefix("validation_"): value
+                for record in self.records.read()
+                for key, value in record.items()
+                if key.startswith("validation_")
+            }
+        loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
+        result = Result(done, loss, size, self.throughput.mean)
+        summary = result._asdict() | self._mfu(result.tokens_per_s)
+        summary |= {"backend": self.backend, "parameters": self._size()} | self.progress
+        if self.processes.is_first:
+            outputs.write_json(self.workdir / SUMMARY, summary)
+        exported = f", {self._export()}" if self.settings.checkpoints.export else ""
+        self.display.say(
+            f"finished {done} steps: held-out loss {loss:.4f}"
+            + (f", {size:.4f} bits per byte" if size else "")
+            + f", {self.throughput.mean:,.0f} tokens/s; in {self.workdir}: {SUMMARY}, {RECORDS}, {BOARD}/{exported}"
+        )
+        return result
+
+    def _export(self) -> str:
+        """Write the Hugging Face folder, or say why there is none."""
+        folder, params = self.workdir / EXPORT, self.engine.params()
+        if not self.processes.is_first:
+            return ""
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            weights.save_checkpoint(folder, self.model, params, tokenizer=self.data.tokenizer)
+        except ValueError as error:  # no Hugging Face architecture is this decoder
+            return f"not exported ({error})"
+        return f"{EXPORT}/"
+
+    def _size(self) -> int:
+        return sum(math.prod(shape) for shape in initial.parameter_shapes(self.model).values())
+
+    def close(self) -> None:
+        """Stop the display and free the threads of the checkpoints."""
+        self.display.close()
+        self.board.close()
+        with contextlib.suppress(OSError):  # told already
+            self.checkpoints.close()
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one with dotted keys."""
+    if not isinstance(tree, dict):
+        return {prefix: tree if not isinstance(tree, list | tuple) else list(tree)}
+    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

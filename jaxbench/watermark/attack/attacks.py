@@ -1,0 +1,263 @@
+"""Attacks on watermarked text: seeded, composable, each with a strength (S file).
+
+An attack is a frozen configuration; `apply` runs it on texts. The result is a function of (seed, index of the text,
+place in a chain) through Philox, whatever the batch. word_level.py, character_level.py and document_level.py have
+the edits; rewriting by a language model is a callable in `Tools` (rewrite.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from jaxbench.config import Base
+from jaxbench.watermark.attack import character_level, document_level, word_level
+from jaxbench.watermark.attack.random_draws import Draws
+
+SITE = "watermark/attack/"
+
+
+class WordEdit(Base):
+    """Edits of words or tokens at random places."""
+
+    attack: Literal["delete", "insert", "substitute", "swap"]
+    strength: float = Field(ge=0, le=1)  # probability of each word; swap: of each pair of neighbours
+    unit: Literal["word", "token"] = "word"
+
+
+class Synonym(Base):
+    """Replaces words by WordNet synonyms, in the same inflection and case."""
+
+    attack: Literal["synonym"] = "synonym"
+    strength: float = Field(ge=0, le=1)  # probability of each word that has a synonym
+
+
+class CharacterEdit(Base):
+    """Edits of characters: typos and case by word, look-alikes and invisible characters by character, emoji by gap."""
+
+    attack: Literal["typo", "case", "homoglyph", "zero_width", "emoji"]
+    strength: float = Field(ge=0, le=1)  # probability of each place where the edit can happen
+
+
+class Truncate(Base):
+    """Cuts words off."""
+
+    attack: Literal["truncate"] = "truncate"
+    strength: float = Field(ge=0, le=1)  # share of the words cut off
+    side: Literal["end", "start", "both"] = "end"  # both: a window at a random place is left
+
+
+class CopyPaste(Base):
+    """Hides the marked text, whole, in human text."""
+
+    attack: Literal["copy_paste"] = "copy_paste"
+    strength: float = Field(ge=0, lt=1)  # share of human words in the result: 0.9 leaves 10 % marked
+    spans: int = Field(default=1, ge=1, le=16)  # pieces the marked text is cut into
+
+
+class Rewrite(Base):
+    """Rewriting by a language model, block by block."""
+
+    attack: Literal["paraphrase", "back_translate"]
+    strength: float = Field(default=1.0, ge=0, le=1)  # probability of each block of sentences
+    pivot: str = "French"  # back_translate: the language in between
+    temperature: float = Field(default=0.7, ge=0)
+    block_words: int = Field(default=48, ge=8, le=400)  # words rewritten at once
+
+
+Step = Annotated[WordEdit | Synonym | CharacterEdit | Truncate | CopyPaste | Rewrite, Field(discriminator="attack")]
+
+
+class Chain(Base):
+    """Several attacks, one after the other; not nested, so that a configuration has finitely many keys."""
+
+    attack: Literal["chain"] = "chain"
+    steps: tuple[Step, ...] = Field(min_length=1)
+
+    @property
+    def strength(self) -> float:
+        """Return the greatest strength of a step."""
+        return max(step.strength for step in self.steps)
+
+
+Attack = Annotated[
+    WordEdit | Synonym | CharacterEdit | Truncate | CopyPaste | Rewrite | Chain, Field(discriminator="attack")
+]
+_ADAPTER: pydantic.TypeAdapter = pydantic.TypeAdapter(Attack)
+KINDS = (WordEdit, Synonym, CharacterEdit, Truncate, CopyPaste, Rewrite, Chain)
+NAMES = tuple(name for kind in KINDS for name in get_args(kind.model_fields["attack"].annotation))
+
+
+class Tools(NamedTuple):
+    """What some attacks need besides the text."""
+
+    tokenizer: Any = None  # unit="token": encode(text, add_special=...) -> ids, decode(ids) -> text, vocab_size
+    human: Sequence[str] = ()  # carriers of copy_paste; words to insert
+    rewrite: Callable[..., list[str]] | None = None  # rewrite(attack, texts, seed=, indices=) -> texts
+
+
+class Attacked(NamedTuple):
+    """Attacked texts and the share that was really changed [N]: edit distance over the original's length."""
+
+    texts: list[str]
+    word_edits: np.ndarray
+    character_edits: np.ndarray
+
+
+def parse_attack(value: str | Mapping[str, Any] | Base) -> Any:
+    """Return the attack of a name with its strength (`delete:0.3`), a mapping or an attack.
+
+    Raises:
+      ValueError: unknown attack (the nearest name is given), a strength outside its range, or an unknown key.
+    """
+    if isinstance(value, KINDS):
+        return value
+    if isinstance(value, str):
+        name, colon, strength = value.partition(":")
+        try:
+            value = {"attack": name} | ({"strength": float(strength)} if colon else {})
+        except ValueError as error:
+            raise ValueError(f"attack {name!r}: strength {strength!r} is not a number") from error
+    name = value.get("attack") if isinstance(value, Mapping) else value
+    if name not in NAMES:
+        close = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.5)
+        hint = f"the nearest is {close[0]}" if close else f"wanted one of {', '.join(NAMES)}"
+        raise ValueError(f"attack {name!r} is unknown, {hint}")
+    try:
+        return _ADAPTER.validate_python(dict(value))
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"] if part != name)
+        raise ValueError(f"attack {name!r}: {key} is {first['input']!r}: {first['msg'].lower()}") from error
+
+
+def compose(attacks: Sequence[Any]) -> Chain:
+    """Return one attack that runs several in order (each as parse_attack takes it; a chain gives its steps).
+
+    Raises:
+      ValueError: as parse_attack, or there is no attack.
+    """
+    steps: list[Any] = []
+    for attack in map(parse_attack, attacks):
+        steps += attack.steps if isinstance(attack, Chain) else (attack,)
+    if not steps:
+        raise ValueError(f"compose: wanted at least one attack, got {list(attacks)}")
+    return Chain(steps=tuple(steps))
+
+
+def rewrites(attack: Any) -> bool:
+    """Return whether an attack needs a language model."""
+    steps = attack.steps if isinstance(attack, Chain) else (attack,)
+    return any(isinstance(step, Rewrite) for step in steps)
+
+
+def label(attack: Any) -> str:
+    """Return how an attack is called in a report, e.g. `delete 30 %` or `copy paste, 25 % marked`."""
+    if isinstance(attack, Chain):
+        return " + ".join(label(step) for step in attack.steps)
+    name = attack.attack.replace("_", " ")
+    if isinstance(attack, CopyPaste):
+        pieces = f" in {attack.spans} spans" if attack.spans > 1 else ""
+        return f"{name}, {100 * (1 - attack.strength):.3g} % marked{pieces}"
+    unit = " tokens" if getattr(attack, "unit", "word") == "token" else ""
+    language = f" via {attack.pivot}" if name == "back translate" else ""
+    return f"{name}{unit}{language} {100 * attack.strength:.3g} %"
+
+
+def apply(
+    attack: Any, texts: Sequence[str], *, seed: int, tools: Tools | None = None, indices: Sequence[int] | None = None
+) -> Attacked:
+    """Attack texts and measure what changed; an empty text stays empty.
+
+    Args:
+      attack: as parse_attack takes it.
+      texts: one string each.
+      seed: of the attack's random stream.
+      tools: tokenizer, human texts and rewriter where the attack needs them.
+      indices: the texts' numbers in the stream, 0, 1, ... by default.
+
+    Raises:
+      ValueError: the attack needs a tool that is not given, or indices do not fit.
+    """
+    attack, tools = parse_attack(attack), tools or Tools()
+    numbers = list(range(len(texts))) if indices is None else list(indices)
+    if len(numbers) != len(texts):
+        raise ValueError(f"attacks: {len(numbers)} indices for {len(texts)} texts")
+    steps = attack.steps if isinstance(attack, Chain) else (attack,)
+    changed = list(texts)
+    for place, step in enumerate(steps):
+        changed = _step(step, changed, numbers, seed=seed, place=place, tools=tools)
+    words = [edit_rate(one.split(), other.split()) for one, other in zip(texts, changed)]
+    characters = [edit_rate(one, other) for one, other in zip(texts, changed)]
+    return Attacked(changed, np.array(words), np.array(characters))
+
+
+def _step(attack: Any, texts: list[str], numbers: list[int], *, seed: int, place: int, tools: Tools) -> list[str]:
+    """Run one attack of a chain."""
+    if isinstance(attack, Rewrite):
+        if tools.rewrite is None:
+            raise ValueError(f"attack {attack.attack!r} needs a language model: give Tools(rewrite=Rewriter(...))")
+        return tools.rewrite(attack, texts, seed=seed, indices=numbers)
+    out = []
+    for text, number in zip(texts, numbers):
+        draws = Draws(seed, step=place, site=SITE + attack.attack, row=number)
+        out.append(_edit(attack, text, draws, tools) if text.strip() else text)
+    return out
+
+
+def _edit(attack: Any, text: str, draws: Draws, tools: Tools) -> str:
+    if isinstance(attack, WordEdit) and attack.unit == "token":
+        if tools.tokenizer is None:
+            raise ValueError(f"attack {attack.attack!r} with unit='token' needs Tools(tokenizer=...)")
+        ids = tools.tokenizer.encode(text, add_special=False)
+        pool = range(tools.tokenizer.vocab_size)
+        return tools.tokenizer.decode(word_level.edit(attack.attack, ids, attack.strength, draws, pool=pool))
+    if isinstance(attack, WordEdit):
+        return word_level.edit_text(attack.attack, text, attack.strength, draws, human=tools.human)
+    if isinstance(attack, Synonym):
+        return word_level.synonyms_for(text, attack.strength, draws)
+    if isinstance(attack, CharacterEdit):
+        return character_level.EDITS[attack.attack](text, attack.strength, draws)
+    if isinstance(attack, Truncate):
+        return document_level.truncate(text, attack.strength, draws, side=attack.side)
+    return document_level.copy_paste(text, attack.strength, draws, human=tools.human, spans=attack.spans)
+
+
+def edit_rate(original: Sequence, changed: Sequence) -> float:
+    """Levenshtein's distance over the original's length; by hand, as no dependency has it (difflib's is no distance).
+
+    0 for an empty original. Source: Wagner and Fischer 1974, one row at a time.
+    """
+    if not len(original):
+        return 0.0
+    codes: dict = {}
+    one, other = (np.array([codes.setdefault(item, len(codes)) for item in items], np.int64)
+                  for items in (original, changed))  # fmt: skip
+    start = _common(one, other)
+    one, other = one[start:], other[start:]
+    end = _common(one[::-1], other[::-1])
+    one, other = one[: len(one) - end], other[: len(other) - end]
+    ramp = np.arange(len(other) + 1)
+    row = ramp.copy()
+    for item in one:
+        best = np.minimum(row + 1, np.concatenate([row[:1] + 1, row[:-1] + (other != item)]))
+        row = np.minimum.accumulate(best - ramp) + ramp  # insertions, left to right
+    return float(row[-1]) / len(original)
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Return how many leading items are equal."""
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size
+
+
+def slug(attack: Any) -> str:
+    """Return an attack as a part of a file name, e.g. `delete-30`."""
+    return re.sub(r"[^a-z0-9.]+", "-", label(attack).lower()).strip("-")

@@ -1,0 +1,111 @@
+"""Edits of characters: typos, case, look-alikes, invisible characters, emoji (S file)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxbench.watermark.attack.random_draws import Draws
+
+KEY_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # each row is half a key right of the one above
+# Latin letters and their Cyrillic or Greek look-alikes; Unicode Technical Standard 39, confusables.txt
+HOMOGLYPHS = {
+    "a": "\u0430", "c": "\u0441", "e": "\u0435", "i": "\u0456", "j": "\u0458", "o": "\u043e", "p": "\u0440",
+    "s": "\u0455", "x": "\u0445", "y": "\u0443", "A": "\u0410", "B": "\u0412", "C": "\u0421", "E": "\u0415",
+    "H": "\u041d", "I": "\u0406", "J": "\u0408", "K": "\u039a", "M": "\u041c", "N": "\u039d", "O": "\u041e",
+    "P": "\u0420", "S": "\u0405", "T": "\u0422", "X": "\u0425", "Y": "\u03a5", "Z": "\u0396",
+}  # fmt: skip
+ZERO_WIDTH = "\u200b\u200c\u200d\u2060\ufeff"  # space, non-joiner, joiner, word joiner, no-break space
+EMOJI = "\U0001f600\U0001f44d\u2728\U0001f389\U0001f525\U0001f680\U0001f4a1\U0001f60e\U0001f914\u2705"
+
+
+def neighbours() -> dict[str, str]:
+    """Return the keys beside each letter's key on a QWERTY keyboard."""
+    found: dict[str, str] = {}
+    places = {key: (x + y / 2, y) for y, row in enumerate(KEY_ROWS) for x, key in enumerate(row)}
+    for key, (x, y) in places.items():
+        found[key] = "".join(
+            other for other, (u, v) in places.items() if other != key and abs(x - u) <= 1 and abs(y - v) <= 1
+        )
+    return found
+
+
+NEIGHBOURS = neighbours()
+
+
+def typo(text: str, strength: float, draws: Draws) -> str:
+    """Give each word of three letters or more, with probability `strength`, one slip of the keyboard.
+
+    A slip is one of: a neighbouring key instead of the right one, a letter left out, doubled, or swapped with the next.
+    """
+    words = list(re.finditer(r"[A-Za-z]{3,}", text))
+    chosen, numbers = draws.uniform(len(words)) < strength, draws.uniform(3 * len(words)).reshape(-1, 3)
+    out, last = [], 0
+    for match, is_chosen, (kind, place, pick) in zip(words, chosen, numbers):
+        if is_chosen:
+            out += [text[last : match.start()], _slip(match.group(), int(kind * 4), place, pick)]
+            last = match.end()
+    return "".join(out) + text[last:]
+
+
+def _slip(word: str, kind: int, place: float, pick: float) -> str:
+    i = int(place * len(word))
+    if kind == 0:
+        near = NEIGHBOURS[word[i].lower()]
+        key = near[int(pick * len(near))]
+        return word[:i] + (key.upper() if word[i].isupper() else key) + word[i + 1 :]
+    if kind == 1:
+        return word[:i] + word[i + 1 :]
+    if kind == 2:
+        return word[: i + 1] + word[i:]
+    i = min(i, len(word) - 2)
+    return word[:i] + word[i + 1] + word[i] + word[i + 2 :]
+
+
+def case(text: str, strength: float, draws: Draws) -> str:
+    """Change the case of each word with probability `strength`: to lower, upper or swapped, whichever changes it."""
+    words = list(re.finditer(r"[^\W\d_]+", text))
+    chosen, picks = draws.uniform(len(words)) < strength, draws.uniform(len(words))
+    out, last = [], 0
+    for match, is_chosen, pick in zip(words, chosen, picks):
+        if is_chosen:
+            word = match.group()
+            forms = [form for form in dict.fromkeys((word.lower(), word.upper(), word.swapcase())) if form != word]
+            out += [text[last : match.start()], forms[int(pick * len(forms))] if forms else word]
+            last = match.end()
+    return "".join(out) + text[last:]
+
+
+def homoglyph(text: str, strength: float, draws: Draws) -> str:
+    """Replace each letter that has a look-alike by it with probability `strength`."""
+    chosen = draws.uniform(len(text)) < strength
+    return "".join(HOMOGLYPHS.get(letter, letter) if is_chosen else letter for letter, is_chosen in zip(text, chosen))
+
+
+def zero_width(text: str, strength: float, draws: Draws) -> str:
+    """Put an invisible character after each character with probability `strength`."""
+    return _put_after(text, draws.uniform(len(text)) < strength, draws, ZERO_WIDTH, "")
+
+
+def emoji(text: str, strength: float, draws: Draws) -> str:
+    """Put an emoji after each word with probability `strength`."""
+    is_end = np.array([not one.isspace() and (not two or two.isspace()) for one, two in zip(text, [*text[1:], ""])])
+    return _put_after(text, (draws.uniform(len(text)) < strength) & is_end, draws, EMOJI, " ")
+
+
+def _put_after(text: str, chosen: np.ndarray, draws: Draws, signs: str, space: str) -> str:
+    picks = draws.integers(len(text), len(signs))
+    return "".join(
+        letter + space + signs[pick] if is_chosen else letter for letter, is_chosen, pick in zip(text, chosen, picks)
+    )
+
+
+EDITS: dict[str, Callable[[str, float, Draws], str]] = {
+    "typo": typo,
+    "case": case,
+    "homoglyph": homoglyph,
+    "zero_width": zero_width,
+    "emoji": emoji,
+}

@@ -1,0 +1,132 @@
+"""Rewriting by a language model: paraphrase, and translation there and back.
+
+A text is cut into blocks of sentences; each block is one prompt in the model's chat format, and all blocks of all texts
+run in batches. A block's draw depends on (seed, text index, block), not on its batch. Small models rewrite loosely: the
+realised edit rate, which every attack reports, says how much. No twin: an attack is no part of a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxbench import philox, sample, transformer
+from jaxbench.pretrained import tokenizer, weights
+from jaxbench.watermark.attack.attacks import Rewrite
+from jaxbench.watermark.attack.random_draws import Draws
+
+PARAPHRASE = "Rewrite the following text in other words. Keep its meaning. Answer with the new text only.\n\n{text}"
+TRANSLATE = "Translate the following text into {language}. Answer with the translation only.\n\n{text}"
+MAX_BLOCKS = 4096  # of one text: row ids are text * MAX_BLOCKS + block
+GROWTH = 1.5  # a reply may have this many times the tokens of its block
+
+
+class Rewriter:
+    """A model that rewrites texts; loaded at its first use and kept."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "float32",
+        batch_size: int = 16,
+    ):
+        """Keep the settings.
+
+        Args:
+          model: as weights.load_checkpoint takes it; None is the default model.
+          dtype: of the computation.
+          batch_size: blocks at once.
+        """
+        self._spec, self._dtype, self._batch_size = model, dtype, batch_size
+        self._model: transformer.Transformer | None = None
+        self._tokenizer: Any = None
+        self._generators: dict[float, sample.Generator] = {}
+
+    def __call__(
+        self, attack: Rewrite, texts: Sequence[str], *, seed: int, indices: Sequence[int] | None = None
+    ) -> list[str]:
+        """Return the texts with a share `attack.strength` of their blocks rewritten; a block without reply stays."""
+        numbers = list(range(len(texts))) if indices is None else list(indices)
+        pieces = [blocks(text, attack.block_words) for text in texts]
+        chosen = []
+        for row, (number, own) in enumerate(zip(numbers, pieces)):
+            draws = Draws(seed, step=0, site=f"watermark/attack/{attack.attack}/blocks", row=number)
+            chosen += [(row, i) for i in (draws.uniform(len(own)) < attack.strength).nonzero()[0].tolist()]
+        row_ids = [numbers[row] * MAX_BLOCKS + i for row, i in chosen]
+        words = [pieces[row][i] for row, i in chosen]
+        steps = [PARAPHRASE]
+        if attack.attack == "back_translate":
+            steps = [TRANSLATE.replace("{language}", attack.pivot), TRANSLATE.replace("{language}", "English")]
+        replies = words
+        for place, instruction in enumerate(steps):
+            prompts = [instruction.replace("{text}", text.strip()) for text in replies]
+            said = self._answer(prompts, replies, row_ids, seed=seed + place, temperature=attack.temperature)
+            replies = [new or old for new, old in zip(said, replies)]
+        for (row, i), new, old in zip(chosen, replies, words):
+            pieces[row][i] = old[: len(old) - len(old.lstrip())] + new.strip()
+        return ["".join(own) for own in pieces]
+
+    def _answer(
+        self, prompts: list[str], originals: list[str], row_ids: list[int], *, seed: int, temperature: float
+    ) -> list[str]:
+        """Return the model's replies, cleaned; prompts of like length share a batch."""
+        self._load()
+        messages = [self._tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+        ids = [self._tokenizer.encode(message, add_special=False) for message in messages]
+        lengths = [len(own) for own in self._tokenizer.encode_batch(originals, add_special=False)]
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        replies = [""] * len(ids)
+        generator = self._generator(temperature)
+        for start in range(0, len(order), self._batch_size):
+            batch = order[start : start + self._batch_size]
+            limit = 16 * -(-int(GROWTH * max(lengths[i] for i in batch) + 1) // 16)
+            made = generator(
+                [ids[i] for i in batch],
+                max_new_tokens=limit,
+                seed=seed & philox.MASK32,
+                row_ids=[row_ids[i] & 0x7FFFFFFF for i in batch],
+            )
+            for i, tokens, length in zip(batch, made.tokens, made.lengths):
+                replies[i] = clean(self._tokenizer.decode(tokens[:length], skip_special=True))
+        return replies
+
+    def _load(self) -> None:
+        if self._model is None:
+            checkpoint = weights.load_checkpoint(self._spec)
+            self._tokenizer = tokenizer.load_tokenizer(self._spec)
+            self._model = transformer.build(checkpoint.config, checkpoint.params, dtype=self._dtype)
+
+    def _generator(self, temperature: float) -> sample.Generator:
+        if temperature not in self._generators:
+            sampling = sample.SamplingParams(temperature=temperature)
+            self._generators[temperature] = sample.Generator(
+                self._model, eos_id=self._tokenizer.eos_id, sampling=sampling
+            )
+        return self._generators[temperature]
+
+
+def blocks(text: str, words: int) -> list[str]:
+    """Return a text cut after sentences into blocks of about `words` words; joined they are the text again."""
+    sentences = re.findall(r".+?(?:[.!?]+[\"')\]]*(?=\s)|\Z)", text, flags=re.DOTALL)
+    found: list[str] = []
+    count = 0
+    for sentence in sentences:
+        size = len(sentence.split())
+        if found and count and count + size <= words:
+            found[-1] += sentence
+            count += size
+        else:
+            found.append(sentence)
+            count = size
+    return found
+
+
+def clean(reply: str) -> str:
+    """Return a reply without the quotation marks and the lead-in that chat models like to add."""
+    reply = re.sub(r"^\s*(sure|certainly|of course|here)[^\n:]{0,80}:\s+", "", reply.strip(), flags=re.IGNORECASE)
+    if len(reply) > 1 and reply[0] == reply[-1] == '"':
+        reply = reply[1:-1]
+    return reply.strip()

@@ -1,0 +1,94 @@
+"""Edits of words and tokens at random places: delete, insert, substitute, swap, synonyms (S file)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxbench.watermark.attack import synonyms
+from jaxbench.watermark.attack.random_draws import Draws
+
+WORD = re.compile(r"(\s*)(\S+)")
+
+
+def edit(name: str, items: Sequence[Any], strength: float, draws: Draws, *, pool: Sequence[Any]) -> list[Any]:
+    """Return items (words or token ids) edited.
+
+    Args:
+      name: delete: each item with probability `strength`; insert: after each item, one from the pool; substitute: by
+        another from the pool; swap: each pair (0, 1), (2, 3), ... of neighbours.
+      items: what to edit.
+      strength: a probability.
+      draws: the random stream.
+      pool: what insertions and substitutions are taken from; not empty.
+    """
+    if name == "swap":
+        return swap(items, strength, draws)
+    chosen = draws.uniform(len(items)) < strength
+    if name == "delete":
+        return [item for item, is_gone in zip(items, chosen) if not is_gone]
+    picks = draws.integers(len(items), len(pool))
+    out: list[Any] = []
+    for item, is_chosen, pick in zip(items, chosen, picks):
+        if not is_chosen:
+            out.append(item)
+        elif name == "insert":
+            out += [item, pool[int(pick)]]
+        else:
+            new = pool[int(pick)]
+            out.append(pool[(int(pick) + 1) % len(pool)] if new == item else new)
+    return out
+
+
+def swap(items: Sequence[Any], strength: float, draws: Draws) -> list[Any]:
+    """Return items with each pair (0, 1), (2, 3), ... swapped with probability `strength`."""
+    out = list(items)
+    for i in np.flatnonzero(draws.uniform(len(out) // 2) < strength):
+        out[2 * i], out[2 * i + 1] = out[2 * i + 1], out[2 * i]
+    return out
+
+
+def edit_text(name: str, text: str, strength: float, draws: Draws, *, human: Sequence[str] = ()) -> str:
+    """Edit the words of a text; white space stays where it is, and new words come from human texts or the text."""
+    found = WORD.findall(text)
+    spaces, words = [space for space, _ in found], [word for _, word in found]
+    pool = [word for other in human for word in other.split()] if name in ("insert", "substitute") else []
+    pool = pool or words
+    if name in ("substitute", "swap"):
+        changed = edit(name, words, strength, draws, pool=pool)
+        return "".join(space + word for space, word in zip(spaces, changed)) + _tail(text)
+    units = [space + word for space, word in found]
+    return "".join(edit(name, units, strength, draws, pool=_Spaced(pool))) + _tail(text)
+
+
+class _Spaced:
+    """A pool whose words come with a space in front."""
+
+    def __init__(self, words: Sequence[str]):
+        self._words = words
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, index: int) -> str:
+        return " " + self._words[index]
+
+
+def _tail(text: str) -> str:
+    return text[len(text.rstrip()) :]
+
+
+def synonyms_for(text: str, strength: float, draws: Draws) -> str:
+    """Replace each word that has a synonym, with probability `strength`, by one of its synonyms."""
+    thesaurus = synonyms.load()
+    words = list(re.finditer(r"[A-Za-z]+", text))
+    chosen, picks = draws.uniform(len(words)) < strength, draws.uniform(len(words))
+    out, last = [], 0
+    for match, is_chosen, pick in zip(words, chosen, picks):
+        if is_chosen and (found := thesaurus.synonyms(match.group())):
+            out += [text[last : match.start()], found[int(pick * len(found))]]
+            last = match.end()
+    return "".join(out) + text[last:]

@@ -1,0 +1,1 @@
+"""Detection in files larger than memory."""

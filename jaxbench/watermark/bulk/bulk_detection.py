@@ -1,0 +1,287 @@
+"""Detection in files larger than memory: chunks to part files to one output, resumable, on several processes.
+
+Every chunk's scores are written under a temporary name and renamed, then its report likewise: a chunk is done when its
+report is there. A run that died, by kill -9 too, is started again with the same command and does what is missing.
+(S file: the backend's detector comes in with the job.)
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxbench import outputs
+from jaxbench.text import lines
+from jaxbench.watermark import detection, identify
+from jaxbench.watermark.bulk import part_files
+from jaxbench.watermark.config import num_payloads
+from jaxbench.watermark.texts import Encoded, Ragged, TextEncoder
+
+IN_FLIGHT = 3  # chunks a process, waiting or worked on
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is done with every text; one candidate is tested alone, several as a family."""
+
+    candidates: tuple[identify.Candidate, ...]  # a scheme with payloads is tested for all of them
+    make_detector: Callable[..., detection.Evidencer] = detection.NumpyDetector  # a backend's detect.Detector; pickled
+    model: str | None = None  # whose tokenizer splits the texts
+    vocab_size: int | None = None  # unset: that of the model
+    canonicalize: bool = True
+    correction: str = "holm"
+    field: str = "text"
+    prompt_field: str | None = None
+
+
+class Worker:
+    """Scores chunks; made once in each process."""
+
+    def __init__(self, job: Job, folder: str, kind: str):
+        self.job, self.folder, self.kind = job, Path(folder), kind
+        self.vocab_size = job.vocab_size or model_vocab_size(job.model)
+        self._encoder: TextEncoder | None = None
+        self._detectors: dict[str, Any] = {}
+
+    def __call__(self, chunk: lines.Chunk) -> dict[str, Any]:
+        """Score one chunk, write its part and its report, and return the report."""
+        start = time.monotonic()
+        records, bad = lines.read(chunk, field=self.job.field, prompt_field=self.job.prompt_field)
+        records, outside, encoded = self._encode(records)
+        columns = {
+            "file": np.full(len(records), chunk.path, object),
+            "line": np.array([record.line for record in records], np.int64),
+            "id": np.array([record.id for record in records], object),
+            "num_tokens": encoded.ids.lengths,
+            "num_changed": encoded.num_changed,
+        }
+        prompt = np.array([record.prompt_tokens for record in records], np.int32)
+        columns |= self._scores(encoded.ids, prompt)
+        problems = sorted(bad + outside)
+        part_files.write_part(self.folder / f"{chunk.name}.{self.kind}", columns, self.kind)
+        report = {
+            "name": chunk.name, "path": chunk.path, "bytes": chunk.read_bytes,
+            "texts": len(records), "bad": len(problems),
+            "first_bad": [[chunk.path, *one] for one in problems[: part_files.LISTED]],
+            "changed": int((encoded.num_changed > 0).sum()), "tokens": int(encoded.ids.lengths.sum()),
+            "seconds": time.monotonic() - start,
+        }  # fmt: skip
+        outputs.write_json(self.folder / f"{chunk.name}.json", report)
+        return report
+
+    def _encode(self, records: list[lines.Record]) -> tuple[list[lines.Record], list[lines.Bad], Encoded]:
+        """Return the records with ids inside the vocabulary, the others as bad lines, and the ids."""
+        texts = [i for i, record in enumerate(records) if isinstance(record.content, str)]
+        found: list[Any] = [record.content for record in records]
+        changed = np.zeros(len(records), np.int64)
+        if texts:
+            self._encoder = self._encoder or self._make_encoder()
+            encoded = self._encoder.encode([records[i].content for i in texts])
+            if len(texts) == len(records):
+                return records, [], encoded
+            changed[texts] = encoded.num_changed
+            for row, i in enumerate(texts):
+                found[i] = encoded.ids.text(row)
+        largest = [max(ids, default=0) if isinstance(ids, list) else 0 for ids in found]
+        kept = [i for i, token in enumerate(largest) if token < self.vocab_size]
+        outside = [
+            lines.Bad(records[i].line, f"token {token} is outside the vocabulary of {self.vocab_size}")
+            for i, token in enumerate(largest)
+            if token >= self.vocab_size
+        ]
+        ids = Ragged.from_lists([found[i] for i in kept])
+        return [records[i] for i in kept], outside, Encoded(ids, changed[kept])
+
+    def _make_encoder(self) -> TextEncoder:
+        from jaxbench.pretrained import tokenizer
+
+        return TextEncoder(
+            tokenizer.load_tokenizer(self.job.model), vocab_size=self.vocab_size, canonicalize=self.job.canonicalize
+        )
+
+    def _detector(self, scheme: Any, *, vocab_size: int, green_lists: Any) -> Any:
+        name = f"{scheme}"
+        if name not in self._detectors:
+            self._detectors[name] = self.job.make_detector(scheme, vocab_size=vocab_size, green_lists=green_lists)
+        return self._detectors[name]
+
+    def _scores(self, ids: Ragged, prompt: np.ndarray) -> dict[str, np.ndarray]:
+        candidates = self.job.candidates
+        if len(candidates) == 1:
+            one = candidates[0]
+            detector = self._detector(one.scheme, vocab_size=self.vocab_size, green_lists=one.green_lists)
+            return dict(detection.detect(detector, ids, one.key, prompt_lengths=prompt)._asdict())
+        found = identify.identify(
+            candidates, ids, vocab_size=self.vocab_size, make_detector=self._detector,
+            correction=self.job.correction, prompt_lengths=prompt,
+        )  # fmt: skip
+        columns = {f"p_{name}": found.p_values[:, i] for i, name in enumerate(found.names)}
+        columns |= {f"corrected_p_{name}": found.corrected[:, i] for i, name in enumerate(found.names)}
+        columns |= {
+            f"payload_{one.name}": found.payloads[:, i]
+            for i, one in enumerate(candidates)
+            if num_payloads(one.scheme) > 1
+        }
+        return {"best": np.array(found.names, object)[found.best], "p_value": found.p_value} | columns
+
+
+def model_vocab_size(model: str | None) -> int:
+    """Return the vocabulary size of a model's tokenizer."""
+    from jaxbench.pretrained import tokenizer
+
+    return tokenizer.load_tokenizer(model).vocab_size
+
+
+def run(
+    pattern: str,
+    output: str,
+    job: Job,
+    *,
+    processes: int = 1,
+    overwrite: bool = False,
+    say: Callable[[dict[str, Any], int], None] = lambda report, total_bytes: None,
+    engine: Callable[..., Iterator[dict[str, Any]]] | None = None,
+) -> dict[str, Any]:
+    """Score every text of the files that a pattern names into one file; return the run's report.
+
+    Args:
+      output: a .parquet, .jsonl or .csv file. Beside it: `OUTPUT.parts` while the run lasts, `OUTPUT.report.json`.
+      processes: on this machine, each with one thread.
+      overwrite: replace an output, or parts of another run, that are there already; never an input.
+      say: called with each chunk's report as it is done, and the bytes of all files.
+      engine: runs a Worker over chunks in another way, see ray_engine.py.
+
+    Raises:
+      ValueError: bad input, an output that exists or is an input, parts of another run, or no usable text at all.
+    """
+    start = time.monotonic()
+    out, parts = Path(output), part_files.parts_of(Path(output)).absolute()
+    kind = part_files.kind_of(out)
+    # a pattern such as **/*.jsonl finds the parts of the run that it goes on with
+    paths = [path for path in lines.find(pattern) if parts not in Path(path).absolute().parents]
+    outputs.check_file(out, paths, overwrite=overwrite)
+    outputs.check_file(f"{out}.report.json", paths, overwrite=overwrite or parts.exists())
+    keys = [one.key for one in job.candidates]
+    folder = part_files.open_parts(out, paths, describe(job), keys, overwrite=overwrite)
+    done = part_files.finished(folder)
+    total_bytes = sum(os.path.getsize(path) for path in paths)
+    for report in done.values():
+        say(report, total_bytes)
+    work = engine or (local_engine if processes > 1 else serial_engine)
+    try:
+        for report in work(paths, job, str(folder), kind, processes=processes, skip=frozenset(done)):
+            done[report["name"]] = report
+            say(report, total_bytes)
+    except BaseException:
+        if not done:  # nothing to go on with
+            shutil.rmtree(folder)
+        raise
+    reports = [done[name] for name in sorted(done)]
+    summary = _summary(reports, paths, time.monotonic() - start)
+    if not summary["texts"]:
+        problem = "; {} line {}: {}".format(*summary["first_bad"][0]) if summary["bad"] else ""
+        shutil.rmtree(folder)
+        raise ValueError(f"input: {pattern} holds no usable text ({summary['bad']} bad lines{problem})")
+    part_files.merge(folder, [report["name"] for report in reports], out, kind)
+    outputs.write_json(Path(f"{out}.report.json"), summary)
+    shutil.rmtree(folder)
+    return summary
+
+
+def _summary(reports: list[dict[str, Any]], paths: list[str], seconds: float) -> dict[str, Any]:
+    totals = {name: sum(report[name] for report in reports) for name in ("texts", "bad", "changed", "tokens")}
+    listed = [one for report in reports for one in report["first_bad"]][: part_files.LISTED]
+    work = sum(report["seconds"] for report in reports)
+    return totals | {"files": len(paths), "seconds": seconds, "work_seconds": work, "first_bad": listed}
+
+
+# Engines: chunks in, reports out
+
+
+def serial_engine(
+    paths: list[str], job: Job, folder: str, kind: str, *, processes: int, skip: frozenset[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the reports of all chunks, done in this process."""
+    worker = Worker(job, folder, kind)
+    for chunk in todo(paths, skip):
+        yield worker(chunk)
+
+
+def local_engine(
+    paths: list[str], job: Job, folder: str, kind: str, *, processes: int, skip: frozenset[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the reports of all chunks, done by processes of one thread each on this machine."""
+    kept = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)  # the processes read it as they start
+    context = multiprocessing.get_context("spawn")
+    arguments = (job, folder, kind, os.getpid())
+    try:
+        with concurrent.futures.ProcessPoolExecutor(processes, context, _start, arguments) as pool:
+            waiting: set[concurrent.futures.Future] = set()
+            try:
+                for chunk in todo(paths, skip):
+                    waiting.add(pool.submit(_work, chunk))
+                    if len(waiting) >= IN_FLIGHT * processes:
+                        done, waiting = concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED")
+                        yield from (future.result() for future in done)
+                yield from (future.result() for future in concurrent.futures.as_completed(waiting))
+            finally:
+                for future in waiting:
+                    future.cancel()
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def todo(paths: list[str], skip: frozenset[str]) -> Iterator[lines.Chunk]:
+    """Yield the chunks of all files that are not done yet."""
+    for file, path in enumerate(paths):
+        yield from (chunk for chunk in lines.chunks(path, file) if chunk.name not in skip)
+
+
+_worker: Worker | None = None
+
+
+def _start(job: Job, folder: str, kind: str, parent: int) -> None:
+    global _worker
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _worker = Worker(job, folder, kind)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone: a killed parent cannot say so."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _work(chunk: lines.Chunk) -> dict[str, Any]:
+    assert _worker is not None
+    return _worker(chunk)
+
+
+def describe(job: Job) -> str:
+    """Return the part of a job that decides its scores, without keys, as canonical JSON."""
+    fields = {
+        field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name != "make_detector"
+    }
+    fields["candidates"] = [[one.name, one.scheme.model_dump(mode="json")] for one in job.candidates]
+    return json.dumps(fields, sort_keys=True)

@@ -1,0 +1,85 @@
+"""Ray Data as the engine of bulk detection, for many machines (S file; extra `ray`).
+
+Every machine must see the input files and the output's folder under the same paths. A plain file is cut into chunks
+that any machine reads by itself; a .gz file, which has to be read from its start, is one piece of work.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from jaxbench.text import lines
+from jaxbench.watermark.bulk import bulk_detection
+
+# Ray puts sockets into the folder for temporary files, under names of 66 characters; a socket's path has at most 107.
+LONGEST_FOLDER = 40
+
+
+def engine(
+    paths: list[str], job: bulk_detection.Job, folder: str, kind: str, *, processes: int, skip: frozenset[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the reports of all chunks, done by `processes` Ray actors; give it to bulk.run as its engine.
+
+    Uses the Ray cluster of the environment (RAY_ADDRESS), else starts one on this machine.
+
+    Raises:
+      ValueError: Ray is not installed.
+    """
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise ValueError(f"engine: ray cannot be imported ({error}); pip install 'jaxbench[ray]'") from error
+    if not ray.is_initialized():
+        how = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        if len(tempfile.gettempdir()) > LONGEST_FOLDER:
+            how["_temp_dir"] = "/tmp/ray"  # where Ray itself puts them on a system that names no folder
+        ray.init(num_cpus=processes, **how)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    pieces = list(_pieces(paths, skip))
+    if not pieces:
+        return
+    blocks = ray.data.from_items(pieces, override_num_blocks=len(pieces))
+    reports = blocks.map_batches(
+        _Actor,
+        fn_constructor_args=(job, folder, kind, skip),
+        batch_size=1,
+        batch_format="numpy",
+        compute=ray.data.ActorPoolStrategy(size=processes),
+        num_cpus=1,
+    )
+    for row in reports.iter_rows():
+        yield json.loads(row["report"])
+
+
+class _Actor:
+    """One process of one thread that scores pieces."""
+
+    def __init__(self, job: bulk_detection.Job, folder: str, kind: str, skip: frozenset[str]):
+        import os
+
+        os.environ.update(bulk_detection.ONE_THREAD)
+        self._skip = skip
+        self._worker = bulk_detection.Worker(job, folder, kind)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        reports = []
+        for piece in batch["piece"]:
+            chunk = lines.Chunk(*json.loads(piece))
+            whole = lines.chunks(chunk.path, chunk.file) if chunk.size < 0 else [chunk]
+            reports += [json.dumps(self._worker(one)) for one in whole if one.name not in self._skip]
+        return {"report": reports}
+
+
+def _pieces(paths: list[str], skip: frozenset[str]) -> Iterator[dict[str, str]]:
+    for file, path in enumerate(paths):
+        if path.endswith(".gz"):
+            chunks: Any = [lines.Chunk(path, file, 0, 1, 0, -1)]
+        else:
+            chunks = lines.chunks(path, file)
+        yield from ({"piece": json.dumps(chunk)} for chunk in chunks if chunk.size < 0 or chunk.name not in skip)

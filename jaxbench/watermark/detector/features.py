@@ -1,0 +1,192 @@
+"""What the neural detector sees: evidence on one scale for every scheme, its parameters, its batches (S file).
+
+Evidence e lies in (0, 1), larger means more marked, and its mean is 1/2 without a mark, whatever the scheme:
+
+    kgw, unigram, lists   1 - gamma/2 where green, (1 - gamma)/2 where red: the middle of what the token's word can say
+    dip                   the same with gamma = 1/2
+    gumbel                the word's uniform; of a dual key the first key's
+    synthid               Phi(z), z = the weighted sum of the word's bits, standardised
+
+So a detector trained on some schemes can be asked about others. F = 3 numbers a token (`FEATURES`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from pydantic import Field
+
+from jaxbench import initial, philox
+from jaxbench.config import Base
+from jaxbench.pretrained import assets
+from jaxbench.watermark.config import Count
+from jaxbench.watermark.reference import Evidence
+
+FEATURES = 3  # centred evidence, its exponential score, whether the token is scored
+NO_EVIDENCE = 0.5  # of a token that is not scored
+SMALLEST = 2.0**-24  # evidence stays this far from 0 and 1: float32 has nothing between 1 and 1 - 2**-24
+
+
+class NeuralConfig(Base):
+    """Shape of the neural detector."""
+
+    num_rows: int = Field(
+        default=4096, ge=2, le=2**24
+    )  # rows of the token table; half of them belong to one token each
+    d_model: int = Field(default=32, ge=1, le=2**14)  # width of a token's vector
+    dilations: tuple[Count, ...] = (1, 2, 4)  # tokens between a convolution's three taps, one for each layer
+    num_pooled: int = Field(default=16, ge=1, le=2**14)  # numbers a token hands to the pooling
+    d_hidden: int = Field(default=32, ge=1, le=2**14)  # width of the layer behind the pooling
+    norm_eps: float = Field(default=1e-5, gt=0)
+
+
+class Arrays(NamedTuple):
+    """One batch in numpy; the fields of a backend's Batch."""
+
+    tokens: np.ndarray  # int32 [B T], -1 = padding
+    evidence: np.ndarray  # float [B T], in (0, 1)
+    scored: np.ndarray  # bool [B T], True where the evidence counts
+    labels: np.ndarray  # float [B], 1 = marked
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Return the place of each token in its row [B T], -1 = padding."""
+        place = np.broadcast_to(np.arange(self.tokens.shape[1]), self.tokens.shape)
+        return np.where(self.tokens >= 0, place, -1)
+
+
+def evidence(scheme: Any, found: Evidence) -> Float[np.ndarray, "B T"]:
+    """Return evidence e of what `reference.evidence` or a Detector found; 1/2 where not scored."""
+    value = scheme.neural_evidence(found.words)
+    return np.where(found.scored, np.clip(value, SMALLEST, 1.0 - SMALLEST), NO_EVIDENCE)
+
+
+def table_rows(tokens: np.ndarray, num_rows: int) -> np.ndarray:
+    """Return the row of the token table that each token reads: tokens below num_rows / 2 their own, others share.
+
+    Ids of a byte-pair vocabulary are in the order of its merges, so frequent tokens are the small ones.
+    """
+    half = num_rows // 2
+    return np.where(tokens < half, np.maximum(tokens, 0), half + np.maximum(tokens, 0) % (num_rows - half))
+
+
+# Parameters
+
+
+def parameter_shapes(config: NeuralConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by its dotted name; kernels are (in, out)."""
+    c = config
+    linear = {"evidence": (FEATURES, c.d_model)}
+    linear |= {f"layers.{i}.conv": (3 * c.d_model, c.d_model) for i in range(len(c.dilations))}
+    linear |= {"pool": (c.d_model, c.num_pooled), "hidden": (3 * c.num_pooled, c.d_hidden), "head": (c.d_hidden, 1)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.embedding": (c.num_rows, c.d_model)}
+    shapes |= {f"layers.{i}.norm.scale": (c.d_model,) for i in range(len(c.dilations))}
+    for name, shape in linear.items():
+        shapes |= {f"{name}.kernel": shape, f"{name}.bias": shape[1:]}
+    return shapes
+
+
+def initial_params(config: NeuralConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
+    """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
+
+    Kernels have variance 1 / fan-in, the token table standard deviation 0.1, scales are 1 and biases 0; with
+    distinct=True these two are random as well (scales 1 +- 0.1, biases +- 0.1), so that a swapped one shows.
+    """
+    params = {}
+    for name, shape in parameter_shapes(config).items():
+        kind = name.rsplit(".", 1)[1]
+        noise = philox.normal(seed, step=0, site=name, num_elements=int(np.prod(shape))).reshape(shape)
+        width = {"kernel": shape[0] ** -0.5, "embedding": 0.1}.get(kind, 0.1 * distinct)
+        params[name] = (kind == "scale") + width * noise
+    return params
+
+
+def parity_arrays(config: NeuralConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
+    """Return random data of one step for the parity engine: every second row ends in a quarter of padding."""
+    random = np.random.default_rng((seed, step))
+    tokens = random.integers(0, 4 * config.num_rows, (batch, length), dtype=np.int32)
+    tokens[1::2, length - length // 4 :] = -1
+    scored = (tokens >= 0) & (random.random(tokens.shape) < 0.8)
+    labels = (np.arange(batch) % 2).astype(np.float64)
+    value = random.random(tokens.shape) ** np.where(labels, 0.5, 1.0)[:, None]  # marked rows lean to 1
+    return Arrays(tokens, np.where(scored, value, NO_EVIDENCE), scored, labels)
+
+
+# Trained detectors on disk
+
+
+def save(
+    folder: str | Path,
+    config: NeuralConfig,
+    params: Mapping[str, np.ndarray],
+    record: Mapping[str, Any],
+    calibration: np.ndarray | None = None,
+) -> Path:
+    """Write detector.safetensors and detector.json (shape, record, checksum) into a folder; each file whole or not.
+
+    Args:
+      calibration: human passages [N T] for conformal p-values, kept as calibration.npy.
+    """
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    initial.check_params(parameter_shapes(config), params)
+    weights, temporary = folder / "detector.safetensors", folder / ".detector.safetensors.tmp"
+    save_file({name: np.ascontiguousarray(value, np.float32) for name, value in params.items()}, temporary)
+    values = {"config": config.model_dump(mode="json"), "sha256": assets.sha256_file(temporary), **record}
+    if calibration is not None:
+        passages = folder / ".calibration.tmp.npy"
+        np.save(passages, calibration)
+        passages.replace(folder / "calibration.npy")
+    temporary.replace(weights)
+    described = folder / ".detector.json.tmp"
+    described.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    described.replace(folder / "detector.json")
+    return weights
+
+
+def load(folder: str | Path) -> tuple[NeuralConfig, dict[str, np.ndarray], dict[str, Any]]:
+    """Return shape, parameters and record of a detector that `save` wrote.
+
+    Raises:
+      ValueError: a file is missing or damaged, the checksum differs, or parameters are missing, unused or misshapen.
+    """
+    import safetensors
+    from safetensors.numpy import load_file
+
+    path = Path(folder) / "detector.safetensors"
+    try:
+        record = json.loads((Path(folder) / "detector.json").read_text(encoding="utf-8"))
+        config, wanted = NeuralConfig.model_validate(record["config"]), record["sha256"]
+        found = assets.sha256_file(path)
+        if found != wanted:
+            raise ValueError(f"detector: {path} has sha256 {found}, its record says {wanted}; train or copy it again")
+        params = load_file(path)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, safetensors.SafetensorError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"detector: {folder} cannot be read ({reason}); run train-detector first") from error
+    initial.check_params(parameter_shapes(config), params)
+    return config, params, record
+
+
+def load_calibration(folder: str | Path) -> np.ndarray:
+    """Return the human passages [N T] that were saved with a detector.
+
+    Raises:
+      ValueError: there are none, or the file is damaged.
+    """
+    try:
+        found = np.load(Path(folder) / "calibration.npy", allow_pickle=False)
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"detector: {folder}/calibration.npy cannot be read ({error}); run train-detector") from error
+    if found.ndim != 2 or not len(found) or found.dtype.kind not in "iu":
+        raise ValueError(
+            f"detector: {folder}/calibration.npy has shape {found.shape} of {found.dtype}, wanted ids [N T]"
+        )
+    return found

@@ -1,0 +1,143 @@
+"""A small trained detector on per-token evidence and token ids, in Flax NNX.
+
+Twin: torch_ref/watermark/detector/neural.py. Data's way: token vector + linear map of the token's evidence -> residual layers (norm, convolution with three taps,
+GELU) -> P numbers a token -> their sum over scored tokens divided by sqrt(n), their mean and their log-mean-exp -> one
+hidden layer -> logit, large for marked text. The sum over sqrt(n) is what a z-score is; the log-mean-exp, a soft
+maximum, finds a marked passage inside human text. The logit is no p-value: neural_detection.py calibrates it on human
+text. Axis letters: P numbers pooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jaxbench import nn
+from jaxbench.watermark.detector.features import FEATURES, NeuralConfig
+
+
+class Batch(NamedTuple):
+    """One step's data."""
+
+    tokens: Int[Array, "B T"]  # -1 = padding
+    evidence: Float[Array, "B T"]  # in (0, 1), larger = more marked; features.py says how
+    scored: Bool[Array, "B T"]  # True where the evidence counts
+    labels: Float[Array, " B"]  # 1 = marked, 0 = not
+
+
+class Layer(nnx.Module):
+    """Residual convolution over a token and its neighbours `dilation` places before and after it."""
+
+    def __init__(self, d_model: int, *, dilation: int, norm_eps: float, dtype: str):
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps, dtype=dtype)
+        self.conv = nn.Linear(3 * d_model, d_model, use_bias=True, dtype=dtype)
+        self.dilation = dilation
+
+    def __call__(self, x: Float[Array, "B T D"], is_token: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Return the residual stream; padding counts as zeros."""
+        hidden = jnp.where(is_token[:, :, None], self.norm(x), jnp.zeros((), x.dtype))
+        taps = (shifted(hidden, self.dilation), hidden, shifted(hidden, -self.dilation))
+        return x + gelu(self.conv(jnp.concatenate(taps, axis=-1)))
+
+
+class NeuralDetector(nnx.Module):
+    """Evidence and tokens in, one logit a text out."""
+
+    def __init__(self, *, num_rows: int, d_model: int, dilations: Sequence[int], num_pooled: int, d_hidden: int,
+                 norm_eps: float, dtype: str):  # fmt: skip
+        self.embed = nn.Embed(num_rows, d_model, dtype=dtype)
+        self.evidence = nn.Linear(FEATURES, d_model, use_bias=True, dtype=dtype)
+        layers = [Layer(d_model, dilation=d, norm_eps=norm_eps, dtype=dtype) for d in dilations]
+        self.layers = nnx.List(layers)
+        self.pool = nn.Linear(d_model, num_pooled, use_bias=True, dtype=dtype)
+        self.hidden = nn.Linear(3 * num_pooled, d_hidden, use_bias=True, dtype=dtype)
+        self.head = nn.Linear(d_hidden, 1, use_bias=True, dtype=dtype)
+        self.num_rows, self.dtype = num_rows, dtype
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], evidence: Float[Array, "B T"], scored: Bool[Array, "B T"]
+    ) -> Float[Array, " B"]:
+        """Return a logit for each text."""
+        rows = table_rows(tokens, self.num_rows)
+        x = self.embed(rows) + self.evidence(token_features(evidence, scored, dtype=self.dtype))
+        for layer in self.layers:
+            x = layer(x, tokens >= 0)
+        pooled = pool(self.pool(x), scored)
+        return self.head(gelu(self.hidden(pooled)))[:, 0]
+
+
+def table_rows(tokens: Int[Array, "B T"], num_rows: int) -> Int[Array, "B T"]:
+    """Return the row of the token table that each token reads, as features.table_rows; padding reads row 0."""
+    half, tokens = num_rows // 2, jnp.maximum(tokens, 0)
+    return jnp.where(tokens < half, tokens, half + tokens % (num_rows - half))
+
+
+def token_features(evidence: Float[Array, "B T"], scored: Bool[Array, "B T"], *, dtype: str) -> Float[Array, "B T F"]:
+    """Return 2 e - 1, -log(1 - e) - 1 (both 0 in the mean without a mark, and where not scored) and `scored`."""
+    evidence = evidence.astype(jnp.promote_types(evidence.dtype, jnp.float32))
+    parts = (2.0 * evidence - 1.0, -jnp.log1p(-evidence) - 1.0, jnp.ones_like(evidence))
+    zero = jnp.zeros((), evidence.dtype)
+    return jnp.stack([jnp.where(scored, part, zero) for part in parts], axis=-1).astype(dtype)
+
+
+def shifted(x: Float[Array, "B T D"], places: int) -> Float[Array, "B T D"]:
+    """Return x moved to later places (to earlier ones where negative), with zeros moved in."""
+    length = x.shape[1]
+    count = min(abs(places), length)
+    zeros = jnp.zeros((x.shape[0], count, x.shape[2]), x.dtype)
+    kept = x[:, : length - count] if places > 0 else x[:, count:]
+    return jnp.concatenate([zeros, kept] if places > 0 else [kept, zeros], axis=1)
+
+
+def pool(x: Float[Array, "B T P"], scored: Bool[Array, "B T"]) -> Float[Array, "B Q"]:
+    """Return sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    zero = jnp.zeros((), wide.dtype)
+    is_scored = scored[:, :, None]
+    count = jnp.maximum(jnp.sum(scored, axis=1), 1).astype(wide.dtype)[:, None]
+    total = jnp.sum(jnp.where(is_scored, wide, zero), axis=1)
+    # Where nothing is scored all values are 0, so that no infinity enters a gradient.
+    is_open = is_scored | ~jnp.any(scored, axis=1)[:, None, None]
+    highest = jnp.where(is_open, jnp.where(is_scored, wide, zero), zero - jnp.inf)
+    highest = jax.nn.logsumexp(highest, axis=1) - jnp.log(count)
+    highest = jnp.where(jnp.any(scored, axis=1)[:, None], highest, zero)
+    return jnp.concatenate([total / jnp.sqrt(count), total / count, highest], axis=-1).astype(x.dtype)
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return GELU in its tanh form, rounded once."""
+    return jax.nn.gelu(x.astype(jnp.promote_types(x.dtype, jnp.float32)), approximate=True).astype(x.dtype)
+
+
+def predict(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Array, " B"]:
+    """Return the logits of a batch; there is no dropout."""
+    return model(batch.tokens, batch.evidence, batch.scored)
+
+
+def loss_of(output: Float[Array, " B"], batch: Batch) -> Float[Array, ""]:
+    """Return the mean binary cross-entropy of logits, nats per text, in at least float32."""
+    wide = output.astype(jnp.promote_types(output.dtype, jnp.float32))
+    labels = batch.labels.astype(wide.dtype)
+    return jnp.mean(jax.nn.softplus(wide) - labels * wide)
+
+
+def loss_fn(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
+    """Return the model's loss on a batch, nats per text."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
+
+
+def build(config: NeuralConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> NeuralDetector:
+    """Return the detector of a configuration holding `params`, cast to dtype.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    model = NeuralDetector(**{name: getattr(config, name) for name in type(config).model_fields}, dtype=dtype)
+    return nn.load_params(model, params)

@@ -1,0 +1,114 @@
+"""Batches that train and test the neural detector (S file).
+
+A text says nothing about its label: every marked text is also shown as an unmarked one, with the evidence that another
+key would give, and so is human text. Under another key the words of distinct inputs are independent and uniform, so
+they are drawn, not computed. What is left to learn is how much each token's evidence is worth, and where to look.
+
+Training edits are made on the evidence: an edited token, and the tokens whose context it is in, get fresh words; pasted
+human text has fresh words throughout. Test edits are made on the tokens, and their evidence is computed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.watermark import reference
+from jaxbench.watermark.detector import features
+from jaxbench.watermark.keys import Key
+
+
+class Pool(NamedTuple):
+    """Texts of one scheme; words are those of the texts' own keys, None for human text."""
+
+    scheme: Any
+    tokens: np.ndarray  # int32 [N T]
+    scored: np.ndarray  # bool [N T]
+    words: np.ndarray | None  # uint32 [N T]
+
+
+class Example(NamedTuple):
+    """How the examples of a batch are made."""
+
+    min_tokens: int  # shortest beginning of a text that is shown
+    max_edited: float  # largest share of tokens that is replaced, 0 <= share < 1
+    pasted_share: float  # share of examples that are a passage inside human text
+
+
+def marked_pool(scheme: Any, tokens: np.ndarray, keys: Sequence[Key], *, vocab_size: int) -> Pool:
+    """Return the pool of texts [N T] that were generated with one key each."""
+    found = reference.evidence(scheme, keys, tokens, _lengths(tokens), vocab_size=vocab_size)
+    return Pool(scheme, tokens, found.scored, found.words)
+
+
+def human_pool(scheme: Any, tokens: np.ndarray, *, vocab_size: int) -> Pool:
+    """Return the pool of human texts [N T] as one scheme scores them."""
+    found = reference.evidence(scheme, Key(0), tokens, _lengths(tokens), vocab_size=vocab_size)
+    return Pool(scheme, tokens, found.scored, None)
+
+
+def null_arrays(pool: Pool, rows: np.ndarray, length: int, random: np.random.Generator) -> features.Arrays:
+    """Return the beginnings of texts of a pool under keys that have nothing to do with them."""
+    tokens, scored = pool.tokens[rows, :length], pool.scored[rows, :length]
+    words = pool.scheme.null_words(random, tokens.shape)
+    value = features.evidence(pool.scheme, reference.Evidence(words, scored))
+    return features.Arrays(tokens, value.astype(np.float32), scored, np.zeros(len(rows), np.float32))
+
+
+def batch(
+    marked: Sequence[Pool], human: Sequence[Pool], *, size: int, how: Example, random: np.random.Generator
+) -> features.Arrays:
+    """Return a training batch: half marked texts, a quarter the like under other keys, a quarter human text."""
+    parts = [_example(marked[i % len(marked)], human, True, how, random) for i in range(size // 2)]
+    parts += [_example(marked[i % len(marked)], human, False, how, random) for i in range(size // 4)]
+    parts += [_example(human[i % len(human)], human, False, how, random) for i in range(size - len(parts))]
+    return features.Arrays(*(np.stack(field) for field in zip(*parts, strict=True)))
+
+
+def replaced(tokens: np.ndarray, share: float, pool: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return texts [N T] with a share of the tokens replaced by ones drawn from other texts."""
+    is_edited = random.random(tokens.shape) < share
+    return np.where(is_edited, random.choice(pool.ravel(), tokens.shape), tokens).astype(np.int32)
+
+
+def pasted(tokens: np.ndarray, share: float, carriers: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return human texts of the same length with a passage of each marked text [N T], its beginning, pasted in."""
+    rows, length = tokens.shape
+    count = max(1, round(share * length))
+    out = carriers[random.integers(0, len(carriers), rows), :length].copy()
+    for row, start in enumerate(random.integers(0, length - count + 1, rows)):
+        out[row, start : start + count] = tokens[row, :count]
+    return out
+
+
+def _example(pool: Pool, human: Sequence[Pool], is_marked: bool, how: Example, random: np.random.Generator) -> tuple:
+    """Return one text's fields of Arrays; tokens and lengths are drawn alike whatever the label."""
+    row, length = random.integers(len(pool.tokens)), pool.tokens.shape[1]
+    is_kept = _unedited(pool.scheme, length, how, random)
+    if random.random() < how.pasted_share:
+        start, end = sorted(random.integers(0, length + 1, 2))
+        is_kept &= (np.arange(length) >= start) & (np.arange(length) < max(end, start + how.min_tokens))
+    carrier = human[random.integers(len(human))].tokens
+    tokens = np.where(is_kept, pool.tokens[row], carrier[random.integers(len(carrier)), :length])
+    words = pool.scheme.null_words(random, (length,))
+    if is_marked:
+        words = np.where(is_kept, pool.words[row], words)
+    is_token = np.arange(length) < random.integers(how.min_tokens, length + 1)
+    scored = pool.scored[row] & is_token
+    value = features.evidence(pool.scheme, reference.Evidence(words, scored)).astype(np.float32)
+    return np.where(is_token, tokens, -1).astype(np.int32), value, scored, np.float32(is_marked)
+
+
+def _unedited(scheme: Any, length: int, how: Example, random: np.random.Generator) -> np.ndarray:
+    """Return which tokens keep their evidence when a random share of the tokens is replaced, bool [T]."""
+    is_edited = random.random(length) < random.uniform(0, how.max_edited) * (random.random() < 0.5)
+    affected = is_edited.copy()
+    for place in range(1, scheme.context_length + 1):
+        affected[place:] |= is_edited[:-place]
+    return ~affected
+
+
+def _lengths(tokens: np.ndarray) -> np.ndarray:
+    return np.full(len(tokens), tokens.shape[1], np.int32)

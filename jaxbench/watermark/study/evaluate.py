@@ -1,0 +1,345 @@
+"""The evaluation: generate, attack, detect, judge quality, report; every finished stage is a file.
+
+A stage's file is written whole or not at all, so that a run that dies at any moment goes on where it was. Files lie
+under the workdir: material.json, generate/, attack/, detect/, quality/, spoof/, show/; results.json, results.csv and
+report.html come last. No twin: it calls the parts of one backend.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxbench import config, outputs, sample, store
+from jaxbench.watermark.attack import attacks, spoofing
+from jaxbench.watermark.study import detectability, evaluate_data, evaluate_models, evaluate_parts, text_quality
+from jaxbench.watermark.study import evaluate_detect as detecting
+from jaxbench.watermark.study.evaluate_config import CLEAN, HUMAN, UNMARKED, Evaluate
+
+FOLDERS = ("generate", "attack", "detect", "quality", "spoof", "show")
+SETTINGS = "evaluate.json"
+REWRITE_ROWS = 20  # texts of one stage of rewriting: what a kill can lose
+FORGED = 20  # texts forged of each scheme
+
+
+class Evaluation:
+    """One evaluation in its folder; the model is loaded when a stage needs it."""
+
+    def __init__(self, settings: Evaluate, workdir: Path, *, on_stage: Callable[[str, bool], None] | None = None):
+        """Keep settings and folder; on_stage(name, is_new) is called after each stage."""
+        self.settings, self.workdir, self._on_stage = settings, Path(workdir), on_stage
+        self.parts = evaluate_parts.Parts(settings, self.workdir)
+        self.material: evaluate_data.Material
+
+    # Stages
+
+    def stage(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return a stage's result, from its file where it is finished."""
+        result, is_kept = store.kept(self.workdir / f"{name}.json", compute)
+        if self._on_stage:
+            self._on_stage(name, not is_kept)
+        return result
+
+    def plan(self) -> int:
+        """Return how many stages there are."""
+        s, rows = self.settings, self.settings.generate.prompts
+        batches = -(-rows // s.generate.batch_size)
+        parts = sum(-(-rows // REWRITE_ROWS) if attacks.rewrites(attack) else 1 for attack in s.attacks)
+        judged = 1 + len(s.attacks) * s.quality.attacked
+        of_a_scheme = batches + parts + 3 + judged + s.spoofing  # detect, show, generation quality
+        return 1 + batches + 2 + 1 + len(s.schemes) * of_a_scheme
+
+    def run(self) -> dict[str, Any]:
+        """Run every stage and return all results."""
+        s = self.settings
+        made = self.stage("material", lambda: self.read_material()._asdict())
+        self.material = evaluate_data.Material(**made)
+        texts = {arm: self._texts(arm) for arm in s.arms()}
+        attacked = {name: {CLEAN: self._short(texts[name]["text"])} for name in s.schemes}
+        realised: dict[str, dict] = {name: {} for name in s.schemes}
+        for name in s.schemes:
+            for attack in s.attacks:
+                parts = self._attacked(name, attack, attacked[name][CLEAN])
+                attacked[name][attacks.slug(attack)] = parts.pop("texts")
+                realised[name][attacks.slug(attack)] = parts
+        results: dict[str, Any] = {"arms": {}, "human": {}, "realised": realised}
+        for name in s.schemes:
+            results["arms"][name] = {
+                "detect": self.stage(f"detect/{name}", lambda n=name: self._detect(n, texts, attacked[n])),
+                "show": self.stage(f"show/{name}", lambda n=name: self._show(n, texts[n]["text"])),
+                "generation": self.stage(f"quality/{name}/generation", lambda n=name: self._generation(n, texts[n])),
+                "quality": self._judged(name, attacked[name]),
+            }
+            if s.spoofing:
+                spoofed = self.stage(f"spoof/{name}", lambda n=name: self._spoof(n, texts))
+                results["arms"][name]["spoof"] = spoofed
+        results["arms"][UNMARKED] = {
+            "generation": self.stage(
+                f"quality/{UNMARKED}/generation", lambda: self._generation(UNMARKED, texts[UNMARKED])
+            ),
+            "quality": self._judged(UNMARKED, {CLEAN: self._short(texts[UNMARKED]["text"])}),
+        }
+        results["human"]["quality"] = self._judged(HUMAN, {CLEAN: self._short(self.material.natural)})
+        for arm in s.arms():
+            ended = texts[arm]["ended"]
+            results["arms"][arm]["ending"] = text_quality.ending(
+                [len(ids) for ids in texts[arm]["ids"]], limit=s.generate.new_tokens, has_ended=ended
+            )
+        return results
+
+    # What the stages compute
+
+    def read_material(self) -> evaluate_data.Material:
+        """Return prompts and human texts; nothing is written.
+
+        Raises:
+          ValueError: data do not fit.
+        """
+        s = self.settings
+        return evaluate_data.load(
+            s.data,
+            self.parts.tokenizer,
+            prompts=s.generate.prompts,
+            prompt_tokens=s.generate.prompt_tokens,
+            natural_tokens=s.generate.new_tokens,
+            human_texts=s.detect.human_texts,
+        )
+
+    def _texts(self, arm: str) -> dict[str, list]:
+        """Return an arm's generated ids, texts, and whether each ended by itself."""
+        s = self.settings.generate
+        found: dict[str, list] = {"ids": [], "text": [], "ended": []}
+        generator = None
+        for start in range(0, s.prompts, s.batch_size):
+            rows = range(start, min(start + s.batch_size, s.prompts))
+
+            def compute(rows=rows) -> dict[str, list]:
+                nonlocal generator
+                generator = generator or self.parts.generator(arm)
+                return self._generate(generator, arm, rows)
+
+            part = self.stage(f"generate/{arm}/{start // s.batch_size:03d}", compute)
+            for key, values in part.items():
+                found[key] += values
+        return found
+
+    def _generate(self, generator: tuple[sample.Generator, Any], arm: str, rows: Sequence[int]) -> dict[str, list]:
+        made, processor = generator
+        states = None if processor is None else (processor.state([self.parts.key(arm, row) for row in rows]),)
+        out = made(
+            [self.material.prompts[row] for row in rows],
+            max_new_tokens=self.settings.generate.new_tokens,
+            seed=self.settings.seed,
+            row_ids=list(rows),
+            processor_states=states,
+        )
+        ids = [tokens[:length].tolist() for tokens, length in zip(out.tokens, out.lengths)]
+        ended = [bool(own) and own[-1] == self.parts.tokenizer.eos_id for own in ids]
+        text = [self.parts.tokenizer.decode(own[:-1] if end else own) for own, end in zip(ids, ended)]
+        return {"ids": ids, "text": text, "ended": ended}
+
+    def _attacked(self, arm: str, attack: Any, texts: list[str]) -> dict[str, list]:
+        """Return attacked texts and the realised edit rates of each."""
+        rows = REWRITE_ROWS if attacks.rewrites(attack) else max(len(texts), 1)
+        found: dict[str, list] = {"texts": [], "word_edits": [], "character_edits": []}
+        tools = attacks.Tools(tokenizer=self.parts.tokenizer, human=self.material.human, rewrite=self.parts.rewriter)
+        for start in range(0, len(texts), rows):
+            indices = range(start, min(start + rows, len(texts)))
+
+            def compute(indices=indices) -> dict[str, list]:
+                own = [texts[i] for i in indices]
+                made = attacks.apply(attack, own, seed=self.settings.seed, tools=tools, indices=indices)
+                return {k: v if isinstance(v, list) else v.tolist() for k, v in made._asdict().items()}
+
+            part = self.stage(f"attack/{arm}/{attacks.slug(attack)}-{start // rows:03d}", compute)
+            for key, values in part.items():
+                found[key] += values
+        return found
+
+    def _detect(self, arm: str, texts: dict[str, dict], attacked: dict[str, list[str]]) -> dict[str, Any]:
+        """Return p-values: marked and unmarked text by length, attacked text whole, human text under every key."""
+        bench, lengths = self.parts.bench(arm), list(self.settings.detect.lengths)
+        found: dict[str, Any] = {"lengths": lengths, "attacks": {}}
+        cut = self.settings.attack_tokens
+        for place, name in (("marked", arm), (UNMARKED, UNMARKED)):
+            ids = bench.encode(texts[name]["text"])
+            found[place] = _json(bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), lengths, cut=cut))
+        for slug, changed in attacked.items():
+            ids = bench.encode(changed)
+            keys = self.parts.row_keys(arm, len(ids))
+            found["attacks"][slug] = _json(bench.at_lengths(ids, keys, [], cut=max(map(len, ids), default=1)))
+        ids = bench.encode(self.material.human)
+        found["human"] = [_json(bench.at_lengths(ids, key, lengths, cut=cut)) for key in self.parts.keys[arm]]
+        return found
+
+    def _show(self, arm: str, texts: list[str]) -> list[dict[str, Any]]:
+        """Return single texts token by token, marked and human, with each token's evidence."""
+        bench, shown = self.parts.bench(arm), []
+        limit = self.settings.attack_tokens
+        for i in range(min(self.settings.shown_texts, len(texts))):
+            for kind, text in (("marked", texts[i]), (HUMAN, self.material.natural[i])):
+                ids = bench.encode([text])[0][:limit]
+                if not ids:
+                    continue
+                key = self.parts.key(arm, i)
+                evidence, result = bench.evidence([ids], key), bench.score([ids], key)
+                shade = self.settings.schemes[arm].shade(evidence.words[:1])[0]
+                scored = evidence.scored[0]
+                shown.append(
+                    {
+                        "kind": kind,
+                        "text": i,
+                        "p_value": float(result.p_value[0]),
+                        "num_scored": int(result.num_scored[0]),
+                        "tokens": pieces(self.parts.tokenizer, ids),
+                        "shades": [round(float(shade[t]), 3) if scored[t] else None for t in range(len(ids))],
+                    }
+                )
+        return shown
+
+    def _generation(self, arm: str, texts: dict[str, list]) -> dict[str, list]:
+        """Return quality under the generating model itself, after the prompt."""
+        s = self.settings
+        scorer = self.parts.scorer(s.model, s.generate.dtype)
+        rows = [[*prompt, *ids[: s.attack_tokens]] for prompt, ids in zip(self.material.prompts, texts["ids"])]
+        has_logits = arm != UNMARKED and not s.schemes[arm].draws
+        processor = self.parts.processor(arm) if has_logits else None
+        scores = scorer(
+            rows,
+            prompt_lengths=[len(prompt) for prompt in self.material.prompts],
+            processor=processor,
+            states=lambda chosen: processor.state([self.parts.key(arm, row) for row in chosen]),
+            temperature=s.generate.temperature,
+        )
+        return {
+            "nll": scores.nll.tolist(), "entropy": scores.entropy.tolist(), "excess": scores.excess.tolist(),
+            "divergence": scores.divergence.tolist(),
+        }  # fmt: skip
+
+    def _judged(self, arm: str, texts: dict[str, list[str]]) -> dict[str, Any]:
+        """Return quality under the second model setting, for each attack."""
+        wanted = texts if self.settings.quality.attacked else {CLEAN: texts[CLEAN]}
+        return {
+            slug: self.stage(f"quality/{arm}/{slug}", lambda own=own: self._quality(own))
+            for slug, own in wanted.items()
+        }
+
+    def _quality(self, texts: list[str]) -> dict[str, list]:
+        s = self.settings.quality
+        ids = self.parts.tokenizer.encode_batch(texts, add_special=False)
+        ids = [own[: 2 * self.settings.attack_tokens] for own in ids]  # copy-paste makes long texts
+        prompts = self.material.prompts if s.context == "prompt" else [[] for _ in ids]
+        scorer = self.parts.scorer(s.model, s.dtype)
+        rows = [[*prompt, *own] for prompt, own in zip(prompts, ids)]
+        scores = scorer(rows, prompt_lengths=[len(prompt) for prompt in prompts])
+        variety = [text_quality.variety(text)._asdict() for text in texts]
+        columns = {key: [one[key] for one in variety] for key in variety[0]}
+        return {"nll": scores.nll.tolist(), "entropy": scores.entropy.tolist(), **columns}
+
+    def _spoof(self, arm: str, texts: dict[str, dict]) -> dict[str, Any]:
+        """Return guessed keys and forged texts, judged by the owner's detector."""
+        bench, key = self.parts.bench(arm), self.parts.keys[arm][0]
+        own = [row for row in range(self.settings.generate.prompts) if row % self.settings.num_keys == 0]
+        marked = [ids for ids in bench.encode([texts[arm]["text"][row] for row in own]) if ids]
+        guesses = spoofing.guess(lambda guessed: bench.score(marked, guessed).p_value) if marked else []
+        width = max(1, self.settings.schemes[arm].context_length)
+        plain = bench.encode(texts[UNMARKED]["text"])
+        forged: dict[str, Any] = {"texts": 0, "learnt_from_tokens": sum(map(len, marked))}
+        if any(len(ids) > width for ids in marked):
+            learnt = spoofing.learn(marked, plain, width=width)
+            size, seed = self.settings.attack_tokens, self.settings.seed
+            made = [spoofing.forge(learnt, num_tokens=size, seed=seed, index=i) for i in range(FORGED)]
+            p = bench.score(made, key).p_value
+            rates = {str(fpr): detectability.detected(p, fpr)._asdict() for fpr in self.settings.detect.fprs}
+            forged |= {"texts": FORGED, "p_values": p.tolist(), "accepted": rates}
+        return {"guesses": [guess._asdict() for guess in guesses], "forged": forged}
+
+    def _short(self, texts: list[str]) -> list[str]:
+        return evaluate_data.first_tokens(self.parts.tokenizer, texts, self.settings.attack_tokens)
+
+
+def run(
+    settings: Evaluate,
+    workdir: str | Path,
+    *,
+    resume: bool = True,
+    data: str | None = None,
+    console: Any = None,
+) -> dict[str, Any]:
+    """Run an evaluation into a folder and write its report; return what results.json holds.
+
+    Args:
+      settings: what to run.
+      workdir: a folder; finished stages of the same configuration in it are kept.
+      resume: False throws finished stages away first.
+      data: in place of settings.data.
+      console: rich console for progress and tables.
+
+    Raises:
+      ValueError: the folder holds another configuration's stages, or data do not fit.
+    """
+    from jaxbench.watermark.study import evaluate_report
+
+    if data is not None:
+        settings = settings.model_copy(update={"data": data})
+    workdir = Path(workdir)
+    evaluate_data.fingerprint(settings.data)
+    if not (resume and (workdir / "material.json").exists()):
+        with tempfile.TemporaryDirectory() as place:  # where a tiny model may be made
+            Evaluation(settings, Path(place)).read_material()  # data that do not fit leave nothing in the workdir
+    prepare(settings, workdir, resume=resume)
+    with evaluate_report.Progress(console) as progress:
+        evaluation = Evaluation(settings, workdir, on_stage=progress.stage)
+        progress.start(evaluation.plan())
+        results = evaluation.run()
+    return evaluate_report.write(settings, evaluation.material, results, workdir, console=console)
+
+
+def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
+    """Make the folder ready for this configuration.
+
+    Raises:
+      ValueError: it holds stages of another one, or files of their names that no evaluation made.
+    """
+    path = workdir / SETTINGS
+    stages = [workdir / name for name in (*FOLDERS, "material.json")]
+    strange = [str(one) for one in stages if one.exists() and not path.exists()]
+    if strange:
+        raise ValueError(f"evaluate: {strange[0]} is in the way, and {path} is not there; name another --workdir")
+    models = {spec: evaluate_models.sha256(spec) for spec in evaluate_models.names(settings)}
+    extra = {"text_sha256": evaluate_data.fingerprint(settings.data), "models": models}
+    own = config.config_id(settings, exclude=("data",), extra=extra)
+    if not resume:
+        for name in FOLDERS:
+            shutil.rmtree(workdir / name, ignore_errors=True)
+        for name in (SETTINGS, "material.json"):
+            (workdir / name).unlink(missing_ok=True)
+    if path.exists():
+        held = outputs.read_json(path)
+        there = held.get("config_id") if isinstance(held, dict) else None
+        if there != own:
+            raise ValueError(
+                f"evaluate: {workdir} holds the stages of configuration {there}, this is {own}; name another "
+                "--workdir, or throw them away with --noresume"
+            )
+    outputs.write_json(path, {"config_id": own, **extra, "settings": settings.model_dump(mode="json")})
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return what each token adds to the text; the first of several that make one character add nothing."""
+    found, before = [], ""
+    for end in range(1, len(ids) + 1):
+        whole = tokenizer.decode(ids[:end])
+        is_open = whole.endswith("\ufffd") and end < len(ids)
+        found.append("" if is_open else whole[len(before) :])
+        before = before if is_open else whole
+    return found
+
+
+def _json(found: detecting.Found) -> dict[str, list]:
+    return {key: np.asarray(values).tolist() for key, values in found._asdict().items()}

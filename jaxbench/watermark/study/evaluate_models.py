@@ -1,0 +1,61 @@
+"""The models of an evaluation, a tiny random one with its own vocabulary among them (S file)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from jaxbench import initial, outputs
+from jaxbench.config import TransformerConfig
+from jaxbench.pretrained import assets, weights
+from jaxbench.pretrained.tokenizer import Tokenizer
+from jaxbench.text import packing
+from jaxbench.watermark.study.evaluate_config import Evaluate
+
+TINY = "tiny"
+TINY_CONFIG = TransformerConfig(
+    vocab_size=1024, d_model=16, d_ff=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_seq_len=512
+)
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+def names(settings: Evaluate) -> list[str]:
+    """Return the models that an evaluation uses, each once."""
+    return sorted({settings.model, settings.quality.model, settings.rewriting.model})
+
+
+def sha256(spec: str) -> str:
+    """Return the checksum of a model's file, or of a folder's safetensors files by name and content."""
+    if spec == TINY:
+        return TINY
+    if spec in (None, "default"):
+        return assets.MODEL_SHA256
+    path = weights.resolve(spec)
+    if path.is_file():
+        return assets.sha256_file(path)
+    return ",".join(f"{file.name}:{assets.sha256_file(file)}" for file in sorted(path.glob("*.safetensors")))
+
+
+def resolve(spec: str, workdir: Path) -> str | Path:
+    """Return what the loaders take; the tiny model is made in the workdir at its first use."""
+    if spec != TINY:
+        return spec
+    folder = workdir / "tiny-model"
+    if not folder.exists():
+        make_tiny(folder)
+    return folder
+
+
+def make_tiny(folder: Path) -> None:
+    """Write a random model of one layer whose tokens are whole words of the packaged text; whole folder or nothing."""
+    import tokenizers
+
+    counts = Counter(word for document in packing.load_text() for word in document.split())
+    kept = sorted(counts, key=lambda word: (-counts[word], word))[: TINY_CONFIG.vocab_size - 2]
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<end>", *kept])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    core.add_special_tokens(["<end>"])
+    with outputs.whole_folder(folder) as made:
+        weights.save_checkpoint(made, TINY_CONFIG, initial.initial_params(TINY_CONFIG, seed=0))
+        Tokenizer(core, eos_id=1, bos_id=None, chat_template=TEMPLATE).save(made)

@@ -1,0 +1,240 @@
+"""How often a watermark is found, by length: true-positive rates at fixed false-positive rates, with intervals.
+
+Every text is a continuation by the model at the given temperature, without top-k, top-p or an end token (the bars count
+tokens), under a key of its own. One generation serves all lengths: a text of 50 tokens is the beginning of one of 200.
+Detection runs twice: with the prompt as context, so that every generated token is scored, and on the continuation
+alone, where the first tokens lack context. The interval is Wilson's at 95 %; a bar is reached when its lower end is.
+
+Finished batches are files under workdir/chunks, so an interrupted run goes on where it stopped, and a run of more texts
+takes up those of a smaller one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from jaxbench import outputs, philox, sample, store, transformer
+from jaxbench.config import Base, config_id
+from jaxbench.pretrained import tokenizer, weights
+from jaxbench.text import packing, passages
+from jaxbench.watermark import config, green_lists, logits_processor, reference, statistics
+from jaxbench.watermark.keys import Key
+from jaxbench.watermark.study import detectability
+
+
+class Bar(Base):
+    """A true-positive rate that the interval's lower end must reach."""
+
+    scheme: str  # name of a row
+    num_tokens: int = Field(gt=0)
+    level: float = Field(gt=0, lt=1)  # false-positive rate
+    rate: float = Field(gt=0, le=1)
+
+
+class Power(Base):
+    """What a power run measures: configs/watermark/power.yaml."""
+
+    schemes: dict[str, config.Scheme] = Field(min_length=1)  # name of a row -> scheme
+    model: str = "default"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    temperature: float = Field(default=1.0, gt=0)
+    num_texts: int = Field(default=1000, ge=1)
+    prompt_tokens: int = Field(default=32, ge=1)
+    lengths: tuple[config.Count, ...] = Field(default=(25, 50, 100, 200), min_length=1)  # tokens that detection sees
+    levels: tuple[config.Level, ...] = Field(default=(1e-2, 1e-3, 1e-5), min_length=1)  # false-positive rates
+    batch_size: int = Field(default=32, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**64)  # of the ordinary randomness
+    passphrase: str = Field(default="power", min_length=1)  # the keys, one for each text, are derived from it
+    bars: tuple[Bar, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Power:
+        for scheme in self.schemes.values():
+            config.check_generates(scheme, "power")
+        for bar in self.bars:
+            if bar.scheme not in self.schemes or bar.num_tokens not in self.lengths or bar.level not in self.levels:
+                raise ValueError(
+                    f"power: bar {bar.model_dump()} names no measured cell; schemes are {', '.join(self.schemes)}, "
+                    f"lengths {list(self.lengths)}, levels {list(self.levels)}"
+                )
+        return self
+
+
+class Cell(NamedTuple):
+    """One scheme at one length and level."""
+
+    scheme: str
+    num_tokens: int  # generated tokens that detection sees
+    level: float
+    sees_prompt: bool  # the prompt is context: every generated token can be scored
+    rate: detectability.Rate
+    num_scored: float  # mean number of scored tokens
+    bar: float | None  # what the lower end must reach
+
+
+def text_key(passphrase_key: Key, scheme: str, text: int) -> Key:
+    """Return the key of one text of one scheme."""
+    return passphrase_key.derive(f"{scheme} {text}")
+
+
+def prompts(settings: Power, encoder: Any, path: str | Path | None) -> np.ndarray:
+    """Return the prompts [N P] (int32): pieces of the texts in a random order that num_texts does not change.
+
+    Where there are too few, they are taken again, under another key and with other randomness.
+    """
+    texts = passages.read_texts(path)
+    found = passages.cut(encoder, texts, num_tokens=settings.prompt_tokens, max_passages=10**6).tokens
+    words = philox.words(settings.seed, step=0, site="watermark/power", rows=np.zeros(1), num_elements=len(found))
+    order = np.argsort(words[0], kind="stable")
+    return found[order[np.arange(settings.num_texts) % len(found)]]
+
+
+def generate(
+    settings: Power, name: str, given: np.ndarray, *, model: transformer.Transformer, workdir: Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> np.ndarray:  # fmt: skip
+    """Return the continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
+    scheme, root, chunks = settings.schemes[name], Key.from_passphrase(settings.passphrase), []
+
+    @functools.cache
+    def programs() -> tuple[logits_processor.Watermark, sample.Generator]:
+        vocab_size = model.embed.embedding.shape[0]
+        lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
+        processor = logits_processor.Watermark(scheme, vocab_size=vocab_size, green_lists=lists)
+        sampling = sample.SamplingParams(temperature=settings.temperature)
+        return processor, sample.Generator(model, eos_id=None, sampling=sampling, processors=[processor])
+
+    def made(rows: range) -> np.ndarray:
+        processor, generator = programs()
+        begun = time.monotonic()
+        state = processor.state([text_key(root, name, i) for i in rows], seed=settings.seed)
+        found = generator(
+            [given[i].tolist() for i in rows],
+            max_new_tokens=max(settings.lengths),
+            seed=settings.seed,
+            row_ids=list(rows),
+            processor_states=[state],
+        )
+        rate = found.tokens.size / (time.monotonic() - begun)
+        say(f"{name}: {rows.stop} of {len(given)} texts, {rate:.0f} tokens/s")
+        return found.tokens.astype(np.int32)
+
+    for start in range(0, len(given), settings.batch_size):
+        rows = range(start, min(start + settings.batch_size, len(given)))
+        path = workdir / "chunks" / f"{slug(name)}-{start:06d}-{len(rows)}.npy"
+        chunks.append(store.kept(path, functools.partial(made, rows), read=np.load, write=_save)[0])
+    return np.concatenate(chunks)
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    with outputs.whole(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, array)
+
+
+def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vocab_size: int) -> Iterator[Cell]:
+    """Yield the rates of one scheme at every length and level, with and without the prompt as context."""
+    scheme, root = settings.schemes[name], Key.from_passphrase(settings.passphrase)
+    lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
+    keys = [text_key(root, name, i) for i in range(len(made))]
+    for sees_prompt in (True, False):
+        prompt = given if sees_prompt else given[:, :0]
+        for length in settings.lengths:
+            tokens = np.concatenate([prompt, made[:, :length]], axis=1)
+            lengths = np.full(len(tokens), tokens.shape[1], np.int32)
+            evidence = reference.evidence(
+                scheme, keys, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], green_lists=lists
+            )
+            found = statistics.score(scheme, evidence, vocab_size=vocab_size)
+            for level in settings.levels:
+                bar = next(
+                    (b.rate for b in settings.bars if (b.scheme, b.num_tokens, b.level) == (name, length, level)), None
+                )
+                rate = detectability.detected(found.p_value, level)
+                yield Cell(name, length, level, sees_prompt, rate, float(found.num_scored.mean()), bar)
+
+
+def run(
+    settings: Power,
+    *,
+    path: str | Path | None = None,
+    workdir: str | Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Generate, detect, write power.json into workdir, and return what it holds.
+
+    Args:
+      path: texts that the prompts are cut from (passages.read_texts); None = the packaged default text.
+      workdir: holds finished batches, too.
+      say: is told the progress.
+
+    Raises:
+      ValueError: workdir has the batches of another configuration.
+    """
+    workdir, begun = Path(workdir), time.process_time()
+    given = prompts(settings, tokenizer.load_tokenizer(settings.model), path)
+    checkpoint = weights.load_checkpoint(settings.model)
+    vocab_size = checkpoint.config.vocab_size
+    extra = {"text_sha256": packing.text_sha256(path), "model_sha256": checkpoint.sha256}
+    identity = config_id(settings, exclude=("bars", "levels", "num_texts"), extra=extra)
+    check_length(settings.prompt_tokens + max(settings.lengths), checkpoint.config.max_seq_len)
+    store.claim(workdir / "chunks", identity)
+    model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
+    found: list[Cell] = []
+    for name in settings.schemes:
+        made = generate(settings, name, given, model=model, workdir=workdir, say=say)
+        found += cells(settings, name, given, made, vocab_size=vocab_size)
+    missed = [cell for cell in found if is_missed(cell)]
+    result = {
+        "passed": not missed,
+        "num_texts": len(given),
+        "num_prompts": len(np.unique(given, axis=0)),
+        "cpu_s": round(time.process_time() - begun, 1),
+        "config_id": identity,
+        **extra,
+        "config": settings.model_dump(mode="json"),
+        "cells": [cell._asdict() | {"rate": cell.rate._asdict()} for cell in found],
+    }
+    outputs.write_text(workdir / "power.json", json.dumps(result, indent=1) + "\n")
+    for cell in found:
+        say(line(cell))
+    return result
+
+
+def check_length(num_tokens: int, max_seq_len: int) -> None:
+    """Raise a ValueError where texts and their prompts are longer than the model's context."""
+    if num_tokens > max_seq_len:
+        raise ValueError(
+            f"power: {num_tokens} tokens of prompt and text do not fit the model's {max_seq_len} positions"
+        )
+
+
+def is_missed(cell: Cell) -> bool:
+    """Return True where a cell has a bar that its interval's lower end does not reach; bars count scored tokens."""
+    return cell.bar is not None and cell.sees_prompt and cell.rate.low < cell.bar
+
+
+def line(cell: Cell) -> str:
+    """Return one cell as text."""
+    bar = (
+        ""
+        if cell.bar is None or not cell.sees_prompt
+        else f"  bar {cell.bar:g} {'MISSED' if is_missed(cell) else 'reached'}"
+    )
+    sight = "prompt as context" if cell.sees_prompt else "continuation only"
+    return (
+        f"{cell.scheme:<22} {cell.num_tokens:>4} tokens, {sight}, {cell.num_scored:5.1f} scored, FPR {cell.level:<6g} "
+        f"TPR {cell.rate.value:.3f} [{cell.rate.low:.3f}, {cell.rate.high:.3f}]{bar}"
+    )
+
+
+def slug(name: str) -> str:
+    """Return a name as part of a file name."""
+    return "".join(c if c.isalnum() else "-" for c in name)

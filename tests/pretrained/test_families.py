@@ -1,0 +1,181 @@
+"""Settings of Hugging Face and GGUF files become one configuration; what is not supported is refused by name."""
+
+import math
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+
+from jaxbench import initial
+from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.pretrained import families
+
+SOURCE = Path("folder/config.json")
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN3 = LLAMA | {"model_type": "qwen3"}
+GPT2 = {"model_type": "gpt2", "vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA3 = RotaryScaling(kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+
+
+def test_llama_settings_left_out_have_transformers_defaults():
+    config = families.config_from_hf(LLAMA, SOURCE)
+    theirs = LlamaConfig(**LLAMA)
+    assert config.head_dim == theirs.head_dim == 8
+    assert config.max_seq_len == theirs.max_position_embeddings
+    assert config.norm_eps == theirs.rms_norm_eps
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert config.tie_embeddings is theirs.tie_word_embeddings is False
+    assert (config.num_kv_heads, config.d_ff, config.use_bias, config.sliding_window) == (2, 48, False, None)
+
+
+def test_qwen3_settings_left_out_have_transformers_defaults():
+    values = {key: value for key, value in QWEN3.items() if key != "num_key_value_heads"}
+    config, theirs = families.config_from_hf(values | {"num_attention_heads": 64}, SOURCE), Qwen3Config(**values)
+    assert (config.qk_norm, config.head_dim, config.num_kv_heads) == (True, theirs.head_dim, theirs.num_key_value_heads)
+    assert (config.max_seq_len, config.norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (config.tie_embeddings, config.use_bias, config.sliding_window) == (False, False, None)
+    windowed = {"use_sliding_window": True, "max_window_layers": 0}
+    assert families.config_from_hf(QWEN3 | windowed, SOURCE).sliding_window == 4096
+    assert families.config_from_hf(QWEN3 | windowed | {"sliding_window": 9}, SOURCE).sliding_window == 9
+    assert families.config_from_hf(QWEN3 | {"sliding_window": 9}, SOURCE).sliding_window is None
+
+
+def test_gpt2_settings_left_out_have_transformers_defaults():
+    config, theirs = families.config_from_hf(GPT2, SOURCE), GPT2Config(**GPT2)
+    assert config.max_seq_len == theirs.n_positions
+    assert config.norm_eps == theirs.layer_norm_epsilon
+    assert config.tie_embeddings is True
+    assert (config.d_ff, config.head_dim, config.num_kv_heads) == (128, 8, 4)
+    assert (config.norm, config.activation, config.position, config.use_bias) == ("layernorm", "gelu", "learned", True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "theta", "scaling"),
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE}, 5e5, LLAMA3),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0, RotaryScaling(kind="linear", factor=2.0)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
+        ({"rope_parameters": LLAMA3_ROPE | {"rope_theta": 5e5}}, 5e5, LLAMA3),
+    ],
+)
+def test_both_forms_of_rotary_settings_are_read(settings, theta, scaling):
+    config = families.config_from_hf(LLAMA | settings, SOURCE)
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+def test_window_counts_for_mistral_only():
+    assert families.config_from_hf(LLAMA | {"sliding_window": 16}, SOURCE).sliding_window is None
+    assert families.config_from_hf(LLAMA | {"sliding_window": 16, "model_type": "mistral"}, SOURCE).sliding_window == 16
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (LLAMA | {"model_type": "bert"}, "architecture 'bert' is not supported, wanted one of llama, mistral, gpt2"),
+        ({}, "architecture None is not supported"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, wanted 'silu'"),
+        (LLAMA | {"attention_bias": True}, "attention_bias=True with mlp_bias=False is not supported"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
+        (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "setting 'factor' is missing"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads=0 is no whole number from 1"),
+        (LLAMA | {"hidden_size": "wide"}, "hidden_size='wide' is no whole number from 1"),
+        (LLAMA | {"num_hidden_layers": -1}, "num_layers Input should be greater than 0, got -1"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({key: value for key, value in LLAMA.items() if key != "vocab_size"}, "setting 'vocab_size' is missing"),
+        (QWEN3 | {"attention_bias": True}, "attention_bias=True is not supported, wanted False"),
+        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window=True with max_window_layers=28 is not supported"),
+        (GPT2 | {"activation_function": "relu"}, "activation_function='relu' is not supported"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+        (GPT2 | {"n_head": 5}, "n_embd=32 is not a multiple of n_head=5"),
+    ],
+)
+def test_unsupported_settings_are_refused_in_one_line_with_the_files_name(values, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        families.config_from_hf(values, SOURCE)
+    assert str(raised.value).startswith(str(SOURCE))
+    assert "\n" not in str(raised.value)
+
+
+SHAPE = {"vocab_size": 50, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "head_dim": 8, "max_seq_len": 64}
+CONFIGS = {
+    "llama": TransformerConfig(**SHAPE, num_kv_heads=2, rope_scaling=LLAMA3, norm_eps=1e-6, tie_embeddings=False),
+    "llama with biases": TransformerConfig(**SHAPE, num_kv_heads=4, use_bias=True, rope_theta=5e5),
+    "llama stretched": TransformerConfig(
+        **SHAPE, num_kv_heads=1, rope_scaling=RotaryScaling(kind="linear", factor=4.0)
+    ),
+    "mistral": TransformerConfig(**SHAPE, num_kv_heads=2, sliding_window=7),
+    "qwen3": TransformerConfig(**SHAPE | {"head_dim": 16}, num_kv_heads=2, qk_norm=True, rope_theta=1e6),
+    "qwen3 window": TransformerConfig(**SHAPE, num_kv_heads=4, qk_norm=True, sliding_window=7),
+    "gpt2": TransformerConfig(**SHAPE, num_kv_heads=4, **families.GPT2_SHAPE),
+}
+THEIR_CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config, "gpt2": GPT2Config}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configuration_survives_config_json_and_transformers(name):
+    values = families.config_to_hf(CONFIGS[name])
+    assert families.config_from_hf(values, SOURCE) == CONFIGS[name]
+    through_theirs = THEIR_CONFIGS[values["model_type"]](**values).to_dict()
+    assert families.config_from_hf(through_theirs, SOURCE) == CONFIGS[name]
+
+
+def test_combination_without_an_architecture_is_refused():
+    mixed = TransformerConfig(**SHAPE, num_kv_heads=2, norm="layernorm")
+    with pytest.raises(ValueError, match="no Hugging Face architecture has norm=layernorm, activation=swiglu"):
+        families.config_to_hf(mixed)
+
+
+@pytest.mark.parametrize(
+    ("config", "table"),
+    [
+        ("llama", families.HF_LLAMA),
+        ("llama", families.GGUF_LLAMA),
+        ("gpt2", families.HF_GPT2),
+        ("gpt2", families.GGUF_GPT2),
+    ],
+)
+def test_every_parameter_has_exactly_one_rule(config, table):
+    names = {"embed": ("embedding",), "norm": ("scale", "bias")}
+    covered = [
+        f"{name.format(i=i)}.{part}"
+        for rule in table.rules
+        for i in (range(2) if "{i}" in rule.theirs else [0])
+        for name in rule.ours
+        for part in names.get(rule.kind, ("kernel", "bias"))
+    ]
+    assert len(covered) == len(set(covered))
+    assert set(initial.parameter_shapes(CONFIGS[config])) <= set(covered)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_parameters_are_counted_without_listing_them(config):
+    for layers in (1, 3):
+        shape = CONFIGS[config].model_copy(update={"num_layers": layers})
+        listed = sum(math.prod(each) for each in initial.parameter_shapes(shape).values())
+        assert initial.num_parameters(shape) == listed
+
+
+@pytest.mark.parametrize("value", [0, "8", 8.0, True, [8], {"a": 1}])
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads"])
+def test_sizes_that_are_no_whole_numbers_are_named(key, value):
+    with pytest.raises(ValueError, match=f"config.json: {key}=.* is no whole number from 1"):
+        families.config_from_hf(LLAMA | {key: value}, SOURCE)

@@ -1,0 +1,193 @@
+"""The tokenizer: known encodings, transformers as oracle, round trips, templates that cannot reach out."""
+
+import json
+
+import gguf
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench.pretrained import assets, tokenizer
+
+CHAT = [{"role": "user", "content": "Hi"}]
+SAMPLES = ["Hello world", "don't  stop", " leading", "naïve café 😀\n\n\ttabs", "<|im_start|>user\nHi<|im_end|>\n", ""]
+
+
+@pytest.fixture(scope="module")
+def default():
+    return tokenizer.load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def saved(default, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    default.save(folder)
+    return folder
+
+
+def test_default_has_the_published_ids_and_size(default):
+    assert (default.vocab_size, default.eos_id, default.bos_id) == (49152, 2, 1)
+    assert default.encode("<|endoftext|><|im_start|><|im_end|>") == [0, 1, 2]
+
+
+def test_digits_are_taken_one_by_one_and_never_with_the_space_before(default):
+    digits = {str(d): default.core.token_to_id(str(d)) for d in range(10)}
+    space, two_spaces = default.core.token_to_id("Ġ"), default.core.token_to_id("ĠĠ")
+    assert default.encode("2024") == [digits[d] for d in "2024"]
+    assert default.encode("a  12")[1:] == [two_spaces, digits["1"], digits["2"]]  # not two single spaces
+    assert default.encode(" 7") == [space, digits["7"]]
+
+
+def test_encodings_equal_transformers_own_reading_of_the_file(default):
+    path = assets.default_model_path()
+    theirs = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    for text in [*SAMPLES, *assets.default_text().split("\f")]:
+        assert default.encode(text) == theirs(text).input_ids
+
+
+def test_saved_tokenizer_is_the_same_for_us_and_for_transformers(default, saved):
+    ours = tokenizer.load_tokenizer(saved)
+    theirs = transformers.AutoTokenizer.from_pretrained(saved)
+    for text in [*SAMPLES, "In 2024, the  12 cats", assets.default_text()[:5000]]:
+        assert default.encode(text) == ours.encode(text) == theirs(text).input_ids
+    assert (ours.eos_id, ours.bos_id, ours.vocab_size) == (2, 1, 49152)
+    rendered = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert default.chat(CHAT) == ours.chat(CHAT) == rendered
+
+
+def test_chat_puts_the_system_message_first_and_asks_for_an_answer(default):
+    text = default.chat(CHAT)
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert default.encode(text)[0] == default.bos_id
+    assert not default.chat(CHAT, add_generation_prompt=False).endswith("assistant\n")
+
+
+# SmolLM2's vocabulary has no token for the bytes of some control characters and of code points above U+3FFFF.
+COVERED = st.characters(max_codepoint=0x3FFFF, exclude_categories=("Cs", "Cc"))
+
+
+@given(text=st.text(COVERED, max_size=60))
+def test_decoding_gives_the_text_back(default, text):
+    assert default.decode(default.encode(text)) == text
+
+
+def test_special_tokens_can_be_left_out_of_the_text(default):
+    ids = default.encode("<|im_start|>Hi<|im_end|>")
+    assert default.decode(ids) == "<|im_start|>Hi<|im_end|>"
+    assert default.decode(ids, skip_special=True) == "Hi"
+
+
+def test_batch_equals_one_by_one(default):
+    assert default.encode_batch(SAMPLES) == [default.encode(text) for text in SAMPLES]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{% set _ = messages.append(1) %}", "unsafe|not safely callable"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "template failed"),
+    ],
+)
+def test_template_that_is_missing_broken_or_reaches_out_is_an_error(default, template, message):
+    broken = tokenizer.Tokenizer(default.core, eos_id=2, bos_id=1, chat_template=template)
+    with pytest.raises(ValueError, match=message):
+        broken.chat(CHAT)
+
+
+def test_template_sees_token_names_and_loop_controls(default):
+    template = "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}{{ eos_token }}"
+    made = tokenizer.Tokenizer(default.core, eos_id=2, bos_id=1, chat_template=template)
+    assert made.chat(CHAT * 2) == '<|im_start|>{"role": "user", "content": "Hi"}<|im_end|>'
+
+
+# --- folders
+
+
+def _settings(folder, values):
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+def test_end_token_is_found_in_each_place_that_folders_keep_it(saved, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
+    assert tokenizer.load_tokenizer(tmp_path).eos_id is None
+    (tmp_path / "config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert tokenizer.load_tokenizer(tmp_path).eos_id == 5
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert tokenizer.load_tokenizer(tmp_path).eos_id == 7
+    _settings(tmp_path, {"eos_token": {"content": "<|endoftext|>"}})
+    assert tokenizer.load_tokenizer(tmp_path).eos_id == 0
+    _settings(tmp_path, {"eos_token": "<|im_end|>"})
+    assert tokenizer.load_tokenizer(tmp_path).eos_id == 2
+
+
+def test_template_is_found_in_each_place_that_folders_keep_it(saved, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
+    _settings(tmp_path, {"chat_template": [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]})
+    assert tokenizer.load_tokenizer(tmp_path).chat([]) == "d"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert tokenizer.load_tokenizer(tmp_path).chat([]) == "file"
+
+
+def test_missing_or_damaged_tokenizer_json_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ValueError, match=r"missing tokenizer\.json; write it with"):
+        tokenizer.load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+        tokenizer.load_tokenizer(tmp_path)
+
+
+# --- other GGUF vocabularies
+
+
+def _write(path, model="gpt2", pre="gpt-2", merges=("Ġ a", "b c"), eos=1, add_bos=False):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(["<s>", "</s>", "a", "b", "c", "Ġ", "1", "2", "Ġa", "bc", "12"])
+    writer.add_token_types([3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1])
+    writer.add_token_merges([*merges, "1 2"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(eos)
+    writer.add_add_bos_token(add_bos)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pre", "digits"), [("gpt-2", [10]), ("llama-bpe", [10]), ("smollm", [6, 7]), ("qwen2", [6, 7])]
+)
+def test_pre_tokenizers_differ_in_how_they_take_digits(tmp_path, pre, digits):
+    made = tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", pre=pre))
+    assert made.encode("bc a</s>") == [9, 8, 1]
+    assert made.encode("12") == digits
+
+
+def test_begin_token_is_added_where_the_file_says_so(tmp_path):
+    made = tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", add_bos=True))
+    assert made.encode("bc") == [0, 9]
+    assert made.encode("bc", add_special=False) == [9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": "llama"},
+            "tokenizer model 'llama' with pre-tokenizer 'gpt-2' is not supported, wanted model 'gpt2'",
+        ),
+        ({"pre": "viking"}, "pre-tokenizer 'viking' is not supported.*gpt-2, smollm, llama-bpe"),
+        ({"merges": ("x y",)}, "the vocabulary cannot be read"),
+        ({"eos": 99}, "special ids {'eos': 99} lie outside the vocabulary of 11"),
+    ],
+)
+def test_vocabularies_that_cannot_be_used_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", **changes))

@@ -1,0 +1,85 @@
+"""The environment of processes, and starting anew with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxbench import process_environment
+from tests.structure import ROOT
+
+
+def run_fresh(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run Python code in a process without this one's JAX and malloc variables."""
+    names = ("JAX_", "XLA_", "MALLOC_", process_environment.MARKER)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    command = [sys.executable, "-c", code, "argument with space"]
+    return subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=120)
+
+
+def test_platforms_follow_the_device_and_the_rest_respects_the_user(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    found = process_environment.environment("gpu")
+    assert found["JAX_PLATFORMS"] == "cuda,cpu"
+    assert found["MALLOC_TRIM_THRESHOLD_"] == "1"
+    assert found["MALLOC_MMAP_THRESHOLD_"] == "8589934592"
+    assert process_environment.environment("cpu")["JAX_PLATFORMS"] == "cpu"
+    assert "TPU_SKIP_MDS_QUERY" not in process_environment.environment("tpu")
+    with pytest.raises(ValueError, match="'phone'"):
+        process_environment.environment("phone")
+
+
+def test_simulated_devices_keep_the_users_flags_and_have_threads_to_spare(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3 --xla_dump_to=there")
+    monkeypatch.delenv("NPROC", raising=False)
+    found = process_environment.simulated_devices(2)
+    assert found["XLA_FLAGS"].split()[:2] == ["--xla_force_host_platform_device_count=3", "--xla_dump_to=there"]
+    assert found["XLA_FLAGS"].count("device_count") == 1 and "terminate_timeout_seconds=240" in found["XLA_FLAGS"]
+    monkeypatch.setenv("XLA_FLAGS", "")
+    code = "import jax, os; jax.numpy.ones(3) + 1; print(jax.device_count(), len(os.listdir('/proc/self/task')))"
+    few, many = (
+        run_fresh(
+            code, JAX_PLATFORMS="cpu", **{**process_environment.simulated_devices(2), "NPROC": threads}
+        ).stdout.split()
+        for threads in ("2", process_environment.simulated_devices(2)["NPROC"])
+    )
+    assert few[0] == many[0] == "2"
+    assert int(many[1]) > int(few[1])  # XLA reads NPROC
+    with pytest.raises(ValueError, match="0 simulated devices"):
+        process_environment.simulated_devices(0)
+
+
+def test_a_process_starts_anew_once_with_its_arguments_and_prints_no_library_noise():
+    code = """
+import json, os, sys
+print("start", os.getpid(), flush=True)
+from jaxbench import launch
+launch.ensure("cpu")
+launch.ensure("cpu")
+import jax
+wanted = launch.environment("cpu")
+print(json.dumps([sys.argv[1], jax.default_backend(), {name: os.environ.get(name) for name in wanted} == wanted]))
+"""
+    done = run_fresh(code)
+    assert done.returncode == 0 and done.stderr == ""
+    *starts, last = done.stdout.splitlines()
+    assert len(starts) == 2 and len(set(starts)) == 1  # twice, in the same process
+    assert json.loads(last) == ["argument with space", "cpu", True]
+
+
+def test_starting_anew_after_jax_was_imported_is_an_error():
+    done = run_fresh("import jax\nfrom jaxbench import launch\nlaunch.ensure('cpu')")
+    assert done.returncode == 1 and "launch: ensure('cpu') came after `import jax`" in done.stderr
+
+
+def test_the_compile_cache_is_one_folder_a_jaxlib_and_a_processor(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXBENCH_CACHE", str(tmp_path))
+    first = process_environment.compile_cache_dir()
+    assert first.parent == tmp_path / "xla" and "jaxlib-" in first.name and not first.exists()
+    monkeypatch.setattr(process_environment.platform, "machine", lambda: "other")
+    assert process_environment.compile_cache_dir() != first

@@ -1,0 +1,44 @@
+"""Throughput, FLOPs and records of a run."""
+
+import pytest
+
+from jaxbench.parity.cases import GPT2, LLAMA
+from jaxbench.training import observe
+
+
+def test_throughput_counts_windows_only():
+    clock = iter([0.0, 2.0, 10.0, 14.0])
+    found = observe.Throughput(clock=lambda: next(clock))
+    found.start()
+    found.start()  # an open window goes on
+    found.pause(100)
+    assert found.rate == 50.0
+    found.start()
+    found.pause(100)
+    assert found.rate == 25.0 and found.mean == pytest.approx(200 / 6)
+
+
+def test_flops_per_token_by_hand():
+    # Tied: the embedding is the head. 2 layers of q 32x32, k and v 32x16, o 32x32, three of 32x48, two norms of 32.
+    multiplied = 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32
+    whole = 6 * multiplied + 12 * 2 * 32 * 10
+    assert observe.flops_per_token(LLAMA, 10, is_causal=False) == whole
+    assert observe.flops_per_token(LLAMA, 10, is_causal=True) == whole - 6 * 2 * 32 * 10
+    positions = observe.flops_per_token(GPT2.model_copy(update={"max_seq_len": 999}), 10, is_causal=False)
+    assert positions == observe.flops_per_token(GPT2, 10, is_causal=False)
+
+
+def test_known_devices_have_a_peak_and_others_none():
+    assert observe.peak_flops("NVIDIA H200", "bfloat16") == 989.4e12
+    assert observe.peak_flops("cpu", "float32") is None and observe.peak_flops("NVIDIA H200", "float64") is None
+
+
+def test_records_are_taken_back_and_a_line_that_was_cut_off_is_dropped(tmp_path):
+    records = observe.Records(tmp_path / "r.jsonl")
+    assert records.read() == []
+    records.add([{"step": 1, "loss": 0.1}, {"step": 2, "loss": float("nan")}, {"step": 3, "loss": 0.3}])
+    with open(records.path, "a") as file:
+        file.write('{"step": 4, "lo')
+    assert records.read() == [{"step": 1, "loss": 0.1}, {"step": 2, "loss": None}, {"step": 3, "loss": 0.3}]
+    records.keep_until(2)
+    assert records.path.read_text() == '{"step": 1, "loss": 0.1}\n{"step": 2, "loss": null}\n'

@@ -1,0 +1,71 @@
+"""Rewriting: blocks of sentences, cleaned replies, and a tiny model that answers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench.watermark.attack import attacks, rewrite
+from jaxbench.watermark.study import evaluate_models
+
+TEXT = "First one is short. The second one is longer, says who? A third: yes! And a last one without an end"
+
+
+@given(text=st.text("ab. !?\n\"'", max_size=80), words=st.integers(1, 20))
+def test_blocks_joined_are_the_text(text, words):
+    assert "".join(rewrite.blocks(text, words)) == text
+
+
+def test_blocks_end_after_sentences_and_stay_near_their_size():
+    assert rewrite.blocks(TEXT, 12) == [
+        "First one is short. The second one is longer, says who?",
+        " A third: yes! And a last one without an end",
+    ]
+    assert len(rewrite.blocks(TEXT, 1)) == 4
+    assert rewrite.blocks("one long sentence of seven words here", 2) == ["one long sentence of seven words here"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        ('"A text."', "A text."),
+        ("Sure, here is the text:\n\nA text: so.", "A text: so."),
+        ("Here's a rewritten version: A text.", "A text."),
+        ("  A text. ", "A text."),
+        ("", ""),
+    ],
+)
+def test_replies_lose_quotation_marks_and_lead_ins(reply, text):
+    assert rewrite.clean(reply) == text
+
+
+@pytest.fixture(scope="module")
+def rewriter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    evaluate_models.make_tiny(folder)
+    return rewrite.Rewriter(folder, batch_size=4)
+
+
+WORDS = "the object is a list of values and the name of the class is not in this module. " * 3
+
+
+@pytest.mark.parametrize("name", ["paraphrase", "back_translate"])
+def test_a_rewritten_text_depends_on_seed_and_index_and_not_on_its_batch(rewriter, name):
+    attack = {"attack": name, "block_words": 20}
+    tools = attacks.Tools(rewrite=rewriter)
+    together = attacks.apply(attack, [WORDS, WORDS, ""], seed=1, tools=tools)
+    alone = attacks.apply(attack, [WORDS], seed=1, tools=tools, indices=[1])
+    assert alone.texts[0] == together.texts[1] != together.texts[0]
+    assert together.texts[2] == ""
+    assert together.word_edits[0] > 0.5
+    other = attacks.apply(attack, [WORDS], seed=2, tools=tools, indices=[1])
+    assert other.texts[0] != alone.texts[0]
+
+
+def test_strength_is_the_share_of_blocks(rewriter):
+    tools = attacks.Tools(rewrite=rewriter)
+    text = "".join(f"Sentence number {i} is here and it has some more words in it. " for i in range(12))
+    made = attacks.apply({"attack": "paraphrase", "strength": 0.5, "block_words": 8}, [text], seed=3, tools=tools)
+    kept = sum(f"Sentence number {i} is here" in made.texts[0] for i in range(12))
+    assert 2 <= kept <= 10
+    weak = attacks.apply({"attack": "paraphrase", "strength": 0.0}, [text], seed=3, tools=tools)
+    assert weak.texts == [text]

@@ -1,0 +1,170 @@
+"""The watermark benchmark: its cases, its numbers and its files, on records made up here and on one tiny real run."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from jaxbench import config
+from jaxbench.pretrained.tokenizer import load_tokenizer
+from jaxbench.watermark.study import benchmark, benchmark_report
+
+ROOT = Path(__file__).resolve().parents[3]
+KGW = {"scheme": "kgw", "gamma": 0.25, "context": {"kind": "left", "width": 1}}
+
+
+def detection(arm: str, scheme: dict, part: str, launch: int, seconds: list[float], *, texts: int, batch_size: int = 1):
+    case = {"scheme": scheme, "part": part, "batch_size": batch_size}
+    found = {"seconds": seconds, "cpu_seconds": [0.5 * s for s in seconds], "texts": texts}
+    return {"kind": "detection", "arm": arm, "launch": launch, "case": case, **found}
+
+
+def pair_of_launches() -> list[dict]:
+    """Return records in which jax is 100 and 400 times as fast as MarkLLM."""
+    peer = benchmark.MARKLLM_KGW
+    return [
+        detection("jax", KGW, "text", 0, [0.1, 0.1, 9.0], texts=100, batch_size=100),
+        detection("jax", KGW, "text", 1, [0.025], texts=100, batch_size=100),
+        detection("markllm", peer, "text", 0, [1.0], texts=10),
+        detection("markllm", peer, "text", 1, [1.0], texts=10),
+    ]
+
+
+def test_rates_are_medians_of_a_launch_and_means_of_logs_over_launches():
+    summary = benchmark_report.summarise(pair_of_launches(), {}, {})
+    row = next(row for row in summary["rates"] if row["arm"] == "jax")
+    assert row["texts_per_s"] == pytest.approx(2000.0)  # 1000 and 4000 texts a second
+    assert row["texts_per_cpu_s"] == pytest.approx(4000.0)
+    assert row["low"] < 1000 and row["high"] > 4000
+    assert row["bar"] == 3000.0
+
+
+def test_ratios_are_of_the_same_launch_and_carry_their_bar():
+    (row,) = benchmark_report.summarise(pair_of_launches(), {}, {})["ratios"]
+    assert row["ratio"] == pytest.approx(200.0)
+    assert (row["arm"], row["peer"], row["part"], row["bar"]) == ("jax", "markllm KGW", "text", 80.0)
+
+
+def test_ratios_without_the_peer_are_left_out():
+    records = [row for row in pair_of_launches() if row["arm"] == "jax"]
+    assert benchmark_report.summarise(records, {}, {})["ratios"] == []
+
+
+def test_only_the_largest_calls_are_compared_with_peers():
+    records = pair_of_launches() + [detection("jax", KGW, "text", 0, [1.0], texts=1, batch_size=1)]
+    assert len(benchmark_report.summarise(records, {}, {})["ratios"]) == 1
+
+
+def test_overhead_is_the_loops_difference_over_the_plain_step():
+    record = {
+        "kind": "generation",
+        "scheme": KGW,
+        "batch_size": 8,
+        "plain_step": [0.010, 0.011, 0.010],
+        "marked_step": [0.0102, 0.01122, 0.0102],
+        "plain_loop": [0.001, 0.001, 0.002],
+        "marked_loop": [0.0013, 0.0013, 0.0023],
+    }
+    (row,) = benchmark_report.summarise([record], {}, {})["overhead"]
+    assert row["added_ms"] == pytest.approx(0.3)
+    assert row["overhead"] == pytest.approx(0.03)
+    assert row["bar"] == 0.02
+    assert row["end_to_end"] == pytest.approx(0.02)
+    assert row["end_to_end_low"] == pytest.approx(0.02) and row["end_to_end_high"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bar"),
+    [
+        ({"scheme": "kgw", "context": {"kind": "min", "width": 4}}, 0.02),
+        ({"scheme": "kgw", "context": {"kind": "self", "width": 4}}, 0.10),
+        ({"scheme": "kgw", "context": {"kind": "skip", "width": 4}}, None),
+        ({"scheme": "unigram"}, 0.02),
+        ({"scheme": "synthid", "context": {"kind": "left", "width": 4}}, 0.05),
+        ({"scheme": "dip", "context": {"kind": "left", "width": 4}}, None),
+    ],
+)
+def test_bars_of_overhead_are_those_of_the_plan(scheme, bar):
+    assert benchmark_report.overhead_bar(scheme) == bar
+
+
+def test_verdicts_count_texts_with_equal_counts():
+    same = {"green": 30.0, "scored": 99.0}
+    theirs = {**same, "z": 5.0, "is_marked": True}
+    ours = {**same, "z": 5.0, "p_value": 1e-6}
+    rows = [
+        {"kind": "verdict", "author": "markllm", "theirs": theirs, "ours": ours},
+        {"kind": "verdict", "author": "human", "theirs": theirs, "ours": {**ours, "green": 29.0, "z": 1.0}},
+    ]
+    marked, human = benchmark_report.summarise(rows, {}, {})["verdicts"]
+    assert (marked["written by"], marked["equal counts"], marked["jaxbench: z > 4"]) == ("markllm", 1, 1)
+    assert (human["written by"], human["equal counts"], human["jaxbench: z > 4"]) == ("human", 0, 0)
+    assert human["MarkLLM: z > 4"] == 1
+
+
+def test_files_hold_every_number(tmp_path, capsys):
+    summary = benchmark_report.summarise(pair_of_launches(), {}, {"missing": {"transformers": "not installed"}})
+    benchmark_report.write(summary, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    lines = (tmp_path / "benchmark.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(summary["rates"]) + len(summary["ratios"])
+    page = (tmp_path / "report.html").read_text()
+    assert "Against peers in the same run" in page and "transformers was left out: not installed" in page
+    assert "80 reached" in capsys.readouterr().out
+
+
+def test_a_single_launch_has_no_interval_and_no_crash(tmp_path):
+    records = [row for row in pair_of_launches() if row["launch"] == 0]
+    summary = benchmark_report.summarise(records, {}, {})
+    assert math.isinf(summary["ratios"][0]["high"])
+    benchmark_report.write(summary, tmp_path)
+
+
+def test_every_scheme_is_measured_with_and_without_tokenising():
+    settings = config.load(ROOT / "configs/watermark/benchmark.yaml", (), benchmark.Benchmark).detection
+    found = benchmark.cases("numpy", settings)
+    for scheme in settings.schemes:
+        parts = {case["part"] for case in found if case["scheme"] == scheme.model_dump(mode="json")}
+        assert {"ids", "text", "evidence", "statistics"} <= parts
+    assert {case["batch_size"] for case in found if case["part"] == "ids"} == set(settings.batch_sizes)
+    assert [case["part"] for case in found].count("identify") == 1
+    names = [benchmark_report.label(scheme.model_dump()) for scheme in settings.schemes]
+    assert len(set(names)) == len(names)
+
+
+def test_texts_have_exactly_so_many_tokens():
+    tokenizer = load_tokenizer("default")
+    documents = ["The quick brown fox jumps over the lazy dog. " * 40]
+    texts, ids = benchmark.cut_texts(tokenizer, documents, 6, 50)
+    assert [len(row) for row in ids] == [50] * 6
+    assert len(set(texts)) > 1
+    with pytest.raises(ValueError, match="too few for 5000 texts of 50"):
+        benchmark.cut_texts(tokenizer, documents, 5000, 50)
+
+
+def test_a_tiny_run_measures_resumes_and_names_a_missing_peer(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark.process, "PEERS", tmp_path / "none")
+    settings = benchmark.Benchmark(
+        launches=1,
+        detection={
+            "schemes": [KGW],
+            "engines": ["numpy"],
+            "texts": 8,
+            "text_tokens": 32,
+            "batch_sizes": [8],
+            "slow_peer_texts": 1,
+            "fast_peer_texts": 1,
+            "identify_keys": 2,
+            "rounds": 1,
+            "repeats": 1,
+        },
+    )
+    summary = benchmark.run(settings, tmp_path)
+    parts = {row["part"] for row in summary["rates"] if row["arm"] == "numpy"}
+    assert {"ids", "text", "tokenise", "split", "evidence", "statistics", "identify"} <= parts
+    assert "make peers" in summary["about"]["missing"]["markllm"]
+    assert {row["peer"] for row in summary["ratios"]} == {"transformers WatermarkDetector"}
+    before = (tmp_path / "records.jsonl").read_text()
+    benchmark.run(settings, tmp_path)
+    assert (tmp_path / "records.jsonl").read_text() == before

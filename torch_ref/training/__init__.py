@@ -1,0 +1,1 @@
+"""The training run's step and engine."""

@@ -1,0 +1,229 @@
+"""The training run's backend in PyTorch: model, optimiser, step and evaluation. Twin: jaxbench/training/engine.py.
+
+One device; eager, or loss and gradient compiled (step.torch_compile). The run (jaxbench/training/trainer.py) deals in
+numpy and names only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from jaxbench import philox
+from jaxbench.config import TransformerConfig
+from jaxbench.extension import Extension
+from jaxbench.mesh import ParallelConfig
+from jaxbench.training import precision
+from jaxbench.training.step_config import StepConfig
+from torch_ref import prng, train, transformer
+from torch_ref.training import optimizer_step
+
+GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
+
+
+class Engine:
+    """One model in training."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        params: Mapping[str, np.ndarray],
+        step_config: StepConfig,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        implementation: str = "dense",
+        block_size: int = 128,
+        scan_layers: bool = False,
+        fused_projections: bool = False,
+        parallel: ParallelConfig | None = None,
+        extension: Extension = Extension(),
+        device: str = "cpu",
+    ):
+        """Place the parameters, and compile where asked; scan_layers matters to the JAX twin only.
+
+        extension: what a workload adds to the decoder of `config`.
+
+        Raises:
+          ValueError: a mesh, optimiser or rematerialisation that this twin does not have.
+        """
+        if parallel is not None:
+            raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
+        self.step_config, self.policy, self.device = step_config, precision.policy(step_config.precision), device
+        kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
+        kind |= {"projection_groups": int(fused_projections), "make_layer": extension.make_layer}
+        model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
+        self.state = optimizer_step.init_state(model, params, step_config)
+        self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
+        self.extension = extension
+        self.rows, self.num_devices = (0, batch_size), 1
+        self._loss = _CompiledLoss() if step_config.torch_compile else train.loss_fn
+        self.compile_seconds = self._compile(batch_size, seq_len) if step_config.torch_compile else 0.0
+
+    def step(self, batch: Any, learning_rate: float) -> optimizer_step.Metrics:
+        """Run one step."""
+        self.state, metrics = optimizer_step.train_step(
+            self.state,
+            self._batch(batch),
+            learning_rate,
+            self.dropout_key,
+            step_config=self.step_config,
+            loss_fn=self._loss,
+        )
+        return metrics
+
+    def fetch(self, metrics: optimizer_step.Metrics) -> optimizer_step.Metrics:
+        """Metrics of a step as Python numbers; waits for it."""
+        return optimizer_step.Metrics(*(value.item() for value in metrics))
+
+    def evaluate(self, batch: Any) -> tuple[float, int]:
+        """Sum of a batch's losses in nats, and its number of targets."""
+        total, count = optimizer_step.eval_step(
+            self.state.params, self._batch(batch), graph=None, step_config=self.step_config
+        )
+        return float(total), int(count)
+
+    def watched(self, batch: Any) -> dict[str, float]:
+        """Figures of what a workload's layers hold behind a whole batch, by name."""
+        if self.extension.watch is None:
+            return {}
+        found = self.extension.watch(self.state.params, self._batch(batch), graph=None, step_config=self.step_config)
+        return self.extension.scalars(pytree.tree_map(lambda x: x.cpu().numpy(), found))
+
+    def arrays(self) -> dict[str, Any]:
+        """Arrays of the whole training state by name, for a checkpoint."""
+        state, tensors = self.state, {}
+        for name, parameter in state.params.named_parameters():
+            tensors[f"params.{name}"] = parameter
+            for kind, value in state.moments.state[parameter].items():
+                tensors[f"moments.{kind}.{name}"] = value
+        scaler = state.scaler.state_dict()
+        counters = {"step": state.step, "skipped": state.skipped, "good_steps": scaler.get("_growth_tracker", 0)}
+        arrays = {name: value.detach().cpu().numpy().copy() for name, value in tensors.items()}
+        arrays |= {name: np.array(value, np.int32) for name, value in counters.items()}
+        return arrays | {"scale": np.array(scaler.get("scale", 1.0)), "is_halted": np.array(state.is_halted)}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put a checkpoint's state in place."""
+        state = self.state
+        with torch.no_grad():
+            for name, parameter in state.params.named_parameters():
+                parameter.copy_(torch.tensor(arrays[f"params.{name}"]))
+                for kind, value in state.moments.state[parameter].items():
+                    value.copy_(torch.tensor(arrays[f"moments.{kind}.{name}"]))
+        if state.scaler.is_enabled():
+            values = {"scale": float(arrays["scale"]), "_growth_tracker": int(arrays["good_steps"])}
+            state.scaler.load_state_dict(state.scaler.state_dict() | values)
+        state.step, state.skipped = int(arrays["step"]), int(arrays["skipped"])
+        state.is_halted = bool(arrays["is_halted"])
+
+    def params(self) -> dict[str, np.ndarray]:
+        """Parameters by dotted name, in the policy's parameter type."""
+        return {name: p.detach().cpu().numpy().copy() for name, p in self.state.params.named_parameters()}
+
+    def memory(self) -> dict[str, int]:
+        """Device memory in bytes: `live` now, and `step`, the most that was needed so far; 0 on a CPU."""
+        if self.device == "cpu":
+            return {"live": 0, "step": 0}
+        return {"live": torch.cuda.memory_allocated(), "step": torch.cuda.max_memory_allocated()}
+
+    def device_kind(self) -> str:
+        """Name of the device, such as cpu or NVIDIA H200."""
+        return "cpu" if self.device == "cpu" else torch.cuda.get_device_name()
+
+    def matmul_rate(self) -> float:
+        """Rate of a square matrix product in the compute type, FLOP/s, measured."""
+        x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, self.policy.compute), device=self.device)
+        seconds = []
+        for _ in range(GEMM_REPEATS + 1):
+            started = time.perf_counter()
+            (x @ x).sum().item()
+            seconds.append(time.perf_counter() - started)
+        return 2 * GEMM_SIZE**3 / min(seconds[1:])
+
+    def diagnose(self, batch: Any, step: int) -> str:
+        """Name what is first not finite in a step: a parameter, a module's output, or a gradient.
+
+        Modules are watched by hooks, in the order in which they finish.
+        """
+        model, count, found = self.state.params, self.step_config.accumulation, []
+        broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+        if broken:
+            return f"parameter {broken[0]} is not finite (and {len(broken) - 1} more)"
+
+        def watch(name: str) -> Any:
+            def hook(module: Any, args: Any, result: Any) -> None:
+                value = result[0] if isinstance(result, tuple) else result
+                if not found and not bool(torch.isfinite(value).all()):
+                    found.append(f"the output of module {name} is the first that is not finite")
+
+            return hook
+
+        modules = [(path, module) for path, module in model.named_modules() if type(module) is not torch.nn.ModuleList]
+        handles = [module.register_forward_hook(watch(path or "model")) for path, module in modules]
+        arrays = self._batch(batch)
+        for k in range(count):
+            micro = train.Batch(*(None if x is None else x[k::count] for x in arrays))
+            dropout = None if self.dropout_key is None else (self.dropout_key, step * count + k)
+            with torch.no_grad(), optimizer_step._autocast(model, self.policy):
+                loss = train.loss_fn(model, micro, dropout=dropout)
+            if not found and not bool(torch.isfinite(loss)):
+                found.append("every module is finite, the loss over model's logits is not")
+        for handle in handles:
+            handle.remove()
+        return found[0] if found else "every module's output is finite: a gradient overflowed in the backward pass"
+
+    def start_profile(self, folder: str) -> None:
+        """Begin a trace, for chrome://tracing or ui.perfetto.dev."""
+        self._profile = (torch.profiler.profile(), folder)
+        self._profile[0].start()
+
+    def stop_profile(self) -> None:
+        """End the trace and write it."""
+        profiler, folder = self._profile
+        profiler.stop()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(Path(folder) / "trace.json"))
+
+    def _compile(self, batch_size: int, seq_len: int) -> float:
+        """Compile by computing one gradient, torch.compile having no other way; return the seconds it took."""
+        started, model = time.perf_counter(), self.state.params
+        ids = torch.zeros(batch_size // self.step_config.accumulation, seq_len, dtype=torch.int32, device=self.device)
+        ones = torch.ones_like(ids, dtype=torch.bool)
+        # Four tensors of ids: one tensor given twice would compile to another program.
+        batch = train.Batch(ids, ids.clone(), ids.clone(), ones, ids.clone())
+        dropout = None if self.dropout_key is None else (self.dropout_key, 0)
+        with optimizer_step._autocast(model, self.policy):
+            loss = self._loss(model, batch, dropout=dropout)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return time.perf_counter() - started
+
+    def _batch(self, batch: Any) -> train.Batch:
+        """Batch of tensors on the device."""
+        return train.Batch(*(None if x is None else torch.as_tensor(x).to(self.device) for x in batch))
+
+
+class _CompiledLoss:
+    """train.loss_fn by torch.compile, for one shape of batch; the optimiser and evaluation stay eager."""
+
+    def __init__(self):
+        torch.compiler.assume_constant_result(philox.site_id)  # a checksum, which the compiler cannot trace
+        self._program = torch.compile(train.loss_fn, dynamic=False, fullgraph=True)
+
+    def __call__(self, model: Any, batch: train.Batch, *, dropout: tuple[Tensor, int] | None = None) -> Tensor:
+        """Loss in nats per token; dropout's step goes in as a tensor: as a number it would compile anew each step."""
+        if dropout is not None:
+            key, step = dropout
+            dropout = (key, torch.tensor(step, device=key.device))
+        return self._program(model, batch, dropout=dropout)

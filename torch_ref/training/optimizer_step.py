@@ -1,0 +1,242 @@
+"""One optimiser step of a training run: precision, micro-batches, clipping, loss scaling.
+
+Twin: jaxbench/training/optimizer_step.py. AdamW and SGD only; narrow types by autocast, float16 with PyTorch's own GradScaler. A step that is not finite changes
+nothing but counters. Differs from the twin: autocast keeps the residual stream and norms in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from jaxbench.training import precision
+from jaxbench.training.step_config import TWIN_OPTIMIZERS, StepConfig
+from torch_ref import nn, train
+
+CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
+
+
+class Metrics(NamedTuple):
+    """What one step reports."""
+
+    loss: Float[Tensor, ""]  # before the update, nats per token
+    grad_norm: Float[Tensor, ""]  # global, unscaled, before clipping
+    is_finite: Bool[Tensor, ""]  # False: the step was not taken
+    loss_scale: Float[Tensor, ""]  # the one that this step used
+    skipped: Int[Tensor, ""]  # steps not taken so far, this one included
+
+
+@dataclasses.dataclass
+class TrainState:
+    """Everything that a step changes, in place."""
+
+    params: torch.nn.Module
+    moments: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    policy: precision.Policy
+    step: int = 0  # steps tried
+    skipped: int = 0
+    is_halted: bool = False  # a step was not finite, and the run is to stop: nothing changes any more
+
+
+def init_state(
+    model: Any, params: Mapping[str, np.ndarray], step_config: StepConfig, *, policy: precision.Policy | None = None
+) -> TrainState:
+    """Training state before the first step.
+
+    Args:
+      model: built in the policy's parameter type; its parameters' values are replaced.
+      params: initial values by name.
+      step_config: the step's configuration.
+      policy: the number types, in place of those that step_config.precision names.
+
+    Raises:
+      ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat.
+    """
+    policy = precision.policy(step_config.precision) if policy is None else policy
+    if policy.is_float8:
+        raise ValueError(f"update: precision={step_config.precision} is not in torch_ref; use --backend=flax")
+    if step_config.offload.optimizer or step_config.offload.gradients:
+        raise ValueError(f"update: offload {step_config.offload.model_dump()} is not in torch_ref; use --backend=flax")
+    if step_config.optimizer.kind not in TWIN_OPTIMIZERS or step_config.remat.policy != "none":
+        raise ValueError(
+            f"update: optimizer {step_config.optimizer.kind!r} with remat {step_config.remat.policy!r} is not in "
+            f"torch_ref, which has {', '.join(TWIN_OPTIMIZERS)} without remat; use --backend=flax"
+        )
+    device = next(model.parameters()).device
+    model = nn.load_params(model, params, device=str(device))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(step_config.optimizer.is_trained(name))
+    rules = step_config.loss_scaling
+    scaler = torch.amp.GradScaler(
+        device.type, init_scale=rules.initial, growth_factor=rules.growth, backoff_factor=rules.backoff,
+        growth_interval=rules.interval, enabled=policy.is_scaled,
+    )  # fmt: skip
+    return TrainState(model, _optimizer(model, step_config), scaler, policy)
+
+
+def train_step(
+    state: TrainState,
+    batch: Any,
+    learning_rate: float,
+    dropout_key: Tensor | None = None,
+    *,
+    step_config: StepConfig,
+    loss_fn: Callable[..., Tensor] = train.loss_fn,
+    is_guarded: bool = True,
+) -> tuple[TrainState, Metrics]:
+    """One optimiser step: the state after it, and its metrics.
+
+    Micro-batch k of n takes rows k, k + n, ... and weighs as many targets as it has, so that the loss and its gradient
+    are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
+
+    Args:
+      state: before the step.
+      batch: arrays [B T]; B is a multiple of step_config.accumulation.
+      learning_rate: of this step.
+      dropout_key: of prng.py; None = no dropout.
+      step_config: the step's configuration.
+      loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
+      is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
+        computed for clipping only (else it is NaN), so that the step is AdamW and nothing else.
+    """
+    scale = state.scaler.get_scale()
+    state.moments.zero_grad(set_to_none=True)
+    loss = _accumulate(state, batch, dropout_key, step_config, loss_fn)
+    state.scaler.unscale_(state.moments)
+    parameters = [p for p in state.params.parameters() if p.requires_grad]
+    has_norm = is_guarded or step_config.clip_norm is not None
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if has_norm else torch.tensor(torch.nan)
+    is_finite = torch.isfinite(loss) & torch.isfinite(norm) if is_guarded else torch.isfinite(loss)
+    is_taken = not is_guarded or (bool(is_finite) and not state.is_halted)
+    if is_taken:
+        if step_config.clip_norm is not None:
+            factor = torch.clamp(step_config.clip_norm / (norm + CLIP_EPS), max=1.0)
+            for parameter in parameters:
+                parameter.grad.mul_(factor)
+        for group in state.moments.param_groups:
+            group["lr"] = float(learning_rate)
+        state.scaler.step(state.moments)
+    state.scaler.update()
+    # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
+    is_broken = is_guarded and not (torch.isfinite(loss) if state.policy.is_scaled else is_finite)
+    state.step, state.skipped = state.step + 1, state.skipped + (not is_taken)
+    state.is_halted = state.is_halted or (is_broken and step_config.nonfinite == "stop")
+    return state, Metrics(loss, norm, is_finite, torch.tensor(scale), torch.tensor(state.skipped))
+
+
+def held_out_loss(model: Any, batch: Any, *, dropout: tuple[Tensor, Any] | None = None) -> Float[Tensor, ""]:
+    """Cross-entropy of a model's logits in nats per token, without losses that only train (banks' compression)."""
+    return train.loss_of(train.predict(model, batch, dropout=dropout), batch)
+
+
+@torch.no_grad()
+def eval_step(
+    params: Any,
+    batch: Any,
+    *,
+    graph: Any,
+    step_config: StepConfig,
+    count: int | None = None,
+    loss_fn: Callable[..., Tensor] = held_out_loss,
+) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
+    """Sum of the losses of a batch's targets in nats, and the number of its targets.
+
+    Args:
+      params: the model; graph is unused.
+      batch: its rows, a multiple of `count`.
+      step_config: the step's configuration.
+      count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
+      loss_fn: the loss, a mean over the targets of batch.mask.
+    """
+    total = 0.0
+    for micro in _micro_batches(batch, step_config.accumulation if count is None else count):
+        with _autocast(params, precision.policy(step_config.precision)):
+            mean = loss_fn(params, micro)
+        total = total + mean * micro.mask.sum()
+    return total, batch.mask.sum()
+
+
+def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters ("params") and moments ("first_moment", "second_moment") as numpy arrays, by dotted name."""
+    named = dict(state.params.named_parameters())
+    trees: dict[str, dict[str, Tensor]] = {"params": named}
+    kinds = {"first_moment": ("exp_avg", "momentum_buffer"), "second_moment": ("exp_avg_sq",)}
+    for (kind, keys), (name, parameter) in itertools.product(kinds.items(), named.items()):
+        moments = state.moments.state.get(parameter, {})
+        for key in keys:
+            if moments.get(key) is not None:
+                trees.setdefault(kind, {})[name] = moments[key]
+    return {kind: {name: x.detach().cpu().numpy().copy() for name, x in tree.items()} for kind, tree in trees.items()}
+
+
+def split(model: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The model itself, to be handed to `merge`, and its parameters by dotted name."""
+    return model, dict(model.named_parameters())
+
+
+def merge(graph: Any, params: Mapping[str, Tensor]) -> Any:
+    """Model of a graph (here `graph` itself) with these parameters, by dotted name."""
+    for name, parameter in graph.named_parameters():
+        parameter.data.copy_(params[name])
+    return graph
+
+
+def _accumulate(
+    state: TrainState, batch: Any, dropout_key: Tensor | None, step_config: StepConfig, loss_fn: Callable[..., Tensor]
+) -> Float[Tensor, ""]:
+    """Loss of the batch in nats per token; the scaled gradients of all micro-batches are added up in the parameters."""
+    count, summed = step_config.accumulation, None
+    total = batch.mask.sum().clamp(min=1) if count > 1 else None  # of one micro-batch, the loss is the mean already
+    for k, micro in enumerate(_micro_batches(batch, count)):
+        dropout = None if dropout_key is None else (dropout_key, state.step * count + k)
+        with _autocast(state.params, state.policy):
+            loss = loss_fn(state.params, micro, dropout=dropout)
+        if count > 1:
+            loss = loss * (micro.mask.sum().to(loss.dtype) / total)
+        state.scaler.scale(loss).backward()
+        summed = loss.detach() if summed is None else summed + loss.detach()
+    return summed
+
+
+def _micro_batches(batch: Any, count: int) -> list[Any]:
+    """`count` batches of every count-th row each."""
+    rows = batch.tokens.shape[0]
+    if rows % count:
+        raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
+    return [type(batch)(*(None if x is None else x[k::count] for x in batch)) for k in range(count)]
+
+
+def _autocast(model: torch.nn.Module, policy: precision.Policy) -> torch.autocast:
+    """Autocast to the step's compute type; off where that is the parameters' type."""
+    device = next(model.parameters()).device.type
+    dtype = getattr(torch, policy.compute)
+    is_narrow = policy.compute != policy.parameter
+    return torch.autocast(device, dtype=dtype if is_narrow else torch.bfloat16, enabled=is_narrow)
+
+
+def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.Optimizer:
+    """PyTorch's AdamW or SGD over the trained parameters, its state made at once."""
+    o, named = step_config.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [p for _, p in named]
+    decayed, rest = ([p for name, p in named if o.decays(name) == decays] for decays in (True, False))
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    # Zeros are what PyTorch itself starts from at the first step; made here, the state has one shape from the start.
+    if o.kind == "sgd":
+        optimizer, kinds = torch.optim.SGD(groups, lr=0.0, momentum=o.momentum), ("momentum_buffer",)
+    else:
+        betas, kinds = (o.b1, o.b2), ("exp_avg", "exp_avg_sq")
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=o.eps)
+    for parameter in trained if o.kind == "adamw" or o.momentum else ():
+        optimizer.state[parameter] = {kind: torch.zeros_like(parameter) for kind in kinds}
+        if o.kind == "adamw":
+            optimizer.state[parameter]["step"] = torch.tensor(0.0)
+    return optimizer

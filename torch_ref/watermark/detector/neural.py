@@ -1,0 +1,148 @@
+"""A small trained detector on per-token evidence and token ids, in PyTorch.
+
+Twin: jaxbench/watermark/detector/neural.py. Data's way: token vector + linear map of the token's evidence -> residual layers (norm, convolution with three taps,
+GELU) -> P numbers a token -> their sum over scored tokens divided by sqrt(n), their mean and their log-mean-exp -> one
+hidden layer -> logit, large for marked text. Axis letters: P numbers pooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from jaxbench.watermark.detector.features import FEATURES, NeuralConfig
+from torch_ref import nn
+
+
+class Batch(NamedTuple):
+    """One step's data."""
+
+    tokens: Int[Tensor, "B T"]  # -1 = padding
+    evidence: Float[Tensor, "B T"]  # in (0, 1), larger = more marked; features.py says how
+    scored: Bool[Tensor, "B T"]  # True where the evidence counts
+    labels: Float[Tensor, " B"]  # 1 = marked, 0 = not
+
+
+class Layer(torch.nn.Module):
+    """Residual convolution over a token and its neighbours `dilation` places before and after it."""
+
+    def __init__(self, d_model: int, *, dilation: int, norm_eps: float, dtype: str):
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps, dtype=dtype)
+        self.conv = nn.Linear(3 * d_model, d_model, use_bias=True, dtype=dtype)
+        self.dilation = dilation
+
+    def forward(self, x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        """Return the residual stream; padding counts as zeros."""
+        hidden = torch.where(is_token[:, :, None], self.norm(x), torch.zeros((), dtype=x.dtype, device=x.device))
+        taps = (shifted(hidden, self.dilation), hidden, shifted(hidden, -self.dilation))
+        return x + gelu(self.conv(torch.cat(taps, dim=-1)))
+
+
+class NeuralDetector(torch.nn.Module):
+    """Evidence and tokens in, one logit a text out."""
+
+    def __init__(self, *, num_rows: int, d_model: int, dilations: Sequence[int], num_pooled: int, d_hidden: int,
+                 norm_eps: float, dtype: str):  # fmt: skip
+        super().__init__()
+        self.embed = nn.Embed(num_rows, d_model, dtype=dtype)
+        self.evidence = nn.Linear(FEATURES, d_model, use_bias=True, dtype=dtype)
+        layers = [Layer(d_model, dilation=d, norm_eps=norm_eps, dtype=dtype) for d in dilations]
+        self.layers = torch.nn.ModuleList(layers)
+        self.pool = nn.Linear(d_model, num_pooled, use_bias=True, dtype=dtype)
+        self.hidden = nn.Linear(3 * num_pooled, d_hidden, use_bias=True, dtype=dtype)
+        self.head = nn.Linear(d_hidden, 1, use_bias=True, dtype=dtype)
+        self.num_rows, self.dtype = num_rows, dtype
+
+    def forward(
+        self, tokens: Int[Tensor, "B T"], evidence: Float[Tensor, "B T"], scored: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, " B"]:
+        """Return a logit for each text."""
+        rows = table_rows(tokens, self.num_rows)
+        x = self.embed(rows) + self.evidence(token_features(evidence, scored, dtype=self.dtype))
+        for layer in self.layers:
+            x = layer(x, tokens >= 0)
+        pooled = pool(self.pool(x), scored)
+        return self.head(gelu(self.hidden(pooled)))[:, 0]
+
+
+def table_rows(tokens: Int[Tensor, "B T"], num_rows: int) -> Int[Tensor, "B T"]:
+    """Return the row of the token table that each token reads, as features.table_rows; padding reads row 0."""
+    half, tokens = num_rows // 2, tokens.clamp(min=0)
+    return torch.where(tokens < half, tokens, half + tokens % (num_rows - half))
+
+
+def token_features(
+    evidence: Float[Tensor, "B T"], scored: Bool[Tensor, "B T"], *, dtype: str
+) -> Float[Tensor, "B T F"]:
+    """Return 2 e - 1, -log(1 - e) - 1 (both 0 in the mean without a mark, and where not scored) and `scored`."""
+    evidence = evidence.to(torch.promote_types(evidence.dtype, torch.float32))
+    parts = (2.0 * evidence - 1.0, -torch.log1p(-evidence) - 1.0, torch.ones_like(evidence))
+    zero = torch.zeros((), dtype=evidence.dtype, device=evidence.device)
+    return torch.stack([torch.where(scored, part, zero) for part in parts], dim=-1).to(getattr(torch, dtype))
+
+
+def shifted(x: Float[Tensor, "B T D"], places: int) -> Float[Tensor, "B T D"]:
+    """Return x moved to later places (to earlier ones where negative), with zeros moved in."""
+    length = x.shape[1]
+    count = min(abs(places), length)
+    zeros = torch.zeros((x.shape[0], count, x.shape[2]), dtype=x.dtype, device=x.device)
+    kept = x[:, : length - count] if places > 0 else x[:, count:]
+    return torch.cat([zeros, kept] if places > 0 else [kept, zeros], dim=1)
+
+
+def pool(x: Float[Tensor, "B T P"], scored: Bool[Tensor, "B T"]) -> Float[Tensor, "B Q"]:
+    """Return sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    zero = torch.zeros((), dtype=wide.dtype, device=wide.device)
+    is_scored = scored[:, :, None]
+    count = scored.sum(dim=1).clamp(min=1).to(wide.dtype)[:, None]
+    total = torch.where(is_scored, wide, zero).sum(dim=1)
+    # Where nothing is scored all values are 0, so that no infinity enters a gradient.
+    is_open = is_scored | ~scored.any(dim=1)[:, None, None]
+    highest = torch.where(is_open, torch.where(is_scored, wide, zero), zero - torch.inf)
+    highest = torch.logsumexp(highest, dim=1) - torch.log(count)
+    highest = torch.where(scored.any(dim=1)[:, None], highest, zero)
+    return torch.cat([total / torch.sqrt(count), total / count, highest], dim=-1).to(x.dtype)
+
+
+def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return GELU in its tanh form, rounded once."""
+    return F.gelu(x.to(torch.promote_types(x.dtype, torch.float32)), approximate="tanh").to(x.dtype)
+
+
+def predict(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Tensor, " B"]:
+    """Return the logits of a batch; there is no dropout."""
+    return model(batch.tokens, batch.evidence, batch.scored)
+
+
+def loss_of(output: Float[Tensor, " B"], batch: Batch) -> Float[Tensor, ""]:
+    """Return the mean binary cross-entropy of logits, nats per text, in at least float32."""
+    wide = output.to(torch.promote_types(output.dtype, torch.float32))
+    labels = batch.labels.to(wide.dtype)
+    return (F.softplus(wide) - labels * wide).mean()
+
+
+def loss_fn(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
+    """Return the model's loss on a batch, nats per text."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
+
+
+def build(
+    config: NeuralConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
+) -> NeuralDetector:
+    """Return the detector of a configuration holding `params`, cast to dtype.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    fields = {name: getattr(config, name) for name in type(config).model_fields}
+    with torch.device("meta"):
+        model = NeuralDetector(**fields, dtype=dtype)
+    return nn.load_params(model, params, device=device)
