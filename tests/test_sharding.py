@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxbench import initial, sharding
 from jaxbench.config import TransformerConfig
-from jaxbench.measure import tpu_programs
+from jaxbench.parallel import mesh_programs
 
 LLAMA = TransformerConfig(
     vocab_size=96, d_model=48, d_ff=64, num_layers=2, num_heads=3, num_kv_heads=1, head_dim=16, max_seq_len=32
@@ -38,7 +38,7 @@ def rules_of(config: TransformerConfig, layout: str):
 
 def place(config: TransformerConfig, num_devices: int, **how):
     """Return plan, host values and placed values of a model's parameters, for 8 rows of 16 tokens."""
-    plan = tpu_programs.make_plan(config, jax.devices()[:num_devices], batch=8, tokens=16, **how)
+    plan = mesh_programs.make_plan(config, jax.devices()[:num_devices], batch=8, tokens=16, **how)
     host = {k: v.astype(np.float32) for k, v in initial.initial_params(config, 0, distinct=True).items()}
     return plan, host, {k: jax.device_put(v, plan.params[k]) for k, v in host.items()}
 
@@ -104,7 +104,7 @@ def test_wrong_mesh_size_and_batch_are_errors_with_values():
     with pytest.raises(ValueError, match="needs 6 devices, there are 8"):
         sharding.make_mesh({"data": 3, "model": 2}, jax.devices())
     with pytest.raises(ValueError, match=r"batch=6 is not a multiple of data=8"):
-        tpu_programs.make_plan(LLAMA, jax.devices(), batch=6, tokens=16)
+        mesh_programs.make_plan(LLAMA, jax.devices(), batch=6, tokens=16)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,7 +114,7 @@ def test_wrong_mesh_size_and_batch_are_errors_with_values():
 def test_sharded_logits_equal_unsharded(family, how):
     config = FAMILIES[family]
     plan, host, params = place(config, 8, **how)
-    model = tpu_programs.abstract_model(config, dtype="float32", scan_layers=False)
+    model = mesh_programs.abstract_model(config, dtype="float32", scan_layers=False)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (8, 16)).astype(np.int32)
     positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
 
@@ -138,8 +138,8 @@ def test_sharded_train_step_equals_one_device_and_keeps_weights_split():
     for layout, num_devices in {"fsdp": 8, "replicated": 1}.items():
         plan, host, params = place(LLAMA, num_devices, is_split=True)
         placed = plan.params
-        model = tpu_programs.abstract_model(LLAMA, dtype="float32", scan_layers=False)
-        program = tpu_programs.train(model, plan, batch=8, tokens=16)
+        model = mesh_programs.abstract_model(LLAMA, dtype="float32", scan_layers=False)
+        program = mesh_programs.train(model, plan, batch=8, tokens=16)
         tokens = np.random.default_rng(1).integers(0, LLAMA.vocab_size, (8, 17)).astype(np.int32)
         zeros = {k: jax.device_put(np.zeros(v.shape, np.float32), placed[k]) for k, v in host.items()}
         more = {k: jax.device_put(np.zeros(v.shape, np.float32), placed[k]) for k, v in host.items()}

@@ -63,7 +63,7 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
     A program that does not fit gives one record with status "error" and the compiler's sentence.
     """
     devices = tpu_compile.devices(topology)
-    from jaxbench.measure import tpu_programs
+    from jaxbench.parallel import mesh_programs
 
     check([topology.name], settings)
     rows = topology.num_chips // settings.model_axis
@@ -73,20 +73,20 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
     prefill_batch, decode_batch, train_batch = (
         _round_up(batch, rows) for batch in (settings.prefill_batch, settings.decode_batch, settings.train_batch)
     )
-    abstract = functools.partial(tpu_programs.abstract_model, dtype=settings.dtype, scan_layers=settings.scan_layers)
-    plan = functools.partial(tpu_programs.make_plan, devices=devices, model_axis=settings.model_axis)
+    abstract = functools.partial(mesh_programs.abstract_model, dtype=settings.dtype, scan_layers=settings.scan_layers)
+    plan = functools.partial(mesh_programs.make_plan, devices=devices, model_axis=settings.model_axis)
 
-    def prefill() -> tpu_programs.Program:
+    def prefill() -> mesh_programs.Program:
         placed = plan(config, batch=prefill_batch, tokens=settings.prefill_tokens)
-        return tpu_programs.prefill(abstract(config), placed, batch=prefill_batch, tokens=settings.prefill_tokens)
+        return mesh_programs.prefill(abstract(config), placed, batch=prefill_batch, tokens=settings.prefill_tokens)
 
-    def decode() -> tpu_programs.Program:
+    def decode() -> mesh_programs.Program:
         placed = plan(config, batch=decode_batch, tokens=1)
-        return tpu_programs.decode(abstract(config), placed, batch=decode_batch, length=settings.decode_length)
+        return mesh_programs.decode(abstract(config), placed, batch=decode_batch, length=settings.decode_length)
 
-    def train() -> tpu_programs.Program:
+    def train() -> mesh_programs.Program:
         placed = plan(shallow, batch=train_batch, tokens=settings.train_tokens, is_split=True)
-        return tpu_programs.train(abstract(shallow), placed, batch=train_batch, tokens=settings.train_tokens)
+        return mesh_programs.train(abstract(shallow), placed, batch=train_batch, tokens=settings.train_tokens)
 
     for used, make in ((config, prefill), (config, decode), (shallow, train)):
         program = make()

@@ -1,7 +1,7 @@
 """The processes of one training run: who this one is, and how they agree (S file: neither JAX nor PyTorch).
 
-One process is the rule (ALONE). Of several, distributed.py makes the value; the first one (index 0) writes records, metrics
-and the export for all.
+One process is the rule (ALONE). Of several, distributed.py makes the value; the first one (index 0) writes records,
+metrics and the export for all.
 """
 
 from __future__ import annotations

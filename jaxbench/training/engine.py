@@ -1,6 +1,7 @@
 """The training run's backend in JAX: state on devices, compiled step and evaluation.
 
-Twin: torch_ref/training/engine.py. The run (trainer.py) deals in numpy and names only. On a mesh, `parallel` says what lies where: the step's mathematics
+Twin: torch_ref/training/engine.py.
+The run (trainer.py) deals in numpy and names only. On a mesh, `parallel` says what lies where: the step's mathematics
 (optimizer_step.py) stays the same, and this is the one place that compiles it.
 """
 

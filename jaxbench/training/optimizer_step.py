@@ -1,6 +1,7 @@
 """One optimiser step of a training run: precision, micro-batches, clipping, loss scaling.
 
-Twin: torch_ref/training/optimizer_step.py. `train_step` is a pure function of its arrays: compile it with `jax.jit(functools.partial(train_step, step_config=...),
+Twin: torch_ref/training/optimizer_step.py.
+`train_step` is a pure function of its arrays: compile it with `jax.jit(functools.partial(train_step, step_config=...),
 donate_argnums=0)`, with shardings where there is a mesh. Parameters and moments lie in flat dictionaries by dotted
 name, so that rules, checkpoints and reports address them alike. A step that is not finite changes nothing but counters.
 Models are pytrees whose leaves are their parameters, so the step is the same for Flax's and for Equinox's.

@@ -1,6 +1,6 @@
 """Compile a training configuration's step for a TPU slice that is not attached, and say what the compiler says.
 
-    python -m jaxbench.training.tpu_train --config=configs/lm/tpu_1b.yaml --topology=v5e:4x4 [--set=K=VALUE] [--output=F]
+    python -m jaxbench.training.tpu_train --config=configs/lm/tpu_1b.yaml --topology=v5e:4x4 [--set=K=V] [--output=F]
 
 It is the step that experiments/train.py runs on such a slice: precision, rematerialisation, optimiser, offload, mesh.
 Reported per chip: bytes in its own memory (fits or not) and in the host's, collectives by kind, and the roofline: the

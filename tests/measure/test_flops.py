@@ -78,14 +78,14 @@ def test_xla_counts_the_same_flops_within_its_elementwise_work(program):
 
     import jax
 
-    from jaxbench.measure import tpu_programs
+    from jaxbench.parallel import mesh_programs
 
-    plan = functools.partial(tpu_programs.make_plan, WIDE, jax.devices()[:1])
-    model = tpu_programs.abstract_model(WIDE, dtype="float32", scan_layers=False)
+    plan = functools.partial(mesh_programs.make_plan, WIDE, jax.devices()[:1])
+    model = mesh_programs.abstract_model(WIDE, dtype="float32", scan_layers=False)
     make = {
-        "prefill": lambda: tpu_programs.prefill(model, plan(batch=2, tokens=32), batch=2, tokens=32),
-        "decode": lambda: tpu_programs.decode(model, plan(batch=8, tokens=1), batch=8, length=64),
-        "train": lambda: tpu_programs.train(model, plan(batch=2, tokens=32), batch=2, tokens=32),
+        "prefill": lambda: mesh_programs.prefill(model, plan(batch=2, tokens=32), batch=2, tokens=32),
+        "decode": lambda: mesh_programs.decode(model, plan(batch=8, tokens=1), batch=8, length=64),
+        "train": lambda: mesh_programs.train(model, plan(batch=2, tokens=32), batch=2, tokens=32),
     }[program]()
     cost = {
         "prefill": lambda: flops.prefill_cost(WIDE, batch=2, prompt_tokens=32, dtype="float32"),

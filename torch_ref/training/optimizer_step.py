@@ -1,6 +1,7 @@
 """One optimiser step of a training run: precision, micro-batches, clipping, loss scaling.
 
-Twin: jaxbench/training/optimizer_step.py. AdamW and SGD only; narrow types by autocast, float16 with PyTorch's own GradScaler. A step that is not finite changes
+Twin: jaxbench/training/optimizer_step.py.
+AdamW and SGD only; narrow types by autocast, float16 with PyTorch's own GradScaler. A step that is not finite changes
 nothing but counters. Differs from the twin: autocast keeps the residual stream and norms in float32.
 """
 

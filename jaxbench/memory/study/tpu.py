@@ -38,20 +38,20 @@ def compile_programs(
       ValueError: libtpu is not installed.
     """
     devices = tpu_compile.devices(topology)
-    from jaxbench.measure import tpu_programs
     from jaxbench.memory import decoder
+    from jaxbench.parallel import mesh_programs
 
     extension = decoder.extension(model.memory if isinstance(model, MemoryTransformerConfig) else None)
-    abstract = tpu_programs.abstract_model(model, dtype="bfloat16", scan_layers=False, extension=extension)
+    abstract = mesh_programs.abstract_model(model, dtype="bfloat16", scan_layers=False, extension=extension)
     size = {"batch": batch, "tokens": tokens}
     serve, fit = (
-        tpu_programs.make_plan(model, devices, **size, is_split=is_split, extension=extension)
+        mesh_programs.make_plan(model, devices, **size, is_split=is_split, extension=extension)
         for is_split in (False, True)
     )
     for make in (
-        lambda: tpu_programs.prefill(abstract, serve, **size),
-        lambda: tpu_programs.decode(abstract, serve, batch=batch, length=tokens),
-        lambda: tpu_programs.train(abstract, fit, **size),
+        lambda: mesh_programs.prefill(abstract, serve, **size),
+        lambda: mesh_programs.decode(abstract, serve, batch=batch, length=tokens),
+        lambda: mesh_programs.train(abstract, fit, **size),
     ):
         program = make()
         compiled = tpu_compile.compile_program(lambda p=program: p.jitted.lower(*p.arguments), topology)

@@ -1,6 +1,7 @@
 """A small trained detector on per-token evidence and token ids, in Flax NNX.
 
-Twin: torch_ref/watermark/detector/neural.py. Data's way: token vector + linear map of the token's evidence -> residual layers (norm, convolution with three taps,
+Twin: torch_ref/watermark/detector/neural.py.
+Data's way: token vector + linear map of the token's evidence -> residual layers (norm, convolution with three taps,
 GELU) -> P numbers a token -> their sum over scored tokens divided by sqrt(n), their mean and their log-mean-exp -> one
 hidden layer -> logit, large for marked text. The sum over sqrt(n) is what a z-score is; the log-mean-exp, a soft
 maximum, finds a marked passage inside human text. The logit is no p-value: neural_detection.py calibrates it on human

@@ -1,6 +1,7 @@
 """A small trained detector on per-token evidence and token ids, in PyTorch.
 
-Twin: jaxbench/watermark/detector/neural.py. Data's way: token vector + linear map of the token's evidence -> residual layers (norm, convolution with three taps,
+Twin: jaxbench/watermark/detector/neural.py.
+Data's way: token vector + linear map of the token's evidence -> residual layers (norm, convolution with three taps,
 GELU) -> P numbers a token -> their sum over scored tokens divided by sqrt(n), their mean and their log-mean-exp -> one
 hidden layer -> logit, large for marked text. Axis letters: P numbers pooled.
 """
