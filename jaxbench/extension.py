@@ -15,5 +15,5 @@ class Extension(NamedTuple):
 
     make_layer: Callable[..., Any] | None = None  # (config, index, **parts) -> layer; parts: the arguments of Block
     add_rules: Callable[..., Any] | None = None  # (rules, config, stored=, heads=, width=) -> rules; JAX: sharding.py
-    watch: Callable[..., Any] | None = None  # (params, batch, graph=, how=) -> what the layers hold behind a batch
+    watch: Callable[..., Any] | None = None  # (params, batch, graph=, step_config=) -> the layers' states
     scalars: Callable[..., dict[str, float]] | None = None  # of what `watch` returned, in numpy -> name: number

@@ -75,7 +75,7 @@ def two_steps(backend, *, is_guarded=True):
     state = updates.init_state(model, params, STEP)
     batch = library.Batch(*(None if x is None else array(x) for x in cases.arrays(CASE, config)))
     before = dict(params)
-    step = functools.partial(updates.train_step, learning_rate=LEARNING_RATE, how=STEP, is_guarded=is_guarded)
+    step = functools.partial(updates.train_step, learning_rate=LEARNING_RATE, step_config=STEP, is_guarded=is_guarded)
     step = jax.jit(step) if library is not torch_train else step
     losses, arrays = [], []
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_a_compiled_step_can_use_up_its_state():
     config, params = cases.load(CASE)
     model = transformer.build(config, params, dtype="float32")
     batch = train.Batch(*(None if x is None else jnp.asarray(x) for x in cases.arrays(CASE, config)))
-    step = functools.partial(optimizer_step.train_step, learning_rate=LEARNING_RATE, how=STEP)
+    step = functools.partial(optimizer_step.train_step, learning_rate=LEARNING_RATE, step_config=STEP)
     step = jax.jit(step, donate_argnums=0)
     state, first = step(optimizer_step.init_state(model, params, STEP), batch)
     state, second = step(state, batch)
@@ -137,7 +137,7 @@ def test_what_a_step_does_not_use_costs_nothing():
         updates, moments = optimizers.transform(STEP.optimizer, LEARNING_RATE, params).update(grads, moments, params)
         return loss, optax.apply_updates(params, updates), moments
 
-    step = functools.partial(optimizer_step.train_step, learning_rate=LEARNING_RATE, how=STEP)
+    step = functools.partial(optimizer_step.train_step, learning_rate=LEARNING_RATE, step_config=STEP)
     least, num_parameters = flops(bare, state.params, state.moments, batch), sum(x.size for x in params.values())
     assert flops(functools.partial(step, is_guarded=False), state, batch) <= least + 64  # the counters
     assert flops(step, state, batch) >= least + 2 * num_parameters  # the norm

@@ -138,10 +138,14 @@ class Side:
 
         return run
 
-    def train(self, steps: list[Arrays], how: StepConfig, *, learning_rate: float, seed: int) -> capture.Training:
+    def train(
+        self, steps: list[Arrays], step_config: StepConfig, *, learning_rate: float, seed: int
+    ) -> capture.Training:
         """Losses and final state of optimiser steps in the model's type, dropout on."""
-        step_fn = jax.jit(functools.partial(optimizer_step.train_step, step_config=how, loss_fn=self.task.loss_fn))
-        state = optimizer_step.init_state(self.model, self.params, how, policy=precision.uniform(self.dtype))
+        step_fn = jax.jit(
+            functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=self.task.loss_fn)
+        )
+        state = optimizer_step.init_state(self.model, self.params, step_config, policy=precision.uniform(self.dtype))
         losses, key = [], prng.key_from_seed(seed)
         for arrays in steps:
             state, metrics = step_fn(state, self._batch(arrays), learning_rate, key)

@@ -205,7 +205,9 @@ class _Adam(torch.optim.Optimizer):
 
 
 def _optimizer(build: Callable[[Any, OptimizerConfig], torch.optim.Optimizer]) -> Change:
-    return mock.patch.object(optimizer_step, "_optimizer", lambda model, how: build(model, how.optimizer))
+    return mock.patch.object(
+        optimizer_step, "_optimizer", lambda model, step_config: build(model, step_config.optimizer)
+    )
 
 
 def _adam_eps_inside() -> Change:

@@ -69,13 +69,17 @@ class Side:
             for name, call in calls.items()
         }
 
-    def train(self, steps: list[Arrays], how: StepConfig, *, learning_rate: float, seed: int) -> capture.Training:
+    def train(
+        self, steps: list[Arrays], step_config: StepConfig, *, learning_rate: float, seed: int
+    ) -> capture.Training:
         """Losses and final state of optimiser steps in the model's type, dropout on; the model's parameters move."""
-        state = optimizer_step.init_state(self.model, self.get_params(), how, policy=precision.uniform(self.dtype))
+        state = optimizer_step.init_state(
+            self.model, self.get_params(), step_config, policy=precision.uniform(self.dtype)
+        )
         losses, key = [], prng.key_from_seed(seed)
         for arrays in steps:
             state, metrics = optimizer_step.train_step(
-                state, self._batch(arrays), learning_rate, key, how=how, loss_fn=self.task.loss_fn
+                state, self._batch(arrays), learning_rate, key, step_config=step_config, loss_fn=self.task.loss_fn
             )
             losses.append(_numpy(metrics.loss))
         return capture.Training(np.array(losses), optimizer_step.state_arrays(state))

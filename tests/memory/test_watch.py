@@ -50,10 +50,10 @@ def test_both_backends_show_the_same_banks(x64):
     is_token[1, [3, 14, 15, 16, 17, 31]] = False  # 26 tokens: six blocks, and two that wait
     params = initial.initial_params(DECODER, 0, distinct=True)
     state = optimizer_step.init_state(decoder.build(DECODER, params, dtype="float64"), params, how)
-    show = jax.jit(functools.partial(decoder.extension(DECODER.memory).watch, graph=state.graph, how=how))
+    show = jax.jit(functools.partial(decoder.extension(DECODER.memory).watch, graph=state.graph, step_config=how))
     found, twin = show(state.params, batch(jax_train.Batch, is_token)), run(params, how)
     arrays = twin._batch(batch(train.Batch, is_token))
-    wanted = twin.extension.watch(twin.state.params, arrays, graph=None, how=how)
+    wanted = twin.extension.watch(twin.state.params, arrays, graph=None, step_config=how)
     assert list(found) == list(wanted) == [1] and wanted[1].count.tolist() == [0, 2]
     for name, value in wanted[1]._asdict().items():
         np.testing.assert_allclose(getattr(found[1], name), value, rtol=1e-12, atol=1e-12, err_msg=name)

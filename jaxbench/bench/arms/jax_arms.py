@@ -134,7 +134,7 @@ class JaxArm(contract.Arm):
 
         rows = np.zeros((workload.batch, workload.prompt_tokens + 1), np.int32)
         start = time.perf_counter()
-        how = {"learning_rate": self.learning_rate, "how": contract.PLAIN_STEP, "is_guarded": False}
+        how = {"learning_rate": self.learning_rate, "step_config": contract.PLAIN_STEP, "is_guarded": False}
         step = jax.jit(functools.partial(self.update.train_step, **how), donate_argnums=0)
         self.step = step.lower(self.state, self._batch(rows)).compile()
         return {"compile_s": time.perf_counter() - start, **compiler_counts(self.step)}

@@ -210,7 +210,7 @@ class EagerArm(TorchBase):
             return self.run_step.measure(inputs, self.synchronize)
         batch = self._batch(inputs)
         start = time.perf_counter()
-        how = {"how": contract.PLAIN_STEP, "is_guarded": False}
+        how = {"step_config": contract.PLAIN_STEP, "is_guarded": False}
         self.state, metrics = self.update.train_step(self.state, batch, self.learning_rate, **how)
         value = float(metrics.loss)
         self.synchronize()
