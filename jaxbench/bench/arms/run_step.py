@@ -41,7 +41,7 @@ class RunStep:
 
         `train` has learning_rate, batch, seq_len, num_layers, and may have accumulation and implementation.
         """
-        self._module, self._checkpoint, self._train, self._how = f"{package}.engine", checkpoint, train, how
+        self._module, self._checkpoint, self._train, self._how = f"{package}.training.engine", checkpoint, train, how
         micro = {"accumulation": train.get("accumulation", 1)}
         self._step = StepConfig(precision=dtype, torch_compile=how.pop("torch_compile", False), **micro)
         self.engine: Any = None
