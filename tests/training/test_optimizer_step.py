@@ -66,14 +66,14 @@ class Torch:
         config, params = cases.load(CASE)
         model = torch_transformer.build(config, params, dtype=precision.policy(how.precision).parameter)
         self.library, self.state = torch_update, torch_update.init_state(model, params, how)
-        self._how = {"how": how, "loss_fn": loss_fn}
+        self._options = {"step_config": how, "loss_fn": loss_fn}
 
     def batch(self, arrays):
         return torch_train.Batch(*(None if x is None else torch.tensor(x) for x in arrays))
 
     def step(self, arrays, rate, seed=None):
         key = None if seed is None else torch_prng.key_from_seed(seed)
-        self.state, metrics = torch_update.train_step(self.state, self.batch(arrays), rate, key, **self._how)
+        self.state, metrics = torch_update.train_step(self.state, self.batch(arrays), rate, key, **self._options)
         return optimizer_step.Metrics(*(x.numpy() for x in metrics))
 
 
