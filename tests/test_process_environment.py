@@ -58,11 +58,11 @@ def test_a_process_starts_anew_once_with_its_arguments_and_prints_no_library_noi
     code = """
 import json, os, sys
 print("start", os.getpid(), flush=True)
-from jaxbench import launch
-launch.ensure("cpu")
-launch.ensure("cpu")
+from jaxbench import process_environment
+process_environment.ensure("cpu")
+process_environment.ensure("cpu")
 import jax
-wanted = launch.environment("cpu")
+wanted = process_environment.environment("cpu")
 print(json.dumps([sys.argv[1], jax.default_backend(), {name: os.environ.get(name) for name in wanted} == wanted]))
 """
     done = run_fresh(code)
@@ -73,7 +73,7 @@ print(json.dumps([sys.argv[1], jax.default_backend(), {name: os.environ.get(name
 
 
 def test_starting_anew_after_jax_was_imported_is_an_error():
-    done = run_fresh("import jax\nfrom jaxbench import launch\nlaunch.ensure('cpu')")
+    done = run_fresh("import jax\nfrom jaxbench.process_environment import ensure\nensure('cpu')")
     assert done.returncode == 1 and "launch: ensure('cpu') came after `import jax`" in done.stderr
 
 

@@ -31,8 +31,8 @@ STEPS = {
 PROGRAM = """
 import sys
 from jaxbench import config
-from jaxbench.bench import tpu_train
 from jaxbench.measure import chips
+from jaxbench.training import tpu_train
 from jaxbench.training.train_config import TrainConfig
 for changes in {steps!r}:
     settings = config.load({path!r}, changes, TrainConfig)

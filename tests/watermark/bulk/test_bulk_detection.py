@@ -120,10 +120,12 @@ def test_a_run_that_died_goes_on_where_it_stopped(tmp_path, small_chunks, monkey
 
 KILLED = """
 import sys, time
-from jaxbench.watermark import bulk, identify, lines, detection
+from jaxbench.text import lines
+from jaxbench.watermark import detection
+from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
-from tests.watermark import test_bulk
+from tests.watermark.bulk import test_bulk_detection
 
 class Slow(detection.NumpyDetector):
     def evidence(self, *arguments, **how):
@@ -132,7 +134,7 @@ class Slow(detection.NumpyDetector):
 
 if __name__ == "__main__":
     lines.CHUNK_LINES = 8
-    bulk.run(sys.argv[1], sys.argv[2], test_bulk.job(make_detector=Slow), processes=2)
+    bulk_detection.run(sys.argv[1], sys.argv[2], test_bulk_detection.job(make_detector=Slow), processes=2)
 """
 
 

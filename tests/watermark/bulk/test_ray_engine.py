@@ -15,14 +15,15 @@ from tests.test_cli import shell_environment
 # A process of its own: Ray starts others, which JAX in the tests' process warns about.
 CODE = """
 import json, sys
-from jaxbench.watermark import bulk, lines, ray_engine
-from tests.watermark import test_bulk
+from jaxbench.text import lines
+from jaxbench.watermark.bulk import bulk_detection, ray_engine
+from tests.watermark.bulk import test_bulk_detection
 
 if __name__ == "__main__":
     pattern, out, engine = sys.argv[1:4]
     lines.CHUNK_LINES = 16
     how = {"processes": 2, "engine": ray_engine.engine} if engine == "ray" else {}
-    print(json.dumps(bulk.run(pattern, out, test_bulk.job(), **how)))
+    print(json.dumps(bulk_detection.run(pattern, out, test_bulk_detection.job(), **how)))
 """
 
 
