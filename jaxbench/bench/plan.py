@@ -52,12 +52,12 @@ class Plan(NamedTuple):
     common: dict  # fields that every record carries
 
     def trained_config(self) -> TransformerConfig:
-        """Return the configuration of the shallow model that the train step has."""
+        """Configuration of the shallow model that the train step has."""
         layers = min(self.suite.train.num_layers, self.model.config.num_layers)
         return self.model.config.model_copy(update={"num_layers": layers})
 
     def record(self, metric: str, **fields) -> Record:
-        """Return a record with the run's common fields filled in."""
+        """Record with the run's common fields filled in."""
         return Record(metric=metric, **{**self.common, "time_utc": now_utc(), **fields})
 
 
@@ -112,14 +112,14 @@ def check_shape(suite: Suite, shape: TransformerConfig, device: str) -> None:
 
 
 def random_decoder(model: str) -> TransformerConfig | None:
-    """Return the shape of a model with random weights: tiny, or that of a training configuration; None for others."""
+    """Shape of a model with random weights: tiny, or that of a training configuration; None for others."""
     if model == "tiny":
         return TINY
     return _decoder_of(model) if model.endswith(".yaml") else None
 
 
 def find_model(suite: Suite, workdir: Path) -> Model:
-    """Return the model as a Hugging Face folder, written once into the cache where it came as GGUF."""
+    """Model as a Hugging Face folder, written once into the cache where it came as GGUF."""
     from jaxbench.pretrained import families, weights
 
     if (shape := random_decoder(suite.model)) is not None:
@@ -139,7 +139,7 @@ def find_model(suite: Suite, workdir: Path) -> Model:
 
 
 def _decoder_of(path: str) -> TransformerConfig:
-    """Return the decoder of a training configuration."""
+    """Decoder of a training configuration."""
     model = config.load(path, (), TrainConfig).model
     if model.vocab_size is None:
         raise ValueError(f"compare: --model={path} leaves model.vocab_size to its tokenizer; name a size in it")
@@ -160,7 +160,7 @@ def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -
 
 
 def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:
-    """Return the token ids that prompts are cut from, and the sha256 of the text."""
+    """Token ids that prompts are cut from, and the sha256 of the text."""
     wanted = 4 * sum(load.batch * (load.prompt_tokens + 1) for load in suite.workloads()) + 4096
     if model.tokenizer is None:
         ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=wanted)

@@ -90,7 +90,7 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
 
 
 def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:
-    """Return the results file; a fresh run moves an earlier file aside, it is never deleted."""
+    """Results file; a fresh run moves an earlier file aside, it is never deleted."""
     file = RecordFile(work.workdir / records.RESULTS_NAME)
     if resume or not file.path.exists():
         return file
@@ -126,7 +126,7 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
 
 
 def failures(results: list[Record]) -> list[str]:
-    """Return one sentence for everything that the suite asked for and that failed: the reasons for exit code 1.
+    """One sentence for everything that the suite asked for and that failed: the reasons for exit code 1.
 
     A proof that failed or did not end, float32 outputs that differ, an arm, a TPU compile or a trace that broke. What
     this machine cannot run at all (status skipped: no compiler, no libtpu, no such package) is none.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from jaxbench.memory.bank import Bank, BankState
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.neural import NeuralMemory, NeuralState
 from jaxbench.memory.sliding_window import LocalAttention, LocalState
-from jaxbench.memory.target import Batch, mean_squared_error
 
 Stream = Float[Array, "B T D"]
 IsToken = Bool[Array, "B T"] | None  # False = padding; None = no padding
@@ -157,7 +156,7 @@ class Block(nnx.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
-        tokens, num_tokens = sliding_window.left_align(x, is_token)
+        tokens, num_tokens = layout.left_align(x, is_token)
         # A segment is computed inside a scan, on a copy, so that nothing that watches modules sees its values.
         graph, params = nnx.split(self)
         persistent = self.attention.persistent_keys_values()
@@ -170,7 +169,7 @@ class Block(nnx.Module):
             read, state, (tokens,), num_begun=state.local.count, num_tokens=num_tokens, size=self.attention.window,
             is_fresh=is_fresh,
         )  # fmt: skip
-        return sliding_window.restore_padding(output, is_token), state
+        return layout.restore_padding(output, is_token), state
 
     def read_segment(
         self,
@@ -184,13 +183,9 @@ class Block(nnx.Module):
 
         Args:
           x: the tokens of all slots of the segment, T = C, or the next token alone, T = 1.
-          state: the state behind earlier tokens.
           is_new: which of the segment's slots hold tokens of this call.
           persistent: keys and values of the attention's persistent tokens.
           learn: False = the memory is read only.
-
-        Returns:
-          The state behind the segment's last token, and the block's output.
         """
         attention, memory = self.attention, state.memory
         is_token = is_new if x.shape[1] > 1 else jnp.any(is_new, axis=1, keepdims=True)
@@ -214,32 +209,6 @@ class Block(nnx.Module):
         anchor = layout.tree_map(functools.partial(layout.select_rows, is_done), memory.weights, memory.anchor)
         memory = memory._replace(anchor=anchor, count=jnp.where(is_done, 0, memory.count))
         return BlockState(local, memory, before.tail), self._gated(attention_out, memory_out)
-
-
-# Training on a target: the task of the parity cases
-
-
-def predict(
-    model: Block, batch: Batch, *, dropout: Any = None
-) -> tuple[Float[Array, "B T D"], BlockState, Float[Array, ""]]:
-    """Outputs of the block on a batch, the state behind it and the reconstruction loss; there is no dropout."""
-    return model(batch.x.astype(model.dtype), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Array, "B T D"], BlockState, Float[Array, ""]], batch: Batch) -> Float[Array, ""]:
-    """Mean squared error at tokens, plus the reconstruction loss, plus mean squares of the state's arrays."""
-    block_out, state, loss = output
-    error = mean_squared_error(block_out, batch)
-    loss = loss.astype(error.dtype) + error
-    for leaf in jax.tree.leaves(state):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            loss = loss + jnp.mean(jnp.square(leaf.astype(error.dtype)))
-    return loss
-
-
-def loss_fn(model: Block, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: BlockConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> Block:

@@ -32,7 +32,7 @@ class DecoderMemory(Base):
     learn: bool = True  # False: neural memories answer from their first weights; a bank goes on keeping what it reads
 
     def block(self, **sizes: Any) -> BlockConfig:
-        """Return the shape of a layer's block in a decoder of these sizes."""
+        """Shape of a layer's block in a decoder of these sizes."""
         shared = {name: getattr(self, name) for name in ("kind", "num_persistent", "neural", "bank")}
         return BlockConfig(**shared, **sizes, window=self.window or 1)
 
@@ -67,7 +67,7 @@ class MemoryTransformerConfig(TransformerConfig):
         return self.memory.layers is None or index in self.memory.layers
 
     def block(self) -> BlockConfig:
-        """Return the shape of every memory layer's block."""
+        """Shape of every memory layer's block."""
         sizes = ("d_model", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "norm_eps")
         return self.memory.block(**{name: getattr(self, name) for name in sizes})
 
@@ -123,7 +123,7 @@ class MemoryTransformerConfig(TransformerConfig):
 
 
 def with_memory(model: TransformerConfig, memory: DecoderMemory | None) -> TransformerConfig:
-    """Return a decoder's shape with memory layers; without a memory, as it is.
+    """Decoder's shape with memory layers; without a memory, as it is.
 
     Raises:
       ValueError: the memory does not fit the decoder.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jaxbench import nn
 from jaxbench.memory import chunk, layout
 from jaxbench.memory.chunk import Rule, Tokens, Weights
 from jaxbench.memory.config import NeuralMemoryConfig, gate_names
-from jaxbench.memory.target import Batch, mean_squared_error
 
 QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2norm
 
@@ -128,7 +127,7 @@ class NeuralMemory(nnx.Module):
         learn: bool = True,
         within_chunk: bool = False,
     ) -> tuple[Float[Array, "B T D"], NeuralState]:
-        """Write each token into the memory and read it out (Titans, eq. 13 to 16).
+        """Write each token into the memory and read it out (Titans, eq. 13 to 16): outputs, and the state behind them.
 
         Args:
           x: the residual stream, normalised.
@@ -136,9 +135,6 @@ class NeuralMemory(nnx.Module):
           is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
           learn: False = read only, the weights stay as they are.
           within_chunk: True = the caller knows that no row goes past the end of its chunk, which costs one chunk less.
-
-        Returns:
-          The memory's output at each token, and the state behind the last one.
 
         Raises:
           ValueError: the state is of another model or batch size.
@@ -149,20 +145,14 @@ class NeuralMemory(nnx.Module):
         if learn and state is None and is_token is None and not within_chunk:
             return self._read_whole(x)
         state = self.init_state(len(x)) if state is None else state
-        if is_token is None:
-            is_token = jnp.ones(x.shape[:2], bool)
-        # Tokens are moved to the left of their row, so that consecutive tokens are neighbours.
-        order = jnp.argsort(~is_token, axis=1, stable=True)
-        num_tokens = jnp.sum(is_token, axis=1)
-        projected = self._project(layout.gathered(x, order), state.tail, num_tokens)
+        tokens, num_tokens = layout.left_align(x, is_token)
+        projected = self._project(tokens, state.tail, num_tokens)
         if learn:
             read_out, state = self._write_and_read(projected.tokens, state, num_tokens, within_chunk or x.shape[1] == 1)
         else:
             read_out = self._read_only(projected.tokens.query, state)
         out = self._output(read_out, projected.gate)
-        out = layout.gathered(out, jnp.maximum(jnp.cumsum(is_token, axis=1) - 1, 0))
-        out = jnp.where(is_token[:, :, None], out, jnp.zeros((), out.dtype))
-        return out, state._replace(tail=projected.tail)
+        return layout.restore_padding(out, is_token), state._replace(tail=projected.tail)
 
     def init_state(self, batch_size: int) -> NeuralState:
         """State of rows that have read nothing but the persistent tokens."""
@@ -297,12 +287,9 @@ class NeuralMemory(nnx.Module):
     def _project(
         self, x: Float[Array, "B T D"], tail: Float[Array, "B J C"], num_tokens: Int[Array, " B"] | None
     ) -> Projections:
-        """Queries, keys, values and gates of each token (Titans, eq. 11, section 4.4).
+        """Queries, keys, values and gates of a row's first num_tokens, None = all (Titans, eq. 11, section 4.4).
 
-        Args:
-          x: rows that begin with their tokens.
-          tail: last inputs of the convolutions before this call.
-          num_tokens: tokens of each row; None = all.
+        tail: last inputs of the convolutions before this call.
         """
         wide = jnp.promote_types(x.dtype, jnp.float32)
         projections, convs = (self.q_proj, self.k_proj, self.v_proj), (self.q_conv, self.k_conv, self.v_conv)
@@ -342,28 +329,6 @@ class NeuralMemory(nnx.Module):
             normal = self.out_norm(flat.reshape(len(flat), -1, self.head_dim))
             flat = normal.reshape(flat.shape) * gate
         return self.o_proj(flat)
-
-
-# Training on a target: the task of the parity cases
-
-
-def predict(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> tuple[Float[Array, "B T D"], NeuralState]:
-    """Outputs of the memory on a batch and the state behind it; there is no dropout."""
-    return model(batch.x.astype(model.dtype), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Array, "B T D"], NeuralState], batch: Batch) -> Float[Array, ""]:
-    """Mean squared error at tokens plus the mean squares of the last weights and momentum."""
-    memory_out, state = output
-    loss = mean_squared_error(memory_out, batch)
-    for kernel in (*state.weights.kernels, *state.momentum.kernels):
-        loss = loss + jnp.mean(jnp.square(kernel)).astype(loss.dtype)
-    return loss
-
-
-def loss_fn(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: NeuralMemoryConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> NeuralMemory:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from torch_ref.memory import layout, sliding_window
 from torch_ref.memory.bank import Bank, BankState
 from torch_ref.memory.neural import NeuralMemory, NeuralState
 from torch_ref.memory.sliding_window import LocalAttention, LocalState
-from torch_ref.memory.target import Batch, mean_squared_error
 
 Stream = Float[Tensor, "B T D"]
 IsToken = Bool[Tensor, "B T"] | None  # False = padding; None = no padding
@@ -158,7 +157,7 @@ class Block(torch.nn.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
-        tokens, num_tokens = sliding_window.left_align(x, is_token)
+        tokens, num_tokens = layout.left_align(x, is_token)
         persistent = self.attention.persistent_keys_values()
 
         def read(state: BlockState, block: tuple) -> tuple[BlockState, Stream]:
@@ -169,7 +168,7 @@ class Block(torch.nn.Module):
             read, state, (tokens,), num_begun=state.local.count, num_tokens=num_tokens, size=self.attention.window,
             is_fresh=is_fresh,
         )  # fmt: skip
-        return sliding_window.restore_padding(output, is_token), state
+        return layout.restore_padding(output, is_token), state
 
     def read_segment(
         self,
@@ -183,13 +182,9 @@ class Block(torch.nn.Module):
 
         Args:
           x: the tokens of all slots of the segment, T = C, or the next token alone, T = 1.
-          state: the state behind earlier tokens.
           is_new: which of the segment's slots hold tokens of this call.
           persistent: keys and values of the attention's persistent tokens.
           learn: False = the memory is read only.
-
-        Returns:
-          The state behind the segment's last token, and the block's output.
         """
         attention, memory = self.attention, state.memory
         is_token = is_new if x.shape[1] > 1 else is_new.any(dim=1, keepdim=True)
@@ -213,34 +208,6 @@ class Block(torch.nn.Module):
         anchor = layout.tree_map(functools.partial(layout.select_rows, is_done), memory.weights, memory.anchor)
         memory = memory._replace(anchor=anchor, count=torch.where(is_done, 0, memory.count))
         return BlockState(local, memory, before.tail), self._gated(attention_out, memory_out)
-
-
-# Training on a target: the task of the parity cases
-
-
-def predict(
-    model: Block, batch: Batch, *, dropout: Any = None
-) -> tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]]:
-    """Outputs of the block on a batch, the state behind it and the reconstruction loss; there is no dropout."""
-    return model(batch.x.to(getattr(torch, model.dtype)), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]], batch: Batch) -> Float[Tensor, ""]:
-    """Mean squared error at tokens, plus the reconstruction loss, plus mean squares of the state's arrays."""
-    block_out, state, loss = output
-    error = mean_squared_error(block_out, batch)
-    loss = loss.to(error.dtype) + error
-    leaves: list[Tensor] = []
-    layout.tree_map(leaves.append, state)
-    for leaf in leaves:
-        if leaf.is_floating_point():
-            loss = loss + torch.square(leaf.to(error.dtype)).mean()
-    return loss
-
-
-def loss_fn(model: Block, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from jaxbench.memory.config import NeuralMemoryConfig, gate_names
 from torch_ref import nn
 from torch_ref.memory import chunk, layout
 from torch_ref.memory.chunk import Rule, Tokens, Weights
-from torch_ref.memory.target import Batch, mean_squared_error
 
 QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2norm
 
@@ -130,7 +129,7 @@ class NeuralMemory(torch.nn.Module):
         learn: bool = True,
         within_chunk: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], NeuralState]:
-        """Write each token into the memory and read it out (Titans, eq. 13 to 16).
+        """Write each token into the memory and read it out (Titans, eq. 13 to 16): outputs, and the state behind them.
 
         Args:
           x: the residual stream, normalised.
@@ -138,9 +137,6 @@ class NeuralMemory(torch.nn.Module):
           is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
           learn: False = read only, the weights stay as they are.
           within_chunk: True = the caller knows that no row goes past the end of its chunk, which costs one chunk less.
-
-        Returns:
-          The memory's output at each token, and the state behind the last one.
 
         Raises:
           ValueError: the state is of another model or batch size.
@@ -151,20 +147,14 @@ class NeuralMemory(torch.nn.Module):
         if learn and state is None and is_token is None and not within_chunk:
             return self._read_whole(x)
         state = self.init_state(len(x)) if state is None else state
-        if is_token is None:
-            is_token = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        # Tokens are moved to the left of their row, so that consecutive tokens are neighbours.
-        order = torch.argsort((~is_token).to(torch.int32), dim=1, stable=True)
-        num_tokens = is_token.sum(dim=1)
-        projected = self._project(layout.gathered(x, order), state.tail, num_tokens)
+        tokens, num_tokens = layout.left_align(x, is_token)
+        projected = self._project(tokens, state.tail, num_tokens)
         if learn:
             read_out, state = self._write_and_read(projected.tokens, state, num_tokens, within_chunk or x.shape[1] == 1)
         else:
             read_out = self._read_only(projected.tokens.query, state)
         out = self._output(read_out, projected.gate)
-        out = layout.gathered(out, (torch.cumsum(is_token, dim=1) - 1).clamp(min=0))
-        out = torch.where(is_token[:, :, None], out, out.new_zeros(()))
-        return out, state._replace(tail=projected.tail)
+        return layout.restore_padding(out, is_token), state._replace(tail=projected.tail)
 
     def init_state(self, batch_size: int) -> NeuralState:
         """State of rows that have read nothing but the persistent tokens."""
@@ -301,12 +291,9 @@ class NeuralMemory(torch.nn.Module):
     def _project(
         self, x: Float[Tensor, "B T D"], tail: Float[Tensor, "B J C"], num_tokens: Int[Tensor, " B"] | None
     ) -> Projections:
-        """Queries, keys, values and gates of each token (Titans, eq. 11, section 4.4).
+        """Queries, keys, values and gates of a row's first num_tokens, None = all (Titans, eq. 11, section 4.4).
 
-        Args:
-          x: rows that begin with their tokens.
-          tail: last inputs of the convolutions before this call.
-          num_tokens: tokens of each row; None = all.
+        tail: last inputs of the convolutions before this call.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         projections, convs = (self.q_proj, self.k_proj, self.v_proj), (self.q_conv, self.k_conv, self.v_conv)
@@ -354,28 +341,6 @@ class NeuralMemory(torch.nn.Module):
 
 def _zeros(*shape: int, dtype: str) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype)))
-
-
-# Training on a target: the task of the parity cases
-
-
-def predict(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> tuple[Float[Tensor, "B T D"], NeuralState]:
-    """Outputs of the memory on a batch and the state behind it; there is no dropout."""
-    return model(batch.x.to(model.o_proj.kernel.dtype), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Tensor, "B T D"], NeuralState], batch: Batch) -> Float[Tensor, ""]:
-    """Mean squared error at tokens plus the mean squares of the last weights and momentum."""
-    memory_out, state = output
-    loss = mean_squared_error(memory_out, batch)
-    for kernel in (*state.weights.kernels, *state.momentum.kernels):
-        loss = loss + torch.square(kernel).mean().to(loss.dtype)
-    return loss
-
-
-def loss_fn(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(

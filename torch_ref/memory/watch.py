@@ -14,7 +14,7 @@ from torch_ref.training import optimizer_step
 
 @torch.no_grad()
 def bank_states(params: Any, batch: Any, *, graph: Any, step_config: StepConfig) -> dict[int, BankState]:
-    """Return the states of a decoder's banks behind a batch's rows, by layer; each row is read as one document.
+    """States of a decoder's banks behind a batch's rows, by layer; each row is read as one document.
 
     params is the model, graph is unused.
     """
