@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
+import jaxbench.bench.suite
 from jaxbench import config, process_environment
 from jaxbench.bench import estimate
-from jaxbench.bench import suite as suites
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
 from jaxbench.measure import chips, environment
@@ -81,7 +82,7 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
     model = find_model(suite, workdir)
     check_shape(suite, model.config, device)
     token_ids, text_sha256 = read_text(suite, model)
-    config_id = suites.config_id(suite, model_sha256=model.sha256, text_sha256=text_sha256)
+    config_id = jaxbench.bench.suite.config_id(suite, model_sha256=model.sha256, text_sha256=text_sha256)
     origin = {
         "configuration": config_id,
         "device": device,
@@ -159,7 +160,7 @@ def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -
     return Model(config, folder, digest.hexdigest(), None)
 
 
-def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:
+def read_text(suite: Suite, model: Model) -> tuple[Int[np.ndarray, " N"], str]:
     """Token ids that prompts are cut from, and the sha256 of the text."""
     wanted = 4 * sum(load.batch * (load.prompt_tokens + 1) for load in suite.workloads()) + 4096
     if model.tokenizer is None:
@@ -177,7 +178,7 @@ def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:
     return np.asarray(ids, dtype=np.int64), sha256
 
 
-def draw(token_ids: np.ndarray, load: Workload, *, seed: int) -> list[list[int]]:
+def draw(token_ids: Int[np.ndarray, " N"], load: Workload, *, seed: int) -> list[list[int]]:
     """Cut the rows of one workload out of the text: distinct places, the same for a seed; a train row has one more."""
     length = load.prompt_tokens + (1 if load.kind == "train" else 0)
     if length < 1:

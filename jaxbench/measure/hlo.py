@@ -124,8 +124,8 @@ def _walk(
         if instruction.opcode == "while":
             trips = _trip_count(computations, instruction.line)
             inner_times, inner_unknown = times * (trips or 1), is_unknown or trips is None
-        for several, one in _CALLED.findall(instruction.line):
-            for called in re.split(r",\s*", several or one):
+        for several, single in _CALLED.findall(instruction.line):
+            for called in re.split(r",\s*", several or single):
                 yield from _walk(computations, called.lstrip("%"), inner_times, inner_unknown)
 
 

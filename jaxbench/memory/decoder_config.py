@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pydantic
+from jaxtyping import Int
 from pydantic import Field
 
 from jaxbench.config import Base, TransformerConfig
@@ -107,17 +108,17 @@ class MemoryTransformerConfig(TransformerConfig):
                 params[f"layers.{i}.gate"] = (0.1 if distinct else 0.0) * random.standard_normal(self.d_model)
         return params
 
-    def check_documents(self, segments: np.ndarray) -> None:
+    def check_documents(self, segments: Int[np.ndarray, "B T"]) -> None:
         """Check that rows [B T] of segment ids, 0 = padding, have no more documents than the memory reads.
 
         Raises:
           ValueError: a row has more.
         """
-        number = segments.max(axis=1) - np.where(segments > 0, segments, segments.max()).min(axis=1) + 1
-        if number.max() > self.memory.max_documents:
-            row = int(number.argmax())
+        num_documents = segments.max(axis=1) - np.where(segments > 0, segments, segments.max()).min(axis=1) + 1
+        if num_documents.max() > self.memory.max_documents:
+            row = int(num_documents.argmax())
             raise ValueError(
-                f"memory: row {row} holds {number[row]} documents, and memory.max_documents="
+                f"memory: row {row} holds {num_documents[row]} documents, and memory.max_documents="
                 f"{self.memory.max_documents} of a row have memory; raise it, or shorten data.seq_len"
             )
 

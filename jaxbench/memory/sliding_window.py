@@ -157,9 +157,9 @@ class LocalAttention(nnx.Module):
     def check(self, state: LocalState, batch_size: int) -> None:
         """Refuse the state of another model or batch size with a ValueError."""
         wanted = (batch_size, self.window, self.num_kv_heads, self.head_dim)
-        found = state.keys.shape
-        if found != wanted:
-            raise ValueError(f"window: the state's keys are {found}, wanted {wanted} (rows, window, ...)")
+        given = state.keys.shape
+        if given != wanted:
+            raise ValueError(f"window: the state's keys are {given}, wanted {wanted} (rows, window, ...)")
 
     def persistent_keys_values(self) -> tuple[Float[Array, "P K H"], Float[Array, "P K H"]] | None:
         """Keys and values of the persistent tokens, which have no position; None without any."""

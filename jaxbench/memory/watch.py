@@ -21,5 +21,5 @@ def bank_states(
     is_token = batch.positions >= 0
     positions = jnp.where(is_token, jnp.cumsum(is_token, axis=1) - 1, -1).astype(jnp.int32)
     _, cache = model.features(batch.tokens, positions)
-    found = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
-    return {i: state for i, state in found.items() if isinstance(state, BankState)}
+    states = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
+    return {i: state for i, state in states.items() if isinstance(state, BankState)}

@@ -174,10 +174,10 @@ class Bank(torch.nn.Module):
 
     def _check(self, state: BankState, batch_size: int) -> None:
         wanted = [(batch_size, n, self.d_model) for n in (*self.capacities, self.block_size)]
-        found = [tuple(x.shape) for x in (state.recent, state.slots, state.pending)]
-        if found != wanted:
+        given = [tuple(x.shape) for x in (state.recent, state.slots, state.pending)]
+        if given != wanted:
             raise ValueError(
-                f"bank: the state's recent, slots and pending are {found}, wanted {wanted} (rows, entries, width); "
+                f"bank: the state's recent, slots and pending are {given}, wanted {wanted} (rows, entries, width); "
                 f"grow_slots and shrink_slots change the number of slots"
             )
 

@@ -100,10 +100,10 @@ class Block(torch.nn.Module):
         """Refuse the state of another kind of block; attention and memory check its sizes."""
         is_mac, memory = self.kind == "mac", NeuralState if self.bank is None else BankState
         wanted = (self.attention is not None, memory.__name__, is_mac)
-        found = (state.local is not None, type(state.memory).__name__, state.tail is not None)
-        if found != wanted:
+        given = (state.local is not None, type(state.memory).__name__, state.tail is not None)
+        if given != wanted:
             raise ValueError(
-                f"block: kind={self.kind} wants a state with (window, memory, tail) {wanted}, the state has {found}"
+                f"block: kind={self.kind} wants a state with (window, memory, tail) {wanted}, the state has {given}"
             )
 
     def _parts(self, state: BlockState | None) -> tuple[LocalState | None, NeuralState | BankState | None]:

@@ -192,11 +192,11 @@ class NeuralMemory(torch.nn.Module):
 
     def _check(self, state: NeuralState, batch_size: int) -> None:
         wanted = [(batch_size, *layer.kernel.shape) for layer in self.memory.layers]
-        found = [tuple(kernel.shape) for kernel in state.weights.kernels]
+        given = [tuple(kernel.shape) for kernel in state.weights.kernels]
         gain, wanted_gain = state.weights.gain, self.memory.gain
-        if found != wanted or (gain is None) != (wanted_gain is None):
+        if given != wanted or (gain is None) != (wanted_gain is None):
             raise ValueError(
-                f"memory: the state's kernels are {found}, {_norms(gain)}, wanted {wanted} (rows, heads, in, out), "
+                f"memory: the state's kernels are {given}, {_norms(gain)}, wanted {wanted} (rows, heads, in, out), "
                 f"{_norms(wanted_gain)}"
             )
         tail = self._tail_shape(batch_size)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pydantic
+from jaxtyping import Int, Shaped
 from pydantic import Field
 
 from jaxbench import config, initial, store
@@ -220,12 +221,14 @@ def measure(task: AnyTask) -> Measure:
     return BITS if isinstance(task, TextConfig) else RIGHT
 
 
-def counted(scores: np.ndarray, distance: np.ndarray, window: int, longest: int, total: str) -> list[dict[str, Any]]:
+def counted(
+    scores: Shaped[np.ndarray, " N"], distance: Int[np.ndarray, " N"], window: int, longest: int, total: str
+) -> list[dict[str, Any]]:
     """Histogram of scores by distance: number of questions and sum of scores in each bin that has any.
 
     Args:
-      scores: of the questions alone, [N].
-      distance: tokens between question and fact, int [N].
+      scores: of the questions alone.
+      distance: tokens between question and fact.
       window: upper edge of the first bin, in tokens.
       longest: largest distance, in tokens.
       total: name of the sum.
