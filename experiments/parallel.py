@@ -40,15 +40,14 @@ def selected() -> list:
     Raises:
       ValueError: an unknown case, one beside --all, or a part that is not k/n with 1 <= k <= n.
     """
-    from jaxbench.memory import parallel_forms
-    from jaxbench.parity import meshes
+    from jaxbench.parity import memory_meshes, meshes
 
     values = flags.FLAGS
     part = cli.part()
     if values.case is not None and values.all:
         raise ValueError(f"--case={values.case} and --all exclude each other")
     if values.case is not None:
-        return [meshes.find(values.case, *parallel_forms.FORMS)]
+        return [meshes.find(values.case, *memory_meshes.FORMS)]
     cases = list(meshes.every_case()) if values.all else list(meshes.PAIRWISE)
     return cases[part]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from jaxbench import functional, nn
 from jaxbench.memory import layout
 from jaxbench.memory.bank_config import BankConfig
+from jaxbench.memory.target import Batch, mean_squared_error
 
 
 class BankState(NamedTuple):
@@ -355,6 +356,29 @@ class Bank(nnx.Module):
             jnp.maximum(lengths, jnp.finfo(fixed_target.dtype).tiny)
         )
         return loss, jnp.mean(cosine, axis=(1, 2))
+
+
+# Training on a target: the task of the parity cases
+
+
+def predict(
+    model: Bank, batch: Batch, *, dropout: Any = None
+) -> tuple[Float[Array, "B T D"], BankState, Float[Array, ""]]:
+    """Outputs of the bank on a batch, the state behind it and the reconstruction loss; there is no dropout."""
+    return model(batch.x.astype(model.dtype), is_token=batch.is_token)
+
+
+def loss_of(output: tuple[Float[Array, "B T D"], BankState, Float[Array, ""]], batch: Batch) -> Float[Array, ""]:
+    """Mean squared error at tokens, plus the reconstruction loss, plus the mean square of the slots."""
+    memory_out, state, loss = output
+    error = mean_squared_error(memory_out, batch)
+    slots = jnp.mean(jnp.square(state.slots.astype(error.dtype)))
+    return error + loss.astype(error.dtype) + slots
+
+
+def loss_fn(model: Bank, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
+    """Training loss on a batch: `loss_of` of `predict`."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: BankConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> Bank:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jaxbench.memory.bank import Bank, BankState
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.neural import NeuralMemory, NeuralState
 from jaxbench.memory.sliding_window import LocalAttention, LocalState
+from jaxbench.memory.target import Batch, mean_squared_error
 
 Stream = Float[Array, "B T D"]
 IsToken = Bool[Array, "B T"] | None  # False = padding; None = no padding
@@ -209,6 +210,32 @@ class Block(nnx.Module):
         anchor = layout.tree_map(functools.partial(layout.select_rows, is_done), memory.weights, memory.anchor)
         memory = memory._replace(anchor=anchor, count=jnp.where(is_done, 0, memory.count))
         return BlockState(local, memory, before.tail), self._gated(attention_out, memory_out)
+
+
+# Training on a target: the task of the parity cases
+
+
+def predict(
+    model: Block, batch: Batch, *, dropout: Any = None
+) -> tuple[Float[Array, "B T D"], BlockState, Float[Array, ""]]:
+    """Outputs of the block on a batch, the state behind it and the reconstruction loss; there is no dropout."""
+    return model(batch.x.astype(model.dtype), is_token=batch.is_token)
+
+
+def loss_of(output: tuple[Float[Array, "B T D"], BlockState, Float[Array, ""]], batch: Batch) -> Float[Array, ""]:
+    """Mean squared error at tokens, plus the reconstruction loss, plus mean squares of the state's arrays."""
+    block_out, state, loss = output
+    error = mean_squared_error(block_out, batch)
+    loss = loss.astype(error.dtype) + error
+    for leaf in jax.tree.leaves(state):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            loss = loss + jnp.mean(jnp.square(leaf.astype(error.dtype)))
+    return loss
+
+
+def loss_fn(model: Block, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
+    """Training loss on a batch: `loss_of` of `predict`."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: BlockConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> Block:

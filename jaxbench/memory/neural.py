@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxbench import nn
 from jaxbench.memory import chunk, layout
 from jaxbench.memory.chunk import Rule, Tokens, Weights
 from jaxbench.memory.config import NeuralMemoryConfig, gate_names
+from jaxbench.memory.target import Batch, mean_squared_error
 
 QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2norm
 
@@ -329,6 +330,28 @@ class NeuralMemory(nnx.Module):
             normal = self.out_norm(flat.reshape(len(flat), -1, self.head_dim))
             flat = normal.reshape(flat.shape) * gate
         return self.o_proj(flat)
+
+
+# Training on a target: the task of the parity cases
+
+
+def predict(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> tuple[Float[Array, "B T D"], NeuralState]:
+    """Outputs of the memory on a batch and the state behind it; there is no dropout."""
+    return model(batch.x.astype(model.dtype), is_token=batch.is_token)
+
+
+def loss_of(output: tuple[Float[Array, "B T D"], NeuralState], batch: Batch) -> Float[Array, ""]:
+    """Mean squared error at tokens plus the mean squares of the last weights and momentum."""
+    memory_out, state = output
+    loss = mean_squared_error(memory_out, batch)
+    for kernel in (*state.weights.kernels, *state.momentum.kernels):
+        loss = loss + jnp.mean(jnp.square(kernel)).astype(loss.dtype)
+    return loss
+
+
+def loss_fn(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
+    """Training loss on a batch: `loss_of` of `predict`."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: NeuralMemoryConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> NeuralMemory:

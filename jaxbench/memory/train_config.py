@@ -47,8 +47,11 @@ class MemoryTrainConfig(TrainConfig):
         return with_memory(super().decoder(vocab_size), self.memory)
 
     def identity(self) -> dict[str, Any]:
-        """Settings that stay the same from one start of a run to the next, as JSON."""
+        """Settings that stay the same from one start of a run to the next; without a memory those of a TrainConfig."""
         content = super().identity()
-        if (bank := (content["memory"] or {}).get("bank")) is not None:
+        if self.memory is None:
+            del content["memory"], content["step"]["optimizer"]["trained"]
+            return content
+        if (bank := content["memory"].get("bank")) is not None:
             bank.pop("memory_slots")  # a bank may grow or shrink between starts: no parameter depends on its slots
         return content

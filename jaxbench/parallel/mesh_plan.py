@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -25,9 +25,9 @@ from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import FSDP, MODEL, MODEL_X, MODEL_Y, ROWS, SEQUENCE, STAGE, ParallelConfig
 from jaxbench.parallel import data_parallel, distributed, mesh_checks, offload, pipeline, ring_attention
-from jaxbench.training import optimizer_step
 
 Shardings = Mapping[str, NamedSharding]
+State = TypeVar("State")  # of training: a pytree of arrays, training/optimizer_step.py's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _parts(model: TransformerConfig) -> dict[str, Any]:
 # Placing a state
 
 
-def state_shardings(plan: Plan, state: optimizer_step.TrainState) -> Any:
+def state_shardings(plan: Plan, state: Any) -> Any:
     """NamedSharding of every array of a training state, as the same tree.
 
     What lies in pinned host memory stays there. Optimiser state of a parameter's name and shape lives where that
@@ -154,7 +154,7 @@ def state_shardings(plan: Plan, state: optimizer_step.TrainState) -> Any:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def place_state(plan: Plan, state: optimizer_step.TrainState) -> optimizer_step.TrainState:
+def place_state(plan: Plan, state: State) -> State:
     """Copy of the state with every array where the plan wants it."""
     return jax.tree.map(distributed.place, state, state_shardings(plan, state))
 

@@ -249,9 +249,7 @@ class _Work:
         for _ in range(NUM_PERTURBED):
             other.load_params(perturbed(self.params, random))
             band.append(other.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses)
-        gate = gates.training_noise(
-            curve, reference, perturbed, reference=self.reference.training.losses, dtype="float32"
-        )
+        gate = gates.training_noise(curve, reference, band, reference=self.reference.training.losses, dtype="float32")
         self.gates.append(gate)
 
     def _sides(self, dtype: str) -> tuple[Any, Any]:

@@ -289,7 +289,7 @@ def _accumulated(
 
 def _micro_batches(batch: Any, count: int) -> Any:
     """Batch of arrays [B T] as [count, B / count, T]; strided, so that rows split over devices stay there."""
-    rows = batch.tokens.shape[0]
+    rows = batch[0].shape[0]
     if rows % count:
         raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
     return jax.tree.map(lambda x: x.reshape(rows // count, count, *x.shape[1:]).swapaxes(0, 1), batch)

@@ -12,15 +12,14 @@ from flax import nnx
 
 from jaxbench import initial, remat, sharding, train, transformer
 from jaxbench.measure import hlo
-from jaxbench.memory import parallel_forms
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parallel import mesh_plan
-from jaxbench.parity import distance, meshes
+from jaxbench.parity import distance, memory_meshes, meshes
 from jaxbench.training import optimizer_step, precision
 
 LLAMA = meshes.LLAMA
 IDS = [one.id for one in meshes.PAIRWISE]
-PROVEN = (*meshes.PAIRWISE, *meshes.SHARED_SCALES, *parallel_forms.FORMS)
+PROVEN = (*meshes.PAIRWISE, *meshes.SHARED_SCALES, *memory_meshes.FORMS)
 
 
 # The proofs
@@ -253,7 +252,7 @@ def test_dropout_over_micro_batches_is_refused():
 def test_unknown_cases_and_activation_points_are_named():
     with pytest.raises(ValueError, match="no case 'four-d'.*2.5d"):
         meshes.find("four-d")
-    assert meshes.find("bank", *parallel_forms.FORMS) == parallel_forms.FORMS[1]
+    assert meshes.find("bank", *memory_meshes.FORMS) == memory_meshes.FORMS[1]
     with pytest.raises(ValueError, match="no activation point 'residuals', known: residual"):
         sharding.constrain(jnp.zeros(()), "residuals")
     with pytest.raises(ValueError, match=r"no activation points \['norms'\]"), sharding.activations({"norms": abs}):

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo import utils as torch_dynamo
 
 from jaxbench import initial, prng, remat, train, transformer
-from jaxbench.memory import decoder_config, parallel_forms
-from jaxbench.parity import cases, distance, gates, meshes
+from jaxbench.memory import decoder_config
+from jaxbench.parity import cases, distance, gates, memory_meshes, meshes
 from jaxbench.training import engine, optimizer_step, optimizers, precision, schedules
 from jaxbench.training.step_config import OptimizerConfig, RematConfig, StepConfig
 from tests import curves
@@ -66,14 +66,14 @@ class Torch:
         config, params = cases.load(CASE)
         model = torch_transformer.build(config, params, dtype=precision.policy(how.precision).parameter)
         self.library, self.state = torch_update, torch_update.init_state(model, params, how)
-        self._how = {"how": how, "loss_fn": loss_fn}
+        self._options = {"step_config": how, "loss_fn": loss_fn}
 
     def batch(self, arrays):
         return torch_train.Batch(*(None if x is None else torch.tensor(x) for x in arrays))
 
     def step(self, arrays, rate, seed=None):
         key = None if seed is None else torch_prng.key_from_seed(seed)
-        self.state, metrics = torch_update.train_step(self.state, self.batch(arrays), rate, key, **self._how)
+        self.state, metrics = torch_update.train_step(self.state, self.batch(arrays), rate, key, **self._options)
         return optimizer_step.Metrics(*(x.numpy() for x in metrics))
 
 
@@ -342,8 +342,8 @@ KEPT = ("scale", "bias", "gate", "gain", "persistent", "q_conv.kernel", "k_conv.
 
 def memory_decoder():
     """Return a decoder with every kind of parameter that a memory may have, and its parameters."""
-    neural = parallel_forms.NEURAL.model_copy(update={"residual_norm": True})
-    memory = parallel_forms.MEMORY["mac"].model_copy(update={"neural": neural})
+    neural = memory_meshes.NEURAL.model_copy(update={"residual_norm": True})
+    memory = memory_meshes.MEMORY["mac"].model_copy(update={"neural": neural})
     plain = meshes.LLAMA.model_copy(update={"num_layers": 2})
     config = decoder_config.with_memory(plain, memory)
     params = initial.initial_params(config, 0, distinct=True)

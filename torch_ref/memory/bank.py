@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from jaxbench.memory.bank_config import BankConfig
 from torch_ref import functional, nn
 from torch_ref.memory import layout
+from torch_ref.memory.target import Batch, mean_squared_error
 
 
 class BankState(NamedTuple):
@@ -349,6 +350,29 @@ class Bank(torch.nn.Module):
             lengths.clamp(min=torch.finfo(fixed_target.dtype).tiny)
         )
         return loss, cosine.mean(dim=(1, 2))
+
+
+# Training on a target: the task of the parity cases
+
+
+def predict(
+    model: Bank, batch: Batch, *, dropout: Any = None
+) -> tuple[Float[Tensor, "B T D"], BankState, Float[Tensor, ""]]:
+    """Outputs of the bank on a batch, the state behind it and the reconstruction loss; there is no dropout."""
+    return model(batch.x.to(model.gate.dtype), is_token=batch.is_token)
+
+
+def loss_of(output: tuple[Float[Tensor, "B T D"], BankState, Float[Tensor, ""]], batch: Batch) -> Float[Tensor, ""]:
+    """Mean squared error at tokens, plus the reconstruction loss, plus the mean square of the slots."""
+    memory_out, state, loss = output
+    error = mean_squared_error(memory_out, batch)
+    slots = torch.square(state.slots.to(error.dtype)).mean()
+    return error + loss.to(error.dtype) + slots
+
+
+def loss_fn(model: Bank, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
+    """Training loss on a batch: `loss_of` of `predict`."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: BankConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu") -> Bank:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch_ref.memory import layout, sliding_window
 from torch_ref.memory.bank import Bank, BankState
 from torch_ref.memory.neural import NeuralMemory, NeuralState
 from torch_ref.memory.sliding_window import LocalAttention, LocalState
+from torch_ref.memory.target import Batch, mean_squared_error
 
 Stream = Float[Tensor, "B T D"]
 IsToken = Bool[Tensor, "B T"] | None  # False = padding; None = no padding
@@ -208,6 +209,34 @@ class Block(torch.nn.Module):
         anchor = layout.tree_map(functools.partial(layout.select_rows, is_done), memory.weights, memory.anchor)
         memory = memory._replace(anchor=anchor, count=torch.where(is_done, 0, memory.count))
         return BlockState(local, memory, before.tail), self._gated(attention_out, memory_out)
+
+
+# Training on a target: the task of the parity cases
+
+
+def predict(
+    model: Block, batch: Batch, *, dropout: Any = None
+) -> tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]]:
+    """Outputs of the block on a batch, the state behind it and the reconstruction loss; there is no dropout."""
+    return model(batch.x.to(getattr(torch, model.dtype)), is_token=batch.is_token)
+
+
+def loss_of(output: tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]], batch: Batch) -> Float[Tensor, ""]:
+    """Mean squared error at tokens, plus the reconstruction loss, plus mean squares of the state's arrays."""
+    block_out, state, loss = output
+    error = mean_squared_error(block_out, batch)
+    loss = loss.to(error.dtype) + error
+    leaves: list[Tensor] = []
+    layout.tree_map(leaves.append, state)
+    for leaf in leaves:
+        if leaf.is_floating_point():
+            loss = loss + torch.square(leaf.to(error.dtype)).mean()
+    return loss
+
+
+def loss_fn(model: Block, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
+    """Training loss on a batch: `loss_of` of `predict`."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(

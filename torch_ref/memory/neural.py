@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from jaxbench.memory.config import NeuralMemoryConfig, gate_names
 from torch_ref import nn
 from torch_ref.memory import chunk, layout
 from torch_ref.memory.chunk import Rule, Tokens, Weights
+from torch_ref.memory.target import Batch, mean_squared_error
 
 QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2norm
 
@@ -341,6 +342,28 @@ class NeuralMemory(torch.nn.Module):
 
 def _zeros(*shape: int, dtype: str) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype)))
+
+
+# Training on a target: the task of the parity cases
+
+
+def predict(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> tuple[Float[Tensor, "B T D"], NeuralState]:
+    """Outputs of the memory on a batch and the state behind it; there is no dropout."""
+    return model(batch.x.to(model.o_proj.kernel.dtype), is_token=batch.is_token)
+
+
+def loss_of(output: tuple[Float[Tensor, "B T D"], NeuralState], batch: Batch) -> Float[Tensor, ""]:
+    """Mean squared error at tokens plus the mean squares of the last weights and momentum."""
+    memory_out, state = output
+    loss = mean_squared_error(memory_out, batch)
+    for kernel in (*state.weights.kernels, *state.momentum.kernels):
+        loss = loss + torch.square(kernel).mean().to(loss.dtype)
+    return loss
+
+
+def loss_fn(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
+    """Training loss on a batch: `loss_of` of `predict`."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(

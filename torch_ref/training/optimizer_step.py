@@ -209,7 +209,7 @@ def _accumulate(
 
 def _micro_batches(batch: Any, count: int) -> list[Any]:
     """`count` batches of every count-th row each."""
-    rows = batch.tokens.shape[0]
+    rows = batch[0].shape[0]
     if rows % count:
         raise ValueError(f"update: a batch of {rows} rows does not divide into accumulation={count} micro-batches")
     return [type(batch)(*(None if x is None else x[k::count] for x in batch)) for k in range(count)]

@@ -39,12 +39,8 @@ class RunStep:
         `train` has learning_rate, batch, seq_len, num_layers, and may have accumulation and implementation; `place` is
         the engine's device in PyTorch.
         """
-        self._module, self._checkpoint, self._train, self._place = (
-            f"{package}.training.engine",
-            checkpoint,
-            train,
-            place,
-        )
+        self._module, self._place = f"{package}.training.engine", place
+        self._checkpoint, self._train = checkpoint, train
         accumulation = train.get("accumulation", 1)
         self._step = StepConfig(precision=dtype, torch_compile=torch_compile, accumulation=accumulation)
         self.engine: Any = None
