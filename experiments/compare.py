@@ -34,12 +34,11 @@ def main() -> int:
     from jaxbench.measure import records
 
     suite = cli.load_config(Suite)
-    if flags.FLAGS.tpu_topology is not None:
-        if not all(flags.FLAGS.tpu_topology) or not flags.FLAGS.tpu_topology:
-            given = ",".join(flags.FLAGS.tpu_topology)
+    if (topologies := flags.FLAGS.tpu_topology) is not None:
+        if not topologies or not all(topologies):
+            given = ",".join(topologies)
             raise ValueError(f"--tpu_topology={given} has no name; write v5e:2x2,v6e:2x4, or --set=tpu.topologies=[]")
-        topologies = tuple(flags.FLAGS.tpu_topology)
-        suite = suite.model_copy(update={"tpu": suite.tpu.model_copy(update={"topologies": topologies})})
+        suite = suite.model_copy(update={"tpu": suite.tpu.model_copy(update={"topologies": tuple(topologies)})})
     suite = suite.model_copy(
         update={name: flags.FLAGS[name].value for name in ("model", "data") if flags.FLAGS[name].present}
     )
@@ -50,16 +49,12 @@ def main() -> int:
     def say(text: str) -> None:
         console.print(f"[dim]{time.monotonic() - started:6.1f} s[/dim] {markup.escape(text)}", soft_wrap=True)
 
-    found = run.compare(
-        suite,
-        device=flags.FLAGS.device,
-        workdir=workdir,
-        resume=flags.FLAGS.resume,
-        profile=flags.FLAGS.profile,
+    results = run.compare(
+        suite, device=flags.FLAGS.device, workdir=workdir, resume=flags.FLAGS.resume, profile=flags.FLAGS.profile,
         say=say,
-    )
-    report.write(found, suite, workdir)
-    if failures := run.failures(found):
+    )  # fmt: skip
+    report.write(results, suite, workdir)
+    if failures := run.failures(results):
         raise cli.GateFailed("; ".join(failures))
     return cli.EXIT_OK
 

@@ -13,7 +13,6 @@ tensor, and the command ends with exit code 1.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, outputs, process_environment
+from jaxbench import cli, outputs, process_environment, store
 
 NUM_DEVICES = 8
 
@@ -36,7 +35,7 @@ def define_flags() -> None:
 
 
 def selected() -> list:
-    """Return the cases that the flags ask for.
+    """Cases that the flags ask for.
 
     Raises:
       ValueError: an unknown case, one beside --all, or a part that is not k/n with 1 <= k <= n.
@@ -66,18 +65,18 @@ def main() -> int:
     from jaxbench.parity import meshes
 
     console, failed, worst = terminal.console(), 0, 0.0
-    for number, one in enumerate(cases, start=1):
-        proof = meshes.prove(one)
+    for index, case in enumerate(cases, start=1):
+        proof = meshes.prove(case)
         failures = [comparison.first_failure for comparison in proof.values() if not comparison.passed]
         largest = max((comparison.worst.error, kind) for kind, comparison in proof.items())
         failed, worst = failed + bool(failures), max(worst, largest[0])
         verdict = f"FAILED at {failures[0].name}" if failures else "equal"
-        line = f"{number}/{len(cases)} {one.id}: {verdict}, worst {largest[1]} {largest[0]:.1e}"
+        line = f"{index}/{len(cases)} {case.id}: {verdict}, worst {largest[1]} {largest[0]:.1e}"
         console.print(line, style="bold red" if failures else "green")
         if output is not None:
-            found = {"case": one.id, "passed": not failures, "worst": largest[0], "kind": largest[1]}
-            with open(output, "a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
+            store.append(Path(output), [
+                {"case": case.id, "passed": not failures, "worst": largest[0], "kind": largest[1]}
+            ])  # fmt: skip
     console.print(f"{len(cases) - failed} of {len(cases)} cases equal the unsharded program, worst {worst:.1e}")
     return cli.EXIT_GATE if failed else cli.EXIT_OK
 

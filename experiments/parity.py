@@ -35,7 +35,7 @@ def define_flags() -> None:
 
 
 def selected() -> list[cases.Case]:
-    """Return the cases that the flags ask for.
+    """Cases that the flags ask for.
 
     Raises:
       ValueError: no case is asked for, or an unknown one.
@@ -61,9 +61,9 @@ def main() -> int:
     values, console = flags.FLAGS, terminal.console()
     workdir, results = Path(values.workdir), []
     cli.keep(f"finished cases are in {workdir / 'parity.json'}")
-    for number, case in enumerate(chosen, start=1):
+    for index, case in enumerate(chosen, start=1):
         if len(chosen) > 1:
-            console.print(f"[dim]case {number} of {len(chosen)}: {case.id}[/dim]")
+            console.print(f"[dim]case {index} of {len(chosen)}: {case.id}[/dim]")
         result = run.run(case, backend=values.backend, quick=values.quick, gradients=values.gradients)
         results.append(result)
         if len(chosen) == 1:

@@ -51,23 +51,22 @@ def main() -> int:
     if is_joined:
         join = importlib.import_module("jaxbench.parallel.distributed").start
         run_by = join(values.coordinator, values.num_processes, values.process_id)
-    if values.backend == "flax":
-        importlib.import_module("jaxbench.devices").check_device(values.device)
-        extension = importlib.import_module("jaxbench.memory.decoder").extension(settings.memory)
-        make_engine = functools.partial(importlib.import_module("jaxbench.training.engine").Engine, extension=extension)
-    else:
-        importlib.import_module("torch_ref.devices").check_device(values.device)
-        device = {"gpu": "cuda"}.get(values.device, values.device)
-        extension = importlib.import_module("torch_ref.memory.decoder").extension(settings.memory)
-        where = {"device": device, "extension": extension}
-        make_engine = functools.partial(importlib.import_module("torch_ref.training.engine").Engine, **where)
+    package = "jaxbench" if values.backend == "flax" else "torch_ref"
+    importlib.import_module(f"{package}.devices").check_device(values.device)
+    extension = importlib.import_module(f"{package}.memory.decoder").extension(settings.memory)
+    engine = importlib.import_module(f"{package}.training.engine").Engine
+    make_engine = functools.partial(engine, extension=extension)
+    if values.backend == "torch":
+        make_engine = functools.partial(make_engine, device="cuda" if values.device == "gpu" else values.device)
     if values.find_batch_size:
         return find_batch_size(settings, make_engine, extension)
     if values.memory_ladder:
         return measure_memory_savings(settings, make_engine, workdir)
     cli.keep(f"finished checkpoints in {workdir} are kept; the same command goes on")
-    places = {"workdir": workdir, "data_path": values.data, "profile_steps": profile_steps, "processes": run_by}
-    trainer.run(settings, make_engine, backend=values.backend, **places)
+    trainer.run(
+        settings, make_engine, backend=values.backend, workdir=workdir, data_path=values.data,
+        profile_steps=profile_steps, processes=run_by,
+    )  # fmt: skip
     return cli.EXIT_OK
 
 
@@ -97,7 +96,7 @@ def check_input(settings: Any) -> None:
 
 
 def profiled(text: str | None, settings: Any) -> tuple[int, int] | None:
-    """Return the steps of --profile_steps=10:13.
+    """First and last step of --profile_steps=10:13.
 
     Raises:
       ValueError: the text is no such range inside the run.
@@ -121,18 +120,18 @@ def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
 
     data, model, params = train_inputs.prepare(settings, values.data)
     names = ("implementation", "block_size", "scan_layers", "fused_projections")
-    how = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
+    options = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
-    found = batch_size.find_optimal_batch_size(
-        lambda rows: batch_size.run_bytes(model, settings.step, rows, extension=extension, **how),
+    largest = batch_size.find_optimal_batch_size(
+        lambda rows: batch_size.run_bytes(model, settings.step, rows, extension=extension, **options),
         limit_bytes=limit,
         multiple=settings.step.accumulation,
     )
-    engine = make_engine(model, params, settings.step, batch_size=found.batch_size, seed=settings.seed, **how)
-    metrics = engine.fetch(engine.step(data.train.batch(0, found.batch_size), settings.learning_rate))
+    engine = make_engine(model, params, settings.step, batch_size=largest.batch_size, seed=settings.seed, **options)
+    metrics = engine.fetch(engine.step(data.train.batch(0, largest.batch_size), settings.learning_rate))
     print(
-        f"batch_size={found.batch_size}: {found.run_bytes / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB, "
-        f"{len(found.tried)} sizes compiled; one step was taken with it, loss {metrics.loss:.4f}"
+        f"batch_size={largest.batch_size}: {largest.run_bytes / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB, "
+        f"{len(largest.tried)} sizes compiled; one step was taken with it, loss {metrics.loss:.4f}"
     )
     return cli.EXIT_OK
 

@@ -73,26 +73,28 @@ def define_generate() -> None:
     cli.define_device()
 
 
-def generate() -> int:
+def write_texts() -> int:
     """Write marked continuations of prompts."""
     checks.needed("output", "a .jsonl file for the texts")
     checks.check_device()
     if VALUES.backend == "torch" and VALUES.device != "cpu":
         raise ValueError(f"--device={VALUES.device}: generate with --backend=torch runs on the CPU")
     process_environment.ensure(VALUES.device)
-    from jaxbench.watermark import generate as part
+    from jaxbench.watermark import generate
 
-    settings = cli.load_config(part.GenerateConfig)
+    settings = cli.load_config(generate.GenerateConfig)
     outputs.check_file(VALUES.output, [VALUES.config], overwrite=True)
     twins = {
         "flax": (),
         "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample"),
         "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.watermark.logits_processor"),
     }
-    backend = part.Backend(*map(importlib.import_module, twins[VALUES.backend]))
+    backend = generate.Backend(*map(importlib.import_module, twins[VALUES.backend]))
     cli.keep(f"finished rows in {VALUES.output} are kept; the same command goes on")
-    how = {"backend": backend, "overwrite": VALUES.overwrite, "device": VALUES.device, "say": say}
-    say(f"written: {part.run(settings, VALUES.output, **how)}")
+    written = generate.run(
+        settings, VALUES.output, backend=backend, overwrite=VALUES.overwrite, device=VALUES.device, say=say
+    )
+    say(f"written: {written}")
     return cli.EXIT_OK
 
 
@@ -136,14 +138,14 @@ def define_identify() -> None:
 
 
 def detector_maker() -> Callable[..., Any]:
-    """Return the detector class of --backend on --device."""
+    """Detector class of --backend on --device."""
     module, name = DETECTORS[VALUES.backend]
     maker = getattr(importlib.import_module(module), name)
     return maker if VALUES.backend == "numpy" else functools.partial(maker, device=VALUES.device)
 
 
-def make_job(candidates: tuple[Any, ...], **how: Any) -> Any:
-    """Return the job that the flags describe."""
+def make_job(candidates: tuple[Any, ...], **options: Any) -> Any:
+    """Job that the flags describe."""
     from jaxbench.watermark.bulk import bulk_detection
 
     checks.check_vocab_size(model := None if VALUES.model == "default" else VALUES.model, candidates)
@@ -155,7 +157,7 @@ def make_job(candidates: tuple[Any, ...], **how: Any) -> Any:
         canonicalize=VALUES.canonicalize,
         field=VALUES.field,
         prompt_field=VALUES.prompt_field,
-        **how,
+        **options,
     )
 
 
@@ -215,7 +217,7 @@ def identify_family() -> int:
 
 
 def configured(default: str, workdir: str, *, data: bool = True) -> Callable[[], None]:
-    """Return the function that defines --config, --set, --workdir and, with data, --data."""
+    """Function that defines --config, --set, --workdir and, with data, --data."""
 
     def define() -> None:
         cli.define_config(f"configs/watermark/{default}.yaml")
@@ -232,7 +234,7 @@ def say(line: str) -> None:
 
 
 def power_or_training(module: str, settings: str) -> Callable[[], int]:
-    """Return the main of a module with run(settings, path=, workdir=, say=)."""
+    """Main of a module with run(settings, path=, workdir=, say=)."""
 
     def main() -> int:
         checks.check_workdir("power.json", "neural.json")
@@ -247,15 +249,15 @@ def power_or_training(module: str, settings: str) -> Callable[[], int]:
     return main
 
 
-def calibrate() -> int:
+def measure_rates() -> int:
     """Measure realised false-positive rates."""
     from jaxbench.pretrained.tokenizer import load_tokenizer
-    from jaxbench.watermark.study import calibrate as part
+    from jaxbench.watermark.study import calibrate
 
     checks.check_workdir("calibration.json")
-    settings = cli.load_config(part.Calibration)
+    settings = cli.load_config(calibrate.Calibration)
     cli.keep(f"finished schemes in {VALUES.workdir} are kept; the same command goes on")
-    result = part.run(settings, load_tokenizer(), path=VALUES.data, workdir=VALUES.workdir, say=say)
+    result = calibrate.run(settings, load_tokenizer(), path=VALUES.data, workdir=VALUES.workdir, say=say)
     say(f"{result['num_outside']} rows outside their band, {result['expected_outside']} expected by chance")
     say(f"written: {VALUES.workdir}/calibration.json, {VALUES.workdir}/calibration.html")
     return cli.EXIT_OK if result["passed"] else cli.EXIT_GATE
@@ -268,27 +270,27 @@ def define_evaluate() -> None:
     flags.DEFINE_bool("resume", True, "go on with the finished stages in --workdir")
 
 
-def evaluate() -> int:
+def evaluate_schemes() -> int:
     """Run the evaluation."""
     checks.check_workdir("material.json")
     process_environment.ensure("cpu")
-    from jaxbench.watermark.study import evaluate as part
+    from jaxbench.watermark.study import evaluate
     from jaxbench.watermark.study.evaluate_config import Evaluate
 
     settings = cli.load_config(Evaluate)
     cli.keep(f"finished stages in {VALUES.workdir} are kept; the same command goes on")
-    part.run(settings, VALUES.workdir, resume=VALUES.resume, data=VALUES.data, console=terminal.console())
+    evaluate.run(settings, VALUES.workdir, resume=VALUES.resume, data=VALUES.data, console=terminal.console())
     return cli.EXIT_OK
 
 
-def benchmark() -> int:
+def measure_peers() -> int:
     """Measure rates against peers."""
     checks.check_workdir()
-    from jaxbench.watermark.study import benchmark as part
+    from jaxbench.watermark.study import benchmark
 
-    settings = cli.load_config(part.Benchmark)
+    settings = cli.load_config(benchmark.Benchmark)
     cli.keep(f"finished measurements in {VALUES.workdir} are kept; the same command goes on")
-    part.run(settings, VALUES.workdir)
+    benchmark.run(settings, VALUES.workdir)
     say(f"written: {VALUES.workdir}")
     return cli.EXIT_OK
 
@@ -335,13 +337,13 @@ def attack() -> int:
 
 COMMANDS = {
     "keygen": cli.Command(define_keygen, keygen, "Make a secret key."),
-    "generate": cli.Command(define_generate, generate, "Write marked continuations of prompts."),
+    "generate": cli.Command(define_generate, write_texts, "Write marked continuations of prompts."),
     "detect": cli.Command(define_detect, detect, "Find the mark of one scheme and key, in one text or in files."),
     "identify": cli.Command(define_identify, identify_family, "Find which of several schemes and keys marked a text."),
     "attack": cli.Command(define_attack, attack, "Attack the texts of a file."),
-    "evaluate": cli.Command(define_evaluate, evaluate, "Generate, attack, detect, judge quality: one report."),
+    "evaluate": cli.Command(define_evaluate, evaluate_schemes, "Generate, attack, detect, judge quality: one report."),
     "calibrate": cli.Command(
-        configured("calibrate", "calibrate"), calibrate, "Measure realised false-positive rates on human text."
+        configured("calibrate", "calibrate"), measure_rates, "Measure realised false-positive rates on human text."
     ),
     "power": cli.Command(
         configured("power", "power"), power_or_training("study.power", "Power"), "Measure detection rates by length."
@@ -352,7 +354,7 @@ COMMANDS = {
         "Train the neural detector.",
     ),
     "benchmark": cli.Command(
-        configured("benchmark", "watermark-benchmark", data=False), benchmark, "Measure rates against peers."
+        configured("benchmark", "watermark-benchmark", data=False), measure_peers, "Measure rates against peers."
     ),
 }
 

@@ -82,7 +82,12 @@ def append(path: Path, new: Iterable[Mapping[str, Any]]) -> None:
     Raises:
       OSError: the disk is full; the rows that were there stay.
     """
-    data = lines(new).encode()
+    append_text(path, lines(new))
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append whole lines, as `append` does."""
+    data = text.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     cut_short(path)
     with open(path, "ab", buffering=0) as file:

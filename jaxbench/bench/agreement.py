@@ -28,7 +28,7 @@ TIE_FACTOR = 10.0  # a margin under this many errors is a tie
 
 
 def first_difference(reference: list[list], other: list[list], *, tolerance: float = 0.0) -> list[int] | None:
-    """Return [row, step] of the first unequal token (loss: further apart than `tolerance`, relative), or None."""
+    """[row, step] of the first unequal token (loss: further apart than `tolerance`, relative), or None."""
     for row, (left, right) in enumerate(zip(reference, other, strict=False)):
         for step, (a, b) in enumerate(zip(left, right, strict=False)):
             if not abs(a - b) <= tolerance * abs(a):  # so that a loss that is no number differs
@@ -39,7 +39,7 @@ def first_difference(reference: list[list], other: list[list], *, tolerance: flo
 
 
 def digest(tokens: list[list]) -> str:
-    """Return a short sha256 of an arm's output."""
+    """Short sha256 of an arm's output."""
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
 
 
@@ -59,7 +59,7 @@ def near_tie(reference: Sequence[float], other: Sequence[float], device: str) ->
 
 
 def failures(records: Sequence[Record]) -> list[str]:
-    """Return one sentence for each float32 output that differs from the reference's by more than a near tie."""
+    """One sentence for each float32 output that differs from the reference's by more than a near tie."""
     return [
         f"tokens: {_parting(record)}"
         for record in records
@@ -72,7 +72,7 @@ def failures(records: Sequence[Record]) -> list[str]:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Return one sentence a workload: whether every arm gave the same output, or which part, and where."""
+    """One sentence a workload: whether every arm gave the same output, or which part, and where."""
     groups: dict[str, dict[str, Record]] = defaultdict(dict)
     for record in records:
         if record.metric == "tokens" and record.status == "ok":

@@ -41,7 +41,7 @@ def train_bytes(config: TransformerConfig, load: Workload, *, weights: str | Non
 
 
 def check_run(settings: TrainConfig) -> int:
-    """Return the least bytes that a training run takes on this host, whatever its mesh and options.
+    """Least bytes that a training run takes on this host, whatever its mesh and options.
 
     The initial values are made here in float64, a step's rows are cut out of the text as arrays of tokens, targets,
     positions and segments (int32) and a mask. Where the vocabulary is left to the tokenizer it counts as one token.
@@ -66,7 +66,7 @@ def check_run(settings: TrainConfig) -> int:
 
 
 def check_roofline(settings: Roofline) -> int:
-    """Return the bytes of the largest arrays that the roofline measures; ValueError where they do not fit."""
+    """Bytes of the largest arrays that the roofline measures; ValueError where they do not fit."""
     products = [4 * (m * k + k * n + m * n) for m, k, n in settings.gemm_sizes]
     available = environment.available_memory_bytes()
     for name, size in {"read_bytes": settings.read_bytes, "gemm_sizes": max(products, default=0)}.items():
@@ -77,8 +77,8 @@ def check_roofline(settings: Roofline) -> int:
 
 
 def needed_bytes(suite: Suite, config: TransformerConfig) -> tuple[int, str]:
-    """Return the peak over the suite's stages with every arm's worker alive, and the workload it comes from."""
-    worst, where = 0, "nothing"
+    """Peak over the suite's stages with every arm's worker alive, and the workload it comes from."""
+    totals = [(0, "nothing")]
     for load in suite.workloads():
         if load.kind == "train":
             shallow = config.model_copy(update={"num_layers": min(suite.train.num_layers, config.num_layers)})
@@ -87,14 +87,12 @@ def needed_bytes(suite: Suite, config: TransformerConfig) -> tuple[int, str]:
             own, resting = train_bytes(shallow, micro, weights=held), 4 * flops.parameter_bytes(shallow, held)
         else:
             own, resting = inference_bytes(config, load), flops.parameter_bytes(config, load.dtype)
-        total = own + (len(suite.arms) - 1) * resting + len(suite.arms) * IMPORT_BYTES
-        if total > worst:
-            worst, where = total, load.label()
-    return worst, where
+        totals.append((own + (len(suite.arms) - 1) * resting + len(suite.arms) * IMPORT_BYTES, load.label()))
+    return max(totals, key=lambda total: total[0])
 
 
 def check_fits(suite: Suite, config: TransformerConfig, *, available: int | None = None) -> int:
-    """Return the estimated peak in bytes, or raise ValueError when it exceeds the memory that is available."""
+    """Estimated peak of a comparison in bytes; ValueError where it exceeds the memory that is available."""
     available = environment.available_memory_bytes() if available is None else available
     needed, where = needed_bytes(suite, config)
     if needed > available:

@@ -28,12 +28,12 @@ SIGNS = {"faster": "▲", "slower": "▼", "undecided": "?", "baseline": "="}
 
 
 def arm(name: str) -> str:
-    """Return the name of an arm as people know it."""
+    """Name of an arm as people know it."""
     return ARMS[name].label if name in ARMS else name
 
 
 def color(name: str) -> str:
-    """Return the colour of an arm."""
+    """Colour of an arm."""
     return ARMS[name].color if name in ARMS else "#8b8f98"
 
 
@@ -43,54 +43,53 @@ def workload(load: Workload, *, with_kind: bool = True) -> str:
     parts += [load.dtype] if load.dtype else []
     parts += [f"batch {load.batch}"] if load.batch else []
     if load.prompt_tokens:
-        tokens = f"{load.prompt_tokens}" + (f" + {load.new_tokens}" if load.new_tokens else "")
-        parts.append(f"{tokens} tokens")
+        parts.append(f"{load.prompt_tokens}" + (f" + {load.new_tokens}" if load.new_tokens else "") + " tokens")
     return ", ".join(parts)
 
 
 def short(load: Workload) -> str:
-    """Return a workload in few characters for the terminal: `float32 b8 64+48`."""
+    """Workload in few characters for the terminal: `float32 b8 64+48`."""
     tokens = f"{load.prompt_tokens}" + (f"+{load.new_tokens}" if load.new_tokens else "")
     parts = (load.dtype, f"b{load.batch}" if load.batch else "", tokens if load.prompt_tokens else "")
     return " ".join(part for part in parts if part)
 
 
-def value(number: float | None, unit: str) -> str:
-    """Return a number with its unit at three significant digits: `68.1 tokens/s`, `1.27 GiB`, `0.64 ms`."""
-    if number is None or not math.isfinite(number):
+def value(quantity: float | None, unit: str) -> str:
+    """Number with its unit at three significant digits: `68.1 tokens/s`, `1.27 GiB`, `0.64 ms`."""
+    if quantity is None or not math.isfinite(quantity):
         return "-"
     if unit == "s":
-        return f"{significant(number * 1e3)} ms" if abs(number) < 1 else f"{significant(number)} s"
+        return f"{significant(quantity * 1e3)} ms" if abs(quantity) < 1 else f"{significant(quantity)} s"
     if unit == "bytes":
-        return scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+        return scaled(quantity, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
     if unit == "share":
-        return f"{100 * number:.1f} %"
+        return f"{100 * quantity:.1f} %"
     if unit in ("FLOP", "FLOP/s", "bytes/s"):
         short = {"FLOP": "FLOP", "FLOP/s": "FLOP/s", "bytes/s": "B/s"}[unit]
-        return scaled(number, 1000, tuple(prefix + short for prefix in ("", "k", "M", "G", "T", "P")))
-    return f"{significant(number)} {unit}".strip()
+        return scaled(quantity, 1000, tuple(prefix + short for prefix in ("", "k", "M", "G", "T", "P")))
+    return f"{significant(quantity)} {unit}".strip()
 
 
-def significant(number: float) -> str:
-    """Return three significant digits, thousands with a comma and never an exponent between 0.001 and 1e9."""
-    if number == 0 or not math.isfinite(number):
-        return f"{number:g}"
-    digits = 2 - math.floor(math.log10(abs(number)))
+def significant(quantity: float) -> str:
+    """Three significant digits, thousands with a comma and never an exponent between 0.001 and 1e9."""
+    if quantity == 0 or not math.isfinite(quantity):
+        return f"{quantity:g}"
+    digits = 2 - math.floor(math.log10(abs(quantity)))
     if digits > 5 or digits < -8:
-        return f"{number:.2e}"
-    return f"{round(number, digits):,.{max(digits, 0)}f}"
+        return f"{quantity:.2e}"
+    return f"{round(quantity, digits):,.{max(digits, 0)}f}"
 
 
-def scaled(number: float, base: int, units: tuple[str, ...]) -> str:
-    """Return the number in the largest unit that leaves it at least 1."""
+def scaled(quantity: float, base: int, units: tuple[str, ...]) -> str:
+    """Number in the largest unit that leaves it at least 1."""
     index = 0
-    while abs(number) >= base and index < len(units) - 1:
-        number, index = number / base, index + 1
-    return f"{significant(number)} {units[index]}"
+    while abs(quantity) >= base and index < len(units) - 1:
+        quantity, index = quantity / base, index + 1
+    return f"{significant(quantity)} {units[index]}"
 
 
 def ratio(triple: tuple[float, float, float]) -> str:
-    """Return a ratio with its interval: `2.51 [2.40, 2.63]`; with a dash, `2.51 \u2013`, where it says nothing."""
+    """Ratio with its interval: `2.51 [2.40, 2.63]`; with a dash, `2.51 \u2013`, where it says nothing."""
     point, low, high = triple
     if not verdicts.is_informative(low, high):
         return f"{point:.2f} \u2013"

@@ -26,34 +26,16 @@ from jaxbench.training import observe
 
 WORKER = "jaxbench.bench.worker"  # the module that an arm's process runs
 CACHE = "compile_cache"  # folder of a workdir
-UNITS = {
-    "load_s": "s",
-    "compile_cold_s": "s",
-    "compile_warm_s": "s",
-    "first_token_s": "s",
-    "prefill_tokens_per_s": "tokens/s",
-    "decode_tokens_per_s": "tokens/s",
-    "train_tokens_per_s": "tokens/s",
-    "train_mfu": "share",
-    "train_mfu_causal": "share",
-    "peak_memory_bytes": "bytes",
-    "device_peak_bytes": "bytes",
-    "temp_bytes": "bytes",
-    "argument_bytes": "bytes",
-    "flops": "FLOP",
-    "start_s": "s",
-    "import_bytes": "bytes",
-}
 
 
 class Launch:
     """One set of workers and the records they give."""
 
     def __init__(
-        self, plan: Plan, number: int, file: RecordFile, say: Callable[[str], None], *, limit_s: float = math.inf
+        self, plan: Plan, index: int, file: RecordFile, say: Callable[[str], None], *, limit_s: float = math.inf
     ):
-        self.plan, self.number, self.file, self.say = plan, number, file, say
-        self.order = process.turn(plan.suite.arms, number - 1)
+        self.plan, self.index, self.file, self.say = plan, index, file, say
+        self.order = process.turn(plan.suite.arms, index - 1)
         self.workers: dict[str, Worker] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.lost: dict[str, str] = {}  # arm -> why it takes no further part
@@ -76,12 +58,9 @@ class Launch:
             for dtype in suite.dtypes():
                 self._stage(Workload(kind="inference", dtype=dtype), suite.inference(dtype))
             for load in suite.train_workloads():
-                step = suite.train
-                train = {"learning_rate": step.learning_rate, "form": step.form}
-                train |= {"batch": step.batch, "seq_len": step.seq_len, "accumulation": step.accumulation}
-                train |= {"implementation": step.implementation}
+                train = suite.train.model_dump(exclude={"enabled", "dtype", "num_layers"})
                 self._stage(load, [load], num_layers=suite.train.num_layers, train=train)
-            self.file.append(self._record(records.LAUNCH_DONE, value=float(self.number), unit="count"))
+            self.file.append(self._record(records.LAUNCH_DONE, value=float(self.index), unit="count"))
         finally:
             for worker in self.workers.values():
                 worker.close()
@@ -89,12 +68,12 @@ class Launch:
     # Stages
 
     def _start(self) -> None:
-        if self.number == 1:
+        if self.index == 1:
             # Launch 1 compiles cold, the later ones find what it compiled.
             shutil.rmtree(self.plan.workdir / CACHE, ignore_errors=True)
         for arm in self.order:
             self.say(f"start {arm}")
-            log = self.plan.workdir / "logs" / f"launch{self.number}-{arm}.log"
+            log = self.plan.workdir / "logs" / f"launch{self.index}-{arm}.log"
             log.unlink(missing_ok=True)
             self.workers[arm] = start_worker(self.plan, arm, log)
             answer = self._ask(arm, "start", device=self.plan.device, checkpoint=str(self.plan.model.folder))
@@ -119,12 +98,12 @@ class Launch:
                 continue
             answer = self._ask(arm, "read", size=settings.read_bytes, repeats=settings.repeats)
             if answer is not None:
-                reads[arm] = roofline.read_rate(settings.read_bytes, answer["seconds"])
+                reads[arm] = roofline.rate(settings.read_bytes, answer["seconds"])
             for dtype in settings.dtypes:
                 for shape in settings.gemm_sizes:
                     answer = self._ask(arm, "gemm", shape=list(shape), dtype=dtype, repeats=settings.repeats)
                     if answer is not None:
-                        rate = roofline.gemm_rate(shape, answer["seconds"])
+                        rate = roofline.rate(2 * math.prod(shape), answer["seconds"])
                         products[dtype][f"{arm} {'x'.join(map(str, shape))}"] = rate
         if not reads:
             return
@@ -146,7 +125,8 @@ class Launch:
             self.say(f"{stage.label()}: load and compile {arm}")
             answer = self._ask(arm, "load", dtype=stage.dtype, num_layers=num_layers, train=train)
             if answer is None:
-                self._fail(arm, loads)
+                reason = self.lost.get(arm, "the model could not be loaded in this arm")
+                self._append_absent(arm, loads, "error", reason)
                 continue
             if train is None:
                 self._append(arm, "load_s", Workload(kind="load", dtype=stage.dtype), [answer["seconds"]])
@@ -170,8 +150,7 @@ class Launch:
         if facts is None:
             return None
         if "skip" in facts:
-            row = self._record(main_metric(load), load, arm=arm, status="skipped", reason=facts["skip"])
-            self.file.append(row)
+            self._append_absent(arm, [load], "skipped", facts["skip"])
             return None
         for _ in range(self.plan.suite.rounds.warmup):
             answer = self._ask(arm, "warm", load, workload=load.model_dump(), inputs=self.plan.inputs[load])
@@ -180,7 +159,7 @@ class Launch:
             if load.kind == "train":
                 self._note_output(arm, load, answer)  # the loss of the first step
         if "compile_s" in facts:
-            name = "compile_cold_s" if self.number == 1 else "compile_warm_s"
+            name = "compile_cold_s" if self.index == 1 else "compile_warm_s"
             self._append(arm, name, load, [facts["compile_s"]])
             self.compile_s += facts["compile_s"]
         for name in ("temp_bytes", "argument_bytes", "flops"):
@@ -191,13 +170,14 @@ class Launch:
     def _rounds(self, stage: Workload, loads: list[Workload], ready: dict) -> dict[tuple[str, Workload], list[dict]]:
         samples: dict[tuple[str, Workload], list[dict]] = defaultdict(list)
         control, stage_end, longest = [], self.stage_ends.pop(0), 0.0
-        for number in range(self.plan.suite.rounds.rounds):
+        num_rounds = self.plan.suite.rounds.rounds
+        for index in range(num_rounds):
             begun = time.monotonic()
-            if number and begun + longest > stage_end:
-                self.say(f"{stage.label()}: {number} of {self.plan.suite.rounds.rounds} rounds, to keep the budget")
+            if index and begun + longest > stage_end:
+                self.say(f"{stage.label()}: {index} of {num_rounds} rounds, to keep the budget")
                 break
-            self.say(f"{stage.label()}: round {number + 1} of {self.plan.suite.rounds.rounds}")
-            order = self.order if number % 2 == 0 else self.order[::-1]
+            self.say(f"{stage.label()}: round {index + 1} of {num_rounds}")
+            order = self.order if index % 2 == 0 else self.order[::-1]
             control.append(control_seconds())
             for load in loads:
                 for arm in order:
@@ -216,20 +196,25 @@ class Launch:
     # Records
 
     def _record(self, metric: str, workload: Workload = Workload(), value=None, unit: str = "", **fields):
-        return self.plan.record(metric, workload=workload, value=value, unit=unit, launch=self.number, **fields)
+        return self.plan.record(metric, workload=workload, value=value, unit=unit, launch=self.index, **fields)
 
     def _append(self, arm: str, metric: str, workload: Workload, values: list[float], **detail) -> None:
-        row = self._record(metric, workload, verdicts.median(values), UNITS[metric], arm=arm, detail=detail)
-        versions = self.versions.get(arm, {})
-        self.file.append(row.model_copy(update={"samples": tuple(map(float, values)), "versions": versions}))
+        self.file.append(self._record(
+            metric, workload, verdicts.median(values), unit_of(metric), arm=arm, detail=detail,
+            samples=tuple(map(float, values)), versions=self.versions.get(arm, {}),
+        ))  # fmt: skip
+
+    def _append_absent(self, arm: str, loads: list[Workload], status: str, reason: str) -> None:
+        """Records of workloads that an arm has no rate of, and why."""
+        self.file.append(*(self._record(main_metric(x), x, arm=arm, status=status, reason=reason) for x in loads))
 
     def _append_rates(self, arm: str, load: Workload, answers: list[dict]) -> None:
         for metric, values in rates(load, answers).items():
             detail = {}
             if metric.endswith("tokens_per_s"):
                 config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
-                found_share = roofline.share(config, load, verdicts.median(values), self.rates)
-                detail = {} if found_share is None else {"share_of_roofline": found_share}
+                share = roofline.share(config, load, verdicts.median(values), self.rates)
+                detail = {} if share is None else {"share_of_roofline": share}
             self._append(arm, metric, load, values, **detail)
 
     def _append_mfu(self, arm: str, load: Workload, answers: list[dict], device_kind: str) -> None:
@@ -273,7 +258,7 @@ class Launch:
                 self.file.append(self._record("tokens", load, same, "count", arm=arm, detail=detail))
 
     def _parting(self, load: Workload, reference: str, arm: str, row: int, step: int) -> dict:
-        """Return the two tokens at which outputs part and, in float32, whether the logits there are a near tie."""
+        """The two tokens at which outputs part and, in float32, whether the logits there are a near tie."""
         ours, theirs = (self.tokens[load][name][row] for name in (arm, reference))
         if step >= min(len(ours), len(theirs)):
             return {}
@@ -306,28 +291,16 @@ class Launch:
             self.lost[arm] = reason
         if load is not None:
             self.failed[arm, load] = reason
-        where = load or Workload()
-        metric = main_metric(load) if load is not None else operation
-        self.file.append(self._record(metric, where, arm=arm, status="error", reason=reason))
+        metric = operation if load is None else main_metric(load)
+        self.file.append(self._record(metric, load or Workload(), arm=arm, status="error", reason=reason))
         return None
 
-    def _fail(self, arm: str, loads: list[Workload]) -> None:
-        reason = self.lost.get(arm, "the model could not be loaded in this arm")
-        rows = [self._record(main_metric(x), x, arm=arm, status="error", reason=reason) for x in loads]
-        self.file.append(*rows)
-
     def _alive(self, *, quietly: bool = False) -> list[str]:
-        """Return the arms that can still run; the others' workloads get a record that says why, unless quietly."""
-        if not quietly:
-            for arm in self.order:
-                reason = self.skipped.get(arm)
-                if reason and not self.lost.get(arm):
-                    rows = [
-                        self._record(main_metric(x), x, arm=arm, status="skipped", reason=reason)
-                        for x in self.plan.suite.workloads()
-                    ]
-                    self.file.append(*rows)
-                    self.lost[arm] = reason
+        """Arms that can still run; the others' workloads get a record that says why, unless quietly."""
+        for arm in self.order if not quietly else ():
+            if arm in self.skipped and arm not in self.lost:
+                self._append_absent(arm, self.plan.suite.workloads(), "skipped", self.skipped[arm])
+                self.lost[arm] = self.skipped[arm]
         return [arm for arm in self.order if arm not in self.lost and arm not in self.skipped]
 
 
@@ -352,7 +325,7 @@ def worker_environment(device: str, *, cache: Path, threads: int) -> dict[str, s
 
 
 def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
-    """Return metric -> one value a round from the workers' seconds; the same rule for every arm."""
+    """Rates by metric, one value a round, from the workers' seconds; the same rule for every arm."""
     if load.kind == "train":
         return {"train_tokens_per_s": [load.batch * load.prompt_tokens / answer["step_s"] for answer in answers]}
     first = [answer["first_s"] for answer in answers]
@@ -364,12 +337,19 @@ def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
 
 
 def main_metric(load: Workload) -> str:
-    """Return the metric that a workload is about."""
+    """Name of the rate that a workload is about."""
     return f"{load.kind}_tokens_per_s"
 
 
+def unit_of(metric: str) -> str:
+    """Unit of an arm's metric, which ends in it."""
+    if metric.startswith("train_mfu"):
+        return "share"
+    return {"flops": "FLOP", "per_s": "tokens/s", "bytes": "bytes"}.get(metric[-5:], "s")
+
+
 def control_seconds(repeats: int = 9) -> float:
-    """Return the best time of a fixed numpy loop that no backend touches: when it moves, the machine moved.
+    """Best time of a fixed numpy loop that no backend touches, in seconds: when it moves, the machine moved.
 
     The best of several, for one run of a few milliseconds says more about cold caches and sleeping threads.
     """

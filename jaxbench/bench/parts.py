@@ -13,14 +13,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxbench import config
-from jaxbench import process_environment as process_environment
+from jaxbench import config, process_environment
 from jaxbench.bench import launch
 from jaxbench.bench.plan import Plan
-from jaxbench.bench.suite import TpuRun
-from jaxbench.measure import tpu_compile
+from jaxbench.measure import records, tpu_compile
 from jaxbench.measure.process import WorkerError
-from jaxbench.measure.records import Record, RecordFile
+from jaxbench.measure.records import RecordFile
 
 PARITY_TIMEOUT_S = 300
 TPU_TIMEOUT_S = 600
@@ -33,26 +31,23 @@ def parity(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
         if _done(file, work, "parity", arm=arm):
             continue
         say(f"parity: {arm} against torch_ref in float64, layer by layer")
-        output = work.workdir / f"parity-{arm}.json"
-        output.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "jaxbench.parity.run", "--case=transformer/smollm2", "--quick"]
-        command += [f"--backend={arm}", f"--output={output}"]
+        command = ["jaxbench.parity.run", "--case=transformer/smollm2", "--quick", f"--backend={arm}"]
         if work.suite.model != "default":
             command.append(f"--model={work.model.folder}")
         environment = process_environment.environment("cpu")
-        reason = _run(command, environment, work, f"parity-{arm}", PARITY_TIMEOUT_S, output)
+        output, reason = _run(command, environment, work, f"parity-{arm}.json", PARITY_TIMEOUT_S)
         if reason:
             say(f"parity: {arm}: {reason}")
             file.append(work.record("parity", arm=arm, status="error", reason=reason))
             continue
         detail = json.loads(output.read_text())
         file.append(work.record("parity", value=float(detail["worst"]), unit="ratio", arm=arm, detail=detail))
-        said = "passed" if detail["passed"] else "FAILED"
-        say(f"parity: {arm}: worst relative difference {detail['worst']:.1e}, {said}")
+        outcome = "passed" if detail["passed"] else "FAILED"
+        say(f"parity: {arm}: worst relative difference {detail['worst']:.1e}, {outcome}")
 
 
 def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
-    """Compile the model's programs for each TPU topology and append what the compiler says."""
+    """Compile the model's programs and the suite's training steps for TPU slices; append what the compiler says."""
     settings = work.suite.tpu
     if reason := tpu_compile.unavailable().removeprefix("tpu: "):
         names = [*settings.topologies, *(run.name() for run in settings.runs)]
@@ -62,44 +57,32 @@ def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
     model = work.workdir / "tpu-model.yaml"
     if settings.topologies:
         config.dump(work.model.config, model)
+    shapes = settings.model_dump(exclude={"topologies", "runs"}) | {"train_layers": work.suite.train.num_layers}
     for topology in settings.topologies:
-        if _done(file, work, "tpu", device=topology):
-            continue
-        say(f"tpu: compile for {topology}")
-        output = work.workdir / f"tpu-{topology.replace(':', '-')}.jsonl"
-        output.unlink(missing_ok=True)
-        shapes = settings.model_dump(exclude={"topologies", "runs"}) | {"train_layers": work.suite.train.num_layers}
-        command = [sys.executable, "-m", "jaxbench.bench.tpu", f"--topology={topology}", f"--output={output}"]
-        command += [f"--model_config={model}", *(f"--{name}={value}" for name, value in shapes.items())]
-        reason = _run(command, tpu_compile.ENVIRONMENT, work, output.stem, TPU_TIMEOUT_S, output)
-        if reason:
-            say(f"tpu: {topology}: {reason}")
-            file.append(work.record("tpu", device=topology, status="error", reason=reason))
-            continue
-        rows = [Record.model_validate_json(line) for line in output.read_text().splitlines()]
-        stamped = [row.model_copy(update={**work.common, "device": topology}) for row in rows]
-        file.append(*stamped, work.record("tpu", device=topology, value=float(len(rows)), unit="count"))
-    for number, run in enumerate(settings.runs, start=1):
-        _tpu_run(run, f"tpu-run-{number}", work, file, say)
+        command = ["jaxbench.bench.tpu", f"--topology={topology}", f"--model_config={model}"]
+        command += [f"--{name}={value}" for name, value in shapes.items()]
+        _compile(command, topology, f"for {topology}", f"tpu-{topology.replace(':', '-')}.jsonl", work, file, say)
+    for index, run in enumerate(settings.runs, start=1):
+        command = ["jaxbench.training.tpu_train", f"--config={ROOT / run.config}", f"--topology={run.topology}"]
+        command += [f"--set={change}" for change in run.set]
+        _compile(command, run.name(), f"the step of {run.name()}", f"tpu-run-{index}.jsonl", work, file, say)
 
 
-def _tpu_run(run: TpuRun, name: str, work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
-    """Compile the step of a training configuration for its slice; its records say which mesh they are of."""
-    if _done(file, work, "tpu", device=run.name()):
+def _compile(
+    command: list[str], device: str, what: str, name: str, work: Plan, file: RecordFile, say: Callable[[str], None]
+) -> None:
+    """Run a module that compiles for TPUs and append its records; they name their slice, and a run's its mesh."""
+    if _done(file, work, "tpu", device=device):
         return
-    say(f"tpu: compile the step of {run.name()}")
-    output = work.workdir / f"{name}.jsonl"
-    output.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "jaxbench.training.tpu_train", f"--config={ROOT / run.config}"]
-    command += [f"--topology={run.topology}", f"--output={output}", *(f"--set={change}" for change in run.set)]
-    reason = _run(command, tpu_compile.ENVIRONMENT, work, name, TPU_TIMEOUT_S, output)
+    say(f"tpu: compile {what}")
+    output, reason = _run(command, tpu_compile.ENVIRONMENT, work, name, TPU_TIMEOUT_S)
     if reason:
-        say(f"tpu: {run.name()}: {reason}")
-        file.append(work.record("tpu", device=run.name(), status="error", reason=reason))
+        say(f"tpu: {device}: {reason}")
+        file.append(work.record("tpu", device=device, status="error", reason=reason))
         return
-    rows = [Record.model_validate_json(line) for line in output.read_text().splitlines()]
+    rows = records.read_lines(output)
     stamped = [row.model_copy(update={**work.common, "device": row.device}) for row in rows]
-    file.append(*stamped, work.record("tpu", device=run.name(), value=float(len(rows)), unit="count"))
+    file.append(*stamped, work.record("tpu", device=device, value=float(len(rows)), unit="count"))
 
 
 def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
@@ -132,23 +115,26 @@ def _done(file: RecordFile, work: Plan, metric: str, *, device: str | None = Non
     )
 
 
-def _run(command: list[str], environment: dict[str, str], work: Plan, name: str, timeout_s: float, output: Path) -> str:
-    """Run a part's process with its log in the workdir; return why it failed, or an empty string."""
-    log = work.workdir / "logs" / f"{name}.log"
+def _run(command: list[str], environment: dict[str, str], work: Plan, name: str, timeout_s: float) -> tuple[Path, str]:
+    """Run a module in a process of its own, with its log in the workdir; its output file, and why it failed, or ""."""
+    output = work.workdir / name
+    output.unlink(missing_ok=True)
+    log = work.workdir / "logs" / f"{output.stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            command, env=os.environ | environment, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
-        )
+            [sys.executable, "-m", *command, f"--output={output}"],
+            env=os.environ | environment, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
         try:
             code = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            return f"took longer than {timeout_s:.0f} s"
+            return output, f"took longer than {timeout_s:.0f} s"
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
     if output.exists():
-        return ""
+        return output, ""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"exit code {code}: {lines[-1].strip()[:300] if lines else 'no output'}"
+    return output, f"exit code {code}: {lines[-1].strip()[:300] if lines else 'no output'}"

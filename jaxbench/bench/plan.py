@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
+import jaxbench.bench.suite
 from jaxbench import config, process_environment
 from jaxbench.bench import estimate
-from jaxbench.bench import suite as suites
 from jaxbench.bench.suite import Suite
 from jaxbench.config import TransformerConfig
 from jaxbench.measure import chips, environment
@@ -52,12 +53,12 @@ class Plan(NamedTuple):
     common: dict  # fields that every record carries
 
     def trained_config(self) -> TransformerConfig:
-        """Return the configuration of the shallow model that the train step has."""
+        """Configuration of the shallow model that the train step has."""
         layers = min(self.suite.train.num_layers, self.model.config.num_layers)
         return self.model.config.model_copy(update={"num_layers": layers})
 
     def record(self, metric: str, **fields) -> Record:
-        """Return a record with the run's common fields filled in."""
+        """Record with the run's common fields filled in."""
         return Record(metric=metric, **{**self.common, "time_utc": now_utc(), **fields})
 
 
@@ -81,7 +82,7 @@ def make_plan(suite: Suite, *, device: str, workdir: Path) -> Plan:
     model = find_model(suite, workdir)
     check_shape(suite, model.config, device)
     token_ids, text_sha256 = read_text(suite, model)
-    config_id = suites.config_id(suite, model_sha256=model.sha256, text_sha256=text_sha256)
+    config_id = jaxbench.bench.suite.config_id(suite, model_sha256=model.sha256, text_sha256=text_sha256)
     origin = {
         "configuration": config_id,
         "device": device,
@@ -112,14 +113,14 @@ def check_shape(suite: Suite, shape: TransformerConfig, device: str) -> None:
 
 
 def random_decoder(model: str) -> TransformerConfig | None:
-    """Return the shape of a model with random weights: tiny, or that of a training configuration; None for others."""
+    """Shape of a model with random weights: tiny, or that of a training configuration; None for others."""
     if model == "tiny":
         return TINY
     return _decoder_of(model) if model.endswith(".yaml") else None
 
 
 def find_model(suite: Suite, workdir: Path) -> Model:
-    """Return the model as a Hugging Face folder, written once into the cache where it came as GGUF."""
+    """Model as a Hugging Face folder, written once into the cache where it came as GGUF."""
     from jaxbench.pretrained import families, weights
 
     if (shape := random_decoder(suite.model)) is not None:
@@ -139,7 +140,7 @@ def find_model(suite: Suite, workdir: Path) -> Model:
 
 
 def _decoder_of(path: str) -> TransformerConfig:
-    """Return the decoder of a training configuration."""
+    """Decoder of a training configuration."""
     model = config.load(path, (), TrainConfig).model
     if model.vocab_size is None:
         raise ValueError(f"compare: --model={path} leaves model.vocab_size to its tokenizer; name a size in it")
@@ -159,8 +160,8 @@ def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -
     return Model(config, folder, digest.hexdigest(), None)
 
 
-def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:
-    """Return the token ids that prompts are cut from, and the sha256 of the text."""
+def read_text(suite: Suite, model: Model) -> tuple[Int[np.ndarray, " N"], str]:
+    """Token ids that prompts are cut from, and the sha256 of the text."""
     wanted = 4 * sum(load.batch * (load.prompt_tokens + 1) for load in suite.workloads()) + 4096
     if model.tokenizer is None:
         ids = np.random.default_rng(suite.seed).integers(0, model.config.vocab_size, size=wanted)
@@ -177,7 +178,7 @@ def read_text(suite: Suite, model: Model) -> tuple[np.ndarray, str]:
     return np.asarray(ids, dtype=np.int64), sha256
 
 
-def draw(token_ids: np.ndarray, load: Workload, *, seed: int) -> list[list[int]]:
+def draw(token_ids: Int[np.ndarray, " N"], load: Workload, *, seed: int) -> list[list[int]]:
     """Cut the rows of one workload out of the text: distinct places, the same for a seed; a train row has one more."""
     length = load.prompt_tokens + (1 if load.kind == "train" else 0)
     if length < 1:

@@ -7,6 +7,7 @@ by starting no launch that would pass it, judged by the longest launch so far.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -90,14 +91,12 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
 
 
 def open_results(work: plan.Plan, *, resume: bool) -> RecordFile:
-    """Return the results file; a fresh run moves an earlier file aside, it is never deleted."""
+    """Results file; a fresh run moves an earlier file aside, it is never deleted."""
     file = RecordFile(work.workdir / records.RESULTS_NAME)
     if resume or not file.path.exists():
         return file
-    number = 1
-    while (aside := file.path.with_name(f"results.{number}.jsonl")).exists():
-        number += 1
-    file.path.rename(aside)
+    names = (file.path.with_name(f"results.{count}.jsonl") for count in itertools.count(1))
+    file.path.rename(next(path for path in names if not path.exists()))
     return file
 
 
@@ -105,28 +104,28 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
     """Run the launches that are not finished yet, as far as the budget reaches; the first always runs."""
     rounds = work.suite.rounds
     done = file.finished_launches(work.run_id)
-    missing = [number for number in range(1, rounds.launches + 1) if number not in done]
+    missing = [index for index in range(1, rounds.launches + 1) if index not in done]
     if len(missing) < rounds.launches:
         say(f"{rounds.launches - len(missing)} of {rounds.launches} launches are already in {file.path.name}")
     expected = 0.0
-    for number in missing:
+    for index in missing:
         left = rounds.budget_s - (time.monotonic() - started) - REPORT_RESERVE_S
         if expected and left < expected:
-            reason = f"the budget of {rounds.budget_s:.0f} s ends before launch {number} would; raise rounds.budget_s"
+            reason = f"the budget of {rounds.budget_s:.0f} s ends before launch {index} would; raise rounds.budget_s"
             say(reason)
-            file.append(work.record("budget", status="skipped", reason=reason, launch=number))
+            file.append(work.record("budget", status="skipped", reason=reason, launch=index))
             return
-        begun, name = time.monotonic(), f"launch {number}/{rounds.launches}"
-        limit_s = left / (rounds.launches - number + 1)
-        single = launch.Launch(work, number, file, lambda text, name=name: say(f"{name} {text}"), limit_s=limit_s)
+        begun, name = time.monotonic(), f"launch {index}/{rounds.launches}"
+        limit_s = left / (rounds.launches - index + 1)
+        single = launch.Launch(work, index, file, lambda text, name=name: say(f"{name} {text}"), limit_s=limit_s)
         single.run()
         took = time.monotonic() - begun
-        expected = took - (single.compile_s if number == 1 else 0.0)  # later launches find what launch 1 compiled
+        expected = took - (single.compile_s if index == 1 else 0.0)  # later launches find what launch 1 compiled
         say(f"{name}: {took:.0f} s")
 
 
 def failures(results: list[Record]) -> list[str]:
-    """Return one sentence for everything that the suite asked for and that failed: the reasons for exit code 1.
+    """One sentence for everything that the suite asked for and that failed: the reasons for exit code 1.
 
     A proof that failed or did not end, float32 outputs that differ, an arm, a TPU compile or a trace that broke. What
     this machine cannot run at all (status skipped: no compiler, no libtpu, no such package) is none.

@@ -84,9 +84,7 @@ class Verdicts(Base):
 
     baseline: Arm = "torch_eager"
     confidence: float = pydantic.Field(default=0.95, gt=0.5, lt=1)  # of each interval before Holm's correction
-    margin: float = pydantic.Field(
-        default=0.0, ge=0, lt=1
-    )  # a verdict needs the interval beyond this share, 0.05 = 5 %
+    margin: float = pydantic.Field(default=0.0, ge=0, lt=1)  # the interval lies beyond this share, 0.05 = 5 %
     control_drift: float = pydantic.Field(default=0.25, gt=0)  # share the control loop may move between launches
 
 
@@ -138,9 +136,8 @@ class Suite(Base):
     rounds: Rounds = Rounds()
     verdicts: Verdicts = Verdicts()
     roofline: Roofline = Roofline()
-    parity: tuple[Literal[arm_table.names("is_judged")], ...] = (
-        "flax",
-    )  # whose model to prove equal to PyTorch's in float64
+    # whose model to prove equal to PyTorch's in float64
+    parity: tuple[Literal[arm_table.names("is_judged")], ...] = ("flax",)
     tpu: Tpu = Tpu()
     seed: int = pydantic.Field(default=0, ge=0)  # picks the prompts and the order of arms
     threads: int = pydantic.Field(default=0, ge=0)  # threads of every arm; 0 = all cores of this process
@@ -165,35 +162,27 @@ class Suite(Base):
         return self
 
     def workloads(self) -> list[Workload]:
-        """Return every inference workload and the train step, grouped by dtype so that weights load once a dtype."""
+        """Every inference workload and the train step, grouped by dtype so that weights load once a dtype."""
         return [load for dtype in self.dtypes() for load in self.inference(dtype)] + self.train_workloads()
 
     def dtypes(self) -> list[str]:
-        """Return the dtypes of inference, float32 first."""
+        """Dtypes of inference, float32 first."""
         used = {*self.prefill.dtypes, *self.decode.dtypes}
         return [dtype for dtype in ("float32", "bfloat16") if dtype in used]
 
     def inference(self, dtype: str) -> list[Workload]:
-        """Return the prefill and decode workloads of one dtype."""
-        rows = []
-        if dtype in self.prefill.dtypes:
-            rows += [
-                Workload(kind="prefill", dtype=dtype, batch=batch, prompt_tokens=tokens)
-                for tokens in self.prefill.prompt_tokens
-                for batch in self.prefill.batches
-            ]
-        if dtype in self.decode.dtypes:
-            rows += [
-                Workload(
-                    kind="decode", dtype=dtype, batch=batch, prompt_tokens=tokens, new_tokens=self.decode.new_tokens
-                )
-                for tokens in self.decode.prompt_tokens
-                for batch in self.decode.batches
-            ]
-        return rows
+        """Prefill and decode workloads of one dtype."""
+        grids = (("prefill", self.prefill, 0), ("decode", self.decode, self.decode.new_tokens))
+        return [
+            Workload(kind=kind, dtype=dtype, batch=batch, prompt_tokens=tokens, new_tokens=new_tokens)
+            for kind, grid, new_tokens in grids
+            if dtype in grid.dtypes
+            for tokens in grid.prompt_tokens
+            for batch in grid.batches
+        ]
 
     def train_workloads(self) -> list[Workload]:
-        """Return the train step in each of its dtypes."""
+        """Train step in each of its dtypes."""
         if not self.train.enabled:
             return []
         step = self.train
@@ -202,10 +191,6 @@ class Suite(Base):
             Workload(kind="train", dtype=dtype, batch=step.batch, prompt_tokens=step.seq_len)
             for dtype in dict.fromkeys(dtypes)
         ]
-
-    def longest(self) -> int:
-        """Return the longest sequence of any workload, in tokens."""
-        return max((load.prompt_tokens + load.new_tokens for load in self.workloads()), default=0)
 
     def check_context(self, max_seq_len: int) -> None:
         """Raise ValueError when a workload does not fit the model's trained context."""
@@ -219,7 +204,7 @@ class Suite(Base):
 
 
 def config_id(suite: Suite, *, model_sha256: str, text_sha256: str) -> str:
-    """Return the stable id of what is measured: 12 hex digits.
+    """Stable id of what is measured: 12 hex digits.
 
     Equal for two runs whose results may be compared; the number of launches, the budget and the set of arms do not
     enter, the model's and the text's sha256 do.

@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 def rows(records: Sequence[Record], rules: Verdicts) -> list[Row]:
-    """Return the table's rows in the order of the records, with Holm's correction over all compared ones."""
+    """Rows of the table in the order of the records, with Holm's correction over all compared ones."""
     groups: dict[tuple[str, Workload, str], dict[int, Record]] = defaultdict(dict)
     for record in records:
         if record.arm != SUITE_ARM and record.metric not in NOT_ROWS:
@@ -65,13 +65,13 @@ def rows(records: Sequence[Record], rules: Verdicts) -> list[Row]:
 
 
 def control_drift(records: Sequence[Record]) -> float:
-    """Return by what share the control loop moved between launches (0.1 = 10 %)."""
+    """Share by which the control loop moved between launches (0.1 = 10 %)."""
     control = [record.samples for record in records if record.metric == "control_s" and record.samples]
     return verdicts.drift(control)
 
 
 def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Record], rules: Verdicts):
-    """Return one row and its p-value (None when it is not compared)."""
+    """One row and its p-value (None when it is not compared)."""
     good = {n: r for n, r in sorted(launches.items()) if r.status == "ok" and r.value is not None}
     values = tuple(record.value for record in good.values())
     shares = [r.detail["share_of_roofline"] for r in good.values() if r.detail.get("share_of_roofline") is not None]

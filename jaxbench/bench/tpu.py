@@ -21,7 +21,7 @@ import pydantic
 
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.measure import chips, flops, tpu_compile
-from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
+from jaxbench.measure.records import Record, RecordFile, Workload
 
 # SmolLM2-135M's shape (config.json of HuggingFaceTB/SmolLM2-135M-Instruct): compiling needs no weights.
 SMOLLM2_135M = TransformerConfig(
@@ -46,7 +46,7 @@ class Settings(Base):
 
 
 def check(topologies: Sequence[str], settings: Settings | None = None) -> list[chips.Topology]:
-    """Return the slices of these names; ValueError for an unknown one, or a model axis that does not divide one."""
+    """Slices of these names; ValueError for an unknown one, or a model axis that does not divide one."""
     slices = [chips.parse_topology(name) for name in topologies]
     for topology in slices:
         if settings and topology.num_chips % settings.model_axis:
@@ -70,9 +70,8 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
     shallow = config.model_copy(
         update={"num_layers": min(settings.train_layers or config.num_layers, config.num_layers)}
     )
-    prefill_batch, decode_batch, train_batch = (
-        _round_up(batch, rows) for batch in (settings.prefill_batch, settings.decode_batch, settings.train_batch)
-    )
+    batches = (settings.prefill_batch, settings.decode_batch, settings.train_batch)
+    prefill_batch, decode_batch, train_batch = (-(-batch // rows) * rows for batch in batches)
     abstract = functools.partial(mesh_programs.abstract_model, dtype=settings.dtype, scan_layers=settings.scan_layers)
     plan = functools.partial(mesh_programs.make_plan, devices=devices, model_axis=settings.model_axis)
 
@@ -94,21 +93,22 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
 
 
 def _compile_program(program, config: TransformerConfig, topology: chips.Topology, settings: Settings) -> list[Record]:
-    """Compile one program and return its records; a program that does not fit is a record too."""
-    workload = _workload(program, settings)
-    common = {"workload": workload, "device": topology.name, "time_utc": now_utc()}
+    """Records of one program, compiled; a program that does not fit is a record too."""
+    workload = Workload(
+        kind=program.name, dtype=settings.dtype, batch=program.batch, prompt_tokens=program.tokens,
+        new_tokens=int(program.name == "decode"),
+    )  # fmt: skip
     try:
         compiled = tpu_compile.compile_program(lambda: program.jitted.lower(*program.arguments), topology)
     except tpu_compile.DoesNotFitError as error:
-        detail = {"fits": False, "hbm_bytes": topology.chip.hbm_bytes}
-        failed = {"status": "error", "reason": str(error), "detail": detail}
-        return [Record(metric="tpu_memory_bytes", unit="bytes", **failed, **common)]
+        shape = {"hbm_bytes": topology.chip.hbm_bytes}
+        return [tpu_compile.refusal(error, shape, workload=workload, device=topology.name)]
     flops_per_chip, traffic = per_chip_work(program, config, topology, settings)
-    return make_records(compiled, flops_per_chip, traffic, topology, settings, common, config.num_layers)
+    return make_records(compiled, flops_per_chip, traffic, topology, settings, workload, config.num_layers)
 
 
 def per_chip_work(program, config: TransformerConfig, topology: chips.Topology, settings: Settings) -> tuple[int, int]:
-    """Return the analytic FLOPs and the least memory traffic of one chip.
+    """Analytic FLOPs and the least memory traffic of one chip.
 
     Attention is repeated on the chips of one model axis; feed-forward layers and the head are split over it.
     """
@@ -132,46 +132,28 @@ def make_records(
     traffic: int,
     topology: chips.Topology,
     settings: Settings,
-    common: dict,
+    workload: Workload,
     num_layers: int,
 ) -> list[Record]:
     """Records of one compiled program, every figure per chip."""
     chip, resident, sent = topology.chip, compiled.resident_bytes, compiled.sent_bytes
     times, bound = chips.least_seconds(chip, flops=flops_per_chip, traffic=traffic, sent=sent)
-    workload = common["workload"]
     tokens = workload.batch * (1 if workload.kind == "decode" else workload.prompt_tokens)
     shape = {"num_chips": topology.num_chips, "num_layers": num_layers, "model_axis": settings.model_axis}
     rates = {"chip": chip.name, "source": chip.source, "tokens_per_s": tokens / times[f"{bound}_s"]}
     fits = {"fits": resident <= chip.hbm_bytes, "hbm_bytes": chip.hbm_bytes}
-    counted = {kind: total._asdict() for kind, total in compiled.collectives.items()}
     compared = {"compiled": compiled.flops, "is_unrolled": not settings.scan_layers}
     if not settings.scan_layers:
         compared["compiled_over_analytic"] = compiled.flops / flops_per_chip
     figures = [
-        ("tpu_memory_bytes", resident, "bytes", compiled.memory | fits | shape),
-        ("tpu_flops", flops_per_chip, "FLOP", compared | shape),
-        ("tpu_traffic_bytes", traffic, "bytes", {"compiled": compiled.traffic} | shape),
-        ("tpu_collective_bytes", sent, "bytes", {"kinds": counted} | shape),
-        ("tpu_roofline_s", times[f"{bound}_s"], "s", times | {"bound": bound} | rates | shape),
-        ("tpu_compile_s", compiled.compile_s, "s", shape),
+        ("tpu_memory_bytes", resident, "bytes", compiled.memory | fits),
+        ("tpu_flops", flops_per_chip, "FLOP", compared),
+        ("tpu_traffic_bytes", traffic, "bytes", {"compiled": compiled.traffic}),
+        ("tpu_collective_bytes", sent, "bytes", {"kinds": compiled.kinds}),
+        ("tpu_roofline_s", times[f"{bound}_s"], "s", times | {"bound": bound} | rates),
+        ("tpu_compile_s", compiled.compile_s, "s", {}),
     ]
-    return [Record(metric=name, value=float(value), unit=unit, detail=detail, **common)
-            for name, value, unit, detail in figures]  # fmt: skip
-
-
-def _workload(program, settings: Settings) -> Workload:
-    new_tokens = 1 if program.name == "decode" else 0
-    return Workload(
-        kind=program.name,
-        dtype=settings.dtype,
-        batch=program.batch,
-        prompt_tokens=program.tokens,
-        new_tokens=new_tokens,
-    )
-
-
-def _round_up(batch: int, chips_sharing: int) -> int:
-    return -(-batch // chips_sharing) * chips_sharing
+    return tpu_compile.make_records(figures, shape, workload=workload, device=topology.name)
 
 
 def main() -> int:
@@ -194,7 +176,7 @@ def main() -> int:
 
 
 def describe(record: Record) -> str:
-    """Return one line for a person."""
+    """One line for a person."""
     place = f"{record.device} {record.workload.label()}: {record.metric.removeprefix('tpu_')}"
     if record.value is None:
         return f"{place} {record.reason}"
@@ -217,13 +199,9 @@ def _define_flags() -> None:
     flags.DEFINE_multi_string("topology", ["v5e:2x2"], "slice to compile for, e.g. v6e:2x4; may be repeated")
     flags.DEFINE_string("model_config", None, "YAML or JSON with the model's fields (unset: SmolLM2-135M)")
     flags.DEFINE_string("output", None, "file that records are appended to")
+    define = {bool: flags.DEFINE_boolean, str: flags.DEFINE_string}
     for name, field in Settings.model_fields.items():
-        if field.annotation is bool:
-            flags.DEFINE_boolean(name, field.default, name.replace("_", " "))
-        elif field.annotation is str:
-            flags.DEFINE_string(name, field.default, name)
-        else:
-            flags.DEFINE_integer(name, field.default, name.replace("_", " "))
+        define.get(field.annotation, flags.DEFINE_integer)(name, field.default, name.replace("_", " "))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Topology(NamedTuple):
 
 
 def parse_topology(name: str) -> Topology:
-    """Return the slice of this name.
+    """Slice of this name.
 
     Raises:
       ValueError: the name is not in TOPOLOGIES; the message gives the nearest name and all of them.

@@ -12,22 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("jaxbench", "torch_ref", "experiments")
 PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "equinox",
-    "optax",
-    "torch",
-    "transformers",
-    "numpy",
-    "scipy",
-    "libtpu",
+    "jax", "jaxlib", "flax", "equinox", "optax", "torch", "transformers", "numpy", "scipy", "libtpu",
     "llama-cpp-python",
-)
+)  # fmt: skip
 
 
 def describe(*, threads: int) -> dict:
-    """Return everything a reader needs to judge or repeat a measurement, as plain JSON."""
+    """Everything a reader needs to judge or repeat a measurement, as plain JSON."""
     return {
         "host": fingerprint(),
         "cpu": cpu_model(),
@@ -45,13 +36,13 @@ def describe(*, threads: int) -> dict:
 
 
 def fingerprint() -> str:
-    """Return a hashed id of this machine: 12 hex digits, the same on every run here, no name in the clear."""
+    """Hashed id of this machine: 12 hex digits, the same on every run here, no name in the clear."""
     parts = [platform.node(), platform.machine(), cpu_model(), str(os.cpu_count()), str(total_memory_bytes() >> 30)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def cpu_model() -> str:
-    """Return the processor's name."""
+    """Name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -67,28 +58,28 @@ def usable_cores() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Return the machine's memory."""
+    """Memory of this machine, in bytes."""
     import psutil
 
     return int(psutil.virtual_memory().total)
 
 
 def available_memory_bytes() -> int:
-    """Return the memory that can still be given out, the control group's limit included."""
+    """Memory that can still be given out, the control group's limit included."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        reclaimable = _cgroup_stat("inactive_file")
+        counts = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return free
-    return free if limit == "max" else min(free, int(limit) - used + reclaimable)
+    return free if limit == "max" else min(free, int(limit) - used + int(counts.get("inactive_file", 0)))
 
 
 def versions() -> dict[str, str]:
-    """Return package -> version of those installed, and python."""
+    """Package -> version of those installed, and python."""
     installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -125,7 +116,7 @@ def _hash(parts: list[bytes]) -> str:
 
 
 def pressure() -> dict[str, float]:
-    """Return the share of the last 10 s that tasks waited for cpu, memory and io (Linux PSI), where readable."""
+    """Share of the last 10 s that tasks waited for cpu, memory and io (Linux PSI), where readable."""
     shares = {}
     for kind in ("cpu", "memory", "io"):
         try:
@@ -134,14 +125,6 @@ def pressure() -> dict[str, float]:
             continue
         shares[kind] = float(first.split("avg10=")[1].split()[0]) / 100
     return shares
-
-
-def _cgroup_stat(name: str) -> int:
-    for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
 
 
 def _git(*arguments: str) -> bytes:

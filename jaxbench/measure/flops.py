@@ -30,24 +30,19 @@ class Cost(NamedTuple):
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the bytes of one element."""
+    """Bytes of one element."""
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"flops: unknown dtype={dtype!r}, known: {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
 
 
-def parameter_count(config: TransformerConfig) -> int:
-    """Return the number of parameters, a tied embedding counted once."""
-    return num_parameters(config)
-
-
 def parameter_bytes(config: TransformerConfig, dtype: str) -> int:
-    """Return the bytes of all parameters in one dtype."""
-    return parameter_count(config) * dtype_bytes(dtype)
+    """Bytes of all parameters in one dtype."""
+    return num_parameters(config) * dtype_bytes(dtype)
 
 
 def kv_cache_bytes(config: TransformerConfig, *, batch: int, length: int, dtype: str) -> int:
-    """Return the bytes of keys and values of `length` slots (positions, 4 bytes a slot, left out)."""
+    """Bytes of keys and values of `length` slots (positions, 4 bytes a slot, left out)."""
     slots = batch * length * config.num_layers
     return 2 * slots * config.num_kv_heads * config.head_dim * dtype_bytes(dtype)
 
@@ -110,7 +105,7 @@ def train_cost(
     """
     forward = _forward_flops(config, batch=batch, tokens=seq_len, pairs=_ordered_pairs(seq_len), head_tokens=seq_len)
     parts = {name: 3 * flops for name, flops in forward.items()}
-    count, size = parameter_count(config), dtype_bytes(dtype)
+    count, size = num_parameters(config), dtype_bytes(dtype)
     stored, used = (count if given is None else given for given in (stored_parameters, used_parameters))
     moved = used * 2 * size + stored * (3 * size + 4 * dtype_bytes("float32"))
     moved += 4 * batch * seq_len * config.vocab_size // vocab_chips * size
@@ -118,7 +113,7 @@ def train_cost(
 
 
 def _ordered_pairs(length: int) -> int:
-    """Return the query-key pairs of one row whose queries are attended part by part."""
+    """Query-key pairs of one row whose queries are attended part by part."""
     return sum((end - start) * end for start, end in prompts.query_parts(length))
 
 
@@ -127,8 +122,8 @@ def _forward_flops(
 ) -> dict[str, int]:
     """Count the matrix products of one forward pass; `pairs` are the query-key pairs of a row."""
     rows = batch * tokens
-    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = config.d_model * (2 * query + 2 * key_value)
+    query = config.num_heads * config.head_dim
+    projections = 2 * config.d_model * (query + config.num_kv_heads * config.head_dim)
     num_matrices = 3 if config.activation == "swiglu" else 2
     return {
         "projections": 2 * rows * projections * config.num_layers,
@@ -139,8 +134,8 @@ def _forward_flops(
 
 
 def _weight_bytes(config: TransformerConfig, lookups: int, dtype: str) -> int:
-    """Return the bytes of weights one forward pass reads: all once; an untied or position table only its rows."""
-    size, count = dtype_bytes(dtype), parameter_count(config)
+    """Bytes of weights one forward pass reads: all once; an untied or position table only its rows."""
+    size, count = dtype_bytes(dtype), num_parameters(config)
     rows = 0
     if not config.tie_embeddings:
         count -= config.vocab_size * config.d_model

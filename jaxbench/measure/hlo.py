@@ -44,7 +44,7 @@ class _Instruction(NamedTuple):
 
 
 def collectives(text: str, num_chips: int) -> dict[str, Collective]:
-    """Return the collectives of one run of the program by kind; kinds that do not occur are left out."""
+    """Collectives of one run of the program by kind; kinds that do not occur are left out."""
     computations, entry = _parse(text)
     totals: dict[str, Collective] = {}
     chains: set[tuple[str, str]] = set()
@@ -73,7 +73,7 @@ def collectives(text: str, num_chips: int) -> dict[str, Collective]:
 
 
 def shape_bytes(shape: str) -> list[int]:
-    """Return the bytes of every array of an HLO shape, a tuple's in order."""
+    """Bytes of every array of an HLO shape, a tuple's in order."""
     return [math.prod(int(d) for d in dims.split(",") if d) * _bits(kind) // 8 for kind, dims in _SHAPE.findall(shape)]
 
 
@@ -124,8 +124,8 @@ def _walk(
         if instruction.opcode == "while":
             trips = _trip_count(computations, instruction.line)
             inner_times, inner_unknown = times * (trips or 1), is_unknown or trips is None
-        for several, one in _CALLED.findall(instruction.line):
-            for called in re.split(r",\s*", several or one):
+        for several, single in _CALLED.findall(instruction.line):
+            for called in re.split(r",\s*", several or single):
                 yield from _walk(computations, called.lstrip("%"), inner_times, inner_unknown)
 
 
@@ -147,7 +147,7 @@ def _chain(line: str) -> tuple[str, str] | None:
 
 
 def _result_bytes(instruction: _Instruction) -> int:
-    """Return the bytes of the result; a start's tuple is (operands, results, contexts): the larger half counts."""
+    """Bytes of the result; a start's tuple is (operands, results, contexts): the larger half counts."""
     sizes = shape_bytes(instruction.shape)
     if not instruction.opcode.endswith("-start") or not instruction.shape.startswith("("):
         return sum(sizes)
@@ -181,7 +181,7 @@ def _group_size(line: str, num_chips: int) -> int:
 
 
 def _sent_factor(kind: str, group: int) -> float:
-    """Return bytes sent by one chip over bytes of the result."""
+    """Bytes sent by one chip over bytes of the result."""
     share = (group - 1) / group
     if kind == "all-reduce":
         return 2 * share

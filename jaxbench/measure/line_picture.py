@@ -46,7 +46,7 @@ class Axis(NamedTuple):
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Return where a value lies, from 0 to 1 between the outer ticks; what lies outside is moved to the edge.
+        """Where a value lies, from 0 to 1 between the outer ticks; what lies outside is moved to the edge.
 
         Raises:
           ValueError: there is no tick, the value is none, or a tick of a logarithmic axis is not positive.
@@ -72,7 +72,7 @@ class Panel(NamedTuple):
 
 
 def powers(values: Sequence[float], base: int) -> list[float]:
-    """Return powers of `base`, from at or below the smallest positive value to at or above the largest.
+    """Powers of `base`, from at or below the smallest positive value to at or above the largest.
 
     Raises:
       ValueError: no value is positive, or one is not finite.

@@ -163,7 +163,7 @@ def peer_python(peer: str) -> Path:
     return path
 
 
-def turn(names: Sequence[str], number: int) -> list[str]:
-    """The names rotated by `number`, so that over launches each one comes first as often as the others."""
-    first = number % len(names)
+def turn(names: Sequence[str], shift: int) -> list[str]:
+    """The names rotated by `shift`, so that over launches each one comes first as often as the others."""
+    first = shift % len(names)
     return [*names[first:], *names[:first]]

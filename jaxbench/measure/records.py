@@ -1,8 +1,8 @@
 """Results as JSON lines (S file: neither JAX nor PyTorch).
 
-One record is one metric of one arm in one launch, one line of `results.jsonl`. The file is only ever appended to, a
-whole line at a time with O_APPEND and fsync, so an interrupt or a full disk never harms a finished line. When a key
-occurs twice (a launch that was interrupted and run again), the later line wins.
+One record is one metric of one arm in one launch, one line of `results.jsonl`. The file is only ever appended to
+(store.py), so an interrupt or a full disk never harms a finished line. When a key occurs twice (a launch that was
+interrupted and run again), the later line wins.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Literal
 
 import pydantic
 
+from jaxbench import store
 from jaxbench.config import Base
 
 RESULTS_NAME = "results.jsonl"
-SUITE_ARM = (
-    "suite"  # the arm name of records that belong to the whole run: roofline, control, parity, TPU, launch marks
-)
+SUITE_ARM = "suite"  # the arm of records that belong to the whole run: roofline, control, parity, TPU, launch marks
 LAUNCH_DONE = "launch_done"  # the metric that marks a finished launch (`--resume` skips it)
 RUN = "run"  # the metric whose detail is a run's origin: device, host, commit, versions, arms and what else is its key
 
@@ -35,12 +34,10 @@ class Workload(Base):
     new_tokens: int = pydantic.Field(default=0, ge=0)  # tokens generated a row
 
     def label(self) -> str:
-        """Return the short unique name used in tables, for example `decode float32 b8 p64 n48`."""
-        parts = [self.kind, self.dtype]
-        parts += [f"b{self.batch}"] if self.batch else []
-        parts += [f"p{self.prompt_tokens}"] if self.prompt_tokens else []
-        parts += [f"n{self.new_tokens}"] if self.new_tokens else []
-        return " ".join(part for part in parts if part)
+        """Short unique name used in tables, for example `decode float32 b8 p64 n48`."""
+        sizes = {"b": self.batch, "p": self.prompt_tokens, "n": self.new_tokens}
+        parts = (self.kind, self.dtype, *(f"{letter}{size}" for letter, size in sizes.items() if size))
+        return " ".join(filter(None, parts))
 
 
 class Record(Base):
@@ -80,28 +77,22 @@ class RecordFile:
 
     def append(self, *records: Record) -> None:
         """Write the records as whole lines; a full disk is an OSError that says what was kept."""
-        text = "".join(record.model_dump_json(exclude_defaults=True) + "\n" for record in records)
-        if not text:
+        if not records:
             return
-        handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = _whole_lines(handle)
         try:
-            data = text.encode()
-            written = os.write(handle, data)
-            if written != len(data):
-                raise OSError(f"only {written} of {len(data)} bytes could be written")
-            os.fsync(handle)
+            store.append_text(
+                self.path, "".join(record.model_dump_json(exclude_defaults=True) + "\n" for record in records)
+            )
         except OSError as error:
-            _truncate(handle, size)
+            if not self.path.is_file():
+                raise
             raise OSError(
-                f"results: cannot write {self.path} ({error.strerror or error}); the {size} bytes before are kept, "
-                "free some space and run again with --resume"
+                f"results: cannot write {self.path} ({error.strerror or error}); the {self.path.stat().st_size} bytes "
+                "before are kept, free some space and run again with --resume"
             ) from error
-        finally:
-            os.close(handle)
 
     def read(self) -> list[Record]:
-        """Return all records, the later of two with the same key; a torn last line is dropped."""
+        """All records, the later of two with the same key; a torn last line is dropped."""
         latest: dict[tuple, Record] = {}
         for record in read_lines(self.path):
             latest.pop(record.key(), None)
@@ -109,15 +100,15 @@ class RecordFile:
         return list(latest.values())
 
     def of_run(self, run_id: str) -> list[Record]:
-        """Return the records of one run."""
+        """Records of one run."""
         return [record for record in self.read() if record.run_id == run_id]
 
     def finished_launches(self, run_id: str) -> set[int]:
-        """Return the numbers of the launches of this run that ran to their end."""
+        """Numbers of the launches of this run that ran to their end."""
         return {record.launch for record in self.of_run(run_id) if record.metric == LAUNCH_DONE}
 
     def left_aside(self, run_id: str, origin: Mapping[str, object]) -> str:
-        """Return one sentence about the records of other runs, and in what each run differs; empty without any."""
+        """One sentence about the records of other runs, and in what each run differs; empty without any."""
         others = [record for record in self.read() if record.run_id != run_id]
         known = {record.run_id: record.detail for record in others if record.metric == RUN}
         reasons = {
@@ -130,7 +121,7 @@ class RecordFile:
 
 
 def _difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Name the keys in which two origins differ, with both values."""
+    """Keys in which two origins differ, with both values."""
     flat = []
     for origin in (before, now):
         versions = origin.get("versions")
@@ -152,42 +143,19 @@ def read_lines(path: str | os.PathLike) -> list[Record]:
             f"results: {path} is not UTF-8 text (byte {error.start}), so no file of results; move it away"
         ) from error
     records = []
-    for number, line in enumerate(lines, start=1):
+    for place, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             records.append(Record.model_validate_json(line))
         except ValueError as error:
-            if number == len(lines):
+            if place == len(lines):
                 break
             message = str(error).splitlines()[0]
-            raise ValueError(f"results: {path} line {number} is not a record ({message}); remove that line") from error
+            raise ValueError(f"results: {path} line {place} is not a record ({message}); remove that line") from error
     return records
 
 
 def now_utc() -> str:
-    """Return the current time as ISO 8601 with seconds."""
+    """Current time as ISO 8601 with seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _whole_lines(handle: int) -> int:
-    """Drop a torn last line (a crash while writing) and return the size of what remains."""
-    size = os.fstat(handle).st_size
-    end = size
-    while end:
-        start = max(0, end - 65536)
-        newline = os.pread(handle, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end != size:
-        os.ftruncate(handle, end)
-    return end
-
-
-def _truncate(handle: int, size: int) -> None:
-    try:
-        os.ftruncate(handle, size)
-    except OSError:
-        pass  # the error that brought us here is the one to report; a torn last line is dropped on reading

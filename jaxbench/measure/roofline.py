@@ -22,15 +22,16 @@ class Rates(NamedTuple):
     gemm_flops_per_s: Mapping[str, float]  # dtype -> rate
 
 
-def read_rate(size: int, seconds: Sequence[float]) -> float:
-    """Return bytes/s of the fastest read of `size` bytes."""
-    return _fastest(size, seconds)
+def rate(work: float, seconds: Sequence[float]) -> float:
+    """Work a second (bytes read, FLOPs of a product) of the fastest of several runs.
 
-
-def gemm_rate(shape: tuple[int, int, int], seconds: Sequence[float]) -> float:
-    """Return FLOP/s of the fastest product of shape (M, K, N)."""
-    m, k, n = shape
-    return _fastest(2 * m * k * n, seconds)
+    Raises:
+      ValueError: there is no run, or one took no time.
+    """
+    fastest = min(seconds, default=0.0)
+    if fastest <= 0:
+        raise ValueError(f"roofline: times must be positive, got {list(seconds)}")
+    return work / fastest
 
 
 def share(config: TransformerConfig, workload: Workload, tokens_per_s: float, rates: Rates) -> float | None:
@@ -44,20 +45,11 @@ def share(config: TransformerConfig, workload: Workload, tokens_per_s: float, ra
         length = workload.prompt_tokens + workload.new_tokens // 2
         cost = flops.decode_cost(config, batch=workload.batch, cache_length=length, dtype=workload.dtype)
         return cost.bytes * (tokens_per_s / workload.batch) / rates.read_bytes_per_s
-    peak = rates.gemm_flops_per_s.get(workload.dtype, 0.0)
+    peak, length = rates.gemm_flops_per_s.get(workload.dtype, 0.0), workload.prompt_tokens
     if not peak or workload.kind not in ("prefill", "train"):
         return None
     if workload.kind == "prefill":
-        cost = flops.prefill_cost(
-            config, batch=workload.batch, prompt_tokens=workload.prompt_tokens, dtype=workload.dtype
-        )
+        cost = flops.prefill_cost(config, batch=workload.batch, prompt_tokens=length, dtype=workload.dtype)
     else:
-        cost = flops.train_cost(config, batch=workload.batch, seq_len=workload.prompt_tokens, dtype=workload.dtype)
-    return cost.flops * tokens_per_s / (workload.batch * workload.prompt_tokens) / peak
-
-
-def _fastest(work: float, seconds: Sequence[float]) -> float:
-    fastest = min(seconds, default=0.0)
-    if fastest <= 0:
-        raise ValueError(f"roofline: times must be positive, got {list(seconds)}")
-    return work / fastest
+        cost = flops.train_cost(config, batch=workload.batch, seq_len=length, dtype=workload.dtype)
+    return cost.flops * tokens_per_s / (workload.batch * length) / peak

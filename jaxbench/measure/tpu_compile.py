@@ -11,11 +11,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxbench.measure import hlo
 from jaxbench.measure.chips import Topology
+from jaxbench.measure.records import Record, now_utc
 
 # libtpu asks the cloud's metadata server for these, waits, and complains on stderr where there is none.
 ENVIRONMENT = {
@@ -47,6 +48,11 @@ class Compiled(NamedTuple):
     def resident_bytes(self) -> int:
         """Bytes of the chip's memory while the program runs."""
         return sum(self.memory[name] for name in ("argument", "output", "temp", "code")) - self.memory["alias"]
+
+    @property
+    def kinds(self) -> dict[str, dict[str, Any]]:
+        """Collectives by kind, as plain JSON."""
+        return {kind: total._asdict() for kind, total in self.collectives.items()}
 
     @property
     def sent_bytes(self) -> int:
@@ -97,6 +103,29 @@ def compile_program(lower: Callable[[], Any], topology: Topology) -> Compiled:
         traffic=float(cost.get("bytes accessed", math.nan)),
         collectives=hlo.collectives(compiled.as_text(), topology.num_chips),
     )
+
+
+def make_records(figures: Sequence[tuple[str, float, str, dict]], shape: dict, **common: Any) -> list[Record]:
+    """Records of a compiled program.
+
+    Args:
+      figures: (metric, value, unit, facts) of each.
+      shape: facts that all of them share.
+      common: further fields of the records: workload, device.
+    """
+    return [
+        Record(metric=name, value=float(value), unit=unit, detail=facts | shape, time_utc=now_utc(), **common)
+        for name, value, unit, facts in figures
+    ]
+
+
+def refusal(error: DoesNotFitError, shape: dict, **common: Any) -> Record:
+    """Record of a program that does not fit."""
+    reason, detail = str(error), shape | {"fits": False}
+    return Record(
+        metric="tpu_memory_bytes", unit="bytes", status="error", reason=reason, detail=detail, time_utc=now_utc(),
+        **common,
+    )  # fmt: skip
 
 
 def start_anew() -> None:

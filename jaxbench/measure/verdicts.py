@@ -32,19 +32,19 @@ class Interval(NamedTuple):
     num_launches: int
 
     def ratio(self) -> tuple[float, float, float]:
-        """Return (point, low, high) as plain ratios."""
+        """(point, low, high) as plain ratios."""
         return _exp(self.mean), _exp(self.low), _exp(self.high)
 
 
 def median(samples: Sequence[float]) -> float:
-    """Return the median; the mean is 2-5 times noisier on a shared machine and is never used for a verdict."""
+    """Median; the mean is 2-5 times noisier on a shared machine and is never used for a verdict."""
     if not len(samples):
         raise ValueError(f"statistics: the median of {len(samples)} samples is undefined")
     return float(np.median(np.asarray(samples, dtype=np.float64)))
 
 
 def log_ratio(arm: Sequence[float], baseline: Sequence[float], *, higher_is_better: bool) -> float:
-    """Return one launch's log ratio of medians, oriented so that > 0 means the arm is better."""
+    """One launch's log ratio of medians, oriented so that > 0 means the arm is better."""
     top, bottom = median(arm), median(baseline)
     if not (top > 0 and bottom > 0):
         raise ValueError(f"statistics: a ratio needs positive medians, got {top} against {bottom}")
@@ -53,7 +53,7 @@ def log_ratio(arm: Sequence[float], baseline: Sequence[float], *, higher_is_bett
 
 
 def t_interval(log_ratios: Sequence[float], *, confidence: float = 0.95, margin: float = 0.0) -> Interval:
-    """Return the t-interval over launches of per-launch log ratios.
+    """T-interval over launches of per-launch log ratios.
 
     `margin` is the share of difference that does not count (0.05 = 5 %); it enters the p-value only.
     """
@@ -76,7 +76,7 @@ def t_interval(log_ratios: Sequence[float], *, confidence: float = 0.95, margin:
 
 
 def verdict(interval: Interval, *, margin: float = 0.0) -> Verdict:
-    """Return `faster` or `slower` when the whole interval lies beyond the margin, else `undecided`."""
+    """`faster` or `slower` when the whole interval lies beyond the margin, else `undecided`."""
     limit = math.log1p(margin)
     if interval.low > limit:
         return "faster"
@@ -124,7 +124,7 @@ def launches_needed(log_ratios: Sequence[float], *, confidence: float = 0.95, ma
 
 
 def samples_for_percentile(share: float, *, confidence: float = 0.95) -> int:
-    """Return the least n at which a distribution-free upper bound of the percentile exists: share**n <= 1 - confidence.
+    """Least n at which a distribution-free upper bound of the percentile exists: share**n <= 1 - confidence.
 
     299 for p99 at 95 %, 59 for p95, 29 for p90.
     """
@@ -134,7 +134,7 @@ def samples_for_percentile(share: float, *, confidence: float = 0.95) -> int:
 
 
 def percentiles(samples: Sequence[float], shares: Sequence[float] = (0.5, 0.9, 0.95, 0.99)) -> dict[str, float | None]:
-    """Return {"p50": value, ...}; None where there are too few samples for the percentile to have a bound."""
+    """{"p50": value, ...}; None where there are too few samples for the percentile to have a bound."""
     values = np.asarray(samples, dtype=np.float64)
     bounded: dict[str, float | None] = {}
     for share in shares:
@@ -144,7 +144,7 @@ def percentiles(samples: Sequence[float], shares: Sequence[float] = (0.5, 0.9, 0
 
 
 def drift(control: Sequence[Sequence[float]]) -> float:
-    """Return by what share the control loop's launch medians differ: slowest over fastest, minus one.
+    """Share by which the control loop's launch medians differ: slowest over fastest, minus one.
 
     The control is a fixed numpy loop that no backend touches; when it moves, the machine moved.
     """

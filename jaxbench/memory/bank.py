@@ -87,11 +87,7 @@ def append(
 ) -> Shaped[Array, "B S ..."]:
     """Append a block to a first-in, first-out queue of S entries, which drops its oldest where the block does not fit.
 
-    Args:
-      entries: the queue, filled from the left.
-      num_filled: filled entries of each row.
-      block: entries to append.
-      num_added: how many of the block's first entries are appended; None = all.
+    The queue is filled from the left; of the block, the first num_added entries are appended, None = all.
     """
     capacity = entries.shape[1]
     num_added = block.shape[1] if num_added is None else num_added
@@ -139,37 +135,34 @@ class Bank(nnx.Module):
           is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
 
         Returns:
-          The output at each token, the state behind the last one, and the attention-reconstruction loss.
+          The output at each token, the state behind the last one, and the attention-reconstruction loss: the mean
+          squared difference between attention to a compressed block and attention to the block itself, whose gradient
+          reaches the compression alone (Rae et al. 2019, algorithm 2).
 
         Raises:
           ValueError: the state is of another model or batch size.
-
-        The loss is the mean squared difference between attention to a compressed block and attention to the block
-        itself; its gradient reaches the compression alone (Rae et al. 2019, algorithm 2).
         """
         batch_size, length, _ = x.shape
         if state is not None:
             self._check(state, batch_size)
         is_fresh = state is None and is_token is None
         state = self.init_state(batch_size) if state is None else state
-        is_token = jnp.ones((batch_size, length), bool) if is_token is None else is_token
-        order, num_tokens = jnp.argsort(~is_token, axis=1, stable=True), jnp.sum(is_token, axis=1)
-        tokens = layout.gathered(x, order)
+        tokens, num_tokens = layout.left_align(x, is_token)
         if length == 1:
             read_out, state, loss = self._read_token(tokens, state, num_tokens)
         else:
             size = self.block_size
             num_blocks = -(-length // size) if is_fresh else -(-(length + size - 1) // size)
             read_out, state, loss = self._read_blocks(tokens, state, num_tokens, num_blocks)
-        read_out = layout.gathered(read_out, jnp.maximum(jnp.cumsum(is_token, axis=1) - 1, 0))
+        read_out = layout.restore_padding(read_out, is_token)
         gate = jax.nn.sigmoid(self.gate[...].astype(read_out.dtype))[None, None]
-        mixed = (
-            gate * read_out
-            if attention_out is None
-            else gate * read_out + (1.0 - gate) * attention_out.astype(read_out.dtype)
-        )
+        mixed = gate * read_out
+        if attention_out is not None:
+            mixed = mixed + (1.0 - gate) * attention_out.astype(read_out.dtype)
         out = self.o_proj(mixed.astype(self.dtype).reshape(batch_size, length, -1))
-        return jnp.where(is_token[:, :, None], out, jnp.zeros((), out.dtype)), state, loss
+        if is_token is not None:
+            out = jnp.where(is_token[:, :, None], out, jnp.zeros((), out.dtype))
+        return out, state, loss
 
     def init_state(self, batch_size: int) -> BankState:
         """State of empty banks."""
@@ -189,10 +182,10 @@ class Bank(nnx.Module):
 
     def _check(self, state: BankState, batch_size: int) -> None:
         wanted = [(batch_size, n, self.d_model) for n in (*self.capacities, self.block_size)]
-        found = [tuple(x.shape) for x in (state.recent, state.slots, state.pending)]
-        if found != wanted:
+        given = [tuple(x.shape) for x in (state.recent, state.slots, state.pending)]
+        if given != wanted:
             raise ValueError(
-                f"bank: the state's recent, slots and pending are {found}, wanted {wanted} (rows, entries, width); "
+                f"bank: the state's recent, slots and pending are {given}, wanted {wanted} (rows, entries, width); "
                 f"grow_slots and shrink_slots change the number of slots"
             )
 
@@ -271,8 +264,7 @@ class Bank(nnx.Module):
     ) -> tuple[BankState, Float[Array, " 2"]]:
         """Write a block in the rows where it is full: it joins the recent blocks, whose oldest becomes slots.
 
-        Returns:
-          The state, and (sum, number) of the reconstruction losses of the blocks that were compressed.
+        Beside the state come (sum, number) of the reconstruction losses of the blocks that were compressed.
         """
         size, (num_recent, num_slots) = self.block_size, self.capacities
         # Attention mass: moving average over blocks of what an entry got from each token of this block.

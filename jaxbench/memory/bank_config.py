@@ -132,12 +132,12 @@ def memory_stats(state: Any, *, dead_share: float = 0.1) -> MemoryStats:
 
 def scalars(states: Mapping[int, Any]) -> dict[str, float]:
     """Statistics of layers' banks by name, means over rows, for TensorBoard; states: BankState by layer, as numpy."""
-    found = {}
+    values = {}
     ends = [*(f"below_{edge}" for edge in AGE_EDGES[1:]), f"from_{AGE_EDGES[-1]}"]
     for layer, state in states.items():
         stats = memory_stats(state)
         means = {name: float(value.mean()) for name, value in stats._asdict().items() if value.ndim == 1}
         ages = zip(ends, stats.age_histogram.mean(axis=0), strict=True)
-        means |= {f"age_{end}_blocks": float(number) for end, number in ages}
-        found |= {f"bank_{layer}/{name}": value for name, value in means.items()}
-    return found
+        means |= {f"age_{end}_blocks": float(count) for end, count in ages}
+        values |= {f"bank_{layer}/{name}": mean for name, mean in means.items()}
+    return values

@@ -102,10 +102,10 @@ class Block(nnx.Module):
         """Refuse the state of another kind of block; attention and memory check its sizes."""
         is_mac, memory = self.kind == "mac", NeuralState if self.bank is None else BankState
         wanted = (self.attention is not None, memory.__name__, is_mac)
-        found = (state.local is not None, type(state.memory).__name__, state.tail is not None)
-        if found != wanted:
+        given = (state.local is not None, type(state.memory).__name__, state.tail is not None)
+        if given != wanted:
             raise ValueError(
-                f"block: kind={self.kind} wants a state with (window, memory, tail) {wanted}, the state has {found}"
+                f"block: kind={self.kind} wants a state with (window, memory, tail) {wanted}, the state has {given}"
             )
 
     def _parts(self, state: BlockState | None) -> tuple[LocalState | None, NeuralState | BankState | None]:
@@ -157,7 +157,7 @@ class Block(nnx.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
-        tokens, num_tokens = sliding_window.left_align(x, is_token)
+        tokens, num_tokens = layout.left_align(x, is_token)
         # A segment is computed inside a scan, on a copy, so that nothing that watches modules sees its values.
         graph, params = nnx.split(self)
         persistent = self.attention.persistent_keys_values()
@@ -170,7 +170,7 @@ class Block(nnx.Module):
             read, state, (tokens,), num_begun=state.local.count, num_tokens=num_tokens, size=self.attention.window,
             is_fresh=is_fresh,
         )  # fmt: skip
-        return sliding_window.restore_padding(output, is_token), state
+        return layout.restore_padding(output, is_token), state
 
     def read_segment(
         self,
@@ -184,13 +184,9 @@ class Block(nnx.Module):
 
         Args:
           x: the tokens of all slots of the segment, T = C, or the next token alone, T = 1.
-          state: the state behind earlier tokens.
           is_new: which of the segment's slots hold tokens of this call.
           persistent: keys and values of the attention's persistent tokens.
           learn: False = the memory is read only.
-
-        Returns:
-          The state behind the segment's last token, and the block's output.
         """
         attention, memory = self.attention, state.memory
         is_token = is_new if x.shape[1] > 1 else jnp.any(is_new, axis=1, keepdims=True)

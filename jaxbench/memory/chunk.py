@@ -172,11 +172,7 @@ def recall(weights: Weights, query: Float[Array, "E T H"], rule: Rule) -> Float[
 def surprise(
     weights: Weights, key: Float[Array, "E T H"], value: Float[Array, "E T H"], rule: Rule
 ) -> tuple[Surprise, Float[Array, "E T"]]:
-    """Surprise of each token: the gradient of its associative loss ||M_W(k) - v||^2 by W (Titans, eq. 12 and 16).
-
-    Returns:
-      The gradient in factors, and its squared 2-norm over all weights.
-    """
+    """Gradient of each token's associative loss ||M_W(k) - v||^2 by W (Titans, eq. 12 and 16), and its squared norm."""
     inputs, hidden = [key], []
     for i, kernel in enumerate(weights.kernels):
         if i:
@@ -225,8 +221,6 @@ def learn(
       anchor: weights A at the start of the chunk, where all gradients are taken.
       weights: W_0, before the first of these tokens, which may lie inside the chunk.
       momentum: S_0, likewise.
-      tokens: queries, keys, values and gates.
-      rule: settings of the inner optimisation.
       coeffs: the tokens' coefficients; None = computed here.
 
     Returns:
@@ -278,12 +272,8 @@ def _write(
 ) -> tuple[Float[Array, "E I O"], Float[Array, "E I O"]]:
     """One kernel and its momentum behind the chunk's last token T: W_T and S_T of the module's formulas.
 
-    Args:
-      kernel: W_0 of this kernel.
-      momentum: S_0 of this kernel.
-      inputs, deltas: factors of each token's gradient u_i by the kernel.
-      shares: C[T, i] theta_i and E[T, i] theta_i, the weights of u_i in W_T and in S_T.
-      last: the coefficients of token T, [E] each.
+    shares: C[T, i] theta_i and E[T, i] theta_i, the weights in W_T and S_T of the gradient u_i = inputs_i^T deltas_i;
+    last: the coefficients of token T, [E] each.
     """
     weight_step, momentum_step = _weighted_gradients(inputs, deltas, shares)
     decayed = kernel if last.beta is None else last.beta[:, None, None] * kernel

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pydantic
+from jaxtyping import Int
 from pydantic import Field
 
 from jaxbench.config import Base, TransformerConfig
@@ -32,7 +33,7 @@ class DecoderMemory(Base):
     learn: bool = True  # False: neural memories answer from their first weights; a bank goes on keeping what it reads
 
     def block(self, **sizes: Any) -> BlockConfig:
-        """Return the shape of a layer's block in a decoder of these sizes."""
+        """Shape of a layer's block in a decoder of these sizes."""
         shared = {name: getattr(self, name) for name in ("kind", "num_persistent", "neural", "bank")}
         return BlockConfig(**shared, **sizes, window=self.window or 1)
 
@@ -67,7 +68,7 @@ class MemoryTransformerConfig(TransformerConfig):
         return self.memory.layers is None or index in self.memory.layers
 
     def block(self) -> BlockConfig:
-        """Return the shape of every memory layer's block."""
+        """Shape of every memory layer's block."""
         sizes = ("d_model", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "norm_eps")
         return self.memory.block(**{name: getattr(self, name) for name in sizes})
 
@@ -107,23 +108,23 @@ class MemoryTransformerConfig(TransformerConfig):
                 params[f"layers.{i}.gate"] = (0.1 if distinct else 0.0) * random.standard_normal(self.d_model)
         return params
 
-    def check_documents(self, segments: np.ndarray) -> None:
+    def check_documents(self, segments: Int[np.ndarray, "B T"]) -> None:
         """Check that rows [B T] of segment ids, 0 = padding, have no more documents than the memory reads.
 
         Raises:
           ValueError: a row has more.
         """
-        number = segments.max(axis=1) - np.where(segments > 0, segments, segments.max()).min(axis=1) + 1
-        if number.max() > self.memory.max_documents:
-            row = int(number.argmax())
+        num_documents = segments.max(axis=1) - np.where(segments > 0, segments, segments.max()).min(axis=1) + 1
+        if num_documents.max() > self.memory.max_documents:
+            row = int(num_documents.argmax())
             raise ValueError(
-                f"memory: row {row} holds {number[row]} documents, and memory.max_documents="
+                f"memory: row {row} holds {num_documents[row]} documents, and memory.max_documents="
                 f"{self.memory.max_documents} of a row have memory; raise it, or shorten data.seq_len"
             )
 
 
 def with_memory(model: TransformerConfig, memory: DecoderMemory | None) -> TransformerConfig:
-    """Return a decoder's shape with memory layers; without a memory, as it is.
+    """Decoder's shape with memory layers; without a memory, as it is.
 
     Raises:
       ValueError: the memory does not fit the decoder.

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 NESTED_FROM = 32  # chunks from which on rematerialisation is nested: groups of chunks, chunks of a group
 
@@ -33,6 +33,24 @@ def select_rows(
 ) -> Shaped[Array, "E ..."]:
     """Select `new` in the rows (axis 0) where the condition holds, else `old`."""
     return jnp.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def left_align(
+    x: Float[Array, "B T D"], is_token: Bool[Array, "B T"] | None
+) -> tuple[Float[Array, "B T D"], Int[Array, " B"]]:
+    """Move padding behind the tokens of each row, which keep their order; also the number of tokens of each row."""
+    if is_token is None:
+        return x, jnp.full((len(x),), x.shape[1], jnp.int32)
+    order = jnp.argsort(~is_token, axis=1, stable=True)
+    return gathered(x, order), jnp.sum(is_token, axis=1).astype(jnp.int32)
+
+
+def restore_padding(x: Float[Array, "B T ..."], is_token: Bool[Array, "B T"] | None) -> Float[Array, "B T ..."]:
+    """Undo `left_align`: each token's value at its place, zeros at padding."""
+    if is_token is None:
+        return x
+    back = gathered(x, jnp.maximum(jnp.cumsum(is_token, axis=1) - 1, 0))
+    return jnp.where(is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 2)), back, jnp.zeros((), x.dtype))
 
 
 def merge_heads(x: Shaped[Array, "B N ..."]) -> Shaped[Array, "E ..."]:

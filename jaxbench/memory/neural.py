@@ -128,7 +128,7 @@ class NeuralMemory(nnx.Module):
         learn: bool = True,
         within_chunk: bool = False,
     ) -> tuple[Float[Array, "B T D"], NeuralState]:
-        """Write each token into the memory and read it out (Titans, eq. 13 to 16).
+        """Write each token into the memory and read it out (Titans, eq. 13 to 16): outputs, and the state behind them.
 
         Args:
           x: the residual stream, normalised.
@@ -136,9 +136,6 @@ class NeuralMemory(nnx.Module):
           is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
           learn: False = read only, the weights stay as they are.
           within_chunk: True = the caller knows that no row goes past the end of its chunk, which costs one chunk less.
-
-        Returns:
-          The memory's output at each token, and the state behind the last one.
 
         Raises:
           ValueError: the state is of another model or batch size.
@@ -149,20 +146,14 @@ class NeuralMemory(nnx.Module):
         if learn and state is None and is_token is None and not within_chunk:
             return self._read_whole(x)
         state = self.init_state(len(x)) if state is None else state
-        if is_token is None:
-            is_token = jnp.ones(x.shape[:2], bool)
-        # Tokens are moved to the left of their row, so that consecutive tokens are neighbours.
-        order = jnp.argsort(~is_token, axis=1, stable=True)
-        num_tokens = jnp.sum(is_token, axis=1)
-        projected = self._project(layout.gathered(x, order), state.tail, num_tokens)
+        tokens, num_tokens = layout.left_align(x, is_token)
+        projected = self._project(tokens, state.tail, num_tokens)
         if learn:
             read_out, state = self._write_and_read(projected.tokens, state, num_tokens, within_chunk or x.shape[1] == 1)
         else:
             read_out = self._read_only(projected.tokens.query, state)
         out = self._output(read_out, projected.gate)
-        out = layout.gathered(out, jnp.maximum(jnp.cumsum(is_token, axis=1) - 1, 0))
-        out = jnp.where(is_token[:, :, None], out, jnp.zeros((), out.dtype))
-        return out, state._replace(tail=projected.tail)
+        return layout.restore_padding(out, is_token), state._replace(tail=projected.tail)
 
     def init_state(self, batch_size: int) -> NeuralState:
         """State of rows that have read nothing but the persistent tokens."""
@@ -198,11 +189,11 @@ class NeuralMemory(nnx.Module):
 
     def _check(self, state: NeuralState, batch_size: int) -> None:
         wanted = [(batch_size, *layer.kernel.shape) for layer in self.memory.layers]
-        found = [kernel.shape for kernel in state.weights.kernels]
+        given = [kernel.shape for kernel in state.weights.kernels]
         gain, wanted_gain = state.weights.gain, self.memory.gain
-        if found != wanted or (gain is None) != (wanted_gain is None):
+        if given != wanted or (gain is None) != (wanted_gain is None):
             raise ValueError(
-                f"memory: the state's kernels are {found}, {_norms(gain)}, wanted {wanted} (rows, heads, in, out), "
+                f"memory: the state's kernels are {given}, {_norms(gain)}, wanted {wanted} (rows, heads, in, out), "
                 f"{_norms(wanted_gain)}"
             )
         tail = self._tail_shape(batch_size)
@@ -297,12 +288,9 @@ class NeuralMemory(nnx.Module):
     def _project(
         self, x: Float[Array, "B T D"], tail: Float[Array, "B J C"], num_tokens: Int[Array, " B"] | None
     ) -> Projections:
-        """Queries, keys, values and gates of each token (Titans, eq. 11, section 4.4).
+        """Queries, keys, values and gates of a row's first num_tokens, None = all (Titans, eq. 11, section 4.4).
 
-        Args:
-          x: rows that begin with their tokens.
-          tail: last inputs of the convolutions before this call.
-          num_tokens: tokens of each row; None = all.
+        tail: last inputs of the convolutions before this call.
         """
         wide = jnp.promote_types(x.dtype, jnp.float32)
         projections, convs = (self.q_proj, self.k_proj, self.v_proj), (self.q_conv, self.k_conv, self.v_conv)

@@ -14,7 +14,7 @@ from jaxbench.sharding import Axes, Rule
 def with_memory(
     rules: tuple[Rule, ...], config: MemoryTransformerConfig, *, stored: Axes, heads: Axes, width: Axes
 ) -> tuple[Rule, ...]:
-    """Return a decoder's table with rules for its memory layers.
+    """Decoder's table with rules for its memory layers.
 
     Heads of a memory are split like those of attention; what no memory of this kind has is left out, and so are the
     rules of an attention that every layer has given away. Axes: `sharding.decoder_table`.
@@ -25,7 +25,7 @@ def with_memory(
 
 
 def memory_table(*, stored: Axes, heads: Axes, width: Axes) -> tuple[Rule, ...]:
-    """Return the rules of every kind of memory layer."""
+    """Rules of every kind of memory layer."""
     layer, rows = r"layers\.\d+\.", sharding.joined(width, stored)
     block = layer + r"block\."
     return (

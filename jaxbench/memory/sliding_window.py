@@ -92,24 +92,6 @@ def scan_blocks(
     return state, layout.gathered(layout.join_chunks(outputs), jnp.arange(length)[None, :] + num_begun[:, None])
 
 
-def left_align(
-    x: Float[Array, "B T D"], is_token: Bool[Array, "B T"] | None
-) -> tuple[Float[Array, "B T D"], Int[Array, " B"]]:
-    """Move padding behind the tokens of each row, which keep their order; also the number of tokens of each row."""
-    if is_token is None:
-        return x, jnp.full((len(x),), x.shape[1], jnp.int32)
-    order = jnp.argsort(~is_token, axis=1, stable=True)
-    return layout.gathered(x, order), jnp.sum(is_token, axis=1).astype(jnp.int32)
-
-
-def restore_padding(x: Float[Array, "B T ..."], is_token: Bool[Array, "B T"] | None) -> Float[Array, "B T ..."]:
-    """Undo `left_align`: each token's value at its place, zeros at padding."""
-    if is_token is None:
-        return x
-    back = layout.gathered(x, jnp.maximum(jnp.cumsum(is_token, axis=1) - 1, 0))
-    return jnp.where(is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 2)), back, jnp.zeros((), x.dtype))
-
-
 class LocalAttention(nnx.Module):
     """Causal sliding-window attention with persistent tokens that every query attends to (Titans, section 4.2)."""
 
@@ -136,11 +118,8 @@ class LocalAttention(nnx.Module):
 
         Args:
           x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = there are none.
+          state: the state behind earlier tokens; None = there are none. The one behind the last token is returned.
           is_token: False = padding, whose outputs are zeros and which changes no state; None = no padding.
-
-        Returns:
-          The output, and the state behind the last token.
 
         Raises:
           ValueError: the state is of another model or batch size.
@@ -148,7 +127,7 @@ class LocalAttention(nnx.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.check(state, len(x))
-        tokens, num_tokens = left_align(x, is_token)
+        tokens, num_tokens = layout.left_align(x, is_token)
         entries = tuple(self.split_heads(project(tokens)) for project in self.projections())
         persistent = self.persistent_keys_values()
 
@@ -163,7 +142,7 @@ class LocalAttention(nnx.Module):
         )
         if self.o_proj is not None:
             output = self.o_proj(output.reshape(*output.shape[:2], -1))
-        return restore_padding(output, is_token), state
+        return layout.restore_padding(output, is_token), state
 
     def init_state(self, batch_size: int) -> LocalState:
         """State of rows that have read nothing."""
@@ -178,9 +157,9 @@ class LocalAttention(nnx.Module):
     def check(self, state: LocalState, batch_size: int) -> None:
         """Refuse the state of another model or batch size with a ValueError."""
         wanted = (batch_size, self.window, self.num_kv_heads, self.head_dim)
-        found = state.keys.shape
-        if found != wanted:
-            raise ValueError(f"window: the state's keys are {found}, wanted {wanted} (rows, window, ...)")
+        given = state.keys.shape
+        if given != wanted:
+            raise ValueError(f"window: the state's keys are {given}, wanted {wanted} (rows, window, ...)")
 
     def persistent_keys_values(self) -> tuple[Float[Array, "P K H"], Float[Array, "P K H"]] | None:
         """Keys and values of the persistent tokens, which have no position; None without any."""

@@ -19,7 +19,7 @@ class MemoryOptimizerConfig(OptimizerConfig):
     trained: Literal["all", "memory"] = "all"  # memory: a decoder's memory layers learn, the rest stays as it is
 
     def is_trained(self, name: str) -> bool:
-        """Return True where the parameter of this dotted name is trained."""
+        """True where the parameter of this dotted name is trained."""
         return self.trained == "all" or re.fullmatch(PARAMETERS, name) is not None
 
 

@@ -16,10 +16,10 @@ from jaxbench.training.step_config import StepConfig
 def bank_states(
     params: Mapping[str, Array], batch: Any, *, graph: Any, step_config: StepConfig
 ) -> dict[int, BankState]:
-    """Return the states of a decoder's banks behind a batch's rows, by layer; each row is read as one document."""
+    """States of a decoder's banks behind a batch's rows, by layer; each row is read as one document."""
     model = optimizer_step.merge(graph, optimizer_step._narrow(params, precision.policy(step_config.precision)))
     is_token = batch.positions >= 0
     positions = jnp.where(is_token, jnp.cumsum(is_token, axis=1) - 1, -1).astype(jnp.int32)
     _, cache = model.features(batch.tokens, positions)
-    found = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
-    return {i: state for i, state in found.items() if isinstance(state, BankState)}
+    states = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
+    return {i: state for i, state in states.items() if isinstance(state, BankState)}

@@ -27,7 +27,7 @@ from jaxbench import initial
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.measure import chips, flops, tpu_compile
-from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
+from jaxbench.measure.records import Record, RecordFile, Workload
 from jaxbench.mesh import MODEL, STAGE
 from jaxbench.parallel.pipeline_schedule import timetable
 from jaxbench.training import observe, precision
@@ -136,34 +136,26 @@ def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Ext
     step = lower_step(settings, topology, extension)
     load = {"batch": settings.batch_size, "prompt_tokens": settings.data.seq_len}
     axes = [f"{axis}={size}" for axis, size in step.sizes.items() if size > 1]
-    common = {
-        "workload": Workload(kind="train", dtype=settings.step.precision, **load),
-        "device": " ".join([topology.name, *axes]),
-        "time_utc": now_utc(),
-    }
+    workload = Workload(kind="train", dtype=settings.step.precision, **load)
+    common = {"workload": workload, "device": " ".join([topology.name, *axes])}
     chip = {"hbm_bytes": topology.chip.hbm_bytes, "num_chips": topology.num_chips}
     shape = chip | {"num_layers": settings.model.num_layers, "mesh": dict(step.sizes)}
     try:
         compiled = tpu_compile.compile_program(lambda: step.lowered, topology)
     except tpu_compile.DoesNotFitError as error:
-        refused = {"status": "error", "reason": str(error)}
-        return [Record(metric="tpu_memory_bytes", unit="bytes", detail=shape | {"fits": False}, **refused, **common)]
+        return [tpu_compile.refusal(error, shape, **common)]
     resident = compiled.resident_bytes
-    kinds = {kind: total._asdict() for kind, total in compiled.collectives.items()}
     line = roofline(settings, topology, step, sent_bytes=compiled.sent_bytes)
     figures = [
         ("tpu_memory_bytes", resident, "bytes", compiled.memory | {"fits": resident <= topology.chip.hbm_bytes}),
         ("tpu_flops", line["flops_per_chip"], "FLOP", {"with_repeats": line["flops_done_per_chip"]}),
         ("tpu_traffic_bytes", line["traffic_bytes"], "bytes", {}),
-        ("tpu_collective_bytes", line["sent_bytes"], "bytes", {"kinds": kinds}),
+        ("tpu_collective_bytes", line["sent_bytes"], "bytes", {"kinds": compiled.kinds}),
         ("tpu_roofline_s", line["seconds"], "s", line),
         ("tpu_roofline_mfu", line["mfu"], "ratio", {"causal": line["mfu_causal"], "bound": line["bound"]}),
         ("tpu_compile_s", compiled.compile_s, "s", {}),
     ]
-    return [
-        Record(metric=name, value=float(value), unit=unit, detail=detail | shape, **common)
-        for name, value, unit, detail in figures
-    ]
+    return tpu_compile.make_records(figures, shape, **common)
 
 
 # The roofline

@@ -23,9 +23,9 @@ needs_libtpu = pytest.mark.skipif(bool(tpu_compile.unavailable()), reason=tpu_co
 
 def records_of(measured: tpu_compile.Compiled, *, flops: int, traffic: int, kind: str = "train"):
     """Return the records that one made-up compile result gives, by metric."""
-    common = {"workload": Workload(kind=kind, dtype="bfloat16", batch=8, prompt_tokens=512), "device": "v5e:2x2"}
+    workload = Workload(kind=kind, dtype="bfloat16", batch=8, prompt_tokens=512)
     topology = chips.parse_topology("v5e:2x2")
-    found = tpu.make_records(measured, flops, traffic, topology, tpu.Settings(), common, 30)
+    found = tpu.make_records(measured, flops, traffic, topology, tpu.Settings(), workload, 30)
     return {record.metric: record for record in found}
 
 

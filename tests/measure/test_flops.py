@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxbench import initial
 from jaxbench.bench.tpu import SMOLLM2_135M
 from jaxbench.config import TransformerConfig
 from jaxbench.measure import flops
@@ -52,7 +53,7 @@ def test_train_traffic_of_a_chip_that_stores_a_quarter_by_hand():
 
 
 def test_smollm2_has_its_published_number_of_parameters():
-    assert flops.parameter_count(SMOLLM2_135M) == 134_515_008
+    assert initial.num_parameters(SMOLLM2_135M) == 134_515_008
     assert flops.parameter_bytes(SMOLLM2_135M, "bfloat16") == 269_030_016
     assert flops.kv_cache_bytes(SMOLLM2_135M, batch=1, length=1, dtype="bfloat16") == 2 * 30 * 3 * 64 * 2
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from jaxbench import config
-from jaxbench.measure import chips, flops, tpu_compile
+from jaxbench import config, initial
+from jaxbench.measure import chips, tpu_compile
 from jaxbench.measure.records import Record
 from jaxbench.training import tpu_train
 from jaxbench.training.train_config import TrainConfig
@@ -40,7 +40,7 @@ for changes in {steps!r}:
         print(record.model_dump_json())
     print("-")
 """
-COUNT = flops.parameter_count(config.load(CONFIG, TINY, TrainConfig).model.resolved(None))
+COUNT = initial.num_parameters(config.load(CONFIG, TINY, TrainConfig).model.resolved(None))
 needs_libtpu = pytest.mark.skipif(bool(tpu_compile.unavailable()), reason=tpu_compile.unavailable() or "-")
 
 

@@ -101,10 +101,10 @@ class Block(torch.nn.Module):
         """Refuse the state of another kind of block; attention and memory check its sizes."""
         is_mac, memory = self.kind == "mac", NeuralState if self.bank is None else BankState
         wanted = (self.attention is not None, memory.__name__, is_mac)
-        found = (state.local is not None, type(state.memory).__name__, state.tail is not None)
-        if found != wanted:
+        given = (state.local is not None, type(state.memory).__name__, state.tail is not None)
+        if given != wanted:
             raise ValueError(
-                f"block: kind={self.kind} wants a state with (window, memory, tail) {wanted}, the state has {found}"
+                f"block: kind={self.kind} wants a state with (window, memory, tail) {wanted}, the state has {given}"
             )
 
     def _parts(self, state: BlockState | None) -> tuple[LocalState | None, NeuralState | BankState | None]:
@@ -158,7 +158,7 @@ class Block(torch.nn.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.attention.check(state.local, len(x))
-        tokens, num_tokens = sliding_window.left_align(x, is_token)
+        tokens, num_tokens = layout.left_align(x, is_token)
         persistent = self.attention.persistent_keys_values()
 
         def read(state: BlockState, block: tuple) -> tuple[BlockState, Stream]:
@@ -169,7 +169,7 @@ class Block(torch.nn.Module):
             read, state, (tokens,), num_begun=state.local.count, num_tokens=num_tokens, size=self.attention.window,
             is_fresh=is_fresh,
         )  # fmt: skip
-        return sliding_window.restore_padding(output, is_token), state
+        return layout.restore_padding(output, is_token), state
 
     def read_segment(
         self,
@@ -183,13 +183,9 @@ class Block(torch.nn.Module):
 
         Args:
           x: the tokens of all slots of the segment, T = C, or the next token alone, T = 1.
-          state: the state behind earlier tokens.
           is_new: which of the segment's slots hold tokens of this call.
           persistent: keys and values of the attention's persistent tokens.
           learn: False = the memory is read only.
-
-        Returns:
-          The state behind the segment's last token, and the block's output.
         """
         attention, memory = self.attention, state.memory
         is_token = is_new if x.shape[1] > 1 else is_new.any(dim=1, keepdim=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +39,24 @@ def select_rows(
 ) -> Shaped[Tensor, "E ..."]:
     """Select `new` in the rows (axis 0) where the condition holds, else `old`."""
     return torch.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+
+def left_align(
+    x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"] | None
+) -> tuple[Float[Tensor, "B T D"], Int[Tensor, " B"]]:
+    """Move padding behind the tokens of each row, which keep their order; also the number of tokens of each row."""
+    if is_token is None:
+        return x, torch.full((len(x),), x.shape[1], dtype=torch.int32, device=x.device)
+    order = torch.argsort((~is_token).to(torch.int32), dim=1, stable=True)
+    return gathered(x, order), is_token.sum(dim=1).to(torch.int32)
+
+
+def restore_padding(x: Float[Tensor, "B T ..."], is_token: Bool[Tensor, "B T"] | None) -> Float[Tensor, "B T ..."]:
+    """Undo `left_align`: each token's value at its place, zeros at padding."""
+    if is_token is None:
+        return x
+    back = gathered(x, (torch.cumsum(is_token, dim=1) - 1).clamp(min=0))
+    return torch.where(is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 2)), back, back.new_zeros(()))
 
 
 def merge_heads(x: Shaped[Tensor, "B N ..."]) -> Shaped[Tensor, "E ..."]:

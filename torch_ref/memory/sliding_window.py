@@ -92,24 +92,6 @@ def scan_blocks(
     return state, layout.gathered(layout.join_chunks(outputs), back)
 
 
-def left_align(
-    x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"] | None
-) -> tuple[Float[Tensor, "B T D"], Int[Tensor, " B"]]:
-    """Move padding behind the tokens of each row, which keep their order; also the number of tokens of each row."""
-    if is_token is None:
-        return x, torch.full((len(x),), x.shape[1], dtype=torch.int32, device=x.device)
-    order = torch.argsort((~is_token).to(torch.int32), dim=1, stable=True)
-    return layout.gathered(x, order), is_token.sum(dim=1).to(torch.int32)
-
-
-def restore_padding(x: Float[Tensor, "B T ..."], is_token: Bool[Tensor, "B T"] | None) -> Float[Tensor, "B T ..."]:
-    """Undo `left_align`: each token's value at its place, zeros at padding."""
-    if is_token is None:
-        return x
-    back = layout.gathered(x, (torch.cumsum(is_token, dim=1) - 1).clamp(min=0))
-    return torch.where(is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 2)), back, back.new_zeros(()))
-
-
 class LocalAttention(torch.nn.Module):
     """Causal sliding-window attention with persistent tokens that every query attends to (Titans, section 4.2)."""
 
@@ -138,11 +120,8 @@ class LocalAttention(torch.nn.Module):
 
         Args:
           x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = there are none.
+          state: the state behind earlier tokens; None = there are none. The one behind the last token is returned.
           is_token: False = padding, whose outputs are zeros and which changes no state; None = no padding.
-
-        Returns:
-          The output, and the state behind the last token.
 
         Raises:
           ValueError: the state is of another model or batch size.
@@ -150,7 +129,7 @@ class LocalAttention(torch.nn.Module):
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
         self.check(state, len(x))
-        tokens, num_tokens = left_align(x, is_token)
+        tokens, num_tokens = layout.left_align(x, is_token)
         entries = tuple(self.split_heads(project(tokens)) for project in self.projections())
         persistent = self.persistent_keys_values()
 
@@ -165,7 +144,7 @@ class LocalAttention(torch.nn.Module):
         )
         if self.o_proj is not None:
             output = self.o_proj(output.reshape(*output.shape[:2], -1))
-        return restore_padding(output, is_token), state
+        return layout.restore_padding(output, is_token), state
 
     def init_state(self, batch_size: int) -> LocalState:
         """State of rows that have read nothing."""

@@ -14,7 +14,7 @@ from torch_ref.training import optimizer_step
 
 @torch.no_grad()
 def bank_states(params: Any, batch: Any, *, graph: Any, step_config: StepConfig) -> dict[int, BankState]:
-    """Return the states of a decoder's banks behind a batch's rows, by layer; each row is read as one document.
+    """States of a decoder's banks behind a batch's rows, by layer; each row is read as one document.
 
     params is the model, graph is unused.
     """
@@ -22,5 +22,5 @@ def bank_states(params: Any, batch: Any, *, graph: Any, step_config: StepConfig)
     positions = torch.where(is_token, torch.cumsum(is_token, dim=1) - 1, -1).to(torch.int32)
     with optimizer_step._autocast(params, precision.policy(step_config.precision)):
         _, cache = params.features(batch.tokens, positions)
-    found = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
-    return {i: state for i, state in found.items() if isinstance(state, BankState)}
+    states = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
+    return {i: state for i, state in states.items() if isinstance(state, BankState)}

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 
+from jaxbench import initial
 from jaxbench.measure.records import Workload
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
@@ -39,13 +41,13 @@ class Arm:
         self.dtype = ""
 
     def start(self) -> str:
-        """Import the libraries; return why this arm cannot run here, or an empty string."""
+        """Import the libraries; why this arm cannot run here, or an empty string."""
         raise NotImplementedError(f"{self.name}: start")
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
         """Load the checkpoint in `dtype`, the first `num_layers` layers only where given, with AdamW where `train`.
 
-        train["form"] says which step: "plain" (PLAIN_STEP, all in dtype) or "run" (arms_run.py).
+        train["form"] says which step: "plain" (PLAIN_STEP, all in dtype) or "run" (run_step.py).
         """
         raise NotImplementedError(f"{self.name}: load {dtype}")
 
@@ -56,16 +58,19 @@ class Arm:
         """
         raise NotImplementedError(f"{self.name}: prepare {workload.label()}")
 
-    def measure(self, workload: Workload, inputs: list) -> dict:
-        """Run the workload once: {first_s, rest_s, tokens} for generation, {step_s, loss} for the train step."""
+    def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
+        """One run of the workload: {first_s, rest_s, tokens} of a generation, {step_s, loss} of the train step.
+
+        limit: tokens after which a generation stops, in the same programs; None = workload.new_tokens.
+        """
         raise NotImplementedError(f"{self.name}: measure {workload.label()}")
 
     def warm(self, workload: Workload, inputs: list) -> dict:
         """Run the workload's programs once, a few tokens of decoding: touches memory and starts threads."""
-        return self.measure(workload, inputs)
+        return self.measure(workload, inputs, limit=WARM_TOKENS)
 
-    def logits(self, tokens: list[int]) -> np.ndarray:
-        """Return the scores [V] of the token after these."""
+    def logits(self, tokens: list[int]) -> Float[np.ndarray, " V"]:
+        """Logits of the token after these."""
         raise NotImplementedError(f"{self.name}: logits after {len(tokens)} tokens")
 
     def unload(self) -> None:
@@ -73,15 +78,15 @@ class Arm:
         raise NotImplementedError(f"{self.name}: unload")
 
     def device_memory(self) -> int | None:
-        """Return the peak bytes on the accelerator, None on the CPU."""
+        """Peak bytes on the accelerator, None on the CPU."""
         return None
 
     def read_seconds(self, size: int, repeats: int) -> list[float]:
-        """Return the times of summing a float32 array of `size` bytes."""
+        """Times of summing a float32 array of `size` bytes, in seconds."""
         raise NotImplementedError(f"{self.name}: read {size}")
 
     def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
-        """Return the times of one (M, K) x (K, N) product."""
+        """Times of one (M, K) x (K, N) product, in seconds."""
         raise NotImplementedError(f"{self.name}: gemm {shape}")
 
     def profile(self, workload: Workload, inputs: list, folder: str) -> str:
@@ -90,24 +95,17 @@ class Arm:
 
 
 def shallow(config, params: dict[str, np.ndarray], num_layers: int | None):
-    """Return configuration and parameters of the model's first `num_layers` layers (all where None)."""
+    """Configuration and parameters of the model's first `num_layers` layers; None = all."""
     if num_layers is None or num_layers >= config.num_layers:
         return config, params
-    kept = {f"layers.{i}." for i in range(num_layers)}
-    return config.model_copy(update={"num_layers": num_layers}), {
-        name: value
-        for name, value in params.items()
-        if not name.startswith("layers.") or any(name.startswith(prefix) for prefix in kept)
-    }
+    config = config.model_copy(update={"num_layers": num_layers})
+    return config, {name: params[name] for name in initial.parameter_shapes(config)}
 
 
 def generate(
     generator: Any, inputs: list, workload: Workload, to_host: Callable[[Any], np.ndarray], *, limit: int | None = None
 ) -> dict:
-    """Run a twin's Generator once: first token and the tokens after it timed apart, each read back on the host.
-
-    `limit` stops after so many tokens, in the same programs (a warm-up).
-    """
+    """One run of a twin's Generator: first token and the tokens after it timed apart, each read back on the host."""
     new_tokens = max(workload.new_tokens, 1)
     start = time.perf_counter()
     state = generator.prefill(inputs, max_new_tokens=new_tokens, seed=0)
@@ -119,16 +117,11 @@ def generate(
     last = time.perf_counter()
     width = workload.prompt_tokens
     generated = tokens[: workload.batch, width : width + new_tokens]
-    return {"first_s": first - start, "rest_s": last - first, "tokens": as_lists(generated)}
+    return {"first_s": first - start, "rest_s": last - first, "tokens": generated.tolist()}
 
 
-def as_lists(tokens: Any) -> list[list[int]]:
-    """Return a (rows, tokens) array as plain lists for the protocol."""
-    return np.asarray(tokens).tolist()
-
-
-def targets(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (inputs, targets, positions) of the train step from rows one token longer than the sequence."""
+def targets(rows: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], ...]:
+    """Inputs, targets and positions of the train step, from rows one token longer than the sequence."""
     tokens = np.asarray(rows, dtype=np.int32)
     positions = np.broadcast_to(np.arange(tokens.shape[1] - 1, dtype=np.int32), tokens[:, 1:].shape)
     return tokens[:, :-1], tokens[:, 1:], np.ascontiguousarray(positions)

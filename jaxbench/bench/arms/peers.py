@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
 
 from jaxbench.bench.arms import contract
 from jaxbench.bench.arms.torch_arms import TorchBase
@@ -34,37 +35,45 @@ class TransformersArm(TorchBase):
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
         """Load the checkpoint folder with from_pretrained."""
-        import torch
-
         self.dtype = dtype
         config = self.transformers.AutoConfig.from_pretrained(self.checkpoint)
         if num_layers is not None:
             config.num_hidden_layers = min(num_layers, config.num_hidden_layers)
         self.model = self.transformers.AutoModelForCausalLM.from_pretrained(
-            self.checkpoint, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            self.checkpoint, config=config, dtype=getattr(self.torch, dtype), attn_implementation="sdpa"
         )
-        self.model.to(self.torch_device)
-        self._finish_loading(train)
+        self.model.to(self.torch_device).train(train is not None).requires_grad_(train is not None)
+        if train is not None:
+            parameters, rate = self.model.parameters(), train["learning_rate"]
+            self.optimizer = self.torch.optim.AdamW(parameters, lr=rate, **contract.ADAMW)
+        self.synchronize()
 
-    def logits(self, tokens: list[int]) -> np.ndarray:
-        """Run the model on one row, without a cache."""
-        import torch
+    def unload(self) -> None:
+        """Drop the model and its optimiser."""
+        self.optimizer = None
+        super().unload()
 
-        with torch.inference_mode():
-            scores = self.model(input_ids=torch.tensor([tokens], device=self.torch_device), use_cache=False).logits
+    def logits(self, tokens: list[int]) -> Float[np.ndarray, " V"]:
+        """Logits of the token after one row, without a cache."""
+        with self.torch.inference_mode():
+            scores = self.model(input_ids=self.torch.tensor([tokens], device=self.torch_device), use_cache=False).logits
         return scores[0, -1].float().cpu().numpy()
 
-    def _loss(self, inputs, wanted, positions):
-        import torch.nn.functional as F
+    def _step(self, inputs: list) -> dict:
+        tokens, targets, _ = self._on_device(inputs)
+        start = time.perf_counter()
+        logits = self.model(input_ids=tokens.long(), use_cache=False).logits
+        loss = self.torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        value = float(loss.detach())
+        self.synchronize()
+        return {"step_s": time.perf_counter() - start, "loss": value}
 
-        logits = self.model(input_ids=inputs.long(), use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten().long())
-
-    def _generate(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
-        import torch
-
+    def _generate(self, workload: Workload, inputs: list, limit: int | None) -> dict:
         clock = _Clock(self)
-        tokens = torch.tensor(inputs, device=self.torch_device)
+        tokens = self.torch.tensor(inputs, device=self.torch_device)
         new_tokens = min(max(workload.new_tokens, 1), limit or workload.new_tokens + 1)
         settings = self.transformers.GenerationConfig(
             do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, use_cache=True
@@ -72,7 +81,7 @@ class TransformersArm(TorchBase):
         start = time.perf_counter()
         output = self.model.generate(
             tokens,
-            attention_mask=torch.ones_like(tokens),
+            attention_mask=self.torch.ones_like(tokens),
             generation_config=settings,
             stopping_criteria=self.transformers.StoppingCriteriaList([clock]),
         )
@@ -80,7 +89,7 @@ class TransformersArm(TorchBase):
         if generated.shape[1] != new_tokens:
             raise ValueError(f"transformers: generated {generated.shape[1]} tokens, wanted {new_tokens}")
         first, last = clock.stamps[0], clock.stamps[-1]
-        return {"first_s": first - start, "rest_s": last - first, "tokens": contract.as_lists(generated.cpu())}
+        return {"first_s": first - start, "rest_s": last - first, "tokens": generated.cpu().tolist()}
 
 
 class _Clock:
@@ -91,8 +100,7 @@ class _Clock:
 
     def __call__(self, input_ids, scores, **_):
         """Note the time."""
-        import torch
-
+        torch = self.arm.torch
         self.arm.synchronize()
         self.stamps.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
@@ -134,14 +142,15 @@ class LlamaCppArm(contract.Arm):
             return {"skip": f"llama-cpp-python generates one row at a time, not {workload.batch}"}
         return {}
 
-    def measure(self, workload: Workload, inputs: list) -> dict:
+    def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
         """Evaluate the prompt, then greedy tokens one by one."""
+        new_tokens = max(workload.new_tokens, 1) if limit is None else min(limit, max(workload.new_tokens, 1))
         self.model.reset()
         start = time.perf_counter()
         self.model.eval(inputs[0])
         tokens = [int(self.model.sample(temp=0.0))]
         first = time.perf_counter()
-        for _ in range(max(workload.new_tokens, 1) - 1):
+        for _ in range(new_tokens - 1):
             self.model.eval(tokens[-1:])
             tokens.append(int(self.model.sample(temp=0.0)))
         return {"first_s": first - start, "rest_s": time.perf_counter() - first, "tokens": [tokens]}

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from jaxbench.bench.arms import contract
 from jaxbench.training.step_config import StepConfig
@@ -20,45 +21,45 @@ from jaxbench.training.step_config import StepConfig
 class Rows(NamedTuple):
     """One step's data, in numpy: the fields of train.Batch."""
 
-    tokens: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    mask: np.ndarray
-    segments: np.ndarray
-
-
-def rows(inputs: list) -> Rows:
-    """Return the batch of rows that are one token longer than the sequence; one document a row."""
-    tokens, wanted, positions = contract.targets(inputs)
-    return Rows(tokens, wanted, positions, np.ones(tokens.shape, bool), np.ones(tokens.shape, np.int32))
+    tokens: Int[np.ndarray, "B T"]
+    targets: Int[np.ndarray, "B T"]
+    positions: Int[np.ndarray, "B T"]
+    mask: Bool[np.ndarray, "B T"]
+    segments: Int[np.ndarray, "B T"]
 
 
 class RunStep:
     """An Engine and the one step that is timed."""
 
-    def __init__(self, package: str, checkpoint: Any, dtype: str, train: dict, **how: Any):
+    def __init__(
+        self, package: str, checkpoint: Any, dtype: str, train: dict, *, torch_compile: bool = False, **place: Any
+    ):
         """Name the engine of a package; `prepare` makes it.
 
-        `train` has learning_rate, batch, seq_len, num_layers, and may have accumulation and implementation.
+        `train` has learning_rate, batch, seq_len, num_layers, and may have accumulation and implementation; `place` is
+        the engine's device in PyTorch.
         """
-        self._module, self._checkpoint, self._train, self._how = f"{package}.training.engine", checkpoint, train, how
-        micro = {"accumulation": train.get("accumulation", 1)}
-        self._step = StepConfig(precision=dtype, torch_compile=how.pop("torch_compile", False), **micro)
+        self._module, self._place = f"{package}.training.engine", place
+        self._checkpoint, self._train = checkpoint, train
+        accumulation = train.get("accumulation", 1)
+        self._step = StepConfig(precision=dtype, torch_compile=torch_compile, accumulation=accumulation)
         self.engine: Any = None
 
     def prepare(self) -> dict:
-        """Make the engine, which compiles, and return the facts of it."""
+        """Make the engine, which compiles; its device's name and its seconds of compiling."""
         config, params = contract.shallow(self._checkpoint.config, self._checkpoint.params, self._train["num_layers"])
         self._checkpoint = None  # the engine holds its own copy
-        sizes = {"batch_size": self._train["batch"], "seq_len": self._train["seq_len"], "seed": 0}
-        sizes |= {"implementation": self._train.get("implementation", "dense")}
-        self.engine = importlib.import_module(self._module).Engine(config, params, self._step, **sizes, **self._how)
+        self.engine = importlib.import_module(self._module).Engine(
+            config, params, self._step, batch_size=self._train["batch"], seq_len=self._train["seq_len"], seed=0,
+            implementation=self._train.get("implementation", "dense"), **self._place,
+        )  # fmt: skip
         facts = {"device_kind": self.engine.device_kind()}
         return facts | ({"compile_s": self.engine.compile_seconds} if self.engine.compile_seconds else {})
 
     def measure(self, inputs: list, synchronize: Callable[[], None] = lambda: None) -> dict:
         """Take one step; its time ends when its loss is on the host and the device is idle."""
-        batch = rows(inputs)
+        tokens, targets, positions = contract.targets(inputs)  # one document a row
+        batch = Rows(tokens, targets, positions, np.ones(tokens.shape, bool), np.ones(tokens.shape, np.int32))
         start = time.perf_counter()
         metrics = self.engine.fetch(self.engine.step(batch, self._train["learning_rate"]))
         synchronize()

@@ -8,6 +8,7 @@ import shutil
 import time
 
 import numpy as np
+from jaxtyping import Float
 
 from jaxbench.bench.arms import contract, run_step
 from jaxbench.measure import worker
@@ -15,7 +16,7 @@ from jaxbench.measure.records import Workload
 
 
 class TorchBase(contract.Arm):
-    """What the twin and Hugging Face share: devices, threads, the AdamW step, the roofline loops."""
+    """What the twin and Hugging Face share: devices, threads, the roofline loops."""
 
     packages = ("torch", "numpy", "python")
 
@@ -26,72 +27,48 @@ class TorchBase(contract.Arm):
         torch.set_num_threads(self.threads)
         if self.device == "gpu" and not torch.cuda.is_available():
             return "this PyTorch build sees no GPU"
-        self.torch_device = "cuda" if self.device == "gpu" else "cpu"
-        self.model = self.optimizer = None
+        self.torch, self.torch_device = torch, "cuda" if self.device == "gpu" else "cpu"
+        self.model = None
         return ""
 
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.torch_device == "cuda":
-            import torch
-
-            torch.cuda.synchronize()
+            self.torch.cuda.synchronize()
 
     def prepare(self, workload: Workload) -> dict:
         """Eager code has nothing to compile."""
         return {}
 
-    def measure(self, workload: Workload, inputs: list) -> dict:
-        """Run one workload."""
-        import torch
-
+    def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
+        """One run of a workload."""
         if workload.kind == "train":
             return self._step(inputs)
-        with torch.inference_mode():
-            return self._generate(workload, inputs)
-
-    def warm(self, workload: Workload, inputs: list) -> dict:
-        """Run the workload once, a few tokens of decoding."""
-        import torch
-
-        if workload.kind == "train":
-            return self._step(inputs)
-        with torch.inference_mode():
-            return self._generate(workload, inputs, limit=contract.WARM_TOKENS)
+        with self.torch.inference_mode():
+            return self._generate(workload, inputs, limit)
 
     def unload(self) -> None:
         """Drop the model."""
-        self.model = self.optimizer = None
+        self.model = None
         if self.torch_device == "cuda":
-            import torch
-
-            torch.cuda.empty_cache()
+            self.torch.cuda.empty_cache()
 
     def device_memory(self) -> int | None:
-        """Return the peak of allocated device memory."""
-        if self.torch_device != "cuda":
-            return None
-        import torch
-
-        return int(torch.cuda.max_memory_allocated())
+        """Peak of allocated device memory in bytes; None on the CPU."""
+        return int(self.torch.cuda.max_memory_allocated()) if self.torch_device == "cuda" else None
 
     def read_seconds(self, size: int, repeats: int) -> list[float]:
-        """Sum a float32 array."""
-        import torch
-
-        array = torch.ones(size // 4, device=self.torch_device)
+        """Times of summing a float32 array of `size` bytes."""
+        array = self.torch.ones(size // 4, device=self.torch_device)
         return worker.timed(lambda: float(array.sum()), repeats)["seconds"]
 
     def gemm_seconds(self, shape: tuple[int, int, int], dtype: str, repeats: int) -> list[float]:
-        """Multiply two matrices."""
-        import torch
-
-        m, k, n = shape
-        left = torch.ones((m, k), dtype=getattr(torch, dtype), device=self.torch_device)
-        right = torch.ones((k, n), dtype=getattr(torch, dtype), device=self.torch_device)
+        """Times of one matrix product."""
+        (m, k, n), place = shape, {"dtype": getattr(self.torch, dtype), "device": self.torch_device}
+        left, right = self.torch.ones((m, k), **place), self.torch.ones((k, n), **place)
 
         def run() -> None:
-            torch.mm(left, right)
+            self.torch.mm(left, right)
             self.synchronize()
 
         return worker.timed(run, repeats)["seconds"]
@@ -108,34 +85,15 @@ class TorchBase(contract.Arm):
         trace.export_chrome_trace(path)
         return path
 
-    def _finish_loading(self, train: dict | None) -> None:
-        if train is None:
-            self.model.eval().requires_grad_(False)
-        else:
-            import torch
-
-            self.model.train().requires_grad_(True)
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=train["learning_rate"], **contract.ADAMW)
-        self.synchronize()
+    def _on_device(self, inputs: list):
+        """Inputs, targets and positions [B T] of the train step, as tensors."""
+        return (self.torch.from_numpy(each.copy()).to(self.torch_device) for each in contract.targets(inputs))
 
     def _step(self, inputs: list) -> dict:
-        import torch
+        raise NotImplementedError(f"{self.name}: train step of {len(inputs)} rows")
 
-        tokens, wanted, positions = (torch.from_numpy(a.copy()).to(self.torch_device) for a in contract.targets(inputs))
-        start = time.perf_counter()
-        loss = self._loss(tokens, wanted, positions)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        value = float(loss.detach())
-        self.synchronize()
-        return {"step_s": time.perf_counter() - start, "loss": value}
-
-    def _loss(self, inputs, wanted, positions):
-        raise NotImplementedError(f"{self.name}: loss")
-
-    def _generate(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
-        raise NotImplementedError(f"{self.name}: generate {workload.label()}")
+    def _generate(self, workload: Workload, inputs: list, limit: int | None) -> dict:
+        raise NotImplementedError(f"{self.name}: generate {workload.label()} up to {limit}")
 
 
 class EagerArm(TorchBase):
@@ -162,15 +120,16 @@ class EagerArm(TorchBase):
         self.dtype = dtype
         checkpoint = weights.load_checkpoint(self.checkpoint)
         if train is not None and train["form"] == "run":
-            how = {"torch_compile": self.is_compiled, "device": self.torch_device}
-            sizes = train | {"num_layers": num_layers}
-            self.run_step = run_step.RunStep("torch_ref", checkpoint, dtype, sizes, **how)
+            self.run_step = run_step.RunStep(
+                "torch_ref", checkpoint, dtype, train | {"num_layers": num_layers},
+                torch_compile=self.is_compiled, device=self.torch_device,
+            )  # fmt: skip
             return
         config, params = contract.shallow(checkpoint.config, checkpoint.params, num_layers)
         self.model = self.transformer.build(config, params, dtype=dtype).to(self.torch_device)
         if train is None:
             self.model.eval().requires_grad_(False)
-            self._make_generator()
+            self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.SamplingParams())
         else:
             self.learning_rate, policy = train["learning_rate"], precision.uniform(dtype)
             self.state = self.update.init_state(self.model, params, contract.PLAIN_STEP, policy=policy)
@@ -180,13 +139,13 @@ class EagerArm(TorchBase):
         """Make the engine of a run's step; other eager code has nothing to compile."""
         return {} if self.run_step is None else self.run_step.prepare()
 
-    def logits(self, tokens: list[int]) -> np.ndarray:
-        """Run the model on one row, without a cache."""
-        import torch
-
-        row = torch.tensor([tokens], device=self.torch_device)
-        with torch.inference_mode():
-            return self.model(row, torch.arange(row.shape[1], device=row.device)[None])[0, -1].float().cpu().numpy()
+    def logits(self, tokens: list[int]) -> Float[np.ndarray, " V"]:
+        """Logits of the token after one row, without a cache."""
+        row = self.torch.tensor([tokens], device=self.torch_device)
+        with self.torch.inference_mode():
+            return (
+                self.model(row, self.torch.arange(row.shape[1], device=row.device)[None])[0, -1].float().cpu().numpy()
+            )
 
     def unload(self) -> None:
         """Drop model, generator and optimiser."""
@@ -194,15 +153,10 @@ class EagerArm(TorchBase):
         super().unload()
 
     def _batch(self, inputs: list):
-        import torch
+        tokens, targets, positions = self._on_device(inputs)
+        return self.train.Batch(tokens, targets, positions, self.torch.ones_like(tokens, dtype=self.torch.bool))
 
-        tokens, wanted, positions = (torch.from_numpy(a.copy()).to(self.torch_device) for a in contract.targets(inputs))
-        return self.train.Batch(tokens, wanted, positions, torch.ones_like(tokens, dtype=torch.bool))
-
-    def _make_generator(self) -> None:
-        self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.SamplingParams())
-
-    def _generate(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
+    def _generate(self, workload: Workload, inputs: list, limit: int | None) -> dict:
         return contract.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy(), limit=limit)
 
     def _step(self, inputs: list) -> dict:
@@ -210,8 +164,9 @@ class EagerArm(TorchBase):
             return self.run_step.measure(inputs, self.synchronize)
         batch = self._batch(inputs)
         start = time.perf_counter()
-        how = {"step_config": contract.PLAIN_STEP, "is_guarded": False}
-        self.state, metrics = self.update.train_step(self.state, batch, self.learning_rate, **how)
+        self.state, metrics = self.update.train_step(
+            self.state, batch, self.learning_rate, step_config=contract.PLAIN_STEP, is_guarded=False
+        )
         value = float(metrics.loss)
         self.synchronize()
         return {"step_s": time.perf_counter() - start, "loss": value}
@@ -237,10 +192,8 @@ class CompiledArm(EagerArm):
         All layers share one program a shape (PyTorch's "regional compilation"): the whole model at once took 25-38 s a
         shape to compile on a busy machine, layer by layer 5-14 s, and there are ten shapes.
         """
-        import torch
-
-        torch._dynamo.reset()
-        torch._dynamo.config.recompile_limit = 64  # one program a shape, as the JAX arms have
+        self.torch._dynamo.reset()
+        self.torch._dynamo.config.recompile_limit = 64  # one program a shape, as the JAX arms have
         super().load(dtype, num_layers=num_layers, train=train)
         if self.run_step is not None:
             return
@@ -263,9 +216,7 @@ class CompiledArm(EagerArm):
             self.train.loss_fn(self.model, self._batch(inputs)).backward()
             self.model.zero_grad(set_to_none=True)
             return
-        import torch
-
-        with torch.inference_mode():
+        with self.torch.inference_mode():
             new_tokens = max(workload.new_tokens, 1)
             state = self.generator.prefill(inputs, max_new_tokens=new_tokens, seed=0)
             self.generator.decode(state, min(new_tokens, 2))
@@ -273,7 +224,7 @@ class CompiledArm(EagerArm):
 
 
 def compiler_seconds() -> float:
-    """Return the wall time that torch.compile has spent in this process so far: Dynamo, Inductor, C++ compiler."""
+    """Wall time that torch.compile has spent in this process so far: Dynamo, Inductor, C++ compiler."""
     from torch._dynamo import utils
 
     return float(utils.calculate_time_spent().get("total_wall_time", 0.0))

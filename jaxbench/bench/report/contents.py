@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxbench import outputs
 from jaxbench.bench import agreement, labels, summary
 from jaxbench.bench.arms import arm_table
 from jaxbench.bench.suite import Suite
 from jaxbench.bench.summary import Row
-from jaxbench.measure.records import Record
+from jaxbench.measure.records import Record, Workload
 
 
 class View(NamedTuple):
@@ -29,6 +29,11 @@ class View(NamedTuple):
     agreement: list[str]  # one sentence a workload
     drift: float  # share the control loop moved by
 
+    @property
+    def model(self) -> str:
+        """Name of the model, as people know it."""
+        return "SmolLM2-135M-Instruct" if self.suite.model == "default" else self.suite.model
+
 
 class TpuRow(NamedTuple):
     """One program on one slice: the figures by metric without the `tpu_` prefix, and their details."""
@@ -42,18 +47,19 @@ class TpuRow(NamedTuple):
 
 
 def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
-    """Return the view of a finished or interrupted run."""
+    """View of a finished or interrupted run."""
     rows = summary.rows(records, suite.verdicts)
-    seen = {row.arm for row in rows}
-    parity = {record.arm: record.detail for record in records if record.metric == "parity" and record.detail}
-    environment = _read_json(workdir / "environment.json")
+    try:
+        environment = outputs.read_json(workdir / "environment.json")
+    except (OSError, ValueError):
+        environment = {}
     return View(
         rows=rows,
         records=list(records),
-        arms=[name for name in suite.arms if name in seen],
+        arms=[name for name in suite.arms if any(row.arm == name for row in rows)],
         baseline=suite.verdicts.baseline,
-        parity=parity,
-        environment=environment,
+        parity={record.arm: record.detail for record in records if record.metric == "parity" and record.detail},
+        environment=environment if isinstance(environment, dict) else {},
         suite=suite,
         config_id=next((record.config_id for record in records if record.config_id), ""),
         agreement=agreement.notes(records),
@@ -62,17 +68,27 @@ def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
 
 
 def find(view: View, metrics: Sequence[str]) -> list[Row]:
-    """Return the rows of these metrics, ordered by metric, then workload, then arm."""
+    """Rows of these metrics, ordered by metric, then workload, then arm."""
     order = {name: index for index, name in enumerate(view.arms)}
     places: dict[tuple, int] = {}
     for row in view.rows:
         places.setdefault((row.metric, row.workload), len(places))
-    found = [row for row in view.rows if row.metric in metrics and row.arm in order]
-    return sorted(found, key=lambda row: (metrics.index(row.metric), places[row.metric, row.workload], order[row.arm]))
+    return sorted(
+        (row for row in view.rows if row.metric in metrics and row.arm in order),
+        key=lambda row: (metrics.index(row.metric), places[row.metric, row.workload], order[row.arm]),
+    )
+
+
+def by_workload(rows: Sequence[Row]) -> dict[tuple[str, Workload], list[Row]]:
+    """Rows by metric and workload, in their order."""
+    groups: dict[tuple[str, Workload], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.metric, row.workload), []).append(row)
+    return groups
 
 
 def tpu_rows(view: View) -> list[TpuRow]:
-    """Return one row for each program compiled for a slice, and one for each slice that failed."""
+    """One row for each program compiled for a slice, and one for each slice that failed."""
     groups: dict[tuple, TpuRow] = {}
     for record in view.records:
         if not record.metric.startswith("tpu") or (record.metric == "tpu" and record.status == "ok"):
@@ -97,12 +113,12 @@ def verdict_counts(view: View, metrics: Sequence[str] = summary.SPEED) -> dict[s
 
 
 def missing(view: View) -> list[Row]:
-    """Return the rows without a value: skipped or failed, with their reason."""
+    """Rows without a value: skipped or failed, with their reason."""
     return [row for row in view.rows if row.value is None and row.reason]
 
 
 def undecided(view: View) -> list[Row]:
-    """Return the compared rows whose interval holds 1."""
+    """Compared rows whose interval holds 1."""
     return [row for row in view.rows if row.verdict == "undecided"]
 
 
@@ -113,11 +129,11 @@ def program_notes(view: View) -> list[str]:
         if row.metric in ("flops", "temp_bytes") and row.value is not None:
             values.setdefault((row.metric, row.workload), {})[row.arm] = row.value
     notes = []
-    for one, other in itertools.combinations(arm_table.names("is_judged"), 2):
-        pairs = {key: (arms[one], arms[other]) for key, arms in values.items() if {one, other} <= arms.keys()}
+    for own in itertools.combinations(arm_table.names("is_judged"), 2):
+        pairs = {key: [arms[arm] for arm in own] for key, arms in values.items() if arms.keys() >= set(own)}
         if not pairs:
             continue
-        first, second, same = one.capitalize(), other.capitalize(), sum(a == b for a, b in pairs.values())
+        (first, second), same = map(str.capitalize, own), sum(a == b for a, b in pairs.values())
         notes.append(
             f"{first} and {second} compile to programs of equal FLOPs and temp bytes: {same} of {len(pairs)} figures "
             "agree"
@@ -131,7 +147,7 @@ def program_notes(view: View) -> list[str]:
 
 
 def headline(view: View) -> list[tuple[str, str, str]]:
-    """Return up to four (figure, what, remark): decode of Flax, its ratio to the user's pick, parity, verdicts."""
+    """Up to four (figure, what, remark): decode of Flax, its ratio to the user's pick, parity, verdicts."""
     cards = []
     decode = [row for row in view.rows if row.metric == "decode_tokens_per_s" and row.arm == "flax" and row.value]
     if decode:
@@ -154,11 +170,3 @@ def headline(view: View) -> list[tuple[str, str, str]]:
         text = f"{counts['faster']} / {counts['slower']} / {counts['undecided']}"
         cards.append((text, "faster / slower / undecided", f"JAX arms against {labels.arm(view.baseline)}"))
     return cards
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

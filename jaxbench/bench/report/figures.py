@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
 
 def sections(groups: Sequence[tuple[str, Sequence[str]]]) -> Layout:
-    """Return the layout of sections (heading, row labels), top down."""
+    """Layout of sections (heading, row labels), top down."""
     y, ticks, labels, place = [], [], [], 0.0
     for heading, names in groups:
         ticks.append(place)
@@ -47,7 +47,7 @@ def sections(groups: Sequence[tuple[str, Sequence[str]]]) -> Layout:
 
 
 def forest(view: View) -> Figure | None:
-    """Return ratios to the baseline with intervals, coloured by verdict; right of 1 is better."""
+    """Ratios to the baseline with intervals, coloured by verdict; right of 1 is better."""
     groups = _by_workload([row for row in contents.find(view, FOREST) if row.ratio])
     if not groups:
         return None
@@ -63,8 +63,7 @@ def forest(view: View) -> Figure | None:
             trace["error_x"]["array"].append(high - point if bounded else 0)
             trace["error_x"]["arrayminus"].append(point - low if bounded else 0)
             trace["customdata"].append(f"{labels.arm(row.arm)}: {labels.ratio(row.ratio)}, {row.verdict}")
-    order = ("faster", "undecided", "slower")
-    data = [traces[name] for name in order if name in traces]
+    data = [traces[name] for name in ("faster", "undecided", "slower") if name in traces]
     points = [row.ratio[0] for _, rows in groups for row in rows] + [1.0]
     ends = [end for _, rows in groups for row in rows for end in row.ratio[1:]]
     # Two launches can give intervals of any width: what lies beyond twice the points' own range is cut off.
@@ -95,7 +94,7 @@ def memory(view: View) -> Figure | None:
 
 
 def tpu(view: View) -> Figure | None:
-    """Return the three lower bounds on time of every program compiled for a slice."""
+    """Three lower bounds on time of every program compiled for a slice."""
     rows = [row for row in contents.tpu_rows(view) if "roofline" in row.details or "roofline_s" in row.details]
     if not rows:
         return None
@@ -112,7 +111,7 @@ def tpu(view: View) -> Figure | None:
 
 
 def heat_map(parity: dict[str, Any] | None, column: str = "float64") -> Figure | None:
-    """Return relative errors of modules: layers down, modules across, colour by power of ten."""
+    """Relative errors of modules: layers down, modules across, colour by power of ten."""
     cells: dict[tuple[int, str], float] = {}
     for entry in (parity or {}).get("layers", []):
         inside = re.fullmatch(r"layers\.(\d+)(?:\.(.+))?", str(entry.get("module", "")))
@@ -145,15 +144,12 @@ def heat_map(parity: dict[str, Any] | None, column: str = "float64") -> Figure |
 
 
 def _by_workload(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Group rows by metric and workload under a heading."""
-    groups: dict[tuple[str, Workload], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.metric, row.workload), []).append(row)
-    return [(heading(metric, load), found) for (metric, load), found in groups.items()]
+    """Rows by metric and workload, each group under its heading."""
+    return [(heading(*group), own) for group, own in contents.by_workload(rows).items()]
 
 
 def heading(metric: str, load: Workload) -> str:
-    """Return the heading of one metric on one workload."""
+    """Heading of one metric on one workload."""
     shown = labels.workload(load, with_kind=labels.METRICS.get(metric, metric).split()[0] not in (load.kind, "train"))
     return ": ".join(part for part in (labels.METRICS.get(metric, metric), shown) if part)
 
@@ -208,10 +204,10 @@ def _rows_figure(data: list[Figure], layout: Layout, axis: Figure) -> Figure:
 
 
 def _log_axis(values: Sequence[float]) -> Figure:
-    """Return a logarithmic axis with round ticks around the values."""
+    """Logarithmic axis with round ticks around the values."""
     low, high = min(values) * 0.8, max(values) * 1.25
     round_numbers = (0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 5, 8, 10, 20, 50, 100, 200)
-    ticks = [number for number in round_numbers if low <= number <= high]
+    ticks = [tick for tick in round_numbers if low <= tick <= high]
     return {
         "type": "log",
         "range": [math.log10(low), math.log10(high)],

@@ -13,10 +13,7 @@ from jaxbench.bench.summary import Row
 from jaxbench.measure import page
 from jaxbench.measure.page import Section
 
-TABLE_METRICS = (
-    "prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s", "train_mfu", "train_mfu_causal",
-    "first_token_s", "load_s", "compile_cold_s", "compile_warm_s", "peak_memory_bytes", "temp_bytes", "flops",
-)  # fmt: skip
+TABLE_METRICS = tuple(name for name in labels.METRICS if name != "argument_bytes")
 
 
 def render(view: View) -> str:
@@ -41,8 +38,7 @@ def render(view: View) -> str:
         Section("open", "Undecided and not measured", bool(undecided or absent)),
         Section("settings", "Settings and environment"),
     )
-    model = "SmolLM2-135M-Instruct" if view.suite.model == "default" else view.suite.model
-    title = f"{model} on {', '.join(map(labels.arm, view.arms)) or 'no arm'}"
+    title = f"{view.model} on {', '.join(map(labels.arm, view.arms)) or 'no arm'}"
     filters = {
         "arm": labels.arm, "value": labels.value, "ratio": labels.ratio, "significant": labels.significant,
         "error": _error, "outside": _outside,
@@ -120,7 +116,7 @@ def _absent(view: View) -> list[str]:
 
 def _about(view: View) -> dict[str, Any]:
     facts = view.environment
-    versions = ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items())
+    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
     return {
         "processor": f"{facts.get('cpu', '-')}, {facts.get('cores', '-')} cores",
         "memory": labels.value(facts.get("memory_bytes"), "bytes"),

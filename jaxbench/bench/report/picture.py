@@ -32,16 +32,13 @@ def draw(view: View) -> str:
     if not panels:
         lines.append(f'<text class="note" x="{MARGIN}" y="{top + 20}">no rates were measured</text>')
         top += 40
-    return card(_title(view), _note(view), lines, height=top)
+    return card(f"{view.model}: tokens per second, more is better", _note(view), lines, height=top)
 
 
 def _panels(view: View) -> list[tuple[Workload, list[Row]]]:
-    groups: dict[tuple, list[Row]] = {}
-    for row in contents.find(view, METRICS) or contents.find(view, ("train_tokens_per_s",)):
-        if row.value:
-            groups.setdefault((row.metric, row.workload), []).append(row)
-    ordered = sorted(groups, key=lambda key: key[1].dtype != "float32")
-    return [(load, groups[metric, load]) for metric, load in ordered]
+    rows = contents.find(view, METRICS) or contents.find(view, ("train_tokens_per_s",))
+    groups = contents.by_workload([row for row in rows if row.value])
+    return sorted(((load, own) for (_, load), own in groups.items()), key=lambda panel: panel[0].dtype != "float32")
 
 
 def _panel(load: Workload, rows: list[Row], left: float, top: float) -> list[str]:
@@ -62,14 +59,9 @@ def _panel(load: Workload, rows: list[Row], left: float, top: float) -> list[str
             f'<rect x="{left + label}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3" '
             f'fill="{labels.color(row.arm)}"/>'
         )
-        number = escape(labels.significant(row.value))
-        lines.append(f'<text class="number" x="{left + label + width + 6:.1f}" y="{middle:.1f}">{number}</text>')
+        rate = escape(labels.significant(row.value))
+        lines.append(f'<text class="number" x="{left + label + width + 6:.1f}" y="{middle:.1f}">{rate}</text>')
     return lines
-
-
-def _title(view: View) -> str:
-    model = "SmolLM2-135M-Instruct" if view.suite.model == "default" else view.suite.model
-    return f"{model}: tokens per second, more is better"
 
 
 def _note(view: View) -> str:

@@ -24,10 +24,7 @@ CSV_COLUMNS = (
     "metric", "arm", "kind", "dtype", "batch", "prompt_tokens", "new_tokens", "device", "value", "unit", "ratio",
     "ratio_low", "ratio_high", "verdict", "holm", "launches", "share_of_roofline", "reason", "config_id",
 )  # fmt: skip
-TERMINAL_METRICS = (
-    "prefill_tokens_per_s", "decode_tokens_per_s", "train_tokens_per_s", "train_mfu", "train_mfu_causal",
-    "first_token_s", "load_s", "compile_cold_s", "compile_warm_s", "peak_memory_bytes",
-)  # fmt: skip
+TERMINAL_METRICS = tuple(name for name in page.TABLE_METRICS if name not in ("temp_bytes", "flops"))
 
 
 def write(records: Sequence[Record], suite: Suite, workdir: Path, *, console=None) -> View:
@@ -73,8 +70,8 @@ def write_scalars(view: View, folder: Path) -> None:
     """Write one TensorBoard scalar a launch for every row, and the TPU figures at step 0; replaces the folder."""
     from tensorboardX import SummaryWriter
 
-    with outputs.whole_folder(folder) as made:
-        with SummaryWriter(str(made), write_to_disk=True) as writer:
+    with outputs.whole_folder(folder) as unfinished:
+        with SummaryWriter(str(unfinished), write_to_disk=True) as writer:
             for row in view.rows:
                 name = "/".join(part for part in (row.metric, row.workload.label().replace(" ", "_"), row.arm) if part)
                 for launch, value in enumerate(row.launches, start=1):
@@ -120,19 +117,16 @@ def _measured_table(view: View):
     title = (
         f"Medians; ratios to {labels.arm(view.baseline)} (above 1 is better) with {confidence} intervals over launches"
     )
-    shown = ", ".join(f"{number} {name}" for name, number in counts.items())
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items())
     table = Table(title=title, caption=f"JAX arms, speed rows: {shown}" if sum(counts.values()) else None)
     table.add_column("", no_wrap=True)
     for name in view.arms:
         table.add_column(labels.arm(name), justify="right")
-    groups: dict[tuple, dict[str, summary.Row]] = {}
-    for row in contents.find(view, TERMINAL_METRICS):
-        groups.setdefault((row.metric, row.workload), {})[row.arm] = row
     last = None
-    for (metric, load), cells in groups.items():
+    for (metric, load), rows in contents.by_workload(contents.find(view, TERMINAL_METRICS)).items():
         if last is not None and metric != last:
             table.add_section()
-        last = metric
+        last, cells = metric, {row.arm: row for row in rows}
         name = f"[bold]{labels.METRICS.get(metric, metric)}[/bold]\n{labels.short(load)}"
         table.add_row(name, *(_terminal_cell(cells.get(arm)) for arm in view.arms))
     return table
@@ -177,7 +171,7 @@ def _tpu_table(view: View):
 
 
 def read_run(workdir: Path) -> tuple[list[Record], Suite]:
-    """Return the records of the run that a folder's suite.json names, and its suite; those of other runs stay out.
+    """Records of the run that a folder's suite.json names, and its suite; those of other runs stay out.
 
     Raises:
       ValueError: there is no such run, or a file is damaged.
@@ -195,5 +189,5 @@ def read_run(workdir: Path) -> tuple[list[Record], Suite]:
     except pydantic.ValidationError as error:
         raise ValueError(f"report: {settings} holds no suite ({str(error).splitlines()[0]})") from error
     # Records from before there was a run_id have none, and are told apart by their configuration.
-    found = RecordFile(workdir / "results.jsonl").of_run(stored.get("run_id", ""))
-    return [record for record in found if record.config_id == stored.get("config_id")], suite
+    records = RecordFile(workdir / "results.jsonl").of_run(stored.get("run_id", ""))
+    return [record for record in records if record.config_id == stored.get("config_id")], suite

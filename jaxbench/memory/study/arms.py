@@ -12,16 +12,16 @@ commands with different parts (1/2, 2/2) fill one workdir together.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pydantic
+from jaxtyping import Int, Shaped
 from pydantic import Field
 
-from jaxbench import config as config_module
-from jaxbench import initial, store
+from jaxbench import config, initial, store
 from jaxbench.config import Base, TransformerConfig
 from jaxbench.measure import verdicts
 from jaxbench.memory import decoder_config
@@ -147,7 +147,7 @@ def runs(settings: Arms) -> list[Run]:
 def config_id(settings: Arms) -> str:
     """Hash of the settings that decide a run's result; more seeds, rates, arms or tasks keep finished runs."""
     excluded = ("seeds", "learning_rates", "arms", "tasks", "steps", "task_steps")  # in a run's own identity
-    return config_module.config_id(settings, exclude=excluded)
+    return config.config_id(settings, exclude=excluded)
 
 
 def identity(settings: Arms, run: Run) -> dict[str, Any]:
@@ -221,12 +221,14 @@ def measure(task: AnyTask) -> Measure:
     return BITS if isinstance(task, TextConfig) else RIGHT
 
 
-def counted(scores: np.ndarray, distance: np.ndarray, window: int, longest: int, total: str) -> list[dict[str, Any]]:
+def counted(
+    scores: Shaped[np.ndarray, " N"], distance: Int[np.ndarray, " N"], window: int, longest: int, total: str
+) -> list[dict[str, Any]]:
     """Histogram of scores by distance: number of questions and sum of scores in each bin that has any.
 
     Args:
-      scores: of the questions alone, [N].
-      distance: tokens between question and fact, int [N].
+      scores: of the questions alone.
+      distance: tokens between question and fact.
       window: upper edge of the first bin, in tokens.
       longest: largest distance, in tokens.
       total: name of the sum.
@@ -248,26 +250,32 @@ def summarise(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[s
 
     `difference` is the mean difference to the arm's rival over the `pairs` of runs that share a seed; None: no pair.
     """
-    rows = []
-    for about, finished, rivals in _finished(settings, records):
-        metric = measure(settings.tasks[about["task"]])
-        for factor in settings.factors:
-            own, other = ([_cells(record, factor, metric) for record in each] for each in (finished, rivals))
-            for over, to in sorted(set().union(*own)):
-                values = [cells.get((over, to)) for cells in own]
-                others = [cells.get((over, to)) for cells in other]
-                rows.append(about | {"factor": factor, "over": over, "to": to} | _mean(values, others, metric))
-    return rows
+    return _rows(settings, records, _cells, ("over", "to"))
 
 
 def by_length(settings: Arms, records: dict[Run, dict[str, Any]]) -> list[dict[str, Any]]:
     """Summary by length: a row for each (task, arm, factor), the mean at all distances over seeds at the best rate."""
+    return _rows(settings, records, _overall, ())
+
+
+def _rows(
+    settings: Arms,
+    records: dict[Run, dict[str, Any]],
+    means: Callable[[dict[str, Any], Measure], dict[tuple, float]],
+    names: tuple[str, ...],
+) -> list[dict[str, Any]]:
+    """A row for each (task, arm, factor) and key of `means`, a run's means at a factor by key; names: of the key."""
     rows = []
     for about, finished, rivals in _finished(settings, records):
         metric = measure(settings.tasks[about["task"]])
         for factor in settings.factors:
-            own, other = ([_overall(record, factor, metric) for record in each] for each in (finished, rivals))
-            rows.append(about | {"factor": factor} | _mean(own, other, metric))
+            own, other = (
+                [{} if record is None else means(record["factors"][str(factor)], metric) for record in each]
+                for each in (finished, rivals)
+            )
+            for key in sorted(set().union(*own)):
+                row = about | {"factor": factor} | dict(zip(names, key, strict=True))
+                rows.append(row | _mean([run.get(key) for run in own], [run.get(key) for run in other], metric))
     return rows
 
 
@@ -305,14 +313,13 @@ def best_rate(settings: Arms, records: dict[Run, dict[str, Any]], task: str, arm
     return max(sorted(scores), key=lambda rate: sign * float(np.mean(scores[rate])), default=None)
 
 
-def _cells(record: dict[str, Any] | None, factor: int, metric: Measure) -> dict[tuple[int, int], float]:
-    """Means of a run by distance bin (over, to); {} for no run."""
-    cells = [] if record is None else record["factors"][str(factor)]["cells"]
-    return {(cell["over"], cell["to"]): cell[metric.total] / cell["asked"] for cell in cells}
+def _cells(scores: dict[str, Any], metric: Measure) -> dict[tuple[int, int], float]:
+    """Means by distance bin (over, to)."""
+    return {(cell["over"], cell["to"]): cell[metric.total] / cell["asked"] for cell in scores["cells"]}
 
 
-def _overall(record: dict[str, Any] | None, factor: int, metric: Measure) -> float | None:
-    return None if record is None else record["factors"][str(factor)][metric.mean]
+def _overall(scores: dict[str, Any], metric: Measure) -> dict[tuple[()], float]:
+    return {(): scores[metric.mean]}
 
 
 def _mean(values: Sequence[float | None], others: Sequence[float | None], metric: Measure) -> dict[str, float | None]:

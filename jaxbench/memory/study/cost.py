@@ -144,9 +144,9 @@ def table(summary: dict[str, Any]) -> Any:
     shown = Table(*names, title="One layer, forward, batch 1, float32", title_justify="left")
     for row in summary["rows"]:
         speed = "" if row["seconds"] is None else f"{row['length'] / row['seconds']:,.0f}"
-        numbers = (row["temp_bytes"] / 2**20, row["state_bytes"] / 2**10, row["flops_per_token"] / 1e6)
+        sizes = (row["temp_bytes"] / 2**20, row["state_bytes"] / 2**10, row["flops_per_token"] / 1e6)
         cells = (row["backend"], TITLES[row["layer"]], f"{row['length']:,}")
-        shown.add_row(*cells, *(f"{number:,.1f}" for number in numbers), speed)
+        shown.add_row(*cells, *(f"{size:,.1f}" for size in sizes), speed)
     return shown
 
 

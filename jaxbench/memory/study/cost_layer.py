@@ -8,8 +8,6 @@ program is that of one segment: its size does not depend on how many there are.
 
 from __future__ import annotations
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +17,7 @@ from jaxtyping import Float
 
 from jaxbench import nn
 from jaxbench.attention import attention
+from jaxbench.measure import worker
 from jaxbench.memory import block_config, blocks
 from jaxbench.memory.study.cost import LayerShape, Measured
 
@@ -64,20 +63,19 @@ def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measure
 
 def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int) -> list[float]:
     """Measure the times in seconds of forward passes over a sequence, after one that is not counted."""
-    program, arguments, _ = _program(layer, shape, length, segment)
+    program, (params, *states), _ = _program(layer, shape, length, segment)
     x = np.random.default_rng(0).standard_normal((1, length, shape.d_model)).astype(np.float32)
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        if len(arguments) == 1:
-            last = program(*arguments, x)
-        else:
-            params, state = arguments
+
+    def forward() -> None:
+        if states:
+            (state,) = states
             for begin in range(0, length, segment):
                 last, state = program(params, x[:, begin : begin + segment], state)
+        else:
+            last = program(params, x)
         jax.block_until_ready(last)
-        times.append(time.perf_counter() - start)
-    return times[1:]
+
+    return worker.timed(forward, repeats)["seconds"]
 
 
 def _program(layer: str, shape: LayerShape, length: int, segment: int) -> tuple[jax.stages.Compiled, tuple, int]:

@@ -24,11 +24,7 @@ from jaxbench.measure.process import Worker, WorkerError
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.study.fields import Length, Several
 
-WORKERS = {
-    "flax": "jaxbench.memory.study.speed_worker",
-    "torch": "jaxbench.memory.study.speed_worker",
-    "titans": "jaxbench.memory.study.titans_worker",
-}
+WORKER = "jaxbench.memory.study.speed_worker"  # the module that an arm's process runs
 PARTS = ("forward", "forward_backward")
 CASE = ("network", "arm", "read", "part")
 BARS = {"forward": 4.0, "forward_backward": 2.0, "memory": 4.0}
@@ -40,10 +36,7 @@ class Network(Base):
 
     name: str = Field(min_length=1)
     shape: NeuralMemoryConfig
-    reads: Several[Literal["token", "chunk"]] = (
-        "token",
-        "chunk",
-    )  # jaxbench's read-out; titans-pytorch: chunk
+    reads: Several[Literal["token", "chunk"]] = ("token", "chunk")  # jaxbench's read-out; titans-pytorch: chunk
 
 
 class Speed(Base):
@@ -81,13 +74,12 @@ def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
     """
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    arms = [*settings.engines, "titans"]
-    missing, rows, memory = {}, [], []
+    arms, missing, rows, memory = [*settings.engines], {}, [], []
     try:
         process.peer_python("titans")
+        arms.append("titans")
     except ValueError as error:
         missing["titans"] = str(error)
-        arms.remove("titans")
     versions: dict[str, dict] = {}
     for launch_index in range(settings.launches):
         for arm in process.turn(arms, launch_index):
@@ -96,16 +88,14 @@ def run(settings: Speed, workdir: str | Path) -> dict[str, Any]:
     for arm in arms:
         for network, read in _cases(settings, arm):
             memory += [_peak(settings.batch, length, arm, network, read, workdir) for length in settings.memory_lengths]
-    slope = _slope(settings, workdir)
-    about = environment.describe(threads=1) | {"missing": missing, "arms": versions}
     summary = {
-        "about": about,
+        "about": environment.describe(threads=1) | {"missing": missing, "arms": versions},
         "settings": settings.model_dump(mode="json"),
         "rates": _rates(settings, rows),
         "ratios": _ratios(rows),
         "memory": memory,
         "memory_ratios": _memory_ratios(memory),
-        "slope": slope,
+        "slope": _slope(settings, workdir),
     }
     outputs.write_json(workdir / "summary.json", summary)
     return summary
@@ -126,7 +116,7 @@ def _worker(arm: str, workdir: Path, *, is_malloc_tuned: bool = True) -> Worker:
     environment, log = process.environment("cpu", threads=1), workdir / "logs" / f"{arm}.log"
     if not is_malloc_tuned:
         environment = {name: value for name, value in environment.items() if not name.startswith("MALLOC_")}
-    return Worker(arm, WORKERS[arm], environment=environment, log=log, timeout_s=TIMEOUT_S, python=python)
+    return Worker(arm, WORKER, environment=environment, log=log, timeout_s=TIMEOUT_S, python=python)
 
 
 def _ask(worker: Worker, operation: str, **arguments: Any) -> dict:
@@ -242,7 +232,7 @@ def tables(summary: dict[str, Any]) -> list[Any]:
         memory.add_row(*map(str, key), f"{row['peak_bytes'] / 2**20:,.0f}", shares.get(key, ""))
     slope = Table("tokens", "CPU s", "temp MiB", title="Forward and backward by length, batch 1")
     for point in summary["slope"]["points"]:
-        cells = (f"{point['length']:,}", f"{point['cpu_seconds']:.3f}", f"{point['temp_bytes'] / 2**20:.1f}")
-        slope.add_row(*cells)
-    found = [table, memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
-    return found + [f"{name} was left out: {reason}" for name, reason in summary["about"]["missing"].items()]
+        megabytes = f"{point['temp_bytes'] / 2**20:.1f}"
+        slope.add_row(f"{point['length']:,}", f"{point['cpu_seconds']:.3f}", megabytes)
+    shown = [table, memory, slope, f"time grows as length to the power {summary['slope']['exponent']:.3f}"]
+    return shown + [f"{name} was left out: {reason}" for name, reason in summary["about"]["missing"].items()]

@@ -1,44 +1,42 @@
-"""A worker of the memory benchmark: the neural memory of one backend.
+"""A worker of the memory benchmark: the neural memory of one engine, flax, torch or titans (titans-pytorch 0.5.5).
 
-Started as `python -m jaxbench.memory.study.speed_worker ENGINE THREADS`, engines flax and torch. The protocol is that
-of measure/worker.py; titans_worker.py answers the same requests with titans-pytorch.
+Started as `python -m jaxbench.memory.study.speed_worker ENGINE THREADS`, for titans by the Python of an environment of
+its own (`make peers`), where nothing that jaxbench needs is installed. The protocol is that of measure/worker.py.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import json
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jaxbench.measure import worker
 
+if TYPE_CHECKING:
+    import numpy as np
+
+PACKAGES = {"flax": ("jax",), "torch": ("torch",), "titans": ("torch", "titans-pytorch")}
+MODULES = {"flax": "jaxbench.memory.neural", "torch": "torch_ref.memory.neural", "titans": "titans_pytorch"}
+
 
 class Session:
-    """The neural memories of one backend, built and compiled when first asked for."""
+    """The neural memories of one engine, built and compiled when first asked for."""
 
     def __init__(self, engine: str, threads: int):
-        if engine not in ("flax", "torch"):
-            raise ValueError(f"worker: engine={engine!r} is unknown, wanted flax or torch")
+        if engine not in MODULES:
+            raise ValueError(f"worker: engine={engine!r} is unknown, wanted one of {', '.join(MODULES)}")
         self.engine, self.threads, self.calls = engine, threads, {}
 
     def start(self) -> dict:
-        """Import the backend; the resident set is then the level that memory counts from."""
-        if self.engine == "torch":
-            import torch
-
-            import torch_ref.memory.neural  # noqa: F401 - counted among the imports
-
-            torch.set_num_threads(self.threads)
-            versions = {"torch": torch.__version__}
+        """Import the engine; the resident set is then the level that memory counts from."""
+        importlib.import_module(MODULES[self.engine])
+        if self.engine == "flax":
+            importlib.import_module("jax").devices()
         else:
-            import jax
-
-            import jaxbench.memory.neural  # noqa: F401 - counted among the imports
-
-            jax.devices()
-            versions = {"jax": jax.__version__}
+            importlib.import_module("torch").set_num_threads(self.threads)
+        versions = {name: importlib.metadata.version(name) for name in PACKAGES[self.engine]}
         self.level = worker.resident_bytes()
         return {"versions": versions}
 
@@ -46,7 +44,7 @@ class Session:
         """Wall and CPU seconds of calls, after one that is not counted; part: forward or forward_backward."""
         key = json.dumps([network, part, batch, length])
         if key not in self.calls:
-            make = _flax_call if self.engine == "flax" else _torch_call
+            make = {"flax": _flax_call, "torch": _torch_call, "titans": _titans_call}[self.engine]
             self.calls[key] = make(network, part, batch, length)
         call, facts = self.calls[key]
         return worker.timed(call, repeats) | facts
@@ -66,6 +64,8 @@ def _shape(network: dict) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 def _stream(batch: int, length: int, width: int) -> np.ndarray:
+    import numpy as np
+
     return np.random.default_rng(0).standard_normal((batch, length, width)).astype(np.float32)
 
 
@@ -73,6 +73,7 @@ def _flax_call(network: dict, part: str, batch: int, length: int) -> tuple[Calla
     """A compiled call, and the compiled program's temporary bytes."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from flax import nnx
 
     from jaxbench.memory import neural
@@ -101,8 +102,30 @@ def _torch_call(network: dict, part: str, batch: int, length: int) -> tuple[Call
     from torch_ref.memory import neural
 
     shape, values = _shape(network)
-    model = neural.build(shape, values)
-    x = torch.from_numpy(_stream(batch, length, shape.d_model))
+    return _passes(neural.build(shape, values), torch.from_numpy(_stream(batch, length, shape.d_model)), part), {}
+
+
+def _titans_call(network: dict, part: str, batch: int, length: int) -> tuple[Callable[[], None], dict]:
+    """A call of the memory that a NeuralMemoryConfig describes.
+
+    Its batch_size is the chunk's, so that gradients are taken at the weights of the chunk's start (Titans, eq. 16).
+    """
+    import titans_pytorch
+    import torch
+
+    torch.manual_seed(0)
+    model = titans_pytorch.NeuralMemory(
+        dim=network["d_model"], heads=network["num_heads"], dim_head=network["head_dim"],
+        chunk_size=network["chunk_size"], batch_size=network["chunk_size"],
+        mem_model_norm_add_residual=network["residual_norm"],
+        default_model_kwargs={"depth": network["depth"], "expansion_factor": float(network["hidden_factor"])},
+    )  # fmt: skip
+    return _passes(model, torch.randn(batch, length, network["d_model"]), part), {}
+
+
+def _passes(model: Any, x: Any, part: str) -> Callable[[], None]:
+    """The forward pass of a PyTorch memory, or forward and backward."""
+    import torch
 
     def forward() -> None:
         with torch.no_grad():
@@ -112,7 +135,7 @@ def _torch_call(network: dict, part: str, batch: int, length: int) -> tuple[Call
         model.zero_grad()
         model(x.clone().requires_grad_())[0].sum().backward()
 
-    return {"forward": forward, "forward_backward": forward_backward}[part], {}
+    return {"forward": forward, "forward_backward": forward_backward}[part]
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def _text() -> np.ndarray:
     return np.frombuffer("\n".join(packing.load_text()).encode(), np.uint8).astype(np.int32)
 
 
-def _summary(curves: np.ndarray) -> dict[str, Any]:
+def _summary(curves: Float[np.ndarray, "N 3"]) -> dict[str, Any]:
     """Mean losses of the first and last tenth, largest gradient norm and weight, whether all are finite.
 
     curves: loss, gradient norm and largest weight of each step, [N 3].

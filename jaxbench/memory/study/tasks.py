@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import pydantic
+from jaxtyping import Int
 from pydantic import Field
 
 from jaxbench.config import Base
@@ -66,9 +67,9 @@ class TaskConfig(Base):
 class TaskBatch(NamedTuple):
     """Rows of a task."""
 
-    tokens: np.ndarray  # int32 [B T]
-    targets: np.ndarray  # int32 [B T]: the answer due behind a token, UNSCORED where nothing is asked
-    distance: np.ndarray  # int32 [B T]: tokens between a fact and the question for it; 0 where nothing is asked
+    tokens: Int[np.ndarray, "B T"]  # int32, as the others
+    targets: Int[np.ndarray, "B T"]  # the answer due behind a token, UNSCORED where nothing is asked
+    distance: Int[np.ndarray, "B T"]  # tokens between a fact and the question for it; 0 where nothing is asked
 
 
 def batch(config: TaskConfig, *, seed: int, step: int, batch_size: int) -> TaskBatch:
@@ -107,7 +108,9 @@ def _recall(config: TaskConfig, random: np.random.Generator, row: TaskBatch) -> 
     row.distance[places] = places - (2 * pairs + 1)
 
 
-def _ask_for_symbols(config: TaskConfig, row: TaskBatch, symbols: np.ndarray, places: np.ndarray) -> None:
+def _ask_for_symbols(
+    config: TaskConfig, row: TaskBatch, symbols: Int[np.ndarray, " N"], places: Int[np.ndarray, " N"]
+) -> None:
     """Ask for symbols behind the row: ASK, then filler; the answers are due from the first filler on."""
     n = len(symbols)
     due = np.arange(config.length - n, config.length)
@@ -144,7 +147,7 @@ def _passkey(config: TaskConfig, random: np.random.Generator, row: TaskBatch) ->
     row.tokens[length - n] = MARK
 
 
-def _set_answer(row: TaskBatch, start: int, places: np.ndarray, answer: np.ndarray) -> None:
+def _set_answer(row: TaskBatch, start: int, places: Int[np.ndarray, " N"], answer: Int[np.ndarray, " N"]) -> None:
     """Make an answer due from token `start` on, teacher-forced: each of its tokens is read before the next is due."""
     due = np.arange(start, start + len(answer))
     row.tokens[due[1:]] = answer[:-1]

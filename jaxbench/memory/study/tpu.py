@@ -73,8 +73,8 @@ def main() -> int:
             settings = config.load(path, (), MemoryTrainConfig)
             model = settings.decoder(settings.model.vocab_size or VOCAB_SIZE)
             batch = -(-settings.batch_size // topology.num_chips) * topology.num_chips
-            for found in compile_programs(model, topology, batch=batch, tokens=settings.data.seq_len):
-                print(json.dumps({"config": path} | found), flush=True)
+            for facts in compile_programs(model, topology, batch=batch, tokens=settings.data.seq_len):
+                print(json.dumps({"config": path} | facts), flush=True)
     return cli.EXIT_OK
 
 

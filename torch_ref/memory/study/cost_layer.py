@@ -6,7 +6,6 @@ segment after segment, as a stream would come.
 
 from __future__ import annotations
 
-import time
 import weakref
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from jaxbench.measure import worker
 from jaxbench.memory import block_config
 from jaxbench.memory.study.cost import LayerShape, Measured
 from torch_ref import nn
@@ -101,16 +101,16 @@ def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measure
 
 def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: int) -> list[float]:
     """Measure the times in seconds of forward passes over a sequence, after one that is not counted."""
-    model, times = build(layer, shape), []
+    model = build(layer, shape)
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, length, shape.d_model)).astype(np.float32))
-    with torch.no_grad():
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            if layer in ("naive", "blocked"):
-                model(x)
-            else:
-                state = model.init_state(1)
-                for begin in range(0, length, segment):
-                    _, state, _ = model(x[:, begin : begin + segment], state)
-            times.append(time.perf_counter() - start)
-    return times[1:]
+
+    @torch.no_grad()
+    def forward() -> None:
+        if layer in ("naive", "blocked"):
+            model(x)
+            return
+        state = model.init_state(1)
+        for begin in range(0, length, segment):
+            _, state, _ = model(x[:, begin : begin + segment], state)
+
+    return worker.timed(forward, repeats)["seconds"]
