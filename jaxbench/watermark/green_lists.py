@@ -29,7 +29,6 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8, UInt32
 
 from jaxbench import philox, process_environment
-from jaxbench.watermark.reference import RED, Seeds, Text, Words
 
 VERSION = 1  # of the cached files
 LARGEST = (2**32 - 1) // 20  # torch.randperm uses another algorithm from here on
@@ -211,19 +210,6 @@ class GreenLists:
 def lists_of(scheme: Any, *, vocab_size: int) -> GreenLists | None:
     """Return the green lists of a scheme that has lists of its own, None for others."""
     return None if scheme.key_field is None else GreenLists(scheme, vocab_size=vocab_size)
-
-
-def text_words(scheme: str, text: Text) -> tuple[Words, Seeds]:
-    """Return words of the tokens of texts that say whether they are on a list, and the seeds of the lists.
-
-    Raises:
-      ValueError: the scheme's lists were not given.
-    """
-    if text.green_lists is None:
-        raise ValueError(f"evidence: scheme {scheme} needs the tables of its green lists, got {text.green_lists}")
-    is_green = text.green_lists.green(text.tokens)
-    words = np.where(is_green, np.uint32(0), np.uint32(RED))
-    return words, text.green_lists.seeds(text.tokens)[..., None]
 
 
 # The permutation

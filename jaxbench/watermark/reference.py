@@ -58,12 +58,6 @@ class Text(NamedTuple):
     green_lists: Any = None  # green_lists.GreenLists, for schemes with lists of their own
 
 
-def refuse_self(scheme: str, context: ContextRule) -> None:
-    """Raise a ValueError where a scheme that draws tokens has a seed for each candidate token."""
-    if context.kind == "self":
-        raise ValueError(f"{scheme}: context.kind={context.kind} is for kgw only, wanted left, skip or min")
-
-
 def site_of(scheme: Any) -> int:
     """Number of a scheme's random site, the fourth word of its Philox counters."""
     return philox.site_id(f"watermark/{scheme.scheme}")

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
 from jaxbench import philox
-from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf
-from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import KeyedStep, Position, State
+from jaxbench.watermark.device.marks import ReweightingMark
+from jaxbench.watermark.device.steps import KeyedStep, State
 from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, order_bits
 
 
-class Mark:
-    """DiP on a device; a Mark (marks.py)."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self.vocab_size = scheme, vocab_size
-
-    def first_state(self, state: State) -> State:
-        """Return the state, which remembers contexts."""
-        return steps.with_history(state)
-
-    def draw(
-        self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
-    ) -> tuple[State, Int[Array, " B"]]:
-        """Return the next state and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
-        return steps.draw_reweighted(self, state, logits, at, sample)
-
-    def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the next state and reweighted logits."""
-        return steps.reweight(self, state, logits, at)
+class Mark(ReweightingMark):
+    """DiP on a device."""
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Return the logarithm of the reweighted distribution."""

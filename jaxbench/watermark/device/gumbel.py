@@ -11,17 +11,17 @@ from jaxtyping import Bool, Float, Int, UInt32
 from jaxbench import philox, prng
 from jaxbench.sample import OrdinaryDraw, largest_sum
 from jaxbench.watermark import prf, reference, vllm_prf
-from jaxbench.watermark.device import steps
+from jaxbench.watermark.device import marks, steps
 from jaxbench.watermark.device.steps import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
 
-class Mark:
-    """Gumbel on a device; a Mark (marks.py)."""
+class Mark(marks.Mark):
+    """Gumbel on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self.vocab_size = scheme, vocab_size
+        super().__init__(scheme, vocab_size=vocab_size)
         self._is_vllm = scheme.prf == "vllm"
 
     def first_state(self, state: State) -> State:

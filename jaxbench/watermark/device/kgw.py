@@ -6,20 +6,20 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Int, UInt32
 
 from jaxbench.watermark import prf, reference
-from jaxbench.watermark.device import steps
+from jaxbench.watermark.device import marks, steps
 from jaxbench.watermark.device.steps import Position, State
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 
 
-class Mark:
-    """KGW on a device; a Mark (marks.py)."""
+class Mark(marks.Mark):
+    """KGW on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self.vocab_size = scheme, vocab_size
+        super().__init__(scheme, vocab_size=vocab_size)
         self._has_list_per_candidate = scheme.context.kind == "self"
 
     def first_state(self, state: State) -> State:
@@ -27,11 +27,6 @@ class Mark:
         if not self._has_list_per_candidate:
             return state
         return state | {"own": own_lanes(steps.first_key(state), num_elements=self.vocab_size)}
-
-    def apply(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the state and the logits with `delta` added to those of green tokens."""
-        is_green = self.green_tokens(state, at)
-        return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self.scheme.delta, logits.dtype)
 
     def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
         """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
@@ -68,10 +63,6 @@ class Mark:
         options = {"vocab_size": self.vocab_size, "payload": state["payload"][:, None]}
         words = prf.token_words(self.scheme, key, seeds, candidates, **options)
         return tuple(jnp.moveaxis(words.reshape(words.shape[0], -1, 4), 2, 0))
-
-    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
 
 
 def self_lanes(

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from jaxbench.watermark.device import steps
+from jaxbench.watermark.device import marks, steps
 from jaxbench.watermark.device.steps import Position, State
 from jaxbench.watermark.green_lists import GreenLists
 
 
-class Mark:
-    """A scheme with lists of its own on a device; a Mark (marks.py).
+class Mark(marks.Mark):
+    """A scheme with lists of its own on a device.
 
     Attributes:
       shared: the bit table, the numbers of context tokens and the row of each combined context.
@@ -28,10 +28,6 @@ class Mark:
         rule = green_lists.rule
         self.shared = {"bits": jnp.asarray(green_lists.bits()), "values": jnp.asarray(rule.values, jnp.int32)}
         self.shared["rows"] = jnp.asarray(rule.rows, jnp.int32)
-
-    def first_state(self, state: State) -> State:
-        """Return the state."""
-        return state
 
     def apply(
         self, state: tuple[State, State], logits: Float[Array, "B V"], at: Position

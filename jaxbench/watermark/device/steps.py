@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Int, UInt32
 
-from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf
 
 HISTORY = 1024  # contexts of a row that are remembered
@@ -78,26 +77,6 @@ def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedSte
     seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
     state, is_new = remember(state, seeds, active_rows(scheme, state, at), at.step)
     return state, KeyedStep(key, seeds, is_new)
-
-
-def reweight(mark: Any, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-    """Return the next state and logits, those of active rows as mark.reweighted(state, keyed, logits) changes them."""
-    state, keyed = keyed_step(mark.scheme, state, at)
-    return state, jnp.where(keyed.is_active[:, None], mark.reweighted(state, keyed, logits), logits)
-
-
-def draw_reweighted(
-    mark: Any, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
-) -> tuple[State, Int[Array, " B"]]:
-    """Return the next state and the ordinary draw from such logits for all rows with a key, -1 for others."""
-    state, keyed = keyed_step(mark.scheme, state, at)
-
-    def drawn_tokens() -> Int[Array, " B"]:
-        changed = jnp.where(keyed.is_active[:, None], mark.reweighted(state, keyed, logits), logits)
-        return sample(changed).astype(jnp.int32)
-
-    drawn = draw_if_any(keyed.is_active, drawn_tokens)
-    return state, jnp.where(state["marked"], drawn, -1)
 
 
 def draw_if_any(is_active: Bool[Array, " B"], draw: Any) -> Int[Array, " B"]:

@@ -10,34 +10,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
-from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf, reference
-from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import KeyedStep, Position, State
+from jaxbench.watermark.device.marks import ReweightingMark
+from jaxbench.watermark.device.steps import KeyedStep, State
 from jaxbench.watermark.schemes.synthid import HEAD_BLOCK
 
 LAYERS = 5  # of a tournament, computed from one stored distribution
 
 
-class Mark:
-    """SynthID on a device; a Mark (marks.py)."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self.vocab_size = scheme, vocab_size
-
-    def first_state(self, state: State) -> State:
-        """Return the state, which remembers contexts."""
-        return steps.with_history(state)
-
-    def draw(
-        self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
-    ) -> tuple[State, Int[Array, " B"]]:
-        """Return the next state and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
-        return steps.draw_reweighted(self, state, logits, at, sample)
-
-    def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the next state and reweighted logits."""
-        return steps.reweight(self, state, logits, at)
+class Mark(ReweightingMark):
+    """SynthID on a device."""
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Return the logarithm of the distribution after the tournament, up to a constant in each row."""
@@ -58,10 +40,6 @@ class Mark:
         played = _play(blocks[rows, chosen].reshape(logits.shape[0], -1), words, self.scheme.depth)
         changed = blocks.at[rows, chosen].set(played.reshape(logits.shape[0], -1, size), unique_indices=True)
         return changed.reshape(logits.shape[0], -1)[:, : self.vocab_size]
-
-    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
 
 
 def block_words(

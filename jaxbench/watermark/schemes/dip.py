@@ -10,23 +10,21 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
-import pydantic
 from jaxtyping import Bool, Float, Int, UInt32
 from pydantic import Field
 
 from jaxbench import philox
-from jaxbench.config import Base
 from jaxbench.watermark import reference
 from jaxbench.watermark.reference import ContextRule, Halves, Keys, Seeds, Text, Words
-from jaxbench.watermark.schemes import green_count
+from jaxbench.watermark.schemes.green_count import GreenScheme
 
 FEISTEL_ROUNDS = 8
 MIX_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 UPPER_HALF = 2**31  # the least word of a token that counts as green
 
 
-class Dip(Base):
-    """Distribution-preserving reweighting; a Scheme (contract.py)."""
+class Dip(GreenScheme):
+    """Distribution-preserving reweighting."""
 
     scheme: Literal["dip"] = "dip"
     alpha: float = Field(default=0.45, ge=0, le=0.5)  # mass taken from the front of the order; 0 marks nothing
@@ -34,19 +32,7 @@ class Dip(Base):
 
     draws: ClassVar[bool] = True
     device: ClassVar[str] = "dip"
-    word_fields: ClassVar[tuple[str, ...]] = ("context",)
-    key_field: ClassVar[str | None] = None
-    has_fixed_list: ClassVar[bool] = False
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Dip:
-        reference.refuse_self(self.scheme, self.context)
-        return self
-
-    @property
-    def context_length(self) -> int:
-        """Tokens that must precede a marked position."""
-        return self.context.length
+    gamma: ClassVar[float] = 0.5  # the upper half is green
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words and seeds of the tokens of texts."""
@@ -56,22 +42,6 @@ class Dip(Base):
     def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
         """Which words lie in the upper half of the order."""
         return words >= np.uint32(UPPER_HALF)
-
-    def statistic(self, vocab_size: int) -> green_count.GreenCount:
-        """The number of tokens in the upper half of the order."""
-        return green_count.GreenCount(self.is_green, 0.5)
-
-    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
-        return reference.null_words(random, shape)
-
-    def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-        """Evidence for the neural detector."""
-        return green_count.neural_evidence(self.is_green(words), 0.5)
-
-    def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """1 for a token in the upper half, 0 for others."""
-        return self.is_green(words).astype(np.float64)
 
 
 def token_words(

@@ -16,13 +16,13 @@ from jaxtyping import Float, Int, UInt32
 from pydantic import Field
 
 from jaxbench import philox
-from jaxbench.config import Base
 from jaxbench.watermark import null_distributions, reference, vllm_prf
 from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
+from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
 
-class Gumbel(Base):
-    """Keyed Gumbel noise; a Scheme (contract.py)."""
+class Gumbel(Scheme):
+    """Keyed Gumbel noise."""
 
     scheme: Literal["gumbel"] = "gumbel"
     context: ContextRule = ContextRule(kind="left", width=4)
@@ -34,12 +34,9 @@ class Gumbel(Base):
     draws: ClassVar[bool] = True
     device: ClassVar[str] = "gumbel"
     word_fields: ClassVar[tuple[str, ...]] = ("context", "prf")
-    key_field: ClassVar[str | None] = None
-    has_fixed_list: ClassVar[bool] = False
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Gumbel:
-        reference.refuse_self(self.scheme, self.context)
         if self.prf == "vllm" and (self.context.kind != "left" or self.payload_bits):
             raise ValueError(
                 f"gumbel: prf=vllm knows context.kind=left and payload_bits=0, got context.kind={self.context.kind}, "
@@ -73,10 +70,6 @@ class Gumbel(Base):
         """The sum of -log(1 - u); with two keys, `vllm` is the moment-matched tail of vLLM's detector."""
         return ExponentialSum(self, dual_key_method)
 
-    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
-        return reference.null_words(random, shape)
-
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
         """The word's uniform, of a dual key the first key's."""
         return philox.uniform(words)
@@ -87,13 +80,12 @@ class Gumbel(Base):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExponentialSum:
+class ExponentialSum(Statistic):
     """The sum of -log(1 - u), of two keys (1 - alpha) A + alpha B: gamma, or two gammas, under the null."""
 
     scheme: Gumbel
     dual_key_method: Literal["exact", "vllm"] = "exact"
     is_continuous: ClassVar[bool] = True
-    counts_green: ClassVar[bool] = False
 
     def token_scores(self, evidence: reference.Evidence) -> Float[np.ndarray, "N T"]:
         """Return -log(1 - u) of each scored token."""
@@ -122,10 +114,6 @@ class ExponentialSum:
         alpha = self.scheme.dual_key_alpha
         return 1.0, (1.0 - alpha) ** 2 + alpha**2
 
-    def variance(self, num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return the variance of the sum: the positions are independent."""
-        return num_scored * self.moments()[1]
-
     def tail(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
         """Return the tail of the gamma distribution, or of the sum of two.
 
@@ -136,10 +124,6 @@ class ExponentialSum:
             alpha, method = self.scheme.dual_key_alpha, self.dual_key_method
             return null_distributions.dual_gamma(total, num_scored, alpha, method=method)
         return null_distributions.gamma(total, num_scored)
-
-    def reported(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return the sum."""
-        return total
 
     def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
         """Return the scores of independent uniform words."""

@@ -11,14 +11,13 @@ import math
 from typing import ClassVar, Literal
 
 import numpy as np
-import pydantic
 from jaxtyping import Bool, Float, Int, UInt32
 from pydantic import Field
 from scipy import special
 
-from jaxbench.config import Base
 from jaxbench.watermark import null_distributions, reference
-from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
+from jaxbench.watermark.reference import ContextRule
+from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
 MAX_DEPTH = 30  # layers of a tournament at most: a word has 32 bits
 HEAD_BLOCK = 32  # consecutive ids that enter a tournament together
@@ -32,8 +31,8 @@ TWO_LEAVES = (
 )
 
 
-class SynthId(Base):
-    """Tournament sampling; a Scheme (contract.py)."""
+class SynthId(Scheme):
+    """Tournament sampling."""
 
     scheme: Literal["synthid"] = "synthid"
     depth: int = Field(default=30, ge=1, le=MAX_DEPTH)  # layers of the tournament
@@ -43,31 +42,10 @@ class SynthId(Base):
 
     draws: ClassVar[bool] = True
     device: ClassVar[str] = "synthid"
-    word_fields: ClassVar[tuple[str, ...]] = ("context",)
-    key_field: ClassVar[str | None] = None
-    has_fixed_list: ClassVar[bool] = False
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> SynthId:
-        reference.refuse_self(self.scheme, self.context)
-        return self
-
-    @property
-    def context_length(self) -> int:
-        """Tokens that must precede a marked position."""
-        return self.context.length
-
-    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
-        """Words and seeds of the tokens of texts."""
-        return reference.text_words(self, key, text)
 
     def statistic(self, vocab_size: int) -> BitSum:
         """The weighted sum of the bits."""
         return BitSum(self, weights(self.depth, self.score))
-
-    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
-        return reference.null_words(random, shape)
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
         """Phi(z), z = the weighted sum of the word's bits, standardised."""
@@ -82,13 +60,11 @@ class SynthId(Base):
 
 
 @dataclasses.dataclass(frozen=True)
-class BitSum:
+class BitSum(Statistic):
     """The sum of weighted bits: binomial, or a sum of weighted binomials, under the null."""
 
     scheme: SynthId
     weights: tuple[int, ...]  # of the layers' bits
-    is_continuous: ClassVar[bool] = False
-    counts_green: ClassVar[bool] = False
 
     def token_scores(self, evidence: reference.Evidence) -> Int[np.ndarray, "N T"]:
         """Return the weighted bits of each scored token."""
@@ -108,10 +84,6 @@ class BitSum:
     def moments(self) -> tuple[float, float]:
         """Return half the sum of the weights and a quarter of the sum of their squares."""
         return 0.5 * sum(self.weights), 0.25 * sum(w * w for w in self.weights)
-
-    def variance(self, num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return the variance of the sum: the positions are independent."""
-        return num_scored * self.moments()[1]
 
     def tail(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
         """Return the tail of Binomial(n depth, 1/2), or of the lattice sum."""

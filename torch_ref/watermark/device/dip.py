@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
 from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, order_bits
-from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
-from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import KeyedStep, Position, State
+from torch_ref.watermark.device.marks import ReweightingMark
+from torch_ref.watermark.device.steps import KeyedStep, State
 
 
-class Mark:
-    """DiP on a device; a Mark (marks.py)."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme, self.vocab_size = scheme, vocab_size
-
-    def first_state(self, state: State) -> State:
-        """Return the state, which remembers contexts."""
-        return steps.with_history(state)
-
-    def draw(
-        self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
-    ) -> tuple[State, Int[Tensor, " B"]]:
-        """Return the next state and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
-        return steps.draw_reweighted(self, state, logits, at, sample)
-
-    def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the next state and reweighted logits."""
-        return steps.reweight(self, state, logits, at)
+class Mark(ReweightingMark):
+    """DiP on a device."""
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Return the logarithm of the reweighted distribution."""

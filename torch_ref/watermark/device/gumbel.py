@@ -13,17 +13,17 @@ from jaxbench.watermark import reference, vllm_prf
 from torch_ref import prng
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
-from torch_ref.watermark.device import steps
+from torch_ref.watermark.device import marks, steps
 from torch_ref.watermark.device.steps import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
 
-class Mark:
-    """Gumbel on a device; a Mark (marks.py)."""
+class Mark(marks.Mark):
+    """Gumbel on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme, self.vocab_size = scheme, vocab_size
+        super().__init__(scheme, vocab_size=vocab_size)
         self._is_vllm = scheme.prf == "vllm"
 
     def first_state(self, state: State) -> State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
@@ -13,15 +13,15 @@ from jaxbench.watermark import reference
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 from torch_ref.watermark import prf
-from torch_ref.watermark.device import steps
+from torch_ref.watermark.device import marks, steps
 from torch_ref.watermark.device.steps import Position, State
 
 
-class Mark:
-    """KGW on a device; a Mark (marks.py)."""
+class Mark(marks.Mark):
+    """KGW on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme, self.vocab_size = scheme, vocab_size
+        super().__init__(scheme, vocab_size=vocab_size)
         self._has_list_per_candidate = scheme.context.kind == "self"
 
     def first_state(self, state: State) -> State:
@@ -29,11 +29,6 @@ class Mark:
         if not self._has_list_per_candidate:
             return state
         return state | {"own": own_lanes(steps.first_key(state), num_elements=self.vocab_size)}
-
-    def apply(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the state and the logits with `delta` added to those of green tokens."""
-        is_green = self.green_tokens(state, at)
-        return state, logits + is_green.to(logits.dtype) * self.scheme.delta
 
     def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
         """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
@@ -63,10 +58,6 @@ class Mark:
         options = {"vocab_size": self.vocab_size, "payload": state["payload"][:, None]}
         words = prf.token_words(self.scheme, key, seeds, candidates, **options)
         return tuple(torch.movedim(words.reshape(words.shape[0], -1, 4), 2, 0))
-
-    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
 
 
 def self_lanes(

@@ -12,12 +12,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from jaxbench.watermark.green_lists import GreenLists
-from torch_ref.watermark.device import steps
+from torch_ref.watermark.device import marks, steps
 from torch_ref.watermark.device.steps import Position, State
 
 
-class Mark:
-    """A scheme with lists of its own on a device; a Mark (marks.py).
+class Mark(marks.Mark):
+    """A scheme with lists of its own on a device.
 
     Attributes:
       shared: the bit table, the numbers of context tokens and the row of each combined context.
@@ -27,10 +27,6 @@ class Mark:
         self.scheme, self.vocab_size, self._lists = scheme, vocab_size, green_lists
         arrays = {"bits": green_lists.bits(), "values": green_lists.rule.values, "rows": green_lists.rule.rows}
         self.shared = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
-
-    def first_state(self, state: State) -> State:
-        """Return the state."""
-        return state
 
     def apply(
         self, state: tuple[State, State], logits: Float[Tensor, "B V"], at: Position

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
-from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
 
 HISTORY = 1024  # contexts of a row that are remembered
@@ -79,26 +78,6 @@ def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedSte
     seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
     state, is_new = remember(state, seeds, active_rows(scheme, state, at), at.step)
     return state, KeyedStep(key, seeds, is_new)
-
-
-def reweight(mark: Any, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-    """Return the next state and logits, those of active rows as mark.reweighted(state, keyed, logits) changes them."""
-    state, keyed = keyed_step(mark.scheme, state, at)
-    return state, torch.where(keyed.is_active[:, None], mark.reweighted(state, keyed, logits), logits)
-
-
-def draw_reweighted(
-    mark: Any, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
-) -> tuple[State, Int[Tensor, " B"]]:
-    """Return the next state and the ordinary draw from such logits for all rows with a key, -1 for others."""
-    state, keyed = keyed_step(mark.scheme, state, at)
-
-    def drawn_tokens() -> Int[Tensor, " B"]:
-        changed = torch.where(keyed.is_active[:, None], mark.reweighted(state, keyed, logits), logits)
-        return sample(changed)
-
-    drawn = draw_if_any(keyed.is_active, drawn_tokens)
-    return state, torch.where(state["marked"], drawn, -1)
 
 
 def draw_if_any(is_active: Bool[Tensor, " B"], draw: Any) -> Int[Tensor, " B"]:
