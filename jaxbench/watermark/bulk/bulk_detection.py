@@ -40,7 +40,9 @@ class Job:
     """What is done with every text; one candidate is tested alone, several as a family."""
 
     candidates: tuple[identify.Candidate, ...]  # a scheme with payloads is tested for all of them
-    make_detector: Callable[..., detection.Evidencer] = detection.NumpyDetector  # a backend's detect.Detector; pickled
+    make_detector: Callable[..., detection.NumpyDetector] = (
+        detection.NumpyDetector
+    )  # a backend's detect.Detector; pickled
     model: str | None = None  # whose tokenizer splits the texts
     vocab_size: int | None = None  # unset: that of the model
     canonicalize: bool = True
