@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import Field
 
-from jaxbench import initial, philox
+from jaxbench import initial, outputs, philox
 from jaxbench.config import Base
 from jaxbench.pretrained import assets
 from jaxbench.watermark.config import Count
@@ -135,19 +135,15 @@ def save(
     from safetensors.numpy import save_file
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     initial.check_params(parameter_shapes(config), params)
-    weights, temporary = folder / "detector.safetensors", folder / ".detector.safetensors.tmp"
-    save_file({name: np.ascontiguousarray(value, np.float32) for name, value in params.items()}, temporary)
-    values = {"config": config.model_dump(mode="json"), "sha256": assets.sha256_file(temporary), **record}
+    weights = folder / "detector.safetensors"
+    with outputs.whole(weights) as temporary:
+        save_file({name: np.ascontiguousarray(value, np.float32) for name, value in params.items()}, temporary)
     if calibration is not None:
-        passages = folder / ".calibration.tmp.npy"
-        np.save(passages, calibration)
-        passages.replace(folder / "calibration.npy")
-    temporary.replace(weights)
-    described = folder / ".detector.json.tmp"
-    described.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    described.replace(folder / "detector.json")
+        with outputs.whole(folder / "calibration.npy") as temporary, open(temporary, "wb") as file:
+            np.save(file, calibration)
+    values = {"config": config.model_dump(mode="json"), "sha256": assets.sha256_file(weights), **record}
+    outputs.write_text(folder / "detector.json", json.dumps(values, indent=1) + "\n")
     return weights
 
 

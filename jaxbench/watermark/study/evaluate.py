@@ -7,18 +7,16 @@ report.html come last. No twin: it calls the parts of one backend.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxbench import config, outputs, sample, store
 from jaxbench.watermark.attack import attacks, spoofing
 from jaxbench.watermark.study import detectability, evaluate_data, evaluate_models, evaluate_parts, text_quality
-from jaxbench.watermark.study import evaluate_detect as detecting
 from jaxbench.watermark.study.evaluate_config import CLEAN, HUMAN, UNMARKED, Evaluate
 
 FOLDERS = ("generate", "attack", "detect", "quality", "spoof", "show")
@@ -45,6 +43,18 @@ class Evaluation:
             self._on_stage(name, not is_kept)
         return result
 
+    def parts_of(
+        self, name: str, size: int, count: int, compute: Callable[[range], dict[str, list]]
+    ) -> dict[str, list]:
+        """Columns of rows 0..count-1, `size` of them a stage."""
+        columns: dict[str, list] = {}
+        for start in range(0, count, size):
+            rows = range(start, min(start + size, count))
+            part = self.stage(f"{name}{start // size:03d}", functools.partial(compute, rows))
+            for key, values in part.items():
+                columns.setdefault(key, []).extend(values)
+        return columns
+
     def plan(self) -> int:
         """Return how many stages there are."""
         s, rows = self.settings, self.settings.generate.prompts
@@ -57,40 +67,31 @@ class Evaluation:
     def run(self) -> dict[str, Any]:
         """Run every stage and return all results."""
         s = self.settings
-        made = self.stage("material", lambda: self.read_material()._asdict())
-        self.material = evaluate_data.Material(**made)
+        self.material = evaluate_data.Material(**self.stage("material", lambda: self.read_material()._asdict()))
         texts = {arm: self._texts(arm) for arm in s.arms()}
-        attacked = {name: {CLEAN: self._short(texts[name]["text"])} for name in s.schemes}
+        short = {arm: {CLEAN: self._short(texts[arm]["text"])} for arm in s.arms()}
         realised: dict[str, dict] = {name: {} for name in s.schemes}
         for name in s.schemes:
             for attack in s.attacks:
-                parts = self._attacked(name, attack, attacked[name][CLEAN])
-                attacked[name][attacks.slug(attack)] = parts.pop("texts")
-                realised[name][attacks.slug(attack)] = parts
-        results: dict[str, Any] = {"arms": {}, "human": {}, "realised": realised}
-        for name in s.schemes:
-            results["arms"][name] = {
-                "detect": self.stage(f"detect/{name}", lambda n=name: self._detect(n, texts, attacked[n])),
-                "show": self.stage(f"show/{name}", lambda n=name: self._show(n, texts[n]["text"])),
-                "generation": self.stage(f"quality/{name}/generation", lambda n=name: self._generation(n, texts[n])),
-                "quality": self._judged(name, attacked[name]),
-            }
-            if s.spoofing:
-                spoofed = self.stage(f"spoof/{name}", lambda n=name: self._spoof(n, texts))
-                results["arms"][name]["spoof"] = spoofed
-        results["arms"][UNMARKED] = {
-            "generation": self.stage(
-                f"quality/{UNMARKED}/generation", lambda: self._generation(UNMARKED, texts[UNMARKED])
-            ),
-            "quality": self._judged(UNMARKED, {CLEAN: self._short(texts[UNMARKED]["text"])}),
-        }
-        results["human"]["quality"] = self._judged(HUMAN, {CLEAN: self._short(self.material.natural)})
-        for arm in s.arms():
-            ended = texts[arm]["ended"]
-            results["arms"][arm]["ending"] = text_quality.ending(
-                [len(ids) for ids in texts[arm]["ids"]], limit=s.generate.new_tokens, has_ended=ended
+                edits = self._attacked(name, attack, short[name][CLEAN])
+                short[name][attacks.slug(attack)] = edits.pop("texts")
+                realised[name][attacks.slug(attack)] = edits
+        arms: dict[str, dict[str, Any]] = {}
+        for arm in [*s.schemes, UNMARKED]:
+            arms[arm] = own = {}
+            if arm != UNMARKED:
+                own["detect"] = self.stage(f"detect/{arm}", functools.partial(self._detect, arm, texts, short[arm]))
+                own["show"] = self.stage(f"show/{arm}", functools.partial(self._show, arm, texts[arm]["text"]))
+            own["generation"] = self.stage(
+                f"quality/{arm}/generation", functools.partial(self._generation, arm, texts[arm])
             )
-        return results
+            own["quality"] = self._judged(arm, short[arm])
+            if arm != UNMARKED and s.spoofing:
+                own["spoof"] = self.stage(f"spoof/{arm}", functools.partial(self._spoof, arm, texts))
+            lengths, limit = [len(ids) for ids in texts[arm]["ids"]], s.generate.new_tokens
+            own["ending"] = text_quality.ending(lengths, limit=limit, has_ended=texts[arm]["ended"])
+        human = {"quality": self._judged(HUMAN, {CLEAN: self._short(self.material.natural)})}
+        return {"arms": arms, "human": human, "realised": realised}
 
     # What the stages compute
 
@@ -111,71 +112,52 @@ class Evaluation:
         )
 
     def _texts(self, arm: str) -> dict[str, list]:
-        """Return an arm's generated ids, texts, and whether each ended by itself."""
-        s = self.settings.generate
-        found: dict[str, list] = {"ids": [], "text": [], "ended": []}
-        generator = None
-        for start in range(0, s.prompts, s.batch_size):
-            rows = range(start, min(start + s.batch_size, s.prompts))
+        """An arm's generated ids, texts, and whether each ended by itself."""
+        s, generator = self.settings.generate, functools.cache(self.parts.generator)
+        compute = lambda rows: self._generate(*generator(arm), arm, rows)
+        return self.parts_of(f"generate/{arm}/", s.batch_size, s.prompts, compute)
 
-            def compute(rows=rows) -> dict[str, list]:
-                nonlocal generator
-                generator = generator or self.parts.generator(arm)
-                return self._generate(generator, arm, rows)
-
-            part = self.stage(f"generate/{arm}/{start // s.batch_size:03d}", compute)
-            for key, values in part.items():
-                found[key] += values
-        return found
-
-    def _generate(self, generator: tuple[sample.Generator, Any], arm: str, rows: Sequence[int]) -> dict[str, list]:
-        made, processor = generator
+    def _generate(self, generator: sample.Generator, processor: Any, arm: str, rows: range) -> dict[str, list]:
         states = None if processor is None else (processor.state([self.parts.key(arm, row) for row in rows]),)
-        out = made(
+        output = generator(
             [self.material.prompts[row] for row in rows],
             max_new_tokens=self.settings.generate.new_tokens,
             seed=self.settings.seed,
             row_ids=list(rows),
             processor_states=states,
         )
-        ids = [tokens[:length].tolist() for tokens, length in zip(out.tokens, out.lengths)]
+        ids = [tokens[:length].tolist() for tokens, length in zip(output.tokens, output.lengths)]
         ended = [bool(own) and own[-1] == self.parts.tokenizer.eos_id for own in ids]
         text = [self.parts.tokenizer.decode(own[:-1] if end else own) for own, end in zip(ids, ended)]
         return {"ids": ids, "text": text, "ended": ended}
 
     def _attacked(self, arm: str, attack: Any, texts: list[str]) -> dict[str, list]:
-        """Return attacked texts and the realised edit rates of each."""
-        rows = REWRITE_ROWS if attacks.rewrites(attack) else max(len(texts), 1)
-        found: dict[str, list] = {"texts": [], "word_edits": [], "character_edits": []}
+        """Attacked texts and the realised edit rates of each."""
         tools = attacks.Tools(tokenizer=self.parts.tokenizer, human=self.material.human, rewrite=self.parts.rewriter)
-        for start in range(0, len(texts), rows):
-            indices = range(start, min(start + rows, len(texts)))
 
-            def compute(indices=indices) -> dict[str, list]:
-                own = [texts[i] for i in indices]
-                made = attacks.apply(attack, own, seed=self.settings.seed, tools=tools, indices=indices)
-                return {k: v if isinstance(v, list) else v.tolist() for k, v in made._asdict().items()}
+        def compute(rows: range) -> dict[str, list]:
+            own, seed = [texts[row] for row in rows], self.settings.seed
+            changed, *rates = attacks.apply(attack, own, seed=seed, tools=tools, indices=rows)
+            return dict(zip(attacks.Attacked._fields, (changed, *(rate.tolist() for rate in rates))))
 
-            part = self.stage(f"attack/{arm}/{attacks.slug(attack)}-{start // rows:03d}", compute)
-            for key, values in part.items():
-                found[key] += values
-        return found
+        size = REWRITE_ROWS if attacks.rewrites(attack) else max(len(texts), 1)
+        return self.parts_of(f"attack/{arm}/{attacks.slug(attack)}-", size, len(texts), compute)
 
     def _detect(self, arm: str, texts: dict[str, dict], attacked: dict[str, list[str]]) -> dict[str, Any]:
         """Return p-values: marked and unmarked text by length, attacked text whole, human text under every key."""
         bench, lengths = self.parts.bench(arm), list(self.settings.detect.lengths)
-        found: dict[str, Any] = {"lengths": lengths, "attacks": {}}
+        scores: dict[str, Any] = {"lengths": lengths, "attacks": {}}
         cut = self.settings.attack_tokens
         for place, name in (("marked", arm), (UNMARKED, UNMARKED)):
             ids = bench.encode(texts[name]["text"])
-            found[place] = _json(bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), lengths, cut=cut))
+            scores[place] = _json(bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), lengths, cut=cut))
         for slug, changed in attacked.items():
             ids = bench.encode(changed)
             keys = self.parts.row_keys(arm, len(ids))
-            found["attacks"][slug] = _json(bench.at_lengths(ids, keys, [], cut=max(map(len, ids), default=1)))
+            scores["attacks"][slug] = _json(bench.at_lengths(ids, keys, [], cut=max(map(len, ids), default=1)))
         ids = bench.encode(self.material.human)
-        found["human"] = [_json(bench.at_lengths(ids, key, lengths, cut=cut)) for key in self.parts.keys[arm]]
-        return found
+        scores["human"] = [_json(bench.at_lengths(ids, key, lengths, cut=cut)) for key in self.parts.keys[arm]]
+        return scores
 
     def _show(self, arm: str, texts: list[str]) -> list[dict[str, Any]]:
         """Return single texts token by token, marked and human, with each token's evidence."""
@@ -216,18 +198,13 @@ class Evaluation:
             states=lambda chosen: processor.state([self.parts.key(arm, row) for row in chosen]),
             temperature=s.generate.temperature,
         )
-        return {
-            "nll": scores.nll.tolist(), "entropy": scores.entropy.tolist(), "excess": scores.excess.tolist(),
-            "divergence": scores.divergence.tolist(),
-        }  # fmt: skip
+        return {name: getattr(scores, name).tolist() for name in ("nll", "entropy", "excess", "divergence")}
 
     def _judged(self, arm: str, texts: dict[str, list[str]]) -> dict[str, Any]:
         """Return quality under the second model setting, for each attack."""
-        wanted = texts if self.settings.quality.attacked else {CLEAN: texts[CLEAN]}
-        return {
-            slug: self.stage(f"quality/{arm}/{slug}", lambda own=own: self._quality(own))
-            for slug, own in wanted.items()
-        }
+        slugs = texts if self.settings.quality.attacked else (CLEAN,)
+        compute = lambda slug: functools.partial(self._quality, texts[slug])
+        return {slug: self.stage(f"quality/{arm}/{slug}", compute(slug)) for slug in slugs}
 
     def _quality(self, texts: list[str]) -> dict[str, list]:
         s = self.settings.quality
@@ -341,5 +318,5 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return found
 
 
-def _json(found: detecting.Found) -> dict[str, list]:
-    return {key: np.asarray(values).tolist() for key, values in found._asdict().items()}
+def _json(scores: evaluate_parts.LengthScores) -> dict[str, list]:
+    return {key: values.tolist() for key, values in scores._asdict().items()}

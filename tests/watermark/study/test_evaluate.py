@@ -24,7 +24,7 @@ SMALL = ("generate.prompts=4", "generate.batch_size=4", "detect.human_texts=40",
 SCRIPT = """
 import sys
 from jaxbench import config
-from jaxbench.watermark import evaluate
+from jaxbench.watermark.study import evaluate
 from jaxbench.watermark.study.evaluate_config import Evaluate
 evaluate.run(config.load(sys.argv[1], sys.argv[3:], Evaluate), sys.argv[2])
 """
