@@ -223,11 +223,7 @@ def checked_scheme(scheme: Any, vocab_size: int) -> Any:
 
 
 def _whole(ids: Any) -> np.ndarray:
-    """Return token ids as an array.
-
-    Raises:
-      ValueError: they are no whole numbers that fit 32 bits, or no list.
-    """
+    """Token ids as an array."""
     array = np.asarray(ids)
     fits = array.dtype.kind in "iu" and -(2**31) <= array.min(initial=0) and array.max(initial=0) < 2**31
     if not array.ndim or (array.size and not fits):

@@ -94,13 +94,11 @@ class Watermark:
         step: Array,
         sample: OrdinaryDraw,
     ) -> tuple[State, Int[Array, " B"]]:
-        """Return the next state and the tokens of rows with a key, -1 for others and for steps that mark no row.
+        """Next state, and tokens of rows with a key, -1 for others and for steps that mark no row.
 
-        Where some rows are marked and some have nothing to be marked with (a known context, a text too short), the
-        latter get their ordinary token from the same draw: a second one would double what the watermark costs.
-
-        Args:
-          logits: after temperature and filters.
+        Logits are those after temperature and filters. Where some rows are marked and some have nothing to be marked
+        with (a known context, a text too short), the latter get their ordinary token from the same draw: a second one
+        would double what the watermark costs.
         """
         return self._mark.draw(state, logits, Position(tokens, length, step), sample)
 

@@ -185,7 +185,7 @@ def evidence(
     scheme: Any,
     key: Keys,
     tokens: Int[np.ndarray, "B T"],
-    lengths: Int[np.ndarray, " B"],
+    lengths: Int[np.ndarray, " B"] | None = None,
     *,
     vocab_size: int,
     prompt_lengths: Int[np.ndarray, " B"] | int | None = None,
@@ -200,7 +200,7 @@ def evidence(
     not occur at an earlier scored position.
 
     Args:
-      lengths: tokens of each row; what lies behind is ignored.
+      lengths: tokens of each row; what lies behind is ignored. Unset: all of them.
       prompt_lengths: tokens of each row that are not scored.
       green_lists: the green_lists.GreenLists of kgw_markllm and kgw_transformers; other schemes need none.
       deduplicate: False scores repeated positions too, which no test here allows for: to show what that costs.
@@ -208,7 +208,8 @@ def evidence(
     Raises:
       ValueError: a token lies outside the vocabulary, or a scheme of lists comes without its green lists.
     """
-    tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+    tokens = np.asarray(tokens)
+    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
     prompt = np.broadcast_to(0 if prompt_lengths is None else prompt_lengths, lengths.shape)
     place = np.arange(tokens.shape[1])[None, :]
     in_text = place < lengths[:, None]

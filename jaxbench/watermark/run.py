@@ -96,12 +96,7 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
 
 
 def check_score_files(pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()) -> None:
-    """Raise a ValueError where the texts of a pattern cannot be scored into an output: before anything is loaded.
-
-    Args:
-      overwrite: the output may be there already.
-      inputs: further files that the command reads.
-    """
+    """Raise a ValueError where the texts of a pattern cannot be scored into an output (`inputs`: other files read)."""
     part_files.kind_of(Path(output))
     outputs.check_file(output, [*lines.find(pattern), *inputs], overwrite=overwrite)
 
@@ -169,11 +164,7 @@ def detect_text(
     console: Any,
     neural: str | None = None,
 ) -> statistics.Detections:
-    """Test one text and print its p-values, its tokens coloured by their evidence, spans and payload.
-
-    Args:
-      neural: folder of a trained detector, whose p-value is shown below the exact one.
-    """
+    """Test one text and print its p-values (the trained detector's, too), its tokens in colours, spans."""
     vocab_size = vocab_size or tokenizer.vocab_size
     encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
     encoded = encoder.encode([text])
@@ -294,11 +285,7 @@ def attack_tools(attack: Any, *, human: str | None, model: str | None) -> attack
 def check_attack_files(
     pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()
 ) -> list[str]:
-    """Return the files that a pattern names, where their attacked texts may be written.
-
-    Args:
-      overwrite: the output may be there already.
-      inputs: further files that the command reads.
+    """Files that a pattern names, where their attacked texts may be written; `inputs` are further files that are read.
 
     Raises:
       ValueError: there is no such input, or the output exists, is an input, or is no .jsonl file.

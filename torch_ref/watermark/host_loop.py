@@ -68,11 +68,7 @@ class HostLoop:
         return torch.where(marked == scaled, scores, marked * scale)  # what is not changed stays exactly as it is
 
     def _share_keys(self, rows: int) -> None:
-        """Give every row of a first call a key.
-
-        Raises:
-          ValueError: the rows are no multiple of the keys.
-        """
+        """Give every row of a first call a key."""
         number = len(self._keys)
         if rows % number:
             raise ValueError(f"watermark: {rows} rows for {number} keys, wanted as many, or a multiple of them")

@@ -51,16 +51,7 @@ class Watermark:
         row_ids: Sequence[int] | None = None,
         batch_size: int = 0,
     ) -> State:
-        """Return the state of a batch before its first token: arrays with a row for each key, None = not marked.
-
-        Args:
-          payloads: the message of each row, 0 <= payload < 2**payload_bits.
-          seed, row_ids: of the ordinary randomness that chooses between the two keys of a dual-key scheme.
-          batch_size: fill up with unmarked rows to this many.
-
-        Raises:
-          ValueError: there is no row, or a payload does not fit the scheme.
-        """
+        """State of a batch before its first token, None = not marked; arguments and errors are those of the twin."""
         keys = [*keys, *[None] * (batch_size - len(keys))]
         options = {"vocab_size": self.vocab_size, "payloads": payloads, "seed": seed, "row_ids": row_ids}
         arrays = states.generation_state(self.scheme, keys, **options)
@@ -97,13 +88,11 @@ class Watermark:
         step: int,
         sample: OrdinaryDraw,
     ) -> tuple[State, Int[Tensor, " B"]]:
-        """Return the next state and the tokens of rows with a key, -1 for others and for steps that mark no row.
+        """Next state, and tokens of rows with a key, -1 for others and for steps that mark no row.
 
-        Where some rows are marked and some have nothing to be marked with (a known context, a text too short), the
-        latter get their ordinary token from the same draw: a second one would double what the watermark costs.
-
-        Args:
-          logits: after temperature and filters.
+        Logits are those after temperature and filters. Where some rows are marked and some have nothing to be marked
+        with (a known context, a text too short), the latter get their ordinary token from the same draw: a second one
+        would double what the watermark costs.
         """
         return self._mark.draw(state, logits, Position(tokens, length, step), sample)
 

@@ -173,14 +173,11 @@ def label(attack: Any) -> str:
 def apply(
     attack: Any, texts: Sequence[str], *, seed: int, tools: Tools | None = None, indices: Sequence[int] | None = None
 ) -> Attacked:
-    """Attack texts and measure what changed; an empty text stays empty.
+    """Attack texts, each with the same attack (as parse_attack takes it), and measure what changed; an empty one stays.
 
     Args:
-      attack: as parse_attack takes it.
-      texts: one string each.
-      seed: of the attack's random stream.
       tools: tokenizer, human texts and rewriter where the attack needs them.
-      indices: the texts' numbers in the stream, 0, 1, ... by default.
+      indices: the texts' numbers in the random stream, 0, 1, ... by default.
 
     Raises:
       ValueError: the attack needs a tool that is not given, or indices do not fit.

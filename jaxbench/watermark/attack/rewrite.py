@@ -33,13 +33,7 @@ class Rewriter:
         dtype: str = "float32",
         batch_size: int = 16,
     ):
-        """Keep the settings.
-
-        Args:
-          model: as weights.load_checkpoint takes it; None is the default model.
-          dtype: of the computation.
-          batch_size: blocks at once.
-        """
+        """Keep the settings: a model as weights.load_checkpoint takes it, and how many blocks it rewrites at once."""
         self._spec, self._dtype, self._batch_size = model, dtype, batch_size
         self._model: transformer.Transformer | None = None
         self._tokenizer: Any = None

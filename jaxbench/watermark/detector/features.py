@@ -127,11 +127,7 @@ def save(
     record: Mapping[str, Any],
     calibration: np.ndarray | None = None,
 ) -> Path:
-    """Write detector.safetensors and detector.json (shape, record, checksum) into a folder; each file whole or not.
-
-    Args:
-      calibration: human passages [N T] for conformal p-values, kept as calibration.npy.
-    """
+    """Write detector.safetensors, detector.json (shape, record, checksum), calibration.npy (human passages)."""
     from safetensors.numpy import save_file
 
     folder = Path(folder)

@@ -98,11 +98,7 @@ class NeuralTest:
             raise ValueError(f"neural: scheme {scheme.scheme} has payload_bits={scheme.payload_bits}, wanted 0")
 
     def __call__(self, scheme: Any, tokens: np.ndarray, evidence: Evidence) -> NeuralVerdict:
-        """Judge a text (ids [T]) by the evidence [1 T] that a Detector found under the key in question.
-
-        Raises:
-          ValueError: as check.
-        """
+        """Judge a text (ids [T]) by the evidence [1 T] that a Detector found under its key; errors as `check`."""
         self.check(scheme)
         length = min(len(tokens), self._human.shape[1])
         if not evidence.scored[0, :length].any():

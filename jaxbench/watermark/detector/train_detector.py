@@ -177,8 +177,7 @@ def evidence(
     scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: int
 ) -> tuple[features.Arrays, np.ndarray]:
     """Return the detector's inputs of texts [N T] with a key each, and the exact test's p-values [N]."""
-    lengths = np.full(len(tokens), tokens.shape[1], np.int32)
-    found = reference.evidence(scheme, keys, tokens, lengths, vocab_size=vocab_size)
+    found = reference.evidence(scheme, keys, tokens, vocab_size=vocab_size)
     value = features.evidence(scheme, found).astype(np.float32)
     arrays = features.Arrays(tokens, value, found.scored, np.zeros(len(tokens), np.float32))
     return arrays, statistics.score(scheme, found, vocab_size=vocab_size).p_value
@@ -193,9 +192,7 @@ def run(
 ) -> dict[str, Any]:
     """Generate, train, save and test; write detector.safetensors, detector.json and neural.json into workdir.
 
-    Args:
-      path: human texts, which also give the prompts (passages.read_texts); None = the packaged default text.
-      say: is told the progress.
+    Human texts, which also give the prompts, are in `path` (passages.read_texts); None = the packaged default text.
 
     Raises:
       ValueError: a training scheme is also a test scheme, there are too few human documents, or workdir holds the texts

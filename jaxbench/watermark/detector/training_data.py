@@ -39,13 +39,13 @@ class Example(NamedTuple):
 
 def marked_pool(scheme: Any, tokens: np.ndarray, keys: Sequence[Key], *, vocab_size: int) -> Pool:
     """Return the pool of texts [N T] that were generated with one key each."""
-    found = reference.evidence(scheme, keys, tokens, _lengths(tokens), vocab_size=vocab_size)
+    found = reference.evidence(scheme, keys, tokens, vocab_size=vocab_size)
     return Pool(scheme, tokens, found.scored, found.words)
 
 
 def human_pool(scheme: Any, tokens: np.ndarray, *, vocab_size: int) -> Pool:
     """Return the pool of human texts [N T] as one scheme scores them."""
-    found = reference.evidence(scheme, Key(0), tokens, _lengths(tokens), vocab_size=vocab_size)
+    found = reference.evidence(scheme, Key(0), tokens, vocab_size=vocab_size)
     return Pool(scheme, tokens, found.scored, None)
 
 
@@ -108,7 +108,3 @@ def _unedited(scheme: Any, length: int, how: Example, random: np.random.Generato
     for place in range(1, scheme.context_length + 1):
         affected[place:] |= is_edited[:-place]
     return ~affected
-
-
-def _lengths(tokens: np.ndarray) -> np.ndarray:
-    return np.full(len(tokens), tokens.shape[1], np.int32)

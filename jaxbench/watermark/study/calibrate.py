@@ -117,12 +117,11 @@ def band(phi: np.ndarray, level: float, *, confidence: float = 0.99) -> Band:
 
 def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: int, **how: Any) -> np.ndarray:
     """Return exact and mid p-values [2 N K] of passages [N T] under every key; how is passed on to the evidence."""
-    lengths = np.full(len(tokens), tokens.shape[1], np.int32)
     found = []
     for key in keys:
         keyed = under(scheme, key)
         lists = green_lists.lists_of(keyed, vocab_size=vocab_size)
-        evidence = reference.evidence(keyed, key, tokens, lengths, vocab_size=vocab_size, green_lists=lists, **how)
+        evidence = reference.evidence(keyed, key, tokens, vocab_size=vocab_size, green_lists=lists, **how)
         scored = statistics.score(keyed, evidence, vocab_size=vocab_size)
         found.append((scored.p_value, scored.mid_p))
     return np.moveaxis(np.array(found, np.float64), 0, -1)
@@ -148,11 +147,9 @@ def judge(name: str, values: np.ndarray, *, level: float, confidence: float) -> 
 def rows(
     settings: Calibration, tokens: np.ndarray, *, vocab_size: int, folder: Path | None = None, **how: Any
 ) -> Iterator[tuple[Row, bool]]:
-    """Yield the rows of every scheme and level for passages [N T], and whether each was measured before.
+    """Yield the rows of every scheme and level for passages, and whether each was measured before.
 
-    Args:
-      folder: of the rows of finished schemes, a file each: those that are there are not measured again.
-      how: passed on to the evidence.
+    Finished schemes are files in `folder`, and are not measured again; `how` is passed on to the evidence.
     """
     root = Key.from_passphrase(settings.passphrase)
 
@@ -193,10 +190,8 @@ def run(
     """Measure every row, write calibration.json and calibration.html into workdir, and return what the JSON holds.
 
     Args:
-      tokenizer: of the model whose texts are detected; the vocabulary is its own.
       path: human texts (passages.read_texts); None = the packaged default text.
       workdir: a scheme that is finished is a file in its folder `rows`, and is not measured again.
-      say: is told each row as it comes.
 
     Raises:
       ValueError: there is too little text, or workdir holds the rows of another configuration.

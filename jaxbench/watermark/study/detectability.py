@@ -63,12 +63,9 @@ def roc(marked: Sequence[float], human: Sequence[float]) -> tuple[list[float], l
 
 
 def tokens_needed(lengths: Sequence[int], p_values: np.ndarray, fpr: float) -> float:
-    """Return the median over texts of the shortest length at which p <= fpr, inf where most are not found.
+    """Median over texts of the shortest length at which p <= fpr, inf where most are not found.
 
-    Args:
-      lengths: ascending, in tokens.
-      p_values: [N, lengths]; nan where a text is shorter.
-      fpr: the level.
+    Lengths ascend; p is nan where a text is shorter.
     """
     p = np.asarray(p_values, np.float64).reshape(-1, len(lengths))
     if not p.size:

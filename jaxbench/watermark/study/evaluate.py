@@ -250,12 +250,7 @@ def run(
 ) -> dict[str, Any]:
     """Run an evaluation into a folder and write its report; return what results.json holds.
 
-    Args:
-      settings: what to run.
-      workdir: a folder; finished stages of the same configuration in it are kept.
-      resume: False throws finished stages away first.
-      data: in place of settings.data.
-      console: rich console for progress and tables.
+    Finished stages of the same configuration are kept, unless resume is False; `data` replaces settings.data.
 
     Raises:
       ValueError: the folder holds another configuration's stages, or data do not fit.

@@ -21,12 +21,7 @@ SECTIONS = {
 
 
 def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
-    """The page as text.
-
-    Args:
-      content: what results.json holds.
-      shown: texts of each scheme with their tokens and shades.
-    """
+    """The page as text, from what results.json holds, and from texts of each scheme with tokens and shades."""
     settings, summary = content["settings"], content["summary"]
     fprs = [str(fpr) for fpr in settings["detect"]["fprs"]]
     middle, levels = fprs[len(fprs) // 2], [_level(fpr) for fpr in fprs]  # headline and heat map: the middle level

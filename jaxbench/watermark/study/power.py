@@ -148,9 +148,8 @@ def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vo
         prompt = given if sees_prompt else given[:, :0]
         for length in settings.lengths:
             tokens = np.concatenate([prompt, made[:, :length]], axis=1)
-            lengths = np.full(len(tokens), tokens.shape[1], np.int32)
             evidence = reference.evidence(
-                scheme, keys, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], green_lists=lists
+                scheme, keys, tokens, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], green_lists=lists
             )
             found = statistics.score(scheme, evidence, vocab_size=vocab_size)
             for level in settings.levels:
@@ -168,12 +167,9 @@ def run(
     workdir: str | Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Generate, detect, write power.json into workdir, and return what it holds.
+    """Generate, detect, write power.json into workdir, where finished batches are kept, and return what it holds.
 
-    Args:
-      path: texts that the prompts are cut from (passages.read_texts); None = the packaged default text.
-      workdir: holds finished batches, too.
-      say: is told the progress.
+    The prompts are cut from the texts of `path` (passages.read_texts); None = the packaged default text.
 
     Raises:
       ValueError: workdir has the batches of another configuration.

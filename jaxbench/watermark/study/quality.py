@@ -75,11 +75,9 @@ class Scorer:
         states: Callable[[Sequence[int]], Any] | None = None,
         temperature: float = 1.0,
     ) -> Scores:
-        """Score texts (token ids, prompt first); prompt tokens are context only.
+        """Score texts (token ids, prompt first), as far as the model's context reaches; prompt tokens are context only.
 
         Args:
-          token_ids: one text each; what is beyond the model's context is left out.
-          prompt_lengths: tokens of each text that are not scored, 0 by default.
           processor: a logits processor with `apply`: also measure its divergence.
           states: states(rows) gives the processor's state for these texts; unset, from its `init`.
           temperature: of the draw, for the divergence.

@@ -17,11 +17,7 @@ from torch_ref.watermark.device.steps import Position, State
 
 
 class Mark(marks.Mark):
-    """A scheme with lists of its own on a device.
-
-    Attributes:
-      shared: the bit table, the numbers of context tokens and the row of each combined context.
-    """
+    """A scheme with lists of its own on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: GreenLists, device: str = "cpu"):
         self.scheme, self.vocab_size, self._lists = scheme, vocab_size, green_lists
