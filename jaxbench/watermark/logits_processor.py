@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import config, states
-from jaxbench.watermark.device.marks import mark_of
-from jaxbench.watermark.device.steps import Position, State
+from jaxbench.watermark.device.marks import Position, State, mark_of
 from jaxbench.watermark.green_lists import GreenLists
 from jaxbench.watermark.keys import Key
 

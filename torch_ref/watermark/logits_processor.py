@@ -17,8 +17,7 @@ from jaxbench.watermark import config, states
 from jaxbench.watermark.green_lists import GreenLists
 from jaxbench.watermark.keys import Key
 from torch_ref.sample import OrdinaryDraw
-from torch_ref.watermark.device.marks import mark_of
-from torch_ref.watermark.device.steps import Position, State
+from torch_ref.watermark.device.marks import Position, State, mark_of
 
 
 class Watermark:

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int, UInt32
 from jaxbench import philox, prng
 from jaxbench.sample import OrdinaryDraw, largest_sum
 from jaxbench.watermark import prf, reference, vllm_prf
-from jaxbench.watermark.device import marks, steps
-from jaxbench.watermark.device.steps import KeyedStep, Position, State
+from jaxbench.watermark.device import marks
+from jaxbench.watermark.device.marks import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
@@ -26,7 +26,7 @@ class Mark(marks.Mark):
 
     def first_state(self, state: State) -> State:
         """Return the state, which remembers contexts where they are deduplicated."""
-        return steps.with_history(state) if self.scheme.deduplicate else state
+        return marks.with_history(state) if self.scheme.deduplicate else state
 
     def draw(
         self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
@@ -39,7 +39,7 @@ class Mark(marks.Mark):
         # Outside of the branch: what a branch is given is stored, and not chosen anew at every block.
         stream = self._stream(state, keyed)
         stream = stream if self._is_vllm else stream.where(keyed.is_active, sample)
-        noisy = steps.draw_if_any(keyed.is_active, lambda: largest_sum(logits, self._noise(stream, str(logits.dtype))))
+        noisy = marks.draw_if_any(keyed.is_active, lambda: largest_sum(logits, self._noise(stream, str(logits.dtype))))
         return state, jnp.where(keyed.is_active if self._is_vllm else state["marked"], noisy, -1)
 
     def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
@@ -65,27 +65,27 @@ class Mark(marks.Mark):
         """Return the next state and the step; a context is remembered by its seed under the first key."""
         key = self._key_of_step(state, at.step)
         seeds = self._context_seeds(key, at)
-        is_active = steps.active_rows(self.scheme, state, at)
+        is_active = marks.active_rows(self.scheme, state, at)
         if self.scheme.deduplicate:
             is_dual = reference.is_dual_key(self.scheme)
-            names = self._context_seeds(steps.first_key(state), at) if is_dual else seeds
-            state, is_active = steps.remember(state, names[:, :2], is_active, at.step)
+            names = self._context_seeds(marks.first_key(state), at) if is_dual else seeds
+            state, is_active = marks.remember(state, names[:, :2], is_active, at.step)
         return state, KeyedStep(key, seeds, is_active)
 
     def _context_seeds(self, key: prf.Halves, at: Position) -> UInt32[Array, "B S"]:
         """Return the seed of each row's context; prompt tokens count as missing for vLLM's function."""
         rule, flat = self.scheme.context, (key[0][:, 0], key[1][:, 0])
-        contexts = steps.last_tokens(at, rule.width)
+        contexts = marks.last_tokens(at, rule.width)
         if not self._is_vllm:
             return prf.seeds_after(rule, flat, contexts, None)
-        is_inside = steps.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
+        is_inside = marks.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
         return vllm_state(jnp.where(is_inside, contexts, -1), flat)
 
     def _key_of_step(self, state: State, step: Array) -> prf.Halves:
         """Return the key [B 1] of each row at this step: with two keys, the second in a share alpha of the steps."""
         keys = state["keys"]
         if not reference.is_dual_key(self.scheme):
-            return steps.first_key(state)
+            return marks.first_key(state)
         low, high, row = state["route"].T
         counter = (jnp.zeros_like(row), row, jnp.full_like(row, step), jnp.full_like(row, ROUTE_SITE))
         word = prng.philox4x32(counter, (low, high))[0]

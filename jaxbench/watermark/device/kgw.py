@@ -9,8 +9,8 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, UInt32
 
 from jaxbench.watermark import prf, reference
-from jaxbench.watermark.device import marks, steps
-from jaxbench.watermark.device.steps import Position, State
+from jaxbench.watermark.device import marks
+from jaxbench.watermark.device.marks import Position, State
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 
@@ -26,14 +26,14 @@ class Mark(marks.Mark):
         """Return the state, under the rule `self` with the words P(v, v), which depend on the key alone."""
         if not self._has_list_per_candidate:
             return state
-        return state | {"own": own_lanes(steps.first_key(state), num_elements=self.vocab_size)}
+        return state | {"own": own_lanes(marks.first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
         """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
         threshold = jnp.uint32(green_count.threshold(self.scheme.gamma))
-        rule, key = self.scheme.context, steps.first_key(state)
-        contexts = steps.last_tokens(at, rule.length)
-        is_active = steps.active_rows(self.scheme, state, at)
+        rule, key = self.scheme.context, marks.first_key(state)
+        contexts = marks.last_tokens(at, rule.length)
+        is_active = marks.active_rows(self.scheme, state, at)
 
         def bits() -> Array:
             if self._has_list_per_candidate:

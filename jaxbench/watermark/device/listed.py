@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from jaxbench.watermark.device import marks, steps
-from jaxbench.watermark.device.steps import Position, State
+from jaxbench.watermark.device import marks
+from jaxbench.watermark.device.marks import Position, State
 from jaxbench.watermark.green_lists import GreenLists
 
 
@@ -30,14 +30,14 @@ class Mark(marks.Mark):
     ) -> tuple[State, Float[Array, "B V"]]:
         """Return the state and the logits with the scheme's bias added to those of green tokens."""
         shared, state = state
-        is_active = steps.active_rows(self.scheme, state, at)
+        is_active = marks.active_rows(self.scheme, state, at)
         is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self._lists.rule.bias, logits.dtype)
 
     def _green_tokens(self, shared: State, at: Position) -> Bool[Array, "B V"]:
         """Return the green list that the context of each row selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
-        contexts = shared["values"][steps.last_tokens(at, width)]
+        contexts = shared["values"][marks.last_tokens(at, width)]
         if rule.combine == "skip":
             combined = contexts[:, -rule.lag]
         elif rule.combine == "min":

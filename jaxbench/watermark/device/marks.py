@@ -1,22 +1,91 @@
-"""What a scheme does to logits, and how it reads texts, on a device: what its file leaves out. Twin: torch_ref.
+"""What a scheme's file in this folder leaves out: rows marked at a step, and the class `Mark`. Twin: torch_ref.
 
-A scheme names its file by its attribute `device` (schemes/contract.py); the class there is called `Mark`.
+A scheme names its file by its attribute `device` (schemes/contract.py); the class there is called `Mark`. A context
+that a row used before is drawn with ordinary randomness: drawn with its key again, it would repeat itself.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Bool, Float, Int
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf
-from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import KeyedStep, Position, State
 from jaxbench.watermark.schemes.contract import Scheme
+
+HISTORY = 1024  # contexts of a row that are remembered
+State = dict[str, Array]
+
+
+class Position(NamedTuple):
+    """Where the rows of a batch are: the next token of row b follows tokens[b, :length[b]]."""
+
+    tokens: Int[Array, "B W"]
+    length: Int[Array, " B"]
+    step: Array  # tokens generated
+
+
+class KeyedStep(NamedTuple):
+    """What the rows of a batch draw their next token with."""
+
+    key: prf.Halves  # [B 1] each
+    seeds: UInt32[Array, "B S"]  # of their contexts
+    is_active: Bool[Array, " B"]  # rows that are drawn with their key
+
+
+def first_key(state: State) -> prf.Halves:
+    """Return the first key [B 1] of each row."""
+    return prf.halves(state["keys"][:, :2], 2)
+
+
+def active_rows(scheme: Any, state: State, at: Position) -> Bool[Array, " B"]:
+    """Return which rows have a key and a full context."""
+    return state["marked"] & (at.length >= scheme.context_length)
+
+
+def last_places(length: Int[Array, " B"], width: int) -> Int[Array, "B n"]:
+    """Return the places of the last `width` tokens of each row; below 0 where there are fewer."""
+    return length[:, None] + jnp.arange(-width, 0)[None, :]
+
+
+def last_tokens(at: Position, width: int) -> Int[Array, "B n"]:
+    """Return the last `width` tokens of each row; where there are fewer, the first ones have no meaning."""
+    return jnp.take_along_axis(at.tokens, jnp.maximum(last_places(at.length, width), 0), axis=1)
+
+
+def with_history(state: State) -> State:
+    """Return a state that remembers which contexts each row was drawn after: none yet."""
+    return state | {"used": jnp.zeros((state["marked"].shape[0], HISTORY, 2), jnp.uint32)}
+
+
+def remember(
+    state: State, context_seeds: UInt32[Array, "B 2"], is_active: Bool[Array, " B"], step: Array
+) -> tuple[State, Bool[Array, " B"]]:
+    """Return the state that knows this step's contexts, and which active rows have a context that is new to them."""
+    is_written = jnp.arange(HISTORY)[None, :] < step
+    is_known = jnp.all(state["used"] == context_seeds[:, None, :], axis=-1) & is_written
+    is_new = is_active & ~jnp.any(is_known, axis=1)
+    entry = jnp.where(is_new[:, None], context_seeds, 0)[:, None, :]
+    used = lax.dynamic_update_slice_in_dim(state["used"], entry, step % HISTORY, axis=1)
+    return state | {"used": used}, is_new
+
+
+def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedStep]:
+    """Return the next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
+    key, rule = first_key(state), scheme.context
+    contexts = last_tokens(at, rule.width)
+    seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
+    state, is_new = remember(state, seeds, active_rows(scheme, state, at), at.step)
+    return state, KeyedStep(key, seeds, is_new)
+
+
+def draw_if_any(is_active: Bool[Array, " B"], draw: Any) -> Int[Array, " B"]:
+    """Return the tokens of `draw`, or -1 in every row where no row is active: what is not needed is not computed."""
+    return lax.cond(jnp.any(is_active), draw, lambda: jnp.full(is_active.shape, -1, jnp.int32))
 
 
 class Mark:
@@ -62,27 +131,27 @@ class ReweightingMark(Mark):
 
     def first_state(self, state: State) -> State:
         """State before the first token, which remembers contexts."""
-        return steps.with_history(state)
+        return with_history(state)
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Logarithm of the scheme's distribution, up to a constant in each row."""
 
     def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Next state, and logits, those of active rows reweighted."""
-        state, keyed = steps.keyed_step(self.scheme, state, at)
+        state, keyed = keyed_step(self.scheme, state, at)
         return state, jnp.where(keyed.is_active[:, None], self.reweighted(state, keyed, logits), logits)
 
     def draw(
         self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Array, " B"]]:
         """Next state, and the ordinary draw from such logits for all rows with a key, -1 for others."""
-        state, keyed = steps.keyed_step(self.scheme, state, at)
+        state, keyed = keyed_step(self.scheme, state, at)
 
         def drawn_tokens() -> Int[Array, " B"]:
             changed = jnp.where(keyed.is_active[:, None], self.reweighted(state, keyed, logits), logits)
             return sample(changed).astype(jnp.int32)
 
-        drawn = steps.draw_if_any(keyed.is_active, drawn_tokens)
+        drawn = draw_if_any(keyed.is_active, drawn_tokens)
         return state, jnp.where(state["marked"], drawn, -1)
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from jaxbench import philox
 from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, order_bits
 from torch_ref.watermark import prf
-from torch_ref.watermark.device.marks import ReweightingMark
-from torch_ref.watermark.device.steps import KeyedStep, State
+from torch_ref.watermark.device.marks import KeyedStep, ReweightingMark, State
 
 
 class Mark(ReweightingMark):

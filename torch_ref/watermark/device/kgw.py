@@ -13,8 +13,8 @@ from jaxbench.watermark import reference
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 from torch_ref.watermark import prf
-from torch_ref.watermark.device import marks, steps
-from torch_ref.watermark.device.steps import Position, State
+from torch_ref.watermark.device import marks
+from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(marks.Mark):
@@ -28,15 +28,15 @@ class Mark(marks.Mark):
         """Return the state, under the rule `self` with the words P(v, v), which depend on the key alone."""
         if not self._has_list_per_candidate:
             return state
-        return state | {"own": own_lanes(steps.first_key(state), num_elements=self.vocab_size)}
+        return state | {"own": own_lanes(marks.first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
         """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
-        is_active = steps.active_rows(self.scheme, state, at)
+        is_active = marks.active_rows(self.scheme, state, at)
         if not is_active.any():
             return torch.zeros((at.tokens.shape[0], self.vocab_size), dtype=torch.bool, device=at.tokens.device)
-        rule, key = self.scheme.context, steps.first_key(state)
-        contexts = steps.last_tokens(at, rule.length)
+        rule, key = self.scheme.context, marks.first_key(state)
+        contexts = marks.last_tokens(at, rule.length)
         if self._has_list_per_candidate:
             words = self._candidate_lanes(state, contexts, key)
         else:

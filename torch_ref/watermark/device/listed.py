@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from jaxbench.watermark.green_lists import GreenLists
-from torch_ref.watermark.device import marks, steps
-from torch_ref.watermark.device.steps import Position, State
+from torch_ref.watermark.device import marks
+from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(marks.Mark):
@@ -29,14 +29,14 @@ class Mark(marks.Mark):
     ) -> tuple[State, Float[Tensor, "B V"]]:
         """Return the state and the logits with the scheme's bias added to those of green tokens."""
         shared, state = state
-        is_active = steps.active_rows(self.scheme, state, at)
+        is_active = marks.active_rows(self.scheme, state, at)
         is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.to(logits.dtype) * self._lists.rule.bias
 
     def _green_tokens(self, shared: State, at: Position) -> Bool[Tensor, "B V"]:
         """Return the green list that the context of each row selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
-        contexts = shared["values"][steps.last_tokens(at, width)]
+        contexts = shared["values"][marks.last_tokens(at, width)]
         if rule.combine == "skip":
             combined = contexts[:, -rule.lag]
         elif rule.combine == "min":

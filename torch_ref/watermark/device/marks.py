@@ -1,22 +1,92 @@
-"""What a scheme does to logits, and how it reads texts, on a device: what its file leaves out. Twin: jaxbench.
+"""What a scheme's file in this folder leaves out: rows marked at a step, and the class `Mark`. Twin: jaxbench.
 
-A scheme names its file by its attribute `device` (schemes/contract.py); the class there is called `Mark`.
+A scheme names its file by its attribute `device` (schemes/contract.py); the class there is called `Mark`. A context
+that a row used before is drawn with ordinary randomness: drawn with its key again, it would repeat itself.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from jaxbench.watermark.schemes.contract import Scheme
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
-from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import KeyedStep, Position, State
+
+HISTORY = 1024  # contexts of a row that are remembered
+State = dict[str, Tensor]
+
+
+class Position(NamedTuple):
+    """Where the rows of a batch are: the next token of row b follows tokens[b, :length[b]]."""
+
+    tokens: Int[Tensor, "B W"]
+    length: Int[Tensor, " B"]
+    step: int  # tokens generated
+
+
+class KeyedStep(NamedTuple):
+    """What the rows of a batch draw their next token with."""
+
+    key: prf.Halves  # [B 1] each
+    seeds: Int64[Tensor, "B S"]  # of their contexts
+    is_active: Bool[Tensor, " B"]  # rows that are drawn with their key
+
+
+def first_key(state: State) -> prf.Halves:
+    """Return the first key [B 1] of each row."""
+    return prf.halves(state["keys"][:, :2], 2)
+
+
+def active_rows(scheme: Any, state: State, at: Position) -> Bool[Tensor, " B"]:
+    """Return which rows have a key and a full context."""
+    return state["marked"] & (at.length >= scheme.context_length)
+
+
+def last_places(length: Int[Tensor, " B"], width: int) -> Int[Tensor, "B n"]:
+    """Return the places of the last `width` tokens of each row; below 0 where there are fewer."""
+    return length[:, None] + torch.arange(-width, 0, device=length.device)[None, :]
+
+
+def last_tokens(at: Position, width: int) -> Int[Tensor, "B n"]:
+    """Return the last `width` tokens of each row; where there are fewer, the first ones have no meaning."""
+    return torch.gather(at.tokens, 1, torch.clamp(last_places(at.length, width), min=0)).to(torch.int64)
+
+
+def with_history(state: State) -> State:
+    """Return a state that remembers which contexts each row was drawn after: none yet."""
+    marked = state["marked"]
+    return state | {"used": torch.zeros((len(marked), HISTORY, 2), dtype=torch.int64, device=marked.device)}
+
+
+def remember(
+    state: State, context_seeds: Int64[Tensor, "B 2"], is_active: Bool[Tensor, " B"], step: int
+) -> tuple[State, Bool[Tensor, " B"]]:
+    """Return the state that knows this step's contexts, and which active rows have a context that is new to them."""
+    slots = torch.arange(HISTORY, device=is_active.device)[None, :]
+    is_known = (state["used"] == context_seeds[:, None, :]).all(dim=-1) & (slots < step)
+    is_new = is_active & ~is_known.any(dim=1)
+    entry = torch.where(is_new[:, None], context_seeds, 0)[:, None, :]
+    used = torch.where((slots == step % HISTORY)[..., None], entry, state["used"])
+    return state | {"used": used}, is_new
+
+
+def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedStep]:
+    """Return the next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
+    key, rule = first_key(state), scheme.context
+    contexts = last_tokens(at, rule.width)
+    seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
+    state, is_new = remember(state, seeds, active_rows(scheme, state, at), at.step)
+    return state, KeyedStep(key, seeds, is_new)
+
+
+def draw_if_any(is_active: Bool[Tensor, " B"], draw: Any) -> Int[Tensor, " B"]:
+    """Return the tokens of `draw`, or -1 in every row where no row is active: what is not needed is not computed."""
+    return draw() if is_active.any() else torch.full(is_active.shape, -1, device=is_active.device)
 
 
 class Mark:
@@ -62,27 +132,27 @@ class ReweightingMark(Mark):
 
     def first_state(self, state: State) -> State:
         """State before the first token, which remembers contexts."""
-        return steps.with_history(state)
+        return with_history(state)
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         """Logarithm of the scheme's distribution, up to a constant in each row."""
 
     def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
         """Next state, and logits, those of active rows reweighted."""
-        state, keyed = steps.keyed_step(self.scheme, state, at)
+        state, keyed = keyed_step(self.scheme, state, at)
         return state, torch.where(keyed.is_active[:, None], self.reweighted(state, keyed, logits), logits)
 
     def draw(
         self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Tensor, " B"]]:
         """Next state, and the ordinary draw from such logits for all rows with a key, -1 for others."""
-        state, keyed = steps.keyed_step(self.scheme, state, at)
+        state, keyed = keyed_step(self.scheme, state, at)
 
         def drawn_tokens() -> Int[Tensor, " B"]:
             changed = torch.where(keyed.is_active[:, None], self.reweighted(state, keyed, logits), logits)
             return sample(changed)
 
-        drawn = steps.draw_if_any(keyed.is_active, drawn_tokens)
+        drawn = draw_if_any(keyed.is_active, drawn_tokens)
         return state, torch.where(state["marked"], drawn, -1)
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from torch_ref.watermark.device import kgw
-from torch_ref.watermark.device.steps import Position, State
+from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(kgw.Mark):

@@ -9,8 +9,7 @@ from torch import Tensor
 from jaxbench.watermark import reference
 from jaxbench.watermark.schemes.synthid import HEAD_BLOCK
 from torch_ref.watermark import prf
-from torch_ref.watermark.device.marks import ReweightingMark
-from torch_ref.watermark.device.steps import KeyedStep, State
+from torch_ref.watermark.device.marks import KeyedStep, ReweightingMark, State
 
 
 class Mark(ReweightingMark):
