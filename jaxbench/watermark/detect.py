@@ -38,7 +38,7 @@ def detect_batch(
     green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
-    """Return scores and p-values of texts under one key.
+    """Scores and p-values of texts under one key.
 
     Args:
       texts_or_ids: strings, lists of ids, an array [B T] of ids, or detection.Ragged.
@@ -112,7 +112,7 @@ def _evidence(
 
 
 def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:
-    """Return True where no earlier valid position of the column has equal inputs: every pair is compared."""
+    """True where no earlier valid position of the column has equal inputs: every pair is compared."""
     length = valid.shape[0]
     step = -(-length // SLABS) if valid.size >= SLAB_TOKENS else length
     repeated, found = jnp.zeros(valid.shape, bool), []

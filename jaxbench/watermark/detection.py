@@ -69,7 +69,7 @@ class NumpyDetector:
 
 
 def compiled_form(scheme: Any) -> Any:
-    """Return the scheme with all fields that its words do not depend on (biases, scores) at their defaults.
+    """Scheme with all fields that its words do not depend on (biases, scores) at their defaults.
 
     Programs are compiled for this form, so that schemes that differ in those fields share them.
     """
@@ -77,7 +77,7 @@ def compiled_form(scheme: Any) -> Any:
 
 
 def as_ids(texts_or_ids: Any, tokenizer: Any, *, vocab_size: int, canonicalize: bool = True) -> Ragged:
-    """Return strings, lists of ids, an array [B T] of ids, or Ragged as Ragged.
+    """Strings, lists of ids, an array [B T] of ids, or Ragged as Ragged.
 
     Raises:
       ValueError: strings without a tokenizer, or a tokenizer whose vocabulary is larger than the detector's.
@@ -110,7 +110,7 @@ def detect(
     prompt_lengths: np.ndarray | int | None = None,
     payload: int | None = None,
 ) -> statistics.Detections:
-    """Return scores and p-values of N texts under one key or one each; texts of similar length share a batch.
+    """Scores and p-values of N texts under one key or one each; texts of similar length share a batch.
 
     Args:
       payload: the message, where it is known before the texts are seen. Unset, every message that the scheme can carry
@@ -138,7 +138,7 @@ def detect(
 
 
 def _any_payload(detector: NumpyDetector, key: Any, tokens: Any, lengths: Any, prompt: Any) -> Any:
-    """Return the detections of the likeliest payload of each text [B T], p-values corrected for all of them.
+    """Detections of the likeliest payload of each text [B T], p-values corrected for all of them.
 
     The randomised p-value is the smallest over all payloads before it is corrected: where discrete p-values tie, that
     of one payload alone would not be uniform.
@@ -193,7 +193,7 @@ def _groups(padded: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def join(parts: Sequence[statistics.Detections], places: Sequence[np.ndarray]) -> statistics.Detections:
-    """Return the detections of all rows in order; places are the rows of each part."""
+    """Detections of all rows in order; places are the rows of each part."""
     if not parts:
         none = np.zeros(0)
         whole = none.astype(np.int64)
@@ -206,7 +206,7 @@ def join(parts: Sequence[statistics.Detections], places: Sequence[np.ndarray]) -
 
 
 def checked_scheme(scheme: Any, vocab_size: int) -> Any:
-    """Return the scheme that a name, a mapping or a scheme stands for, fit for a vocabulary.
+    """Scheme that a name, a mapping or a scheme stands for, fit for a vocabulary.
 
     Raises:
       ValueError: an unknown scheme, a vocabulary size outside 2..MAX_VOCAB, or more payloads than tokens.
@@ -232,7 +232,7 @@ def _whole(ids: Any) -> np.ndarray:
 
 
 def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """Return tokens [B T], lengths [B], prompt lengths [B] as int32, and zeros behind each text's end.
+    """Tokens [B T], lengths [B], prompt lengths [B] as int32, and zeros behind each text's end.
 
     Raises:
       ValueError: shapes do not fit, or a token lies outside the vocabulary.
@@ -250,7 +250,7 @@ def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) 
 
 
 def padded_lengths(lengths: np.ndarray, *, steps: int = 8) -> np.ndarray:
-    """Return the program length of each text: `steps` sizes from each power of two to the next, at least 16 apart."""
+    """Program length of each text: `steps` sizes from each power of two to the next, at least 16 apart."""
     lengths = np.maximum(np.asarray(lengths, np.int64), 1)
     power = 2 ** np.ceil(np.log2(np.maximum(lengths, 32))).astype(np.int64)
     step = np.maximum(16, power // (2 * steps))
@@ -258,7 +258,7 @@ def padded_lengths(lengths: np.ndarray, *, steps: int = 8) -> np.ndarray:
 
 
 def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int = 0) -> np.ndarray:
-    """Return the halves of each row's key as uint32 [K 2 B], `extra` zero rows behind; K = 2 for a dual-key scheme.
+    """Halves of each row's key as uint32 [K 2 B], `extra` zero rows behind; K = 2 for a dual-key scheme.
 
     Raises:
       ValueError: neither one key nor one for each row.

@@ -171,7 +171,7 @@ class Writer:
         self._generator = backend.sample.Generator(model, eos_id=eos_id, sampling=sampling, processors=self._processors)
 
     def __call__(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[list[int]]:
-        """Return the continuation of each prompt, whose numbers in the run are `rows`."""
+        """Continuation of each prompt, whose numbers in the run are `rows`."""
         settings = self._settings
         marks = [row % len(settings.marks) for row in rows]
         states = []
@@ -187,7 +187,7 @@ class Writer:
 
 
 def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
-    """Return the prompts of a run as token ids.
+    """Prompts of a run as token ids.
 
     Raises:
       ValueError: the file has no text, or the model has no chat template.
@@ -221,12 +221,12 @@ def check_output(settings: GenerateConfig, output: str | Path) -> None:
 
 
 def record_of(output: Path) -> Path:
-    """Return the file beside an output that says what its rows were made with."""
+    """File beside an output that says what its rows were made with."""
     return Path(f"{output}.run.json")
 
 
 def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
-    """Return what decides the texts, keys apart: by name, so that a message can say what differs."""
+    """Everything that decides the texts but the keys, by name, so that a message can say what differs."""
     marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its place
     fields = settings.model_copy(update={"marks": marks}).model_dump(mode="json", exclude={"batch_size"})
     checksums = {
@@ -257,7 +257,7 @@ def _check_same(output: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> No
 
 
 def _finished(output: Path, run_id: str) -> int:
-    """Return how many rows a file holds, after cutting off what follows its last whole line."""
+    """How many rows a file holds, after cutting off what follows its last whole line."""
     rows = store.rows(output)
     for place, line in enumerate(rows, 1):
         try:

@@ -55,7 +55,7 @@ class HostLoop:
         )
 
     def __call__(self, input_ids: Int[Array, "B T"], scores: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return the logits of the next token, marked; input_ids are prompt and continuation so far."""
+        """Logits of the next token, marked; input_ids are prompt and continuation so far."""
         if self._prompt_length < 0:
             self._prompt_length = input_ids.shape[1]
             self._share_keys(input_ids.shape[0])

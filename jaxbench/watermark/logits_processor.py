@@ -51,7 +51,7 @@ class Watermark:
         row_ids: Sequence[int] | None = None,
         batch_size: int = 0,
     ) -> State:
-        """Return the state of a batch before its first token: arrays with a row for each key, None = not marked.
+        """State of a batch before its first token: arrays with a row for each key, None = not marked.
 
         Args:
           payloads: the message of each row, 0 <= payload < 2**payload_bits.
@@ -81,7 +81,7 @@ class Watermark:
     def apply(
         self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
     ) -> tuple[State, Float[Array, "B V"]]:
-        """Return the state and logits that make green tokens more likely; a scheme that draws changes nothing here."""
+        """State and logits that make green tokens more likely; a scheme that draws changes nothing here."""
         return (state, logits) if self.draws else self._mark.apply(state, logits, Position(tokens, length, step))
 
     def draw(
@@ -104,7 +104,7 @@ class Watermark:
     def reweight(
         self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
     ) -> tuple[State, Float[Array, "B V"]]:
-        """Return the next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
+        """Next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
 
         Where the draw itself is keyed (gumbel), all tokens but the drawn one are -inf.
         """

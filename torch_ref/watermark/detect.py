@@ -35,7 +35,7 @@ def detect_batch(
     green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
-    """Return scores and p-values of texts under one key.
+    """Scores and p-values of texts under one key.
 
     Arguments and errors are those of the twin.
     """
@@ -92,7 +92,7 @@ def _evidence(
 
 
 def _is_first(inputs: Words, valid: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Return True where no earlier valid position of the row has equal inputs: stable sorts, then neighbours."""
+    """True where no earlier valid position of the row has equal inputs: stable sorts, then neighbours."""
     *seeds, tokens = inputs
     # two words a column; seeds have two words or four
     columns = [tokens | (~valid).to(torch.int64) << 32]

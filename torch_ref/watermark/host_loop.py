@@ -54,7 +54,7 @@ class HostLoop:
         )
 
     def __call__(self, input_ids: Int[Tensor, "B T"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Return the logits of the next token, marked; input_ids are prompt and continuation so far."""
+        """Logits of the next token, marked; input_ids are prompt and continuation so far."""
         if self._prompt_length < 0:
             self._prompt_length = input_ids.shape[1]
             self._share_keys(input_ids.shape[0])

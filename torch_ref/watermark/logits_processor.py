@@ -75,7 +75,7 @@ class Watermark:
     def apply(
         self, state: Any, logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
     ) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the state and logits that make green tokens more likely; a scheme that draws changes nothing here."""
+        """State and logits that make green tokens more likely; a scheme that draws changes nothing here."""
         return (state, logits) if self.draws else self._mark.apply(state, logits, Position(tokens, length, step))
 
     def draw(
@@ -98,7 +98,7 @@ class Watermark:
     def reweight(
         self, state: Any, logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
     ) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
+        """Next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
 
         Where the draw itself is keyed (gumbel), all tokens but the drawn one are -inf.
         """

@@ -39,7 +39,7 @@ def edit(name: str, items: Sequence[Any], strength: float, draws: Draws, *, pool
 
 
 def swap(items: Sequence[Any], strength: float, draws: Draws) -> list[Any]:
-    """Return items with each pair (0, 1), (2, 3), ... swapped with probability `strength`."""
+    """Items with each pair (0, 1), (2, 3), ... swapped with probability `strength`."""
     out = list(items)
     for i in np.flatnonzero(draws.uniform(len(out) // 2) < strength):
         out[2 * i], out[2 * i + 1] = out[2 * i + 1], out[2 * i]

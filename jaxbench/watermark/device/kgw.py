@@ -23,13 +23,13 @@ class Mark(marks.Mark):
         self._has_list_per_candidate = scheme.context.kind == "self"
 
     def first_state(self, state: State) -> State:
-        """Return the state, under the rule `self` with the words P(v, v), which depend on the key alone."""
+        """State, under the rule `self` with the words P(v, v), which depend on the key alone."""
         if not self._has_list_per_candidate:
             return state
         return state | {"own": own_lanes(marks.first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
-        """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
+        """Tokens that are green after the contexts of rows that are marked here; none in other rows."""
         threshold = jnp.uint32(green_count.threshold(self.scheme.gamma))
         rule, key = self.scheme.context, marks.first_key(state)
         contexts = marks.last_tokens(at, rule.length)
@@ -54,7 +54,7 @@ class Mark(marks.Mark):
         return prf.shift(green, state["payload"])
 
     def _candidate_lanes(self, state: State, contexts: Int[Array, "B n"], key: prf.Halves) -> prf.Lanes:
-        """Return the words of all candidates under the rule `self`, in lanes."""
+        """Words of all candidates under the rule `self`, in lanes."""
         if "payload" not in state:
             site = reference.site_of(self.scheme)
             return self_lanes(key, contexts, state["own"], site=site, num_elements=self.vocab_size)
@@ -68,7 +68,7 @@ class Mark(marks.Mark):
 def self_lanes(
     key: prf.Halves, contexts: Int[Array, "B n"], own: UInt32[Array, "B 4 C"], *, site: int, num_elements: int
 ) -> prf.Lanes:
-    """Return the words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
+    """Words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
     blocks, least = prf.block_numbers(num_elements), [own[:, j] for j in range(4)]
     for i in range(contexts.shape[1]):
         pairs = prf.random_blocks((blocks, contexts[:, i : i + 1].astype(jnp.uint32), 0, SELF_SITE), key)
@@ -78,6 +78,6 @@ def self_lanes(
 
 
 def own_lanes(key: prf.Halves, *, num_elements: int) -> UInt32[Array, "B 4 C"]:
-    """Return P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
+    """P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
     tokens = jnp.arange(4 * -(-num_elements // 4), dtype=jnp.uint32)[None, :]
     return prf.pair_words(tokens, tokens, key).reshape(-1, tokens.shape[1] // 4, 4).swapaxes(1, 2)

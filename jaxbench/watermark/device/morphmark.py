@@ -17,7 +17,7 @@ class Mark(kgw.Mark):
     """MorphMark on a device."""
 
     def apply(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the state and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
+        """State and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
         is_green = self.green_tokens(state, at)
         green = jnp.sum(jnp.where(is_green, jax.nn.softmax(logits, axis=-1), 0), axis=-1, keepdims=True)
         green = jnp.minimum(green, 1)
@@ -27,7 +27,7 @@ class Mark(kgw.Mark):
 
 
 def strength(green_probability: Float[Array, "B 1"], scheme: Any) -> Float[Array, "B 1"]:
-    """Return r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
+    """r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
     scaled = scheme.k * green_probability
     r = {"linear": lambda x: x, "exp": jnp.expm1, "log": jnp.log1p}[scheme.form](scaled)
     return jnp.where(green_probability < scheme.p_0, 0, jnp.minimum(r, 1))

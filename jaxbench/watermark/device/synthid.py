@@ -21,7 +21,7 @@ class Mark(ReweightingMark):
     """SynthID on a device."""
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return the logarithm of the distribution after the tournament, up to a constant in each row."""
+        """Logarithm of the distribution after the tournament, up to a constant in each row."""
         candidates, site = self.scheme.candidates, reference.site_of(self.scheme)
         if candidates is not None and candidates < self.vocab_size:
             return self._played_by_head(keyed, logits, candidates)
@@ -30,7 +30,7 @@ class Mark(ReweightingMark):
         return _play(logits, prf.interleave(words, self.vocab_size), self.scheme.depth)
 
     def _played_by_head(self, keyed: KeyedStep, logits: Float[Array, "B V"], candidates: int) -> Float[Array, "B V"]:
-        """Return the logits after a tournament among the tokens of schemes.synthid.head."""
+        """Logits after a tournament among the tokens of schemes.synthid.head."""
         size, rows = HEAD_BLOCK, jnp.arange(logits.shape[0])[:, None]
         padded = jnp.pad(logits, ((0, 0), (0, -self.vocab_size % size)), constant_values=-jnp.inf)
         blocks = padded.reshape(logits.shape[0], -1, size)
@@ -44,26 +44,26 @@ class Mark(ReweightingMark):
 def block_words(
     key: prf.Halves, seeds: UInt32[Array, "B 2"], blocks: Int[Array, "B n"], *, size: int, site: int
 ) -> UInt32[Array, "B C"]:
-    """Return the words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
+    """Words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
     counters = blocks.astype(jnp.uint32)[:, :, None] * jnp.uint32(size // 4) + prf.block_numbers(size)[:, None, :]
     words = prf.random_blocks((counters.reshape(blocks.shape[0], -1), seeds[:, :1], seeds[:, 1:], site), key)
     return prf.interleave(words, blocks.shape[1] * size)
 
 
 def _stored(state: State, compute: Callable[[], Any]) -> Any:
-    """Return the result of `compute`, stored: as that of a branch, it is not computed anew by each of its readers."""
+    """Result of `compute`, stored: as that of a branch, it is not computed anew by each of its readers."""
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
     return lax.cond(jnp.any(state["marked"]), compute, lambda: empty)
 
 
 def _play(logits: Float[Array, "B C"], words: UInt32[Array, "B C"], depth: int) -> Float[Array, "B C"]:
-    """Return logits after the tournament among them; their logsumexp stays."""
+    """Logits after the tournament among them; their logsumexp stays."""
     p = jax.nn.softmax(logits, axis=-1)
     return logits + jnp.log(jnp.where(p > 0, _tournament(p, words, depth) / jnp.where(p > 0, p, 1), 1))
 
 
 def _tournament(p: Float[Array, "B V"], words: UInt32[Array, "B V"], depth: int) -> Float[Array, "B V"]:
-    """Return schemes.synthid.tournament of each row."""
+    """schemes.synthid.tournament of each row."""
 
     def layers(p: Array, bits: Array, count: int) -> Array:
         for i in range(count):

@@ -47,7 +47,7 @@ class Dip(GreenScheme):
 def token_words(
     key: Halves, seeds: UInt32[np.ndarray, "*shape 2"], tokens: Int[np.ndarray, "*shape"], *, vocab_size: int
 ) -> UInt32[np.ndarray, "*shape"]:
-    """Return each token's place in the order of its seed, in the top bits of a word."""
+    """Each token's place in the order of its seed, in the top bits of a word."""
     bits = order_bits(vocab_size)
     return permute(np.asarray(tokens).astype(np.uint32), round_keys(key, seeds), bits) << np.uint32(32 - bits)
 
@@ -55,7 +55,7 @@ def token_words(
 def reweight(
     probabilities: Float[np.ndarray, "*shape V"], positions: Int[np.ndarray, "*shape V"], *, alpha: float
 ) -> Float[np.ndarray, "*shape V"]:
-    """Return DiP's distribution, in float64; positions give the order of the tokens (Wu et al. 2023, section 4)."""
+    """DiP's distribution, in float64; positions give the order of the tokens (Wu et al. 2023, section 4)."""
     order = np.argsort(positions, axis=-1)
     mass = np.take_along_axis(probabilities.astype(np.float64), order, axis=-1)
     end = np.cumsum(mass, axis=-1)
@@ -70,20 +70,20 @@ def reweight(
 
 
 def order_bits(vocab_size: int) -> int:
-    """Return b, the least even number with 2**b >= vocab_size; the order is a permutation of [0, 2**b)."""
+    """b, the least even number with 2**b >= vocab_size; the order is a permutation of [0, 2**b)."""
     bits = max(2, (vocab_size - 1).bit_length())
     return bits + bits % 2
 
 
 def round_keys(key: Halves, seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt32[np.ndarray, "*shape 8"]:
-    """Return the round keys of seeds: two Philox blocks."""
+    """Round keys of seeds: two Philox blocks."""
     site = philox.site_id("watermark/dip")
     blocks = [philox.philox4x32((np.uint32(i), seeds[..., 0], seeds[..., 1], site), key) for i in range(2)]
     return np.stack(np.broadcast_arrays(*blocks[0], *blocks[1]), axis=-1)
 
 
 def mix(x: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
-    """Return the 32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection of uint32 values."""
+    """32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection of uint32 values."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_MULTIPLIERS[0])
     x = (x ^ (x >> np.uint32(13))) * np.uint32(MIX_MULTIPLIERS[1])
     return x ^ (x >> np.uint32(16))
@@ -92,7 +92,7 @@ def mix(x: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
 def permute(
     values: UInt32[np.ndarray, "*shape"], keys: UInt32[np.ndarray, "*shape 8"], bits: int
 ) -> UInt32[np.ndarray, "*shape"]:
-    """Return the image of values in [0, 2**bits) under the Feistel network with these round keys."""
+    """Image of values in [0, 2**bits) under the Feistel network with these round keys."""
     half, mask = np.uint32(bits // 2), np.uint32(2 ** (bits // 2) - 1)
     left, right = values >> half, values & mask
     for i in range(FEISTEL_ROUNDS):

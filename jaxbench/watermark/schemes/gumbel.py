@@ -60,7 +60,7 @@ class Gumbel(Scheme):
         return vllm_prf.token_words(states, tokens, pair), states
 
     def complements(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """Return 1 - u of words, exact in float64, with u as the function `prf` defines it."""
+        """1 - u of words, exact in float64, with u as the function `prf` defines it."""
         k = (words >> np.uint32(8)).astype(np.float64)
         if self.prf == "vllm":
             return (2.0**24 - k) / (2.0**24 + 1.0)
@@ -88,7 +88,7 @@ class ExponentialSum(Statistic):
     is_continuous: ClassVar[bool] = True
 
     def token_scores(self, evidence: reference.Evidence) -> Float[np.ndarray, "N T"]:
-        """Return -log(1 - u) of each scored token."""
+        """-log(1 - u) of each scored token."""
         value = -np.log(self.scheme.complements(evidence.words))
         if evidence.second_words is not None:
             alpha = self.scheme.dual_key_alpha
@@ -96,7 +96,7 @@ class ExponentialSum(Statistic):
         return np.where(evidence.scored, value, 0.0)
 
     def total(self, evidence: reference.Evidence) -> Float[np.ndarray, " N"]:
-        """Return the sum of the token scores."""
+        """Sum of the token scores."""
         total = self._sum(evidence.words, evidence.scored)
         if evidence.second_words is None:
             return total
@@ -104,18 +104,18 @@ class ExponentialSum(Statistic):
         return (1.0 - alpha) * total + alpha * self._sum(evidence.second_words, evidence.scored)
 
     def _sum(self, words: np.ndarray, scored: np.ndarray) -> np.ndarray:
-        """Return the sum of -log(1 - u) over scored positions [N]; eight factors share one logarithm (> 2**-208)."""
+        """Sum of -log(1 - u) over scored positions [N]; eight factors share one logarithm (> 2**-208)."""
         values = np.where(scored, self.scheme.complements(words), 1.0)
         values = np.pad(values, ((0, 0), (0, -values.shape[1] % 8)), constant_values=1.0)
         return -np.log(values.reshape(len(values), -1, 8).prod(axis=2)).sum(axis=1)
 
     def moments(self) -> tuple[float, float]:
-        """Return 1 and the variance, 1 with one key."""
+        """1 and the variance, 1 with one key."""
         alpha = self.scheme.dual_key_alpha
         return 1.0, (1.0 - alpha) ** 2 + alpha**2
 
     def tail(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
-        """Return the tail of the gamma distribution, or of the sum of two.
+        """Tail of the gamma distribution, or of the sum of two.
 
         Raises:
           ValueError: an unknown dual_key_method.
@@ -126,7 +126,7 @@ class ExponentialSum(Statistic):
         return null_distributions.gamma(total, num_scored)
 
     def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Return the scores of independent uniform words."""
+        """Scores of independent uniform words."""
         words, second = (reference.null_words(random, shape) for _ in range(2))
         is_dual = reference.is_dual_key(self.scheme)
         return self.token_scores(reference.Evidence(words, np.ones(shape, bool), second if is_dual else None))

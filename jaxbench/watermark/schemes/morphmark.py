@@ -32,7 +32,7 @@ class MorphMark(GreenScheme):
 
 
 def strength(green_probability: Float[np.ndarray, "*shape"], scheme: MorphMark) -> Float[np.ndarray, "*shape"]:
-    """Return r, the share of the red tokens' probability that the green ones get."""
+    """r, the share of the red tokens' probability that the green ones get."""
     p, k = np.asarray(green_probability, np.float64), scheme.k
     r = {"linear": k * p, "exp": np.expm1(k * p), "log": np.log1p(k * p)}[scheme.form]
     return np.where(p < scheme.p_0, 0.0, np.minimum(r, 1.0))
@@ -41,7 +41,7 @@ def strength(green_probability: Float[np.ndarray, "*shape"], scheme: MorphMark) 
 def reweight(
     probabilities: Float[np.ndarray, "*shape V"], is_green: Bool[np.ndarray, "*shape V"], scheme: MorphMark
 ) -> Float[np.ndarray, "*shape V"]:
-    """Return the marked distribution, in float64: green tokens times 1 + r (1 - P) / P, red ones times 1 - r."""
+    """Marked distribution, in float64: green tokens times 1 + r (1 - P) / P, red ones times 1 - r."""
     p = probabilities.astype(np.float64)
     green = np.where(is_green, p, 0).sum(axis=-1, keepdims=True)
     r = strength(green, scheme)

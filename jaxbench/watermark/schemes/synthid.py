@@ -67,13 +67,13 @@ class BitSum(Statistic):
     weights: tuple[int, ...]  # of the layers' bits
 
     def token_scores(self, evidence: reference.Evidence) -> Int[np.ndarray, "N T"]:
-        """Return the weighted bits of each scored token."""
+        """Weighted bits of each scored token."""
         bits = ((evidence.words >> np.uint32(i)) & np.uint32(1) for i in range(self.scheme.depth))
         value = sum(weight * bit.astype(np.int64) for weight, bit in zip(self.weights, bits))
         return np.where(evidence.scored, value, 0)
 
     def total(self, evidence: reference.Evidence) -> Int[np.ndarray, " N"]:
-        """Return the sum of the token scores."""
+        """Sum of the token scores."""
         words, scored, depth = evidence.words, evidence.scored, self.scheme.depth
         if self.scheme.score == "mean":
             bits = np.bitwise_count(words & np.uint32((1 << depth) - 1))
@@ -82,30 +82,30 @@ class BitSum(Statistic):
         return sum(weight * one for weight, one in zip(self.weights, ones))
 
     def moments(self) -> tuple[float, float]:
-        """Return half the sum of the weights and a quarter of the sum of their squares."""
+        """Half the sum of the weights and a quarter of the sum of their squares."""
         return 0.5 * sum(self.weights), 0.25 * sum(w * w for w in self.weights)
 
     def tail(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
-        """Return the tail of Binomial(n depth, 1/2), or of the lattice sum."""
+        """Tail of Binomial(n depth, 1/2), or of the lattice sum."""
         if self.scheme.score == "mean":
             return null_distributions.binomial(total, num_scored * self.scheme.depth, 0.5)
         return null_distributions.lattice(total, num_scored, self.weights)
 
     def reported(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return the mean of the bits; bayesian: log P(bits | marked) / P(bits | not marked), nats."""
+        """Mean of the bits; bayesian: log P(bits | marked) / P(bits | not marked), nats."""
         if self.scheme.score == "bayesian":
             constant = sum(math.log1p(-math.tanh(0.5 * w / BAYESIAN_STEPS_PER_NAT)) for w in self.weights)
             return total / BAYESIAN_STEPS_PER_NAT + num_scored * constant
         return np.where(num_scored > 0, total / np.maximum(1, num_scored * sum(self.weights)), 0.0)
 
     def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Return the scores of independent uniform words."""
+        """Scores of independent uniform words."""
         words = reference.null_words(random, shape)
         return self.token_scores(reference.Evidence(words, np.ones(shape, bool))).astype(np.float64)
 
 
 def weights(depth: int, kind: Literal["weighted", "mean", "bayesian"]) -> tuple[int, ...]:
-    """Return the integer weight of each layer's bits: weighted (10 to 1, Dathathri et al. 2024) or bayesian."""
+    """Integer weight of each layer's bits: weighted (10 to 1, Dathathri et al. 2024) or bayesian."""
     if kind == "bayesian":
         odds = [math.log((2.0 + b) / (2.0 - b)) for b in TWO_LEAVES[:depth]]
         return tuple(max(1, round(BAYESIAN_STEPS_PER_NAT * value)) for value in odds)
@@ -118,7 +118,7 @@ def weights(depth: int, kind: Literal["weighted", "mean", "bayesian"]) -> tuple[
 def tournament(
     probabilities: Float[np.ndarray, "*shape V"], words: UInt32[np.ndarray, "*shape V"], *, depth: int
 ) -> Float[np.ndarray, "*shape V"]:
-    """Return the distribution after `depth` layers of p (1 + g - sum(g p)), g = bit i of the words, in float64."""
+    """Distribution after `depth` layers of p (1 + g - sum(g p)), g = bit i of the words, in float64."""
     p = probabilities.astype(np.float64)
     for i in range(depth):
         g = (words >> np.uint32(i)) & np.uint32(1)
@@ -127,7 +127,7 @@ def tournament(
 
 
 def head(logits: Float[np.ndarray, "*shape V"], *, candidates: int) -> Bool[np.ndarray, "*shape V"]:
-    """Return which tokens play a tournament: the likeliest blocks of HEAD_BLOCK consecutive ids.
+    """Which tokens play a tournament: the likeliest blocks of HEAD_BLOCK consecutive ids.
 
     The candidates // HEAD_BLOCK blocks with the largest largest logit, the lower id where two are equal. A tournament
     among them leaves their mass as it is, so the distribution stays unchanged on average over keys, and other tokens

@@ -62,11 +62,11 @@ class DistinctGreenCount(GreenCount):
     vocab_size: int
 
     def variance(self, num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return n gamma (1 - gamma) (V - n) / (V - 1)."""
+        """n gamma (1 - gamma) (V - n) / (V - 1)."""
         return num_scored * self.moments()[1] * (self.vocab_size - num_scored) / max(1, self.vocab_size - 1)
 
     def tail(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
-        """Return the tail of the hypergeometric distribution.
+        """Tail of the hypergeometric distribution.
 
         Raises:
           ValueError: more distinct tokens than the vocabulary has.
@@ -78,7 +78,7 @@ class DistinctGreenCount(GreenCount):
         return null_distributions.hypergeometric(total, num_scored, **drawn_from)
 
     def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Return 0s and 1s drawn without replacement."""
+        """0s and 1s drawn without replacement."""
         scores, left = np.zeros(shape), np.full(shape[0], self.list_size, np.float64)
         for i in range(shape[1]):
             scores[:, i] = random.random(shape[0]) * (self.vocab_size - i) < left

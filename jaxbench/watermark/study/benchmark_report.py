@@ -85,7 +85,7 @@ SHOWN = {
 
 
 def label(scheme: dict) -> str:
-    """Return the short name of a scheme's configuration, e.g. `kgw-min4` or `gumbel-vllm-left4`."""
+    """Short name of a scheme's configuration, e.g. `kgw-min4` or `gumbel-vllm-left4`."""
     if "scheme" not in scheme:
         return scheme.get("algorithm_name", "transformers")
     parts = [scheme["scheme"]]
@@ -103,7 +103,7 @@ def label(scheme: dict) -> str:
 
 
 def overhead_bar(scheme: dict) -> float | None:
-    """Return the share of a plain step that a watermark may add, None where none was set."""
+    """Share of a plain step that a watermark may add, None where none was set."""
     kind = (scheme.get("context") or {}).get("kind")
     if scheme["scheme"] == "synthid":
         return 0.05
@@ -113,7 +113,7 @@ def overhead_bar(scheme: dict) -> float | None:
 
 
 def summarise(records: Sequence[dict], settings: dict, about: dict) -> dict[str, Any]:
-    """Return rates, ratios to peers, overheads and verdicts as plain JSON."""
+    """Rates, ratios to peers, overheads and verdicts as plain JSON."""
     detection = [row for row in records if row["kind"] == "detection"]
     table = _launch_rates(detection, "seconds")
     main = ((settings.get("detection") or {}).get("engines") or ["jax"])[0]  # the engine that the bars are for
@@ -144,7 +144,7 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
 
 
 def tables(summary: dict[str, Any]) -> list[Any]:
-    """Return the tables that a reader sees, as rich renderables."""
+    """Tables that a reader sees, as rich renderables."""
     shown = [_table(of.title, [_cells(row, of) for row in summary[name]]) for name, of in SHOWN.items()]
     shown = [table for table in shown if table is not None]
     if summary["about"].get("tokenizers"):
@@ -156,7 +156,7 @@ def tables(summary: dict[str, Any]) -> list[Any]:
 
 
 def _launch_rates(records: Sequence[dict], field: str) -> dict[tuple, dict[int, float]]:
-    """Return texts a second of each (arm, scheme, part, batch size) and launch."""
+    """Texts a second of each (arm, scheme, part, batch size) and launch."""
     samples: dict[tuple, dict[int, list[float]]] = {}
     for row in records:
         case = row["case"]
@@ -185,7 +185,7 @@ def _rates(table: dict[tuple, dict[int, float]], cpu: dict[tuple, dict[int, floa
 
 
 def _ratios(table: dict[tuple, dict[int, float]], main: str) -> list[dict]:
-    """Return every engine's ratio to a peer: the t-interval over launches of the log ratio of their rates."""
+    """Every engine's ratio to a peer: the t-interval over launches of the log ratio of their rates."""
     rows = []
     for pair in PAIRS:
         peer = next((row for name, row in table.items() if name[:2] + name[3:4] == pair[1:4]), None)
@@ -210,7 +210,7 @@ def _interval(values: Iterable[float]) -> tuple[float, float, float]:
 
 
 def _overhead(record: dict) -> dict:
-    """Return what a watermark adds to a step, isolated and end to end.
+    """Time that a watermark adds to a step, isolated and end to end.
 
     End to end, the unit of replication is a pair of decode calls, plain and marked one after the other.
     """
@@ -231,7 +231,7 @@ def _overhead(record: dict) -> dict:
 
 
 def _verdicts(records: Sequence[dict]) -> list[dict]:
-    """Return one row an author: texts, those whose counts agree, and what each side says."""
+    """One row an author: texts, those whose counts agree, and what each side says."""
     found = [row for row in records if "missing" not in row]
     summary = []
     for author in dict.fromkeys(row["author"] for row in found):
@@ -266,7 +266,7 @@ def _cells(row: dict[str, Any], shown: Shown) -> dict[str, Any]:
 
 
 def _table(title: str, rows: list[dict]) -> Any:
-    """Return a rich table of dictionaries with equal keys, None without rows."""
+    """A rich table of dictionaries with equal keys, None without rows."""
     from rich.table import Table
 
     if not rows:

@@ -128,7 +128,7 @@ class Ours:
         return self.detectors[name]
 
     def _make(self) -> Any:
-        """Return the engine's class of detectors."""
+        """The engine's class of detectors."""
         if self.engine == "numpy":
             Detector = detection.NumpyDetector
         elif self.engine == "jax":
@@ -173,7 +173,7 @@ class Transformers:
         return {**worker.timed(call, repeats), "texts": count}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
-        """Return z, green tokens and scored tokens of texts given as ids."""
+        """z, green tokens and scored tokens of texts given as ids."""
         import torch
 
         detector, rows = self._detector(scheme), []

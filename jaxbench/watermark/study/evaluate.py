@@ -37,7 +37,7 @@ class Evaluation:
     # Stages
 
     def stage(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return a stage's result, from its file where it is finished."""
+        """A stage's result, from its file where it is finished."""
         result, is_kept = store.kept(self.workdir / f"{name}.json", compute)
         if self._on_stage:
             self._on_stage(name, not is_kept)
@@ -56,7 +56,7 @@ class Evaluation:
         return columns
 
     def plan(self) -> int:
-        """Return how many stages there are."""
+        """How many stages there are."""
         s, rows = self.settings, self.settings.generate.prompts
         batches = -(-rows // s.generate.batch_size)
         parts = sum(-(-rows // REWRITE_ROWS) if attacks.rewrites(attack) else 1 for attack in s.attacks)
@@ -96,7 +96,7 @@ class Evaluation:
     # What the stages compute
 
     def read_material(self) -> evaluate_data.Material:
-        """Return prompts and human texts; nothing is written.
+        """Prompts and human texts; nothing is written.
 
         Raises:
           ValueError: data do not fit.
@@ -144,7 +144,7 @@ class Evaluation:
         return self.parts_of(f"attack/{arm}/{attacks.slug(attack)}-", size, len(texts), compute)
 
     def _detect(self, arm: str, texts: dict[str, dict], attacked: dict[str, list[str]]) -> dict[str, Any]:
-        """Return p-values: marked and unmarked text by length, attacked text whole, human text under every key."""
+        """p-values: marked and unmarked text by length, attacked text whole, human text under every key."""
         bench, lengths = self.parts.bench(arm), list(self.settings.detect.lengths)
         scores: dict[str, Any] = {"lengths": lengths, "attacks": {}}
         cut = self.settings.attack_tokens
@@ -160,7 +160,7 @@ class Evaluation:
         return scores
 
     def _show(self, arm: str, texts: list[str]) -> list[dict[str, Any]]:
-        """Return single texts token by token, marked and human, with each token's evidence."""
+        """Single texts token by token, marked and human, with each token's evidence."""
         bench, shown = self.parts.bench(arm), []
         limit = self.settings.attack_tokens
         for i in range(min(self.settings.shown_texts, len(texts))):
@@ -185,7 +185,7 @@ class Evaluation:
         return shown
 
     def _generation(self, arm: str, texts: dict[str, list]) -> dict[str, list]:
-        """Return quality under the generating model itself, after the prompt."""
+        """Quality under the generating model itself, after the prompt."""
         s = self.settings
         scorer = self.parts.scorer(s.model, s.generate.dtype)
         rows = [[*prompt, *ids[: s.attack_tokens]] for prompt, ids in zip(self.material.prompts, texts["ids"])]
@@ -201,7 +201,7 @@ class Evaluation:
         return {name: getattr(scores, name).tolist() for name in ("nll", "entropy", "excess", "divergence")}
 
     def _judged(self, arm: str, texts: dict[str, list[str]]) -> dict[str, Any]:
-        """Return quality under the second model setting, for each attack."""
+        """Quality under the second model setting, for each attack."""
         slugs = texts if self.settings.quality.attacked else (CLEAN,)
         compute = lambda slug: functools.partial(self._quality, texts[slug])
         return {slug: self.stage(f"quality/{arm}/{slug}", compute(slug)) for slug in slugs}
@@ -219,7 +219,7 @@ class Evaluation:
         return {"nll": scores.nll.tolist(), "entropy": scores.entropy.tolist(), **columns}
 
     def _spoof(self, arm: str, texts: dict[str, dict]) -> dict[str, Any]:
-        """Return guessed keys and forged texts, judged by the owner's detector."""
+        """Guessed keys and forged texts, judged by the owner's detector."""
         bench, key = self.parts.bench(arm), self.parts.keys[arm][0]
         own = [row for row in range(self.settings.generate.prompts) if row % self.settings.num_keys == 0]
         marked = [ids for ids in bench.encode([texts[arm]["text"][row] for row in own]) if ids]
@@ -303,7 +303,7 @@ def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return what each token adds to the text; the first of several that make one character add nothing."""
+    """Text that each token adds; the first of several that make one character add nothing."""
     found, before = [], ""
     for end in range(1, len(ids) + 1):
         whole = tokenizer.decode(ids[:end])

@@ -49,7 +49,7 @@ def load(
 
 
 def fingerprint(path: str | None) -> str:
-    """Return the sha256 of the text that `load` reads, without reading it as text.
+    """Sha256 of the text that `load` reads, without reading it as text.
 
     Raises:
       ValueError: no such file.
@@ -90,6 +90,6 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def first_tokens(tokenizer: Any, texts: Sequence[str], limit: int) -> list[str]:
-    """Return texts cut to at most `limit` tokens."""
+    """Texts cut to at most `limit` tokens."""
     encoded = tokenizer.encode_batch(list(texts), add_special=False)
     return [text if len(ids) <= limit else tokenizer.decode(ids[:limit]) for text, ids in zip(texts, encoded)]

@@ -41,11 +41,11 @@ class Parts:
         self.bench, self.scorer = functools.cache(self._bench), functools.cache(self._scorer)
 
     def key(self, arm: str, row: int) -> Key:
-        """Return the key of a row of an arm."""
+        """Key of a row of an arm."""
         return self.keys[arm][row % self.settings.num_keys]
 
     def row_keys(self, arm: str, count: int) -> list[Key]:
-        """Return the keys of the first rows of an arm."""
+        """Keys of the first rows of an arm."""
         return [self.key(arm, row) for row in range(count)]
 
     @functools.cached_property
@@ -103,18 +103,18 @@ class Bench:
         self._detector = detect.Detector(scheme, vocab_size=vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids that the detector sees: canonical text, without special tokens."""
+        """Ids that the detector sees: canonical text, without special tokens."""
         if self._canonicalize:
             texts = [canonical.canonicalize(text).text for text in texts]
         return self._tokenizer.encode_batch(list(texts), add_special=False)
 
     def evidence(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> reference.Evidence:
-        """Return the evidence of texts under one key, or each under its own."""
+        """Evidence of texts under one key, or each under its own."""
         ids = Ragged.from_lists(token_ids)
         return self._detector.evidence(ids.take(np.arange(len(ids))), ids.lengths.astype(np.int32), key)
 
     def score(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> statistics.Detections:
-        """Return scores and p-values of texts under one key, or each under its own."""
+        """Scores and p-values of texts under one key, or each under its own."""
         return statistics.score(self.scheme, self.evidence(token_ids, key), vocab_size=self.vocab_size)
 
     def at_lengths(

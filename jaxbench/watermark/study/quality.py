@@ -40,12 +40,12 @@ class Scores(NamedTuple):
 
     @property
     def perplexity(self) -> np.ndarray:
-        """Return exp(nll)."""
+        """Exp(nll)."""
         return np.exp(self.nll)
 
     @property
     def excess(self) -> np.ndarray:
-        """Return nll - entropy: 0 in expectation for text that the model drew at temperature 1."""
+        """Nll - entropy: 0 in expectation for text that the model drew at temperature 1."""
         return self.nll - self.entropy
 
 
@@ -124,7 +124,7 @@ class Scorer:
     def _score_rows(
         self, leaves: list[Array], tokens: Int[Array, "B T"], lengths: Int[Array, " B"], first: Int[Array, " B"]
     ) -> Float[Array, "4 B"]:
-        """Return the sums over scored tokens of -log p and entropy, nan for the divergence, and the number of them."""
+        """Sums over scored tokens of -log p and entropy, nan for the divergence, and the number of them."""
         model, hidden = self._hidden(leaves, tokens, lengths)
         size = tokens.shape[1]
         padded = -(-size // CHUNK) * CHUNK
@@ -156,7 +156,7 @@ class Scorer:
         state: Any,
         temperature: Float[Array, ""],
     ) -> Float[Array, " B"]:
-        """Return the sum over scored positions of KL(marked || plain)."""
+        """Sum over scored positions of KL(marked || plain)."""
         model, hidden = self._hidden(leaves, tokens, lengths)
         is_scored = _is_scored(tokens.shape[1], lengths, first)
 
@@ -181,6 +181,6 @@ def _fill(state: Any, num_rows: int, batch_size: int) -> Any:
 
 
 def _is_scored(size: int, lengths: Int[Array, " B"], first: Int[Array, " B"]) -> Array:
-    """Return where the next token is scored [B T]: position t predicts token t + 1."""
+    """Where the next token is scored [B T]: position t predicts token t + 1."""
     target = jnp.arange(1, size + 1)[None, :]
     return (target >= first[:, None]) & (target < lengths[:, None])

@@ -25,13 +25,13 @@ class Mark(marks.Mark):
         self._has_list_per_candidate = scheme.context.kind == "self"
 
     def first_state(self, state: State) -> State:
-        """Return the state, under the rule `self` with the words P(v, v), which depend on the key alone."""
+        """State, under the rule `self` with the words P(v, v), which depend on the key alone."""
         if not self._has_list_per_candidate:
             return state
         return state | {"own": own_lanes(marks.first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
-        """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
+        """Tokens that are green after the contexts of rows that are marked here; none in other rows."""
         is_active = marks.active_rows(self.scheme, state, at)
         if not is_active.any():
             return torch.zeros((at.tokens.shape[0], self.vocab_size), dtype=torch.bool, device=at.tokens.device)
@@ -49,7 +49,7 @@ class Mark(marks.Mark):
         return prf.shift(green, state["payload"])
 
     def _candidate_lanes(self, state: State, contexts: Int[Tensor, "B n"], key: prf.Halves) -> prf.Lanes:
-        """Return the words of all candidates under the rule `self`, in lanes."""
+        """Words of all candidates under the rule `self`, in lanes."""
         if "payload" not in state:
             site = reference.site_of(self.scheme)
             return self_lanes(key, contexts, state["own"], site=site, num_elements=self.vocab_size)
@@ -63,7 +63,7 @@ class Mark(marks.Mark):
 def self_lanes(
     key: prf.Halves, contexts: Int[Tensor, "B n"], own: Int64[Tensor, "B 4 C"], *, site: int, num_elements: int
 ) -> prf.Lanes:
-    """Return the words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
+    """Words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
     blocks, least = prf.block_numbers(num_elements, device=key[0].device), [own[:, j] for j in range(4)]
     for i in range(contexts.shape[1]):
         pairs = prf.random_blocks((blocks, contexts[:, i : i + 1].to(torch.int64) & philox.MASK32, 0, SELF_SITE), key)
@@ -73,6 +73,6 @@ def self_lanes(
 
 
 def own_lanes(key: prf.Halves, *, num_elements: int) -> Int64[Tensor, "B 4 C"]:
-    """Return P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
+    """P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
     tokens = torch.arange(4 * -(-num_elements // 4), device=key[0].device)[None, :]
     return prf.pair_words(tokens, tokens, key).reshape(-1, tokens.shape[1] // 4, 4).swapaxes(1, 2)

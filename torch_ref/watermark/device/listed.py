@@ -27,14 +27,14 @@ class Mark(marks.Mark):
     def apply(
         self, state: tuple[State, State], logits: Float[Tensor, "B V"], at: Position
     ) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the state and the logits with the scheme's bias added to those of green tokens."""
+        """State and the logits with the scheme's bias added to those of green tokens."""
         shared, state = state
         is_active = marks.active_rows(self.scheme, state, at)
         is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.to(logits.dtype) * self._lists.rule.bias
 
     def _green_tokens(self, shared: State, at: Position) -> Bool[Tensor, "B V"]:
-        """Return the green list that the context of each row selects from the bit table."""
+        """Green list that the context of each row selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
         contexts = shared["values"][marks.last_tokens(at, width)]
         if rule.combine == "skip":

@@ -38,27 +38,27 @@ class KeyedStep(NamedTuple):
 
 
 def first_key(state: State) -> prf.Halves:
-    """Return the first key [B 1] of each row."""
+    """First key [B 1] of each row."""
     return prf.halves(state["keys"][:, :2], 2)
 
 
 def active_rows(scheme: Any, state: State, at: Position) -> Bool[Tensor, " B"]:
-    """Return which rows have a key and a full context."""
+    """Which rows have a key and a full context."""
     return state["marked"] & (at.length >= scheme.context_length)
 
 
 def last_places(length: Int[Tensor, " B"], width: int) -> Int[Tensor, "B n"]:
-    """Return the places of the last `width` tokens of each row; below 0 where there are fewer."""
+    """Places of the last `width` tokens of each row; below 0 where there are fewer."""
     return length[:, None] + torch.arange(-width, 0, device=length.device)[None, :]
 
 
 def last_tokens(at: Position, width: int) -> Int[Tensor, "B n"]:
-    """Return the last `width` tokens of each row; where there are fewer, the first ones have no meaning."""
+    """Last `width` tokens of each row; where there are fewer, the first ones have no meaning."""
     return torch.gather(at.tokens, 1, torch.clamp(last_places(at.length, width), min=0)).to(torch.int64)
 
 
 def with_history(state: State) -> State:
-    """Return a state that remembers which contexts each row was drawn after: none yet."""
+    """A state that remembers which contexts each row was drawn after: none yet."""
     marked = state["marked"]
     return state | {"used": torch.zeros((len(marked), HISTORY, 2), dtype=torch.int64, device=marked.device)}
 
@@ -66,7 +66,7 @@ def with_history(state: State) -> State:
 def remember(
     state: State, context_seeds: Int64[Tensor, "B 2"], is_active: Bool[Tensor, " B"], step: int
 ) -> tuple[State, Bool[Tensor, " B"]]:
-    """Return the state that knows this step's contexts, and which active rows have a context that is new to them."""
+    """State that knows this step's contexts, and which active rows have a context that is new to them."""
     slots = torch.arange(HISTORY, device=is_active.device)[None, :]
     is_known = (state["used"] == context_seeds[:, None, :]).all(dim=-1) & (slots < step)
     is_new = is_active & ~is_known.any(dim=1)
@@ -76,7 +76,7 @@ def remember(
 
 
 def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedStep]:
-    """Return the next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
+    """Next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
     key, rule = first_key(state), scheme.context
     contexts = last_tokens(at, rule.width)
     seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
@@ -85,7 +85,7 @@ def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedSte
 
 
 def draw_if_any(is_active: Bool[Tensor, " B"], draw: Any) -> Int[Tensor, " B"]:
-    """Return the tokens of `draw`, or -1 in every row where no row is active: what is not needed is not computed."""
+    """Tokens of `draw`, or -1 in every row where no row is active: what is not needed is not computed."""
     return draw() if is_active.any() else torch.full(is_active.shape, -1, device=is_active.device)
 
 

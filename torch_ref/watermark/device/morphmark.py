@@ -16,7 +16,7 @@ class Mark(kgw.Mark):
     """MorphMark on a device."""
 
     def apply(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the state and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
+        """State and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
         is_green = self.green_tokens(state, at)
         green = torch.where(is_green, torch.softmax(logits, dim=-1), 0).sum(dim=-1, keepdim=True)
         green = torch.clamp(green, max=1)
@@ -26,7 +26,7 @@ class Mark(kgw.Mark):
 
 
 def strength(green_probability: Float[Tensor, "B 1"], scheme: Any) -> Float[Tensor, "B 1"]:
-    """Return r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
+    """r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
     scaled = scheme.k * green_probability
     r = {"linear": lambda x: x, "exp": torch.expm1, "log": torch.log1p}[scheme.form](scaled)
     return torch.where(green_probability < scheme.p_0, 0, torch.clamp(r, max=1))

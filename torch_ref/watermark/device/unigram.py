@@ -20,7 +20,7 @@ class Mark(marks.Mark):
         return state["green"] & marks.active_rows(self.scheme, state, at)[:, None]
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words of the tokens of texts; there is one seed for all, so none is named."""
+        """Words of the tokens of texts; there is one seed for all, so none is named."""
         lists, index = text.fixed_lists
         words = torch.where(lists[index[:, None], text.tokens], 0, reference.RED)
         return words, text.tokens.new_zeros((*text.tokens.shape, 0))
