@@ -41,12 +41,12 @@ class Canonical(NamedTuple):
 
     @property
     def num_changed(self) -> int:
-        """Return the number of characters that were replaced or removed."""
+        """Number of characters that were replaced or removed."""
         return self.homoglyphs + self.invisible + self.compatibility
 
 
 def canonicalize(text: str) -> Canonical:
-    """Return the canonical form of a text; doing it twice changes nothing more.
+    """Canonical form of a text; doing it twice changes nothing more.
 
     Source of the look-alikes: Unicode Technical Standard 39, confusables.txt, as `confusable-homoglyphs` packs it.
     """
@@ -55,45 +55,47 @@ def canonicalize(text: str) -> Canonical:
     text, invisible = _invisible.subn("", text)
     text, joined = _remove_joiners(text)
     text, spaces = _spaces.subn(" ", text)
-    styled = sum(len(found) for found in _styled.findall(text))
-    text = _styled.sub(lambda found: unicodedata.normalize("NFKC", found.group()), text)
+    styled = sum(len(letters) for letters in _styled.findall(text))
+    text = _styled.sub(lambda match: unicodedata.normalize("NFKC", match.group()), text)
     text, homoglyphs = _latinize(text)
     return Canonical(text, homoglyphs, invisible + joined, spaces + styled)
 
 
 @functools.cache
 def look_alikes() -> dict[str, str]:
-    """Return letter -> ASCII letter for the letters of other scripts that look like one."""
+    """Letter -> ASCII letter for the letters of other scripts that look like one."""
     from confusable_homoglyphs import confusables
 
-    found = {}
+    ascii_of = {}
     for letter, others in confusables.confusables_data.items():
         if len(letter) != 1 or not letter.isalpha() or unicodedata.name(letter, "LATIN").startswith("LATIN"):
             continue
-        ascii_letters = [one["c"] for one in others if len(one["c"]) == 1 and one["c"].isascii() and one["c"].isalpha()]
+        ascii_letters = [c for c in (other["c"] for other in others) if len(c) == 1 and c.isascii() and c.isalpha()]
         if ascii_letters and not re.match(f"[{STYLED}]", letter):
             # confusables.txt gives small l for every capital I
-            found[letter] = "I" if ascii_letters[0] == "l" and letter.isupper() else ascii_letters[0]
-    return found
+            ascii_of[letter] = "I" if ascii_letters[0] == "l" and letter.isupper() else ascii_letters[0]
+    return ascii_of
 
 
 @functools.cache
 def _suspicious() -> frozenset[str]:
-    """Return every character that canonicalisation may change."""
+    """Every character that canonicalisation may change."""
     ranges = re.findall("(.)-(.)|(.)", INVISIBLE + JOINERS + SPACES + STYLED, re.DOTALL)
-    found = (chr(code) for first, last, one in ranges for code in range(ord(first or one), ord(last or one) + 1))
-    return frozenset(found) | frozenset(look_alikes())
+    letters = (
+        chr(code) for first, last, single in ranges for code in range(ord(first or single), ord(last or single) + 1)
+    )
+    return frozenset(letters) | frozenset(look_alikes())
 
 
 def _remove_joiners(text: str) -> tuple[str, int]:
     removed = 0
 
-    def replace(found: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         nonlocal removed
-        before = text[found.start() - 1] if found.start() else "a"
+        before = text[match.start() - 1] if match.start() else "a"
         if ord(before) >= LATIN_END and before not in look_alikes():
-            return found.group()
-        removed += len(found.group())
+            return match.group()
+        removed += len(match.group())
         return ""
 
     return _joiners.sub(replace, text), removed
@@ -103,12 +105,12 @@ def _latinize(text: str) -> tuple[str, int]:
     table = look_alikes()
     changed = 0
 
-    def mixed(found: re.Match[str]) -> str:
-        word = found.group()
+    def mixed(match: re.Match[str]) -> str:
+        word = match.group()
         return replaced(word) if any(ord(letter) < LATIN_END for letter in word) else word
 
-    def whole(found: re.Match[str]) -> str:
-        word = found.group()
+    def whole(match: re.Match[str]) -> str:
+        word = match.group()
         is_symbol = len(word) == 1 and unicodedata.name(word).startswith("GREEK")
         return replaced(word) if all(letter in table for letter in word) and not is_symbol else word
 

@@ -35,11 +35,7 @@ def check_device() -> None:
 
 
 def check_where(*read: str | None) -> None:
-    """Raise unless either --text, or --input and --output with their flags are given, and can be read and written.
-
-    Args:
-      read: further files that the command reads.
-    """
+    """Raise unless either --text, or --input and --output with their flags are given (`read`: further inputs)."""
     given = [name for name in ("text", "input") if VALUES[name].value is not None]
     if len(given) != 1:
         raise ValueError(f"give either --text or --input, got {' and '.join(given) or 'none'}")

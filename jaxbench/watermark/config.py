@@ -43,7 +43,7 @@ Scheme = Annotated[functools.reduce(operator.or_, SCHEMES.values()), Field(discr
 
 
 def parse_scheme(given: str | Mapping[str, Any] | Base) -> Any:
-    """Return the scheme that a name, a mapping with the key `scheme`, or a scheme stands for.
+    """Scheme that a name, a mapping with the key `scheme`, or a scheme stands for.
 
     Raises:
       ValueError: the scheme is unknown (the nearest name is given), or a field is unknown or out of range.

@@ -7,7 +7,6 @@ positions runs over whole rows of the batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,7 +38,7 @@ def detect_batch(
     green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
-    """Return scores and p-values of texts under one key.
+    """Scores and p-values of texts under one key.
 
     Args:
       texts_or_ids: strings, lists of ids, an array [B T] of ids, or detection.Ragged.
@@ -59,53 +58,30 @@ def detect_batch(
     return detection.detect(detector, ids, key, prompt_lengths=prompt_lengths, payload=payload)
 
 
-class Detector:
+class Detector(detection.NumpyDetector):
     """A scheme's evidence on one device. Programs are shared between detectors: keys and sizes are arguments."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme = detection.checked_scheme(scheme, vocab_size)
-        self.vocab_size = vocab_size
-        self.green_lists = detection.own_lists(self.scheme, vocab_size, green_lists)
+        super().__init__(scheme, vocab_size=vocab_size, green_lists=green_lists)
         libtpu.leave_out_if_absent()
         devices.check_device(device)
         self._device = jax.local_devices(backend={"cpu": "cpu", "gpu": "cuda"}.get(device, device))[0]
-        self._lists: dict[Key, np.ndarray] = {}
 
-    def evidence(
-        self,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        key: Key | Sequence[Key],
-        *,
-        prompt_lengths: np.ndarray | int | None = None,
-        payload: int | np.ndarray = 0,
-    ) -> reference.Evidence:
-        """Return the words of tokens [B T] and which of them are scored; see reference.evidence.
-
-        One payload, or one for each text.
-
-        Raises:
-          ValueError: a token lies outside the vocabulary.
-        """
-        tokens, lengths, prompt = detection.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
+    def _compute(self, key: Any, tokens: Any, lengths: Any, prompt: Any, payload: Any) -> reference.Evidence:
+        tokens, lengths, prompt = detection.checked(tokens, lengths, prompt, vocab_size=self.vocab_size)
         if self.scheme.key_field is not None or tokens.shape[1] > detection.MAX_DEVICE_LENGTH:
-            return detection.host_evidence(self, key, tokens, lengths, prompt, payload)
+            return super()._compute(key, tokens, lengths, prompt, payload)
         rows, columns = tokens.shape
-        shape = detection.padded_shape(rows, columns)
-        pad = ((0, shape[0] - rows), (0, shape[1] - columns))
-        keys = detection.key_arrays(self.scheme, key, rows, pad[0][1])
+        extra = max(8, 1 << max(0, rows - 1).bit_length()) - rows  # rows to a power of two
+        wide = int(detection.padded_lengths(np.array([columns]))[0])
         payload = np.broadcast_to(np.asarray(payload % self.vocab_size, np.uint32), rows)
-        arrays = (np.pad(x, pad if x.ndim == 2 else pad[0]) for x in (tokens, lengths, prompt, payload))
-        arguments = (*arrays, keys, self._fixed_lists(key, rows, pad[0][1]))
-        arguments = jax.device_put(arguments, self._device)
-        found = _evidence(*arguments, form=detection.compiled_form(self.scheme), vocab_size=self.vocab_size)
-        words, scored, second = (None if x is None else np.asarray(x)[:rows, :columns] for x in found)
-        return reference.Evidence(words, scored, second)
-
-    def _fixed_lists(self, key: Key | Sequence[Key], rows: int, extra: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the lists [K V] of a scheme with one list a key, and the list of each row [B]; None for others."""
-        found = detection.fixed_lists(self.scheme, key, rows, self._lists, vocab_size=self.vocab_size)
-        return None if found is None else (found[0], np.pad(found[1], (0, extra)))
+        tokens = np.pad(tokens, ((0, extra), (0, wide - columns)))
+        arrays = [tokens, *(np.pad(x, (0, extra)) for x in (lengths, prompt, payload))]
+        lists = self._lists_of(key, rows)
+        lists = None if lists is None else (lists[0], np.pad(lists[1], (0, extra)))
+        arguments = jax.device_put((*arrays, detection.key_arrays(self.scheme, key, rows, extra), lists), self._device)
+        evidence = _evidence(*arguments, form=detection.compiled_form(self.scheme), vocab_size=self.vocab_size)
+        return reference.Evidence(*(None if x is None else np.asarray(x)[:rows, :columns] for x in evidence))
 
 
 @functools.partial(jax.jit, static_argnames=("form", "vocab_size"))
@@ -129,14 +105,14 @@ def _evidence(
     pairs = [(keys[i, 0][None], keys[i, 1][None]) for i in range(keys.shape[0])]
     text = prf.Text(tokens, prompt, payload[None], fixed_lists)
     words, seeds = mark.text_words(pairs[0], text)
-    scored = valid & _is_first((*_columns(seeds), tokens), valid)
+    scored = valid & _is_first((*(seeds[..., i] for i in range(seeds.shape[-1])), tokens), valid)
     if len(pairs) == 1:
         return words.T, scored.T, None
     return words.T, scored.T, mark.text_words(pairs[1], text)[0].T
 
 
 def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:
-    """Return True where no earlier valid position of the column has equal inputs: every pair is compared."""
+    """True where no earlier valid position of the column has equal inputs: every pair is compared."""
     length = valid.shape[0]
     step = -(-length // SLABS) if valid.size >= SLAB_TOKENS else length
     repeated, found = jnp.zeros(valid.shape, bool), []
@@ -154,7 +130,3 @@ def _is_first(inputs: Words, valid: Bool[Array, "T B"]) -> Bool[Array, "T B"]:
         found.append(repeated[:step])
         repeated = repeated[step:]
     return ~jnp.concatenate(found)
-
-
-def _columns(seeds: UInt32[Array, "T B S"]) -> Words:
-    return tuple(seeds[..., i] for i in range(seeds.shape[-1]))

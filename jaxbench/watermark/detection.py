@@ -6,7 +6,7 @@ Axis letters: B texts of one batch, T tokens, N all texts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -24,47 +24,52 @@ BATCH_TOKENS = 2**18  # padded tokens of one call: fits the cache, and keeps the
 MAX_VOCAB = 2**24  # tokens: sixteen times the largest vocabularies; unigram's list has one entry for each
 
 
-class Evidencer(Protocol):
-    """What detection needs of a backend: reference.evidence for one scheme and vocabulary."""
-
-    scheme: Any
-    vocab_size: int
-
-    def evidence(self, tokens, lengths, key, *, prompt_lengths=None, payload=0) -> reference.Evidence:
-        """Return the evidence of tokens [B T]."""
-        ...
-
-
 class NumpyDetector:
-    """The reference as a detector: no compilation, no device."""
+    """A scheme's evidence by the reference: no compilation, no device. Detectors on a device are made from it."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme = checked_scheme(scheme, vocab_size)
-        self.vocab_size = vocab_size
-        self.green_lists = own_lists(self.scheme, vocab_size, green_lists)
+        self.scheme, self.vocab_size = checked_scheme(scheme, vocab_size), vocab_size
+        self.green_lists = lists_of(self.scheme, vocab_size=vocab_size) if green_lists is None else green_lists
+        self._fixed_lists: dict[Key, Bool[np.ndarray, " V"]] = {}
 
     def evidence(
         self,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
+        tokens: Int[np.ndarray, "B T"],
+        lengths: Int[np.ndarray, " B"],
         key: Key | Sequence[Key],
         *,
-        prompt_lengths: np.ndarray | int | None = None,
-        payload: int | np.ndarray = 0,
+        prompt_lengths: Int[np.ndarray, " B"] | int | None = None,
+        payload: Int[np.ndarray, " B"] | int = 0,
     ) -> reference.Evidence:
-        """Return the words of tokens [B T] and which of them are scored; see reference.evidence."""
-        return host_evidence(self, key, tokens, lengths, prompt_lengths, payload)
+        """Words of tokens and which of them are scored; see reference.evidence.
 
+        Raises:
+          ValueError: a token lies outside the vocabulary.
+        """
+        return self._compute(key, tokens, lengths, prompt_lengths, payload)
 
-def host_evidence(detector: Any, key: Any, tokens: Any, lengths: Any, prompt: Any, payload: Any) -> reference.Evidence:
-    """Return reference.evidence for a detector's scheme, vocabulary and lists; payload may be one for each text."""
-    payload = payload if isinstance(payload, int) else np.asarray(payload)[:, None]
-    fixed = {"vocab_size": detector.vocab_size, "green_lists": detector.green_lists}
-    return reference.evidence(detector.scheme, key, tokens, lengths, prompt_lengths=prompt, payload=payload, **fixed)
+    def _compute(self, key: Any, tokens: Any, lengths: Any, prompt: Any, payload: Any) -> reference.Evidence:
+        return reference.evidence(
+            self.scheme, key, tokens, lengths, vocab_size=self.vocab_size, prompt_lengths=prompt,
+            payload=payload if isinstance(payload, int) else np.asarray(payload)[:, None],
+            green_lists=self.green_lists,
+        )  # fmt: skip
+
+    def _lists_of(
+        self, key: Key | Sequence[Key], rows: int
+    ) -> tuple[Bool[np.ndarray, "K V"], Int[np.ndarray, " B"]] | None:
+        """Lists of the distinct keys and the list of each row; None where the scheme has no fixed lists."""
+        if not self.scheme.has_fixed_list:
+            return None
+        keys = [key] if isinstance(key, Key) else list(key)
+        distinct, lists = list(dict.fromkeys(keys)), self._fixed_lists
+        lists |= {key: self.scheme.green_list(key, self.vocab_size) for key in distinct if key not in lists}
+        index = np.array([distinct.index(key) for key in keys], np.int32)
+        return np.stack([lists[key] for key in distinct]), np.resize(index, rows)
 
 
 def compiled_form(scheme: Any) -> Any:
-    """Return the scheme with all fields that its words do not depend on (biases, scores) at their defaults.
+    """Scheme with all fields that its words do not depend on (biases, scores) at their defaults.
 
     Programs are compiled for this form, so that schemes that differ in those fields share them.
     """
@@ -72,7 +77,7 @@ def compiled_form(scheme: Any) -> Any:
 
 
 def as_ids(texts_or_ids: Any, tokenizer: Any, *, vocab_size: int, canonicalize: bool = True) -> Ragged:
-    """Return strings, lists of ids, an array [B T] of ids, or Ragged as Ragged.
+    """Strings, lists of ids, an array [B T] of ids, or Ragged as Ragged.
 
     Raises:
       ValueError: strings without a tokenizer, or a tokenizer whose vocabulary is larger than the detector's.
@@ -98,14 +103,14 @@ def as_ids(texts_or_ids: Any, tokenizer: Any, *, vocab_size: int, canonicalize: 
 
 
 def detect(
-    detector: Evidencer,
+    detector: NumpyDetector,
     ids: Ragged,
     key: Key | Sequence[Key],
     *,
     prompt_lengths: np.ndarray | int | None = None,
     payload: int | None = None,
 ) -> statistics.Detections:
-    """Return scores and p-values of N texts under one key or one each; texts of similar length share a batch.
+    """Scores and p-values of N texts under one key or one each; texts of similar length share a batch.
 
     Args:
       payload: the message, where it is known before the texts are seen. Unset, every message that the scheme can carry
@@ -115,55 +120,54 @@ def detect(
     Raises:
       ValueError: the scheme has no such payload.
     """
-    number = num_payloads(detector.scheme)
-    if payload is not None and not 0 <= payload < number:
-        raise ValueError(f"detect: payload={payload}, wanted 0 <= payload < {number} for this scheme")
+    limit = num_payloads(detector.scheme)
+    if payload is not None and not 0 <= payload < limit:
+        raise ValueError(f"detect: payload={payload}, wanted 0 <= payload < {limit} for this scheme")
     prompt = np.broadcast_to(np.asarray(0 if prompt_lengths is None else prompt_lengths, np.int32), len(ids))
     parts, places = [], []
     for rows, tokens, lengths in batches(ids):
-        one = key if isinstance(key, Key) else [key[row] for row in rows]
-        if payload is None and number > 1:
-            parts.append(_any_payload(detector, one, tokens, lengths, prompt[rows]))
+        keys = key if isinstance(key, Key) else [key[row] for row in rows]
+        if payload is None and limit > 1:
+            parts.append(_any_payload(detector, keys, tokens, lengths, prompt[rows]))
         else:
-            evidence = detector.evidence(tokens, lengths, one, prompt_lengths=prompt[rows], payload=payload or 0)
-            found = statistics.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
-            parts.append(found if number == 1 else found._replace(payload=np.full(len(rows), payload, np.int64)))
+            evidence = detector.evidence(tokens, lengths, keys, prompt_lengths=prompt[rows], payload=payload or 0)
+            scores = statistics.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
+            parts.append(scores if limit == 1 else scores._replace(payload=np.full(len(rows), payload, np.int64)))
         places.append(rows)
     return join(parts, places)
 
 
-def _any_payload(detector: Evidencer, key: Any, tokens: Any, lengths: Any, prompt: Any) -> Any:
-    """Return the detections of the likeliest payload of each text [B T], p-values corrected for all of them.
+def _any_payload(detector: NumpyDetector, key: Any, tokens: Any, lengths: Any, prompt: Any) -> Any:
+    """Detections of the likeliest payload of each text [B T], p-values corrected for all of them.
 
     The randomised p-value is the smallest over all payloads before it is corrected: where discrete p-values tie, that
     of one payload alone would not be uniform.
     """
-    number, rows = num_payloads(detector.scheme), np.arange(len(tokens))
+    limit, rows = num_payloads(detector.scheme), np.arange(len(tokens))
     # all payloads of few texts, or few payloads of many texts, fill one call
-    together = max(1, min(number, BATCH_TOKENS // max(1, tokens.size)))
-    best = None
-    for start in range(0, number, together):
-        payloads = np.arange(start, min(number, start + together))
+    together = max(1, min(limit, BATCH_TOKENS // max(1, tokens.size)))
+    candidates = []  # the likeliest payload of each text in each call
+    for start in range(0, limit, together):
+        payloads = np.arange(start, min(limit, start + together))
         size = len(payloads)
-        keys = key if isinstance(key, Key) else list(key) * size
-        tiled = (np.tile(tokens, (size, 1)), np.tile(lengths, size), keys)
-        of_each = {"prompt_lengths": np.tile(prompt, size), "payload": np.repeat(payloads, len(rows))}
-        evidence = detector.evidence(*tiled, **of_each)
-        found = statistics.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
-        table = statistics.Detections(*(column.reshape(size, len(rows)) for column in found))
-        at = table.p_value.argmin(axis=0)
-        chosen = statistics.Detections(*(column[at, rows] for column in table))
-        chosen = chosen._replace(payload=payloads[at], randomized_p=table.randomized_p.min(axis=0))
-        if best is None:
-            best = chosen
-            continue
-        least = np.minimum(best.randomized_p, chosen.randomized_p)
-        better = chosen.p_value < best.p_value
-        best = statistics.Detections(*(np.where(better, new, old) for new, old in zip(chosen, best)))
-        best = best._replace(randomized_p=least)
-    assert best is not None  # there is at least one payload
+        evidence = detector.evidence(
+            np.tile(tokens, (size, 1)), np.tile(lengths, size), key if isinstance(key, Key) else list(key) * size,
+            prompt_lengths=np.tile(prompt, size), payload=np.repeat(payloads, len(rows)),
+        )  # fmt: skip
+        scores = statistics.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
+        scores = scores._replace(payload=np.repeat(payloads, len(rows)))
+        candidates.append(_likeliest(scores, size))
+    best = _likeliest(statistics.Detections(*map(np.concatenate, zip(*candidates))), len(candidates))
     names = ("p_value", "mid_p", "randomized_p")
-    return best._replace(**{name: statistics.any_of(getattr(best, name), number) for name in names})
+    return best._replace(**{name: statistics.any_of(getattr(best, name), limit) for name in names})
+
+
+def _likeliest(scores: statistics.Detections, size: int) -> statistics.Detections:
+    """Of `size` sets of the same texts, end to end, each text's with the smallest p, the first where they tie."""
+    table = statistics.Detections(*(column.reshape(size, -1) for column in scores))
+    at = table.p_value.argmin(axis=0)
+    best = statistics.Detections(*(np.take_along_axis(column, at[None], axis=0)[0] for column in table))
+    return best._replace(randomized_p=table.randomized_p.min(axis=0))
 
 
 def batches(ids: Ragged) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -189,7 +193,7 @@ def _groups(padded: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def join(parts: Sequence[statistics.Detections], places: Sequence[np.ndarray]) -> statistics.Detections:
-    """Return the detections of all rows in order; places are the rows of each part."""
+    """Detections of all rows in order; places are the rows of each part."""
     if not parts:
         none = np.zeros(0)
         whole = none.astype(np.int64)
@@ -202,7 +206,7 @@ def join(parts: Sequence[statistics.Detections], places: Sequence[np.ndarray]) -
 
 
 def checked_scheme(scheme: Any, vocab_size: int) -> Any:
-    """Return the scheme that a name, a mapping or a scheme stands for, fit for a vocabulary.
+    """Scheme that a name, a mapping or a scheme stands for, fit for a vocabulary.
 
     Raises:
       ValueError: an unknown scheme, a vocabulary size outside 2..MAX_VOCAB, or more payloads than tokens.
@@ -218,17 +222,8 @@ def checked_scheme(scheme: Any, vocab_size: int) -> Any:
     return scheme
 
 
-def own_lists(scheme: Any, vocab_size: int, green_lists: Any = None) -> Any:
-    """Return the green lists of a scheme with lists of its own, the given ones if any; None for other schemes."""
-    return lists_of(scheme, vocab_size=vocab_size) if green_lists is None else green_lists
-
-
 def _whole(ids: Any) -> np.ndarray:
-    """Return token ids as an array.
-
-    Raises:
-      ValueError: they are no whole numbers that fit 32 bits, or no list.
-    """
+    """Token ids as an array."""
     array = np.asarray(ids)
     fits = array.dtype.kind in "iu" and -(2**31) <= array.min(initial=0) and array.max(initial=0) < 2**31
     if not array.ndim or (array.size and not fits):
@@ -237,7 +232,7 @@ def _whole(ids: Any) -> np.ndarray:
 
 
 def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """Return tokens [B T], lengths [B], prompt lengths [B] as int32, and zeros behind each text's end.
+    """Tokens [B T], lengths [B], prompt lengths [B] as int32, and zeros behind each text's end.
 
     Raises:
       ValueError: shapes do not fit, or a token lies outside the vocabulary.
@@ -255,20 +250,15 @@ def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) 
 
 
 def padded_lengths(lengths: np.ndarray, *, steps: int = 8) -> np.ndarray:
-    """Return the program length of each text: `steps` sizes from each power of two to the next, at least 16 apart."""
+    """Program length of each text: `steps` sizes from each power of two to the next, at least 16 apart."""
     lengths = np.maximum(np.asarray(lengths, np.int64), 1)
     power = 2 ** np.ceil(np.log2(np.maximum(lengths, 32))).astype(np.int64)
     step = np.maximum(16, power // (2 * steps))
     return -(-lengths // step) * step
 
 
-def padded_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Return the shape that a batch is padded to: rows to a power of two, at least 8."""
-    return max(8, 1 << max(0, rows - 1).bit_length()), int(padded_lengths(np.array([columns]))[0])
-
-
 def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int = 0) -> np.ndarray:
-    """Return the halves of each row's key as uint32 [K 2 B], `extra` zero rows behind; K = 2 for a dual-key scheme.
+    """Halves of each row's key as uint32 [K 2 B], `extra` zero rows behind; K = 2 for a dual-key scheme.
 
     Raises:
       ValueError: neither one key nor one for each row.
@@ -280,17 +270,3 @@ def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int = 0)
     pairs = [reference.generation_keys(scheme, one) if is_dual else (one,) for one in keys]
     halves = np.array([[one.halves for one in pair] for pair in pairs], np.uint32).transpose(1, 2, 0)
     return np.pad(np.broadcast_to(halves, (*halves.shape[:2], rows)), ((0, 0), (0, 0), (0, extra)))
-
-
-def fixed_lists(
-    scheme: Any, key: Key | Sequence[Key], rows: int, cache: dict[Key, np.ndarray], *, vocab_size: int
-) -> tuple[Bool[np.ndarray, "K V"], Int[np.ndarray, " B"]] | None:
-    """Return the lists of the distinct keys and the list of each row, filling the cache; None: the scheme has none."""
-    if not scheme.has_fixed_list:
-        return None
-    keys = [key] if isinstance(key, Key) else list(key)
-    for one in set(keys) - set(cache):
-        cache[one] = scheme.green_list(one, vocab_size)
-    distinct = list(dict.fromkeys(keys))
-    index = np.array([distinct.index(one) for one in keys], np.int32)
-    return np.stack([cache[one] for one in distinct]), np.resize(index, rows)

@@ -18,14 +18,13 @@ from pydantic import Field, model_validator
 
 from jaxbench import outputs, sample, store, transformer
 from jaxbench.config import Base
-from jaxbench.pretrained import tokenizer as tokenizers
 from jaxbench.pretrained import weights
+from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import packing
 from jaxbench.watermark import identity, logits_processor
-from jaxbench.watermark import keys as key_files
 from jaxbench.watermark.config import Scheme, check_generates, num_payloads
 from jaxbench.watermark.green_lists import lists_of
-from jaxbench.watermark.keys import Key
+from jaxbench.watermark.keys import Key, read_key_file
 from jaxbench.watermark.study import evaluate_models
 
 
@@ -115,17 +114,17 @@ def run(
         rows of this very run.
     """
     output = Path(output)
-    found = [_key(mark) for mark in settings.marks] if keys is None else list(keys)
-    if [key is not None for key in found] != [mark.scheme is not None for mark in settings.marks]:
-        raise ValueError(f"generate: {len(found)} keys for {len(settings.marks)} marks, wanted one for each scheme")
+    keys = [_key(mark) for mark in settings.marks] if keys is None else list(keys)
+    if [key is not None for key in keys] != [mark.scheme is not None for mark in settings.marks]:
+        raise ValueError(f"generate: {len(keys)} keys for {len(settings.marks)} marks, wanted one for each scheme")
     check_output(settings, output)
     wanted = _describe(settings, f"{backend.transformer.__name__} on {device}")
     run_id = wanted["run"]
-    used = [key for key in found if key is not None]
+    used = [key for key in keys if key is not None]
     if not overwrite:
         _check_same(output, wanted, used)
     done = 0 if overwrite else _finished(output, run_id)
-    tokenizer = tokenizers.load_tokenizer(settings.model)
+    tokenizer = load_tokenizer(settings.model)
     prompts = read_prompts(settings, tokenizer)
     if done >= len(prompts):
         say(f"{output} has all {len(prompts)} rows")
@@ -134,11 +133,11 @@ def run(
         say(f"{output} has {done} of {len(prompts)} rows, going on")
     checkpoint = weights.load_checkpoint(settings.model)
     model = backend.transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
-    writer = Writer(settings, found, model=model, eos_id=tokenizer.eos_id, backend=backend)
+    writer = Writer(settings, keys, model=model, eos_id=tokenizer.eos_id, backend=backend)
     for start in range(done, len(prompts), settings.batch_size):
         rows = range(start, min(start + settings.batch_size, len(prompts)))
-        made = writer([prompts[row] for row in rows], rows)
-        lines = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, made)]
+        continuations = writer([prompts[row] for row in rows], rows)
+        lines = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, continuations)]
         if start == 0:  # whatever cannot be generated has failed by now
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
             identity.write(record_of(output), wanted, used)
@@ -172,23 +171,23 @@ class Writer:
         self._generator = backend.sample.Generator(model, eos_id=eos_id, sampling=sampling, processors=self._processors)
 
     def __call__(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[list[int]]:
-        """Return the continuation of each prompt, whose numbers in the run are `rows`."""
+        """Continuation of each prompt, whose numbers in the run are `rows`."""
         settings = self._settings
-        numbers = [row % len(settings.marks) for row in rows]
+        marks = [row % len(settings.marks) for row in rows]
         states = []
         for scheme, processor in zip(self._schemes, self._processors):
-            chosen = [settings.marks[i] if settings.marks[i].scheme == scheme else None for i in numbers]
-            keys = [None if mark is None else self._keys[i] for i, mark in zip(numbers, chosen)]
-            payloads = [0 if mark is None else mark.payload for mark in chosen]
+            own = [settings.marks[mark].scheme == scheme for mark in marks]
+            keys = [self._keys[mark] if is_own else None for mark, is_own in zip(marks, own)]
+            payloads = [settings.marks[mark].payload if is_own else 0 for mark, is_own in zip(marks, own)]
             states.append(processor.state(keys, payloads=payloads, seed=settings.seed, row_ids=rows))
-        made = self._generator(
+        output = self._generator(
             prompts, max_new_tokens=settings.new_tokens, seed=settings.seed, row_ids=list(rows), processor_states=states
         )
-        return [[int(token) for token in ids[:length]] for ids, length in zip(made.tokens, made.lengths)]
+        return [[int(token) for token in ids[:length]] for ids, length in zip(output.tokens, output.lengths)]
 
 
 def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
-    """Return the prompts of a run as token ids.
+    """Prompts of a run as token ids.
 
     Raises:
       ValueError: the file has no text, or the model has no chat template.
@@ -210,7 +209,7 @@ def _key(mark: Mark) -> Key | None:
         return Key(0)  # unused: their key is a field of the scheme
     if mark.key_file is None:
         raise ValueError(f"generate: mark {mark.name!r} names no key_file; make one with `watermark.py keygen`")
-    return key_files.read_key_file(mark.key_file)
+    return read_key_file(mark.key_file)
 
 
 def check_output(settings: GenerateConfig, output: str | Path) -> None:
@@ -222,19 +221,19 @@ def check_output(settings: GenerateConfig, output: str | Path) -> None:
 
 
 def record_of(output: Path) -> Path:
-    """Return the file beside an output that says what its rows were made with."""
+    """File beside an output that says what its rows were made with."""
     return Path(f"{output}.run.json")
 
 
 def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
-    """Return what decides the texts, keys apart: by name, so that a message can say what differs."""
+    """Everything that decides the texts but the keys, by name, so that a message can say what differs."""
     marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its place
     fields = settings.model_copy(update={"marks": marks}).model_dump(mode="json", exclude={"batch_size"})
-    shared = {
+    checksums = {
         "text_sha256": packing.text_sha256(settings.prompts),
         "model_sha256": evaluate_models.sha256(settings.model),
     }
-    whole = {**fields, **shared, "backend": backend}
+    whole = {**fields, **checksums, "backend": backend}
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
     return {**whole, "run": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
@@ -258,22 +257,20 @@ def _check_same(output: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> No
 
 
 def _finished(output: Path, run_id: str) -> int:
-    """Return how many rows a file holds, after cutting off what follows its last whole line."""
+    """How many rows a file holds, after cutting off what follows its last whole line."""
     rows = store.rows(output)
-    for number, line in enumerate(rows, 1):
+    for place, line in enumerate(rows, 1):
         try:
-            found = json.loads(line).get("run")
+            other = json.loads(line).get("run")
         except (ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"generate: {output} line {number} is no row of generate ({error})") from error
-        if found != run_id:
-            raise ValueError(f"generate: {output} line {number} is of run {found}, this is run {run_id}")
+            raise ValueError(f"generate: {output} line {place} is no row of generate ({error})") from error
+        if other != run_id:
+            raise ValueError(f"generate: {output} line {place} is of run {other}, this is run {run_id}")
     store.cut_short(output)
     return len(rows)
 
 
-def _record(
-    settings: GenerateConfig, tokenizer: Any, run_id: str, row: int, prompt: list[int], made: list[int]
-) -> dict:
+def _record(settings: GenerateConfig, tokenizer: Any, run_id: str, row: int, prompt: list[int], ids: list[int]) -> dict:
     mark = settings.marks[row % len(settings.marks)]
     return {
         "row": row,
@@ -282,8 +279,8 @@ def _record(
         "scheme": None if mark.scheme is None else mark.scheme.scheme,
         "prompt": tokenizer.decode(prompt),
         "prompt_ids": prompt,
-        "continuation_ids": made,
-        "ids": prompt + made,
+        "continuation_ids": ids,
+        "ids": prompt + ids,
         "prompt_tokens": len(prompt),
-        "text": tokenizer.decode(made, skip_special=True),
+        "text": tokenizer.decode(ids, skip_special=True),
     }

@@ -29,7 +29,6 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8, UInt32
 
 from jaxbench import philox, process_environment
-from jaxbench.watermark.reference import RED, Seeds, Text, Words
 
 VERSION = 1  # of the cached files
 LARGEST = (2**32 - 1) // 20  # torch.randperm uses another algorithm from here on
@@ -87,7 +86,7 @@ class GreenLists:
         self._is_known = np.zeros(vocab_size, bool)
 
     def row_index(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-        """Return the row of the list that decides each token of texts, -1 where fewer than `width` tokens precede it.
+        """Row of the list that decides each token of texts, -1 where fewer than `width` tokens precede it.
 
         Raises:
           ValueError: a token lies outside the vocabulary, or the scheme has no rows (transformers' selfhash).
@@ -104,7 +103,7 @@ class GreenLists:
         return np.where(values < 0, -1, rows)
 
     def seeds(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-        """Return the 32-bit seed of the list that decides each token, -1 without context.
+        """32-bit seed of the list that decides each token, -1 without context.
 
         Equal (seed, token) is equal evidence.
         """
@@ -114,7 +113,7 @@ class GreenLists:
         return np.where(index < 0, -1, self.rule.row_seeds[index])
 
     def green(self, tokens: Int[np.ndarray, "B T"]) -> Bool[np.ndarray, "B T"]:
-        """Return which tokens are on the list that their context selects; False without context.
+        """Which tokens are on the list that their context selects; False without context.
 
         Raises:
           ValueError: a token lies outside the vocabulary.
@@ -127,7 +126,7 @@ class GreenLists:
         return (table[index, tokens >> 3] >> (tokens & 7).astype(np.uint8) & 1).astype(bool) & (index >= 0)
 
     def green_lists(self, contexts: Int[np.ndarray, "B h"]) -> Bool[np.ndarray, "B V"]:
-        """Return the green list that follows each context of `width` tokens.
+        """Green list that follows each context of `width` tokens.
 
         With a list per candidate this takes a list for each distinct seed: for small vocabularies and for tests.
         """
@@ -142,7 +141,7 @@ class GreenLists:
         return np.stack([self.green(text)[:, -1] for text in texts])
 
     def bits(self, *, show: Callable[[int, int], None] | None = None) -> UInt8[np.ndarray, "R W"]:
-        """Return all rows as packed bits: token v of row r is green iff bits[r, v >> 3] >> (v & 7) & 1.
+        """All rows as packed bits: token v of row r is green iff bits[r, v >> 3] >> (v & 7) & 1.
 
         The table is built once (49,152 tokens: 302 MB, tens of seconds) and memory-mapped from the cache afterwards.
 
@@ -170,7 +169,7 @@ class GreenLists:
         return tokens
 
     def _combined(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-        """Return the number below V that the context of each token is combined to, -1 without context."""
+        """Number below V that the context of each token is combined to, -1 without context."""
         values, size, combine = self.rule.values[tokens], self.vocab_size, self.rule.combine
 
         def earlier(places: int) -> Int[np.ndarray, "B T"]:
@@ -188,7 +187,7 @@ class GreenLists:
         return np.where(np.arange(tokens.shape[1])[None, :] < self.width, -1, combined)
 
     def _rows(self, wanted: Int[np.ndarray, " N"]) -> UInt8[np.ndarray, "R W"]:
-        """Return the table with at least the wanted rows filled in."""
+        """Table with at least the wanted rows filled in."""
         if self._table is None:
             self._table = _sound_table(self.rule.row_seeds, self._shuffle)
             self._is_known[:] = self._table is not None
@@ -209,21 +208,8 @@ class GreenLists:
 
 
 def lists_of(scheme: Any, *, vocab_size: int) -> GreenLists | None:
-    """Return the green lists of a scheme that has lists of its own, None for others."""
+    """Green lists of a scheme that has lists of its own, None for others."""
     return None if scheme.key_field is None else GreenLists(scheme, vocab_size=vocab_size)
-
-
-def text_words(scheme: str, text: Text) -> tuple[Words, Seeds]:
-    """Return words of the tokens of texts that say whether they are on a list, and the seeds of the lists.
-
-    Raises:
-      ValueError: the scheme's lists were not given.
-    """
-    if text.green_lists is None:
-        raise ValueError(f"evidence: scheme {scheme} needs the tables of its green lists, got {text.green_lists}")
-    is_green = text.green_lists.green(text.tokens)
-    words = np.where(is_green, np.uint32(0), np.uint32(RED))
-    return words, text.green_lists.seeds(text.tokens)[..., None]
 
 
 # The permutation
@@ -240,14 +226,14 @@ class Shuffle:
         self._last = np.empty(size + 1, np.int32)
 
     def targets(self, seed: int) -> UInt32[np.ndarray, " n"]:
-        """Return j_i of every step."""
+        """j_i of every step."""
         self._generator.seed(seed & philox.MASK32)
         words = self._generator.randint(0, 2**32, len(self._steps), dtype=np.uint32)
         np.remainder(words, self._left, out=words)
         return np.add(words, self._steps.view(np.uint32), out=words)
 
     def origins(self, targets: UInt32[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " n"]]:
-        """Return the last step that swapped with each entry (-1: none), and what entry i holds just before step i.
+        """Last step that swapped with each entry (-1: none), and what entry i holds just before step i.
 
         Before step i, entry i holds what the last earlier step p with j_p = i put there: what entry p held before
         step p. That is a forest of pointers to smaller numbers, whose roots hold themselves; chains are short, so
@@ -269,7 +255,7 @@ class Shuffle:
         return last[: self.size], origins
 
     def is_early(self, seed: int) -> Bool[np.ndarray, " m"]:
-        """Return which of the numbers below `size` are among the first `steps` of the permutation."""
+        """Which of the numbers below `size` are among the first `steps` of the permutation."""
         last, origins = self.origins(self.targets(seed))
         late = last[len(self._steps) :]  # entries behind the list: untouched, or holding what a swap put there
         is_swapped = late >= 0
@@ -279,17 +265,17 @@ class Shuffle:
         return is_early
 
     def packed(self, seed: int) -> UInt8[np.ndarray, " W"]:
-        """Return `is_early` as bits, eight to a byte, lowest bit first."""
+        """`is_early` as bits, eight to a byte, lowest bit first."""
         return np.packbits(self.is_early(seed), bitorder="little")
 
 
 def green_list(seed: int, vocab_size: int, list_size: int) -> Bool[np.ndarray, " V"]:
-    """Return which tokens are among the first `list_size` of torch.randperm(vocab_size) under a seed."""
+    """Which tokens are among the first `list_size` of torch.randperm(vocab_size) under a seed."""
     return Shuffle(vocab_size, list_size).is_early(seed)
 
 
 def permutation(seed: int, size: int) -> Int[np.ndarray, " n"]:
-    """Return torch.randperm(size) of a CPU generator under a seed, entry for entry."""
+    """Torch.randperm(size) of a CPU generator under a seed, entry for entry."""
     shuffle = Shuffle(size, size)
     targets = shuffle.targets(seed)  # the last step has one choice, and torch leaves it out
     _, origins = shuffle.origins(targets)
@@ -341,7 +327,7 @@ def _cached(
 
 
 def _sound_table(seeds: Int[np.ndarray, " R"], shuffle: Shuffle) -> UInt8[np.ndarray, "R W"] | None:
-    """Return the memory-mapped table, or None where the file is missing, cut short, or holds other lists."""
+    """Memory-mapped table, or None where the file is missing, cut short, or holds other lists."""
     try:
         found = np.load(table_path(seeds, shuffle.size, shuffle.steps), mmap_mode="r")
     except (OSError, ValueError, EOFError):

@@ -43,7 +43,7 @@ def identify(
     ids: Ragged,
     *,
     vocab_size: int,
-    make_detector: Callable[..., detection.Evidencer],
+    make_detector: Callable[..., detection.NumpyDetector],
     correction: str = "holm",
     prompt_lengths: np.ndarray | int | None = None,
 ) -> Identification:

@@ -27,7 +27,7 @@ def write(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -> No
 
 
 def differing(path: Path, wanted: Mapping[str, Any], keys: Iterable[Key] = ()) -> list[str]:
-    """Return the names in which the run that wrote `path` is another than this one; none where they are the same.
+    """Names in which the run that wrote `path` is another than this one; none where they are the same.
 
     Raises:
       ValueError: the file is missing or damaged, or says nothing of a run.

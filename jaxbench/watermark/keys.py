@@ -29,17 +29,17 @@ class Key:
 
     @property
     def halves(self) -> tuple[int, int]:
-        """Return the low and the high 32 bits."""
+        """Low and high 32 bits."""
         return self._value & philox.MASK32, self._value >> 32
 
     @classmethod
     def random(cls) -> Key:
-        """Return a fresh key from the operating system's randomness."""
+        """A fresh key from the operating system's randomness."""
         return cls(secrets.randbits(64))
 
     @classmethod
     def from_passphrase(cls, text: str) -> Key:
-        """Return the key of a passphrase (scrypt, RFC 7914; the same on every machine).
+        """Key of a passphrase (scrypt, RFC 7914; the same on every machine).
 
         Raises:
           ValueError: the passphrase is empty.
@@ -49,7 +49,7 @@ class Key:
         return cls(int.from_bytes(hashlib.scrypt(text.encode(), salt=SALT, dklen=8, **SCRYPT), "big"))
 
     def derive(self, label: str) -> Key:
-        """Return the key that belongs to a label: the first 8 bytes of sha256(label, key), big-endian.
+        """Key that belongs to a label: the first 8 bytes of sha256(label, key), big-endian.
 
         With labels "key_a" and "key_b" these are the two keys of vLLM's dual-key Gumbel watermark.
         """
@@ -84,7 +84,7 @@ def ask_passphrase() -> Key:
 
 
 def read_key_file(path: str | Path) -> Key:
-    """Return the key in a file: one line, `jaxbench-key ` and 16 hexadecimal digits, as write_key_file makes it.
+    """Key in a file: one line, `jaxbench-key ` and 16 hexadecimal digits, as write_key_file makes it.
 
     Raises:
       ValueError: there is no such file, others may read it, or it holds something else. The content is never shown.

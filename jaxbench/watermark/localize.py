@@ -55,7 +55,7 @@ def localize(
     level: float = LEVEL,
     num_payloads: int = 1,
 ) -> list[Localization]:
-    """Return the marked spans of each text: windows whose exact p, times the number of windows, is at most `level`.
+    """Marked spans of each text: windows whose exact p, times the number of windows, is at most `level`.
 
     Where the evidence is that of the likeliest of `num_payloads` messages, p is multiplied by their number, too.
     Spans are disjoint, and neighbours are one span. The whole text counts as a window, so that a text marked from
@@ -94,7 +94,7 @@ def winmax(
     num_draws: int = 9999,
     seed: int = 0,
 ) -> WinMax:
-    """Return each text's largest window z-score (Kirchenbauer et al. 2023, arXiv:2306.04634, section 5) with a valid p.
+    """Each text's largest window z-score (Kirchenbauer et al. 2023, arXiv:2306.04634, section 5) with a valid p.
 
     The null is simulated for the text's number of scored positions, with the scheme's exact distribution of one score.
     The smallest p-value is 1 / (1 + num_draws).
@@ -117,7 +117,7 @@ def winmax(
 
 
 def _windows(number: int, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts and ends of all windows over `number` scored positions: each size that fits, and the whole."""
+    """Starts and ends of all windows over `number` scored positions: each size that fits, and the whole."""
     starts, ends = [], []
     for size in sorted({min(size, number) for size in (*sizes, number)} - {0}):
         first = np.arange(0, number - size + 1, max(1, size // STRIDE))
@@ -129,7 +129,7 @@ def _windows(number: int, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]
 
 
 def _spans(places, starts, ends, p_values, level: float) -> tuple[Span, ...]:
-    """Return disjoint spans: the strongest window first, then those that touch none before; neighbours are joined."""
+    """Disjoint spans: the strongest window first, then those that touch none before; neighbours are joined."""
     taken = np.ones(int(ends.max()), np.float64)  # p-value of the window that holds each scored position, 1 = none
     for window in np.argsort(p_values, kind="stable"):
         inside = taken[starts[window] : ends[window]]
@@ -145,7 +145,7 @@ def _spans(places, starts, ends, p_values, level: float) -> tuple[Span, ...]:
 
 
 def _window_z(standard: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the z-score of every window [R W] of standardised scores [R n]."""
+    """z-score of every window [R W] of standardised scores [R n]."""
     running = np.concatenate([np.zeros((len(standard), 1)), np.cumsum(standard, axis=1)], axis=1)
     return (running[:, ends] - running[:, starts]) / np.sqrt(ends - starts)
 
@@ -154,7 +154,7 @@ def _window_z(standard: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.
 def _winmax_null(
     scheme: Any, number: int, sizes: tuple[int, ...], num_draws: int, seed: int, vocab_size: int
 ) -> np.ndarray:
-    """Return the sorted maxima of num_draws texts that do not depend on the key."""
+    """Sorted maxima of num_draws texts that do not depend on the key."""
     generator = np.random.Generator(np.random.Philox(key=[seed, number]))
     statistic = scheme.statistic(vocab_size)
     mean, variance = statistic.moments()

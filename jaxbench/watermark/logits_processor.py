@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import config, states
-from jaxbench.watermark.device.marks import mark_of
-from jaxbench.watermark.device.steps import Position, State
+from jaxbench.watermark.device.marks import Position, State, mark_of
 from jaxbench.watermark.green_lists import GreenLists
 from jaxbench.watermark.keys import Key
 
@@ -52,7 +51,7 @@ class Watermark:
         row_ids: Sequence[int] | None = None,
         batch_size: int = 0,
     ) -> State:
-        """Return the state of a batch before its first token: arrays with a row for each key, None = not marked.
+        """State of a batch before its first token: arrays with a row for each key, None = not marked.
 
         Args:
           payloads: the message of each row, 0 <= payload < 2**payload_bits.
@@ -82,7 +81,7 @@ class Watermark:
     def apply(
         self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
     ) -> tuple[State, Float[Array, "B V"]]:
-        """Return the state and logits that make green tokens more likely; a scheme that draws changes nothing here."""
+        """State and logits that make green tokens more likely; a scheme that draws changes nothing here."""
         return (state, logits) if self.draws else self._mark.apply(state, logits, Position(tokens, length, step))
 
     def draw(
@@ -94,20 +93,18 @@ class Watermark:
         step: Array,
         sample: OrdinaryDraw,
     ) -> tuple[State, Int[Array, " B"]]:
-        """Return the next state and the tokens of rows with a key, -1 for others and for steps that mark no row.
+        """Next state, and tokens of rows with a key, -1 for others and for steps that mark no row.
 
-        Where some rows are marked and some have nothing to be marked with (a known context, a text too short), the
-        latter get their ordinary token from the same draw: a second one would double what the watermark costs.
-
-        Args:
-          logits: after temperature and filters.
+        Logits are those after temperature and filters. Where some rows are marked and some have nothing to be marked
+        with (a known context, a text too short), the latter get their ordinary token from the same draw: a second one
+        would double what the watermark costs.
         """
         return self._mark.draw(state, logits, Position(tokens, length, step), sample)
 
     def reweight(
         self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
     ) -> tuple[State, Float[Array, "B V"]]:
-        """Return the next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
+        """Next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
 
         Where the draw itself is keyed (gumbel), all tokens but the drawn one are -inf.
         """

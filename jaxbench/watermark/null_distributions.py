@@ -26,7 +26,7 @@ class Tail(NamedTuple):
 
 
 def binomial(count: np.ndarray, trials: np.ndarray, probability: float) -> Tail:
-    """Return the tail of Binomial(trials [N], probability) at count [N]: regularised incomplete beta functions."""
+    """Tail of Binomial(trials [N], probability) at count [N]: regularised incomplete beta functions."""
 
     def upper(x: np.ndarray, n: np.ndarray) -> np.ndarray:
         inside = np.clip(x, 1, np.maximum(n, 1))
@@ -40,7 +40,7 @@ def binomial(count: np.ndarray, trials: np.ndarray, probability: float) -> Tail:
 
 
 def hypergeometric(count: np.ndarray, draws: np.ndarray, *, population: int, successes: int) -> Tail:
-    """Return the tail of the number of successes in draws [N] without replacement, at count [N]."""
+    """Tail of the number of successes in draws [N] without replacement, at count [N]."""
 
     def pair(x: np.ndarray, n: np.ndarray) -> Tail:
         found = np.empty((2, len(x)))
@@ -55,13 +55,13 @@ def hypergeometric(count: np.ndarray, draws: np.ndarray, *, population: int, suc
 
 
 def gamma(total: np.ndarray, number: np.ndarray) -> Tail:
-    """Return the tail of the sum of number [N] standard exponentials at total [N]; number = 0 gives 1."""
+    """Tail of the sum of number [N] standard exponentials at total [N]; number = 0 gives 1."""
     value = np.where(number > 0, special.gammaincc(np.maximum(number, 1), np.maximum(total, 0.0)), 1.0)
     return _floored(Tail(value, value))
 
 
 def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float, *, method: str = "exact") -> Tail:
-    """Return the tail of (1 - alpha) A + alpha B at total [N]; A, B are independent sums of number [N] exponentials.
+    """Tail of (1 - alpha) A + alpha B at total [N]; A, B are independent sums of number [N] exponentials.
 
     exact: the heavier sum is a negative-binomial mixture of gammas of the lighter one's scale, so that the tail is
     P(Poisson(x / light) < 2 number + NegativeBinomial(number, light / heavy)), a series of positive terms.
@@ -86,7 +86,7 @@ def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float, *, method: s
 
 
 def lattice(total: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> Tail:
-    """Return the tail of sum_i weights[i] Binomial(trials, 1/2), all independent, at total [N] (integers).
+    """Tail of sum_i weights[i] Binomial(trials, 1/2), all independent, at total [N] (integers).
 
     Exact by a Fourier transform down to LATTICE_EXACT; below, the smaller of that and of the Chernoff bound
     min_s exp(-s x) E[exp(s X)]: valid, and too large by a factor of about 10.
@@ -109,7 +109,7 @@ def lattice(total: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> 
 
 
 def chernoff(total: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> np.ndarray:
-    """Return min_s exp(-s x) E[exp(s X)] >= P(X >= x) of the lattice sum, for x [N] above the mean (1 elsewhere)."""
+    """min_s exp(-s x) E[exp(s X)] >= P(X >= x) of the lattice sum, for x [N] above the mean (1 elsewhere)."""
     scaled = np.array(weights, np.float64) / max(weights)
     x = total.astype(np.float64) / max(weights)
     low, high = np.zeros(len(x)), np.full(len(x), 64.0)
@@ -140,7 +140,7 @@ def _on_unique(function, x: np.ndarray, n: np.ndarray) -> Tail:
 
 @functools.lru_cache(maxsize=4096)
 def _hypergeometric_table(draws: int, population: int, successes: int) -> np.ndarray:
-    """Return P(X >= x) for x = 0..draws + 1, from the exact ratios of neighbouring probabilities."""
+    """P(X >= x) for x = 0..draws + 1, from the exact ratios of neighbouring probabilities."""
     low, high = max(0, draws - (population - successes)), min(draws, successes)
     k = np.arange(low, high, dtype=np.float64)
     ratio = (successes - k) * (draws - k) / ((k + 1) * (population - successes - draws + k + 1))
@@ -154,7 +154,7 @@ def _hypergeometric_table(draws: int, population: int, successes: int) -> np.nda
 
 
 def _mixture_tail(x: float, n: int, light: float, heavy: float) -> float:
-    """Return P(heavy A + light B > x): the terms j < 2n have a closed form, the others are added around their peak."""
+    """P(heavy A + light B > x): the terms j < 2n have a closed form, the others are added around their peak."""
     mean, failure = x / light, 1.0 - light / heavy
     last = int(mean + 12.0 * np.sqrt(mean) + 60.0)
 
@@ -177,7 +177,7 @@ def _mixture_tail(x: float, n: int, light: float, heavy: float) -> float:
 
 @functools.lru_cache(maxsize=8)
 def _characteristic(weights: tuple[int, ...], size: int) -> np.ndarray:
-    """Return prod_i cos(weights[i] theta / 2) at theta = 2 pi k / size, k = 0..size / 2."""
+    """prod_i cos(weights[i] theta / 2) at theta = 2 pi k / size, k = 0..size / 2."""
     theta = np.arange(size // 2 + 1) * (np.pi / size)
     product = np.ones_like(theta)
     for weight in weights:
@@ -187,7 +187,7 @@ def _characteristic(weights: tuple[int, ...], size: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _lattice_null(number: int, weights: tuple[int, ...]) -> np.ndarray:
-    """Return P(X >= c + y) for y = 0, 1, .., c = floor(mean), as far as the grid reaches."""
+    """P(X >= c + y) for y = 0, 1, .., c = floor(mean), as far as the grid reaches."""
     squares, total = sum(w * w for w in weights), number * sum(weights)
     spread = LATTICE_WIDTH * 0.5 * np.sqrt(number * squares)
     size = 1 << int(np.ceil(np.log2(min(total + 2, spread + 2 * max(weights) + 64))))
@@ -201,7 +201,7 @@ def _lattice_null(number: int, weights: tuple[int, ...]) -> np.ndarray:
 
 
 def _lattice_upper(x: np.ndarray, number: int, weights: tuple[int, ...]) -> np.ndarray:
-    """Return P(X >= x); the distribution is symmetric, so the half above the mean is enough."""
+    """P(X >= x); the distribution is symmetric, so the half above the mean is enough."""
     if number == 0:
         return np.where(x <= 0, 1.0, 0.0)
     total, null = number * sum(weights), _lattice_null(number, weights)

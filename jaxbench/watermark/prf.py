@@ -33,20 +33,20 @@ class Text(NamedTuple):
 
 
 def halves(key: UInt32[Array, "B 2"], ndim: int) -> Halves:
-    """Return the low and the high word of each row's key, shaped [B 1 ..] with ndim axes."""
+    """Low and high word of each row's key, shaped [B 1 ..] with ndim axes."""
     shape = (key.shape[0],) + (1,) * (ndim - 1)
     return key[:, 0].reshape(shape), key[:, 1].reshape(shape)
 
 
 def random_blocks(counter: tuple[Any, ...], key: Halves) -> Lanes:
-    """Return the four words of each counter, whose arrays have the key's rank and whose constants are integers."""
+    """Four words of each counter, whose arrays have the key's rank and whose constants are integers."""
     ones = (1,) * key[0].ndim
     words = (c if isinstance(c, Array) else jnp.full(ones, c, jnp.uint32) for c in counter)
     return prng.philox4x32(tuple(words), key)
 
 
 def pick_word(words: Lanes, tokens: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Return word token & 3 of each block."""
+    """Word token & 3 of each block."""
     place = tokens & 3
     lower = jnp.where(place == 1, words[1], words[0])
     return jnp.where(place >= 2, jnp.where(place == 3, words[3], words[2]), lower)
@@ -56,7 +56,7 @@ def pick_word(words: Lanes, tokens: UInt32[Array, "*shape"]) -> UInt32[Array, "*
 
 
 def seed_of_context(contexts: Int[Array, "*shape n"], key: Halves) -> UInt32[Array, "*shape 2"]:
-    """Return the seed of contexts, oldest token first: a chain of Philox blocks over four tokens each."""
+    """Seed of contexts, oldest token first: a chain of Philox blocks over four tokens each."""
     contexts = contexts.astype(jnp.uint32)
     key = (key[0], key[1] ^ CONTEXT_SITE)
     words: Any = (jnp.zeros_like(key[0]),) * 4
@@ -70,7 +70,7 @@ def seed_of_context(contexts: Int[Array, "*shape n"], key: Halves) -> UInt32[Arr
 
 
 def minimum_token(contexts: Int[Array, "*shape n"], key: Halves) -> UInt32[Array, "*shape"]:
-    """Return the one token of each context whose (hash, id) is the smallest."""
+    """One token of each context whose (hash, id) is the smallest."""
     contexts = contexts.astype(jnp.uint32)
     hashes = random_blocks((contexts, 0, 0, MIN_SITE), (key[0][..., None], key[1][..., None]))[0]
     least = jnp.min(hashes, axis=-1, keepdims=True)
@@ -78,13 +78,13 @@ def minimum_token(contexts: Int[Array, "*shape n"], key: Halves) -> UInt32[Array
 
 
 def pair_words(context_tokens: Array, candidates: Array, key: Halves) -> UInt32[Array, "*shape"]:
-    """Return P(x, v), the word of context token x and candidate v (arrays that broadcast), of the rule `self`."""
+    """P(x, v), the word of context token x and candidate v (arrays that broadcast), of the rule `self`."""
     candidates = candidates.astype(jnp.uint32)
     return pick_word(random_blocks((candidates >> 2, context_tokens.astype(jnp.uint32), 0, SELF_SITE), key), candidates)
 
 
 def self_seeds(contexts: Array, candidates: Array, key: Halves) -> UInt32[Array, "*shape 2"]:
-    """Return the seed of each candidate [..] after its context [.. h - 1]: the least P over both, and 0."""
+    """Seed of each candidate [..] after its context [.. h - 1]: the least P over both, and 0."""
     least = pair_words(candidates, candidates, key)
     for i in range(contexts.shape[-1]):
         least = jnp.minimum(least, pair_words(contexts[..., i], candidates, key))
@@ -94,7 +94,7 @@ def self_seeds(contexts: Array, candidates: Array, key: Halves) -> UInt32[Array,
 def seeds_after(
     rule: ContextRule, key: Halves, contexts: Int[Array, "*shape n"], candidates: Int[Array, "*shape"]
 ) -> UInt32[Array, "*shape 2"]:
-    """Return the seed that contexts give; only the rule `self` looks at the candidates."""
+    """Seed that contexts give; only the rule `self` looks at the candidates."""
     if rule.kind == "self":
         return self_seeds(contexts, candidates, key)
     if rule.kind == "skip":
@@ -105,7 +105,7 @@ def seeds_after(
 
 
 def earlier_tokens(tokens: UInt32[Array, "T B"], length: int) -> UInt32[Array, "T B n"]:
-    """Return the `length` tokens before each position of texts, oldest first, 0 where there is none.
+    """`length` tokens before each position of texts, oldest first, 0 where there is none.
 
     Texts are columns here (detect.py says why).
     """
@@ -115,7 +115,7 @@ def earlier_tokens(tokens: UInt32[Array, "T B"], length: int) -> UInt32[Array, "
 
 
 def text_seeds(rule: ContextRule, key: Halves, tokens: UInt32[Array, "T B"]) -> UInt32[Array, "T B 2"]:
-    """Return the seed at every position of texts; with fewer than rule.length tokens before it, it has no meaning."""
+    """Seed at every position of texts; with fewer than rule.length tokens before it, it has no meaning."""
     return seeds_after(rule, key, earlier_tokens(tokens, rule.length), tokens)
 
 
@@ -125,7 +125,7 @@ def text_seeds(rule: ContextRule, key: Halves, tokens: UInt32[Array, "T B"]) -> 
 def token_words(
     scheme: Any, key: Halves, seeds: UInt32[Array, "*shape 2"], tokens: Array, *, vocab_size: int, payload: Any = 0
 ) -> UInt32[Array, "*shape"]:
-    """Return the word of each token at its seed; a payload takes the word of token + payload mod V."""
+    """Word of each token at its seed; a payload takes the word of token + payload mod V."""
     shifted = tokens.astype(jnp.uint32)
     if not isinstance(payload, int) or payload:
         shifted = (shifted + jnp.asarray(payload).astype(jnp.uint32)) % vocab_size
@@ -141,22 +141,22 @@ def text_words(scheme: Any, key: Halves, text: Text, *, vocab_size: int) -> tupl
 
 
 def lanes(key: Halves, seeds: UInt32[Array, "B 2"], *, site: int, num_elements: int) -> Lanes:
-    """Return the words of tokens 0..num_elements-1 at each row's seed, in lanes."""
+    """Words of tokens 0..num_elements-1 at each row's seed, in lanes."""
     return random_blocks((block_numbers(num_elements), seeds[:, :1], seeds[:, 1:], site), key)
 
 
 def interleave(words: tuple[Array, ...], num_elements: int) -> Array:
-    """Return lanes as one array [B V]."""
+    """Lanes as one array [B V]."""
     stacked = jnp.stack(words, axis=-1)
     return stacked.reshape(stacked.shape[0], -1)[:, :num_elements]
 
 
 def block_numbers(num_elements: int) -> UInt32[Array, "1 C"]:
-    """Return the numbers of the Philox blocks that hold tokens 0..num_elements-1, four each."""
+    """Numbers of the Philox blocks that hold tokens 0..num_elements-1, four each."""
     return jnp.arange(-(-num_elements // 4), dtype=jnp.uint32)[None, :]
 
 
 def shift(values: Array, payload: Int[Array, " B"]) -> Array:
-    """Return values [B V] with token v taking the place of token (v + payload) mod V."""
+    """Values [B V] with token v taking the place of token (v + payload) mod V."""
     doubled = jnp.concatenate([values, values], axis=1)
     return jax.vmap(lambda row, start: lax.dynamic_slice(row, (start,), values.shape[1:]))(doubled, payload)

@@ -58,19 +58,13 @@ class Text(NamedTuple):
     green_lists: Any = None  # green_lists.GreenLists, for schemes with lists of their own
 
 
-def refuse_self(scheme: str, context: ContextRule) -> None:
-    """Raise a ValueError where a scheme that draws tokens has a seed for each candidate token."""
-    if context.kind == "self":
-        raise ValueError(f"{scheme}: context.kind={context.kind} is for kgw only, wanted left, skip or min")
-
-
 def site_of(scheme: Any) -> int:
     """Number of a scheme's random site, the fourth word of its Philox counters."""
     return philox.site_id(f"watermark/{scheme.scheme}")
 
 
 def halves(key: Keys, ndim: int) -> Halves:
-    """Return low and high words (uint32) of one key or of one a row, shaped [B or 1, 1, ..] with ndim axes."""
+    """Low and high words (uint32) of one key or of one a row, shaped [B or 1, 1, ..] with ndim axes."""
     keys = [key] if isinstance(key, Key) else list(key)
     pairs = np.array([k.halves for k in keys], np.uint32).reshape(-1, 2)
     shape = (len(keys),) + (1,) * (ndim - 1)
@@ -78,12 +72,12 @@ def halves(key: Keys, ndim: int) -> Halves:
 
 
 def is_dual_key(scheme: Any) -> bool:
-    """Return True where a share `dual_key_alpha` of the steps uses a second key."""
+    """True where a share `dual_key_alpha` of the steps uses a second key."""
     return getattr(scheme, "dual_key_alpha", 0.0) > 0
 
 
 def generation_keys(scheme: Any, key: Key) -> tuple[Key, Key]:
-    """Return the first and second key that a scheme draws with; they differ for a dual-key scheme only."""
+    """First and second key that a scheme draws with; they differ for a dual-key scheme only."""
     if is_dual_key(scheme):
         return key.derive("key_a"), key.derive("key_b")
     return key, key
@@ -93,7 +87,7 @@ def generation_keys(scheme: Any, key: Key) -> tuple[Key, Key]:
 
 
 def seed_of_context(contexts: np.ndarray, key: Halves) -> np.ndarray:
-    """Return the seed [.. 2] (uint32) of contexts [.. n], 1 <= n: a chain of Philox blocks over four tokens each."""
+    """Seed [.. 2] (uint32) of contexts [.. n], 1 <= n: a chain of Philox blocks over four tokens each."""
     contexts = np.asarray(contexts).astype(np.uint32)
     low, high = key
     words: Sequence[Any] = (np.uint32(0),) * 4
@@ -104,7 +98,7 @@ def seed_of_context(contexts: np.ndarray, key: Halves) -> np.ndarray:
 
 
 def minimum_token(contexts: np.ndarray, key: Halves) -> np.ndarray:
-    """Return the one token [..] of each context [.. n] whose (hash, id) is the smallest."""
+    """One token [..] of each context [.. n] whose (hash, id) is the smallest."""
     contexts = np.asarray(contexts).astype(np.uint32)
     low, high = (half[..., None] for half in key)
     hashes = philox.philox4x32((contexts, 0, 0, MIN_SITE), (low, high))[0]
@@ -114,14 +108,14 @@ def minimum_token(contexts: np.ndarray, key: Halves) -> np.ndarray:
 
 
 def pair_words(context_tokens: np.ndarray, candidates: np.ndarray, key: Halves) -> np.ndarray:
-    """Return P(x, v), the word of context token x and candidate v (arrays that broadcast), of the rule `self`."""
+    """P(x, v), the word of context token x and candidate v (arrays that broadcast), of the rule `self`."""
     candidates = np.asarray(candidates).astype(np.uint32)
     counter = (candidates >> 2, np.asarray(context_tokens).astype(np.uint32), 0, SELF_SITE)
     return pick_word(philox.philox4x32(counter, key), candidates)
 
 
 def self_seeds(contexts: np.ndarray, candidates: np.ndarray, key: Halves) -> np.ndarray:
-    """Return the seed [.. 2] of each candidate [..] after its context [.. h - 1]: the least P over both, and 0."""
+    """Seed [.. 2] of each candidate [..] after its context [.. h - 1]: the least P over both, and 0."""
     least = pair_words(candidates, candidates, key)
     for i in range(contexts.shape[-1]):
         least = np.minimum(least, pair_words(contexts[..., i], candidates, key))
@@ -129,19 +123,19 @@ def self_seeds(contexts: np.ndarray, candidates: np.ndarray, key: Halves) -> np.
 
 
 def windows(tokens: np.ndarray, length: int, *, fill: int = 0) -> np.ndarray:
-    """Return the contexts [B T n] of every position of tokens [B T]; places before the text hold `fill`."""
+    """Contexts [B T n] of every position of tokens [B T]; places before the text hold `fill`."""
     padded = np.pad(tokens, ((0, 0), (length, 0)), constant_values=fill)
     index = np.arange(tokens.shape[1])[:, None] + np.arange(length)[None, :]
     return padded[:, index]
 
 
 def context_seeds(rule: ContextRule, key: Keys, tokens: np.ndarray) -> np.ndarray:
-    """Return the seed [B T 2] (uint32) at every position of tokens [B T]; fewer than rule.length tokens: no meaning."""
+    """Seed [B T 2] (uint32) at every position of tokens [B T]; fewer than rule.length tokens: no meaning."""
     return seeds_after(rule, halves(key, 2), windows(tokens, rule.length), tokens)
 
 
 def seeds_after(rule: ContextRule, key: Halves, contexts: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Return the seed [.. 2] (uint32) that contexts [.. n] give; only the rule `self` looks at the candidates [..]."""
+    """Seed [.. 2] (uint32) that contexts [.. n] give; only the rule `self` looks at the candidates [..]."""
     if rule.kind == "self":
         return self_seeds(contexts, candidates, key)
     if rule.kind == "skip":
@@ -163,7 +157,7 @@ def token_words(
     vocab_size: int,
     payload: int | np.ndarray = 0,
 ) -> UInt32[np.ndarray, "*shape"]:
-    """Return the word of each token at its seed: one of four words of the Philox block of token + payload mod V."""
+    """Word of each token at its seed: one of four words of the Philox block of token + payload mod V."""
     shifted = (np.asarray(tokens).astype(np.int64) + payload) % vocab_size
     shifted = shifted.astype(np.uint32)
     counter = (shifted >> 2, seeds[..., 0], seeds[..., 1], site_of(scheme))
@@ -178,7 +172,7 @@ def text_words(scheme: Any, key: Keys, text: Text) -> tuple[Words, Seeds]:
 
 
 def pick_word(words: tuple[np.ndarray, ...], tokens: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
-    """Return word token & 3 of each Philox block."""
+    """Word token & 3 of each Philox block."""
     place = tokens & np.uint32(3)
     lower = np.where(place == 1, words[1], words[0])
     return np.where(place >= 2, np.where(place == 3, words[3], words[2]), lower)
@@ -191,7 +185,7 @@ def evidence(
     scheme: Any,
     key: Keys,
     tokens: Int[np.ndarray, "B T"],
-    lengths: Int[np.ndarray, " B"],
+    lengths: Int[np.ndarray, " B"] | None = None,
     *,
     vocab_size: int,
     prompt_lengths: Int[np.ndarray, " B"] | int | None = None,
@@ -199,14 +193,14 @@ def evidence(
     green_lists: Any = None,
     deduplicate: bool = True,
 ) -> Evidence:
-    """Return the words of the tokens of texts, and which positions are scored.
+    """Words of the tokens of texts, and which positions are scored.
 
     A position is scored when it lies in the text and after the prompt, has a full context (prompt tokens serve as
     context; not for vLLM's function, whose contexts start with the continuation), and its exact (key, seed, token) did
     not occur at an earlier scored position.
 
     Args:
-      lengths: tokens of each row; what lies behind is ignored.
+      lengths: tokens of each row; what lies behind is ignored. Unset: all of them.
       prompt_lengths: tokens of each row that are not scored.
       green_lists: the green_lists.GreenLists of kgw_markllm and kgw_transformers; other schemes need none.
       deduplicate: False scores repeated positions too, which no test here allows for: to show what that costs.
@@ -214,7 +208,8 @@ def evidence(
     Raises:
       ValueError: a token lies outside the vocabulary, or a scheme of lists comes without its green lists.
     """
-    tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+    tokens = np.asarray(tokens)
+    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
     prompt = np.broadcast_to(0 if prompt_lengths is None else prompt_lengths, lengths.shape)
     place = np.arange(tokens.shape[1])[None, :]
     in_text = place < lengths[:, None]
@@ -242,7 +237,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
 
 
 def is_first(seeds: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """Return True at the first valid position of each distinct (seed [B T S], token [B T]) of a row, bool [B T]."""
+    """True at the first valid position of each distinct (seed [B T S], token [B T]) of a row, bool [B T]."""
     columns = [tokens, *np.moveaxis(seeds, -1, 0), ~valid]
     order = np.lexsort(np.broadcast_arrays(*columns), axis=-1)  # stable: equal entries keep the text's order
     repeated = np.ones((tokens.shape[0], max(tokens.shape[1] - 1, 0)), bool)
@@ -255,10 +250,10 @@ def is_first(seeds: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> np.nda
 
 
 def count(mask: Bool[np.ndarray, "N T"]) -> Int[np.ndarray, " N"]:
-    """Return the number of True in each row."""
+    """Number of True in each row."""
     return np.bitwise_count(np.packbits(mask, axis=1)).sum(axis=1, dtype=np.int64)
 
 
 def null_words(random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-    """Return words of tokens under a key that has nothing to do with them: independent and uniform."""
+    """Words of tokens under a key that has nothing to do with them: independent and uniform."""
     return random.integers(0, 2**32, shape, dtype=np.uint32)

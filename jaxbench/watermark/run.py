@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench import config as core
-from jaxbench import outputs
+from jaxbench import config, outputs
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify, localize, statistics
 from jaxbench.watermark.attack import attacks
@@ -25,26 +24,26 @@ PUBLIC_KEY = Key(0)  # for schemes whose own field is the key
 
 
 def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
-    """Return the scheme of a name or of a YAML file with changes: of its fields, or one that generates.
+    """Scheme of a name or of a YAML file with changes: of its fields, or one that generates.
 
     Raises:
       ValueError: an unknown scheme or field, a value out of range, or a file that cannot be read.
     """
     content: dict[str, Any] = {"scheme": given}
     if given.endswith((".yaml", ".yml")):
-        content = core.read_yaml(Path(given))
+        content = config.read_yaml(Path(given))
         marks = _marked(content.get("marks", []), given)
         if len(marks) > 1:
             raise ValueError(f"scheme: {given} has {len(marks)} marked schemes, wanted one; name the scheme instead")
         content = marks[0] if marks else content
         content = content["scheme"] if isinstance(content.get("scheme"), dict) else content
     for change in changes:
-        core.override(content, change)
+        config.override(content, change)
     return parse_scheme(content)
 
 
 def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
-    """Return the schemes of a generating configuration's marks."""
+    """Schemes of a generating configuration's marks."""
     listed = marks if isinstance(marks, list) else [marks]
     schemes = [mark.get("scheme") if isinstance(mark, dict) else mark for mark in listed]
     if listed is not marks or not all(one is None or isinstance(one, dict) for one in schemes):
@@ -53,7 +52,7 @@ def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
 
 
 def read_key(scheme: Any, path: str | None) -> Key:
-    """Return the key of a key file; list schemes carry theirs in their own fields and need none.
+    """Key of a key file; list schemes carry theirs in their own fields and need none.
 
     Raises:
       ValueError: no key file for a scheme that needs one, or one that cannot be read.
@@ -66,7 +65,7 @@ def read_key(scheme: Any, path: str | None) -> Key:
 
 
 def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identify.Candidate, ...]:
-    """Return every scheme under every key, named scheme/key file; schemes of one kind are numbered.
+    """Every scheme under every key, named scheme/key file; schemes of one kind are numbered.
 
     A key file is called by its name without folder and suffix, or as it was given where two have the same.
 
@@ -96,12 +95,7 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
 
 
 def check_score_files(pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()) -> None:
-    """Raise a ValueError where the texts of a pattern cannot be scored into an output: before anything is loaded.
-
-    Args:
-      overwrite: the output may be there already.
-      inputs: further files that the command reads.
-    """
+    """Raise a ValueError where the texts of a pattern cannot be scored into an output (`inputs`: other files read)."""
     part_files.kind_of(Path(output))
     outputs.check_file(output, [*lines.find(pattern), *inputs], overwrite=overwrite)
 
@@ -169,11 +163,7 @@ def detect_text(
     console: Any,
     neural: str | None = None,
 ) -> statistics.Detections:
-    """Test one text and print its p-values, its tokens coloured by their evidence, spans and payload.
-
-    Args:
-      neural: folder of a trained detector, whose p-value is shown below the exact one.
-    """
+    """Test one text and print its p-values (the trained detector's, too), its tokens in colours, spans."""
     vocab_size = vocab_size or tokenizer.vocab_size
     encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
     encoded = encoder.encode([text])
@@ -211,7 +201,7 @@ def _print_scores(found: statistics.Detections, num_tokens: int, num_changed: in
 
 
 def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spans: Sequence[Any]) -> Any:
-    """Return a text whose tokens are coloured: green speaks for the mark, red against, dim is not scored.
+    """A text whose tokens are coloured: green speaks for the mark, red against, dim is not scored.
 
     A character of several tokens has the colour of its last one.
     """
@@ -256,7 +246,7 @@ def identify_text(
 
 
 def read_attacks(given: Sequence[str], *, strength: float, changes: Sequence[str] = ()) -> Any:
-    """Return the attack of names or name:strength pairs, a chain of several; `changes` set further fields of all.
+    """Attack of names or name:strength pairs, a chain of several; `changes` set further fields of all.
 
     Raises:
       ValueError: as attacks.parse_attack.
@@ -266,13 +256,13 @@ def read_attacks(given: Sequence[str], *, strength: float, changes: Sequence[str
         named, _, own = name.partition(":")
         content: dict[str, Any] = {"attack": named, "strength": own or strength}
         for change in changes:
-            core.override(content, change)
+            config.override(content, change)
         found.append(attacks.parse_attack(content))
     return found[0] if len(found) == 1 else attacks.compose(found)
 
 
 def attack_tools(attack: Any, *, human: str | None, model: str | None) -> attacks.Tools:
-    """Return what an attack needs besides the texts: tokenizer, human texts and a rewriter that load on demand."""
+    """Tools of an attack: tokenizer, human texts and a rewriter, as far as it needs them."""
     from jaxbench.pretrained.tokenizer import load_tokenizer
     from jaxbench.text import passages
 
@@ -294,11 +284,7 @@ def attack_tools(attack: Any, *, human: str | None, model: str | None) -> attack
 def check_attack_files(
     pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()
 ) -> list[str]:
-    """Return the files that a pattern names, where their attacked texts may be written.
-
-    Args:
-      overwrite: the output may be there already.
-      inputs: further files that the command reads.
+    """Files that a pattern names, where their attacked texts may be written; `inputs` are further files that are read.
 
     Raises:
       ValueError: there is no such input, or the output exists, is an input, or is no .jsonl file.

@@ -50,7 +50,7 @@ def generation_state(
     seed: int,
     row_ids: Sequence[int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of a batch; a key of None is a row that is not marked.
+    """Arrays of a batch; a key of None is a row that is not marked.
 
     Returns:
       marked bool [B]; keys uint32 [B 4], both halves of the first and of the second key; and where the scheme has them:

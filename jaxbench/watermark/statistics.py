@@ -45,7 +45,7 @@ def score(
     identity: UInt64[np.ndarray, " N"] | None = None,
     statistic: Statistic | None = None,
 ) -> Detections:
-    """Return scores and p-values of evidence about N texts.
+    """Scores and p-values of evidence about N texts.
 
     Args:
       identity: what the randomised p-value's random number is keyed by; unset: the scored words.
@@ -74,7 +74,7 @@ def score(
 
 
 def _reasons(scheme: Scheme, too_short: Bool[np.ndarray, " N"]) -> np.ndarray:
-    """Return why a text was not tested, "" where it was."""
+    """Why a text was not tested, "" where it was."""
     reasons, length = np.full(len(too_short), "", object), scheme.context_length
     needed = f"{length} tokens before it" if length else "a token"
     reasons[too_short] = f"too short: {scheme.scheme} scores a position that has {needed} and lies behind the prompt"
@@ -82,14 +82,14 @@ def _reasons(scheme: Scheme, too_short: Bool[np.ndarray, " N"]) -> np.ndarray:
 
 
 def text_identity(words: UInt32[np.ndarray, "N T"], mask: Bool[np.ndarray, "N T"]) -> UInt64[np.ndarray, " N"]:
-    """Return a hash of the words (or tokens) under the mask, with their places."""
+    """A hash of the words (or tokens) under the mask, with their places."""
     multipliers = _multipliers(1 << max(0, words.shape[1] - 1).bit_length())[: words.shape[1]]
     values = np.where(mask, words.astype(np.uint64) + np.uint64(1), np.uint64(0))
     return (values * multipliers).sum(axis=1, dtype=np.uint64)
 
 
 def randomizer(identity: UInt64[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-    """Return the uniform in (0, 1) that belongs to each identity: Philox with the identity as its counter."""
+    """Uniform in (0, 1) that belongs to each identity: Philox with the identity as its counter."""
     low, high = identity & np.uint64(philox.MASK32), identity >> np.uint64(32)
     site = philox.site_id("watermark/randomized-p")
     return philox.uniform(philox.philox4x32((low, high, 0, site), philox.split_seed(0))[0])
@@ -99,14 +99,14 @@ def randomizer(identity: UInt64[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
 
 
 def any_of(p_value: Float[np.ndarray, "*shape"], family: int) -> Float[np.ndarray, "*shape"]:
-    """Return 1 - (1 - p)^family: the p-value of the smallest of `family` independent ones (Sidak 1967)."""
+    """1 - (1 - p)^family: the p-value of the smallest of `family` independent ones (Sidak 1967)."""
     p = np.asarray(p_value, np.float64)
     with np.errstate(divide="ignore"):
         return np.clip(-np.expm1(family * np.log1p(-p)), null_distributions.FLOOR, 1.0)
 
 
 def bonferroni(p_values: Float[np.ndarray, "*shape K"]) -> Float[np.ndarray, "*shape K"]:
-    """Return the p-values of a family of K tests, each times K: valid under any dependence."""
+    """p-values of a family of K tests, each times K: valid under any dependence."""
     p = np.asarray(p_values, np.float64)
     return np.minimum(1.0, p * p.shape[-1])
 

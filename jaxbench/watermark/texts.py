@@ -31,7 +31,7 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the number of tokens of each text [N]."""
+        """Number of tokens of each text [N]."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Ragged:
 
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[int]]) -> Ragged:
-        """Return lists or arrays of ids end to end."""
+        """Lists or arrays of ids end to end."""
         offsets = np.zeros(len(lists) + 1, np.int64)
         np.cumsum([len(one) for one in lists], out=offsets[1:])
         parts = [np.asarray(one, np.int32).reshape(-1) for one in lists]
@@ -47,7 +47,7 @@ class Ragged:
 
     @classmethod
     def from_array(cls, tokens: np.ndarray, lengths: np.ndarray | None = None) -> Ragged:
-        """Return the rows of tokens [N T], cut to their lengths [N] if given."""
+        """Rows of tokens [N T], cut to their lengths [N] if given."""
         rows, columns = tokens.shape
         if lengths is None:
             return cls(
@@ -57,11 +57,11 @@ class Ragged:
         return cls(tokens[np.arange(columns) < np.asarray(lengths)[:, None]].astype(np.int32), offsets)
 
     def text(self, row: int) -> np.ndarray:
-        """Return the ids of one text."""
+        """Ids of one text."""
         return self.ids[self.offsets[row] : self.offsets[row + 1]]
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Return the ids of some texts as [B T] int32, zeros after each text's end."""
+        """Ids of some texts as [B T] int32, zeros after each text's end."""
         lengths = self.lengths[rows]
         width = int(lengths.max(initial=0))
         starts = self.offsets[:-1][rows]
@@ -98,11 +98,11 @@ class TextEncoder:
 
     @property
     def engine(self) -> str:
-        """Return which library splits the texts: fastokens or tokenizers."""
+        """Which library splits the texts: fastokens or tokenizers."""
         return "tokenizers" if self._fast is None else "fastokens"
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return the ids of texts."""
+        """Ids of texts."""
         changed = np.zeros(len(texts), np.int64)
         if self.canonicalize:
             found = [canonical.canonicalize(text) for text in texts]
@@ -114,7 +114,7 @@ class TextEncoder:
 
 
 def _reader(tokenizer: Any) -> tuple[Callable[[list[str]], list[list[int]]], int]:
-    """Return the function from texts to ids without special tokens, and the number of tokens, added ones included."""
+    """Function from texts to ids without special tokens, and the number of tokens, added ones included."""
     if hasattr(tokenizer, "encode_batch") and hasattr(
         tokenizer, "vocab_size"
     ):  # jaxbench.pretrained.tokenizer.Tokenizer
@@ -149,7 +149,7 @@ def _encode_fast(core: Any, texts: Sequence[str]) -> Ragged:
 
 
 def _fast_tokenizer(tokenizer: Any) -> Any:
-    """Return fastokens' tokenizer where it is installed, takes this vocabulary, and gives equal ids; else None."""
+    """Fastokens' tokenizer where it is installed, takes this vocabulary, and gives equal ids; else None."""
     core = getattr(tokenizer, "core", None)
     try:
         import fastokens

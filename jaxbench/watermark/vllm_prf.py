@@ -15,7 +15,7 @@ CONTEXT_DOMAIN, TOKEN_DOMAIN = 0x574D4358, 0x574D544B
 
 
 def state(contexts: np.ndarray, key: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return the state [.. 4] (uint32) of contexts [.. h], oldest token first, under a key's halves (broadcast)."""
+    """State [.. 4] (uint32) of contexts [.. h], oldest token first, under a key's halves (broadcast)."""
     contexts = np.asarray(contexts).astype(np.uint32)
     width = contexts.shape[-1]
     words = tuple(np.full(contexts.shape[:-1], word, np.uint32) for word in (CONTEXT_DOMAIN, width, 0, 0))
@@ -30,7 +30,7 @@ def state(contexts: np.ndarray, key: tuple[np.ndarray, np.ndarray]) -> np.ndarra
 
 
 def token_words(states: np.ndarray, tokens: np.ndarray, key: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Return the word (uint32) of each token [..] at its context's state [.. 4]."""
+    """Word (uint32) of each token [..] at its context's state [.. 4]."""
     tokens, (low, high) = np.asarray(tokens).astype(np.uint32), key
     counter = (tokens >> 2, states[..., 0], states[..., 1], states[..., 2])
     words = philox.philox4x32(counter, (low ^ states[..., 3], high ^ np.uint32(TOKEN_DOMAIN)))
@@ -38,5 +38,5 @@ def token_words(states: np.ndarray, tokens: np.ndarray, key: tuple[np.ndarray, n
 
 
 def uniform(words: np.ndarray) -> np.ndarray:
-    """Return the float64 uniforms in (0, 1) that words stand for."""
+    """Float64 uniforms in (0, 1) that words stand for."""
     return ((words >> np.uint32(8)).astype(np.float64) + 1.0) / (2.0**24 + 1.0)

@@ -14,7 +14,7 @@ from scipy import special, stats
 from jaxbench import philox
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import config, logits_processor, reference, vllm_prf
-from jaxbench.watermark.device import steps
+from jaxbench.watermark.device import marks
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import dip, synthid
 from tests.watermark import vocabulary
@@ -34,7 +34,7 @@ def drawing(prf):
 
     def draw(keys, logits):
         state = {"marked": jnp.ones(ROWS, bool), "keys": jnp.tile(keys[None], (ROWS, 1))}
-        state["used"] = jnp.zeros((ROWS, steps.HISTORY, 2), jnp.uint32)
+        state["used"] = jnp.zeros((ROWS, marks.HISTORY, 2), jnp.uint32)
         logits = jnp.tile(logits[None], (ROWS, 1))
         return watermark.draw(state, logits, jnp.asarray(CONTEXTS), length, jnp.int32(4), sample)[1]
 
@@ -68,7 +68,7 @@ def test_the_mean_distribution_over_keys_is_the_models_own(scheme, seed):
     watermark = torch_logits_processor.Watermark(scheme, vocab_size=VOCAB)
     keys = torch.from_numpy(random.integers(0, 2**32, (ROWS, 4)))
     state = {"marked": torch.ones(ROWS, dtype=torch.bool), "keys": keys}
-    state["used"] = torch.zeros((ROWS, steps.HISTORY, 2), dtype=torch.int64)
+    state["used"] = torch.zeros((ROWS, marks.HISTORY, 2), dtype=torch.int64)
     logits = torch.from_numpy(random.standard_normal(VOCAB) * 1.5).expand(ROWS, -1)
     given = (torch.ones((ROWS, 4), dtype=torch.int64), torch.full((ROWS,), 4), 0)
     marked = torch.softmax(watermark.reweight(state, logits, *given)[1], dim=-1).numpy()

@@ -7,7 +7,6 @@ import pytest
 
 from jaxbench import config, initial
 from jaxbench.config import TransformerConfig
-from jaxbench.pretrained import tokenizer as tokenizers
 from jaxbench.pretrained import weights
 from jaxbench.watermark import generate
 from jaxbench.watermark.keys import Key, write_key_file
@@ -40,7 +39,7 @@ def tiny(monkeypatch):
     params = initial.initial_params(MODEL, 0, distinct=True)
     checkpoint = weights.Checkpoint(config=MODEL, params=params, tokenizer=None, source="tiny", sha256="0")
     monkeypatch.setattr(weights, "load_checkpoint", lambda spec: checkpoint)
-    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda spec: Letters())
+    monkeypatch.setattr(generate, "load_tokenizer", lambda spec: Letters())
 
 
 def settings(**changes):

@@ -5,7 +5,6 @@ Twin: jaxbench/watermark/detect.py. Arrays are [B T] here, and repeated inputs a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,69 +35,36 @@ def detect_batch(
     green_lists: Any = None,
     device: str = "cpu",
 ) -> Detections:
-    """Return scores and p-values of texts under one key.
+    """Scores and p-values of texts under one key.
 
-    Args:
-      texts_or_ids: strings, lists of ids, an array [B T] of ids, or texts.Ragged.
-      scheme: a name, a mapping with the key `scheme`, or a scheme.
-      tokenizer: turns strings into ids; wanted for strings only. One of jaxbench, transformers or tokenizers.
-      prompt_lengths: tokens at the beginning of each text that are not scored.
-      payload: the message, where it is known; unset, all are tried and the p-value is corrected (detection.detect).
-      canonicalize: undo look-alikes and invisible characters before tokenising (canonical.py).
-      green_lists: of kgw_markllm and kgw_transformers; unset, they are made.
-
-    Raises:
-      ValueError: an unknown scheme, a device that is not there, strings without a tokenizer, a tokenizer of another
-        vocabulary, or a token outside the vocabulary.
+    Arguments and errors are those of the twin.
     """
     detector = Detector(scheme, vocab_size=vocab_size, green_lists=green_lists, device=device)
     ids = detection.as_ids(texts_or_ids, tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
     return detection.detect(detector, ids, key, prompt_lengths=prompt_lengths, payload=payload)
 
 
-class Detector:
+class Detector(detection.NumpyDetector):
     """A scheme's evidence on one device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme = detection.checked_scheme(scheme, vocab_size)
-        self.vocab_size = vocab_size
-        self.green_lists = detection.own_lists(self.scheme, vocab_size, green_lists)
+        super().__init__(scheme, vocab_size=vocab_size, green_lists=green_lists)
         devices.check_device(device)
         self._device = {"gpu": "cuda"}.get(device, device)
-        self._lists: dict[Key, np.ndarray] = {}
 
     @torch.no_grad()
-    def evidence(
-        self,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        key: Key | Sequence[Key],
-        *,
-        prompt_lengths: np.ndarray | int | None = None,
-        payload: int | np.ndarray = 0,
-    ) -> reference.Evidence:
-        """Return the words of tokens [B T] and which of them are scored; see reference.evidence.
-
-        One payload, or one for each text.
-
-        Raises:
-          ValueError: a token lies outside the vocabulary.
-        """
-        tokens, lengths, prompt = detection.checked(tokens, lengths, prompt_lengths, vocab_size=self.vocab_size)
+    def _compute(self, key: Any, tokens: Any, lengths: Any, prompt: Any, payload: Any) -> reference.Evidence:
+        tokens, lengths, prompt = detection.checked(tokens, lengths, prompt, vocab_size=self.vocab_size)
         if self.scheme.key_field is not None:
-            return detection.host_evidence(self, key, tokens, lengths, prompt, payload)
+            return super()._compute(key, tokens, lengths, prompt, payload)
         keys = detection.key_arrays(self.scheme, key, len(tokens)).astype(np.int64)
         payload = np.broadcast_to(np.asarray(payload % self.vocab_size, np.int64), len(tokens))
-        arrays = (torch.tensor(x, device=self._device) for x in (tokens, lengths, prompt, payload, keys))
-        lists, form = self._fixed_lists(key, len(tokens)), detection.compiled_form(self.scheme)
-        found = _evidence(*arrays, lists, form=form, vocab_size=self.vocab_size)
-        words, scored, second = (None if x is None else x.cpu().numpy() for x in found)
+        arrays = [torch.tensor(x, device=self._device) for x in (tokens, lengths, prompt, payload, keys)]
+        lists = self._lists_of(key, len(tokens))
+        lists = None if lists is None else tuple(torch.tensor(array, device=self._device) for array in lists)
+        evidence = _evidence(*arrays, lists, form=detection.compiled_form(self.scheme), vocab_size=self.vocab_size)
+        words, scored, second = (None if x is None else x.cpu().numpy() for x in evidence)
         return reference.Evidence(words.astype(np.uint32), scored, None if second is None else second.astype(np.uint32))
-
-    def _fixed_lists(self, key: Key | Sequence[Key], rows: int) -> tuple[Tensor, Tensor] | None:
-        """Return the lists [K V] of a scheme with one list a key, and the list of each row [B]; None for others."""
-        found = detection.fixed_lists(self.scheme, key, rows, self._lists, vocab_size=self.vocab_size)
-        return None if found is None else tuple(torch.tensor(array, device=self._device) for array in found)
 
 
 def _evidence(
@@ -119,14 +85,14 @@ def _evidence(
     mark = mark_of(form, vocab_size=vocab_size)
     text = prf.Text(tokens, prompt, payload[:, None], fixed_lists)
     words, seeds = mark.text_words(pairs[0], text)
-    scored = valid & _is_first((*_columns(seeds), tokens), valid)
+    scored = valid & _is_first((*(seeds[..., i] for i in range(seeds.shape[-1])), tokens), valid)
     if len(pairs) == 1:
         return words, scored, None
     return words, scored, mark.text_words(pairs[1], text)[0]
 
 
 def _is_first(inputs: Words, valid: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Return True where no earlier valid position of the row has equal inputs: stable sorts, then neighbours."""
+    """True where no earlier valid position of the row has equal inputs: stable sorts, then neighbours."""
     *seeds, tokens = inputs
     # two words a column; seeds have two words or four
     columns = [tokens | (~valid).to(torch.int64) << 32]
@@ -140,7 +106,3 @@ def _is_first(inputs: Words, valid: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         ordered = column.expand(tokens.shape).gather(1, order)
         repeated &= ordered[:, 1:] == ordered[:, :-1]
     return torch.ones_like(valid).scatter(1, order[:, 1:], ~repeated)
-
-
-def _columns(seeds: Int64[Tensor, "B T S"]) -> Words:
-    return tuple(seeds[..., i] for i in range(seeds.shape[-1]))

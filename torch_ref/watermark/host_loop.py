@@ -54,7 +54,7 @@ class HostLoop:
         )
 
     def __call__(self, input_ids: Int[Tensor, "B T"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Return the logits of the next token, marked; input_ids are prompt and continuation so far."""
+        """Logits of the next token, marked; input_ids are prompt and continuation so far."""
         if self._prompt_length < 0:
             self._prompt_length = input_ids.shape[1]
             self._share_keys(input_ids.shape[0])
@@ -68,11 +68,7 @@ class HostLoop:
         return torch.where(marked == scaled, scores, marked * scale)  # what is not changed stays exactly as it is
 
     def _share_keys(self, rows: int) -> None:
-        """Give every row of a first call a key.
-
-        Raises:
-          ValueError: the rows are no multiple of the keys.
-        """
+        """Give every row of a first call a key."""
         number = len(self._keys)
         if rows % number:
             raise ValueError(f"watermark: {rows} rows for {number} keys, wanted as many, or a multiple of them")

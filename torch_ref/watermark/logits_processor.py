@@ -17,8 +17,7 @@ from jaxbench.watermark import config, states
 from jaxbench.watermark.green_lists import GreenLists
 from jaxbench.watermark.keys import Key
 from torch_ref.sample import OrdinaryDraw
-from torch_ref.watermark.device.marks import mark_of
-from torch_ref.watermark.device.steps import Position, State
+from torch_ref.watermark.device.marks import Position, State, mark_of
 
 
 class Watermark:
@@ -51,16 +50,7 @@ class Watermark:
         row_ids: Sequence[int] | None = None,
         batch_size: int = 0,
     ) -> State:
-        """Return the state of a batch before its first token: arrays with a row for each key, None = not marked.
-
-        Args:
-          payloads: the message of each row, 0 <= payload < 2**payload_bits.
-          seed, row_ids: of the ordinary randomness that chooses between the two keys of a dual-key scheme.
-          batch_size: fill up with unmarked rows to this many.
-
-        Raises:
-          ValueError: there is no row, or a payload does not fit the scheme.
-        """
+        """State of a batch before its first token, None = not marked; arguments and errors are those of the twin."""
         keys = [*keys, *[None] * (batch_size - len(keys))]
         options = {"vocab_size": self.vocab_size, "payloads": payloads, "seed": seed, "row_ids": row_ids}
         arrays = states.generation_state(self.scheme, keys, **options)
@@ -85,7 +75,7 @@ class Watermark:
     def apply(
         self, state: Any, logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
     ) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the state and logits that make green tokens more likely; a scheme that draws changes nothing here."""
+        """State and logits that make green tokens more likely; a scheme that draws changes nothing here."""
         return (state, logits) if self.draws else self._mark.apply(state, logits, Position(tokens, length, step))
 
     def draw(
@@ -97,20 +87,18 @@ class Watermark:
         step: int,
         sample: OrdinaryDraw,
     ) -> tuple[State, Int[Tensor, " B"]]:
-        """Return the next state and the tokens of rows with a key, -1 for others and for steps that mark no row.
+        """Next state, and tokens of rows with a key, -1 for others and for steps that mark no row.
 
-        Where some rows are marked and some have nothing to be marked with (a known context, a text too short), the
-        latter get their ordinary token from the same draw: a second one would double what the watermark costs.
-
-        Args:
-          logits: after temperature and filters.
+        Logits are those after temperature and filters. Where some rows are marked and some have nothing to be marked
+        with (a known context, a text too short), the latter get their ordinary token from the same draw: a second one
+        would double what the watermark costs.
         """
         return self._mark.draw(state, logits, Position(tokens, length, step), sample)
 
     def reweight(
         self, state: Any, logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B W"], length: Int[Tensor, " B"], step: int
     ) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
+        """Next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
 
         Where the draw itself is keyed (gumbel), all tokens but the drawn one are -inf.
         """

@@ -35,20 +35,20 @@ class Text(NamedTuple):
 
 
 def halves(key: Int64[Tensor, "B 2"], ndim: int) -> Halves:
-    """Return the low and the high word of each row's key, shaped [B 1 ..] with ndim axes."""
+    """Low and high word of each row's key, shaped [B 1 ..] with ndim axes."""
     shape = (key.shape[0],) + (1,) * (ndim - 1)
     return key[:, 0].reshape(shape), key[:, 1].reshape(shape)
 
 
 def random_blocks(counter: tuple[Any, ...], key: Halves) -> Lanes:
-    """Return the four words of each counter, whose arrays have the key's rank and whose constants are integers."""
+    """Four words of each counter, whose arrays have the key's rank and whose constants are integers."""
     ones = (1,) * key[0].ndim
     words = (c if isinstance(c, Tensor) else torch.full(ones, c, device=key[0].device) for c in counter)
     return prng.philox4x32(tuple(words), key)
 
 
 def pick_word(words: Lanes, tokens: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Return word token & 3 of each block."""
+    """Word token & 3 of each block."""
     place = tokens & 3
     lower = torch.where(place == 1, words[1], words[0])
     return torch.where(place >= 2, torch.where(place == 3, words[3], words[2]), lower)
@@ -58,7 +58,7 @@ def pick_word(words: Lanes, tokens: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*
 
 
 def seed_of_context(contexts: Int[Tensor, "*shape n"], key: Halves) -> Int64[Tensor, "*shape 2"]:
-    """Return the seed of contexts, oldest token first: a chain of Philox blocks over four tokens each."""
+    """Seed of contexts, oldest token first: a chain of Philox blocks over four tokens each."""
     contexts = contexts.to(torch.int64) & philox.MASK32
     key = (key[0], key[1] ^ CONTEXT_SITE)
     words: Any = (torch.zeros_like(key[0]),) * 4
@@ -72,7 +72,7 @@ def seed_of_context(contexts: Int[Tensor, "*shape n"], key: Halves) -> Int64[Ten
 
 
 def minimum_token(contexts: Int[Tensor, "*shape n"], key: Halves) -> Int64[Tensor, "*shape"]:
-    """Return the one token of each context whose (hash, id) is the smallest."""
+    """One token of each context whose (hash, id) is the smallest."""
     contexts = contexts.to(torch.int64) & philox.MASK32
     hashes = random_blocks((contexts, 0, 0, MIN_SITE), (key[0][..., None], key[1][..., None]))[0]
     least = torch.amin(hashes, dim=-1, keepdim=True)
@@ -80,7 +80,7 @@ def minimum_token(contexts: Int[Tensor, "*shape n"], key: Halves) -> Int64[Tenso
 
 
 def pair_words(context_tokens: Tensor, candidates: Tensor, key: Halves) -> Int64[Tensor, "*shape"]:
-    """Return P(x, v), the word of context token x and candidate v (arrays that broadcast), of the rule `self`."""
+    """P(x, v), the word of context token x and candidate v (arrays that broadcast), of the rule `self`."""
     candidates = candidates.to(torch.int64) & philox.MASK32
     return pick_word(
         random_blocks((candidates >> 2, context_tokens.to(torch.int64) & philox.MASK32, 0, SELF_SITE), key), candidates
@@ -88,7 +88,7 @@ def pair_words(context_tokens: Tensor, candidates: Tensor, key: Halves) -> Int64
 
 
 def self_seeds(contexts: Tensor, candidates: Tensor, key: Halves) -> Int64[Tensor, "*shape 2"]:
-    """Return the seed of each candidate [..] after its context [.. h - 1]: the least P over both, and 0."""
+    """Seed of each candidate [..] after its context [.. h - 1]: the least P over both, and 0."""
     least = pair_words(candidates, candidates, key)
     for i in range(contexts.shape[-1]):
         least = torch.minimum(least, pair_words(contexts[..., i], candidates, key))
@@ -98,7 +98,7 @@ def self_seeds(contexts: Tensor, candidates: Tensor, key: Halves) -> Int64[Tenso
 def seeds_after(
     rule: ContextRule, key: Halves, contexts: Int[Tensor, "*shape n"], candidates: Int[Tensor, "*shape"]
 ) -> Int64[Tensor, "*shape 2"]:
-    """Return the seed that contexts give; only the rule `self` looks at the candidates."""
+    """Seed that contexts give; only the rule `self` looks at the candidates."""
     if rule.kind == "self":
         return self_seeds(contexts, candidates, key)
     if rule.kind == "skip":
@@ -109,14 +109,14 @@ def seeds_after(
 
 
 def earlier_tokens(tokens: Int64[Tensor, "B T"], length: int) -> Int64[Tensor, "B T n"]:
-    """Return the `length` tokens before each position of texts, oldest first, 0 where there is none."""
+    """`length` tokens before each position of texts, oldest first, 0 where there is none."""
     padded = F.pad(tokens, (length, 0))
     earlier = [padded[:, i : i + tokens.shape[1]] for i in range(length)]
     return torch.stack(earlier, dim=-1) if earlier else tokens.new_zeros((*tokens.shape, 0))
 
 
 def text_seeds(rule: ContextRule, key: Halves, tokens: Int64[Tensor, "B T"]) -> Int64[Tensor, "B T 2"]:
-    """Return the seed at every position of texts; with fewer than rule.length tokens before it, it has no meaning."""
+    """Seed at every position of texts; with fewer than rule.length tokens before it, it has no meaning."""
     return seeds_after(rule, key, earlier_tokens(tokens, rule.length), tokens)
 
 
@@ -126,7 +126,7 @@ def text_seeds(rule: ContextRule, key: Halves, tokens: Int64[Tensor, "B T"]) -> 
 def token_words(
     scheme: Any, key: Halves, seeds: Int64[Tensor, "*shape 2"], tokens: Tensor, *, vocab_size: int, payload: Any = 0
 ) -> Int64[Tensor, "*shape"]:
-    """Return the word of each token at its seed; a payload takes the word of token + payload mod V."""
+    """Word of each token at its seed; a payload takes the word of token + payload mod V."""
     shifted = tokens.to(torch.int64) & philox.MASK32
     if not isinstance(payload, int) or payload:
         shifted = (shifted + payload) % vocab_size
@@ -142,22 +142,22 @@ def text_words(scheme: Any, key: Halves, text: Text, *, vocab_size: int) -> tupl
 
 
 def lanes(key: Halves, seeds: Int64[Tensor, "B 2"], *, site: int, num_elements: int) -> Lanes:
-    """Return the words of tokens 0..num_elements-1 at each row's seed, in lanes."""
+    """Words of tokens 0..num_elements-1 at each row's seed, in lanes."""
     return random_blocks((block_numbers(num_elements, device=key[0].device), seeds[:, :1], seeds[:, 1:], site), key)
 
 
 def interleave(words: tuple[Tensor, ...], num_elements: int) -> Tensor:
-    """Return lanes as one array [B V]."""
+    """Lanes as one array [B V]."""
     stacked = torch.stack(words, dim=-1)
     return stacked.reshape(stacked.shape[0], -1)[:, :num_elements]
 
 
 def block_numbers(num_elements: int, *, device: torch.device) -> Int64[Tensor, "1 C"]:
-    """Return the numbers of the Philox blocks that hold tokens 0..num_elements-1, four each."""
+    """Numbers of the Philox blocks that hold tokens 0..num_elements-1, four each."""
     return torch.arange(-(-num_elements // 4), device=device)[None, :]
 
 
 def shift(values: Tensor, payload: Int[Tensor, " B"]) -> Tensor:
-    """Return values [B V] with token v taking the place of token (v + payload) mod V."""
+    """Values [B V] with token v taking the place of token (v + payload) mod V."""
     places = torch.arange(values.shape[1], device=values.device)[None, :] + payload[:, None]
     return torch.gather(values, 1, places % values.shape[1])

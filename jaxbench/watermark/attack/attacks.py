@@ -82,7 +82,7 @@ class Chain(Base):
 
     @property
     def strength(self) -> float:
-        """Return the greatest strength of a step."""
+        """Greatest strength of a step."""
         return max(step.strength for step in self.steps)
 
 
@@ -111,7 +111,7 @@ class Attacked(NamedTuple):
 
 
 def parse_attack(value: str | Mapping[str, Any] | Base) -> Any:
-    """Return the attack of a name with its strength (`delete:0.3`), a mapping or an attack.
+    """Attack of a name with its strength (`delete:0.3`), a mapping or an attack.
 
     Raises:
       ValueError: unknown attack (the nearest name is given), a strength outside its range, or an unknown key.
@@ -138,7 +138,7 @@ def parse_attack(value: str | Mapping[str, Any] | Base) -> Any:
 
 
 def compose(attacks: Sequence[Any]) -> Chain:
-    """Return one attack that runs several in order (each as parse_attack takes it; a chain gives its steps).
+    """One attack that runs several in order (each as parse_attack takes it; a chain gives its steps).
 
     Raises:
       ValueError: as parse_attack, or there is no attack.
@@ -152,13 +152,13 @@ def compose(attacks: Sequence[Any]) -> Chain:
 
 
 def rewrites(attack: Any) -> bool:
-    """Return whether an attack needs a language model."""
+    """Whether an attack needs a language model."""
     steps = attack.steps if isinstance(attack, Chain) else (attack,)
     return any(isinstance(step, Rewrite) for step in steps)
 
 
 def label(attack: Any) -> str:
-    """Return how an attack is called in a report, e.g. `delete 30 %` or `copy paste, 25 % marked`."""
+    """How an attack is called in a report, e.g. `delete 30 %` or `copy paste, 25 % marked`."""
     if isinstance(attack, Chain):
         return " + ".join(label(step) for step in attack.steps)
     name = attack.attack.replace("_", " ")
@@ -173,14 +173,11 @@ def label(attack: Any) -> str:
 def apply(
     attack: Any, texts: Sequence[str], *, seed: int, tools: Tools | None = None, indices: Sequence[int] | None = None
 ) -> Attacked:
-    """Attack texts and measure what changed; an empty text stays empty.
+    """Attack texts, each with the same attack (as parse_attack takes it), and measure what changed; an empty one stays.
 
     Args:
-      attack: as parse_attack takes it.
-      texts: one string each.
-      seed: of the attack's random stream.
       tools: tokenizer, human texts and rewriter where the attack needs them.
-      indices: the texts' numbers in the stream, 0, 1, ... by default.
+      indices: the texts' numbers in the random stream, 0, 1, ... by default.
 
     Raises:
       ValueError: the attack needs a tool that is not given, or indices do not fit.
@@ -252,12 +249,12 @@ def edit_rate(original: Sequence, changed: Sequence) -> float:
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Return how many leading items are equal."""
+    """How many leading items are equal."""
     size = min(len(one), len(other))
     differs = np.flatnonzero(one[:size] != other[:size])
     return int(differs[0]) if len(differs) else size
 
 
 def slug(attack: Any) -> str:
-    """Return an attack as a part of a file name, e.g. `delete-30`."""
+    """An attack as a part of a file name, e.g. `delete-30`."""
     return re.sub(r"[^a-z0-9.]+", "-", label(attack).lower()).strip("-")

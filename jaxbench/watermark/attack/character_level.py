@@ -22,7 +22,7 @@ EMOJI = "\U0001f600\U0001f44d\u2728\U0001f389\U0001f525\U0001f680\U0001f4a1\U000
 
 
 def neighbours() -> dict[str, str]:
-    """Return the keys beside each letter's key on a QWERTY keyboard."""
+    """Keys beside each letter's key on a QWERTY keyboard."""
     found: dict[str, str] = {}
     places = {key: (x + y / 2, y) for y, row in enumerate(KEY_ROWS) for x, key in enumerate(row)}
     for key, (x, y) in places.items():

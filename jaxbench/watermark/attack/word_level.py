@@ -15,15 +15,10 @@ WORD = re.compile(r"(\s*)(\S+)")
 
 
 def edit(name: str, items: Sequence[Any], strength: float, draws: Draws, *, pool: Sequence[Any]) -> list[Any]:
-    """Return items (words or token ids) edited.
+    """Edited items, which are words or token ids; `pool` is what is inserted and put in their place.
 
-    Args:
-      name: delete: each item with probability `strength`; insert: after each item, one from the pool; substitute: by
-        another from the pool; swap: each pair (0, 1), (2, 3), ... of neighbours.
-      items: what to edit.
-      strength: a probability.
-      draws: the random stream.
-      pool: what insertions and substitutions are taken from; not empty.
+    delete: each item with probability `strength`; insert: after each item, one from the pool; substitute: by another
+    from the pool; swap: each pair (0, 1), (2, 3), ... of neighbours.
     """
     if name == "swap":
         return swap(items, strength, draws)
@@ -44,7 +39,7 @@ def edit(name: str, items: Sequence[Any], strength: float, draws: Draws, *, pool
 
 
 def swap(items: Sequence[Any], strength: float, draws: Draws) -> list[Any]:
-    """Return items with each pair (0, 1), (2, 3), ... swapped with probability `strength`."""
+    """Items with each pair (0, 1), (2, 3), ... swapped with probability `strength`."""
     out = list(items)
     for i in np.flatnonzero(draws.uniform(len(out) // 2) < strength):
         out[2 * i], out[2 * i + 1] = out[2 * i + 1], out[2 * i]

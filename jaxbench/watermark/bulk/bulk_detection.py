@@ -40,7 +40,9 @@ class Job:
     """What is done with every text; one candidate is tested alone, several as a family."""
 
     candidates: tuple[identify.Candidate, ...]  # a scheme with payloads is tested for all of them
-    make_detector: Callable[..., detection.Evidencer] = detection.NumpyDetector  # a backend's detect.Detector; pickled
+    make_detector: Callable[..., detection.NumpyDetector] = (
+        detection.NumpyDetector
+    )  # a backend's detect.Detector; pickled
     model: str | None = None  # whose tokenizer splits the texts
     vocab_size: int | None = None  # unset: that of the model
     canonicalize: bool = True
@@ -85,7 +87,7 @@ class Worker:
         return report
 
     def _encode(self, records: list[lines.Record]) -> tuple[list[lines.Record], list[lines.Bad], Encoded]:
-        """Return the records with ids inside the vocabulary, the others as bad lines, and the ids."""
+        """Records with ids inside the vocabulary, the others as bad lines, and the ids."""
         texts = [i for i, record in enumerate(records) if isinstance(record.content, str)]
         found: list[Any] = [record.content for record in records]
         changed = np.zeros(len(records), np.int64)
@@ -141,7 +143,7 @@ class Worker:
 
 
 def model_vocab_size(model: str | None) -> int:
-    """Return the vocabulary size of a model's tokenizer."""
+    """Vocabulary size of a model's tokenizer."""
     from jaxbench.pretrained import tokenizer
 
     return tokenizer.load_tokenizer(model).vocab_size
@@ -279,7 +281,7 @@ def _work(chunk: lines.Chunk) -> dict[str, Any]:
 
 
 def describe(job: Job) -> str:
-    """Return the part of a job that decides its scores, without keys, as canonical JSON."""
+    """Part of a job that decides its scores, without keys, as canonical JSON."""
     fields = {
         field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name != "make_detector"
     }

@@ -23,7 +23,7 @@ FORMAT = 2  # of the columns: parts of another one are not gone on with
 
 
 def kind_of(output: Path) -> str:
-    """Return the kind of an output file by its suffix.
+    """Kind of an output file by its suffix.
 
     Raises:
       ValueError: an unknown suffix.
@@ -52,7 +52,7 @@ def write_part(path: Path, columns: dict[str, np.ndarray], kind: str) -> None:
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the reports of the chunks that are done, by name."""
+    """Reports of the chunks that are done, by name."""
     found = (outputs.read_json(path) for path in sorted(folder.glob("[0-9]*.json")))
     return {report["name"]: report for report in found}
 
@@ -73,7 +73,7 @@ def merge(folder: Path, names: list[str], output: Path, kind: str) -> None:
 
 
 def open_parts(output: Path, paths: list[str], job: str, keys: Iterable[Key], *, overwrite: bool) -> Path:
-    """Return the folder of the parts: a new one, or that of the same run, to go on with.
+    """Folder of the parts: a new one, or that of the same run, to go on with.
 
     Args:
       job: what decides the scores, keys apart.
@@ -104,7 +104,7 @@ def open_parts(output: Path, paths: list[str], job: str, keys: Iterable[Key], *,
 
 
 def parts_of(output: Path) -> Path:
-    """Return the folder beside an output that its parts lie in while the run lasts."""
+    """Folder beside an output that its parts lie in while the run lasts."""
     return Path(f"{output}.parts")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import Field
 
-from jaxbench import initial, philox
+from jaxbench import initial, outputs, philox
 from jaxbench.config import Base
 from jaxbench.pretrained import assets
 from jaxbench.watermark.config import Count
@@ -55,19 +55,19 @@ class Arrays(NamedTuple):
 
     @property
     def positions(self) -> np.ndarray:
-        """Return the place of each token in its row [B T], -1 = padding."""
+        """Place of each token in its row [B T], -1 = padding."""
         place = np.broadcast_to(np.arange(self.tokens.shape[1]), self.tokens.shape)
         return np.where(self.tokens >= 0, place, -1)
 
 
 def evidence(scheme: Any, found: Evidence) -> Float[np.ndarray, "B T"]:
-    """Return evidence e of what `reference.evidence` or a Detector found; 1/2 where not scored."""
+    """Evidence e of what `reference.evidence` or a Detector found; 1/2 where not scored."""
     value = scheme.neural_evidence(found.words)
     return np.where(found.scored, np.clip(value, SMALLEST, 1.0 - SMALLEST), NO_EVIDENCE)
 
 
 def table_rows(tokens: np.ndarray, num_rows: int) -> np.ndarray:
-    """Return the row of the token table that each token reads: tokens below num_rows / 2 their own, others share.
+    """Row of the token table that each token reads: tokens below num_rows / 2 their own, others share.
 
     Ids of a byte-pair vocabulary are in the order of its merges, so frequent tokens are the small ones.
     """
@@ -79,7 +79,7 @@ def table_rows(tokens: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 def parameter_shapes(config: NeuralConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by its dotted name; kernels are (in, out)."""
+    """Shape of every parameter by its dotted name; kernels are (in, out)."""
     c = config
     linear = {"evidence": (FEATURES, c.d_model)}
     linear |= {f"layers.{i}.conv": (3 * c.d_model, c.d_model) for i in range(len(c.dilations))}
@@ -92,7 +92,7 @@ def parameter_shapes(config: NeuralConfig) -> dict[str, tuple[int, ...]]:
 
 
 def initial_params(config: NeuralConfig, seed: int, *, distinct: bool = False) -> dict[str, np.ndarray]:
-    """Return float64 initial values by name, drawn from Philox with the parameter's name as site.
+    """Float64 initial values by name, drawn from Philox with the parameter's name as site.
 
     Kernels have variance 1 / fan-in, the token table standard deviation 0.1, scales are 1 and biases 0; with
     distinct=True these two are random as well (scales 1 +- 0.1, biases +- 0.1), so that a swapped one shows.
@@ -107,7 +107,7 @@ def initial_params(config: NeuralConfig, seed: int, *, distinct: bool = False) -
 
 
 def parity_arrays(config: NeuralConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
-    """Return random data of one step for the parity engine: every second row ends in a quarter of padding."""
+    """Random data of one step for the parity engine: every second row ends in a quarter of padding."""
     random = np.random.default_rng((seed, step))
     tokens = random.integers(0, 4 * config.num_rows, (batch, length), dtype=np.int32)
     tokens[1::2, length - length // 4 :] = -1
@@ -127,32 +127,24 @@ def save(
     record: Mapping[str, Any],
     calibration: np.ndarray | None = None,
 ) -> Path:
-    """Write detector.safetensors and detector.json (shape, record, checksum) into a folder; each file whole or not.
-
-    Args:
-      calibration: human passages [N T] for conformal p-values, kept as calibration.npy.
-    """
+    """Write detector.safetensors, detector.json (shape, record, checksum), calibration.npy (human passages)."""
     from safetensors.numpy import save_file
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     initial.check_params(parameter_shapes(config), params)
-    weights, temporary = folder / "detector.safetensors", folder / ".detector.safetensors.tmp"
-    save_file({name: np.ascontiguousarray(value, np.float32) for name, value in params.items()}, temporary)
-    values = {"config": config.model_dump(mode="json"), "sha256": assets.sha256_file(temporary), **record}
+    weights = folder / "detector.safetensors"
+    with outputs.whole(weights) as temporary:
+        save_file({name: np.ascontiguousarray(value, np.float32) for name, value in params.items()}, temporary)
     if calibration is not None:
-        passages = folder / ".calibration.tmp.npy"
-        np.save(passages, calibration)
-        passages.replace(folder / "calibration.npy")
-    temporary.replace(weights)
-    described = folder / ".detector.json.tmp"
-    described.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    described.replace(folder / "detector.json")
+        with outputs.whole(folder / "calibration.npy") as temporary, open(temporary, "wb") as file:
+            np.save(file, calibration)
+    values = {"config": config.model_dump(mode="json"), "sha256": assets.sha256_file(weights), **record}
+    outputs.write_text(folder / "detector.json", json.dumps(values, indent=1) + "\n")
     return weights
 
 
 def load(folder: str | Path) -> tuple[NeuralConfig, dict[str, np.ndarray], dict[str, Any]]:
-    """Return shape, parameters and record of a detector that `save` wrote.
+    """Shape, parameters and record of a detector that `save` wrote.
 
     Raises:
       ValueError: a file is missing or damaged, the checksum differs, or parameters are missing, unused or misshapen.
@@ -176,7 +168,7 @@ def load(folder: str | Path) -> tuple[NeuralConfig, dict[str, np.ndarray], dict[
 
 
 def load_calibration(folder: str | Path) -> np.ndarray:
-    """Return the human passages [N T] that were saved with a detector.
+    """Human passages [N T] that were saved with a detector.
 
     Raises:
       ValueError: there are none, or the file is damaged.

@@ -42,7 +42,7 @@ class Layer(nnx.Module):
         self.dilation = dilation
 
     def __call__(self, x: Float[Array, "B T D"], is_token: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return the residual stream; padding counts as zeros."""
+        """Residual stream; padding counts as zeros."""
         hidden = jnp.where(is_token[:, :, None], self.norm(x), jnp.zeros((), x.dtype))
         taps = (shifted(hidden, self.dilation), hidden, shifted(hidden, -self.dilation))
         return x + gelu(self.conv(jnp.concatenate(taps, axis=-1)))
@@ -65,7 +65,7 @@ class NeuralDetector(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], evidence: Float[Array, "B T"], scored: Bool[Array, "B T"]
     ) -> Float[Array, " B"]:
-        """Return a logit for each text."""
+        """A logit for each text."""
         rows = table_rows(tokens, self.num_rows)
         x = self.embed(rows) + self.evidence(token_features(evidence, scored, dtype=self.dtype))
         for layer in self.layers:
@@ -75,13 +75,13 @@ class NeuralDetector(nnx.Module):
 
 
 def table_rows(tokens: Int[Array, "B T"], num_rows: int) -> Int[Array, "B T"]:
-    """Return the row of the token table that each token reads, as features.table_rows; padding reads row 0."""
+    """Row of the token table that each token reads, as features.table_rows; padding reads row 0."""
     half, tokens = num_rows // 2, jnp.maximum(tokens, 0)
     return jnp.where(tokens < half, tokens, half + tokens % (num_rows - half))
 
 
 def token_features(evidence: Float[Array, "B T"], scored: Bool[Array, "B T"], *, dtype: str) -> Float[Array, "B T F"]:
-    """Return 2 e - 1, -log(1 - e) - 1 (both 0 in the mean without a mark, and where not scored) and `scored`."""
+    """2 e - 1, -log(1 - e) - 1 (both 0 in the mean without a mark, and where not scored) and `scored`."""
     evidence = evidence.astype(jnp.promote_types(evidence.dtype, jnp.float32))
     parts = (2.0 * evidence - 1.0, -jnp.log1p(-evidence) - 1.0, jnp.ones_like(evidence))
     zero = jnp.zeros((), evidence.dtype)
@@ -89,7 +89,7 @@ def token_features(evidence: Float[Array, "B T"], scored: Bool[Array, "B T"], *,
 
 
 def shifted(x: Float[Array, "B T D"], places: int) -> Float[Array, "B T D"]:
-    """Return x moved to later places (to earlier ones where negative), with zeros moved in."""
+    """x moved to later places (to earlier ones where negative), with zeros moved in."""
     length = x.shape[1]
     count = min(abs(places), length)
     zeros = jnp.zeros((x.shape[0], count, x.shape[2]), x.dtype)
@@ -98,7 +98,7 @@ def shifted(x: Float[Array, "B T D"], places: int) -> Float[Array, "B T D"]:
 
 
 def pool(x: Float[Array, "B T P"], scored: Bool[Array, "B T"]) -> Float[Array, "B Q"]:
-    """Return sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
+    """Sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     zero = jnp.zeros((), wide.dtype)
     is_scored = scored[:, :, None]
@@ -113,29 +113,29 @@ def pool(x: Float[Array, "B T P"], scored: Bool[Array, "B T"]) -> Float[Array, "
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return GELU in its tanh form, rounded once."""
+    """GELU in its tanh form, rounded once."""
     return jax.nn.gelu(x.astype(jnp.promote_types(x.dtype, jnp.float32)), approximate=True).astype(x.dtype)
 
 
 def predict(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Array, " B"]:
-    """Return the logits of a batch; there is no dropout."""
+    """Logits of a batch; there is no dropout."""
     return model(batch.tokens, batch.evidence, batch.scored)
 
 
 def loss_of(output: Float[Array, " B"], batch: Batch) -> Float[Array, ""]:
-    """Return the mean binary cross-entropy of logits, nats per text, in at least float32."""
+    """Mean binary cross-entropy of logits, nats per text, in at least float32."""
     wide = output.astype(jnp.promote_types(output.dtype, jnp.float32))
     labels = batch.labels.astype(wide.dtype)
     return jnp.mean(jax.nn.softplus(wide) - labels * wide)
 
 
 def loss_fn(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
-    """Return the model's loss on a batch, nats per text."""
+    """The model's loss on a batch, nats per text."""
     return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: NeuralConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> NeuralDetector:
-    """Return the detector of a configuration holding `params`, cast to dtype.
+    """Detector of a configuration holding `params`, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.

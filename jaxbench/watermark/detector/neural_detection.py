@@ -36,7 +36,7 @@ class Scorer:
         return neural.predict(nnx.merge(self._graph, state), batch)
 
     def __call__(self, arrays: features.Arrays) -> np.ndarray:
-        """Return the logits [N] (float64) of texts, SCORING_ROWS at a time."""
+        """Logits [N] (float64) of texts, SCORING_ROWS at a time."""
         found, rows = [], len(arrays.tokens)
         for start in range(0, rows, SCORING_ROWS):
             part = [field[start : start + SCORING_ROWS] for field in arrays]
@@ -50,7 +50,7 @@ class Scorer:
 
 
 def conformal_p(scores: np.ndarray, null: np.ndarray) -> np.ndarray:
-    """Return (1 + #{null >= score}) / (n + 1) of each score [N] against n null scores."""
+    """(1 + #{null >= score}) / (n + 1) of each score [N] against n null scores."""
     ordered = np.sort(null)
     return (1.0 + len(ordered) - np.searchsorted(ordered, scores, side="left")) / (len(ordered) + 1.0)
 
@@ -58,7 +58,7 @@ def conformal_p(scores: np.ndarray, null: np.ndarray) -> np.ndarray:
 def null_scores(
     scorer: Scorer, scheme: Any, human: np.ndarray, *, length: int, count: int, vocab_size: int, seed: int
 ) -> np.ndarray:
-    """Return scores [count] of human passages [N T], cut to a length, under random keys of a scheme."""
+    """Scores [count] of human passages [N T], cut to a length, under random keys of a scheme."""
     random = np.random.default_rng((seed, length))
     pool = training_data.human_pool(scheme, human, vocab_size=vocab_size)
     return scorer(training_data.null_arrays(pool, np.arange(count) % len(human), length, random))
@@ -98,11 +98,7 @@ class NeuralTest:
             raise ValueError(f"neural: scheme {scheme.scheme} has payload_bits={scheme.payload_bits}, wanted 0")
 
     def __call__(self, scheme: Any, tokens: np.ndarray, evidence: Evidence) -> NeuralVerdict:
-        """Judge a text (ids [T]) by the evidence [1 T] that a Detector found under the key in question.
-
-        Raises:
-          ValueError: as check.
-        """
+        """Judge a text (ids [T]) by the evidence [1 T] that a Detector found under its key; errors as `check`."""
         self.check(scheme)
         length = min(len(tokens), self._human.shape[1])
         if not evidence.scored[0, :length].any():

@@ -26,8 +26,7 @@ from jaxbench.text import packing, passages
 from jaxbench.training import optimizer_step
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 from jaxbench.watermark import config, reference, statistics
-from jaxbench.watermark.detector import features, neural
-from jaxbench.watermark.detector import training_data as examples
+from jaxbench.watermark.detector import features, neural, training_data
 from jaxbench.watermark.detector.neural_detection import Scorer, conformal_p, null_scores
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.study import detectability, power
@@ -80,38 +79,40 @@ class Corpus(NamedTuple):
     test: np.ndarray
 
 
-def split(found: passages.Passages) -> Corpus:
+def split(human: passages.Passages) -> Corpus:
     """Split passages in three by document: half for training, a quarter each for calibration and test.
 
     Raises:
       ValueError: fewer than four documents.
     """
-    documents = np.unique(found.documents)
+    documents = np.unique(human.documents)
     if len(documents) < 4:
         raise ValueError(
             f"train-detector: {len(documents)} documents of human text, wanted at least 4; pass more with --data"
         )
     part = {document: (0, 1, 0, 2)[i % 4] for i, document in enumerate(documents)}
-    parts = np.array([part[document] for document in found.documents])
-    return Corpus(*(found.tokens[parts == i] for i in range(3)))
+    parts = np.array([part[document] for document in human.documents])
+    return Corpus(*(human.tokens[parts == i] for i in range(3)))
 
 
 def fit(
-    settings: Training, marked: list[examples.Pool], human: list[examples.Pool],
+    settings: Training, marked: list[training_data.Pool], human: list[training_data.Pool],
     *, say: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, np.ndarray], list[float]]:  # fmt: skip
-    """Return trained parameters by name and the loss of every step, nats per text."""
+    """Trained parameters by name and the loss of every step, nats per text."""
     params = features.initial_params(settings.detector, settings.seed)
     model = neural.build(settings.detector, params)
     adamw = OptimizerConfig(b1=0.9, b2=0.99, eps=1e-8, weight_decay=settings.weight_decay, decay="all")
-    how = StepConfig(clip_norm=None, optimizer=adamw)
-    state = optimizer_step.init_state(model, params, how)
-    step = functools.partial(optimizer_step.train_step, step_config=how, loss_fn=neural.loss_fn, is_guarded=False)
+    step_config = StepConfig(clip_norm=None, optimizer=adamw)
+    state = optimizer_step.init_state(model, params, step_config)
+    step = functools.partial(
+        optimizer_step.train_step, step_config=step_config, loss_fn=neural.loss_fn, is_guarded=False
+    )
     step_fn = jax.jit(functools.partial(step, learning_rate=settings.learning_rate), donate_argnums=0)
-    example = examples.Example(settings.min_tokens, settings.max_edited, settings.pasted_share)
+    example = training_data.Example(settings.min_tokens, settings.max_edited, settings.pasted_share)
     random, losses = np.random.default_rng(settings.seed), []
     for step in range(settings.steps):
-        arrays = examples.batch(marked, human, size=settings.batch_size, how=example, random=random)
+        arrays = training_data.batch(marked, human, size=settings.batch_size, example=example, random=random)
         state, metrics = step_fn(state, neural.Batch(*map(jnp.asarray, arrays)))
         losses.append(float(metrics.loss))
         if not np.isfinite(losses[-1]):
@@ -131,9 +132,9 @@ def conditions(
     for length in settings.test_lengths:
         yield f"{length} tokens", tokens[:, :length]
     for share in settings.test_edits:
-        yield f"{share:.0%} replaced", examples.replaced(tokens, share, human, random)
+        yield f"{share:.0%} replaced", training_data.replaced(tokens, share, human, random)
     for share in settings.test_pasted:
-        yield f"{share:.0%} in human text", examples.pasted(tokens, share, human, random)
+        yield f"{share:.0%} in human text", training_data.pasted(tokens, share, human, random)
 
 
 def judge(
@@ -146,7 +147,7 @@ def judge(
     *,
     vocab_size: int,
 ) -> list[dict[str, Any]]:
-    """Return rows of true-positive rates of one test scheme, the neural detector beside the exact test."""
+    """Rows of true-positive rates of one test scheme, the neural detector beside the exact test."""
     scheme, out, null = settings.test_schemes[name], [], {}
     for condition, texts in conditions(settings, tokens, human.test, seed=len(name)):
         length = texts.shape[1]
@@ -163,10 +164,10 @@ def judge(
             row["exact"] = detectability.detected(exact, level)._asdict()
             out.append(row)
     random = np.random.default_rng((settings.seed, 99))
-    pool = examples.human_pool(scheme, human.test, vocab_size=vocab_size)
+    pool = training_data.human_pool(scheme, human.test, vocab_size=vocab_size)
     rows = np.arange(settings.num_null) % len(human.test)
     length = max(settings.test_lengths)
-    p = conformal_p(scorer(examples.null_arrays(pool, rows, length, random)), null[length])
+    p = conformal_p(scorer(training_data.null_arrays(pool, rows, length, random)), null[length])
     for level in settings.levels:
         realised = detectability.detected(p, level)._asdict()
         out.append({"scheme": name, "condition": "human text, held out", "level": level, "neural": realised})
@@ -176,9 +177,8 @@ def judge(
 def evidence(
     scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: int
 ) -> tuple[features.Arrays, np.ndarray]:
-    """Return the detector's inputs of texts [N T] with a key each, and the exact test's p-values [N]."""
-    lengths = np.full(len(tokens), tokens.shape[1], np.int32)
-    found = reference.evidence(scheme, keys, tokens, lengths, vocab_size=vocab_size)
+    """Detector's inputs of texts [N T] with a key each, and the exact test's p-values [N]."""
+    found = reference.evidence(scheme, keys, tokens, vocab_size=vocab_size)
     value = features.evidence(scheme, found).astype(np.float32)
     arrays = features.Arrays(tokens, value, found.scored, np.zeros(len(tokens), np.float32))
     return arrays, statistics.score(scheme, found, vocab_size=vocab_size).p_value
@@ -193,9 +193,7 @@ def run(
 ) -> dict[str, Any]:
     """Generate, train, save and test; write detector.safetensors, detector.json and neural.json into workdir.
 
-    Args:
-      path: human texts, which also give the prompts (passages.read_texts); None = the packaged default text.
-      say: is told the progress.
+    Human texts, which also give the prompts, are in `path` (passages.read_texts); None = the packaged default text.
 
     Raises:
       ValueError: a training scheme is also a test scheme, there are too few human documents, or workdir holds the texts
@@ -226,11 +224,12 @@ def run(
             root = Key.from_passphrase(plan.passphrase)
             made[part, name] = tokens, [power.text_key(root, name, i) for i in range(len(tokens))]
     marked = [
-        examples.marked_pool(scheme, *made["train", name], vocab_size=vocab_size)
+        training_data.marked_pool(scheme, *made["train", name], vocab_size=vocab_size)
         for name, scheme in settings.train_schemes.items()
     ]
     plain = [
-        examples.human_pool(scheme, human.train, vocab_size=vocab_size) for scheme in settings.train_schemes.values()
+        training_data.human_pool(scheme, human.train, vocab_size=vocab_size)
+        for scheme in settings.train_schemes.values()
     ]
     params, losses = fit(settings, marked, plain, say=say)
     record = {"training": settings.model_dump(mode="json"), "config_id": config_id(settings, extra=extra), **extra}
@@ -246,7 +245,7 @@ def run(
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return one row as text."""
+    """One row as text."""
     shown = [f"{name} {_rate(row[name])}" for name in ("neural", "exact") if name in row]
     return f"{row['scheme']:<20} {row['condition']:<22} FPR {row['level']:<6g} " + "  ".join(shown)
 

@@ -38,19 +38,19 @@ class Example(NamedTuple):
 
 
 def marked_pool(scheme: Any, tokens: np.ndarray, keys: Sequence[Key], *, vocab_size: int) -> Pool:
-    """Return the pool of texts [N T] that were generated with one key each."""
-    found = reference.evidence(scheme, keys, tokens, _lengths(tokens), vocab_size=vocab_size)
-    return Pool(scheme, tokens, found.scored, found.words)
+    """Pool of texts [N T] that were generated with one key each."""
+    evidence = reference.evidence(scheme, keys, tokens, vocab_size=vocab_size)
+    return Pool(scheme, tokens, evidence.scored, evidence.words)
 
 
 def human_pool(scheme: Any, tokens: np.ndarray, *, vocab_size: int) -> Pool:
-    """Return the pool of human texts [N T] as one scheme scores them."""
-    found = reference.evidence(scheme, Key(0), tokens, _lengths(tokens), vocab_size=vocab_size)
-    return Pool(scheme, tokens, found.scored, None)
+    """Pool of human texts [N T] as one scheme scores them."""
+    evidence = reference.evidence(scheme, Key(0), tokens, vocab_size=vocab_size)
+    return Pool(scheme, tokens, evidence.scored, None)
 
 
 def null_arrays(pool: Pool, rows: np.ndarray, length: int, random: np.random.Generator) -> features.Arrays:
-    """Return the beginnings of texts of a pool under keys that have nothing to do with them."""
+    """Beginnings of texts of a pool under keys that have nothing to do with them."""
     tokens, scored = pool.tokens[rows, :length], pool.scored[rows, :length]
     words = pool.scheme.null_words(random, tokens.shape)
     value = features.evidence(pool.scheme, reference.Evidence(words, scored))
@@ -58,23 +58,23 @@ def null_arrays(pool: Pool, rows: np.ndarray, length: int, random: np.random.Gen
 
 
 def batch(
-    marked: Sequence[Pool], human: Sequence[Pool], *, size: int, how: Example, random: np.random.Generator
+    marked: Sequence[Pool], human: Sequence[Pool], *, size: int, example: Example, random: np.random.Generator
 ) -> features.Arrays:
-    """Return a training batch: half marked texts, a quarter the like under other keys, a quarter human text."""
-    parts = [_example(marked[i % len(marked)], human, True, how, random) for i in range(size // 2)]
-    parts += [_example(marked[i % len(marked)], human, False, how, random) for i in range(size // 4)]
-    parts += [_example(human[i % len(human)], human, False, how, random) for i in range(size - len(parts))]
+    """A training batch: half marked texts, a quarter the like under other keys, a quarter human text."""
+    parts = [_example(marked[i % len(marked)], human, True, example, random) for i in range(size // 2)]
+    parts += [_example(marked[i % len(marked)], human, False, example, random) for i in range(size // 4)]
+    parts += [_example(human[i % len(human)], human, False, example, random) for i in range(size - len(parts))]
     return features.Arrays(*(np.stack(field) for field in zip(*parts, strict=True)))
 
 
 def replaced(tokens: np.ndarray, share: float, pool: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return texts [N T] with a share of the tokens replaced by ones drawn from other texts."""
+    """Texts [N T] with a share of the tokens replaced by ones drawn from other texts."""
     is_edited = random.random(tokens.shape) < share
     return np.where(is_edited, random.choice(pool.ravel(), tokens.shape), tokens).astype(np.int32)
 
 
 def pasted(tokens: np.ndarray, share: float, carriers: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return human texts of the same length with a passage of each marked text [N T], its beginning, pasted in."""
+    """Human texts of the same length with a passage of each marked text [N T], its beginning, pasted in."""
     rows, length = tokens.shape
     count = max(1, round(share * length))
     out = carriers[random.integers(0, len(carriers), rows), :length].copy()
@@ -83,32 +83,30 @@ def pasted(tokens: np.ndarray, share: float, carriers: np.ndarray, random: np.ra
     return out
 
 
-def _example(pool: Pool, human: Sequence[Pool], is_marked: bool, how: Example, random: np.random.Generator) -> tuple:
-    """Return one text's fields of Arrays; tokens and lengths are drawn alike whatever the label."""
+def _example(
+    pool: Pool, human: Sequence[Pool], is_marked: bool, example: Example, random: np.random.Generator
+) -> tuple:
+    """One text's fields of Arrays; tokens and lengths are drawn alike whatever the label."""
     row, length = random.integers(len(pool.tokens)), pool.tokens.shape[1]
-    is_kept = _unedited(pool.scheme, length, how, random)
-    if random.random() < how.pasted_share:
+    is_kept = _unedited(pool.scheme, length, example, random)
+    if random.random() < example.pasted_share:
         start, end = sorted(random.integers(0, length + 1, 2))
-        is_kept &= (np.arange(length) >= start) & (np.arange(length) < max(end, start + how.min_tokens))
+        is_kept &= (np.arange(length) >= start) & (np.arange(length) < max(end, start + example.min_tokens))
     carrier = human[random.integers(len(human))].tokens
     tokens = np.where(is_kept, pool.tokens[row], carrier[random.integers(len(carrier)), :length])
     words = pool.scheme.null_words(random, (length,))
     if is_marked:
         words = np.where(is_kept, pool.words[row], words)
-    is_token = np.arange(length) < random.integers(how.min_tokens, length + 1)
+    is_token = np.arange(length) < random.integers(example.min_tokens, length + 1)
     scored = pool.scored[row] & is_token
     value = features.evidence(pool.scheme, reference.Evidence(words, scored)).astype(np.float32)
     return np.where(is_token, tokens, -1).astype(np.int32), value, scored, np.float32(is_marked)
 
 
-def _unedited(scheme: Any, length: int, how: Example, random: np.random.Generator) -> np.ndarray:
-    """Return which tokens keep their evidence when a random share of the tokens is replaced, bool [T]."""
-    is_edited = random.random(length) < random.uniform(0, how.max_edited) * (random.random() < 0.5)
+def _unedited(scheme: Any, length: int, example: Example, random: np.random.Generator) -> np.ndarray:
+    """Which tokens keep their evidence when a random share of the tokens is replaced, bool [T]."""
+    is_edited = random.random(length) < random.uniform(0, example.max_edited) * (random.random() < 0.5)
     affected = is_edited.copy()
     for place in range(1, scheme.context_length + 1):
         affected[place:] |= is_edited[:-place]
     return ~affected
-
-
-def _lengths(tokens: np.ndarray) -> np.ndarray:
-    return np.full(len(tokens), tokens.shape[1], np.int32)

@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
 from jaxbench import philox
-from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf
-from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import KeyedStep, Position, State
+from jaxbench.watermark.device.marks import KeyedStep, ReweightingMark, State
 from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, order_bits
 
 
-class Mark:
-    """DiP on a device; a Mark (marks.py)."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self.vocab_size = scheme, vocab_size
-
-    def first_state(self, state: State) -> State:
-        """Return the state, which remembers contexts."""
-        return steps.with_history(state)
-
-    def draw(
-        self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
-    ) -> tuple[State, Int[Array, " B"]]:
-        """Return the next state and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
-        return steps.draw_reweighted(self, state, logits, at, sample)
-
-    def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the next state and reweighted logits."""
-        return steps.reweight(self, state, logits, at)
+class Mark(ReweightingMark):
+    """DiP on a device."""
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return the logarithm of the reweighted distribution."""
+        """Logarithm of the reweighted distribution."""
         p = jax.nn.softmax(logits, axis=-1)
         keys = round_keys((keyed.key[0][:, 0], keyed.key[1][:, 0]), keyed.seeds)
         return jnp.log(_moved(p, keys, self.scheme.alpha))
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts."""
+        """Words and seeds of the tokens of texts."""
         seeds = prf.text_seeds(self.scheme.context, key, text.tokens)
         return token_words(key, seeds, text.tokens, vocab_size=self.vocab_size), seeds
 
@@ -52,13 +31,13 @@ class Mark:
 def token_words(
     key: prf.Halves, seeds: UInt32[Array, "*shape 2"], tokens: Int[Array, "*shape"], *, vocab_size: int
 ) -> UInt32[Array, "*shape"]:
-    """Return each token's place in the order of its seed, in the top bits of a word."""
+    """Each token's place in the order of its seed, in the top bits of a word."""
     bits = order_bits(vocab_size)
     return permute(tokens.astype(jnp.uint32), round_keys(key, seeds), bits) << (32 - bits)
 
 
 def _moved(p: Float[Array, "B V"], keys: UInt32[Array, "B 8"], alpha: float) -> Float[Array, "B V"]:
-    """Return schemes.dip.reweight of each row, in the order that the round keys give.
+    """schemes.dip.reweight of each row, in the order that the round keys give.
 
     A token keeps p from the place on where the mass of the order passes alpha, and gets p again where it passes
     1 - alpha. The two places are found bit by bit: a sum a bit is cheaper than to put the tokens in order.
@@ -85,21 +64,21 @@ def _moved(p: Float[Array, "B V"], keys: UInt32[Array, "B 8"], alpha: float) -> 
 
 
 def round_keys(key: prf.Halves, seeds: UInt32[Array, "*shape 2"]) -> UInt32[Array, "*shape 8"]:
-    """Return the round keys of seeds: two Philox blocks."""
+    """Round keys of seeds: two Philox blocks."""
     site = philox.site_id("watermark/dip")
     blocks = [prf.random_blocks((i, seeds[..., 0], seeds[..., 1], site), key) for i in range(2)]
     return jnp.stack(jnp.broadcast_arrays(*blocks[0], *blocks[1]), axis=-1)
 
 
 def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Return the 32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection."""
+    """32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection."""
     x = (x ^ (x >> 16)) * jnp.uint32(MIX_MULTIPLIERS[0])
     x = (x ^ (x >> 13)) * jnp.uint32(MIX_MULTIPLIERS[1])
     return x ^ (x >> 16)
 
 
 def permute(values: Array, keys: UInt32[Array, "*shape 8"], bits: int) -> UInt32[Array, "*shape"]:
-    """Return the image of values in [0, 2**bits) under the Feistel network with these round keys."""
+    """Image of values in [0, 2**bits) under the Feistel network with these round keys."""
     half, mask = bits // 2, 2 ** (bits // 2) - 1
     left, right = values >> half, values & mask
     for i in range(FEISTEL_ROUNDS):

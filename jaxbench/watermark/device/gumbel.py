@@ -11,27 +11,27 @@ from jaxtyping import Bool, Float, Int, UInt32
 from jaxbench import philox, prng
 from jaxbench.sample import OrdinaryDraw, largest_sum
 from jaxbench.watermark import prf, reference, vllm_prf
-from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import KeyedStep, Position, State
+from jaxbench.watermark.device import marks
+from jaxbench.watermark.device.marks import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
 
-class Mark:
-    """Gumbel on a device; a Mark (marks.py)."""
+class Mark(marks.Mark):
+    """Gumbel on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self.vocab_size = scheme, vocab_size
+        super().__init__(scheme, vocab_size=vocab_size)
         self._is_vllm = scheme.prf == "vllm"
 
     def first_state(self, state: State) -> State:
-        """Return the state, which remembers contexts where they are deduplicated."""
-        return steps.with_history(state) if self.scheme.deduplicate else state
+        """State, which remembers contexts where they are deduplicated."""
+        return marks.with_history(state) if self.scheme.deduplicate else state
 
     def draw(
         self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Array, " B"]]:
-        """Return the next state and the token of each row with the largest sum of logit and keyed noise.
+        """Next state and the token of each row with the largest sum of logit and keyed noise.
 
         Rows with a key whose context gives no mark get their ordinary token from the same draw (vLLM's function: -1).
         """
@@ -39,18 +39,18 @@ class Mark:
         # Outside of the branch: what a branch is given is stored, and not chosen anew at every block.
         stream = self._stream(state, keyed)
         stream = stream if self._is_vllm else stream.where(keyed.is_active, sample)
-        noisy = steps.draw_if_any(keyed.is_active, lambda: largest_sum(logits, self._noise(stream, str(logits.dtype))))
+        noisy = marks.draw_if_any(keyed.is_active, lambda: largest_sum(logits, self._noise(stream, str(logits.dtype))))
         return state, jnp.where(keyed.is_active if self._is_vllm else state["marked"], noisy, -1)
 
     def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the next state and logits that are -inf for all tokens but the drawn one."""
+        """Next state and logits that are -inf for all tokens but the drawn one."""
         state, keyed = self._keyed_step(state, at)
         drawn = largest_sum(logits, self._noise(self._stream(state, keyed), str(logits.dtype)))
         alone = jnp.where(jnp.arange(logits.shape[1])[None, :] == drawn[:, None], 0.0, -jnp.inf)
         return state, jnp.where(keyed.is_active[:, None], alone, logits)
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
+        """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
         if not self._is_vllm:
             return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
@@ -62,30 +62,30 @@ class Mark:
         return vllm_token_words(states, tokens, key), states
 
     def _keyed_step(self, state: State, at: Position) -> tuple[State, KeyedStep]:
-        """Return the next state and the step; a context is remembered by its seed under the first key."""
+        """Next state and the step; a context is remembered by its seed under the first key."""
         key = self._key_of_step(state, at.step)
         seeds = self._context_seeds(key, at)
-        is_active = steps.active_rows(self.scheme, state, at)
+        is_active = marks.active_rows(self.scheme, state, at)
         if self.scheme.deduplicate:
             is_dual = reference.is_dual_key(self.scheme)
-            names = self._context_seeds(steps.first_key(state), at) if is_dual else seeds
-            state, is_active = steps.remember(state, names[:, :2], is_active, at.step)
+            names = self._context_seeds(marks.first_key(state), at) if is_dual else seeds
+            state, is_active = marks.remember(state, names[:, :2], is_active, at.step)
         return state, KeyedStep(key, seeds, is_active)
 
     def _context_seeds(self, key: prf.Halves, at: Position) -> UInt32[Array, "B S"]:
-        """Return the seed of each row's context; prompt tokens count as missing for vLLM's function."""
+        """Seed of each row's context; prompt tokens count as missing for vLLM's function."""
         rule, flat = self.scheme.context, (key[0][:, 0], key[1][:, 0])
-        contexts = steps.last_tokens(at, rule.width)
+        contexts = marks.last_tokens(at, rule.width)
         if not self._is_vllm:
             return prf.seeds_after(rule, flat, contexts, None)
-        is_inside = steps.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
+        is_inside = marks.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
         return vllm_state(jnp.where(is_inside, contexts, -1), flat)
 
     def _key_of_step(self, state: State, step: Array) -> prf.Halves:
-        """Return the key [B 1] of each row at this step: with two keys, the second in a share alpha of the steps."""
+        """Key [B 1] of each row at this step: with two keys, the second in a share alpha of the steps."""
         keys = state["keys"]
         if not reference.is_dual_key(self.scheme):
-            return steps.first_key(state)
+            return marks.first_key(state)
         low, high, row = state["route"].T
         counter = (jnp.zeros_like(row), row, jnp.full_like(row, step), jnp.full_like(row, ROUTE_SITE))
         word = prng.philox4x32(counter, (low, high))[0]
@@ -94,12 +94,12 @@ class Mark:
         return jnp.where(use_second, keys[:, 2:3], keys[:, :1]), jnp.where(use_second, keys[:, 3:], keys[:, 1:2])
 
     def _stream(self, state: State, keyed: KeyedStep) -> Stream:
-        """Return where each row's keyed words come from."""
+        """Where each row's keyed words come from."""
         site = jnp.full((keyed.seeds.shape[0], 1), reference.site_of(self.scheme), jnp.uint32)
         return Stream(keyed.key, keyed.seeds, site, state.get("payload"))
 
     def _noise(self, stream: Stream, dtype: str) -> prf.Lanes:
-        """Return the keyed Gumbel noise -log(-log u) of every token, in lanes."""
+        """Keyed Gumbel noise -log(-log u) of every token, in lanes."""
         size = {"num_elements": self.vocab_size}
         if self._is_vllm:
             words = vllm_lanes(stream.seeds, stream.key, **size)
@@ -122,7 +122,7 @@ class Stream(NamedTuple):
     payload: Int[Array, " B"] | None
 
     def where(self, is_active: Bool[Array, " B"], sample: OrdinaryDraw) -> Stream:
-        """Return this stream for active rows, that of their ordinary draw for others."""
+        """This stream for active rows, that of their ordinary draw for others."""
         rows, chosen = sample.row_ids.astype(jnp.uint32), is_active[:, None]
         plain = jnp.stack([rows, jnp.full_like(rows, sample.step)], axis=-1)
         return Stream(
@@ -137,7 +137,7 @@ class Stream(NamedTuple):
 
 
 def vllm_state(contexts: Int[Array, "*shape h"], key: prf.Halves) -> UInt32[Array, "*shape 4"]:
-    """Return the state of contexts, -1 where the text has not started (see vllm_prf.py)."""
+    """State of contexts, -1 where the text has not started (see vllm_prf.py)."""
     contexts, width = contexts.astype(jnp.uint32), contexts.shape[-1]
     words: Any = tuple(jnp.full_like(key[0], word) for word in (vllm_prf.CONTEXT_DOMAIN, width, 0, 0))
     for offset in range(0, width, 4):
@@ -152,21 +152,21 @@ def vllm_state(contexts: Int[Array, "*shape h"], key: prf.Halves) -> UInt32[Arra
 def vllm_token_words(
     states: UInt32[Array, "*shape 4"], tokens: Int[Array, "*shape"], key: prf.Halves
 ) -> UInt32[Array, "*shape"]:
-    """Return the word of each token at its context's state."""
+    """Word of each token at its context's state."""
     tokens = tokens.astype(jnp.uint32)
     pair = (key[0] ^ states[..., 3], key[1] ^ jnp.uint32(vllm_prf.TOKEN_DOMAIN))
     return prf.pick_word(prf.random_blocks((tokens >> 2, states[..., 0], states[..., 1], states[..., 2]), pair), tokens)
 
 
 def vllm_lanes(states: UInt32[Array, "B 4"], key: prf.Halves, *, num_elements: int) -> prf.Lanes:
-    """Return the words of tokens 0..num_elements-1 at each row's state, in lanes."""
+    """Words of tokens 0..num_elements-1 at each row's state, in lanes."""
     pair = (key[0] ^ states[:, 3:], key[1] ^ jnp.uint32(vllm_prf.TOKEN_DOMAIN))
     counter = (prf.block_numbers(num_elements), states[:, :1], states[:, 1:2], states[:, 2:3])
     return prf.random_blocks(counter, pair)
 
 
 def _vllm_exponential(words: UInt32[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
-    """Return -log u of vLLM's uniform u = ((w >> 8) + 1) / (2**24 + 1), by log1p of the complement above one half."""
+    """-log u of vLLM's uniform u = ((w >> 8) + 1) / (2**24 + 1), by log1p of the complement above one half."""
     k, scale = (words >> 8) + 1, jnp.asarray(2.0**24 + 1.0, "float64" if dtype == "float64" else "float32")
     is_low = k < 2**23
     low = jnp.where(is_low, k, 1).astype(dtype) / scale

@@ -6,39 +6,34 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Int, UInt32
 
 from jaxbench.watermark import prf, reference
-from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import Position, State
+from jaxbench.watermark.device import marks
+from jaxbench.watermark.device.marks import Position, State
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 
 
-class Mark:
-    """KGW on a device; a Mark (marks.py)."""
+class Mark(marks.Mark):
+    """KGW on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self.vocab_size = scheme, vocab_size
+        super().__init__(scheme, vocab_size=vocab_size)
         self._has_list_per_candidate = scheme.context.kind == "self"
 
     def first_state(self, state: State) -> State:
-        """Return the state, under the rule `self` with the words P(v, v), which depend on the key alone."""
+        """State, under the rule `self` with the words P(v, v), which depend on the key alone."""
         if not self._has_list_per_candidate:
             return state
-        return state | {"own": own_lanes(steps.first_key(state), num_elements=self.vocab_size)}
-
-    def apply(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the state and the logits with `delta` added to those of green tokens."""
-        is_green = self.green_tokens(state, at)
-        return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self.scheme.delta, logits.dtype)
+        return state | {"own": own_lanes(marks.first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
-        """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
+        """Tokens that are green after the contexts of rows that are marked here; none in other rows."""
         threshold = jnp.uint32(green_count.threshold(self.scheme.gamma))
-        rule, key = self.scheme.context, steps.first_key(state)
-        contexts = steps.last_tokens(at, rule.length)
-        is_active = steps.active_rows(self.scheme, state, at)
+        rule, key = self.scheme.context, marks.first_key(state)
+        contexts = marks.last_tokens(at, rule.length)
+        is_active = marks.active_rows(self.scheme, state, at)
 
         def bits() -> Array:
             if self._has_list_per_candidate:
@@ -59,7 +54,7 @@ class Mark:
         return prf.shift(green, state["payload"])
 
     def _candidate_lanes(self, state: State, contexts: Int[Array, "B n"], key: prf.Halves) -> prf.Lanes:
-        """Return the words of all candidates under the rule `self`, in lanes."""
+        """Words of all candidates under the rule `self`, in lanes."""
         if "payload" not in state:
             site = reference.site_of(self.scheme)
             return self_lanes(key, contexts, state["own"], site=site, num_elements=self.vocab_size)
@@ -69,15 +64,11 @@ class Mark:
         words = prf.token_words(self.scheme, key, seeds, candidates, **options)
         return tuple(jnp.moveaxis(words.reshape(words.shape[0], -1, 4), 2, 0))
 
-    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
-
 
 def self_lanes(
     key: prf.Halves, contexts: Int[Array, "B n"], own: UInt32[Array, "B 4 C"], *, site: int, num_elements: int
 ) -> prf.Lanes:
-    """Return the words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
+    """Words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
     blocks, least = prf.block_numbers(num_elements), [own[:, j] for j in range(4)]
     for i in range(contexts.shape[1]):
         pairs = prf.random_blocks((blocks, contexts[:, i : i + 1].astype(jnp.uint32), 0, SELF_SITE), key)
@@ -87,6 +78,6 @@ def self_lanes(
 
 
 def own_lanes(key: prf.Halves, *, num_elements: int) -> UInt32[Array, "B 4 C"]:
-    """Return P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
+    """P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
     tokens = jnp.arange(4 * -(-num_elements // 4), dtype=jnp.uint32)[None, :]
     return prf.pair_words(tokens, tokens, key).reshape(-1, tokens.shape[1] // 4, 4).swapaxes(1, 2)

@@ -11,17 +11,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import Position, State
+from jaxbench.watermark.device import marks
+from jaxbench.watermark.device.marks import Position, State
 from jaxbench.watermark.green_lists import GreenLists
 
 
-class Mark:
-    """A scheme with lists of its own on a device; a Mark (marks.py).
-
-    Attributes:
-      shared: the bit table, the numbers of context tokens and the row of each combined context.
-    """
+class Mark(marks.Mark):
+    """A scheme with lists of its own on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: GreenLists):
         self.scheme, self.vocab_size, self._lists = scheme, vocab_size, green_lists
@@ -29,23 +25,19 @@ class Mark:
         self.shared = {"bits": jnp.asarray(green_lists.bits()), "values": jnp.asarray(rule.values, jnp.int32)}
         self.shared["rows"] = jnp.asarray(rule.rows, jnp.int32)
 
-    def first_state(self, state: State) -> State:
-        """Return the state."""
-        return state
-
     def apply(
         self, state: tuple[State, State], logits: Float[Array, "B V"], at: Position
     ) -> tuple[State, Float[Array, "B V"]]:
-        """Return the state and the logits with the scheme's bias added to those of green tokens."""
+        """State and the logits with the scheme's bias added to those of green tokens."""
         shared, state = state
-        is_active = steps.active_rows(self.scheme, state, at)
+        is_active = marks.active_rows(self.scheme, state, at)
         is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self._lists.rule.bias, logits.dtype)
 
     def _green_tokens(self, shared: State, at: Position) -> Bool[Array, "B V"]:
-        """Return the green list that the context of each row selects from the bit table."""
+        """Green list that the context of each row selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
-        contexts = shared["values"][steps.last_tokens(at, width)]
+        contexts = shared["values"][marks.last_tokens(at, width)]
         if rule.combine == "skip":
             combined = contexts[:, -rule.lag]
         elif rule.combine == "min":

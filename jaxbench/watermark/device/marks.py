@@ -1,23 +1,94 @@
-"""What a scheme's file in this folder offers: the contract of its class `Mark`. Twin: torch_ref.
+"""What a scheme's file in this folder leaves out: rows marked at a step, and the class `Mark`. Twin: torch_ref.
 
-A scheme names its file by its attribute `device` (schemes/contract.py).
+A scheme names its file by its attribute `device` (schemes/contract.py); the class there is called `Mark`. A context
+that a row used before is drawn with ordinary randomness: drawn with its key again, it would repeat itself.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from jax import Array
-from jaxtyping import Float, Int
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf
-from jaxbench.watermark.device.steps import Position, State
 from jaxbench.watermark.schemes.contract import Scheme
 
+HISTORY = 1024  # contexts of a row that are remembered
+State = dict[str, Array]
 
-class Mark(Protocol):
+
+class Position(NamedTuple):
+    """Where the rows of a batch are: the next token of row b follows tokens[b, :length[b]]."""
+
+    tokens: Int[Array, "B W"]
+    length: Int[Array, " B"]
+    step: Array  # tokens generated
+
+
+class KeyedStep(NamedTuple):
+    """What the rows of a batch draw their next token with."""
+
+    key: prf.Halves  # [B 1] each
+    seeds: UInt32[Array, "B S"]  # of their contexts
+    is_active: Bool[Array, " B"]  # rows that are drawn with their key
+
+
+def first_key(state: State) -> prf.Halves:
+    """First key [B 1] of each row."""
+    return prf.halves(state["keys"][:, :2], 2)
+
+
+def active_rows(scheme: Any, state: State, at: Position) -> Bool[Array, " B"]:
+    """Which rows have a key and a full context."""
+    return state["marked"] & (at.length >= scheme.context_length)
+
+
+def last_places(length: Int[Array, " B"], width: int) -> Int[Array, "B n"]:
+    """Places of the last `width` tokens of each row; below 0 where there are fewer."""
+    return length[:, None] + jnp.arange(-width, 0)[None, :]
+
+
+def last_tokens(at: Position, width: int) -> Int[Array, "B n"]:
+    """Last `width` tokens of each row; where there are fewer, the first ones have no meaning."""
+    return jnp.take_along_axis(at.tokens, jnp.maximum(last_places(at.length, width), 0), axis=1)
+
+
+def with_history(state: State) -> State:
+    """A state that remembers which contexts each row was drawn after: none yet."""
+    return state | {"used": jnp.zeros((state["marked"].shape[0], HISTORY, 2), jnp.uint32)}
+
+
+def remember(
+    state: State, context_seeds: UInt32[Array, "B 2"], is_active: Bool[Array, " B"], step: Array
+) -> tuple[State, Bool[Array, " B"]]:
+    """State that knows this step's contexts, and which active rows have a context that is new to them."""
+    is_written = jnp.arange(HISTORY)[None, :] < step
+    is_known = jnp.all(state["used"] == context_seeds[:, None, :], axis=-1) & is_written
+    is_new = is_active & ~jnp.any(is_known, axis=1)
+    entry = jnp.where(is_new[:, None], context_seeds, 0)[:, None, :]
+    used = lax.dynamic_update_slice_in_dim(state["used"], entry, step % HISTORY, axis=1)
+    return state | {"used": used}, is_new
+
+
+def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedStep]:
+    """Next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
+    key, rule = first_key(state), scheme.context
+    contexts = last_tokens(at, rule.width)
+    seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
+    state, is_new = remember(state, seeds, active_rows(scheme, state, at), at.step)
+    return state, KeyedStep(key, seeds, is_new)
+
+
+def draw_if_any(is_active: Bool[Array, " B"], draw: Any) -> Int[Array, " B"]:
+    """Tokens of `draw`, or -1 in every row where no row is active: what is not needed is not computed."""
+    return lax.cond(jnp.any(is_active), draw, lambda: jnp.full(is_active.shape, -1, jnp.int32))
+
+
+class Mark:
     """One scheme on a device, for one vocabulary.
 
     A state has a row for each text: marked bool [B], keys uint32 [B 4] (both halves of the first and of the second
@@ -27,27 +98,64 @@ class Mark(Protocol):
       shared: arrays that all rows read, only where the scheme has lists of its own; `apply` then gets (shared, state).
     """
 
-    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: Any = None): ...
+    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: Any = None):
+        self.scheme, self.vocab_size = scheme, vocab_size
 
     def first_state(self, state: State) -> State:
-        """Return the state before the first token: with what this scheme carries from token to token."""
+        """State before the first token: with what this scheme carries from token to token."""
+        return state
+
+    def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
+        """Tokens that are green in rows that are marked here, none in other rows (schemes that do not draw)."""
 
     def apply(self, state: Any, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the next state and logits that make green tokens more likely (schemes that do not draw)."""
+        """Next state, and logits with `delta` added to those of green tokens (schemes that do not draw)."""
+        is_green = self.green_tokens(state, at)
+        return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self.scheme.delta, logits.dtype)
 
     def draw(
         self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Array, " B"]]:
-        """Return the next state and tokens, -1 for rows that it leaves to others (schemes that draw)."""
+        """Next state, and tokens, -1 for rows that it leaves to others (schemes that draw)."""
 
     def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the next state and logits whose ordinary draw is marked (schemes that draw)."""
+        """Next state, and logits whose ordinary draw is marked (schemes that draw)."""
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts (schemes without lists of their own)."""
+        """Words and seeds of the tokens of texts (schemes without lists of their own)."""
+        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+
+
+class ReweightingMark(Mark):
+    """A scheme that draws from a distribution of its own, `reweighted`, unless the context was used before."""
+
+    def first_state(self, state: State) -> State:
+        """State before the first token, which remembers contexts."""
+        return with_history(state)
+
+    def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Logarithm of the scheme's distribution, up to a constant in each row."""
+
+    def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
+        """Next state, and logits, those of active rows reweighted."""
+        state, keyed = keyed_step(self.scheme, state, at)
+        return state, jnp.where(keyed.is_active[:, None], self.reweighted(state, keyed, logits), logits)
+
+    def draw(
+        self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
+    ) -> tuple[State, Int[Array, " B"]]:
+        """Next state, and the ordinary draw from such logits for all rows with a key, -1 for others."""
+        state, keyed = keyed_step(self.scheme, state, at)
+
+        def drawn_tokens() -> Int[Array, " B"]:
+            changed = jnp.where(keyed.is_active[:, None], self.reweighted(state, keyed, logits), logits)
+            return sample(changed).astype(jnp.int32)
+
+        drawn = draw_if_any(keyed.is_active, drawn_tokens)
+        return state, jnp.where(state["marked"], drawn, -1)
 
 
 def mark_of(scheme: Scheme, *, vocab_size: int, green_lists: Any = None) -> Mark:
-    """Return a scheme's Mark, from the file that the scheme names."""
+    """A scheme's Mark, from the file that the scheme names."""
     module = importlib.import_module(f"jaxbench.watermark.device.{scheme.device}")
     return module.Mark(scheme, vocab_size=vocab_size, green_lists=green_lists)

@@ -9,37 +9,25 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxbench.watermark import prf
 from jaxbench.watermark.device import kgw
-from jaxbench.watermark.device.steps import Position, State
+from jaxbench.watermark.device.marks import Position, State
 
 
-class Mark:
-    """MorphMark on a device; a Mark (marks.py)."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self._lists = scheme, kgw.Mark(scheme, vocab_size=vocab_size)
-
-    def first_state(self, state: State) -> State:
-        """Return the state, as KGW's green lists need it."""
-        return self._lists.first_state(state)
+class Mark(kgw.Mark):
+    """MorphMark on a device."""
 
     def apply(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the state and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
-        is_green = self._lists.green_tokens(state, at)
+        """State and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
+        is_green = self.green_tokens(state, at)
         green = jnp.sum(jnp.where(is_green, jax.nn.softmax(logits, axis=-1), 0), axis=-1, keepdims=True)
         green = jnp.minimum(green, 1)
         r = strength(green, self.scheme)
         raised, lowered = jnp.log1p(r * (1 - green) / jnp.where(green > 0, green, 1)), jnp.log1p(-r)
         return state, jnp.where(r > 0, logits + jnp.where(is_green, raised, lowered), logits)
 
-    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts: KGW's."""
-        return self._lists.text_words(key, text)
-
 
 def strength(green_probability: Float[Array, "B 1"], scheme: Any) -> Float[Array, "B 1"]:
-    """Return r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
+    """r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
     scaled = scheme.k * green_probability
     r = {"linear": lambda x: x, "exp": jnp.expm1, "log": jnp.log1p}[scheme.form](scaled)
     return jnp.where(green_probability < scheme.p_0, 0, jnp.minimum(r, 1))

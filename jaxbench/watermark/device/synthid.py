@@ -10,37 +10,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
-from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf, reference
-from jaxbench.watermark.device import steps
-from jaxbench.watermark.device.steps import KeyedStep, Position, State
+from jaxbench.watermark.device.marks import KeyedStep, ReweightingMark, State
 from jaxbench.watermark.schemes.synthid import HEAD_BLOCK
 
 LAYERS = 5  # of a tournament, computed from one stored distribution
 
 
-class Mark:
-    """SynthID on a device; a Mark (marks.py)."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self.vocab_size = scheme, vocab_size
-
-    def first_state(self, state: State) -> State:
-        """Return the state, which remembers contexts."""
-        return steps.with_history(state)
-
-    def draw(
-        self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
-    ) -> tuple[State, Int[Array, " B"]]:
-        """Return the next state and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
-        return steps.draw_reweighted(self, state, logits, at, sample)
-
-    def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Return the next state and reweighted logits."""
-        return steps.reweight(self, state, logits, at)
+class Mark(ReweightingMark):
+    """SynthID on a device."""
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return the logarithm of the distribution after the tournament, up to a constant in each row."""
+        """Logarithm of the distribution after the tournament, up to a constant in each row."""
         candidates, site = self.scheme.candidates, reference.site_of(self.scheme)
         if candidates is not None and candidates < self.vocab_size:
             return self._played_by_head(keyed, logits, candidates)
@@ -49,7 +30,7 @@ class Mark:
         return _play(logits, prf.interleave(words, self.vocab_size), self.scheme.depth)
 
     def _played_by_head(self, keyed: KeyedStep, logits: Float[Array, "B V"], candidates: int) -> Float[Array, "B V"]:
-        """Return the logits after a tournament among the tokens of schemes.synthid.head."""
+        """Logits after a tournament among the tokens of schemes.synthid.head."""
         size, rows = HEAD_BLOCK, jnp.arange(logits.shape[0])[:, None]
         padded = jnp.pad(logits, ((0, 0), (0, -self.vocab_size % size)), constant_values=-jnp.inf)
         blocks = padded.reshape(logits.shape[0], -1, size)
@@ -59,34 +40,30 @@ class Mark:
         changed = blocks.at[rows, chosen].set(played.reshape(logits.shape[0], -1, size), unique_indices=True)
         return changed.reshape(logits.shape[0], -1)[:, : self.vocab_size]
 
-    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
-
 
 def block_words(
     key: prf.Halves, seeds: UInt32[Array, "B 2"], blocks: Int[Array, "B n"], *, size: int, site: int
 ) -> UInt32[Array, "B C"]:
-    """Return the words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
+    """Words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
     counters = blocks.astype(jnp.uint32)[:, :, None] * jnp.uint32(size // 4) + prf.block_numbers(size)[:, None, :]
     words = prf.random_blocks((counters.reshape(blocks.shape[0], -1), seeds[:, :1], seeds[:, 1:], site), key)
     return prf.interleave(words, blocks.shape[1] * size)
 
 
 def _stored(state: State, compute: Callable[[], Any]) -> Any:
-    """Return the result of `compute`, stored: as that of a branch, it is not computed anew by each of its readers."""
+    """Result of `compute`, stored: as that of a branch, it is not computed anew by each of its readers."""
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
     return lax.cond(jnp.any(state["marked"]), compute, lambda: empty)
 
 
 def _play(logits: Float[Array, "B C"], words: UInt32[Array, "B C"], depth: int) -> Float[Array, "B C"]:
-    """Return logits after the tournament among them; their logsumexp stays."""
+    """Logits after the tournament among them; their logsumexp stays."""
     p = jax.nn.softmax(logits, axis=-1)
     return logits + jnp.log(jnp.where(p > 0, _tournament(p, words, depth) / jnp.where(p > 0, p, 1), 1))
 
 
 def _tournament(p: Float[Array, "B V"], words: UInt32[Array, "B V"], depth: int) -> Float[Array, "B V"]:
-    """Return schemes.synthid.tournament of each row."""
+    """schemes.synthid.tournament of each row."""
 
     def layers(p: Array, bits: Array, count: int) -> Array:
         for i in range(count):

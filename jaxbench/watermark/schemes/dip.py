@@ -10,23 +10,21 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
-import pydantic
 from jaxtyping import Bool, Float, Int, UInt32
 from pydantic import Field
 
 from jaxbench import philox
-from jaxbench.config import Base
 from jaxbench.watermark import reference
 from jaxbench.watermark.reference import ContextRule, Halves, Keys, Seeds, Text, Words
-from jaxbench.watermark.schemes import green_count
+from jaxbench.watermark.schemes.green_count import GreenScheme
 
 FEISTEL_ROUNDS = 8
 MIX_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 UPPER_HALF = 2**31  # the least word of a token that counts as green
 
 
-class Dip(Base):
-    """Distribution-preserving reweighting; a Scheme (contract.py)."""
+class Dip(GreenScheme):
+    """Distribution-preserving reweighting."""
 
     scheme: Literal["dip"] = "dip"
     alpha: float = Field(default=0.45, ge=0, le=0.5)  # mass taken from the front of the order; 0 marks nothing
@@ -34,19 +32,7 @@ class Dip(Base):
 
     draws: ClassVar[bool] = True
     device: ClassVar[str] = "dip"
-    word_fields: ClassVar[tuple[str, ...]] = ("context",)
-    key_field: ClassVar[str | None] = None
-    has_fixed_list: ClassVar[bool] = False
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Dip:
-        reference.refuse_self(self.scheme, self.context)
-        return self
-
-    @property
-    def context_length(self) -> int:
-        """Tokens that must precede a marked position."""
-        return self.context.length
+    gamma: ClassVar[float] = 0.5  # the upper half is green
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words and seeds of the tokens of texts."""
@@ -57,27 +43,11 @@ class Dip(Base):
         """Which words lie in the upper half of the order."""
         return words >= np.uint32(UPPER_HALF)
 
-    def statistic(self, vocab_size: int) -> green_count.GreenCount:
-        """The number of tokens in the upper half of the order."""
-        return green_count.GreenCount(self.is_green, 0.5)
-
-    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
-        return reference.null_words(random, shape)
-
-    def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-        """Evidence for the neural detector."""
-        return green_count.neural_evidence(self.is_green(words), 0.5)
-
-    def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """1 for a token in the upper half, 0 for others."""
-        return self.is_green(words).astype(np.float64)
-
 
 def token_words(
     key: Halves, seeds: UInt32[np.ndarray, "*shape 2"], tokens: Int[np.ndarray, "*shape"], *, vocab_size: int
 ) -> UInt32[np.ndarray, "*shape"]:
-    """Return each token's place in the order of its seed, in the top bits of a word."""
+    """Each token's place in the order of its seed, in the top bits of a word."""
     bits = order_bits(vocab_size)
     return permute(np.asarray(tokens).astype(np.uint32), round_keys(key, seeds), bits) << np.uint32(32 - bits)
 
@@ -85,7 +55,7 @@ def token_words(
 def reweight(
     probabilities: Float[np.ndarray, "*shape V"], positions: Int[np.ndarray, "*shape V"], *, alpha: float
 ) -> Float[np.ndarray, "*shape V"]:
-    """Return DiP's distribution, in float64; positions give the order of the tokens (Wu et al. 2023, section 4)."""
+    """DiP's distribution, in float64; positions give the order of the tokens (Wu et al. 2023, section 4)."""
     order = np.argsort(positions, axis=-1)
     mass = np.take_along_axis(probabilities.astype(np.float64), order, axis=-1)
     end = np.cumsum(mass, axis=-1)
@@ -100,20 +70,20 @@ def reweight(
 
 
 def order_bits(vocab_size: int) -> int:
-    """Return b, the least even number with 2**b >= vocab_size; the order is a permutation of [0, 2**b)."""
+    """b, the least even number with 2**b >= vocab_size; the order is a permutation of [0, 2**b)."""
     bits = max(2, (vocab_size - 1).bit_length())
     return bits + bits % 2
 
 
 def round_keys(key: Halves, seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt32[np.ndarray, "*shape 8"]:
-    """Return the round keys of seeds: two Philox blocks."""
+    """Round keys of seeds: two Philox blocks."""
     site = philox.site_id("watermark/dip")
     blocks = [philox.philox4x32((np.uint32(i), seeds[..., 0], seeds[..., 1], site), key) for i in range(2)]
     return np.stack(np.broadcast_arrays(*blocks[0], *blocks[1]), axis=-1)
 
 
 def mix(x: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
-    """Return the 32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection of uint32 values."""
+    """32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection of uint32 values."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_MULTIPLIERS[0])
     x = (x ^ (x >> np.uint32(13))) * np.uint32(MIX_MULTIPLIERS[1])
     return x ^ (x >> np.uint32(16))
@@ -122,7 +92,7 @@ def mix(x: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
 def permute(
     values: UInt32[np.ndarray, "*shape"], keys: UInt32[np.ndarray, "*shape 8"], bits: int
 ) -> UInt32[np.ndarray, "*shape"]:
-    """Return the image of values in [0, 2**bits) under the Feistel network with these round keys."""
+    """Image of values in [0, 2**bits) under the Feistel network with these round keys."""
     half, mask = np.uint32(bits // 2), np.uint32(2 ** (bits // 2) - 1)
     left, right = values >> half, values & mask
     for i in range(FEISTEL_ROUNDS):

@@ -16,13 +16,13 @@ from jaxtyping import Float, Int, UInt32
 from pydantic import Field
 
 from jaxbench import philox
-from jaxbench.config import Base
 from jaxbench.watermark import null_distributions, reference, vllm_prf
 from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
+from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
 
-class Gumbel(Base):
-    """Keyed Gumbel noise; a Scheme (contract.py)."""
+class Gumbel(Scheme):
+    """Keyed Gumbel noise."""
 
     scheme: Literal["gumbel"] = "gumbel"
     context: ContextRule = ContextRule(kind="left", width=4)
@@ -34,12 +34,9 @@ class Gumbel(Base):
     draws: ClassVar[bool] = True
     device: ClassVar[str] = "gumbel"
     word_fields: ClassVar[tuple[str, ...]] = ("context", "prf")
-    key_field: ClassVar[str | None] = None
-    has_fixed_list: ClassVar[bool] = False
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Gumbel:
-        reference.refuse_self(self.scheme, self.context)
         if self.prf == "vllm" and (self.context.kind != "left" or self.payload_bits):
             raise ValueError(
                 f"gumbel: prf=vllm knows context.kind=left and payload_bits=0, got context.kind={self.context.kind}, "
@@ -63,7 +60,7 @@ class Gumbel(Base):
         return vllm_prf.token_words(states, tokens, pair), states
 
     def complements(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """Return 1 - u of words, exact in float64, with u as the function `prf` defines it."""
+        """1 - u of words, exact in float64, with u as the function `prf` defines it."""
         k = (words >> np.uint32(8)).astype(np.float64)
         if self.prf == "vllm":
             return (2.0**24 - k) / (2.0**24 + 1.0)
@@ -72,10 +69,6 @@ class Gumbel(Base):
     def statistic(self, vocab_size: int, *, dual_key_method: Literal["exact", "vllm"] = "exact") -> ExponentialSum:
         """The sum of -log(1 - u); with two keys, `vllm` is the moment-matched tail of vLLM's detector."""
         return ExponentialSum(self, dual_key_method)
-
-    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
-        return reference.null_words(random, shape)
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
         """The word's uniform, of a dual key the first key's."""
@@ -87,16 +80,15 @@ class Gumbel(Base):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExponentialSum:
+class ExponentialSum(Statistic):
     """The sum of -log(1 - u), of two keys (1 - alpha) A + alpha B: gamma, or two gammas, under the null."""
 
     scheme: Gumbel
     dual_key_method: Literal["exact", "vllm"] = "exact"
     is_continuous: ClassVar[bool] = True
-    counts_green: ClassVar[bool] = False
 
     def token_scores(self, evidence: reference.Evidence) -> Float[np.ndarray, "N T"]:
-        """Return -log(1 - u) of each scored token."""
+        """-log(1 - u) of each scored token."""
         value = -np.log(self.scheme.complements(evidence.words))
         if evidence.second_words is not None:
             alpha = self.scheme.dual_key_alpha
@@ -104,7 +96,7 @@ class ExponentialSum:
         return np.where(evidence.scored, value, 0.0)
 
     def total(self, evidence: reference.Evidence) -> Float[np.ndarray, " N"]:
-        """Return the sum of the token scores."""
+        """Sum of the token scores."""
         total = self._sum(evidence.words, evidence.scored)
         if evidence.second_words is None:
             return total
@@ -112,22 +104,18 @@ class ExponentialSum:
         return (1.0 - alpha) * total + alpha * self._sum(evidence.second_words, evidence.scored)
 
     def _sum(self, words: np.ndarray, scored: np.ndarray) -> np.ndarray:
-        """Return the sum of -log(1 - u) over scored positions [N]; eight factors share one logarithm (> 2**-208)."""
+        """Sum of -log(1 - u) over scored positions [N]; eight factors share one logarithm (> 2**-208)."""
         values = np.where(scored, self.scheme.complements(words), 1.0)
         values = np.pad(values, ((0, 0), (0, -values.shape[1] % 8)), constant_values=1.0)
         return -np.log(values.reshape(len(values), -1, 8).prod(axis=2)).sum(axis=1)
 
     def moments(self) -> tuple[float, float]:
-        """Return 1 and the variance, 1 with one key."""
+        """1 and the variance, 1 with one key."""
         alpha = self.scheme.dual_key_alpha
         return 1.0, (1.0 - alpha) ** 2 + alpha**2
 
-    def variance(self, num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return the variance of the sum: the positions are independent."""
-        return num_scored * self.moments()[1]
-
     def tail(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
-        """Return the tail of the gamma distribution, or of the sum of two.
+        """Tail of the gamma distribution, or of the sum of two.
 
         Raises:
           ValueError: an unknown dual_key_method.
@@ -137,12 +125,8 @@ class ExponentialSum:
             return null_distributions.dual_gamma(total, num_scored, alpha, method=method)
         return null_distributions.gamma(total, num_scored)
 
-    def reported(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return the sum."""
-        return total
-
     def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Return the scores of independent uniform words."""
+        """Scores of independent uniform words."""
         words, second = (reference.null_words(random, shape) for _ in range(2))
         is_dual = reference.is_dual_key(self.scheme)
         return self.token_scores(reference.Evidence(words, np.ones(shape, bool), second if is_dual else None))

@@ -9,17 +9,15 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, UInt32
 from pydantic import Field
 
-from jaxbench.config import Base
 from jaxbench.watermark import green_lists
-from jaxbench.watermark.reference import MAX_WIDTH, Keys, Seeds, Text, Words
-from jaxbench.watermark.schemes import green_count
+from jaxbench.watermark.reference import MAX_WIDTH
+from jaxbench.watermark.schemes.green_count import ToolkitScheme
 
 
-class MarkLlmKgw(Base):
-    """KGW of MarkLLM; field names and meanings are its own. A Scheme (contract.py)."""
+class MarkLlmKgw(ToolkitScheme):
+    """KGW of MarkLLM; field names and meanings are its own."""
 
     scheme: Literal["kgw_markllm"] = "kgw_markllm"
     gamma: float = Field(default=0.5, gt=0, lt=1)  # share of green tokens
@@ -29,11 +27,7 @@ class MarkLlmKgw(Base):
     f_scheme: Literal["time", "additive", "skip", "min"] = "time"
     window_scheme: Literal["left", "self"] = "left"  # self: detection only
 
-    draws: ClassVar[bool] = False
-    device: ClassVar[str] = "listed"
-    word_fields: ClassVar[tuple[str, ...]] = ()
     key_field: ClassVar[str | None] = "hash_key"
-    has_fixed_list: ClassVar[bool] = False
 
     @property
     def context_length(self) -> int:
@@ -62,27 +56,3 @@ class MarkLlmKgw(Base):
             hashed=hashed,
             candidate_factors=images if self.is_detection_only else None,
         )
-
-    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
-        """Words of the tokens of texts, and the seeds of the lists that decide them."""
-        return green_lists.text_words(self.scheme, text)
-
-    def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
-        """Which words make their token green."""
-        return words == 0
-
-    def statistic(self, vocab_size: int) -> green_count.GreenCount:
-        """The number of green tokens."""
-        return green_count.GreenCount(self.is_green, int(self.gamma * vocab_size) / vocab_size)
-
-    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
-        return green_count.null_list_words(random, shape, self.gamma)
-
-    def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-        """Evidence for the neural detector."""
-        return green_count.neural_evidence(self.is_green(words), self.gamma)
-
-    def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """1 for a green token, 0 for others."""
-        return self.is_green(words).astype(np.float64)

@@ -10,20 +10,19 @@ from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Int
 from pydantic import Field
 
 from jaxbench import philox
-from jaxbench.config import Base
 from jaxbench.watermark import green_lists
-from jaxbench.watermark.reference import MAX_WIDTH, Keys, Seeds, Text, Words
-from jaxbench.watermark.schemes import green_count
+from jaxbench.watermark.reference import MAX_WIDTH
+from jaxbench.watermark.schemes.green_count import ToolkitScheme
 
 HASH_TABLE_SIZE = 1_000_003  # transformers' fixed table for selfhash
 
 
-class TransformersKgw(Base):
-    """KGW of transformers; field names and meanings are its own. A Scheme (contract.py)."""
+class TransformersKgw(ToolkitScheme):
+    """KGW of transformers; field names and meanings are its own."""
 
     scheme: Literal["kgw_transformers"] = "kgw_transformers"
     greenlist_ratio: float = Field(default=0.25, gt=0, lt=1)  # share of green tokens
@@ -32,11 +31,12 @@ class TransformersKgw(Base):
     seeding_scheme: Literal["lefthash", "selfhash"] = "lefthash"  # selfhash: detection only
     context_width: int = Field(default=1, ge=1, le=MAX_WIDTH)  # tokens of context
 
-    draws: ClassVar[bool] = False
-    device: ClassVar[str] = "listed"
-    word_fields: ClassVar[tuple[str, ...]] = ()
     key_field: ClassVar[str | None] = "hashing_key"
-    has_fixed_list: ClassVar[bool] = False
+
+    @property
+    def gamma(self) -> float:
+        """Share of green tokens."""
+        return self.greenlist_ratio
 
     @property
     def context_length(self) -> int:
@@ -82,27 +82,3 @@ class TransformersKgw(Base):
             return np.where(np.arange(tokens.shape[1])[None, :] < width - 1, -1, positive & philox.MASK32)
 
         return seeds
-
-    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
-        """Words of the tokens of texts, and the seeds of the lists that decide them."""
-        return green_lists.text_words(self.scheme, text)
-
-    def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
-        """Which words make their token green."""
-        return words == 0
-
-    def statistic(self, vocab_size: int) -> green_count.GreenCount:
-        """The number of green tokens."""
-        return green_count.GreenCount(self.is_green, int(self.greenlist_ratio * vocab_size) / vocab_size)
-
-    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
-        return green_count.null_list_words(random, shape, self.greenlist_ratio)
-
-    def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-        """Evidence for the neural detector."""
-        return green_count.neural_evidence(self.is_green(words), self.greenlist_ratio)
-
-    def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """1 for a green token, 0 for others."""
-        return self.is_green(words).astype(np.float64)

@@ -11,17 +11,15 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Bool, Float, UInt32
+from jaxtyping import Bool, Float
 from pydantic import Field
 
-from jaxbench.config import Base
-from jaxbench.watermark import reference
-from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
-from jaxbench.watermark.schemes import green_count
+from jaxbench.watermark.reference import ContextRule
+from jaxbench.watermark.schemes.green_count import GreenScheme
 
 
-class MorphMark(Base):
-    """Green lists of adaptive strength; a Scheme (contract.py)."""
+class MorphMark(GreenScheme):
+    """Green lists of adaptive strength."""
 
     scheme: Literal["morphmark"] = "morphmark"
     gamma: float = Field(default=0.5, gt=0, lt=1)  # expected share of green tokens
@@ -30,44 +28,11 @@ class MorphMark(Base):
     p_0: float = Field(default=0.15, ge=0, le=1)  # probability of green tokens below which a step is not marked
     context: ContextRule = ContextRule()
 
-    draws: ClassVar[bool] = False
     device: ClassVar[str] = "morphmark"
-    word_fields: ClassVar[tuple[str, ...]] = ("context",)
-    key_field: ClassVar[str | None] = None
-    has_fixed_list: ClassVar[bool] = False
-
-    @property
-    def context_length(self) -> int:
-        """Tokens that must precede a marked position."""
-        return self.context.length
-
-    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
-        """Words and seeds of the tokens of texts."""
-        return reference.text_words(self, key, text)
-
-    def is_green(self, words: UInt32[np.ndarray, "*shape"]) -> Bool[np.ndarray, "*shape"]:
-        """Which words make their token green."""
-        return words < green_count.threshold(self.gamma)
-
-    def statistic(self, vocab_size: int) -> green_count.GreenCount:
-        """The number of green tokens."""
-        return green_count.GreenCount(self.is_green, green_count.threshold(self.gamma) / 2**32)
-
-    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
-        return reference.null_words(random, shape)
-
-    def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-        """Evidence for the neural detector."""
-        return green_count.neural_evidence(self.is_green(words), self.gamma)
-
-    def shade(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-        """1 for a green token, 0 for others."""
-        return self.is_green(words).astype(np.float64)
 
 
 def strength(green_probability: Float[np.ndarray, "*shape"], scheme: MorphMark) -> Float[np.ndarray, "*shape"]:
-    """Return r, the share of the red tokens' probability that the green ones get."""
+    """r, the share of the red tokens' probability that the green ones get."""
     p, k = np.asarray(green_probability, np.float64), scheme.k
     r = {"linear": k * p, "exp": np.expm1(k * p), "log": np.log1p(k * p)}[scheme.form]
     return np.where(p < scheme.p_0, 0.0, np.minimum(r, 1.0))
@@ -76,7 +41,7 @@ def strength(green_probability: Float[np.ndarray, "*shape"], scheme: MorphMark) 
 def reweight(
     probabilities: Float[np.ndarray, "*shape V"], is_green: Bool[np.ndarray, "*shape V"], scheme: MorphMark
 ) -> Float[np.ndarray, "*shape V"]:
-    """Return the marked distribution, in float64: green tokens times 1 + r (1 - P) / P, red ones times 1 - r."""
+    """Marked distribution, in float64: green tokens times 1 + r (1 - P) / P, red ones times 1 - r."""
     p = probabilities.astype(np.float64)
     green = np.where(is_green, p, 0).sum(axis=-1, keepdims=True)
     r = strength(green, scheme)

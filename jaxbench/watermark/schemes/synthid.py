@@ -11,14 +11,13 @@ import math
 from typing import ClassVar, Literal
 
 import numpy as np
-import pydantic
 from jaxtyping import Bool, Float, Int, UInt32
 from pydantic import Field
 from scipy import special
 
-from jaxbench.config import Base
 from jaxbench.watermark import null_distributions, reference
-from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
+from jaxbench.watermark.reference import ContextRule
+from jaxbench.watermark.schemes.contract import Scheme, Statistic
 
 MAX_DEPTH = 30  # layers of a tournament at most: a word has 32 bits
 HEAD_BLOCK = 32  # consecutive ids that enter a tournament together
@@ -32,8 +31,8 @@ TWO_LEAVES = (
 )
 
 
-class SynthId(Base):
-    """Tournament sampling; a Scheme (contract.py)."""
+class SynthId(Scheme):
+    """Tournament sampling."""
 
     scheme: Literal["synthid"] = "synthid"
     depth: int = Field(default=30, ge=1, le=MAX_DEPTH)  # layers of the tournament
@@ -43,31 +42,10 @@ class SynthId(Base):
 
     draws: ClassVar[bool] = True
     device: ClassVar[str] = "synthid"
-    word_fields: ClassVar[tuple[str, ...]] = ("context",)
-    key_field: ClassVar[str | None] = None
-    has_fixed_list: ClassVar[bool] = False
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> SynthId:
-        reference.refuse_self(self.scheme, self.context)
-        return self
-
-    @property
-    def context_length(self) -> int:
-        """Tokens that must precede a marked position."""
-        return self.context.length
-
-    def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
-        """Words and seeds of the tokens of texts."""
-        return reference.text_words(self, key, text)
 
     def statistic(self, vocab_size: int) -> BitSum:
         """The weighted sum of the bits."""
         return BitSum(self, weights(self.depth, self.score))
-
-    def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under another key."""
-        return reference.null_words(random, shape)
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
         """Phi(z), z = the weighted sum of the word's bits, standardised."""
@@ -82,22 +60,20 @@ class SynthId(Base):
 
 
 @dataclasses.dataclass(frozen=True)
-class BitSum:
+class BitSum(Statistic):
     """The sum of weighted bits: binomial, or a sum of weighted binomials, under the null."""
 
     scheme: SynthId
     weights: tuple[int, ...]  # of the layers' bits
-    is_continuous: ClassVar[bool] = False
-    counts_green: ClassVar[bool] = False
 
     def token_scores(self, evidence: reference.Evidence) -> Int[np.ndarray, "N T"]:
-        """Return the weighted bits of each scored token."""
+        """Weighted bits of each scored token."""
         bits = ((evidence.words >> np.uint32(i)) & np.uint32(1) for i in range(self.scheme.depth))
         value = sum(weight * bit.astype(np.int64) for weight, bit in zip(self.weights, bits))
         return np.where(evidence.scored, value, 0)
 
     def total(self, evidence: reference.Evidence) -> Int[np.ndarray, " N"]:
-        """Return the sum of the token scores."""
+        """Sum of the token scores."""
         words, scored, depth = evidence.words, evidence.scored, self.scheme.depth
         if self.scheme.score == "mean":
             bits = np.bitwise_count(words & np.uint32((1 << depth) - 1))
@@ -106,34 +82,30 @@ class BitSum:
         return sum(weight * one for weight, one in zip(self.weights, ones))
 
     def moments(self) -> tuple[float, float]:
-        """Return half the sum of the weights and a quarter of the sum of their squares."""
+        """Half the sum of the weights and a quarter of the sum of their squares."""
         return 0.5 * sum(self.weights), 0.25 * sum(w * w for w in self.weights)
 
-    def variance(self, num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return the variance of the sum: the positions are independent."""
-        return num_scored * self.moments()[1]
-
     def tail(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
-        """Return the tail of Binomial(n depth, 1/2), or of the lattice sum."""
+        """Tail of Binomial(n depth, 1/2), or of the lattice sum."""
         if self.scheme.score == "mean":
             return null_distributions.binomial(total, num_scored * self.scheme.depth, 0.5)
         return null_distributions.lattice(total, num_scored, self.weights)
 
     def reported(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Return the mean of the bits; bayesian: log P(bits | marked) / P(bits | not marked), nats."""
+        """Mean of the bits; bayesian: log P(bits | marked) / P(bits | not marked), nats."""
         if self.scheme.score == "bayesian":
             constant = sum(math.log1p(-math.tanh(0.5 * w / BAYESIAN_STEPS_PER_NAT)) for w in self.weights)
             return total / BAYESIAN_STEPS_PER_NAT + num_scored * constant
         return np.where(num_scored > 0, total / np.maximum(1, num_scored * sum(self.weights)), 0.0)
 
     def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Return the scores of independent uniform words."""
+        """Scores of independent uniform words."""
         words = reference.null_words(random, shape)
         return self.token_scores(reference.Evidence(words, np.ones(shape, bool))).astype(np.float64)
 
 
 def weights(depth: int, kind: Literal["weighted", "mean", "bayesian"]) -> tuple[int, ...]:
-    """Return the integer weight of each layer's bits: weighted (10 to 1, Dathathri et al. 2024) or bayesian."""
+    """Integer weight of each layer's bits: weighted (10 to 1, Dathathri et al. 2024) or bayesian."""
     if kind == "bayesian":
         odds = [math.log((2.0 + b) / (2.0 - b)) for b in TWO_LEAVES[:depth]]
         return tuple(max(1, round(BAYESIAN_STEPS_PER_NAT * value)) for value in odds)
@@ -146,7 +118,7 @@ def weights(depth: int, kind: Literal["weighted", "mean", "bayesian"]) -> tuple[
 def tournament(
     probabilities: Float[np.ndarray, "*shape V"], words: UInt32[np.ndarray, "*shape V"], *, depth: int
 ) -> Float[np.ndarray, "*shape V"]:
-    """Return the distribution after `depth` layers of p (1 + g - sum(g p)), g = bit i of the words, in float64."""
+    """Distribution after `depth` layers of p (1 + g - sum(g p)), g = bit i of the words, in float64."""
     p = probabilities.astype(np.float64)
     for i in range(depth):
         g = (words >> np.uint32(i)) & np.uint32(1)
@@ -155,7 +127,7 @@ def tournament(
 
 
 def head(logits: Float[np.ndarray, "*shape V"], *, candidates: int) -> Bool[np.ndarray, "*shape V"]:
-    """Return which tokens play a tournament: the likeliest blocks of HEAD_BLOCK consecutive ids.
+    """Which tokens play a tournament: the likeliest blocks of HEAD_BLOCK consecutive ids.
 
     The candidates // HEAD_BLOCK blocks with the largest largest logit, the lower id where two are equal. A tournament
     among them leaves their mass as it is, so the distribution stays unchanged on average over keys, and other tokens

@@ -147,7 +147,7 @@ class _Run:
         print(f"    {part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
     def about(self) -> dict:
-        """Return machine, model, missing peers and the commit."""
+        """Machine, model, missing peers and the commit."""
         facts = environment.describe(threads=environment.usable_cores())
         return {**facts, "config": self.id, "model_sha256": assets.MODEL_SHA256, "missing": self.missing}
 
@@ -167,7 +167,7 @@ class _Run:
         return Worker(arm, module, environment=environment, log=log, python=python, **limits)
 
     def tokenizer_folder(self) -> str:
-        """Return a Hugging Face folder with the tokenizer, as the peers read it."""
+        """A Hugging Face folder with the tokenizer, as the peers read it."""
         folder = self.workdir / "tokenizer"
         if not (folder / "tokenizer.json").exists():
             folder.mkdir(exist_ok=True)
@@ -175,7 +175,7 @@ class _Run:
         return str(folder)
 
     def model_folder(self) -> str:
-        """Return a Hugging Face folder with the model, as the peers read it."""
+        """A Hugging Face folder with the model, as the peers read it."""
         folder = self.workdir / "model"
         if not folder.exists():
             checkpoint = weights.load_checkpoint(self.settings.model)
@@ -212,7 +212,7 @@ class _Run:
         return rows
 
     def _measured(self, worker: Worker, number: int) -> list[dict]:
-        """Return the records of one pass; a case that an arm cannot do is named among what is missing."""
+        """Records of one pass; a case that an arm cannot do is named among what is missing."""
         wanted, rows = self.settings.detection, []
         for case in cases(worker.name, wanted):
             try:
@@ -242,7 +242,7 @@ class _Run:
     # Generation
 
     def overhead(self, scheme: dict, batch_size: int) -> list[dict]:
-        """Return the record of one scheme at one batch size."""
+        """Record of one scheme at one batch size."""
         wanted = self.settings.generation
         if self._generation is None:
             self._generation = self.worker("generation", threads=environment.usable_cores())
@@ -290,7 +290,7 @@ class _Run:
 
 
 def cases(arm: str, wanted: Detection) -> list[dict]:
-    """Return the cases of an arm: what its worker's `measure` takes."""
+    """Cases of an arm: what its worker's `measure` takes."""
     if arm == "markllm":
         kgw = [{"scheme": MARKLLM_KGW, "part": part, "count": wanted.slow_peer_texts} for part in ("ids", "text")]
         return kgw + [
@@ -314,13 +314,13 @@ def cases(arm: str, wanted: Detection) -> list[dict]:
 
 
 def ours_of(scheme: dict) -> dict:
-    """Return the configuration here that reproduces MarkLLM's KGW."""
+    """Configuration here that reproduces MarkLLM's KGW."""
     names = ("gamma", "delta", "hash_key", "prefix_length", "f_scheme", "window_scheme")
     return {"scheme": "kgw_markllm", **{name: scheme[name] for name in names}}
 
 
 def cut_texts(tokenizer: Any, documents: list[str], number: int, tokens: int) -> tuple[list[str], list[list[int]]]:
-    """Return `number` texts of about `tokens` tokens and exactly so many ids each.
+    """`number` texts of about `tokens` tokens and exactly so many ids each.
 
     Texts overlap where the documents are too short for as many; no two begin at the same place.
 

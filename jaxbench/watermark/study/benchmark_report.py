@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +44,48 @@ PAIRS = (
 )
 
 
+class Shown(NamedTuple):
+    """A table as a reader sees it: the cells of a row of the summary, and the figure that has a bar."""
+
+    title: str
+    cells: dict[str, str]  # heading -> what stands below it; `between` is the interval
+    figure: str = ""
+    bar: str = ""  # form of the bar
+    is_limit: bool = False  # the bar is not to be passed
+
+
+SHOWN = {
+    "rates": Shown(
+        "Detection, texts a second on one core",
+        {
+            "engine": "{arm}", "scheme": "{scheme}", "part": "{part}", "texts a call": "{batch_size:,}",
+            "texts/s": "{texts_per_s:,.0f}{between}", "texts/cpu-s": "{texts_per_cpu_s:,.0f}", "wanted": "{wanted}",
+        },
+        "texts_per_s", ",.0f",
+    ),
+    "ratios": Shown(
+        "Against peers in the same run",
+        {
+            "engine": "{arm}", "scheme": "{scheme}", "peer": "{peer}", "part": "{part}",
+            "ratio": "{ratio:,.3g}{between}", "wanted": "{wanted}",
+        },
+        "ratio", "g",
+    ),
+    "overhead": Shown(
+        "What a watermark adds to a decode step",
+        {
+            "scheme": "{scheme}", "batch": "{batch_size}", "plain step": "{plain_step_ms:.2f} ms",
+            "added": "{added_ms:.3f} ms", "share": "{overhead:.2%}", "wanted": "{wanted}",
+            "end to end": "{end_to_end:+.1%} [{end_to_end_low:+.1%}, {end_to_end_high:+.1%}]",
+        },
+        "overhead", ".0%", is_limit=True,
+    ),
+    "verdicts": Shown("Texts marked with the same lists: what both detectors say", {}),
+}  # fmt: skip
+
+
 def label(scheme: dict) -> str:
-    """Return the short name of a scheme's configuration, e.g. `kgw-min4` or `gumbel-vllm-left4`."""
+    """Short name of a scheme's configuration, e.g. `kgw-min4` or `gumbel-vllm-left4`."""
     if "scheme" not in scheme:
         return scheme.get("algorithm_name", "transformers")
     parts = [scheme["scheme"]]
@@ -63,7 +103,7 @@ def label(scheme: dict) -> str:
 
 
 def overhead_bar(scheme: dict) -> float | None:
-    """Return the share of a plain step that a watermark may add, None where none was set."""
+    """Share of a plain step that a watermark may add, None where none was set."""
     kind = (scheme.get("context") or {}).get("kind")
     if scheme["scheme"] == "synthid":
         return 0.05
@@ -73,7 +113,7 @@ def overhead_bar(scheme: dict) -> float | None:
 
 
 def summarise(records: Sequence[dict], settings: dict, about: dict) -> dict[str, Any]:
-    """Return rates, ratios to peers, overheads and verdicts as plain JSON."""
+    """Rates, ratios to peers, overheads and verdicts as plain JSON."""
     detection = [row for row in records if row["kind"] == "detection"]
     table = _launch_rates(detection, "seconds")
     main = ((settings.get("detection") or {}).get("engines") or ["jax"])[0]  # the engine that the bars are for
@@ -93,8 +133,7 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
     from rich.console import Console
 
     outputs.write_text(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
-    parts = ("rates", "ratios", "overhead", "verdicts")
-    rows = [{"table": name, **row} for name in parts for row in summary[name]]
+    rows = [{"table": name, **row} for name in SHOWN for row in summary[name]]
     outputs.write_csv(workdir / "benchmark.csv", rows, () if rows else ("table",))
     page = Console(record=True, width=140, file=io.StringIO())
     screen = terminal.console()
@@ -105,23 +144,19 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
 
 
 def tables(summary: dict[str, Any]) -> list[Any]:
-    """Return the tables that a reader sees, as rich renderables."""
-    found = [_table("Detection, texts a second on one core", _rate_cells(summary["rates"]))]
-    found.append(_table("Against peers in the same run", _ratio_cells(summary["ratios"])))
-    found.append(_table("What a watermark adds to a decode step", _overhead_cells(summary["overhead"])))
-    found.append(_table("Texts marked with the same lists: what both detectors say", summary["verdicts"]))
+    """Tables that a reader sees, as rich renderables."""
+    shown = [_table(of.title, [_cells(row, of) for row in summary[name]]) for name, of in SHOWN.items()]
+    shown = [table for table in shown if table is not None]
     if summary["about"].get("tokenizers"):
-        found.append(f"jaxbench splits text with {', '.join(summary['about']['tokenizers'])}, peers with tokenizers")
-    for peer, reason in summary["about"].get("missing", {}).items():
-        found.append(f"{peer} was left out: {reason}")
-    return [one for one in found if one is not None]
+        shown.append(f"jaxbench splits text with {', '.join(summary['about']['tokenizers'])}, peers with tokenizers")
+    return shown + [f"{peer} was left out: {why}" for peer, why in summary["about"].get("missing", {}).items()]
 
 
 # Numbers
 
 
 def _launch_rates(records: Sequence[dict], field: str) -> dict[tuple, dict[int, float]]:
-    """Return texts a second of each (arm, scheme, part, batch size) and launch."""
+    """Texts a second of each (arm, scheme, part, batch size) and launch."""
     samples: dict[tuple, dict[int, list[float]]] = {}
     for row in records:
         case = row["case"]
@@ -139,52 +174,49 @@ def _rates(table: dict[tuple, dict[int, float]], cpu: dict[tuple, dict[int, floa
     rows = []
     for name, launches in table.items():
         arm, scheme, kind, part, batch_size = name
-        point, low, high = _interval(list(launches.values()))
+        point, low, high = _interval(launches.values())
+        is_judged = arm == main and batch_size >= 64
         bar = next((b for p, kinds, b in RATE_BARS if p == part and (kinds is ANY or kind in kinds)), None)
-        row = {"arm": arm, "scheme": scheme, "part": part, "batch_size": batch_size, "texts_per_s": point}
-        row |= {"low": low, "high": high, "texts_per_cpu_s": _interval(list(cpu[name].values()))[0]}
-        row["bar"] = bar if arm == main and batch_size >= 64 else None
-        rows.append(row)
+        rows.append({
+            "arm": arm, "scheme": scheme, "part": part, "batch_size": batch_size, "texts_per_s": point, "low": low,
+            "high": high, "texts_per_cpu_s": _interval(cpu[name].values())[0], "bar": bar if is_judged else None,
+        })  # fmt: skip
     return sorted(rows, key=lambda row: (row["arm"], row["part"], row["scheme"], row["batch_size"]))
 
 
 def _ratios(table: dict[tuple, dict[int, float]], main: str) -> list[dict]:
-    """Return every engine's ratio to a peer: the t-interval over launches of the log ratio of their rates."""
+    """Every engine's ratio to a peer: the t-interval over launches of the log ratio of their rates."""
     rows = []
     for pair in PAIRS:
-        peer = [name for name in table if name[0] == pair.peer and name[1] == pair.peer_scheme and name[3] == pair.part]
-        for name in table:
+        peer = next((row for name, row in table.items() if name[:2] + name[3:4] == pair[1:4]), None)
+        versus = f"{pair.peer} {pair.peer_scheme}" if pair.peer == "markllm" else "transformers WatermarkDetector"
+        for name, launches in table.items():
             arm, scheme, kind, part, batch_size = name
             is_whole = batch_size == max(other[4] for other in table if other[:4] == name[:4])
-            if (
-                not peer
-                or arm in ("markllm", "transformers")
-                or (kind, part) != (pair.scheme, pair.part)
-                or not is_whole
-            ):
+            is_ours = arm not in ("markllm", "transformers") and (kind, part) == (pair.scheme, pair.part)
+            if peer is None or not is_ours or not is_whole:
                 continue
-            shared = sorted(set(table[name]) & set(table[peer[0]]))
-            logs = [math.log(table[name][number] / table[peer[0]][number]) for number in shared]
-            point, low, high = verdicts.t_interval(logs).ratio()
-            versus = f"{pair.peer} {pair.peer_scheme}" if pair.peer == "markllm" else "transformers WatermarkDetector"
-            row = {"arm": arm, "scheme": scheme, "peer": versus, "part": part, "ratio": point}
-            rows.append(row | {"low": low, "high": high, "bar": pair.bar if arm == main else None})
+            point, low, high = _interval([launches[n] / peer[n] for n in sorted(set(launches) & set(peer))])
+            rows.append({
+                "arm": arm, "scheme": scheme, "peer": versus, "part": part, "ratio": point, "low": low, "high": high,
+                "bar": pair.bar if arm == main else None,
+            })  # fmt: skip
     return rows
 
 
-def _interval(values: list[float]) -> tuple[float, float, float]:
-    """Return point, low and high of a rate over launches."""
+def _interval(values: Iterable[float]) -> tuple[float, float, float]:
+    """Point, low and high of a rate or a ratio over launches."""
     return verdicts.t_interval([math.log(value) for value in values]).ratio()
 
 
 def _overhead(record: dict) -> dict:
-    """Return what a watermark adds to a step, isolated and end to end.
+    """Time that a watermark adds to a step, isolated and end to end.
 
     End to end, the unit of replication is a pair of decode calls, plain and marked one after the other.
     """
-    plain, added = verdicts.median(record["plain_step"]), _paired_difference(record)
-    logs = [math.log(marked / alone) for marked, alone in zip(record["marked_step"], record["plain_step"])]
-    point, low, high = verdicts.t_interval(logs).ratio()
+    plain, pairs = verdicts.median(record["plain_step"]), zip(record["marked_loop"], record["plain_loop"])
+    added = float(sorted(marked - alone for marked, alone in pairs)[len(record["plain_loop"]) // 2])
+    point, low, high = _interval(marked / alone for marked, alone in zip(record["marked_step"], record["plain_step"]))
     return {
         "scheme": label(record["scheme"]),
         "batch_size": record["batch_size"],
@@ -198,13 +230,8 @@ def _overhead(record: dict) -> dict:
     }
 
 
-def _paired_difference(record: dict) -> float:
-    pairs = zip(record["marked_loop"], record["plain_loop"])
-    return float(sorted(marked - plain for marked, plain in pairs)[len(record["plain_loop"]) // 2])
-
-
 def _verdicts(records: Sequence[dict]) -> list[dict]:
-    """Return one row an author: texts, those whose counts agree, and what each side says."""
+    """One row an author: texts, those whose counts agree, and what each side says."""
     found = [row for row in records if "missing" not in row]
     summary = []
     for author in dict.fromkeys(row["author"] for row in found):
@@ -226,60 +253,20 @@ def _verdicts(records: Sequence[dict]) -> list[dict]:
 # Text
 
 
-def _rate_cells(rows: list[dict]) -> list[dict]:
-    return [
-        {
-            "engine": row["arm"],
-            "scheme": row["scheme"],
-            "part": row["part"],
-            "texts a call": f"{row['batch_size']:,}",
-            "texts/s": f"{row['texts_per_s']:,.0f}{_range(row)}",
-            "texts/cpu-s": f"{row['texts_per_cpu_s']:,.0f}",
-            "wanted": _wanted(row["texts_per_s"], row["bar"], f"{row['bar'] or 0:,.0f}"),
-        }
-        for row in rows
-    ]
-
-
-def _ratio_cells(rows: list[dict]) -> list[dict]:
-    return [
-        {
-            "engine": row["arm"],
-            "scheme": row["scheme"],
-            "peer": row["peer"],
-            "part": row["part"],
-            "ratio": f"{row['ratio']:,.3g}{_range(row)}",
-            "wanted": _wanted(row["ratio"], row["bar"], f"{row['bar'] or 0:g}"),
-        }
-        for row in rows
-    ]
-
-
-def _overhead_cells(rows: list[dict]) -> list[dict]:
-    return [
-        {
-            "scheme": row["scheme"],
-            "batch": str(row["batch_size"]),
-            "plain step": f"{row['plain_step_ms']:.2f} ms",
-            "added": f"{row['added_ms']:.3f} ms",
-            "share": f"{row['overhead']:.2%}",
-            "wanted": _wanted(-row["overhead"], None if row["bar"] is None else -row["bar"], f"{row['bar'] or 0:.0%}"),
-            "end to end": f"{row['end_to_end']:+.1%} [{row['end_to_end_low']:+.1%}, {row['end_to_end_high']:+.1%}]",
-        }
-        for row in rows
-    ]
-
-
-def _wanted(value: float, bar: float | None, text: str) -> str:
-    return "" if bar is None else f"{text} {'reached' if value >= bar else 'MISSED'}"
-
-
-def _range(row: dict) -> str:
-    return f" [{row['low']:,.3g}, {row['high']:,.3g}]" if math.isfinite(row["high"]) else ""
+def _cells(row: dict[str, Any], shown: Shown) -> dict[str, Any]:
+    if not shown.cells:
+        return row
+    bar, is_bounded = row["bar"], math.isfinite(row.get("high", math.inf))
+    between = f" [{row['low']:,.3g}, {row['high']:,.3g}]" if is_bounded else ""
+    wanted = ""
+    if bar is not None:
+        is_reached = row[shown.figure] <= bar if shown.is_limit else row[shown.figure] >= bar
+        wanted = f"{bar:{shown.bar}} {'reached' if is_reached else 'MISSED'}"
+    return {name: form.format(**row, between=between, wanted=wanted) for name, form in shown.cells.items()}
 
 
 def _table(title: str, rows: list[dict]) -> Any:
-    """Return a rich table of dictionaries with equal keys, None without rows."""
+    """A rich table of dictionaries with equal keys, None without rows."""
     from rich.table import Table
 
     if not rows:

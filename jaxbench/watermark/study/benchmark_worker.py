@@ -66,7 +66,7 @@ class Ours:
         statistics, identify (which of `keys` keys), neural (evidence and the trained detector's network).
         """
         chunks = [slice(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
-        call = getattr(self, f"_{part}")(scheme, chunks, keys)
+        call = self._call(part, scheme, chunks, keys)
         return {**worker.timed(call, repeats), "texts": count, "tokenizer": self.encoder.engine}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
@@ -83,53 +83,39 @@ class Ours:
             rows.append(dict(zip(("z", "green", "scored", "p_value"), map(float, values))))
         return {"detections": rows}
 
-    def _ids(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        detector, parts = self._detector(scheme), [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
-        return lambda: [detection.detect(detector, part, KEY) for part in parts]
-
-    def _text(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        detector, parts = self._detector(scheme), [self.texts[chunk] for chunk in chunks]
-        return lambda: [detection.detect(detector, self.encoder.encode(part).ids, KEY) for part in parts]
-
-    def _tokenise(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        return lambda: [self.encoder.encode(self.texts[chunk]) for chunk in chunks]
-
-    def _split(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        return lambda: [self.plain_encoder.encode(self.texts[chunk]) for chunk in chunks]
-
-    def _evidence(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        detector, batches = self._detector(scheme), self._batches(chunks)
-        return lambda: [detector.evidence(tokens, lengths, KEY) for tokens, lengths in batches]
-
-    def _statistics(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        detector = self._detector(scheme)
-        evidence = [detector.evidence(tokens, lengths, KEY) for tokens, lengths in self._batches(chunks)]
-        return lambda: [statistics.score(detector.scheme, text, vocab_size=self.vocab_size) for text in evidence]
-
-    def _identify(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
-        parsed, parts = self._detector(scheme).scheme, [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
-        candidates = [identify.Candidate(f"key {number}", parsed, Key(NUMBER + number)) for number in range(keys)]
-        options = {"vocab_size": self.vocab_size, "make_detector": self._make()}
-        return lambda: [identify.identify(candidates, part, **options) for part in parts]
-
-    def _neural(self, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+    def _call(self, part: str, scheme: dict, chunks: list[slice], keys: int) -> Callable[[], Any]:
+        """What is timed of a part."""
+        detector, texts = self._detector(scheme), [self.texts[chunk] for chunk in chunks]
+        ids = [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
+        batches = [(tokens, lengths) for part in ids for _, tokens, lengths in detection.batches(part)]
+        if part == "ids":
+            return lambda: [detection.detect(detector, part, KEY) for part in ids]
+        if part == "text":
+            return lambda: [detection.detect(detector, self.encoder.encode(part).ids, KEY) for part in texts]
+        if part in ("tokenise", "split"):
+            encoder = self.encoder if part == "tokenise" else self.plain_encoder
+            return lambda: [encoder.encode(part) for part in texts]
+        if part == "evidence":
+            return lambda: [detector.evidence(tokens, lengths, KEY) for tokens, lengths in batches]
+        if part == "statistics":
+            evidence = [detector.evidence(tokens, lengths, KEY) for tokens, lengths in batches]
+            return lambda: [statistics.score(detector.scheme, text, vocab_size=self.vocab_size) for text in evidence]
+        if part == "identify":
+            family = [identify.Candidate(f"key {i}", detector.scheme, Key(NUMBER + i)) for i in range(keys)]
+            options = {"vocab_size": self.vocab_size, "make_detector": self._make()}
+            return lambda: [identify.identify(family, part, **options) for part in ids]
         from jaxbench.watermark.detector import neural_detection
 
         shape = features.NeuralConfig()  # untrained: the weights' values do not change the work
         score = neural_detection.Scorer(shape, features.initial_params(shape, seed=0))
-        detector, batches = self._detector(scheme), self._batches(chunks)
 
-        def call() -> None:
+        def judge() -> None:
             for tokens, lengths in batches:
                 evidence = detector.evidence(tokens, lengths, KEY)
                 labels = np.zeros(len(tokens), np.float32)
                 score(features.Arrays(tokens, features.evidence(detector.scheme, evidence), evidence.scored, labels))
 
-        return call
-
-    def _batches(self, chunks: list[slice]) -> list:
-        parts = [Ragged.from_lists(self.ids[chunk]) for chunk in chunks]
-        return [(tokens, lengths) for part in parts for _, tokens, lengths in detection.batches(part)]
+        return judge
 
     def _detector(self, scheme: dict) -> Any:
         name = json.dumps(scheme, sort_keys=True)
@@ -142,7 +128,7 @@ class Ours:
         return self.detectors[name]
 
     def _make(self) -> Any:
-        """Return the engine's class of detectors."""
+        """The engine's class of detectors."""
         if self.engine == "numpy":
             Detector = detection.NumpyDetector
         elif self.engine == "jax":
@@ -187,7 +173,7 @@ class Transformers:
         return {**worker.timed(call, repeats), "texts": count}
 
     def detect(self, *, scheme: dict, ids: list) -> dict:
-        """Return z, green tokens and scored tokens of texts given as ids."""
+        """z, green tokens and scored tokens of texts given as ids."""
         import torch
 
         detector, rows = self._detector(scheme), []

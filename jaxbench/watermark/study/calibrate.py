@@ -85,12 +85,12 @@ class Row(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Return True when the exact rate is not above the band and the randomised rate lies inside."""
+        """True when the exact rate is not above the band and the randomised rate lies inside."""
         return bool(self.rate <= self.band.high and self.band.low <= self.randomized_rate <= self.band.high)
 
 
 def rejection(p_value: np.ndarray, mid_p: np.ndarray, level: float) -> np.ndarray:
-    """Return the probability that the randomised test rejects at a level, from exact and mid p-values of any shape."""
+    """Probability that the randomised test rejects at a level, from exact and mid p-values of any shape."""
     tie = 2.0 * (p_value - mid_p)  # P(T = t)
     with np.errstate(invalid="ignore", divide="ignore"):
         share = np.where(tie > 0, (level - (p_value - tie)) / tie, 0.0)
@@ -98,7 +98,7 @@ def rejection(p_value: np.ndarray, mid_p: np.ndarray, level: float) -> np.ndarra
 
 
 def band(phi: np.ndarray, level: float, *, confidence: float = 0.99) -> Band:
-    """Return the band around a nominal level from the rejections phi [N K]; the module says how.
+    """Band around a nominal level from the rejections phi [N K]; the module says how.
 
     Raises:
       ValueError: fewer than two texts or keys.
@@ -116,27 +116,26 @@ def band(phi: np.ndarray, level: float, *, confidence: float = 0.99) -> Band:
 
 
 def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: int, **how: Any) -> np.ndarray:
-    """Return exact and mid p-values [2 N K] of passages [N T] under every key; how is passed on to the evidence."""
-    lengths = np.full(len(tokens), tokens.shape[1], np.int32)
-    found = []
+    """Exact and mid p-values [2 N K] of passages [N T] under every key; how is passed on to the evidence."""
+    values = []
     for key in keys:
         keyed = under(scheme, key)
         lists = green_lists.lists_of(keyed, vocab_size=vocab_size)
-        evidence = reference.evidence(keyed, key, tokens, lengths, vocab_size=vocab_size, green_lists=lists, **how)
+        evidence = reference.evidence(keyed, key, tokens, vocab_size=vocab_size, green_lists=lists, **how)
         scored = statistics.score(keyed, evidence, vocab_size=vocab_size)
-        found.append((scored.p_value, scored.mid_p))
-    return np.moveaxis(np.array(found, np.float64), 0, -1)
+        values.append((scored.p_value, scored.mid_p))
+    return np.moveaxis(np.array(values, np.float64), 0, -1)
 
 
 def under(scheme: Any, key: Key) -> Any:
-    """Return the scheme with its own key field set from a key, where it has one."""
+    """Scheme with its own key field set from a key, where it has one."""
     if scheme.key_field is None:
         return scheme
     return scheme.model_copy(update={scheme.key_field: 1 + key.halves[0] % LARGEST_HASH_KEY})
 
 
 def judge(name: str, values: np.ndarray, *, level: float, confidence: float) -> Row:
-    """Return the row of one scheme at one level from its p-values [2 N K]."""
+    """Row of one scheme at one level from its p-values [2 N K]."""
     phi = rejection(*values, level)
     exact = values[0] <= level
     by_key = exact.mean(axis=0)
@@ -148,11 +147,9 @@ def judge(name: str, values: np.ndarray, *, level: float, confidence: float) -> 
 def rows(
     settings: Calibration, tokens: np.ndarray, *, vocab_size: int, folder: Path | None = None, **how: Any
 ) -> Iterator[tuple[Row, bool]]:
-    """Yield the rows of every scheme and level for passages [N T], and whether each was measured before.
+    """Yield the rows of every scheme and level for passages, and whether each was measured before.
 
-    Args:
-      folder: of the rows of finished schemes, a file each: those that are there are not measured again.
-      how: passed on to the evidence.
+    Finished schemes are files in `folder`, and are not measured again; `how` is passed on to the evidence.
     """
     root = Key.from_passphrase(settings.passphrase)
 
@@ -161,8 +158,8 @@ def rows(
         count = settings.num_keys if scheme.key_field is None else settings.num_list_keys
         keys = [root.derive(f"key {k}") for k in range(count)]
         values = p_values(scheme, tokens, keys, vocab_size=vocab_size, **how)
-        found = [judge(name, values, level=level, confidence=settings.confidence) for level in settings.levels]
-        return [_to_json(row._replace(seconds=time.monotonic() - start)) for row in found]
+        judged = [judge(name, values, level=level, confidence=settings.confidence) for level in settings.levels]
+        return [_to_json(row._replace(seconds=time.monotonic() - start)) for row in judged]
 
     for name, scheme in settings.schemes.items():
         compute, is_kept = functools.partial(measured, name, scheme), False
@@ -193,16 +190,14 @@ def run(
     """Measure every row, write calibration.json and calibration.html into workdir, and return what the JSON holds.
 
     Args:
-      tokenizer: of the model whose texts are detected; the vocabulary is its own.
       path: human texts (passages.read_texts); None = the packaged default text.
       workdir: a scheme that is finished is a file in its folder `rows`, and is not measured again.
-      say: is told each row as it comes.
 
     Raises:
       ValueError: there is too little text, or workdir holds the rows of another configuration.
     """
     workdir = Path(workdir)
-    found = passages.cut(
+    human = passages.cut(
         tokenizer,
         passages.read_texts(path),
         num_tokens=settings.num_tokens,
@@ -213,7 +208,7 @@ def run(
     shared = {"text_sha256": sha256, "vocab_size": tokenizer.vocab_size}
     store.claim(workdir / "rows", config_id(settings, exclude=("schemes",), extra=shared))
     measured = []
-    for row, is_kept in rows(settings, found.tokens, vocab_size=tokenizer.vocab_size, folder=workdir / "rows"):
+    for row, is_kept in rows(settings, human.tokens, vocab_size=tokenizer.vocab_size, folder=workdir / "rows"):
         measured.append(row)
         say(line(row) + "  (kept)" * is_kept)
     outside = [row for row in measured if not row.passed]
@@ -221,8 +216,8 @@ def run(
         "passed": not outside,
         "num_outside": len(outside),
         "expected_outside": round(len(measured) * (1.0 - settings.confidence), 2),
-        "num_texts": len(found.tokens),
-        "num_documents": len(set(found.documents.tolist())),
+        "num_texts": len(human.tokens),
+        "num_documents": len(set(human.documents.tolist())),
         "text_sha256": sha256,
         "config_id": config_id(settings, extra={"text_sha256": sha256}),
         "config": settings.model_dump(mode="json"),
@@ -237,7 +232,7 @@ def run(
 
 
 def line(row: Row) -> str:
-    """Return one row as text."""
+    """One row as text."""
     least, median, most = row.key_rates
     limits = f"{row.band.low:.2e} .. {row.band.high:.2e}"
     return (
@@ -247,7 +242,7 @@ def line(row: Row) -> str:
 
 
 def page(measured: list[Row], result: dict[str, Any]) -> str:
-    """Return the page: for each level, the band, the spread over keys and both rates of every scheme."""
+    """Page: for each level, the band, the spread over keys and both rates of every scheme."""
     levels = sorted({row.level for row in measured}, reverse=True)
     charts = [figure([row for row in measured if row.level == level]) for level in levels]
     bodies = [chart.to_html(full_html=False, include_plotlyjs=i == 0) for i, chart in enumerate(charts)]
@@ -263,7 +258,7 @@ def page(measured: list[Row], result: dict[str, Any]) -> str:
 
 
 def figure(measured: list[Row]) -> Any:
-    """Return a plotly figure of one level's rows."""
+    """A plotly figure of one level's rows."""
     import plotly.graph_objects as go
 
     names = [row.name for row in measured]

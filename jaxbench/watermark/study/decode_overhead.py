@@ -44,7 +44,7 @@ class Generation:
     def overhead(
         self, *, scheme: dict, prompts: list, new_tokens: int, rounds: int, loop_steps: int, loop_rounds: int
     ) -> dict:
-        """Return seconds a step, one number a round: plain and marked decoding, plain and marked isolated loops.
+        """Seconds a step, one number a round: plain and marked decoding, plain and marked isolated loops.
 
         The scheme `control` marks nothing: plain against plain.
         """
@@ -94,7 +94,7 @@ def _in_turn(calls: dict[str, Any], rounds: int) -> dict[str, list[float]]:
 
 
 def _decode(generator: sample.Generator, prompts: list, new_tokens: int, states: Any) -> float:
-    """Return the seconds a step of one decode call; the prefill before it is not counted."""
+    """Seconds a step of one decode call; the prefill before it is not counted."""
     state = generator.prefill(prompts, max_new_tokens=new_tokens, seed=0, processor_states=states)
     jax.block_until_ready(state)
     start = time.perf_counter()
@@ -103,7 +103,7 @@ def _decode(generator: sample.Generator, prompts: list, new_tokens: int, states:
 
 
 def _loop(generator: sample.Generator, batch_size: int, vocab_size: int, states: tuple, steps: int) -> Any:
-    """Return a call that runs the last part of a decode step `steps` times and returns the seconds of one."""
+    """A call that runs the last part of a decode step `steps` times and returns the seconds of one."""
     random = np.random.default_rng(0)
     banks = jnp.asarray(SPREAD * random.standard_normal((NUM_BANKS, batch_size, vocab_size)), jnp.float32)
     context = np.zeros((batch_size, 8 + steps), np.int32)

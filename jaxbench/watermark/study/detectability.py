@@ -21,7 +21,7 @@ class Rate(NamedTuple):
 
 
 def rate(successes: int, count: int, *, confidence: float = 0.95) -> Rate:
-    """Return a share and Wilson's interval; of nothing it is nan, 0 to 1."""
+    """A share and Wilson's interval; of nothing it is nan, 0 to 1."""
     from scipy import stats
 
     if count == 0:
@@ -31,13 +31,13 @@ def rate(successes: int, count: int, *, confidence: float = 0.95) -> Rate:
 
 
 def detected(p_values: Sequence[float], fpr: float) -> Rate:
-    """Return the share of texts with p <= fpr: power on marked texts, realised false positive rate on human ones."""
+    """Share of texts with p <= fpr: power on marked texts, realised false positive rate on human ones."""
     p = np.asarray(p_values, np.float64)
     return rate(int((p <= fpr).sum()), p.size)
 
 
 def auroc(marked: Sequence[float], human: Sequence[float]) -> float:
-    """Return P(p of a marked text < p of a human text), ties half (Mann and Whitney 1947); nan without texts."""
+    """P(p of a marked text < p of a human text), ties half (Mann and Whitney 1947); nan without texts."""
     from scipy import stats
 
     marked, human = np.asarray(marked, np.float64), np.asarray(human, np.float64)
@@ -49,7 +49,7 @@ def auroc(marked: Sequence[float], human: Sequence[float]) -> float:
 
 
 def roc(marked: Sequence[float], human: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return false and true positive rates as the threshold on p rises, one point for each change, from (0, 0)."""
+    """False and true positive rates as the threshold on p rises, one point for each change, from (0, 0)."""
     marked, human = np.sort(np.asarray(marked, np.float64)), np.sort(np.asarray(human, np.float64))
     thresholds = np.unique(np.concatenate([marked, human]))
     false = np.searchsorted(human, thresholds, side="right") / max(human.size, 1)
@@ -63,12 +63,9 @@ def roc(marked: Sequence[float], human: Sequence[float]) -> tuple[list[float], l
 
 
 def tokens_needed(lengths: Sequence[int], p_values: np.ndarray, fpr: float) -> float:
-    """Return the median over texts of the shortest length at which p <= fpr, inf where most are not found.
+    """Median over texts of the shortest length at which p <= fpr, inf where most are not found.
 
-    Args:
-      lengths: ascending, in tokens.
-      p_values: [N, lengths]; nan where a text is shorter.
-      fpr: the level.
+    Lengths ascend; p is nan where a text is shorter.
     """
     p = np.asarray(p_values, np.float64).reshape(-1, len(lengths))
     if not p.size:

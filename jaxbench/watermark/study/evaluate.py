@@ -7,18 +7,16 @@ report.html come last. No twin: it calls the parts of one backend.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxbench import config, outputs, sample, store
 from jaxbench.watermark.attack import attacks, spoofing
 from jaxbench.watermark.study import detectability, evaluate_data, evaluate_models, evaluate_parts, text_quality
-from jaxbench.watermark.study import evaluate_detect as detecting
 from jaxbench.watermark.study.evaluate_config import CLEAN, HUMAN, UNMARKED, Evaluate
 
 FOLDERS = ("generate", "attack", "detect", "quality", "spoof", "show")
@@ -39,14 +37,26 @@ class Evaluation:
     # Stages
 
     def stage(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return a stage's result, from its file where it is finished."""
+        """A stage's result, from its file where it is finished."""
         result, is_kept = store.kept(self.workdir / f"{name}.json", compute)
         if self._on_stage:
             self._on_stage(name, not is_kept)
         return result
 
+    def parts_of(
+        self, name: str, size: int, count: int, compute: Callable[[range], dict[str, list]]
+    ) -> dict[str, list]:
+        """Columns of rows 0..count-1, `size` of them a stage."""
+        columns: dict[str, list] = {}
+        for start in range(0, count, size):
+            rows = range(start, min(start + size, count))
+            part = self.stage(f"{name}{start // size:03d}", functools.partial(compute, rows))
+            for key, values in part.items():
+                columns.setdefault(key, []).extend(values)
+        return columns
+
     def plan(self) -> int:
-        """Return how many stages there are."""
+        """How many stages there are."""
         s, rows = self.settings, self.settings.generate.prompts
         batches = -(-rows // s.generate.batch_size)
         parts = sum(-(-rows // REWRITE_ROWS) if attacks.rewrites(attack) else 1 for attack in s.attacks)
@@ -57,45 +67,36 @@ class Evaluation:
     def run(self) -> dict[str, Any]:
         """Run every stage and return all results."""
         s = self.settings
-        made = self.stage("material", lambda: self.read_material()._asdict())
-        self.material = evaluate_data.Material(**made)
+        self.material = evaluate_data.Material(**self.stage("material", lambda: self.read_material()._asdict()))
         texts = {arm: self._texts(arm) for arm in s.arms()}
-        attacked = {name: {CLEAN: self._short(texts[name]["text"])} for name in s.schemes}
+        short = {arm: {CLEAN: self._short(texts[arm]["text"])} for arm in s.arms()}
         realised: dict[str, dict] = {name: {} for name in s.schemes}
         for name in s.schemes:
             for attack in s.attacks:
-                parts = self._attacked(name, attack, attacked[name][CLEAN])
-                attacked[name][attacks.slug(attack)] = parts.pop("texts")
-                realised[name][attacks.slug(attack)] = parts
-        results: dict[str, Any] = {"arms": {}, "human": {}, "realised": realised}
-        for name in s.schemes:
-            results["arms"][name] = {
-                "detect": self.stage(f"detect/{name}", lambda n=name: self._detect(n, texts, attacked[n])),
-                "show": self.stage(f"show/{name}", lambda n=name: self._show(n, texts[n]["text"])),
-                "generation": self.stage(f"quality/{name}/generation", lambda n=name: self._generation(n, texts[n])),
-                "quality": self._judged(name, attacked[name]),
-            }
-            if s.spoofing:
-                spoofed = self.stage(f"spoof/{name}", lambda n=name: self._spoof(n, texts))
-                results["arms"][name]["spoof"] = spoofed
-        results["arms"][UNMARKED] = {
-            "generation": self.stage(
-                f"quality/{UNMARKED}/generation", lambda: self._generation(UNMARKED, texts[UNMARKED])
-            ),
-            "quality": self._judged(UNMARKED, {CLEAN: self._short(texts[UNMARKED]["text"])}),
-        }
-        results["human"]["quality"] = self._judged(HUMAN, {CLEAN: self._short(self.material.natural)})
-        for arm in s.arms():
-            ended = texts[arm]["ended"]
-            results["arms"][arm]["ending"] = text_quality.ending(
-                [len(ids) for ids in texts[arm]["ids"]], limit=s.generate.new_tokens, has_ended=ended
+                edits = self._attacked(name, attack, short[name][CLEAN])
+                short[name][attacks.slug(attack)] = edits.pop("texts")
+                realised[name][attacks.slug(attack)] = edits
+        arms: dict[str, dict[str, Any]] = {}
+        for arm in [*s.schemes, UNMARKED]:
+            arms[arm] = own = {}
+            if arm != UNMARKED:
+                own["detect"] = self.stage(f"detect/{arm}", functools.partial(self._detect, arm, texts, short[arm]))
+                own["show"] = self.stage(f"show/{arm}", functools.partial(self._show, arm, texts[arm]["text"]))
+            own["generation"] = self.stage(
+                f"quality/{arm}/generation", functools.partial(self._generation, arm, texts[arm])
             )
-        return results
+            own["quality"] = self._judged(arm, short[arm])
+            if arm != UNMARKED and s.spoofing:
+                own["spoof"] = self.stage(f"spoof/{arm}", functools.partial(self._spoof, arm, texts))
+            lengths, limit = [len(ids) for ids in texts[arm]["ids"]], s.generate.new_tokens
+            own["ending"] = text_quality.ending(lengths, limit=limit, has_ended=texts[arm]["ended"])
+        human = {"quality": self._judged(HUMAN, {CLEAN: self._short(self.material.natural)})}
+        return {"arms": arms, "human": human, "realised": realised}
 
     # What the stages compute
 
     def read_material(self) -> evaluate_data.Material:
-        """Return prompts and human texts; nothing is written.
+        """Prompts and human texts; nothing is written.
 
         Raises:
           ValueError: data do not fit.
@@ -111,74 +112,55 @@ class Evaluation:
         )
 
     def _texts(self, arm: str) -> dict[str, list]:
-        """Return an arm's generated ids, texts, and whether each ended by itself."""
-        s = self.settings.generate
-        found: dict[str, list] = {"ids": [], "text": [], "ended": []}
-        generator = None
-        for start in range(0, s.prompts, s.batch_size):
-            rows = range(start, min(start + s.batch_size, s.prompts))
+        """An arm's generated ids, texts, and whether each ended by itself."""
+        s, generator = self.settings.generate, functools.cache(self.parts.generator)
+        compute = lambda rows: self._generate(*generator(arm), arm, rows)
+        return self.parts_of(f"generate/{arm}/", s.batch_size, s.prompts, compute)
 
-            def compute(rows=rows) -> dict[str, list]:
-                nonlocal generator
-                generator = generator or self.parts.generator(arm)
-                return self._generate(generator, arm, rows)
-
-            part = self.stage(f"generate/{arm}/{start // s.batch_size:03d}", compute)
-            for key, values in part.items():
-                found[key] += values
-        return found
-
-    def _generate(self, generator: tuple[sample.Generator, Any], arm: str, rows: Sequence[int]) -> dict[str, list]:
-        made, processor = generator
+    def _generate(self, generator: sample.Generator, processor: Any, arm: str, rows: range) -> dict[str, list]:
         states = None if processor is None else (processor.state([self.parts.key(arm, row) for row in rows]),)
-        out = made(
+        output = generator(
             [self.material.prompts[row] for row in rows],
             max_new_tokens=self.settings.generate.new_tokens,
             seed=self.settings.seed,
             row_ids=list(rows),
             processor_states=states,
         )
-        ids = [tokens[:length].tolist() for tokens, length in zip(out.tokens, out.lengths)]
+        ids = [tokens[:length].tolist() for tokens, length in zip(output.tokens, output.lengths)]
         ended = [bool(own) and own[-1] == self.parts.tokenizer.eos_id for own in ids]
         text = [self.parts.tokenizer.decode(own[:-1] if end else own) for own, end in zip(ids, ended)]
         return {"ids": ids, "text": text, "ended": ended}
 
     def _attacked(self, arm: str, attack: Any, texts: list[str]) -> dict[str, list]:
-        """Return attacked texts and the realised edit rates of each."""
-        rows = REWRITE_ROWS if attacks.rewrites(attack) else max(len(texts), 1)
-        found: dict[str, list] = {"texts": [], "word_edits": [], "character_edits": []}
+        """Attacked texts and the realised edit rates of each."""
         tools = attacks.Tools(tokenizer=self.parts.tokenizer, human=self.material.human, rewrite=self.parts.rewriter)
-        for start in range(0, len(texts), rows):
-            indices = range(start, min(start + rows, len(texts)))
 
-            def compute(indices=indices) -> dict[str, list]:
-                own = [texts[i] for i in indices]
-                made = attacks.apply(attack, own, seed=self.settings.seed, tools=tools, indices=indices)
-                return {k: v if isinstance(v, list) else v.tolist() for k, v in made._asdict().items()}
+        def compute(rows: range) -> dict[str, list]:
+            own, seed = [texts[row] for row in rows], self.settings.seed
+            changed, *rates = attacks.apply(attack, own, seed=seed, tools=tools, indices=rows)
+            return dict(zip(attacks.Attacked._fields, (changed, *(rate.tolist() for rate in rates))))
 
-            part = self.stage(f"attack/{arm}/{attacks.slug(attack)}-{start // rows:03d}", compute)
-            for key, values in part.items():
-                found[key] += values
-        return found
+        size = REWRITE_ROWS if attacks.rewrites(attack) else max(len(texts), 1)
+        return self.parts_of(f"attack/{arm}/{attacks.slug(attack)}-", size, len(texts), compute)
 
     def _detect(self, arm: str, texts: dict[str, dict], attacked: dict[str, list[str]]) -> dict[str, Any]:
-        """Return p-values: marked and unmarked text by length, attacked text whole, human text under every key."""
+        """p-values: marked and unmarked text by length, attacked text whole, human text under every key."""
         bench, lengths = self.parts.bench(arm), list(self.settings.detect.lengths)
-        found: dict[str, Any] = {"lengths": lengths, "attacks": {}}
+        scores: dict[str, Any] = {"lengths": lengths, "attacks": {}}
         cut = self.settings.attack_tokens
         for place, name in (("marked", arm), (UNMARKED, UNMARKED)):
             ids = bench.encode(texts[name]["text"])
-            found[place] = _json(bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), lengths, cut=cut))
+            scores[place] = _json(bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), lengths, cut=cut))
         for slug, changed in attacked.items():
             ids = bench.encode(changed)
             keys = self.parts.row_keys(arm, len(ids))
-            found["attacks"][slug] = _json(bench.at_lengths(ids, keys, [], cut=max(map(len, ids), default=1)))
+            scores["attacks"][slug] = _json(bench.at_lengths(ids, keys, [], cut=max(map(len, ids), default=1)))
         ids = bench.encode(self.material.human)
-        found["human"] = [_json(bench.at_lengths(ids, key, lengths, cut=cut)) for key in self.parts.keys[arm]]
-        return found
+        scores["human"] = [_json(bench.at_lengths(ids, key, lengths, cut=cut)) for key in self.parts.keys[arm]]
+        return scores
 
     def _show(self, arm: str, texts: list[str]) -> list[dict[str, Any]]:
-        """Return single texts token by token, marked and human, with each token's evidence."""
+        """Single texts token by token, marked and human, with each token's evidence."""
         bench, shown = self.parts.bench(arm), []
         limit = self.settings.attack_tokens
         for i in range(min(self.settings.shown_texts, len(texts))):
@@ -203,7 +185,7 @@ class Evaluation:
         return shown
 
     def _generation(self, arm: str, texts: dict[str, list]) -> dict[str, list]:
-        """Return quality under the generating model itself, after the prompt."""
+        """Quality under the generating model itself, after the prompt."""
         s = self.settings
         scorer = self.parts.scorer(s.model, s.generate.dtype)
         rows = [[*prompt, *ids[: s.attack_tokens]] for prompt, ids in zip(self.material.prompts, texts["ids"])]
@@ -216,18 +198,13 @@ class Evaluation:
             states=lambda chosen: processor.state([self.parts.key(arm, row) for row in chosen]),
             temperature=s.generate.temperature,
         )
-        return {
-            "nll": scores.nll.tolist(), "entropy": scores.entropy.tolist(), "excess": scores.excess.tolist(),
-            "divergence": scores.divergence.tolist(),
-        }  # fmt: skip
+        return {name: getattr(scores, name).tolist() for name in ("nll", "entropy", "excess", "divergence")}
 
     def _judged(self, arm: str, texts: dict[str, list[str]]) -> dict[str, Any]:
-        """Return quality under the second model setting, for each attack."""
-        wanted = texts if self.settings.quality.attacked else {CLEAN: texts[CLEAN]}
-        return {
-            slug: self.stage(f"quality/{arm}/{slug}", lambda own=own: self._quality(own))
-            for slug, own in wanted.items()
-        }
+        """Quality under the second model setting, for each attack."""
+        slugs = texts if self.settings.quality.attacked else (CLEAN,)
+        compute = lambda slug: functools.partial(self._quality, texts[slug])
+        return {slug: self.stage(f"quality/{arm}/{slug}", compute(slug)) for slug in slugs}
 
     def _quality(self, texts: list[str]) -> dict[str, list]:
         s = self.settings.quality
@@ -242,7 +219,7 @@ class Evaluation:
         return {"nll": scores.nll.tolist(), "entropy": scores.entropy.tolist(), **columns}
 
     def _spoof(self, arm: str, texts: dict[str, dict]) -> dict[str, Any]:
-        """Return guessed keys and forged texts, judged by the owner's detector."""
+        """Guessed keys and forged texts, judged by the owner's detector."""
         bench, key = self.parts.bench(arm), self.parts.keys[arm][0]
         own = [row for row in range(self.settings.generate.prompts) if row % self.settings.num_keys == 0]
         marked = [ids for ids in bench.encode([texts[arm]["text"][row] for row in own]) if ids]
@@ -273,12 +250,7 @@ def run(
 ) -> dict[str, Any]:
     """Run an evaluation into a folder and write its report; return what results.json holds.
 
-    Args:
-      settings: what to run.
-      workdir: a folder; finished stages of the same configuration in it are kept.
-      resume: False throws finished stages away first.
-      data: in place of settings.data.
-      console: rich console for progress and tables.
+    Finished stages of the same configuration are kept, unless resume is False; `data` replaces settings.data.
 
     Raises:
       ValueError: the folder holds another configuration's stages, or data do not fit.
@@ -331,7 +303,7 @@ def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return what each token adds to the text; the first of several that make one character add nothing."""
+    """Text that each token adds; the first of several that make one character add nothing."""
     found, before = [], ""
     for end in range(1, len(ids) + 1):
         whole = tokenizer.decode(ids[:end])
@@ -341,5 +313,5 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return found
 
 
-def _json(found: detecting.Found) -> dict[str, list]:
-    return {key: np.asarray(values).tolist() for key, values in found._asdict().items()}
+def _json(scores: evaluate_parts.LengthScores) -> dict[str, list]:
+    return {key: values.tolist() for key, values in scores._asdict().items()}

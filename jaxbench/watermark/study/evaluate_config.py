@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 
 from jaxbench.config import Base
-from jaxbench.watermark.attack import attacks as attacking
+from jaxbench.watermark.attack.attacks import Attack, parse_attack, slug
 from jaxbench.watermark.config import Scheme, check_generates, parse_scheme
 
 UNMARKED, HUMAN, CLEAN = "unmarked", "human", "none"  # arms beside the schemes; the attack that does nothing
@@ -76,9 +76,7 @@ class Evaluate(Base):
     schemes: dict[str, Annotated[Scheme, pydantic.BeforeValidator(parse_scheme)]] = Field(
         min_length=1
     )  # name in the report -> scheme
-    attacks: tuple[
-        Annotated[attacking.Attack, pydantic.BeforeValidator(attacking.parse_attack)], ...
-    ] = ()  # `delete:0.3` or a mapping
+    attacks: tuple[Annotated[Attack, pydantic.BeforeValidator(parse_attack)], ...] = ()  # `delete:0.3` or a mapping
     attack_tokens: int = Field(default=200, ge=1)  # tokens of a text that attacks and quality see
     detect: Detect = Detect()
     quality: Quality = Quality()
@@ -93,12 +91,12 @@ class Evaluate(Base):
         wrong = [name for name in self.schemes if not NAME.fullmatch(name) or name in (UNMARKED, HUMAN)]
         if wrong:
             raise ValueError(f"schemes: the name {wrong[0]!r} is taken or not made of a-z, 0-9, dot, dash, underscore")
-        slugs = [attacking.slug(attack) for attack in self.attacks]
-        twice = [slug for slug in slugs if slugs.count(slug) > 1 or slug == CLEAN]
+        slugs = [slug(attack) for attack in self.attacks]
+        twice = [name for name in slugs if slugs.count(name) > 1 or name == CLEAN]
         if twice:
             raise ValueError(f"attacks: {twice[0]!r} is given twice")
         return self
 
     def arms(self) -> list[str]:
-        """Return the generated arms: unmarked text first, then the schemes."""
+        """Generated arms: unmarked text first, then the schemes."""
         return [UNMARKED, *self.schemes]

@@ -26,13 +26,10 @@ def load(
     """Read prompts and human text.
 
     Args:
-      path: None is the packaged text; a file as data.load_text takes it; or a folder with one `*prompts*.json` (a list
-        of {"prompt", "natural_text"}) and one `*documents*.json[.gz]` (a list of {"text"}).
-      tokenizer: of the generating model.
-      prompts: how many.
+      path: None is the packaged text; a file as packing.load_text takes it; or a folder with one `*prompts*.json` (a
+        list of {"prompt", "natural_text"}) and one `*documents*.json[.gz]` (a list of {"text"}).
       prompt_tokens: the last this many tokens of each prompt are used.
       natural_tokens: length of what follows a prompt, where it is cut out of running text.
-      human_texts: at most this many.
 
     Raises:
       ValueError: files are missing or damaged, or there is too little text.
@@ -52,7 +49,7 @@ def load(
 
 
 def fingerprint(path: str | None) -> str:
-    """Return the sha256 of the text that `load` reads, without reading it as text.
+    """Sha256 of the text that `load` reads, without reading it as text.
 
     Raises:
       ValueError: no such file.
@@ -93,6 +90,6 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def first_tokens(tokenizer: Any, texts: Sequence[str], limit: int) -> list[str]:
-    """Return texts cut to at most `limit` tokens."""
+    """Texts cut to at most `limit` tokens."""
     encoded = tokenizer.encode_batch(list(texts), add_special=False)
     return [text if len(ids) <= limit else tokenizer.decode(ids[:limit]) for text, ids in zip(texts, encoded)]

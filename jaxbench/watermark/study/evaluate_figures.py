@@ -10,12 +10,12 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def color(summary: dict, name: str) -> str:
-    """Return a scheme's colour."""
+    """A scheme's colour."""
     return COLORS[list(summary["schemes"]).index(name) % len(COLORS)]
 
 
 def pareto(summary: dict) -> Figure:
-    """Return evidence against perplexity: right is easier to detect, down is more fluent; the line joins the best."""
+    """Evidence against perplexity: right is easier to detect, down is more fluent; the line joins the best."""
     points = []
     for name, own in summary["schemes"].items():
         x, y = own["attacks"]["none"]["median_log10_p"], own["quality"]["perplexity"]
@@ -59,7 +59,7 @@ def _marker(summary: dict, x: float, y: float, name: str) -> Figure:
 
 
 def roc(summary: dict) -> Figure:
-    """Return true against false positive rate, the latter logarithmic, as found on human text."""
+    """True against false positive rate, the latter logarithmic, as found on human text."""
     data = []
     for name, own in summary["schemes"].items():
         false, true = own["roc"]
@@ -76,7 +76,7 @@ def roc(summary: dict) -> Figure:
 
 
 def by_length(summary: dict) -> Figure:
-    """Return the true positive rate by length, a line for each scheme and level."""
+    """True positive rate by length, a line for each scheme and level."""
     data = []
     for name, own in summary["schemes"].items():
         levels = list(next(iter(own["lengths"].values()))["tpr"])
@@ -98,7 +98,7 @@ def by_length(summary: dict) -> Figure:
 
 
 def robustness(summary: dict, fpr: str) -> Figure:
-    """Return the true positive rate of each scheme under each attack."""
+    """True positive rate of each scheme under each attack."""
     names = list(summary["schemes"])
     slugs = list(next(iter(summary["schemes"].values()))["attacks"])
     labels = [summary["schemes"][names[0]]["attacks"][slug]["label"] for slug in slugs]

@@ -20,12 +20,12 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 def names(settings: Evaluate) -> list[str]:
-    """Return the models that an evaluation uses, each once."""
+    """Models that an evaluation uses, each once."""
     return sorted({settings.model, settings.quality.model, settings.rewriting.model})
 
 
 def sha256(spec: str) -> str:
-    """Return the checksum of a model's file, or of a folder's safetensors files by name and content."""
+    """Checksum of a model's file, or of a folder's safetensors files by name and content."""
     if spec == TINY:
         return TINY
     if spec in (None, "default"):
@@ -37,7 +37,7 @@ def sha256(spec: str) -> str:
 
 
 def resolve(spec: str, workdir: Path) -> str | Path:
-    """Return what the loaders take; the tiny model is made in the workdir at its first use."""
+    """The model as the loaders take it; the tiny one is made in the workdir at its first use."""
     if spec != TINY:
         return spec
     folder = workdir / "tiny-model"

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxbench.measure import page
 from jaxbench.measure.page import Section
-from jaxbench.watermark.study import evaluate_figures as figures
+from jaxbench.watermark.study import evaluate_figures
 
 SECTIONS = {
     "tradeoff": "Detectability against quality", "power": "Detection", "robustness": "Robustness",
@@ -21,18 +21,13 @@ SECTIONS = {
 
 
 def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
-    """The page as text.
-
-    Args:
-      content: what results.json holds.
-      shown: texts of each scheme with their tokens and shades.
-    """
+    """The page as text, from what results.json holds, and from texts of each scheme with tokens and shades."""
     settings, summary = content["settings"], content["summary"]
     fprs = [str(fpr) for fpr in settings["detect"]["fprs"]]
     middle, levels = fprs[len(fprs) // 2], [_level(fpr) for fpr in fprs]  # headline and heat map: the middle level
     charts = {
-        "chart-pareto": figures.pareto(summary), "chart-length": figures.by_length(summary),
-        "chart-roc": figures.roc(summary), "chart-robustness": figures.robustness(summary, middle),
+        "chart-pareto": evaluate_figures.pareto(summary), "chart-length": evaluate_figures.by_length(summary),
+        "chart-roc": evaluate_figures.roc(summary), "chart-robustness": evaluate_figures.robustness(summary, middle),
     }  # fmt: skip
     spoofed = {name: own["spoof"] for name, own in summary["schemes"].items() if own["spoof"]}
     shown = {name: texts for name, texts in shown.items() if texts}

@@ -1,18 +1,28 @@
-"""What the stages of an evaluation share: models, keys, detectors; each made at its first use."""
+"""What the stages of an evaluation share: models, keys, detectors; each made at its first use.
+
+Axis letters: N texts, L lengths and the whole text. No twin: it calls the parts of one backend.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
 
 from jaxbench import sample, transformer
-from jaxbench.pretrained import tokenizer as tokenizers
 from jaxbench.pretrained import weights
-from jaxbench.watermark.attack import rewrite
+from jaxbench.pretrained.tokenizer import load_tokenizer
+from jaxbench.watermark import canonical, detect, reference, statistics
+from jaxbench.watermark.attack.rewrite import Rewriter
 from jaxbench.watermark.keys import Key
-from jaxbench.watermark.study import evaluate_detect as detecting
+from jaxbench.watermark.logits_processor import Watermark
 from jaxbench.watermark.study import evaluate_models, quality
 from jaxbench.watermark.study.evaluate_config import UNMARKED, Evaluate
+from jaxbench.watermark.texts import Ragged
 
 
 class Parts:
@@ -21,70 +31,114 @@ class Parts:
     def __init__(self, settings: Evaluate, workdir: Path):
         """Load the tokenizer and derive the keys; models wait."""
         self.settings, self.workdir = settings, workdir
-        self.tokenizer = tokenizers.load_tokenizer(evaluate_models.resolve(settings.model, workdir))
+        self.tokenizer = load_tokenizer(evaluate_models.resolve(settings.model, workdir))
         rewriting = settings.rewriting
-        self.rewriter = rewrite.Rewriter(
+        self.rewriter = Rewriter(
             evaluate_models.resolve(rewriting.model, workdir), dtype=rewriting.dtype, batch_size=rewriting.batch_size
         )
         base, numbers = Key.from_passphrase(settings.passphrase), range(settings.num_keys)
         self.keys = {name: [base.derive(f"{name}/{i}") for i in numbers] for name in settings.schemes}
-        self._model: transformer.Transformer | None = None
-        self._scorers: dict[tuple[str, str], quality.Scorer] = {}
-        self._benches: dict[str, detecting.Bench] = {}
+        self.bench, self.scorer = functools.cache(self._bench), functools.cache(self._scorer)
 
     def key(self, arm: str, row: int) -> Key:
-        """Return the key of a row of an arm."""
+        """Key of a row of an arm."""
         return self.keys[arm][row % self.settings.num_keys]
 
     def row_keys(self, arm: str, count: int) -> list[Key]:
-        """Return the keys of the first rows of an arm."""
+        """Keys of the first rows of an arm."""
         return [self.key(arm, row) for row in range(count)]
 
-    def processor(self, arm: str) -> Any:
-        """Return a scheme's logits processor."""
-        from jaxbench.watermark.logits_processor import Watermark
+    @functools.cached_property
+    def model(self) -> transformer.Transformer:
+        """The generating model."""
+        return self._build(self.settings.model, self.settings.generate.dtype)
 
-        return Watermark(self.settings.schemes[arm], vocab_size=self.vocab_size())
+    @property
+    def vocab_size(self) -> int:
+        """Width of the generating model's logits."""
+        return self.model.embed.embedding.shape[0]
 
-    def generator(self, arm: str) -> tuple[sample.Generator, Any]:
-        """Return an arm's generator and its processor (None: unmarked)."""
+    def processor(self, arm: str) -> Watermark:
+        """A scheme's logits processor."""
+        return Watermark(self.settings.schemes[arm], vocab_size=self.vocab_size)
+
+    def generator(self, arm: str) -> tuple[sample.Generator, Watermark | None]:
+        """An arm's generator and its processor (None: unmarked)."""
         s = self.settings.generate
         processor = None if arm == UNMARKED else self.processor(arm)
         sampling = sample.SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p)
         chain = () if processor is None else (processor,)
-        made = sample.Generator(self.model(), eos_id=self.tokenizer.eos_id, sampling=sampling, processors=chain)
-        return made, processor
+        eos_id = self.tokenizer.eos_id
+        return sample.Generator(self.model, eos_id=eos_id, sampling=sampling, processors=chain), processor
 
-    def bench(self, arm: str) -> detecting.Bench:
-        """Return an arm's detector."""
-        if arm not in self._benches:
-            self._benches[arm] = detecting.Bench(
-                self.settings.schemes[arm],
-                tokenizer=self.tokenizer,
-                vocab_size=self.vocab_size(),
-                canonicalize=self.settings.detect.canonicalize,
-            )
-        return self._benches[arm]
+    def _bench(self, arm: str) -> Bench:
+        scheme, canonicalize = self.settings.schemes[arm], self.settings.detect.canonicalize
+        return Bench(scheme, tokenizer=self.tokenizer, vocab_size=self.vocab_size, canonicalize=canonicalize)
 
-    def vocab_size(self) -> int:
-        """Return the width of the generating model's logits."""
-        return self.model().embed.embedding.shape[0]
-
-    def model(self) -> transformer.Transformer:
-        """Return the generating model."""
-        if self._model is None:
-            self._model = self._build(self.settings.model, self.settings.generate.dtype)
-        return self._model
-
-    def scorer(self, model: str, dtype: str) -> quality.Scorer:
-        """Return the scorer of a model; the generating model is not loaded twice."""
-        place = (model, dtype)
-        if place not in self._scorers:
-            own = (self.settings.model, self.settings.generate.dtype)
-            loaded = self.model() if place == own else self._build(model, dtype)
-            self._scorers[place] = quality.Scorer(loaded, batch_size=self.settings.quality.batch_size)
-        return self._scorers[place]
+    def _scorer(self, model: str, dtype: str) -> quality.Scorer:
+        is_own = (model, dtype) == (self.settings.model, self.settings.generate.dtype)  # it is not loaded twice
+        loaded = self.model if is_own else self._build(model, dtype)
+        return quality.Scorer(loaded, batch_size=self.settings.quality.batch_size)
 
     def _build(self, spec: str, dtype: str) -> transformer.Transformer:
         checkpoint = weights.load_checkpoint(evaluate_models.resolve(spec, self.workdir))
         return transformer.build(checkpoint.config, checkpoint.params, dtype=dtype)
+
+
+class LengthScores(NamedTuple):
+    """What the detector says about N texts at each length, and in a last column about all of each text."""
+
+    p_values: Float[np.ndarray, "N L"]  # nan where a text is shorter than the length
+    mid_p: Float[np.ndarray, "N L"]  # likewise
+    num_scored: Int[np.ndarray, "N L"]  # likewise, 0 there
+
+
+class Bench:
+    """One scheme's detector over texts or token ids."""
+
+    def __init__(self, scheme: Any, *, tokenizer: Any, vocab_size: int, canonicalize: bool = True):
+        """Make the detector."""
+        self.scheme, self.vocab_size = scheme, vocab_size
+        self._tokenizer, self._canonicalize = tokenizer, canonicalize
+        self._detector = detect.Detector(scheme, vocab_size=vocab_size)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids that the detector sees: canonical text, without special tokens."""
+        if self._canonicalize:
+            texts = [canonical.canonicalize(text).text for text in texts]
+        return self._tokenizer.encode_batch(list(texts), add_special=False)
+
+    def evidence(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> reference.Evidence:
+        """Evidence of texts under one key, or each under its own."""
+        ids = Ragged.from_lists(token_ids)
+        return self._detector.evidence(ids.take(np.arange(len(ids))), ids.lengths.astype(np.int32), key)
+
+    def score(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> statistics.Detections:
+        """Scores and p-values of texts under one key, or each under its own."""
+        return statistics.score(self.scheme, self.evidence(token_ids, key), vocab_size=self.vocab_size)
+
+    def at_lengths(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        key: Key | Sequence[Key],
+        lengths: Sequence[int],
+        *,
+        cut: int,
+    ) -> LengthScores:
+        """Test the beginning of each text at each length, and in a last column all of it up to `cut` tokens.
+
+        A position's evidence depends on what precedes it only, so that one pass serves every length.
+        """
+        sizes = np.array([len(ids) for ids in token_ids])
+        columns = np.full((3, len(token_ids), len(lengths) + 1), np.nan)
+        columns[2] = 0
+        if len(sizes):
+            longest = max([cut, *lengths])
+            whole = self.evidence([ids[:longest] for ids in token_ids], key)
+            for column, length in enumerate([*lengths, cut]):
+                part = reference.Evidence(*(None if x is None else x[:, :length] for x in whole))
+                result = statistics.score(self.scheme, part, vocab_size=self.vocab_size)
+                kept = sizes >= (length if column < len(lengths) else 0)
+                for values, new in zip(columns, (result.p_value, result.mid_p, result.num_scored)):
+                    values[kept, column] = new[kept]
+        return LengthScores(columns[0], columns[1], columns[2].astype(np.int64))

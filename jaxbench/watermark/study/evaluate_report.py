@@ -9,8 +9,7 @@ from typing import Any
 
 from jaxbench import outputs, terminal
 from jaxbench.measure import environment
-from jaxbench.watermark.study import evaluate_page as page
-from jaxbench.watermark.study import evaluate_summary as summaries
+from jaxbench.watermark.study import evaluate_page, evaluate_summary
 from jaxbench.watermark.study.evaluate_config import CLEAN, Evaluate
 
 
@@ -19,11 +18,15 @@ class Progress:
 
     def __init__(self, console: Any = None):
         """Make the bar on a rich console (unset: standard error)."""
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
+        from rich import progress
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=console or terminal.console(stderr=True), transient=False)
+        columns = (
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+        )
+        self._bar = progress.Progress(*columns, console=console or terminal.console(stderr=True), transient=False)
         self._task: Any = None
 
     def __enter__(self) -> Progress:
@@ -55,13 +58,13 @@ def write(
         "data": {"source": material.source, "sha256": material.sha256, "human_texts": len(material.human)},
         "environment": environment.describe(threads=environment.usable_cores()),
         "settings": settings.model_dump(mode="json"),
-        "summary": summaries.summarize(settings, results),
+        "summary": evaluate_summary.summarize(settings, results),
     }
     shown = {name: results["arms"][name]["show"] for name in settings.schemes}
     outputs.write_text(workdir / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-    rows = summaries.rows(content["summary"], content["config_id"])
-    outputs.write_csv(workdir / "results.csv", rows, summaries.CSV_COLUMNS)
-    outputs.write_text(workdir / "report.html", page.render(content, shown))
+    rows = evaluate_summary.rows(content["summary"], content["config_id"])
+    outputs.write_csv(workdir / "results.csv", rows, evaluate_summary.CSV_COLUMNS)
+    outputs.write_text(workdir / "report.html", evaluate_page.render(content, shown))
     show(content, workdir, console=console)
     return content
 

@@ -17,7 +17,7 @@ CSV_COLUMNS = ("scheme", "attack", "strength", "tokens", "metric", "fpr", "value
 
 
 def summarize(settings: Evaluate, results: dict[str, Any]) -> dict[str, Any]:
-    """Return every figure of the report as plain JSON (None for what is not a number)."""
+    """Every figure of the report as plain JSON (None for what is not a number)."""
     found = {
         "schemes": {name: _scheme(settings, name, results) for name in settings.schemes},
         "unmarked": {
@@ -91,7 +91,7 @@ def _rates(p_values: np.ndarray, fprs: Sequence[float]) -> dict[str, dict]:
 
 
 def _spread(p_values: np.ndarray, fpr: float) -> dict[str, Any]:
-    """Return the realised rate over all keys and texts [K N], and the least and greatest over keys.
+    """Realised rate over all keys and texts [K N], and the least and greatest over keys.
 
     The interval counts texts, not texts times keys: one text under several keys is no independent draw.
     """
@@ -115,18 +115,18 @@ def _means(part: dict[str, list]) -> dict[str, float]:
 
 
 def array(values: Sequence) -> np.ndarray:
-    """Return numbers as float64; None is nan."""
+    """Numbers as float64; None is nan."""
     return np.array(values, np.float64)
 
 
 def present(values: np.ndarray) -> np.ndarray:
-    """Return the numbers of an array, flat, without nan."""
+    """Numbers of an array, flat, without nan."""
     values = np.asarray(values, np.float64).ravel()
     return values[~np.isnan(values)]
 
 
 def mean(values: Sequence) -> float:
-    """Return the mean of what is a number, nan of nothing."""
+    """Mean of what is a number, nan of nothing."""
     found = present(array(values))
     return float(found.mean()) if found.size else math.nan
 
@@ -137,7 +137,7 @@ def _median(values: np.ndarray) -> float:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as strict JSON holds it: nan and infinities become None."""
+    """A value as strict JSON holds it: nan and infinities become None."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -148,7 +148,7 @@ def plain(value: Any) -> Any:
 
 
 def rows(summary: dict[str, Any], config_id: str) -> list[dict[str, Any]]:
-    """Return the figures as one long table with the columns CSV_COLUMNS."""
+    """Figures as one long table with the columns CSV_COLUMNS."""
     found: list[dict[str, Any]] = []
 
     def add(scheme: str, metric: str, value: Any, **columns: Any) -> None:

@@ -81,12 +81,12 @@ class Cell(NamedTuple):
 
 
 def text_key(passphrase_key: Key, scheme: str, text: int) -> Key:
-    """Return the key of one text of one scheme."""
+    """Key of one text of one scheme."""
     return passphrase_key.derive(f"{scheme} {text}")
 
 
 def prompts(settings: Power, encoder: Any, path: str | Path | None) -> np.ndarray:
-    """Return the prompts [N P] (int32): pieces of the texts in a random order that num_texts does not change.
+    """Prompts [N P] (int32): pieces of the texts in a random order that num_texts does not change.
 
     Where there are too few, they are taken again, under another key and with other randomness.
     """
@@ -101,7 +101,7 @@ def generate(
     settings: Power, name: str, given: np.ndarray, *, model: transformer.Transformer, workdir: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> np.ndarray:  # fmt: skip
-    """Return the continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
+    """Continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
     scheme, root, chunks = settings.schemes[name], Key.from_passphrase(settings.passphrase), []
 
     @functools.cache
@@ -112,25 +112,25 @@ def generate(
         sampling = sample.SamplingParams(temperature=settings.temperature)
         return processor, sample.Generator(model, eos_id=None, sampling=sampling, processors=[processor])
 
-    def made(rows: range) -> np.ndarray:
+    def continued(rows: range) -> np.ndarray:
         processor, generator = programs()
         begun = time.monotonic()
         state = processor.state([text_key(root, name, i) for i in rows], seed=settings.seed)
-        found = generator(
+        output = generator(
             [given[i].tolist() for i in rows],
             max_new_tokens=max(settings.lengths),
             seed=settings.seed,
             row_ids=list(rows),
             processor_states=[state],
         )
-        rate = found.tokens.size / (time.monotonic() - begun)
+        rate = output.tokens.size / (time.monotonic() - begun)
         say(f"{name}: {rows.stop} of {len(given)} texts, {rate:.0f} tokens/s")
-        return found.tokens.astype(np.int32)
+        return output.tokens.astype(np.int32)
 
     for start in range(0, len(given), settings.batch_size):
         rows = range(start, min(start + settings.batch_size, len(given)))
         path = workdir / "chunks" / f"{slug(name)}-{start:06d}-{len(rows)}.npy"
-        chunks.append(store.kept(path, functools.partial(made, rows), read=np.load, write=_save)[0])
+        chunks.append(store.kept(path, functools.partial(continued, rows), read=np.load, write=_save)[0])
     return np.concatenate(chunks)
 
 
@@ -148,17 +148,16 @@ def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vo
         prompt = given if sees_prompt else given[:, :0]
         for length in settings.lengths:
             tokens = np.concatenate([prompt, made[:, :length]], axis=1)
-            lengths = np.full(len(tokens), tokens.shape[1], np.int32)
             evidence = reference.evidence(
-                scheme, keys, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], green_lists=lists
+                scheme, keys, tokens, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], green_lists=lists
             )
-            found = statistics.score(scheme, evidence, vocab_size=vocab_size)
+            scores = statistics.score(scheme, evidence, vocab_size=vocab_size)
             for level in settings.levels:
                 bar = next(
                     (b.rate for b in settings.bars if (b.scheme, b.num_tokens, b.level) == (name, length, level)), None
                 )
-                rate = detectability.detected(found.p_value, level)
-                yield Cell(name, length, level, sees_prompt, rate, float(found.num_scored.mean()), bar)
+                rate = detectability.detected(scores.p_value, level)
+                yield Cell(name, length, level, sees_prompt, rate, float(scores.num_scored.mean()), bar)
 
 
 def run(
@@ -168,12 +167,9 @@ def run(
     workdir: str | Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Generate, detect, write power.json into workdir, and return what it holds.
+    """Generate, detect, write power.json into workdir, where finished batches are kept, and return what it holds.
 
-    Args:
-      path: texts that the prompts are cut from (passages.read_texts); None = the packaged default text.
-      workdir: holds finished batches, too.
-      say: is told the progress.
+    The prompts are cut from the texts of `path` (passages.read_texts); None = the packaged default text.
 
     Raises:
       ValueError: workdir has the batches of another configuration.
@@ -187,11 +183,11 @@ def run(
     check_length(settings.prompt_tokens + max(settings.lengths), checkpoint.config.max_seq_len)
     store.claim(workdir / "chunks", identity)
     model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
-    found: list[Cell] = []
+    measured: list[Cell] = []
     for name in settings.schemes:
-        made = generate(settings, name, given, model=model, workdir=workdir, say=say)
-        found += cells(settings, name, given, made, vocab_size=vocab_size)
-    missed = [cell for cell in found if is_missed(cell)]
+        tokens = generate(settings, name, given, model=model, workdir=workdir, say=say)
+        measured += cells(settings, name, given, tokens, vocab_size=vocab_size)
+    missed = [cell for cell in measured if is_missed(cell)]
     result = {
         "passed": not missed,
         "num_texts": len(given),
@@ -200,10 +196,10 @@ def run(
         "config_id": identity,
         **extra,
         "config": settings.model_dump(mode="json"),
-        "cells": [cell._asdict() | {"rate": cell.rate._asdict()} for cell in found],
+        "cells": [cell._asdict() | {"rate": cell.rate._asdict()} for cell in measured],
     }
     outputs.write_text(workdir / "power.json", json.dumps(result, indent=1) + "\n")
-    for cell in found:
+    for cell in measured:
         say(line(cell))
     return result
 
@@ -217,12 +213,12 @@ def check_length(num_tokens: int, max_seq_len: int) -> None:
 
 
 def is_missed(cell: Cell) -> bool:
-    """Return True where a cell has a bar that its interval's lower end does not reach; bars count scored tokens."""
+    """True where a cell has a bar that its interval's lower end does not reach; bars count scored tokens."""
     return cell.bar is not None and cell.sees_prompt and cell.rate.low < cell.bar
 
 
 def line(cell: Cell) -> str:
-    """Return one cell as text."""
+    """One cell as text."""
     bar = (
         ""
         if cell.bar is None or not cell.sees_prompt
@@ -236,5 +232,5 @@ def line(cell: Cell) -> str:
 
 
 def slug(name: str) -> str:
-    """Return a name as part of a file name."""
+    """A name as part of a file name."""
     return "".join(c if c.isalnum() else "-" for c in name)

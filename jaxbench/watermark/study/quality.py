@@ -40,12 +40,12 @@ class Scores(NamedTuple):
 
     @property
     def perplexity(self) -> np.ndarray:
-        """Return exp(nll)."""
+        """Exp(nll)."""
         return np.exp(self.nll)
 
     @property
     def excess(self) -> np.ndarray:
-        """Return nll - entropy: 0 in expectation for text that the model drew at temperature 1."""
+        """Nll - entropy: 0 in expectation for text that the model drew at temperature 1."""
         return self.nll - self.entropy
 
 
@@ -75,11 +75,9 @@ class Scorer:
         states: Callable[[Sequence[int]], Any] | None = None,
         temperature: float = 1.0,
     ) -> Scores:
-        """Score texts (token ids, prompt first); prompt tokens are context only.
+        """Score texts (token ids, prompt first), as far as the model's context reaches; prompt tokens are context only.
 
         Args:
-          token_ids: one text each; what is beyond the model's context is left out.
-          prompt_lengths: tokens of each text that are not scored, 0 by default.
           processor: a logits processor with `apply`: also measure its divergence.
           states: states(rows) gives the processor's state for these texts; unset, from its `init`.
           temperature: of the draw, for the divergence.
@@ -126,7 +124,7 @@ class Scorer:
     def _score_rows(
         self, leaves: list[Array], tokens: Int[Array, "B T"], lengths: Int[Array, " B"], first: Int[Array, " B"]
     ) -> Float[Array, "4 B"]:
-        """Return the sums over scored tokens of -log p and entropy, nan for the divergence, and the number of them."""
+        """Sums over scored tokens of -log p and entropy, nan for the divergence, and the number of them."""
         model, hidden = self._hidden(leaves, tokens, lengths)
         size = tokens.shape[1]
         padded = -(-size // CHUNK) * CHUNK
@@ -158,7 +156,7 @@ class Scorer:
         state: Any,
         temperature: Float[Array, ""],
     ) -> Float[Array, " B"]:
-        """Return the sum over scored positions of KL(marked || plain)."""
+        """Sum over scored positions of KL(marked || plain)."""
         model, hidden = self._hidden(leaves, tokens, lengths)
         is_scored = _is_scored(tokens.shape[1], lengths, first)
 
@@ -183,6 +181,6 @@ def _fill(state: Any, num_rows: int, batch_size: int) -> Any:
 
 
 def _is_scored(size: int, lengths: Int[Array, " B"], first: Int[Array, " B"]) -> Array:
-    """Return where the next token is scored [B T]: position t predicts token t + 1."""
+    """Where the next token is scored [B T]: position t predicts token t + 1."""
     target = jnp.arange(1, size + 1)[None, :]
     return (target >= first[:, None]) & (target < lengths[:, None])

@@ -19,19 +19,19 @@ class Variety(NamedTuple):
 
 
 def distinct(items: Sequence[Hashable], n: int) -> float:
-    """Return distinct n-grams over n-grams (Li et al. 2016, arXiv:1510.03055); nan for fewer than n items."""
+    """Distinct n-grams over n-grams (Li et al. 2016, arXiv:1510.03055); nan for fewer than n items."""
     grams = [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
     return len(set(grams)) / len(grams) if grams else float("nan")
 
 
 def variety(text: str) -> Variety:
-    """Return the variety of a text's words, in lower case; nan where it is too short."""
+    """Variety of a text's words, in lower case; nan where it is too short."""
     words = text.lower().split()
     return Variety(*(distinct(words, n) for n in (1, 2, 3)), 1.0 - distinct(words, 4), len(words))
 
 
 def ending(num_tokens: Sequence[int], *, limit: int, has_ended: Sequence[bool]) -> dict[str, float]:
-    """Return the mean length in tokens and the share of texts that the limit cut off."""
+    """Mean length in tokens and the share of texts that the limit cut off."""
     lengths, ended = np.asarray(num_tokens, np.float64), np.asarray(has_ended, bool)
     if not lengths.size:
         return {"mean_tokens": float("nan"), "cap_hits": float("nan")}

@@ -185,7 +185,7 @@ def test_texts_and_lengths_of_training_batches_do_not_tell_the_label():
     human = [training_data.human_pool(scheme, tokens[::-1] // 2, vocab_size=VOCAB)]
     random = np.random.default_rng(0)
     how = training_data.Example(min_tokens=8, max_edited=0.4, pasted_share=0.25)
-    data = training_data.batch(pools, human, size=1200, how=how, random=random)
+    data = training_data.batch(pools, human, size=1200, example=how, random=random)
     is_marked = data.labels == 1
     lengths = (data.tokens >= 0).sum(axis=1)
     assert is_marked.mean() == 0.5

@@ -40,7 +40,7 @@ class Layer(torch.nn.Module):
         self.dilation = dilation
 
     def forward(self, x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """Return the residual stream; padding counts as zeros."""
+        """Residual stream; padding counts as zeros."""
         hidden = torch.where(is_token[:, :, None], self.norm(x), torch.zeros((), dtype=x.dtype, device=x.device))
         taps = (shifted(hidden, self.dilation), hidden, shifted(hidden, -self.dilation))
         return x + gelu(self.conv(torch.cat(taps, dim=-1)))
@@ -64,7 +64,7 @@ class NeuralDetector(torch.nn.Module):
     def forward(
         self, tokens: Int[Tensor, "B T"], evidence: Float[Tensor, "B T"], scored: Bool[Tensor, "B T"]
     ) -> Float[Tensor, " B"]:
-        """Return a logit for each text."""
+        """A logit for each text."""
         rows = table_rows(tokens, self.num_rows)
         x = self.embed(rows) + self.evidence(token_features(evidence, scored, dtype=self.dtype))
         for layer in self.layers:
@@ -74,7 +74,7 @@ class NeuralDetector(torch.nn.Module):
 
 
 def table_rows(tokens: Int[Tensor, "B T"], num_rows: int) -> Int[Tensor, "B T"]:
-    """Return the row of the token table that each token reads, as features.table_rows; padding reads row 0."""
+    """Row of the token table that each token reads, as features.table_rows; padding reads row 0."""
     half, tokens = num_rows // 2, tokens.clamp(min=0)
     return torch.where(tokens < half, tokens, half + tokens % (num_rows - half))
 
@@ -82,7 +82,7 @@ def table_rows(tokens: Int[Tensor, "B T"], num_rows: int) -> Int[Tensor, "B T"]:
 def token_features(
     evidence: Float[Tensor, "B T"], scored: Bool[Tensor, "B T"], *, dtype: str
 ) -> Float[Tensor, "B T F"]:
-    """Return 2 e - 1, -log(1 - e) - 1 (both 0 in the mean without a mark, and where not scored) and `scored`."""
+    """2 e - 1, -log(1 - e) - 1 (both 0 in the mean without a mark, and where not scored) and `scored`."""
     evidence = evidence.to(torch.promote_types(evidence.dtype, torch.float32))
     parts = (2.0 * evidence - 1.0, -torch.log1p(-evidence) - 1.0, torch.ones_like(evidence))
     zero = torch.zeros((), dtype=evidence.dtype, device=evidence.device)
@@ -90,7 +90,7 @@ def token_features(
 
 
 def shifted(x: Float[Tensor, "B T D"], places: int) -> Float[Tensor, "B T D"]:
-    """Return x moved to later places (to earlier ones where negative), with zeros moved in."""
+    """x moved to later places (to earlier ones where negative), with zeros moved in."""
     length = x.shape[1]
     count = min(abs(places), length)
     zeros = torch.zeros((x.shape[0], count, x.shape[2]), dtype=x.dtype, device=x.device)
@@ -99,7 +99,7 @@ def shifted(x: Float[Tensor, "B T D"], places: int) -> Float[Tensor, "B T D"]:
 
 
 def pool(x: Float[Tensor, "B T P"], scored: Bool[Tensor, "B T"]) -> Float[Tensor, "B Q"]:
-    """Return sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
+    """Sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     zero = torch.zeros((), dtype=wide.dtype, device=wide.device)
     is_scored = scored[:, :, None]
@@ -114,31 +114,31 @@ def pool(x: Float[Tensor, "B T P"], scored: Bool[Tensor, "B T"]) -> Float[Tensor
 
 
 def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return GELU in its tanh form, rounded once."""
+    """GELU in its tanh form, rounded once."""
     return F.gelu(x.to(torch.promote_types(x.dtype, torch.float32)), approximate="tanh").to(x.dtype)
 
 
 def predict(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Tensor, " B"]:
-    """Return the logits of a batch; there is no dropout."""
+    """Logits of a batch; there is no dropout."""
     return model(batch.tokens, batch.evidence, batch.scored)
 
 
 def loss_of(output: Float[Tensor, " B"], batch: Batch) -> Float[Tensor, ""]:
-    """Return the mean binary cross-entropy of logits, nats per text, in at least float32."""
+    """Mean binary cross-entropy of logits, nats per text, in at least float32."""
     wide = output.to(torch.promote_types(output.dtype, torch.float32))
     labels = batch.labels.to(wide.dtype)
     return (F.softplus(wide) - labels * wide).mean()
 
 
 def loss_fn(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
-    """Return the model's loss on a batch, nats per text."""
+    """The model's loss on a batch, nats per text."""
     return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(
     config: NeuralConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
 ) -> NeuralDetector:
-    """Return the detector of a configuration holding `params`, cast to dtype.
+    """Detector of a configuration holding `params`, cast to dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
 from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, order_bits
-from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
-from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import KeyedStep, Position, State
+from torch_ref.watermark.device.marks import KeyedStep, ReweightingMark, State
 
 
-class Mark:
-    """DiP on a device; a Mark (marks.py)."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme, self.vocab_size = scheme, vocab_size
-
-    def first_state(self, state: State) -> State:
-        """Return the state, which remembers contexts."""
-        return steps.with_history(state)
-
-    def draw(
-        self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
-    ) -> tuple[State, Int[Tensor, " B"]]:
-        """Return the next state and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
-        return steps.draw_reweighted(self, state, logits, at, sample)
-
-    def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the next state and reweighted logits."""
-        return steps.reweight(self, state, logits, at)
+class Mark(ReweightingMark):
+    """DiP on a device."""
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Return the logarithm of the reweighted distribution."""
+        """Logarithm of the reweighted distribution."""
         p = torch.softmax(logits, dim=-1)
         keys = round_keys((keyed.key[0][:, 0], keyed.key[1][:, 0]), keyed.seeds)
         return torch.log(_moved(p, keys, self.scheme.alpha))
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts."""
+        """Words and seeds of the tokens of texts."""
         seeds = prf.text_seeds(self.scheme.context, key, text.tokens)
         return token_words(key, seeds, text.tokens, vocab_size=self.vocab_size), seeds
 
@@ -51,13 +30,13 @@ class Mark:
 def token_words(
     key: prf.Halves, seeds: Int64[Tensor, "*shape 2"], tokens: Int[Tensor, "*shape"], *, vocab_size: int
 ) -> Int64[Tensor, "*shape"]:
-    """Return each token's place in the order of its seed, in the top bits of a word."""
+    """Each token's place in the order of its seed, in the top bits of a word."""
     bits = order_bits(vocab_size)
     return permute(tokens.to(torch.int64), round_keys(key, seeds), bits) << (32 - bits)
 
 
 def _moved(p: Float[Tensor, "B V"], keys: Int64[Tensor, "B 8"], alpha: float) -> Float[Tensor, "B V"]:
-    """Return schemes.dip.reweight of each row, in the order that the round keys give.
+    """schemes.dip.reweight of each row, in the order that the round keys give.
 
     A token keeps p from the place on where the mass of the order passes alpha, and gets p again where it passes
     1 - alpha. The two places are found bit by bit: a sum a bit is cheaper than to put the tokens in order.
@@ -83,26 +62,26 @@ def _moved(p: Float[Tensor, "B V"], keys: Int64[Tensor, "B 8"], alpha: float) ->
 
 
 def round_keys(key: prf.Halves, seeds: Int64[Tensor, "*shape 2"]) -> Int64[Tensor, "*shape 8"]:
-    """Return the round keys of seeds: two Philox blocks."""
+    """Round keys of seeds: two Philox blocks."""
     site = philox.site_id("watermark/dip")
     blocks = [prf.random_blocks((i, seeds[..., 0], seeds[..., 1], site), key) for i in range(2)]
     return torch.stack(torch.broadcast_tensors(*blocks[0], *blocks[1]), dim=-1)
 
 
 def mix(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """Return the 32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection."""
+    """32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection."""
     x = _product(x ^ (x >> 16), MIX_MULTIPLIERS[0])
     x = _product(x ^ (x >> 13), MIX_MULTIPLIERS[1])
     return x ^ (x >> 16)
 
 
 def _product(x: Int64[Tensor, "*shape"], constant: int) -> Int64[Tensor, "*shape"]:
-    """Return the low 32 bits of constant * x without leaving signed 64 bits."""
+    """Low 32 bits of constant * x without leaving signed 64 bits."""
     return (x * (constant & 0xFFFF) + ((x * (constant >> 16) & 0xFFFF) << 16)) & philox.MASK32
 
 
 def permute(values: Tensor, keys: Int64[Tensor, "*shape 8"], bits: int) -> Int64[Tensor, "*shape"]:
-    """Return the image of values in [0, 2**bits) under the Feistel network with these round keys."""
+    """Image of values in [0, 2**bits) under the Feistel network with these round keys."""
     half, mask = bits // 2, 2 ** (bits // 2) - 1
     left, right = values >> half, values & mask
     for i in range(FEISTEL_ROUNDS):

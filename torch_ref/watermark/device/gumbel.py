@@ -13,27 +13,27 @@ from jaxbench.watermark import reference, vllm_prf
 from torch_ref import prng
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
-from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import KeyedStep, Position, State
+from torch_ref.watermark.device import marks
+from torch_ref.watermark.device.marks import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
 
-class Mark:
-    """Gumbel on a device; a Mark (marks.py)."""
+class Mark(marks.Mark):
+    """Gumbel on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme, self.vocab_size = scheme, vocab_size
+        super().__init__(scheme, vocab_size=vocab_size)
         self._is_vllm = scheme.prf == "vllm"
 
     def first_state(self, state: State) -> State:
-        """Return the state, which remembers contexts where they are deduplicated."""
-        return steps.with_history(state) if self.scheme.deduplicate else state
+        """State, which remembers contexts where they are deduplicated."""
+        return marks.with_history(state) if self.scheme.deduplicate else state
 
     def draw(
         self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Tensor, " B"]]:
-        """Return the next state and the token of each row with the largest sum of logit and keyed noise.
+        """Next state and the token of each row with the largest sum of logit and keyed noise.
 
         Rows with a key whose context gives no mark get their ordinary token from the same draw (vLLM's function: -1).
         """
@@ -44,18 +44,18 @@ class Mark:
             stream = stream if self._is_vllm else stream.where(keyed.is_active, sample)
             return torch.argmax(logits + self._noise(stream, logits.dtype), dim=-1)
 
-        drawn = steps.draw_if_any(keyed.is_active, largest_sum)
+        drawn = marks.draw_if_any(keyed.is_active, largest_sum)
         return state, torch.where(keyed.is_active if self._is_vllm else state["marked"], drawn, -1)
 
     def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the next state and logits that are -inf for all tokens but the drawn one."""
+        """Next state and logits that are -inf for all tokens but the drawn one."""
         state, keyed = self._keyed_step(state, at)
         drawn = torch.argmax(logits + self._noise(self._stream(state, keyed), logits.dtype), dim=-1)
         alone = torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
         return state, torch.where(keyed.is_active[:, None], alone, logits)
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
+        """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
         if not self._is_vllm:
             return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
@@ -68,30 +68,30 @@ class Mark:
         return vllm_token_words(states, tokens, key), states
 
     def _keyed_step(self, state: State, at: Position) -> tuple[State, KeyedStep]:
-        """Return the next state and the step; a context is remembered by its seed under the first key."""
+        """Next state and the step; a context is remembered by its seed under the first key."""
         key = self._key_of_step(state, at.step)
         seeds = self._context_seeds(key, at)
-        is_active = steps.active_rows(self.scheme, state, at)
+        is_active = marks.active_rows(self.scheme, state, at)
         if self.scheme.deduplicate:
             is_dual = reference.is_dual_key(self.scheme)
-            names = self._context_seeds(steps.first_key(state), at) if is_dual else seeds
-            state, is_active = steps.remember(state, names[:, :2], is_active, at.step)
+            names = self._context_seeds(marks.first_key(state), at) if is_dual else seeds
+            state, is_active = marks.remember(state, names[:, :2], is_active, at.step)
         return state, KeyedStep(key, seeds, is_active)
 
     def _context_seeds(self, key: prf.Halves, at: Position) -> Int64[Tensor, "B S"]:
-        """Return the seed of each row's context; prompt tokens count as missing for vLLM's function."""
+        """Seed of each row's context; prompt tokens count as missing for vLLM's function."""
         rule, flat = self.scheme.context, (key[0][:, 0], key[1][:, 0])
-        contexts = steps.last_tokens(at, rule.width)
+        contexts = marks.last_tokens(at, rule.width)
         if not self._is_vllm:
             return prf.seeds_after(rule, flat, contexts, None)
-        is_inside = steps.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
+        is_inside = marks.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
         return vllm_state(torch.where(is_inside, contexts, -1), flat)
 
     def _key_of_step(self, state: State, step: int) -> prf.Halves:
-        """Return the key [B 1] of each row at this step: with two keys, the second in a share alpha of the steps."""
+        """Key [B 1] of each row at this step: with two keys, the second in a share alpha of the steps."""
         keys = state["keys"]
         if not reference.is_dual_key(self.scheme):
-            return steps.first_key(state)
+            return marks.first_key(state)
         low, high, row = state["route"].T
         counter = (torch.zeros_like(row), row, torch.full_like(row, step), torch.full_like(row, ROUTE_SITE))
         word = prng.philox4x32(counter, (low, high))[0]
@@ -100,12 +100,12 @@ class Mark:
         return torch.where(use_second, keys[:, 2:3], keys[:, :1]), torch.where(use_second, keys[:, 3:], keys[:, 1:2])
 
     def _stream(self, state: State, keyed: KeyedStep) -> Stream:
-        """Return where each row's keyed words come from."""
+        """Where each row's keyed words come from."""
         site = torch.full((keyed.seeds.shape[0], 1), reference.site_of(self.scheme), device=keyed.seeds.device)
         return Stream(keyed.key, keyed.seeds, site, state.get("payload"))
 
     def _noise(self, stream: Stream, dtype: torch.dtype) -> Float[Tensor, "B V"]:
-        """Return the keyed Gumbel noise -log(-log u) of every token."""
+        """Keyed Gumbel noise -log(-log u) of every token."""
         name, size = str(dtype).removeprefix("torch."), {"num_elements": self.vocab_size}
         if self._is_vllm:
             words = vllm_lanes(stream.seeds, stream.key, **size)
@@ -124,7 +124,7 @@ class Stream(NamedTuple):
     payload: Int[Tensor, " B"] | None
 
     def where(self, is_active: Bool[Tensor, " B"], sample: OrdinaryDraw) -> Stream:
-        """Return this stream for active rows, that of their ordinary draw for others."""
+        """This stream for active rows, that of their ordinary draw for others."""
         rows, chosen = sample.row_ids.to(torch.int64), is_active[:, None]
         plain = torch.stack([rows, torch.full_like(rows, sample.step)], dim=-1)
         return Stream(
@@ -139,7 +139,7 @@ class Stream(NamedTuple):
 
 
 def vllm_state(contexts: Int[Tensor, "*shape h"], key: prf.Halves) -> Int64[Tensor, "*shape 4"]:
-    """Return the state of contexts, -1 where the text has not started (see vllm_prf.py)."""
+    """State of contexts, -1 where the text has not started (see vllm_prf.py)."""
     contexts, width = contexts.to(torch.int64) & philox.MASK32, contexts.shape[-1]
     words: Any = tuple(torch.full_like(key[0], word) for word in (vllm_prf.CONTEXT_DOMAIN, width, 0, 0))
     for offset in range(0, width, 4):
@@ -154,14 +154,14 @@ def vllm_state(contexts: Int[Tensor, "*shape h"], key: prf.Halves) -> Int64[Tens
 def vllm_token_words(
     states: Int64[Tensor, "*shape 4"], tokens: Int[Tensor, "*shape"], key: prf.Halves
 ) -> Int64[Tensor, "*shape"]:
-    """Return the word of each token at its context's state."""
+    """Word of each token at its context's state."""
     tokens = tokens.to(torch.int64) & philox.MASK32
     pair = (key[0] ^ states[..., 3], key[1] ^ vllm_prf.TOKEN_DOMAIN)
     return prf.pick_word(prf.random_blocks((tokens >> 2, states[..., 0], states[..., 1], states[..., 2]), pair), tokens)
 
 
 def vllm_lanes(states: Int64[Tensor, "B 4"], key: prf.Halves, *, num_elements: int) -> prf.Lanes:
-    """Return the words of tokens 0..num_elements-1 at each row's state, in lanes."""
+    """Words of tokens 0..num_elements-1 at each row's state, in lanes."""
     pair = (key[0] ^ states[:, 3:], key[1] ^ vllm_prf.TOKEN_DOMAIN)
     return prf.random_blocks(
         (prf.block_numbers(num_elements, device=key[0].device), states[:, :1], states[:, 1:2], states[:, 2:3]), pair
@@ -169,7 +169,7 @@ def vllm_lanes(states: Int64[Tensor, "B 4"], key: prf.Halves, *, num_elements: i
 
 
 def _vllm_exponential(words: Int64[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Return -log u of vLLM's uniform u = ((w >> 8) + 1) / (2**24 + 1), by log1p of the complement above one half."""
+    """-log u of vLLM's uniform u = ((w >> 8) + 1) / (2**24 + 1), by log1p of the complement above one half."""
     k, scale = (words >> 8) + 1, torch.tensor(2.0**24 + 1.0, dtype=dtype, device=words.device)
     is_low = k < 2**23
     low = torch.where(is_low, k, 1).to(dtype) / scale

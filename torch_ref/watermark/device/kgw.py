@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
@@ -13,35 +13,30 @@ from jaxbench.watermark import reference
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 from torch_ref.watermark import prf
-from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import Position, State
+from torch_ref.watermark.device import marks
+from torch_ref.watermark.device.marks import Position, State
 
 
-class Mark:
-    """KGW on a device; a Mark (marks.py)."""
+class Mark(marks.Mark):
+    """KGW on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme, self.vocab_size = scheme, vocab_size
+        super().__init__(scheme, vocab_size=vocab_size)
         self._has_list_per_candidate = scheme.context.kind == "self"
 
     def first_state(self, state: State) -> State:
-        """Return the state, under the rule `self` with the words P(v, v), which depend on the key alone."""
+        """State, under the rule `self` with the words P(v, v), which depend on the key alone."""
         if not self._has_list_per_candidate:
             return state
-        return state | {"own": own_lanes(steps.first_key(state), num_elements=self.vocab_size)}
-
-    def apply(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the state and the logits with `delta` added to those of green tokens."""
-        is_green = self.green_tokens(state, at)
-        return state, logits + is_green.to(logits.dtype) * self.scheme.delta
+        return state | {"own": own_lanes(marks.first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
-        """Return the tokens that are green after the contexts of rows that are marked here; none in other rows."""
-        is_active = steps.active_rows(self.scheme, state, at)
+        """Tokens that are green after the contexts of rows that are marked here; none in other rows."""
+        is_active = marks.active_rows(self.scheme, state, at)
         if not is_active.any():
             return torch.zeros((at.tokens.shape[0], self.vocab_size), dtype=torch.bool, device=at.tokens.device)
-        rule, key = self.scheme.context, steps.first_key(state)
-        contexts = steps.last_tokens(at, rule.length)
+        rule, key = self.scheme.context, marks.first_key(state)
+        contexts = marks.last_tokens(at, rule.length)
         if self._has_list_per_candidate:
             words = self._candidate_lanes(state, contexts, key)
         else:
@@ -54,7 +49,7 @@ class Mark:
         return prf.shift(green, state["payload"])
 
     def _candidate_lanes(self, state: State, contexts: Int[Tensor, "B n"], key: prf.Halves) -> prf.Lanes:
-        """Return the words of all candidates under the rule `self`, in lanes."""
+        """Words of all candidates under the rule `self`, in lanes."""
         if "payload" not in state:
             site = reference.site_of(self.scheme)
             return self_lanes(key, contexts, state["own"], site=site, num_elements=self.vocab_size)
@@ -64,15 +59,11 @@ class Mark:
         words = prf.token_words(self.scheme, key, seeds, candidates, **options)
         return tuple(torch.movedim(words.reshape(words.shape[0], -1, 4), 2, 0))
 
-    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
-
 
 def self_lanes(
     key: prf.Halves, contexts: Int[Tensor, "B n"], own: Int64[Tensor, "B 4 C"], *, site: int, num_elements: int
 ) -> prf.Lanes:
-    """Return the words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
+    """Words of all candidates under the rule `self`, in lanes; own[:, j] is lane j of P(v, v)."""
     blocks, least = prf.block_numbers(num_elements, device=key[0].device), [own[:, j] for j in range(4)]
     for i in range(contexts.shape[1]):
         pairs = prf.random_blocks((blocks, contexts[:, i : i + 1].to(torch.int64) & philox.MASK32, 0, SELF_SITE), key)
@@ -82,6 +73,6 @@ def self_lanes(
 
 
 def own_lanes(key: prf.Halves, *, num_elements: int) -> Int64[Tensor, "B 4 C"]:
-    """Return P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
+    """P(v, v) of all tokens v in lanes: what self_lanes needs of a key, whatever the context."""
     tokens = torch.arange(4 * -(-num_elements // 4), device=key[0].device)[None, :]
     return prf.pair_words(tokens, tokens, key).reshape(-1, tokens.shape[1] // 4, 4).swapaxes(1, 2)

@@ -12,39 +12,31 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from jaxbench.watermark.green_lists import GreenLists
-from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import Position, State
+from torch_ref.watermark.device import marks
+from torch_ref.watermark.device.marks import Position, State
 
 
-class Mark:
-    """A scheme with lists of its own on a device; a Mark (marks.py).
-
-    Attributes:
-      shared: the bit table, the numbers of context tokens and the row of each combined context.
-    """
+class Mark(marks.Mark):
+    """A scheme with lists of its own on a device."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: GreenLists, device: str = "cpu"):
         self.scheme, self.vocab_size, self._lists = scheme, vocab_size, green_lists
         arrays = {"bits": green_lists.bits(), "values": green_lists.rule.values, "rows": green_lists.rule.rows}
         self.shared = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
 
-    def first_state(self, state: State) -> State:
-        """Return the state."""
-        return state
-
     def apply(
         self, state: tuple[State, State], logits: Float[Tensor, "B V"], at: Position
     ) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the state and the logits with the scheme's bias added to those of green tokens."""
+        """State and the logits with the scheme's bias added to those of green tokens."""
         shared, state = state
-        is_active = steps.active_rows(self.scheme, state, at)
+        is_active = marks.active_rows(self.scheme, state, at)
         is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.to(logits.dtype) * self._lists.rule.bias
 
     def _green_tokens(self, shared: State, at: Position) -> Bool[Tensor, "B V"]:
-        """Return the green list that the context of each row selects from the bit table."""
+        """Green list that the context of each row selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
-        contexts = shared["values"][steps.last_tokens(at, width)]
+        contexts = shared["values"][marks.last_tokens(at, width)]
         if rule.combine == "skip":
             combined = contexts[:, -rule.lag]
         elif rule.combine == "min":

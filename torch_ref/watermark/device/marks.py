@@ -1,23 +1,95 @@
-"""What a scheme's file in this folder offers: the contract of its class `Mark`. Twin: jaxbench.
+"""What a scheme's file in this folder leaves out: rows marked at a step, and the class `Mark`. Twin: jaxbench.
 
-A scheme names its file by its attribute `device` (schemes/contract.py).
+A scheme names its file by its attribute `device` (schemes/contract.py); the class there is called `Mark`. A context
+that a row used before is drawn with ordinary randomness: drawn with its key again, it would repeat itself.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from jaxbench.watermark.schemes.contract import Scheme
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
-from torch_ref.watermark.device.steps import Position, State
+
+HISTORY = 1024  # contexts of a row that are remembered
+State = dict[str, Tensor]
 
 
-class Mark(Protocol):
+class Position(NamedTuple):
+    """Where the rows of a batch are: the next token of row b follows tokens[b, :length[b]]."""
+
+    tokens: Int[Tensor, "B W"]
+    length: Int[Tensor, " B"]
+    step: int  # tokens generated
+
+
+class KeyedStep(NamedTuple):
+    """What the rows of a batch draw their next token with."""
+
+    key: prf.Halves  # [B 1] each
+    seeds: Int64[Tensor, "B S"]  # of their contexts
+    is_active: Bool[Tensor, " B"]  # rows that are drawn with their key
+
+
+def first_key(state: State) -> prf.Halves:
+    """First key [B 1] of each row."""
+    return prf.halves(state["keys"][:, :2], 2)
+
+
+def active_rows(scheme: Any, state: State, at: Position) -> Bool[Tensor, " B"]:
+    """Which rows have a key and a full context."""
+    return state["marked"] & (at.length >= scheme.context_length)
+
+
+def last_places(length: Int[Tensor, " B"], width: int) -> Int[Tensor, "B n"]:
+    """Places of the last `width` tokens of each row; below 0 where there are fewer."""
+    return length[:, None] + torch.arange(-width, 0, device=length.device)[None, :]
+
+
+def last_tokens(at: Position, width: int) -> Int[Tensor, "B n"]:
+    """Last `width` tokens of each row; where there are fewer, the first ones have no meaning."""
+    return torch.gather(at.tokens, 1, torch.clamp(last_places(at.length, width), min=0)).to(torch.int64)
+
+
+def with_history(state: State) -> State:
+    """A state that remembers which contexts each row was drawn after: none yet."""
+    marked = state["marked"]
+    return state | {"used": torch.zeros((len(marked), HISTORY, 2), dtype=torch.int64, device=marked.device)}
+
+
+def remember(
+    state: State, context_seeds: Int64[Tensor, "B 2"], is_active: Bool[Tensor, " B"], step: int
+) -> tuple[State, Bool[Tensor, " B"]]:
+    """State that knows this step's contexts, and which active rows have a context that is new to them."""
+    slots = torch.arange(HISTORY, device=is_active.device)[None, :]
+    is_known = (state["used"] == context_seeds[:, None, :]).all(dim=-1) & (slots < step)
+    is_new = is_active & ~is_known.any(dim=1)
+    entry = torch.where(is_new[:, None], context_seeds, 0)[:, None, :]
+    used = torch.where((slots == step % HISTORY)[..., None], entry, state["used"])
+    return state | {"used": used}, is_new
+
+
+def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedStep]:
+    """Next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
+    key, rule = first_key(state), scheme.context
+    contexts = last_tokens(at, rule.width)
+    seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
+    state, is_new = remember(state, seeds, active_rows(scheme, state, at), at.step)
+    return state, KeyedStep(key, seeds, is_new)
+
+
+def draw_if_any(is_active: Bool[Tensor, " B"], draw: Any) -> Int[Tensor, " B"]:
+    """Tokens of `draw`, or -1 in every row where no row is active: what is not needed is not computed."""
+    return draw() if is_active.any() else torch.full(is_active.shape, -1, device=is_active.device)
+
+
+class Mark:
     """One scheme on a device, for one vocabulary.
 
     A state has a row for each text: marked bool [B], keys int64 [B 4] (both halves of the first and of the second
@@ -27,27 +99,64 @@ class Mark(Protocol):
       shared: arrays that all rows read, only where the scheme has lists of its own; `apply` then gets (shared, state).
     """
 
-    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"): ...
+    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
+        self.scheme, self.vocab_size = scheme, vocab_size
 
     def first_state(self, state: State) -> State:
-        """Return the state before the first token: with what this scheme carries from token to token."""
+        """State before the first token: with what this scheme carries from token to token."""
+        return state
+
+    def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
+        """Tokens that are green in rows that are marked here, none in other rows (schemes that do not draw)."""
 
     def apply(self, state: Any, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the next state and logits that make green tokens more likely (schemes that do not draw)."""
+        """Next state, and logits with `delta` added to those of green tokens (schemes that do not draw)."""
+        is_green = self.green_tokens(state, at)
+        return state, logits + is_green.to(logits.dtype) * self.scheme.delta
 
     def draw(
         self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Tensor, " B"]]:
-        """Return the next state and tokens, -1 for rows that it leaves to others (schemes that draw)."""
+        """Next state, and tokens, -1 for rows that it leaves to others (schemes that draw)."""
 
     def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the next state and logits whose ordinary draw is marked (schemes that draw)."""
+        """Next state, and logits whose ordinary draw is marked (schemes that draw)."""
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts (schemes without lists of their own)."""
+        """Words and seeds of the tokens of texts (schemes without lists of their own)."""
+        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+
+
+class ReweightingMark(Mark):
+    """A scheme that draws from a distribution of its own, `reweighted`, unless the context was used before."""
+
+    def first_state(self, state: State) -> State:
+        """State before the first token, which remembers contexts."""
+        return with_history(state)
+
+    def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """Logarithm of the scheme's distribution, up to a constant in each row."""
+
+    def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
+        """Next state, and logits, those of active rows reweighted."""
+        state, keyed = keyed_step(self.scheme, state, at)
+        return state, torch.where(keyed.is_active[:, None], self.reweighted(state, keyed, logits), logits)
+
+    def draw(
+        self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
+    ) -> tuple[State, Int[Tensor, " B"]]:
+        """Next state, and the ordinary draw from such logits for all rows with a key, -1 for others."""
+        state, keyed = keyed_step(self.scheme, state, at)
+
+        def drawn_tokens() -> Int[Tensor, " B"]:
+            changed = torch.where(keyed.is_active[:, None], self.reweighted(state, keyed, logits), logits)
+            return sample(changed)
+
+        drawn = draw_if_any(keyed.is_active, drawn_tokens)
+        return state, torch.where(state["marked"], drawn, -1)
 
 
 def mark_of(scheme: Scheme, *, vocab_size: int, green_lists: Any = None, device: str = "cpu") -> Mark:
-    """Return a scheme's Mark, from the file that the scheme names."""
+    """A scheme's Mark, from the file that the scheme names."""
     module = importlib.import_module(f"torch_ref.watermark.device.{scheme.device}")
     return module.Mark(scheme, vocab_size=vocab_size, green_lists=green_lists, device=device)

@@ -8,37 +8,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.watermark import prf
 from torch_ref.watermark.device import kgw
-from torch_ref.watermark.device.steps import Position, State
+from torch_ref.watermark.device.marks import Position, State
 
 
-class Mark:
-    """MorphMark on a device; a Mark (marks.py)."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme, self._lists = scheme, kgw.Mark(scheme, vocab_size=vocab_size)
-
-    def first_state(self, state: State) -> State:
-        """Return the state, as KGW's green lists need it."""
-        return self._lists.first_state(state)
+class Mark(kgw.Mark):
+    """MorphMark on a device."""
 
     def apply(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the state and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
-        is_green = self._lists.green_tokens(state, at)
+        """State and logits of the marked distribution; logsumexp stays. Rows not marked stay as they are."""
+        is_green = self.green_tokens(state, at)
         green = torch.where(is_green, torch.softmax(logits, dim=-1), 0).sum(dim=-1, keepdim=True)
         green = torch.clamp(green, max=1)
         r = strength(green, self.scheme)
         raised, lowered = torch.log1p(r * (1 - green) / torch.where(green > 0, green, 1)), torch.log1p(-r)
         return state, torch.where(r > 0, logits + torch.where(is_green, raised, lowered), logits)
 
-    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts: KGW's."""
-        return self._lists.text_words(key, text)
-
 
 def strength(green_probability: Float[Tensor, "B 1"], scheme: Any) -> Float[Tensor, "B 1"]:
-    """Return r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
+    """r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
     scaled = scheme.k * green_probability
     r = {"linear": lambda x: x, "exp": torch.expm1, "log": torch.log1p}[scheme.form](scaled)
     return torch.where(green_probability < scheme.p_0, 0, torch.clamp(r, max=1))

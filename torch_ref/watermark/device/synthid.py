@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from jaxbench.watermark import reference
 from jaxbench.watermark.schemes.synthid import HEAD_BLOCK
-from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
-from torch_ref.watermark.device import steps
-from torch_ref.watermark.device.steps import KeyedStep, Position, State
+from torch_ref.watermark.device.marks import KeyedStep, ReweightingMark, State
 
 
-class Mark:
-    """SynthID on a device; a Mark (marks.py)."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme, self.vocab_size = scheme, vocab_size
-
-    def first_state(self, state: State) -> State:
-        """Return the state, which remembers contexts."""
-        return steps.with_history(state)
-
-    def draw(
-        self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
-    ) -> tuple[State, Int[Tensor, " B"]]:
-        """Return the next state and the ordinary draw from reweighted logits for rows with a key, -1 for others."""
-        return steps.draw_reweighted(self, state, logits, at, sample)
-
-    def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Return the next state and reweighted logits."""
-        return steps.reweight(self, state, logits, at)
+class Mark(ReweightingMark):
+    """SynthID on a device."""
 
     def reweighted(self, state: State, keyed: KeyedStep, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """Return the logarithm of the distribution after the tournament, up to a constant in each row."""
+        """Logarithm of the distribution after the tournament, up to a constant in each row."""
         candidates, site = self.scheme.candidates, reference.site_of(self.scheme)
         if candidates is not None and candidates < self.vocab_size:
             return self._played_by_head(keyed, logits, candidates)
@@ -45,7 +24,7 @@ class Mark:
         return _play(logits, prf.interleave(words, self.vocab_size), self.scheme.depth)
 
     def _played_by_head(self, keyed: KeyedStep, logits: Float[Tensor, "B V"], candidates: int) -> Float[Tensor, "B V"]:
-        """Return the logits after a tournament among the tokens of schemes.synthid.head."""
+        """Logits after a tournament among the tokens of schemes.synthid.head."""
         size, rows = HEAD_BLOCK, torch.arange(logits.shape[0], device=logits.device)[:, None]
         padded = torch.nn.functional.pad(logits, (0, -self.vocab_size % size), value=-torch.inf)
         blocks = padded.reshape(logits.shape[0], -1, size)
@@ -57,28 +36,24 @@ class Mark:
         changed[rows, chosen] = played.reshape(logits.shape[0], -1, size)
         return changed.reshape(logits.shape[0], -1)[:, : self.vocab_size]
 
-    def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
-        """Return words and seeds of the tokens of texts."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
-
 
 def block_words(
     key: prf.Halves, seeds: Int64[Tensor, "B 2"], blocks: Int64[Tensor, "B n"], *, size: int, site: int
 ) -> Int64[Tensor, "B C"]:
-    """Return the words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
+    """Words of the tokens size b .. size b + size - 1 of each block b in turn; size is a multiple of 4."""
     counters = blocks[:, :, None] * (size // 4) + prf.block_numbers(size, device=blocks.device)[:, None, :]
     words = prf.random_blocks((counters.reshape(blocks.shape[0], -1), seeds[:, :1], seeds[:, 1:], site), key)
     return prf.interleave(words, blocks.shape[1] * size)
 
 
 def _play(logits: Float[Tensor, "B C"], words: Int64[Tensor, "B C"], depth: int) -> Float[Tensor, "B C"]:
-    """Return logits after the tournament among them; their logsumexp stays."""
+    """Logits after the tournament among them; their logsumexp stays."""
     p = torch.softmax(logits, dim=-1)
     return logits + torch.log(torch.where(p > 0, _tournament(p, words, depth) / torch.where(p > 0, p, 1), 1))
 
 
 def _tournament(p: Float[Tensor, "B V"], words: Int64[Tensor, "B V"], depth: int) -> Float[Tensor, "B V"]:
-    """Return schemes.synthid.tournament of each row."""
+    """schemes.synthid.tournament of each row."""
     for i in range(depth):
         g = (words >> i & 1).to(p.dtype)
         p = p * (1 + g - torch.clamp((g * p).sum(dim=-1, keepdim=True), max=1))
