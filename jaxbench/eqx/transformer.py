@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from jaxbench import functional, libtpu, philox, rotary
 from jaxbench.attention import attention
-from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.eqx import nn
 
 
@@ -78,19 +78,19 @@ class Attention(eqx.Module):
     block_size: int = eqx.field(static=True)
     projection_groups: int = eqx.field(static=True)
 
-    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, qk_norm: bool,
-                 norm_eps: float, use_bias: bool, dtype: str, sliding_window: int | None, implementation: str,
-                 block_size: int, projection_groups: int):  # fmt: skip
-        query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-        self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
-        self.k_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
-        self.v_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
-        self.o_proj = nn.Linear(query_width, d_model, use_bias=use_bias, dtype=dtype)
-        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
-        self.projection_groups = projection_groups
+    def __init__(self, config: TransformerConfig, compute: Compute):
+        query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        self.q_proj = linear(config.d_model, query_width)
+        self.k_proj = linear(config.d_model, kv_width)
+        self.v_proj = linear(config.d_model, kv_width)
+        self.o_proj = linear(query_width, config.d_model)
+        norm = functools.partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps, dtype=compute.dtype)
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.sliding_window, self.implementation = config.sliding_window, compute.implementation
+        self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
@@ -132,13 +132,12 @@ class MLP(eqx.Module):
     down_proj: nn.Linear
     projection_groups: int = eqx.field(static=True)
 
-    def __init__(self, d_model: int, d_ff: int, *, activation: str, use_bias: bool, dtype: str,
-                 projection_groups: int):  # fmt: skip
-        is_gated = activation == "swiglu"
-        self.gate_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype) if is_gated else None
-        self.up_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype)
-        self.down_proj = nn.Linear(d_ff, d_model, use_bias=use_bias, dtype=dtype)
-        self.projection_groups = projection_groups
+    def __init__(self, config: TransformerConfig, compute: Compute):
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        self.gate_proj = linear(config.d_model, config.d_ff) if config.activation == "swiglu" else None
+        self.up_proj = linear(config.d_model, config.d_ff)
+        self.down_proj = linear(config.d_ff, config.d_model)
+        self.projection_groups = compute.projection_groups
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return the transformed rows."""
@@ -158,19 +157,12 @@ class Block(eqx.Module):
     mlp: MLP
     dropout: float = eqx.field(static=True)
 
-    def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, qk_norm: bool,
-                 use_bias: bool, dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
-                 sliding_window: int | None, implementation: str, block_size: int, projection_groups: int):  # fmt: skip
-        self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.attention = Attention(
-            d_model, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, norm_eps=norm_eps, use_bias=use_bias,
-            dtype=dtype, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            projection_groups=projection_groups,
-        )  # fmt: skip
-        self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.mlp = MLP(d_model, d_ff, activation=activation, use_bias=use_bias, dtype=dtype,
-                       projection_groups=projection_groups)  # fmt: skip
-        self.dropout = dropout
+    def __init__(self, config: TransformerConfig, compute: Compute):
+        self.attention_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.attention = Attention(config, compute)
+        self.mlp_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.mlp = MLP(config, compute)
+        self.dropout = config.dropout
 
     def __call__(
         self,
@@ -193,7 +185,7 @@ class Block(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Decoder-only language model; the arguments are TransformerConfig's fields plus how to compute.
+    """Decoder-only language model; its parameters have shapes but no values until `build` loads them.
 
     Differs from GPT-2: dropout acts on the two residual branches only, so that fused attention kernels stay usable.
     """
@@ -209,26 +201,23 @@ class Transformer(eqx.Module):
     max_seq_len: int = eqx.field(static=True)
     auxiliary_weight: float = eqx.field(static=True)
 
-    def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
-                 num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
-                 position: str, rope_theta: float, rope_scaling: RotaryScaling | None, qk_norm: bool,
-                 use_bias: bool, tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
-                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
-                 projection_groups: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
-        self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
-        self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
-        parts = dict(
-            d_model=d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm,
-            use_bias=use_bias, dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            projection_groups=projection_groups,
-        )  # fmt: skip
-        self.layers = [Block(**parts) if make_layer is None else make_layer(i, **parts) for i in range(num_layers)]
-        self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
-        is_rotary = position == "rotary"
-        self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
-        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+    def __init__(self, config: TransformerConfig, compute: Compute, make_layer: Callable[..., Block] | None = None):
+        if config.layer_kind is not None:
+            raise ValueError(f"transformer: the Equinox twin has no memory layers, got memory.kind={config.layer_kind}")
+        d_model, dtype = config.d_model, compute.dtype
+        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype)
+        self.position = nn.Embed(config.max_seq_len, d_model, dtype=dtype) if config.position == "learned" else None
+        self.layers = [
+            Block(config, compute) if make_layer is None else make_layer(config, i, compute)
+            for i in range(config.num_layers)
+        ]
+        self.final_norm = nn.norm(config.norm, d_model, eps=config.norm_eps, dtype=dtype)
+        head = functools.partial(nn.Linear, d_model, config.vocab_size, use_bias=False, dtype=dtype)
+        self.head = None if config.tie_embeddings else head()
+        self.frequencies = None
+        if config.position == "rotary":
+            self.frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.auxiliary_weight = 0.0  # train.loss_fn asks for it: no layer here has a loss of its own
 
     def __call__(
@@ -306,45 +295,26 @@ class Transformer(eqx.Module):
         return hidden, tuple(keys), tuple(values)
 
 
-def blank(config: TransformerConfig, *, make_layer: Callable[..., Block] | None = None, **how: Any) -> Transformer:
-    """Decoder of a configuration whose parameters have shapes but no values yet; call it under eqx.filter_eval_shape.
-
-    Args:
-      config: its shape.
-      make_layer: make_layer(config, index, **parts) makes the layers, parts being the arguments of Block; what they
-        cache is keys and values alone. None = every layer is a Block.
-      how: further arguments of Transformer, such as dtype and implementation.
-
-    Raises:
-      ValueError: the configuration has layers that this twin has not.
-    """
-    if config.layer_kind is not None:
-        raise ValueError(f"transformer: the Equinox twin has no memory layers, got memory.kind={config.layer_kind}")
-    fields = {name: getattr(config, name) for name in TransformerConfig.model_fields}
-    return Transformer(**fields, **how, make_layer=make_layer and functools.partial(make_layer, config))
-
-
 def build(
     config: TransformerConfig,
     params: Mapping[str, np.ndarray],
     *,
-    dtype: str = "float32",
-    implementation: str = "dense",
-    block_size: int = 128,
-    scan_layers: bool = False,
-    projection_groups: int = 0,
     make_layer: Callable[..., Block] | None = None,
+    **compute: Any,
 ) -> Transformer:
-    """Return the model of a configuration holding `params`, cast to dtype.
+    """Decoder of a configuration holding `params`, cast to dtype.
 
-    projection_groups: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
-    their kernels side by side in n interleaved parts (nn.project). Parameters and their names are the same.
-    make_layer: as for `blank`.
+    Args:
+      config: its shape.
+      params: values by dotted name.
+      make_layer: make_layer(config, index, compute) makes the layers; what they cache is keys and values alone.
+        None = every layer is a Block.
+      compute: the fields of Compute, such as dtype and implementation.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen, all names are listed; or as `blank`.
+      ValueError: a parameter is missing, unused or misshapen, all names are listed; or the configuration has layers
+        that this twin has not.
     """
     libtpu.leave_out_if_absent()
-    how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    how |= {"projection_groups": projection_groups, "make_layer": make_layer}
-    return nn.load_params(eqx.filter_eval_shape(lambda: blank(config, **how)), params)
+    model = eqx.filter_eval_shape(lambda: Transformer(config, Compute(**compute), make_layer))
+    return nn.load_params(model, params)

@@ -16,10 +16,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import transformer
-from jaxbench.config import TransformerConfig
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.memory import bank_config, blocks, layout, placement, watch
-from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.blocks import BlockState
 from jaxbench.memory.decoder_config import DecoderMemory, MemoryTransformerConfig
 
@@ -34,17 +33,15 @@ class LayerMemory(NamedTuple):
 class MemoryLayer(transformer.Block):
     """Residual block whose attention is a block with memory, or has a memory beside it."""
 
-    def __init__(
-        self, config: BlockConfig, *, is_inserted: bool, max_documents: int, learn: bool, loss_weight: float,
-        dtype: str, **parts: Any,
-    ):  # fmt: skip
-        super().__init__(dtype=dtype, **parts)
-        if not is_inserted:
+    def __init__(self, config: MemoryTransformerConfig, compute: Compute):
+        super().__init__(config, compute)
+        memory = config.memory
+        if not memory.insert:
             del self.attention
-        self.block = blocks.Block(config, dtype=dtype)
-        self.gate = nnx.Param(jnp.zeros((config.d_model,), dtype)) if is_inserted else None
-        self.max_documents, self.learn = max_documents, learn
-        self.auxiliary_weight = loss_weight if config.bank is not None else 0.0
+        self.block = blocks.Block(config.block(), dtype=compute.dtype)
+        self.gate = nnx.Param(jnp.zeros((config.d_model,), compute.dtype)) if memory.insert else None
+        self.max_documents, self.learn = memory.max_documents, memory.learn
+        self.auxiliary_weight = memory.loss_weight if memory.bank is not None else 0.0
 
     def _mix(
         self, x: Float[Array, "B T D"], context: transformer.Context, cached: tuple | None
@@ -89,18 +86,14 @@ def documents(segments: Int[Array, "B T"], is_token: Bool[Array, "B T"]) -> Int[
     return jnp.where(is_token, layout.gathered(jnp.cumsum(is_next, axis=1), place), -1)
 
 
-def make_layer(config: MemoryTransformerConfig, index: int, **parts: Any) -> transformer.Block:
-    """Layer of a decoder, with memory where the configuration says so; parts: the arguments of transformer.Block."""
-    if not config.has_memory(index):
-        return transformer.Block(**parts)
-    memory = config.memory
-    kind = {"is_inserted": memory.insert, "max_documents": memory.max_documents, "learn": memory.learn}
-    return MemoryLayer(config.block(), **kind, loss_weight=memory.loss_weight, **parts)
+def make_layer(config: MemoryTransformerConfig, index: int, compute: Compute) -> transformer.Block:
+    """Layer of a decoder, with memory where the configuration says so."""
+    return (MemoryLayer if config.has_memory(index) else transformer.Block)(config, compute)
 
 
-def build(config: TransformerConfig, params: Mapping[str, np.ndarray], **how: Any) -> transformer.Transformer:
+def build(config: TransformerConfig, params: Mapping[str, np.ndarray], **compute: Any) -> transformer.Transformer:
     """Decoder with the memory layers that its configuration has; arguments and errors are transformer.build's."""
-    return transformer.build(config, params, make_layer=make_layer if config.layer_kind else None, **how)
+    return transformer.build(config, params, make_layer=make_layer if config.layer_kind else None, **compute)
 
 
 def extension(memory: DecoderMemory | None) -> Extension:

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxbench import sharding
 from jaxbench import train as train_module
-from jaxbench.config import TransformerConfig
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parallel import mesh_plan
-from jaxbench.transformer import KVCache, Transformer, blank
+from jaxbench.transformer import KVCache, Transformer
 
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
 
@@ -50,12 +50,12 @@ class Abstract(NamedTuple):
 def abstract_model(
     config: TransformerConfig, *, dtype: str, scan_layers: bool, extension: Extension = Extension()
 ) -> Abstract:
-    """Return the shapes of a model's parameters by dotted name and the function that puts arrays into the model.
+    """Shapes of a model's parameters by dotted name and the function that puts arrays into the model.
 
     extension: what a workload adds to the decoder.
     """
-    how = {"dtype": dtype, "scan_layers": scan_layers, "make_layer": extension.make_layer}
-    model = nnx.eval_shape(lambda: blank(config, **how))
+    compute = Compute(dtype=dtype, scan_layers=scan_layers)
+    model = nnx.eval_shape(lambda: Transformer(config, compute, extension.make_layer))
     graph, state = nnx.split(model)
     paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}

@@ -56,10 +56,11 @@ class Engine:
         """
         self.step_config, self.policy = step_config, precision.policy(step_config.precision)
         offload.check(step_config.on_host(), jax.local_devices()[0])
-        kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-        groups = _groups(parallel) if fused_projections else 0
-        kind |= {"projection_groups": groups, "make_layer": extension.make_layer}
-        model = transformer.build(config, params, dtype=self.policy.compute, **kind)
+        model = transformer.build(
+            config, params, make_layer=extension.make_layer, dtype=self.policy.compute, implementation=implementation,
+            block_size=block_size, scan_layers=scan_layers,
+            projection_groups=_groups(parallel) if fused_projections else 0,
+        )  # fmt: skip
         self.state = optimizer_step.init_state(model, params, step_config)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
         self.extension = extension

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxbench import initial
-from jaxbench.config import TransformerConfig
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.measure import chips, flops, tpu_compile
 from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
@@ -113,12 +113,10 @@ def _abstract_state(
     groups = mesh_plan.projection_groups(settings.parallel, mesh.size) if settings.fused_projections else 0
     # "fused" asks for the kernel of the platform that JAX runs on, which is not the one compiled for.
     implementation = "splash" if settings.implementation == "fused" else settings.implementation
-    kind = {"implementation": implementation, "block_size": settings.block_size, "scan_layers": settings.scan_layers}
-    kind |= {"projection_groups": groups, "dtype": dtype, "make_layer": extension.make_layer}
+    compute = Compute(dtype, implementation, settings.block_size, settings.scan_layers, groups)
     on_device = how.model_copy(update={"offload": type(how.offload)()})
-    state = jax.eval_shape(
-        lambda params: optimizer_step.init_state(transformer.blank(model, **kind), params, on_device), shapes
-    )
+    decoder = functools.partial(transformer.Transformer, model, compute, extension.make_layer)
+    state = jax.eval_shape(lambda params: optimizer_step.init_state(decoder(), params, on_device), shapes)
     if not how.offload.optimizer:
         return state
     host = offload.host_sharding(NamedSharding(mesh, PartitionSpec()))
