@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,43 @@ from jaxtyping import Bool, Float, Int
 from jaxbench import fused_attention, prompts, sharding
 
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
+
+
+class KVCache(NamedTuple):
+    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
+
+    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
+    (docs/xla_cpu.md, rule 4).
+    """
+
+    keys: tuple[Float[Array, "E H S"] | None, ...]  # None = the layer keeps none
+    values: tuple[Float[Array, "E S H"] | None, ...]
+    positions: Int[Array, "B S"]
+    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
+
+    def padded(self, length: int, *, dtype: str) -> KVCache:
+        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
+        extra = length - self.positions.shape[1]
+
+        def pad(x: Array | None, *widths: tuple[int, int]) -> Array | None:
+            return None if x is None else jnp.pad(x.astype(dtype), widths)
+
+        keys = tuple(pad(key, (0, 0), (0, 0), (0, extra)) for key in self.keys)
+        values = tuple(pad(value, (0, 0), (0, extra), (0, 0)) for value in self.values)
+        positions = jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1)
+        return KVCache(keys, values, positions, self.memory)
+
+
+class Context(NamedTuple):
+    """What all layers of one call share."""
+
+    query_positions: Int[Array, "B T"]
+    key_positions: Int[Array, "B S"]
+    query_segments: Int[Array, "B T"] | None
+    key_segments: Int[Array, "B S"] | None
+    angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
+    slot: Int[Array, ""] | int | None  # where the call's first key goes in the cache; None without a cache
+    dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
 
 
 def attention_mask(

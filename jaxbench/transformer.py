@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,46 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from jaxbench import functional, libtpu, nn, philox, remat, rotary
-from jaxbench.attention import attention
+from jaxbench.attention import Context, KVCache, attention
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.sharding import constrain, layer_weights
-
-
-class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
-
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
-    (docs/xla_cpu.md, rule 4).
-    """
-
-    keys: tuple[Float[Array, "E H S"] | None, ...]  # None = the layer keeps none
-    values: tuple[Float[Array, "E S H"] | None, ...]
-    positions: Int[Array, "B S"]
-    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
-
-    def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
-        extra = length - self.positions.shape[1]
-
-        def pad(x: Array | None, *widths: tuple[int, int]) -> Array | None:
-            return None if x is None else jnp.pad(x.astype(dtype), widths)
-
-        keys = tuple(pad(key, (0, 0), (0, 0), (0, extra)) for key in self.keys)
-        values = tuple(pad(value, (0, 0), (0, extra), (0, 0)) for value in self.values)
-        positions = jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1)
-        return KVCache(keys, values, positions, self.memory)
-
-
-class Context(NamedTuple):
-    """What all layers of one call share."""
-
-    query_positions: Int[Array, "B T"]
-    key_positions: Int[Array, "B S"]
-    query_segments: Int[Array, "B T"] | None
-    key_segments: Int[Array, "B S"] | None
-    angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
-    slot: Int[Array, ""] | int | None  # where the call's first key goes in the cache; None without a cache
-    dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
 
 
 class Attention(nnx.Module):
@@ -250,28 +213,21 @@ class Transformer(nnx.Module):
         """Return the vocabulary scores of hidden states."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
 
-    def _sites(self) -> list[tuple[int, int]]:
-        branches = ("attention", "mlp")
-        return [
-            tuple(philox.site_id(f"layers.{i}.{branch}.dropout") for branch in branches)
-            for i in range(len(self.layers))
-        ]
-
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, ...]:
+        layers, sites = list(self.layers), philox.dropout_sites(len(self.layers))
         if self.remat and cache is None:
-            how = {"group": self.remat, "names": self.remat_names}
-            hidden, made = remat.run_blocks(list(self.layers), self._sites(), hidden, context, **how)
-            return hidden, *_by_kind(made)
-        cached = [None] * len(self.layers) if cache is None else _by_layer(cache)
-        for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
-            hidden, cached[i] = layer(hidden, context, sites, cached[i])
+            hidden, cached = remat.run_blocks(layers, sites, hidden, context, group=self.remat, names=self.remat_names)
+            return hidden, *_by_kind(cached)
+        cached = [None] * len(layers) if cache is None else _by_layer(cache)
+        for i, layer in enumerate(layers):
+            hidden, cached[i] = layer(hidden, context, sites[i], cached[i])
         return hidden, *_by_kind(cached)
 
     def _scan(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         """Run one compiled body over the stacked layers: compile time no longer grows with depth."""
         graphs, states = zip(*(nnx.split(layer) for layer in self.layers))
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-        sites = jnp.array(self._sites(), jnp.uint32)
+        sites = jnp.array(philox.dropout_sites(len(self.layers)), jnp.uint32)
         cached = None if cache is None else (jnp.stack(cache.keys), jnp.stack(cache.values))
 
         def body(hidden, xs):

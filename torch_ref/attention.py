@@ -8,6 +8,7 @@ position q when 0 <= p <= q, q - p < sliding_window, and both lie in one segment
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,42 @@ from torch.utils.checkpoint import checkpoint
 from jaxbench import prompts
 
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
+
+
+class KVCache(NamedTuple):
+    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
+
+    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
+    (docs/xla_cpu.md, rule 4).
+    """
+
+    keys: tuple[Float[Tensor, "E H S"] | None, ...]  # None = the layer keeps none
+    values: tuple[Float[Tensor, "E S H"] | None, ...]
+    positions: Int[Tensor, "B S"]
+    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
+
+    def padded(self, length: int, *, dtype: str) -> KVCache:
+        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
+        extra = length - self.positions.shape[1]
+
+        def pad(x: Tensor | None, *widths: int) -> Tensor | None:
+            return None if x is None else F.pad(x.to(getattr(torch, dtype)), widths)
+
+        keys = tuple(pad(key, 0, extra) for key in self.keys)
+        values = tuple(pad(value, 0, 0, 0, extra) for value in self.values)
+        return KVCache(keys, values, F.pad(self.positions, (0, extra), value=-1), self.memory)
+
+
+class Context(NamedTuple):
+    """What all layers of one call share."""
+
+    query_positions: Int[Tensor, "B T"]
+    key_positions: Int[Tensor, "B S"]
+    query_segments: Int[Tensor, "B T"] | None
+    key_segments: Int[Tensor, "B S"] | None
+    angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None  # cosine, sine; None with learned positions
+    slot: Tensor | int | None  # where the call's first key goes in the cache; None without a cache
+    dropout: tuple[Tensor, Tensor | int] | None  # Philox key, step; None = no dropout
 
 
 def attention_mask(

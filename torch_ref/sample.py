@@ -25,7 +25,8 @@ from torch import Tensor
 from jaxbench import philox, prompts
 from jaxbench.prompts import SamplingParams
 from torch_ref import prng
-from torch_ref.transformer import KVCache, Transformer
+from torch_ref.attention import KVCache
+from torch_ref.transformer import Transformer
 
 NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,43 +21,7 @@ from torch import Tensor
 from jaxbench import philox, rotary
 from jaxbench.config import Compute, TransformerConfig
 from torch_ref import functional, nn
-from torch_ref.attention import attention
-
-
-class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
-
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
-    (docs/xla_cpu.md, rule 4).
-    """
-
-    keys: tuple[Float[Tensor, "E H S"] | None, ...]  # None = the layer keeps none
-    values: tuple[Float[Tensor, "E S H"] | None, ...]
-    positions: Int[Tensor, "B S"]
-    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
-
-    def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
-        extra = length - self.positions.shape[1]
-
-        def pad(x: Tensor | None, *widths: int) -> Tensor | None:
-            return None if x is None else F.pad(x.to(getattr(torch, dtype)), widths)
-
-        keys = tuple(pad(key, 0, extra) for key in self.keys)
-        values = tuple(pad(value, 0, 0, 0, extra) for value in self.values)
-        return KVCache(keys, values, F.pad(self.positions, (0, extra), value=-1), self.memory)
-
-
-class Context(NamedTuple):
-    """What all layers of one call share."""
-
-    query_positions: Int[Tensor, "B T"]
-    key_positions: Int[Tensor, "B S"]
-    query_segments: Int[Tensor, "B T"] | None
-    key_segments: Int[Tensor, "B S"] | None
-    angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None  # cosine, sine; None with learned positions
-    slot: Tensor | int | None  # where the call's first key goes in the cache; None without a cache
-    dropout: tuple[Tensor, Tensor | int] | None  # Philox key, step; None = no dropout
+from torch_ref.attention import Context, KVCache, attention
 
 
 class Attention(torch.nn.Module):
@@ -241,7 +205,7 @@ class Transformer(torch.nn.Module):
             hidden = hidden + self.position(torch.clamp(positions, min=0))
         context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
         cached = [None] * len(self.layers) if cache is None else _by_layer(cache)
-        for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
+        for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
         keys, values, *memory = _by_kind(cached)
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
@@ -249,13 +213,6 @@ class Transformer(torch.nn.Module):
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Return the vocabulary scores of hidden states."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
-
-    def _sites(self) -> list[tuple[int, int]]:
-        branches = ("attention", "mlp")
-        return [
-            tuple(philox.site_id(f"layers.{i}.{branch}.dropout") for branch in branches)
-            for i in range(len(self.layers))
-        ]
 
 
 def _by_layer(cache: KVCache) -> list[tuple]:

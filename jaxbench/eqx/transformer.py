@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -20,42 +20,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxbench import functional, libtpu, philox, rotary
-from jaxbench.attention import attention
+from jaxbench.attention import Context, KVCache, attention
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.eqx import nn
-
-
-class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
-
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
-    (docs/xla_cpu.md, rule 4).
-    """
-
-    keys: tuple[Float[Array, "E H S"], ...]
-    values: tuple[Float[Array, "E S H"], ...]
-    positions: Int[Array, "B S"]
-    memory: tuple[Any, ...] = ()  # what the Flax twin's layers keep besides; here there is nothing
-
-    def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
-        extra = length - self.positions.shape[1]
-
-        keys = tuple(jnp.pad(key.astype(dtype), ((0, 0), (0, 0), (0, extra))) for key in self.keys)
-        values = tuple(jnp.pad(value.astype(dtype), ((0, 0), (0, extra), (0, 0))) for value in self.values)
-        return KVCache(keys, values, jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1))
-
-
-class Context(NamedTuple):
-    """What all layers of one call share."""
-
-    query_positions: Int[Array, "B T"]
-    key_positions: Int[Array, "B S"]
-    query_segments: Int[Array, "B T"] | None
-    key_segments: Int[Array, "B S"] | None
-    angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
-    slot: Int[Array, ""] | int | None  # where the call's first key goes in the cache; None without a cache
-    dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
 
 
 class Attention(eqx.Module):
@@ -267,16 +234,9 @@ class Transformer(eqx.Module):
         """Return the vocabulary scores of hidden states."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
 
-    def _sites(self) -> list[tuple[int, int]]:
-        branches = ("attention", "mlp")
-        return [
-            tuple(philox.site_id(f"layers.{i}.{branch}.dropout") for branch in branches)
-            for i in range(len(self.layers))
-        ]
-
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         cached = [None] * len(self.layers) if cache is None else list(zip(cache.keys, cache.values))
-        for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
+        for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
         keys, values = zip(*cached)
         return hidden, keys, values
@@ -284,7 +244,7 @@ class Transformer(eqx.Module):
     def _scan(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         """Run one compiled body over the stacked layers: compile time no longer grows with depth."""
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *self.layers)
-        sites = jnp.array(self._sites(), jnp.uint32)
+        sites = jnp.array(philox.dropout_sites(len(self.layers)), jnp.uint32)
         cached = None if cache is None else (jnp.stack(cache.keys), jnp.stack(cache.values))
 
         def body(hidden, xs):

@@ -16,6 +16,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import transformer
+from jaxbench.attention import Context
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.memory import bank_config, blocks, layout, placement, watch
@@ -44,7 +45,7 @@ class MemoryLayer(transformer.Block):
         self.auxiliary_weight = memory.loss_weight if memory.bank is not None else 0.0
 
     def _mix(
-        self, x: Float[Array, "B T D"], context: transformer.Context, cached: tuple | None
+        self, x: Float[Array, "B T D"], context: Context, cached: tuple | None
     ) -> tuple[Float[Array, "B T D"], tuple[Array | None, Array | None, LayerMemory]]:
         """Return what is added to the stream, and keys, values and memory."""
         state = None if cached is None else cached[2].state
@@ -60,7 +61,7 @@ class MemoryLayer(transformer.Block):
         return mixed + self.gate[...][None, None, :] * told, (*entries, memory)
 
     def recall(
-        self, x: Float[Array, "B T D"], context: transformer.Context, state: BlockState | None
+        self, x: Float[Array, "B T D"], context: Context, state: BlockState | None
     ) -> tuple[Float[Array, "B T D"], LayerMemory]:
         """Return what the block says about a call's tokens, and its state.
 

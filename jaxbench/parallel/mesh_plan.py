@@ -83,7 +83,7 @@ def make_plan(
     shapes = initial.parameter_shapes(model)
 
     def placed(stored: sharding.Axes) -> dict[str, NamedSharding]:
-        rules = sharding.decoder_table(stored=stored, out=out, heads=heads, width=width, **_parts(model))
+        rules = sharding.decoder_table(model, stored=stored, out=out, heads=heads, width=width)
         if extension.add_rules is not None:
             rules = extension.add_rules(rules, model, stored=stored, heads=heads, width=width)
         return sharding.parameter_shardings(shapes, rules, mesh)
@@ -121,10 +121,6 @@ def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
     # A pipeline's stage computes with its own parts of the kernels already.
     is_pipelined = sizes[STAGE] > 1 or parallel.micro_batches > 1
     return 1 if is_pipelined else sizes[MODEL_Y if parallel.mesh.is_2d else MODEL]
-
-
-def _parts(model: TransformerConfig) -> dict[str, Any]:
-    return {name: getattr(model, name) for name in sharding.PARTS}
 
 
 # Placing a state

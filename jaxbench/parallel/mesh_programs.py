@@ -18,11 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxbench import sharding
 from jaxbench import train as train_module
+from jaxbench.attention import KVCache
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parallel import mesh_plan
-from jaxbench.transformer import KVCache, Transformer
+from jaxbench.transformer import Transformer
 
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
 

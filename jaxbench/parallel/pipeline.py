@@ -27,10 +27,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import functional, sharding, train
+from jaxbench.attention import Context
 from jaxbench.mesh import DATA, FSDP, MODEL, ROWS, STAGE
 from jaxbench.parallel.data_parallel import differentiated, dim_of, named_params, reduced, whole
 from jaxbench.parallel.pipeline_schedule import timing
-from jaxbench.transformer import Context
 
 ENDS = ("embed", "position", "final_norm", "head")  # what the first and the last stage have beside their layers
 # Weights that every head uses: where heads are split over `model`, each device has a part of their gradient.

@@ -19,6 +19,7 @@ from jaxbench.extension import Extension
 from jaxbench.memory import bank_config
 from jaxbench.memory.decoder_config import DecoderMemory, MemoryTransformerConfig
 from torch_ref import transformer
+from torch_ref.attention import Context
 from torch_ref.memory import blocks, layout, watch
 from torch_ref.memory.blocks import BlockState
 
@@ -45,7 +46,7 @@ class MemoryLayer(transformer.Block):
         self.auxiliary_weight = memory.loss_weight if memory.bank is not None else 0.0
 
     def _mix(
-        self, x: Float[Tensor, "B T D"], context: transformer.Context, cached: tuple | None
+        self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor | None, Tensor | None, LayerMemory]]:
         """Return what is added to the stream, and keys, values and memory."""
         state = None if cached is None else cached[2].state
@@ -61,7 +62,7 @@ class MemoryLayer(transformer.Block):
         return mixed + self.gate * told, (*entries, memory)
 
     def recall(
-        self, x: Float[Tensor, "B T D"], context: transformer.Context, state: BlockState | None
+        self, x: Float[Tensor, "B T D"], context: Context, state: BlockState | None
     ) -> tuple[Float[Tensor, "B T D"], LayerMemory]:
         """Return what the block says about a call's tokens, and its state.
 
