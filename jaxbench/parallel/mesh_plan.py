@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxbench import attention, float8, initial, sharding, train
+from jaxbench import attention, float8, initial, parameters, sharding, train
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import FSDP, MODEL, MODEL_X, MODEL_Y, ROWS, SEQUENCE, STAGE, ParallelConfig
@@ -140,8 +140,8 @@ def state_shardings(plan: Plan, state: optimizer_step.TrainState) -> Any:
         return offload.host_sharding(on_device) if kind == sharding.PINNED_HOST else on_device
 
     def place_on_device(path: tuple, leaf: Any) -> NamedSharding:
-        words = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]
-        endings = (".".join(words[start:]).removesuffix(".value") for start in range(len(words)))
+        words = parameters.dotted(path).split(".")
+        endings = (".".join(words[start:]) for start in range(len(words)))
         name = next((ending for ending in endings if ending in shapes), None)
         if name is None or tuple(leaf.shape) != shapes[name]:
             return NamedSharding(plan.mesh, P())

@@ -6,6 +6,7 @@ of chips compiles on a laptop. The same programs run on real arrays of the same 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import sharding
+from jaxbench import parameters, sharding
 from jaxbench import train as train_module
 from jaxbench.attention import KVCache
 from jaxbench.config import Compute, TransformerConfig
@@ -56,16 +57,8 @@ def abstract_model(
     extension: what a workload adds to the decoder.
     """
     compute = Compute(dtype=dtype, scan_layers=scan_layers)
-    model = nnx.eval_shape(lambda: Transformer(config, compute, extension.make_layer))
-    graph, state = nnx.split(model)
-    paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-
-    def merge(params: dict[str, jax.Array]) -> Transformer:
-        flat = [(paths[name], leaves[name].replace(value)) for name, value in params.items()]
-        return nnx.merge(graph, nnx.from_flat_state(flat))
-
-    return Abstract({name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}, merge, extension)
+    graph, params = parameters.split(nnx.eval_shape(lambda: Transformer(config, compute, extension.make_layer)))
+    return Abstract(params, functools.partial(parameters.merge, graph), extension)
 
 
 def make_plan(
