@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -260,17 +259,17 @@ def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Arra
     is_split = plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1
 
     def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
-        graph, params = nnx.split(model, nnx.Param)
+        graph, params = parameters.split(model)
         # Layers in a loop, or computed again, gather their own weights: the stack of all layers' gathered weights
         # would be kept, and a policy around rematerialised blocks would keep what is inside them.
         is_by_layer = is_split and bool(model.scan_layers or model.remat)
         of_layer = lambda params, index: used_params(plan, params, within=f"layers.{index}.")
         inside = {sharding.WEIGHTS: of_layer} if is_by_layer else {}
 
-        def at(params: nnx.State) -> Array:
+        def at(params: dict[str, Array]) -> Array:
             with sharding.activations(points | inside):
                 used = used_params(plan, params, leave="layers." if is_by_layer else None)
-                return loss_fn(nnx.merge(graph, used), batch, dropout=dropout)
+                return loss_fn(parameters.merge(graph, used), batch, dropout=dropout)
 
         if is_split and not model.remat:
             return jax.checkpoint(at, policy=_all_but(plan.used))(params)
@@ -349,25 +348,25 @@ def attend(
     return over_mesh(query, key, value, spans)
 
 
-def used_params(plan: Plan, params: nnx.State, *, within: str = "", leave: str | None = None) -> nnx.State:
+def used_params(plan: Plan, params: Any, *, within: str = "", leave: str | None = None) -> Any:
     """Parameters placed as the model computes with them; their gradients go where the optimiser reads them.
 
     Args:
       plan: where everything lives.
-      params: parameters by path.
-      within: what stands before their dotted names in the plan, such as "layers.0.".
+      params: parameters as a tree whose paths are their dotted names.
+      within: what stands before these names in the plan, such as "layers.0.".
       leave: those whose name begins so stay as they are.
 
     The scales of 8-bit products are no parameters: every device has them all.
     """
-    flat = []
-    for path, leaf in nnx.to_flat_state(params):
-        name = within + ".".join(map(str, path))
-        is_left = name.endswith(float8.SCALES) or (leave is not None and name.startswith(leave))
-        if not is_left:
-            leaf = leaf.replace(sharding.place_both_ways(leaf[...], plan.used[name], plan.gradients[name]))
-        flat.append((path, leaf))
-    return nnx.from_flat_state(flat)
+
+    def place(path: tuple, value: Array) -> Array:
+        name = within + parameters.dotted(path)
+        if name.endswith(float8.SCALES) or (leave is not None and name.startswith(leave)):
+            return value
+        return sharding.place_both_ways(value, plan.used[name], plan.gradients[name])
+
+    return jax.tree_util.tree_map_with_path(place, params)
 
 
 def _all_but(used: Shardings) -> Callable[..., bool]:
