@@ -21,7 +21,7 @@ from torch import Tensor
 from jaxbench import philox, rotary
 from jaxbench.config import Compute, TransformerConfig
 from torch_ref import functional, nn
-from torch_ref.attention import Context, KVCache, attention
+from torch_ref.attention import Context, KVCache, Spans, attention
 
 
 class Attention(torch.nn.Module):
@@ -48,7 +48,7 @@ class Attention(torch.nn.Module):
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, cached: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Float[Tensor, "E H S"], Float[Tensor, "E S H"]]]:
-        """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
+        """Attention output, and the keys and values attended to: the cached ones with this call's written in."""
         batch, length, _ = x.shape
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
@@ -65,10 +65,7 @@ class Attention(torch.nn.Module):
             query,
             key.reshape(batch, self.num_kv_heads, self.head_dim, -1),
             value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
-            query_positions=context.query_positions,
-            key_positions=context.key_positions,
-            query_segments=context.query_segments,
-            key_segments=context.key_segments,
+            context.spans,
             sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
@@ -95,7 +92,7 @@ class MLP(torch.nn.Module):
         self.projection_groups = compute.projection_groups
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """Return the transformed rows."""
+        """Feed-forward output of each token."""
         if self.gate_proj is None:
             return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
         gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
@@ -118,14 +115,14 @@ class Block(torch.nn.Module):
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, sites: tuple[int, int], cached: tuple | None = None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, Tensor]]:
-        """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
+        """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         mixed, cached = self._mix(self.attention_norm(x), context, cached)
         x = x + self._drop(mixed, context, sites[0])
         x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
         return x, cached
 
     def _mix(self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None) -> tuple[Tensor, tuple]:
-        """Return what tokens get from each other, and what the layer caches."""
+        """Attention output, and the layer's entry of the cache."""
         return self.attention(x, context, cached)
 
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
@@ -173,7 +170,7 @@ class Transformer(torch.nn.Module):
         segments: Int[Tensor, "B T"] | None = None,
         dropout: tuple[Tensor, Tensor | int] | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Return next-token logits of every position; dropout is (Philox key, step).
+        """Next-token logits of every position; dropout is (Philox key, step).
 
         Position -1 is padding; positions rise along a row, within each segment.
         """
@@ -190,7 +187,7 @@ class Transformer(torch.nn.Module):
         segments: Int[Tensor, "B T"] | None = None,
         dropout: tuple[Tensor, Tensor | int] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], KVCache]:
-        """Return hidden states after the final norm, and the keys and values attended to.
+        """Hidden states after the final norm, and the cache: the keys and values attended to.
 
         With a cache, the call's tokens are written into its slots from `slot` on (in place) and attend to all of it.
         """
@@ -203,7 +200,7 @@ class Transformer(torch.nn.Module):
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(torch.clamp(positions, min=0))
-        context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
+        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
         cached = [None] * len(self.layers) if cache is None else _by_layer(cache)
         for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
@@ -211,17 +208,17 @@ class Transformer(torch.nn.Module):
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
-        """Return the vocabulary scores of hidden states."""
+        """Logits of hidden states, by the head or the tied embedding."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
 
 
 def _by_layer(cache: KVCache) -> list[tuple]:
-    """Return what each layer cached."""
+    """Each layer's entry of the cache."""
     return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
 
 
 def _by_kind(cached: Sequence[tuple]) -> list[tuple]:
-    """Return keys, values and, where a layer has it, memory of all layers, from what each layer cached."""
+    """Keys, values and, where a layer has it, memory of all layers, from each layer's entry of the cache."""
     kinds = [tuple(each[i] for each in cached) for i in range(2)]
     if all(len(each) == 2 for each in cached):
         return kinds

@@ -28,7 +28,7 @@ class Linear(eqx.Module):
         self.bias = jnp.zeros((out_features,), dtype) if use_bias else None
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        """Return x @ kernel (+ bias)."""
+        """Affine map x @ kernel (+ bias)."""
         return functional.linear(x, self.kernel, self.bias)
 
 
@@ -52,11 +52,11 @@ class Embed(eqx.Module):
         self.embedding = jnp.zeros((num_embeddings, features), dtype)
 
     def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return the vector of each index."""
+        """Embedding of each index."""
         return functional.take_rows(self.embedding, index)
 
     def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Return the dot product of x with every vector."""
+        """Logits of a tied head: dot product of x with every embedding."""
         return functional.matmul(x, self.embedding, transposed=True)
 
 
@@ -71,7 +71,7 @@ class RMSNorm(eqx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Return x / rms(x) * scale."""
+        """RMS norm x / rms(x) * scale, over the last axis."""
         return functional.rms_norm(x, self.scale, eps=self.eps)
 
 
@@ -88,12 +88,12 @@ class LayerNorm(eqx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return (x - mean) / standard deviation * scale + bias."""
+        """Layer norm (x - mean) / standard deviation * scale + bias, over the last axis."""
         return functional.layer_norm(x, self.scale, self.bias, eps=self.eps)
 
 
 def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | LayerNorm:
-    """Return the normalisation layer called `kind`, "rmsnorm" or "layernorm"."""
+    """Normalisation layer of a kind, "rmsnorm" or "layernorm"."""
     return {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[kind](features, eps=eps, dtype=dtype)
 
 

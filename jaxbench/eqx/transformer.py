@@ -20,7 +20,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxbench import functional, libtpu, philox, rotary
-from jaxbench.attention import Context, KVCache, attention
+from jaxbench.attention import Context, KVCache, Spans, attention
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.eqx import nn
 
@@ -62,7 +62,7 @@ class Attention(eqx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "E H S"], Float[Array, "E S H"]]]:
-        """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
+        """Attention output, and the keys and values attended to: the cached ones with this call's written in."""
         batch, length, _ = x.shape
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
@@ -79,10 +79,7 @@ class Attention(eqx.Module):
             query,
             key.reshape(batch, self.num_kv_heads, self.head_dim, -1),
             value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
-            query_positions=context.query_positions,
-            key_positions=context.key_positions,
-            query_segments=context.query_segments,
-            key_segments=context.key_segments,
+            context.spans,
             sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
@@ -107,7 +104,7 @@ class MLP(eqx.Module):
         self.projection_groups = compute.projection_groups
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return the transformed rows."""
+        """Feed-forward output of each token."""
         wide = jnp.promote_types(x.dtype, jnp.float32)  # as PyTorch: one rounding for the whole activation
         if self.gate_proj is None:
             return self.down_proj(jax.nn.gelu(self.up_proj(x).astype(wide), approximate=True).astype(x.dtype))
@@ -138,7 +135,7 @@ class Block(eqx.Module):
         sites: tuple[int | Array, int | Array],
         cached: tuple | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
-        """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
+        """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         mixed, cached = self.attention(self.attention_norm(x), context, cached)
         x = x + self._drop(mixed, context, sites[0])
         x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
@@ -195,7 +192,7 @@ class Transformer(eqx.Module):
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Return next-token logits of every position; dropout is (Philox key, step).
+        """Next-token logits of every position; dropout is (Philox key, step).
 
         Position -1 is padding; positions rise along a row, within each segment.
         """
@@ -212,7 +209,7 @@ class Transformer(eqx.Module):
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Return hidden states after the final norm, and the keys and values attended to.
+        """Hidden states after the final norm, and the cache: the keys and values attended to.
 
         With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it.
         """
@@ -225,13 +222,13 @@ class Transformer(eqx.Module):
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(jnp.maximum(positions, 0))
-        context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
+        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
         run = self._scan if self.scan_layers else self._unroll
         hidden, keys, values = run(hidden, context, cache)
         return self.final_norm(hidden), KVCache(keys, values, key_positions)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return the vocabulary scores of hidden states."""
+        """Logits of hidden states, by the head or the tied embedding."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
 
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:

@@ -17,7 +17,7 @@ import jax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxbench import attention, float8, initial, parameters, sharding, train
 from jaxbench.config import TransformerConfig
@@ -300,11 +300,8 @@ def attend(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K H S"],
     value: Float[Array, "B K S H"],
+    spans: attention.Spans,
     *,
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
-    query_segments: Int[Array, "B T"] | None,
-    key_segments: Int[Array, "B S"] | None,
     sliding_window: int | None,
     implementation: str,
     block_size: int,
@@ -322,25 +319,23 @@ def attend(
     is_ring = plan.mesh.shape[SEQUENCE] > 1 and plan.config.sequence_attention == "ring"
     keys_over = SEQUENCE if is_ring else None
 
-    def local(query: Array, key: Array, value: Array, spans: dict[str, Array | None]) -> Array:
+    def local(query: Array, key: Array, value: Array, spans: attention.Spans) -> Array:
         with sharding.activations({}):
             if is_ring:
                 return ring_attention.ring_attention(
-                    query, key, value, **spans, sliding_window=sliding_window, axis=SEQUENCE, block_size=block_size
+                    query, key, value, spans, sliding_window=sliding_window, axis=SEQUENCE, block_size=block_size
                 )
             return attention.attention(
-                query, key, value, **spans, sliding_window=sliding_window, is_ordered=plan.mesh.shape[SEQUENCE] == 1,
+                query, key, value, spans, sliding_window=sliding_window, is_ordered=plan.mesh.shape[SEQUENCE] == 1,
                 implementation=implementation, block_size=block_size,
             )  # fmt: skip
 
-    spans = {"query_positions": query_positions, "key_positions": key_positions}
-    spans |= {"query_segments": query_segments, "key_segments": key_segments}
     of_queries, of_keys = P(rows, SEQUENCE), P(rows, keys_over)
     specs = (
         P(rows, SEQUENCE, heads),
         P(rows, heads, None, keys_over),
         P(rows, heads, keys_over),
-        {name: of_queries if name.startswith("query") else of_keys for name in spans},
+        attention.Spans(of_queries, of_keys, of_queries, of_keys),
     )
     over_mesh = jax.shard_map(
         local, mesh=plan.mesh, in_specs=specs, out_specs=P(rows, SEQUENCE, heads), check_vma=False

@@ -92,7 +92,7 @@ def make_plan(
 
 
 def prefill(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> Program:
-    """Return the program that fills a cache from whole prompts; the head runs at the last position only."""
+    """Prefill program: it fills a cache from whole prompts; the head runs at the last position only."""
 
     def run(params: dict, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
         transformer = model.merge(params)
@@ -107,7 +107,7 @@ def prefill(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -
 
 
 def decode(model: Abstract, plan: mesh_plan.Plan, *, batch: int, length: int) -> Program:
-    """Return the program of one greedy decode step over a donated cache of `length` slots."""
+    """Decode program: one greedy step over a donated cache of `length` slots."""
 
     def run(params: dict, cache: KVCache, token_ids: jax.Array, positions: jax.Array, slot: jax.Array):
         transformer = model.merge(params)
@@ -139,13 +139,13 @@ def _first_cache(model: Abstract, params: dict, ids: jax.Array, length: int) -> 
 
 
 def _by_rows(tree: Any, rows: NamedSharding) -> Any:
-    """Return where arrays of rows live; those of no axis are on every chip."""
+    """Sharding of arrays of rows; those of no axis are on every chip."""
     everywhere = NamedSharding(rows.mesh, P())
     return jax.tree.map(lambda x: rows if x.ndim else everywhere, tree)
 
 
 def train(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> Program:
-    """Return the program of one AdamW step on the mean next-token loss; moments are float32, everything donated."""
+    """Training program: one AdamW step on the mean next-token loss; moments are float32, everything donated."""
     params, placed = _placed_params(model, plan), dict(plan.params)
 
     def loss_fn(params: dict, token_ids: jax.Array, targets: jax.Array, positions: jax.Array) -> jax.Array:
@@ -176,7 +176,7 @@ def train(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> 
 
 
 def _adamw(param, grad, first, second, step, *, learning_rate: float = 3e-4):
-    """Return (param, first moment, second moment) after one update, computed in float32."""
+    """(param, first moment, second moment) after one AdamW update, computed in float32."""
     grad = grad.astype(jnp.float32)
     first = BETA1 * first + (1 - BETA1) * grad
     second = BETA2 * second + (1 - BETA2) * grad * grad

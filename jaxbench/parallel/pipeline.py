@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import functional, parameters, sharding, train
-from jaxbench.attention import Context
+from jaxbench.attention import Context, Spans
 from jaxbench.mesh import DATA, FSDP, MODEL, ROWS, STAGE
 from jaxbench.parallel.data_parallel import differentiated, dim_of, reduced, whole
 from jaxbench.parallel.pipeline_schedule import timing
@@ -123,7 +123,7 @@ def _run_stage(
     angles = None
     if pipeline.frequencies is not None:
         angles = functional.rotary_angles(micro.positions, pipeline.frequencies, dtype=pipeline.dtype)
-    context = Context(micro.positions, micro.positions, micro.segments, micro.segments, angles, None, None)
+    context = Context(Spans(micro.positions, micro.positions, micro.segments, micro.segments), angles, None, None)
     points = {"mlp_in": _copied, "mlp_out": _summed}
     if pipeline.is_attention_split:
         points |= {"attention_in": _copied, "attention_out": _summed}

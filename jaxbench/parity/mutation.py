@@ -118,22 +118,20 @@ def _qk_norm_of_all_heads() -> Change:
 
 
 def _causal_leak() -> Change:
-    shifted = lambda original, query, key, **spans: original(query + 1, key, **spans)
-    return _replace(attention, "attention_mask", shifted)
+    def mask(original: Callable[..., Any], spans: attention.Spans, sliding_window: int | None) -> torch.Tensor:
+        return original(spans._replace(query_positions=spans.query_positions + 1), sliding_window)
+
+    return _replace(attention, "attention_mask", mask)
 
 
 def _window_longer() -> Change:
-    def mask(original: Callable[..., Any], *positions: Any, sliding_window: int | None, **spans: Any) -> torch.Tensor:
-        return original(*positions, sliding_window=sliding_window and sliding_window + 1, **spans)
-
-    return _replace(attention, "attention_mask", mask)
+    longer = lambda original, spans, window: original(spans, window and window + 1)
+    return _replace(attention, "attention_mask", longer)
 
 
 def _segments_ignored() -> Change:
-    def mask(original: Callable[..., Any], *positions: Any, **spans: Any) -> torch.Tensor:
-        return original(*positions, **(spans | {"query_segments": None}))
-
-    return _replace(attention, "attention_mask", mask)
+    ignored = lambda original, spans, window: original(spans._replace(query_segments=None), window)
+    return _replace(attention, "attention_mask", ignored)
 
 
 def _attention_scale() -> Change:

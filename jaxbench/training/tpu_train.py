@@ -49,7 +49,7 @@ class Lowered(NamedTuple):
 
 
 def model_of(settings: TrainConfig) -> TransformerConfig:
-    """Return the decoder of a configuration.
+    """Decoder of a training configuration.
 
     Raises:
       ValueError: the vocabulary is left to a tokenizer.
@@ -101,7 +101,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
 def _abstract_state(
     settings: TrainConfig, model: TransformerConfig, shapes: Mapping[str, Any], mesh: Any, extension: Extension
 ) -> Any:
-    """Return the state's shapes; the moments say where they lie when that is the host's memory."""
+    """Shapes of the training state; moments in the host's memory carry their sharding."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -168,7 +168,7 @@ def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Ext
 
 
 def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, sent_bytes: int) -> dict[str, Any]:
-    """Return a step's least seconds by each of the chip's rates, the longest of them, and the MFU that it leaves."""
+    """Roofline of a step: least seconds by each of the chip's rates, the longest of them, and the MFU at it."""
     model, chip = model_of(settings), topology.chip
     tokens, length = settings.batch_size * settings.data.seq_len, settings.data.seq_len
     whole, halved = (observe.flops_per_token(model, length, is_causal=is_causal) for is_causal in (False, True))
@@ -203,7 +203,7 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
 def _computed(
     settings: TrainConfig, model: TransformerConfig, sizes: Mapping[str, int], *, tokens: int, per_token: float
 ) -> tuple[float, float]:
-    """Return FLOPs a chip computes in a step, a mean over the chips, and what the longest chain of them waits for."""
+    """FLOPs a chip computes in a step, as a mean over the chips, and along the longest chain of ticks."""
     chips_in_all, parallel = math.prod(sizes.values()), settings.parallel
     head = 6 * model.d_model * model.vocab_size  # a token's, forward and backward
     layers = per_token - head
@@ -231,7 +231,7 @@ def _computed(
 
 
 def describe(records: list[Record]) -> str:
-    """Return the lines for a person."""
+    """Text of the records, for the terminal."""
     if records[0].value is None:
         return f"{records[0].device}: {records[0].reason}"
     figures = {record.metric.removeprefix("tpu_"): record for record in records}
