@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +23,57 @@ from jaxbench import fused_attention, prompts, sharding
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
 
-def attention_mask(
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
-    *,
-    query_segments: Int[Array, "B T"] | None,
-    key_segments: Int[Array, "B S"] | None,
-    sliding_window: int | None,
-) -> Bool[Array, "B T S"]:
-    """Return True where a query may attend to a key."""
-    query, key = query_positions[:, :, None], key_positions[:, None, :]
+class KVCache(NamedTuple):
+    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
+
+    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
+    (docs/xla_cpu.md, rule 4).
+    """
+
+    keys: tuple[Float[Array, "E H S"] | None, ...]  # None = the layer keeps none
+    values: tuple[Float[Array, "E S H"] | None, ...]
+    positions: Int[Array, "B S"]
+    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
+
+    def padded(self, length: int, *, dtype: str) -> KVCache:
+        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
+        extra = length - self.positions.shape[1]
+
+        def pad(x: Array | None, *widths: tuple[int, int]) -> Array | None:
+            return None if x is None else jnp.pad(x.astype(dtype), widths)
+
+        keys = tuple(pad(key, (0, 0), (0, 0), (0, extra)) for key in self.keys)
+        values = tuple(pad(value, (0, 0), (0, extra), (0, 0)) for value in self.values)
+        positions = jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1)
+        return KVCache(keys, values, positions, self.memory)
+
+
+class Spans(NamedTuple):
+    """Positions and segments of queries and keys, from which the attention mask follows."""
+
+    query_positions: Int[Array, "B T"]
+    key_positions: Int[Array, "B S"]
+    query_segments: Int[Array, "B T"] | None = None
+    key_segments: Int[Array, "B S"] | None = None
+
+
+class Context(NamedTuple):
+    """What all layers of one call share."""
+
+    spans: Spans
+    angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
+    slot: Int[Array, ""] | int | None  # where the call's first key goes in the cache; None without a cache
+    dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
+
+
+def attention_mask(spans: Spans, sliding_window: int | None) -> Bool[Array, "B T S"]:
+    """Attention mask: True where a query may attend to a key; sliding_window in tokens, None = all before it."""
+    query, key = spans.query_positions[:, :, None], spans.key_positions[:, None, :]
     mask = (key >= 0) & (key <= query)
     if sliding_window is not None:
         mask &= query - key < sliding_window
-    if query_segments is not None and key_segments is not None:
-        mask &= query_segments[:, :, None] == key_segments[:, None, :]
+    if spans.query_segments is not None and spans.key_segments is not None:
+        mask &= spans.query_segments[:, :, None] == spans.key_segments[:, None, :]
     return mask
 
 
@@ -44,17 +81,14 @@ def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K H S"],
     value: Float[Array, "B K S H"],
+    spans: Spans,
     *,
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
-    query_segments: Int[Array, "B T"] | None = None,
-    key_segments: Int[Array, "B S"] | None = None,
     sliding_window: int | None = None,
     is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
 ) -> Float[Array, "B T N H"]:
-    """Attend with grouped key-value heads; softmax in at least float32, result in the query's dtype.
+    """Attention output of grouped key-value heads; softmax in at least float32, result in the query's dtype.
 
     Products are of the keys' type, so that a cache may be kept wider than the model.
 
@@ -73,21 +107,24 @@ def attention(
         raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    spans = {"query_segments": query_segments, "key_segments": key_segments, "sliding_window": sliding_window}
     if is_ordered and (on_mesh := sharding.around_attention()) is not None:
-        how = {"implementation": implementation, "block_size": block_size}
-        return on_mesh(query, key, value, query_positions=query_positions, key_positions=key_positions, **spans, **how)
+        return on_mesh(
+            query, key, value, spans, sliding_window=sliding_window, implementation=implementation,
+            block_size=block_size,
+        )  # fmt: skip
     if implementation not in ("dense", "blocked"):
-        how = {"kernel": implementation, "mask_of": attention_mask}
-        return fused_attention.attention(query, key, value, query_positions, key_positions, **how, **spans)
+        return fused_attention.attention(
+            query, key, value, spans.query_positions, spans.query_segments, sliding_window=sliding_window,
+            mask=functools.partial(attention_mask, spans, sliding_window), kernel=implementation,
+        )  # fmt: skip
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4).astype(key.dtype)
     if implementation == "blocked" and key.shape[3] > block_size:
-        mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
+        mixed = _blocked(grouped, key, value, spans, sliding_window, block_size)
     else:
         dense = _ordered if is_ordered else _dense
-        mixed = dense(grouped, key, value, attention_mask(query_positions, key_positions, **spans))
+        mixed = dense(grouped, key, value, attention_mask(spans, sliding_window))
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
@@ -125,14 +162,14 @@ def _einsum(equation: str, left: Array, right: Array) -> Array:
 
 
 def _scores(query: Float[Array, "B K G T H"], key: Float[Array, "B K H S"], mask: Bool[Array, "B T S"]) -> Array:
-    """Return scaled scores [B K G T S] with -inf where the mask forbids."""
+    """Scaled attention scores [B K G T S], -inf where the mask is False."""
     merged = _einsum("ERH,EHS->ERS", _merge(query, 2, 2), _merge(key, 2, 1))
     scores = merged.reshape(*query.shape[:4], key.shape[3])
     return jnp.where(mask[:, None, None], scores / math.sqrt(query.shape[-1]), -jnp.inf)
 
 
 def _mix(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
-    """Return the weighted sums of values, in at least float32."""
+    """Weighted sums of values, in at least float32."""
     merged = _einsum("ERS,ESH->ERH", _merge(weights.astype(value.dtype), 2, 2), _merge(value, 2, 1))
     return merged.reshape(*weights.shape[:4], value.shape[3])
 
@@ -146,7 +183,7 @@ def _merge(x: Array, leading: int, middle: int) -> Array:
 
 
 def _row_max(scores: Array) -> Array:
-    """Return the maximum over keys, 0 for a row without any: exp then gives 0, not NaN."""
+    """Maximum over keys, 0 for a row without any: exp then gives 0, not NaN."""
     peak = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     return jnp.where(jnp.isfinite(peak), peak, jnp.zeros((), peak.dtype))
 
@@ -179,44 +216,45 @@ def _ordered(
 
 
 def _blocked(
-    query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, sliding_window
-):
+    query: Float[Array, "B K G T H"],
+    key: Float[Array, "B K H S"],
+    value: Float[Array, "B K S H"],
+    spans: Spans,
+    sliding_window: int | None,
+    block_size: int,
+) -> Float[Array, "B K G T H"]:
     """Online softmax over blocks of keys, for one block of queries after another.
 
     Each block of queries is rematerialised in the backward pass, so that memory stays linear in S there too.
     """
     length = query.shape[3]
-    has_segments = query_segments is not None and key_segments is not None
-    blocks = [_split(key, block_size, axis=3), _split(value, block_size, axis=2)]
-    blocks += [_split(key_positions, block_size, axis=1, fill=-1)]
-    span = min(length, block_size)
-    parts = [_split(query, span, axis=3), _split(query_positions, span, axis=1, fill=-1)]
-    if has_segments:
-        blocks += [_split(key_segments, block_size, axis=1, fill=-1)]
-        parts += [_split(query_segments, span, axis=1, fill=-1)]
+    positions = [_split(x, block_size, axis=1, fill=-1) for x in (spans.key_positions, spans.key_segments)]
+    blocks = (_split(key, block_size, axis=3), _split(value, block_size, axis=2), *positions)
+    part = min(length, block_size)
+    positions = [_split(x, part, axis=1, fill=-1) for x in (spans.query_positions, spans.query_segments)]
 
     @jax.checkpoint
-    def attend(part):
-        query, positions, *segments = part
+    def attend(part: tuple) -> Float[Array, "B K G part H"]:
+        query, positions, segments = part
         wide = jnp.promote_types(query.dtype, jnp.float32)
         start = (jnp.full((*query.shape[:4], 1), -jnp.inf, wide), jnp.zeros((*query.shape[:4], 1), wide))
 
-        def absorb(carry, block):
-            key, value, key_positions, *key_segments = block
-            spans = {"query_segments": segments[0], "key_segments": key_segments[0]} if has_segments else {
-                "query_segments": None, "key_segments": None}  # fmt: skip
-            mask = attention_mask(positions, key_positions, sliding_window=sliding_window, **spans)
+        def absorb(carry: tuple, block: tuple) -> tuple[tuple, None]:
+            key, value, key_positions, key_segments = block
+            mask = attention_mask(Spans(positions, key_positions, segments, key_segments), sliding_window)
             return _absorb(carry, _scores(query, key, mask), value), None
 
-        (_, total, summed), _ = lax.scan(absorb, (*start, jnp.zeros(query.shape, wide)), tuple(blocks))
+        (_, total, summed), _ = lax.scan(absorb, (*start, jnp.zeros(query.shape, wide)), blocks)
         return (summed / jnp.where(total > 0, total, jnp.ones((), wide))).astype(query.dtype)
 
-    out = jnp.moveaxis(lax.map(attend, tuple(parts)), 0, 3)  # [B K G parts span H]
+    out = jnp.moveaxis(lax.map(attend, (_split(query, part, axis=3), *positions)), 0, 3)  # [B K G parts part H]
     return out.reshape(*query.shape[:3], -1, query.shape[4])[:, :, :, :length]
 
 
-def _split(x: Array, size: int, *, axis: int, fill: int = 0) -> Array:
+def _split(x: Array | None, size: int, *, axis: int, fill: int = 0) -> Array | None:
     """Pad an axis to a multiple of size, cut it into pieces of that size, and move the pieces to the front."""
+    if x is None:
+        return None
     count = -(-x.shape[axis] // size)
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, count * size - x.shape[axis])

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pydantic
@@ -97,6 +97,18 @@ class TransformerConfig(Base):
         Raises:
           ValueError: a row has more documents than they can tell apart.
         """
+
+
+class Compute(NamedTuple):
+    """How a decoder is computed: its function stays the same up to rounding, its parameters and their names too."""
+
+    dtype: str = "float32"  # of parameters and products
+    implementation: str = "dense"  # of attention (attention.py)
+    block_size: int = 128  # keys read at once by blocked attention
+    scan_layers: bool = False  # JAX: one compiled body for all layers
+    # 0 = a product for every projection; n = one for query, key and value and one for gate and up, their kernels side
+    # by side in n interleaved parts (nn.project).
+    projection_groups: int = 0
 
 
 # Reading, writing and naming configurations

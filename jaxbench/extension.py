@@ -13,7 +13,7 @@ class Extension(NamedTuple):
     methods beside it); what needs a framework is here.
     """
 
-    make_layer: Callable[..., Any] | None = None  # (config, index, **parts) -> layer; parts: the arguments of Block
+    make_layer: Callable[..., Any] | None = None  # (config, index, compute) -> layer
     add_rules: Callable[..., Any] | None = None  # (rules, config, stored=, heads=, width=) -> rules; JAX: sharding.py
     watch: Callable[..., Any] | None = None  # (params, batch, graph=, step_config=) -> the layers' states
     scalars: Callable[..., dict[str, float]] | None = None  # of what `watch` returned, in numpy -> name: number

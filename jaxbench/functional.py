@@ -71,7 +71,7 @@ def matmul(
 def rotary_angles(
     positions: Int[Array, "B T"], frequencies: tuple[float, ...], *, dtype: str
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
-    """Return cosine and sine of position times frequency, in at least float32; h is half of the head width."""
+    """Rotary cosine and sine of position times frequency, in at least float32; h is half of the head width."""
     wide = _wide(jnp.dtype(dtype))
 
     def table(positions: Array) -> tuple[Array, Array]:

@@ -20,19 +20,17 @@ def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K H S"],
     value: Float[Array, "B K S H"],
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None,
     *,
-    query_segments: Int[Array, "B T"] | None,
-    key_segments: Int[Array, "B S"] | None,
     sliding_window: int | None,
+    mask: Callable[[], Bool[Array, "B T S"]],
     kernel: str,
-    mask_of: Callable[..., Bool[Array, "B T S"]],
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Attend with kernel "cudnn" or "splash", or with "fused" the one of JAX's default backend.
+    """Attention output of kernel "cudnn" or "splash", or with "fused" of the one of JAX's default backend.
 
-    mask_of is attention.attention_mask, who may attend to whom, for the kernel that takes a mask.
+    positions and segments are the queries'; mask makes the attention mask for the kernel that takes one.
     interpret=True runs splash attention's program on any platform, slowly, for tests.
 
     Raises:
@@ -41,11 +39,10 @@ def attention(
     platform = jax.default_backend()
     if kernel == "fused":
         kernel = {"gpu": "cudnn", "tpu": "splash"}.get(platform, "none")
-    spans = {"query_segments": query_segments, "key_segments": key_segments, "sliding_window": sliding_window}
     if kernel == "cudnn" and platform == "gpu":
-        return _cudnn(query, key, value, mask_of(query_positions, key_positions, **spans))
+        return _cudnn(query, key, value, mask())
     if kernel == "splash":
-        return _splash(query, key, value, query_positions, interpret=interpret, **spans)
+        return _splash(query, key, value, positions, segments, sliding_window, interpret=interpret)
     raise ValueError(f"attention: no fused kernel {kernel!r} on platform {platform!r}: use dense or blocked")
 
 
@@ -56,7 +53,10 @@ def _cudnn(query: Array, key: Array, value: Array, mask: Bool[Array, "B T S"]) -
     return jnp.where(jnp.any(mask, axis=-1)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
 
-def _splash(query, key, value, positions, *, query_segments, key_segments, sliding_window, interpret) -> Array:
+def _splash(
+    query: Array, key: Array, value: Array, positions: Array, segments: Array | None, sliding_window: int | None, *,
+    interpret: bool,
+) -> Array:  # fmt: skip
     """Run splash attention on a whole sequence, where order in the row is order in position."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -69,7 +69,7 @@ def _splash(query, key, value, positions, *, query_segments, key_segments, slidi
     kernel = splash.make_splash_mqa_single_device(
         splash.MultiHeadMask([full] * (num_heads // key.shape[1])), interpret=interpret
     )
-    segments = jnp.zeros_like(positions) if query_segments is None else query_segments
+    segments = jnp.zeros_like(positions) if segments is None else segments
     segments = jnp.where(positions >= 0, segments, -1)
     segments = jnp.pad(segments, ((0, 0), (0, padded - length)), constant_values=-1)
     widths = ((0, 0), (0, 0), (0, padded - length), (0, -head_dim % LANES))

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxbench import float8, functional, initial
+from jaxbench import float8, functional, initial, parameters
 
 
 class Linear(nnx.Module):
@@ -90,20 +90,17 @@ def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | Layer
 
 
 def load_params(model: nnx.Module, params: Mapping[str, np.ndarray]) -> nnx.Module:
-    """Copy arrays into a model by dotted name, cast to each parameter's dtype, and return the model.
+    """Model that holds arrays by dotted name, cast to each parameter's dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
-    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    initial.check_params({name: leaf.shape for name, (_, leaf) in flat.items()}, params)
-    loaded = [(path, leaf.replace(jnp.asarray(params[name], leaf.dtype))) for name, (path, leaf) in flat.items()]
-    nnx.update(model, nnx.from_flat_state(loaded))
-    return model
+    graph, leaves = parameters.split(model)
+    initial.check_params({name: leaf.shape for name, leaf in leaves.items()}, params)
+    return parameters.merge(graph, {name: jnp.asarray(params[name], leaf.dtype) for name, leaf in leaves.items()})
 
 
 def get_params(model: nnx.Module) -> dict[str, np.ndarray]:
     """Parameters by dotted name; types narrower than float32 are widened to it, which is exact."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    values = {".".join(map(str, path)): leaf[...] for path, leaf in flat}
+    values = parameters.split(model)[1]
     return {name: np.asarray(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in values.items()}

@@ -24,6 +24,11 @@ def site_id(site: str) -> int:
     return zlib.crc32(site.encode())
 
 
+def dropout_sites(num_layers: int) -> list[tuple[int, int]]:
+    """Site numbers of every layer's dropout, behind its attention and behind its MLP."""
+    return [(site_id(f"layers.{i}.attention.dropout"), site_id(f"layers.{i}.mlp.dropout")) for i in range(num_layers)]
+
+
 def split_seed(seed: int) -> tuple[int, int]:
     """Low and high 32-bit halves of a seed.
 

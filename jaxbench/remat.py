@@ -68,7 +68,7 @@ def run_blocks(
       layers: the blocks.
       sites: of each block's dropout.
       hidden: the residual stream before them.
-      context: transformer.Context of the call.
+      context: attention.Context of the call.
       group: blocks under one checkpoint.
       names: of values that are kept, see `checkpointed`.
     """

@@ -41,10 +41,10 @@ class LogitsProcessor(Protocol):
     """
 
     def init(self, batch_size: int) -> Any:
-        """Return the state before the first token, a pytree of arrays."""
+        """State before the first token, a pytree of arrays."""
 
     def apply(self, state: Any, logits: Array, tokens: Array, length: Array, step: Array) -> tuple[Any, Array]:
-        """Return the next state and the changed logits [B V]; row b's context is tokens[b, :length[b]]."""
+        """Next state, and the changed logits; row b's context is tokens[b, :length[b]]."""
 
 
 class DecodeState(NamedTuple):
@@ -100,7 +100,7 @@ def filter_logits(logits: Float[Array, "B V"], sampling: SamplingParams) -> Floa
 
 
 def _nucleus_threshold(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """Return the least logit of the smallest set of most probable tokens whose mass reaches top_p."""
+    """Least logit of the nucleus: the smallest set of most probable tokens whose mass reaches top_p."""
     log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     def threshold(count: int) -> tuple[Array, Array]:
@@ -124,7 +124,7 @@ def draw(
     step: Int[Array, ""],
     row_ids: Int[Array, " B"],
 ) -> Int[Array, " B"]:
-    """Return a token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
+    """Token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
     if sampling.temperature == 0.0:
         return lax.top_k(logits, 1)[1][:, 0]
     return gumbel_max(filter_logits(logits, sampling), key=key, step=step, row_ids=row_ids)
@@ -133,7 +133,7 @@ def draw(
 def gumbel_max(
     logits: Float[Array, "B V"], *, key: Array, step: Int[Array, ""], row_ids: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """Return a token of each row, drawn from softmax(logits) by the largest sum of logit and Gumbel noise."""
+    """Token of each row drawn from softmax(logits), as the largest sum of logit and Gumbel noise."""
     words = prng.lanes(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
     return largest_sum(logits, [-jnp.log(prng.exponential(lane, dtype=str(logits.dtype))) for lane in words])
 
@@ -146,12 +146,12 @@ class OrdinaryDraw(NamedTuple):
     row_ids: Int[Array, " B"]
 
     def __call__(self, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-        """Return gumbel_max of the logits."""
+        """Gumbel-max sample of each row."""
         return gumbel_max(logits, key=self.key, step=self.step, row_ids=self.row_ids)
 
 
 def largest_sum(logits: Float[Array, "B V"], noise: Sequence[Float[Array, "B C"]]) -> Int[Array, " B"]:
-    """Return the token of each row with the largest sum of logit and noise, the lowest of equal ones.
+    """Token of each row with the largest sum of logit and noise, the lowest of equal ones.
 
     The noise comes in four lanes (prng.lanes): side by side in one array it would be computed four times over.
     """
@@ -191,7 +191,7 @@ class Generator:
     def compile(
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
     ) -> Programs:
-        """Return the programs for these sizes, compiling what their bucket does not have yet.
+        """Compiled programs for these sizes; what their bucket does not have yet is compiled.
 
         For a single new token nothing is decoded, and `decode` is None. States count for their shapes only.
         """
@@ -215,14 +215,14 @@ class Generator:
         return self._leaves, self._shared
 
     def _padded_states(self, processor_states: Sequence | None, num_rows: int, batch_size: int) -> tuple:
-        """Return fresh copies of the processors' states, filled up with rows of zeros; none given: their own."""
+        """Fresh copies of the processors' states, filled up with rows of zeros; none given: their own."""
         if processor_states is None:
             return jax.tree.map(np.array, tuple(processor.init(batch_size) for processor in self._processors))
         prompts.check_states(processor_states, self._processors)
         return jax.tree.map(lambda x: prompts.fill_rows(np.asarray(x), num_rows, batch_size), tuple(processor_states))
 
     def _shapes(self, bucket: prompts.Bucket, states: tuple) -> tuple:
-        """Return the arguments of a bucket's prefill, shapes in place of all but the weights."""
+        """Arguments of a bucket's prefill, shapes in place of all but the weights."""
         tokens = jax.ShapeDtypeStruct((bucket.batch_size, bucket.prompt_length), jnp.int32)
         row = jax.ShapeDtypeStruct((bucket.batch_size,), jnp.int32)
         key = jax.ShapeDtypeStruct((2,), jnp.uint32)

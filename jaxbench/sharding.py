@@ -22,6 +22,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxbench.config import TransformerConfig
+
 POINTS = (
     "residual",  # the residual stream [B T D]: after the embedding and after each branch is added
     "attention_in",  # what a block's attention gets [B T D]: the norm's output
@@ -29,39 +31,25 @@ POINTS = (
     "mlp_in",  # the same of its feed-forward layer
     "mlp_out",
 )
-# Fields of TransformerConfig that say which parameters a decoder has: its table of rules needs them.
 PINNED_HOST = "pinned_host"  # JAX's name for the host's memory that a device reads by itself
-PARTS = ("activation", "norm", "position", "qk_norm", "use_bias", "tie_embeddings")
 ATTENTION = "attention"  # attention itself over a whole row: an action here takes its arguments and computes it
 WEIGHTS = "weights"  # of a layer whose computation is repeated: an action here takes them and the layer's index
 Rule = tuple[str, P]
 Axes = str | tuple[str, ...] | None  # mesh axes that split one dim, the outermost first
 
 
-def decoder_table(
-    *,
-    stored: Axes,
-    out: Axes,
-    heads: Axes,
-    width: Axes,
-    activation: str,
-    norm: str,
-    position: str,
-    qk_norm: bool,
-    use_bias: bool,
-    tie_embeddings: bool,
-) -> tuple[Rule, ...]:
-    """Sharding rules (regular expression of parameter names, PartitionSpec) of a decoder with these parts.
+def decoder_table(model: TransformerConfig, *, stored: Axes, out: Axes, heads: Axes, width: Axes) -> tuple[Rule, ...]:
+    """Sharding rules (regular expression of parameter names, PartitionSpec) of a decoder.
 
     Args:
+      model: the decoder, whose parts decide which parameters there are.
       stored: splits what is stored of every kernel; gathered where it is used (fsdp).
       out: splits feed-forward width and vocabulary (Shoeybi et al. 2019, arXiv:1909.08053).
       heads: splits query and key-value heads; None leaves attention whole.
       width: splits the residual width, the 2d form (Pope et al. 2022, arXiv:2211.05102, section 3.2.2).
-      activation, norm, position, qk_norm, use_bias, tie_embeddings: fields of TransformerConfig.
     """
     layer = r"layers\.\d+\."
-    wide = "(gate_proj|up_proj)" if activation == "swiglu" else "up_proj"
+    wide = "(gate_proj|up_proj)" if model.activation == "swiglu" else "up_proj"
     rows = joined(width, stored)
     rules = [
         (r"embed\.embedding", P(out, rows)),
@@ -71,17 +59,17 @@ def decoder_table(
         (layer + r"mlp\.down_proj\.kernel", P(out, rows)),
         (rf"({layer}(attention_norm|mlp_norm)|final_norm)\.scale", P(width)),
     ]
-    if norm == "layernorm":
+    if model.norm == "layernorm":
         rules.append((rf"({layer}(attention_norm|mlp_norm)|final_norm)\.bias", P(width)))
-    if position == "learned":
+    if model.position == "learned":
         rules.append((r"position\.embedding", P(None, rows)))
-    if qk_norm:  # one scale for all heads, however they are split
+    if model.qk_norm:  # one scale for all heads, however they are split
         rules.append((layer + r"attention\.(q_norm|k_norm)\.scale", P()))
-    if use_bias:
+    if model.use_bias:
         rules.append((layer + rf"mlp\.{wide}\.bias", P(out)))
         rules.append((layer + r"attention\.(q_proj|k_proj|v_proj)\.bias", P(heads)))
         rules.append((layer + r"(attention\.o_proj|mlp\.down_proj)\.bias", P(width)))
-    if not tie_embeddings:
+    if not model.tie_embeddings:
         rules.append((r"head\.kernel", P(rows, out)))
     return tuple(rules)
 

@@ -12,7 +12,7 @@ UNWRAPPED = 10_000  # columns of output that is no terminal; wider than any tabl
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Any:
-    """Return a rich console on standard output (or error) that wraps on terminals only.
+    """A rich console on standard output (or error) that wraps on terminals only.
 
     Numbers are not coloured; markup and styles work. quiet=True prints nothing.
     """

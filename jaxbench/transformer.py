@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,46 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from jaxbench import functional, libtpu, nn, philox, remat, rotary
-from jaxbench.attention import attention
-from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.attention import Context, KVCache, Spans, attention
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.sharding import constrain, layer_weights
-
-
-class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
-
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
-    (docs/xla_cpu.md, rule 4).
-    """
-
-    keys: tuple[Float[Array, "E H S"] | None, ...]  # None = the layer keeps none
-    values: tuple[Float[Array, "E S H"] | None, ...]
-    positions: Int[Array, "B S"]
-    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
-
-    def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
-        extra = length - self.positions.shape[1]
-
-        def pad(x: Array | None, *widths: tuple[int, int]) -> Array | None:
-            return None if x is None else jnp.pad(x.astype(dtype), widths)
-
-        keys = tuple(pad(key, (0, 0), (0, 0), (0, extra)) for key in self.keys)
-        values = tuple(pad(value, (0, 0), (0, extra), (0, 0)) for value in self.values)
-        positions = jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1)
-        return KVCache(keys, values, positions, self.memory)
-
-
-class Context(NamedTuple):
-    """What all layers of one call share."""
-
-    query_positions: Int[Array, "B T"]
-    key_positions: Int[Array, "B S"]
-    query_segments: Int[Array, "B T"] | None
-    key_segments: Int[Array, "B S"] | None
-    angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
-    slot: Int[Array, ""] | int | None  # where the call's first key goes in the cache; None without a cache
-    dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
 
 
 class Attention(nnx.Module):
@@ -69,24 +32,24 @@ class Attention(nnx.Module):
     Sources: Henry et al. 2020, arXiv:2010.04245 (normalised queries and keys); Yang et al. 2025, arXiv:2505.09388.
     """
 
-    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, qk_norm: bool,
-                 norm_eps: float, use_bias: bool, dtype: str, sliding_window: int | None, implementation: str,
-                 block_size: int, projection_groups: int):  # fmt: skip
-        query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-        self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
-        self.k_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
-        self.v_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
-        self.o_proj = nn.Linear(query_width, d_model, use_bias=use_bias, dtype=dtype)
-        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
-        self.projection_groups = projection_groups
+    def __init__(self, config: TransformerConfig, compute: Compute):
+        query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        self.q_proj = linear(config.d_model, query_width)
+        self.k_proj = linear(config.d_model, kv_width)
+        self.v_proj = linear(config.d_model, kv_width)
+        self.o_proj = linear(query_width, config.d_model)
+        norm = functools.partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps, dtype=compute.dtype)
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.sliding_window, self.implementation = config.sliding_window, compute.implementation
+        self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "E H S"], Float[Array, "E S H"]]]:
-        """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
+        """Attention output, and the keys and values attended to: the cached ones with this call's written in."""
         batch, length, _ = x.shape
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
@@ -103,10 +66,7 @@ class Attention(nnx.Module):
             query,
             key.reshape(batch, self.num_kv_heads, self.head_dim, -1),
             value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
-            query_positions=context.query_positions,
-            key_positions=context.key_positions,
-            query_segments=context.query_segments,
-            key_segments=context.key_segments,
+            context.spans,
             sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
@@ -118,16 +78,15 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form (GPT-2)."""
 
-    def __init__(self, d_model: int, d_ff: int, *, activation: str, use_bias: bool, dtype: str,
-                 projection_groups: int):  # fmt: skip
-        is_gated = activation == "swiglu"
-        self.gate_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype) if is_gated else None
-        self.up_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype)
-        self.down_proj = nn.Linear(d_ff, d_model, use_bias=use_bias, dtype=dtype)
-        self.projection_groups = projection_groups
+    def __init__(self, config: TransformerConfig, compute: Compute):
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        self.gate_proj = linear(config.d_model, config.d_ff) if config.activation == "swiglu" else None
+        self.up_proj = linear(config.d_model, config.d_ff)
+        self.down_proj = linear(config.d_ff, config.d_model)
+        self.projection_groups = compute.projection_groups
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return the transformed rows."""
+        """Feed-forward output of each token."""
         wide = jnp.promote_types(x.dtype, jnp.float32)  # as PyTorch: one rounding for the whole activation
         if self.gate_proj is None:
             return self.down_proj(jax.nn.gelu(self.up_proj(x).astype(wide), approximate=True).astype(x.dtype))
@@ -140,19 +99,12 @@ class Block(nnx.Module):
 
     auxiliary_weight = 0.0  # in training, of the loss that the layer's cache entry carries (KVCache.memory)
 
-    def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, qk_norm: bool,
-                 use_bias: bool, dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
-                 sliding_window: int | None, implementation: str, block_size: int, projection_groups: int):  # fmt: skip
-        self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.attention = Attention(
-            d_model, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, norm_eps=norm_eps, use_bias=use_bias,
-            dtype=dtype, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            projection_groups=projection_groups,
-        )  # fmt: skip
-        self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.mlp = MLP(d_model, d_ff, activation=activation, use_bias=use_bias, dtype=dtype,
-                       projection_groups=projection_groups)  # fmt: skip
-        self.dropout = dropout
+    def __init__(self, config: TransformerConfig, compute: Compute):
+        self.attention_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.attention = Attention(config, compute)
+        self.mlp_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.mlp = MLP(config, compute)
+        self.dropout = config.dropout
 
     def __call__(
         self,
@@ -161,7 +113,7 @@ class Block(nnx.Module):
         sites: tuple[int | Array, int | Array],
         cached: tuple | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
-        """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
+        """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         x = checkpoint_name(x, "input")
         mixed, cached = self._mix(constrain(self.attention_norm(x), "attention_in"), context, cached)
         mixed = checkpoint_name(constrain(mixed, "attention_out"), "attention")
@@ -172,7 +124,7 @@ class Block(nnx.Module):
         return x, cached
 
     def _mix(self, x: Float[Array, "B T D"], context: Context, cached: tuple | None) -> tuple[Array, tuple]:
-        """Return what tokens get from each other, and what the layer caches."""
+        """Attention output, and the layer's entry of the cache."""
         return self.attention(x, context, cached)
 
     def _drop(self, x: Array, context: Context, site: int | Array) -> Array:
@@ -183,32 +135,31 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Decoder-only language model; the arguments are TransformerConfig's fields plus how to compute.
+    """Decoder-only language model; its parameters have shapes but no values until `build` loads them.
 
     Differs from GPT-2: dropout acts on the two residual branches only, so that fused attention kernels stay usable.
     """
 
-    def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
-                 num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
-                 position: str, rope_theta: float, rope_scaling: RotaryScaling | None, qk_norm: bool,
-                 use_bias: bool, tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
-                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
-                 projection_groups: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
-        self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
-        self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
-        parts = dict(
-            d_model=d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm,
-            use_bias=use_bias, dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            projection_groups=projection_groups,
-        )  # fmt: skip
-        layers = [Block(**parts) if make_layer is None else make_layer(i, **parts) for i in range(num_layers)]
+    def __init__(self, config: TransformerConfig, compute: Compute, make_layer: Callable[..., Block] | None = None):
+        kind, d_model, dtype = config.layer_kind, config.d_model, compute.dtype
+        if kind is not None and make_layer is None:
+            raise ValueError(f"transformer: memory.kind={kind} needs a make_layer, got {make_layer}")
+        if kind is not None and compute.scan_layers:
+            raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={kind}")
+        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype)
+        self.position = nn.Embed(config.max_seq_len, d_model, dtype=dtype) if config.position == "learned" else None
+        layers = [
+            Block(config, compute) if make_layer is None else make_layer(config, i, compute)
+            for i in range(config.num_layers)
+        ]
         self.layers = nnx.List(layers)
-        self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
-        is_rotary = position == "rotary"
-        self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
-        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+        self.final_norm = nn.norm(config.norm, d_model, eps=config.norm_eps, dtype=dtype)
+        head = functools.partial(nn.Linear, d_model, config.vocab_size, use_bias=False, dtype=dtype)
+        self.head = None if config.tie_embeddings else head()
+        self.frequencies = None
+        if config.position == "rotary":
+            self.frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
         self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
 
@@ -220,7 +171,7 @@ class Transformer(nnx.Module):
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Return next-token logits of every position; dropout is (Philox key, step).
+        """Next-token logits of every position; dropout is (Philox key, step).
 
         Position -1 is padding; positions rise along a row, within each segment.
         """
@@ -237,7 +188,7 @@ class Transformer(nnx.Module):
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Return hidden states after the final norm, and the keys and values attended to.
+        """Hidden states after the final norm, and the cache: the keys and values attended to.
 
         With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it.
         """
@@ -250,37 +201,30 @@ class Transformer(nnx.Module):
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(jnp.maximum(positions, 0))
-        context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
+        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
         run = self._scan if self.scan_layers else self._unroll
         hidden, keys, values, *memory = run(constrain(hidden, "residual"), context, cache)
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return the vocabulary scores of hidden states."""
+        """Logits of hidden states, by the head or the tied embedding."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
 
-    def _sites(self) -> list[tuple[int, int]]:
-        branches = ("attention", "mlp")
-        return [
-            tuple(philox.site_id(f"layers.{i}.{branch}.dropout") for branch in branches)
-            for i in range(len(self.layers))
-        ]
-
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, ...]:
+        layers, sites = list(self.layers), philox.dropout_sites(len(self.layers))
         if self.remat and cache is None:
-            how = {"group": self.remat, "names": self.remat_names}
-            hidden, made = remat.run_blocks(list(self.layers), self._sites(), hidden, context, **how)
-            return hidden, *_by_kind(made)
-        cached = [None] * len(self.layers) if cache is None else _by_layer(cache)
-        for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
-            hidden, cached[i] = layer(hidden, context, sites, cached[i])
+            hidden, cached = remat.run_blocks(layers, sites, hidden, context, group=self.remat, names=self.remat_names)
+            return hidden, *_by_kind(cached)
+        cached = [None] * len(layers) if cache is None else _by_layer(cache)
+        for i, layer in enumerate(layers):
+            hidden, cached[i] = layer(hidden, context, sites[i], cached[i])
         return hidden, *_by_kind(cached)
 
     def _scan(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         """Run one compiled body over the stacked layers: compile time no longer grows with depth."""
         graphs, states = zip(*(nnx.split(layer) for layer in self.layers))
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-        sites = jnp.array(self._sites(), jnp.uint32)
+        sites = jnp.array(philox.dropout_sites(len(self.layers)), jnp.uint32)
         cached = None if cache is None else (jnp.stack(cache.keys), jnp.stack(cache.values))
 
         def body(hidden, xs):
@@ -294,59 +238,38 @@ class Transformer(nnx.Module):
 
 
 def _by_layer(cache: KVCache) -> list[tuple]:
-    """Return what each layer cached."""
+    """Each layer's entry of the cache."""
     return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
 
 
 def _by_kind(cached: Sequence[tuple]) -> list[tuple]:
-    """Return keys, values and, where a layer has it, memory of all layers, from what each layer cached."""
+    """Keys, values and, where a layer has it, memory of all layers, from each layer's entry of the cache."""
     kinds = [tuple(each[i] for each in cached) for i in range(2)]
     if all(len(each) == 2 for each in cached):
         return kinds
     return [*kinds, tuple(each[2] if len(each) > 2 else None for each in cached)]
 
 
-def blank(config: TransformerConfig, *, make_layer: Callable[..., Block] | None = None, **how: Any) -> Transformer:
-    """Decoder of a configuration whose parameters have shapes but no values yet; call it under nnx.eval_shape.
-
-    Args:
-      config: its shape.
-      make_layer: make_layer(config, index, **parts) makes the layers where some are of a workload's own kind
-        (extension.py); parts are the arguments of Block. None = every layer is a Block.
-      how: further arguments of Transformer, such as dtype and implementation.
-
-    Raises:
-      ValueError: make_layer is missing, or layers that differ would run in a scan.
-    """
-    if config.layer_kind is not None and make_layer is None:
-        raise ValueError(f"transformer: memory.kind={config.layer_kind} needs a make_layer, got {make_layer}")
-    if config.layer_kind is not None and how.get("scan_layers"):
-        raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={config.layer_kind}")
-    fields = {name: getattr(config, name) for name in TransformerConfig.model_fields}
-    return Transformer(**fields, **how, make_layer=make_layer and functools.partial(make_layer, config))
-
-
 def build(
     config: TransformerConfig,
     params: Mapping[str, np.ndarray],
     *,
-    dtype: str = "float32",
-    implementation: str = "dense",
-    block_size: int = 128,
-    scan_layers: bool = False,
-    projection_groups: int = 0,
     make_layer: Callable[..., Block] | None = None,
+    **compute: Any,
 ) -> Transformer:
-    """Return the model of a configuration holding `params`, cast to dtype.
+    """Decoder of a configuration holding `params`, cast to dtype.
 
-    projection_groups: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
-    their kernels side by side in n interleaved parts (nn.project). Parameters and their names are the same.
-    make_layer: as for `blank`.
+    Args:
+      config: its shape.
+      params: values by dotted name.
+      make_layer: make_layer(config, index, compute) makes the layers where some are of a workload's own kind
+        (extension.py). None = every layer is a Block.
+      compute: the fields of Compute, such as dtype and implementation.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen, all names are listed; or as `blank`.
+      ValueError: a parameter is missing, unused or misshapen, all names are listed; make_layer is missing; or layers
+        that differ would run in a scan.
     """
     libtpu.leave_out_if_absent()
-    how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    how |= {"projection_groups": projection_groups, "make_layer": make_layer}
-    return nn.load_params(nnx.eval_shape(lambda: blank(config, **how)), params)
+    model = nnx.eval_shape(lambda: Transformer(config, Compute(**compute), make_layer))
+    return nn.load_params(model, params)

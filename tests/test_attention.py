@@ -51,10 +51,7 @@ def call(module, implementation, window, query, key, value, positions, segments)
         query,
         key,
         value,
-        query_positions=positions,
-        key_positions=positions,
-        query_segments=segments,
-        key_segments=segments,
+        module.Spans(positions, positions, segments, segments),
         sliding_window=window,
         implementation=implementation,
         block_size=BLOCK,
@@ -121,7 +118,7 @@ def temp_bytes(implementation: str, length: int, *, with_gradient: bool) -> int:
 
     def function(q, k, v):
         return attention.attention(
-            q, k, v, query_positions=positions, key_positions=positions, implementation=implementation, block_size=64
+            q, k, v, attention.Spans(positions, positions), implementation=implementation, block_size=64
         )
 
     if with_gradient:
@@ -147,10 +144,9 @@ def test_splash_attention_computes_the_same_function(window):
     arrays = inputs(2, 7, 5)
     positions, segments = jnp.asarray(arrays["positions"]), jnp.asarray(arrays["segments"])
     q, k, v = (jnp.asarray(arrays[name]) for name in ("query", "key", "value"))
-    spans = {"query_segments": segments, "key_segments": segments, "sliding_window": window}
-    how = {"kernel": "splash", "mask_of": attention.attention_mask, "interpret": True}
+    how = {"sliding_window": window, "kernel": "splash", "mask": lambda: pytest.fail("a mask"), "interpret": True}
     with jax.numpy_rank_promotion("allow"):  # the kernel's own code promotes ranks
-        actual = fused_attention.attention(q, k, v, positions, positions, **how, **spans)
+        actual = fused_attention.attention(q, k, v, positions, segments, **how)
     np.testing.assert_allclose(np.asarray(actual), definition(**arrays, window=window), atol=2e-6)
 
 
@@ -159,21 +155,17 @@ def test_wrong_heads_and_unknown_implementations_are_named(module):
     array = jnp.zeros if module is not torch_attention else torch.zeros
     query, positions = array((1, 2, 3, 4)), array((1, 2), dtype=(torch if module is torch_attention else jnp).int32)
     with pytest.raises(ValueError, match="num_heads=3 is not a multiple of num_kv_heads=2"):
-        module.attention(
-            query, array((1, 2, 4, 2)), array((1, 2, 2, 4)), query_positions=positions, key_positions=positions
-        )
+        module.attention(query, array((1, 2, 4, 2)), array((1, 2, 2, 4)), module.Spans(positions, positions))
     key, value = array((1, 3, 4, 2)), array((1, 3, 2, 4))
     with pytest.raises(ValueError, match="'flash' is not one of dense, blocked"):
-        module.attention(query, key, value, query_positions=positions, key_positions=positions, implementation="flash")
+        module.attention(query, key, value, module.Spans(positions, positions), implementation="flash")
 
 
 def test_a_missing_fused_kernel_is_named():
     query, key, value = jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 3, 4, 2)), jnp.zeros((1, 3, 2, 4))
     positions = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="platform 'cpu': use dense or blocked"):
-        attention.attention(
-            query, key, value, query_positions=positions, key_positions=positions, implementation="fused"
-        )
+        attention.attention(query, key, value, attention.Spans(positions, positions), implementation="fused")
 
 
 @pytest.mark.parametrize("module", [attention, torch_attention], ids=["jax", "torch"])
@@ -192,6 +184,5 @@ def _ordered(module, arrays, *, is_ordered):
     convert = torch.as_tensor if module is torch_attention else jnp.asarray
     given = {name: convert(array) for name, array in arrays.items()}
     positions, segments = given["positions"], given["segments"]
-    spans = {"query_segments": segments, "key_segments": segments, "query_positions": positions}
-    tensors = (given["query"], given["key"], given["value"])
-    return np.asarray(module.attention(*tensors, key_positions=positions, is_ordered=is_ordered, **spans))
+    spans = module.Spans(positions, positions, segments, segments)
+    return np.asarray(module.attention(given["query"], given["key"], given["value"], spans, is_ordered=is_ordered))

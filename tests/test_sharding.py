@@ -31,9 +31,8 @@ LAYOUTS = {"replicated": (None, None), "fsdp": ("data", None), "tensor": (None, 
 
 def rules_of(config: TransformerConfig, layout: str):
     """Return the table for a configuration."""
-    parts = {name: getattr(config, name) for name in sharding.PARTS}
     stored, out = LAYOUTS[layout]
-    return sharding.decoder_table(stored=stored, out=out, heads=None, width=None, **parts)
+    return sharding.decoder_table(config, stored=stored, out=out, heads=None, width=None)
 
 
 def place(config: TransformerConfig, num_devices: int, **how):
@@ -55,8 +54,7 @@ def test_every_parameter_has_a_rule_and_every_rule_a_parameter(family, layout):
 
 
 def test_scales_that_all_heads_share_are_on_every_device():
-    parts = {name: getattr(QWEN3, name) for name in sharding.PARTS}
-    rules = sharding.decoder_table(stored="fsdp", out="model", heads="model", width=None, **parts)
+    rules = sharding.decoder_table(QWEN3, stored="fsdp", out="model", heads="model", width=None)
     specs = sharding.parameter_specs(initial.parameter_shapes(QWEN3), rules, {"fsdp": 2, "model": 3})
     assert specs["layers.1.attention.q_proj.kernel"] == P("fsdp", "model")
     assert all(specs[f"layers.1.attention.{name}_norm.scale"] == P(None) for name in "qk")

@@ -9,7 +9,7 @@ import optax
 import pytest
 import torch
 
-from jaxbench import train, transformer
+from jaxbench import parameters, train, transformer
 from jaxbench.eqx import transformer as eqx_transformer
 from jaxbench.parity import cases
 from jaxbench.training import optimizer_step, optimizers
@@ -133,7 +133,7 @@ def test_what_a_step_does_not_use_costs_nothing():
 
     def bare(params, moments, batch):
         """Return the loss, and parameters and moments after AdamW, with nothing around it."""
-        loss, grads = jax.value_and_grad(lambda p: train.loss_fn(optimizer_step.merge(state.graph, p), batch))(params)
+        loss, grads = jax.value_and_grad(lambda p: train.loss_fn(parameters.merge(state.graph, p), batch))(params)
         updates, moments = optimizers.transform(STEP.optimizer, LEARNING_RATE, params).update(grads, moments, params)
         return loss, optax.apply_updates(params, updates), moments
 

@@ -8,6 +8,7 @@ position q when 0 <= p <= q, q - p < sliding_window, and both lie in one segment
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,21 +21,56 @@ from jaxbench import prompts
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
 
-def attention_mask(
-    query_positions: Int[Tensor, "B T"],
-    key_positions: Int[Tensor, "B S"],
-    *,
-    query_segments: Int[Tensor, "B T"] | None,
-    key_segments: Int[Tensor, "B S"] | None,
-    sliding_window: int | None,
-) -> Bool[Tensor, "B T S"]:
-    """Return True where a query may attend to a key."""
-    query, key = query_positions[:, :, None], key_positions[:, None, :]
+class KVCache(NamedTuple):
+    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
+
+    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
+    (docs/xla_cpu.md, rule 4).
+    """
+
+    keys: tuple[Float[Tensor, "E H S"] | None, ...]  # None = the layer keeps none
+    values: tuple[Float[Tensor, "E S H"] | None, ...]
+    positions: Int[Tensor, "B S"]
+    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
+
+    def padded(self, length: int, *, dtype: str) -> KVCache:
+        """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
+        extra = length - self.positions.shape[1]
+
+        def pad(x: Tensor | None, *widths: int) -> Tensor | None:
+            return None if x is None else F.pad(x.to(getattr(torch, dtype)), widths)
+
+        keys = tuple(pad(key, 0, extra) for key in self.keys)
+        values = tuple(pad(value, 0, 0, 0, extra) for value in self.values)
+        return KVCache(keys, values, F.pad(self.positions, (0, extra), value=-1), self.memory)
+
+
+class Spans(NamedTuple):
+    """Positions and segments of queries and keys, from which the attention mask follows."""
+
+    query_positions: Int[Tensor, "B T"]
+    key_positions: Int[Tensor, "B S"]
+    query_segments: Int[Tensor, "B T"] | None = None
+    key_segments: Int[Tensor, "B S"] | None = None
+
+
+class Context(NamedTuple):
+    """What all layers of one call share."""
+
+    spans: Spans
+    angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None  # cosine, sine; None with learned positions
+    slot: Tensor | int | None  # where the call's first key goes in the cache; None without a cache
+    dropout: tuple[Tensor, Tensor | int] | None  # Philox key, step; None = no dropout
+
+
+def attention_mask(spans: Spans, sliding_window: int | None) -> Bool[Tensor, "B T S"]:
+    """Attention mask: True where a query may attend to a key; sliding_window in tokens, None = all before it."""
+    query, key = spans.query_positions[:, :, None], spans.key_positions[:, None, :]
     mask = (key >= 0) & (key <= query)
     if sliding_window is not None:
         mask &= query - key < sliding_window
-    if query_segments is not None and key_segments is not None:
-        mask &= query_segments[:, :, None] == key_segments[:, None, :]
+    if spans.query_segments is not None and spans.key_segments is not None:
+        mask &= spans.query_segments[:, :, None] == spans.key_segments[:, None, :]
     return mask
 
 
@@ -42,17 +78,14 @@ def attention(
     query: Float[Tensor, "B T N H"],
     key: Float[Tensor, "B K H S"],
     value: Float[Tensor, "B K S H"],
+    spans: Spans,
     *,
-    query_positions: Int[Tensor, "B T"],
-    key_positions: Int[Tensor, "B S"],
-    query_segments: Int[Tensor, "B T"] | None = None,
-    key_segments: Int[Tensor, "B S"] | None = None,
     sliding_window: int | None = None,
     is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
 ) -> Float[Tensor, "B T N H"]:
-    """Attend with grouped key-value heads; softmax in at least float32, result in the query's dtype.
+    """Attention output of grouped key-value heads; softmax in at least float32, result in the query's dtype.
 
     Products are of the keys' type, so that a cache may be kept wider than the model.
 
@@ -70,14 +103,13 @@ def attention(
         raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    spans = {"query_segments": query_segments, "key_segments": key_segments, "sliding_window": sliding_window}
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.to(key.dtype)
     if implementation == "blocked" and key.shape[3] > block_size:
-        mixed = _blocked(grouped, key, value, query_positions, key_positions, block_size=block_size, **spans)
+        mixed = _blocked(grouped, key, value, spans, sliding_window, block_size)
     else:
-        mask = attention_mask(query_positions, key_positions, **spans)
+        mask = attention_mask(spans, sliding_window)
         dense = _ordered if is_ordered else _dense
         mixed = (dense if implementation in ("dense", "blocked") else _fused)(grouped, key, value, mask)
     return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
@@ -89,13 +121,13 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scores(query: Float[Tensor, "B K G T H"], key: Float[Tensor, "B K H S"], mask: Bool[Tensor, "B T S"]) -> Tensor:
-    """Return scaled scores [B K G T S] with -inf where the mask forbids."""
+    """Scaled attention scores [B K G T S], -inf where the mask is False."""
     scores = _einsum("BKGTH,BKHS->BKGTS", query, key)
     return torch.where(mask[:, None, None], scores / math.sqrt(query.shape[-1]), -math.inf)
 
 
 def _row_max(scores: Tensor) -> Tensor:
-    """Return the maximum over keys, 0 for a row without any: exp then gives 0, not NaN."""
+    """Maximum over keys, 0 for a row without any: exp then gives 0, not NaN."""
     peak = torch.amax(scores, dim=-1, keepdim=True).detach()
     return torch.where(torch.isfinite(peak), peak, 0.0)
 
@@ -134,28 +166,29 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 
 
 def _blocked(
-    query, key, value, query_positions, key_positions, *, block_size, query_segments, key_segments, sliding_window
-):
+    query: Float[Tensor, "B K G T H"],
+    key: Float[Tensor, "B K H S"],
+    value: Float[Tensor, "B K S H"],
+    spans: Spans,
+    sliding_window: int | None,
+    block_size: int,
+) -> Float[Tensor, "B K G T H"]:
     """Online softmax over blocks of keys, for one block of queries after another.
 
     Each block of queries is rematerialised in the backward pass, so that memory stays linear in S there too.
     """
 
-    def attend(query, key, value, start):
-        span = slice(start, start + query.shape[3])
+    def attend(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+        part = slice(start, start + query.shape[3])
         wide = torch.promote_types(query.dtype, torch.float32)
         peak = query.new_full((*query.shape[:4], 1), -math.inf, dtype=wide)
         carry = (peak, torch.zeros_like(peak), torch.zeros_like(query, dtype=wide))
         for first in range(0, key.shape[3], block_size):
             block = slice(first, first + block_size)
-            mask = attention_mask(
-                query_positions[:, span],
-                key_positions[:, block],
-                query_segments=None if query_segments is None else query_segments[:, span],
-                key_segments=None if key_segments is None else key_segments[:, block],
-                sliding_window=sliding_window,
-            )
-            carry = _absorb(carry, _scores(query, key[..., block], mask), value[:, :, block])
+            cuts = (part, block, part, block)
+            own = Spans(*(None if x is None else x[:, cut] for x, cut in zip(spans, cuts)))
+            scores = _scores(query, key[..., block], attention_mask(own, sliding_window))
+            carry = _absorb(carry, scores, value[:, :, block])
         _, total, summed = carry
         return (summed / torch.where(total > 0, total, 1.0)).to(query.dtype)
 

@@ -29,7 +29,7 @@ def matmul(
 def rotary_angles(
     positions: Int[Tensor, "B T"], frequencies: tuple[float, ...], *, dtype: str
 ) -> tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]]:
-    """Return cosine and sine of position times frequency, in at least float32; h is half of the head width."""
+    """Rotary cosine and sine of position times frequency, in at least float32; h is half of the head width."""
     wide = _wide(getattr(torch, dtype))
     table = torch.tensor(frequencies, dtype=torch.float64, device=positions.device).to(wide)
     angles = positions.to(wide)[:, :, None] * table[None, None, :]

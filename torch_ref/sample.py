@@ -25,7 +25,8 @@ from torch import Tensor
 from jaxbench import philox, prompts
 from jaxbench.prompts import SamplingParams
 from torch_ref import prng
-from torch_ref.transformer import KVCache, Transformer
+from torch_ref.attention import KVCache
+from torch_ref.transformer import Transformer
 
 NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary
 
@@ -44,10 +45,10 @@ class LogitsProcessor(Protocol):
     """
 
     def init(self, batch_size: int) -> Any:
-        """Return the state before the first token, a pytree of tensors."""
+        """State before the first token, a pytree of tensors."""
 
     def apply(self, state: Any, logits: Tensor, tokens: Tensor, length: Tensor, step: int) -> tuple[Any, Tensor]:
-        """Return the next state and the changed logits [B V]; row b's context is tokens[b, :length[b]]."""
+        """Next state, and the changed logits; row b's context is tokens[b, :length[b]]."""
 
 
 class DecodeState(NamedTuple):
@@ -102,7 +103,7 @@ def filter_logits(logits: Float[Tensor, "B V"], sampling: SamplingParams) -> Flo
 
 
 def _nucleus_threshold(logits: Float[Tensor, "B V"], top_p: float) -> Float[Tensor, "B 1"]:
-    """Return the least logit of the smallest set of most probable tokens whose mass reaches top_p."""
+    """Least logit of the nucleus: the smallest set of most probable tokens whose mass reaches top_p."""
     log_total = torch.logsumexp(logits, dim=-1, keepdim=True)
 
     def threshold(count: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,7 @@ def _nucleus_threshold(logits: Float[Tensor, "B V"], top_p: float) -> Float[Tens
 def draw(
     logits: Float[Tensor, "B V"], sampling: SamplingParams, *, key: Tensor, step: int, row_ids: Int[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """Return a token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
+    """Token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
     if sampling.temperature == 0.0:
         return torch.argmax(logits, dim=-1)
     return gumbel_max(filter_logits(logits, sampling), key=key, step=step, row_ids=row_ids)
@@ -131,7 +132,7 @@ def draw(
 def gumbel_max(
     logits: Float[Tensor, "B V"], *, key: Tensor, step: int, row_ids: Int[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
-    """Return a token of each row, drawn from softmax(logits) by the largest sum of logit and Gumbel noise."""
+    """Token of each row drawn from softmax(logits), as the largest sum of logit and Gumbel noise."""
     words = prng.lanes(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
     dtype = str(logits.dtype).removeprefix("torch.")
     return largest_sum(logits, [-torch.log(prng.exponential(lane, dtype=dtype)) for lane in words])
@@ -145,12 +146,12 @@ class OrdinaryDraw(NamedTuple):
     row_ids: Int[Tensor, " B"]
 
     def __call__(self, logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
-        """Return gumbel_max of the logits."""
+        """Gumbel-max sample of each row."""
         return gumbel_max(logits, key=self.key, step=self.step, row_ids=self.row_ids)
 
 
 def largest_sum(logits: Float[Tensor, "B V"], noise: Sequence[Float[Tensor, "B C"]]) -> Int[Tensor, " B"]:
-    """Return the token of each row with the largest sum of logit and noise; the noise comes in lanes (prng.lanes)."""
+    """Token of each row with the largest sum of logit and noise; the noise comes in lanes (prng.lanes)."""
     side_by_side = torch.stack(list(noise), dim=-1).reshape(logits.shape[0], -1)
     return torch.argmax(logits + side_by_side[:, : logits.shape[1]], dim=-1)
 
@@ -181,7 +182,7 @@ class Generator:
     def compile(
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
     ) -> Programs:
-        """Return the programs for these sizes; eager PyTorch has nothing to compile, torch.compile does so when called.
+        """Programs for these sizes; eager PyTorch has nothing to compile, torch.compile does so when called.
 
         For a single new token nothing is decoded, and `decode` is None. States have no influence.
         """
@@ -192,7 +193,7 @@ class Generator:
         return self.programs[bucket]
 
     def _padded_states(self, processor_states: Sequence | None, num_rows: int, batch_size: int) -> tuple:
-        """Return copies of the processors' states, filled up with rows of zeros; none given: their own."""
+        """Copies of the processors' states, filled up with rows of zeros; none given: their own."""
         if processor_states is None:
             return tuple(processor.init(batch_size) for processor in self._processors)
         prompts.check_states(processor_states, self._processors)

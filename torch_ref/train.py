@@ -22,7 +22,7 @@ class Batch(NamedTuple):
 def cross_entropy(
     logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, ""]:
-    """Return the mean negative log likelihood of the targets where mask is True, in nats per token.
+    """Mean cross-entropy of the targets where mask is True, in nats per token.
 
     Computed in at least float32; 0 where no target counts.
     """
@@ -34,17 +34,17 @@ def cross_entropy(
 
 
 def predict(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | None = None) -> Float[Tensor, "B T V"]:
-    """Return the model's logits on a batch; dropout is (Philox key, step), None = off."""
+    """Logits [B T V] of a model on a batch; dropout is (Philox key, step), None = off."""
     return model(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)
 
 
 def loss_of(output: Float[Tensor, "B T V"], batch: Batch) -> Float[Tensor, ""]:
-    """Return the loss of what `predict` returned, nats per token."""
+    """Cross-entropy of the logits that `predict` returns, in nats per token."""
     return cross_entropy(output, batch.targets, batch.mask)
 
 
 def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | None = None) -> Float[Tensor, ""]:
-    """Return the model's loss on a batch, nats per token; dropout is (Philox key, step), None = off.
+    """Training loss of a model on a batch, in nats per token; dropout is (Philox key, step), None = off.
 
     Where layers hand on a loss of their own, such as that of a bank's compression, it is added.
     """

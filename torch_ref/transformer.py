@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,45 +19,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from jaxbench import philox, rotary
-from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.config import Compute, TransformerConfig
 from torch_ref import functional, nn
-from torch_ref.attention import attention
-
-
-class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
-
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
-    (docs/xla_cpu.md, rule 4).
-    """
-
-    keys: tuple[Float[Tensor, "E H S"] | None, ...]  # None = the layer keeps none
-    values: tuple[Float[Tensor, "E S H"] | None, ...]
-    positions: Int[Tensor, "B S"]
-    memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
-
-    def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
-        extra = length - self.positions.shape[1]
-
-        def pad(x: Tensor | None, *widths: int) -> Tensor | None:
-            return None if x is None else F.pad(x.to(getattr(torch, dtype)), widths)
-
-        keys = tuple(pad(key, 0, extra) for key in self.keys)
-        values = tuple(pad(value, 0, 0, 0, extra) for value in self.values)
-        return KVCache(keys, values, F.pad(self.positions, (0, extra), value=-1), self.memory)
-
-
-class Context(NamedTuple):
-    """What all layers of one call share."""
-
-    query_positions: Int[Tensor, "B T"]
-    key_positions: Int[Tensor, "B S"]
-    query_segments: Int[Tensor, "B T"] | None
-    key_segments: Int[Tensor, "B S"] | None
-    angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None  # cosine, sine; None with learned positions
-    slot: Tensor | int | None  # where the call's first key goes in the cache; None without a cache
-    dropout: tuple[Tensor, Tensor | int] | None  # Philox key, step; None = no dropout
+from torch_ref.attention import Context, KVCache, Spans, attention
 
 
 class Attention(torch.nn.Module):
@@ -66,25 +30,25 @@ class Attention(torch.nn.Module):
     Sources: Henry et al. 2020, arXiv:2010.04245 (normalised queries and keys); Yang et al. 2025, arXiv:2505.09388.
     """
 
-    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, qk_norm: bool,
-                 norm_eps: float, use_bias: bool, dtype: str, sliding_window: int | None, implementation: str,
-                 block_size: int, projection_groups: int):  # fmt: skip
+    def __init__(self, config: TransformerConfig, compute: Compute):
         super().__init__()
-        query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-        self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
-        self.k_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
-        self.v_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
-        self.o_proj = nn.Linear(query_width, d_model, use_bias=use_bias, dtype=dtype)
-        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
-        self.projection_groups = projection_groups
+        query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        self.q_proj = linear(config.d_model, query_width)
+        self.k_proj = linear(config.d_model, kv_width)
+        self.v_proj = linear(config.d_model, kv_width)
+        self.o_proj = linear(query_width, config.d_model)
+        norm = functools.partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps, dtype=compute.dtype)
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.sliding_window, self.implementation = config.sliding_window, compute.implementation
+        self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
 
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, cached: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Float[Tensor, "E H S"], Float[Tensor, "E S H"]]]:
-        """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
+        """Attention output, and the keys and values attended to: the cached ones with this call's written in."""
         batch, length, _ = x.shape
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
@@ -101,10 +65,7 @@ class Attention(torch.nn.Module):
             query,
             key.reshape(batch, self.num_kv_heads, self.head_dim, -1),
             value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
-            query_positions=context.query_positions,
-            key_positions=context.key_positions,
-            query_segments=context.query_segments,
-            key_segments=context.key_segments,
+            context.spans,
             sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
@@ -122,17 +83,16 @@ def _write(cached: Tensor, new: Tensor, slot: Tensor | int, *, dim: int) -> Tens
 class MLP(torch.nn.Module):
     """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form (GPT-2)."""
 
-    def __init__(self, d_model: int, d_ff: int, *, activation: str, use_bias: bool, dtype: str,
-                 projection_groups: int):  # fmt: skip
+    def __init__(self, config: TransformerConfig, compute: Compute):
         super().__init__()
-        is_gated = activation == "swiglu"
-        self.gate_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype) if is_gated else None
-        self.up_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype)
-        self.down_proj = nn.Linear(d_ff, d_model, use_bias=use_bias, dtype=dtype)
-        self.projection_groups = projection_groups
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        self.gate_proj = linear(config.d_model, config.d_ff) if config.activation == "swiglu" else None
+        self.up_proj = linear(config.d_model, config.d_ff)
+        self.down_proj = linear(config.d_ff, config.d_model)
+        self.projection_groups = compute.projection_groups
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """Return the transformed rows."""
+        """Feed-forward output of each token."""
         if self.gate_proj is None:
             return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
         gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
@@ -144,32 +104,25 @@ class Block(torch.nn.Module):
 
     auxiliary_weight = 0.0  # in training, of the loss that the layer's cache entry carries (KVCache.memory)
 
-    def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, qk_norm: bool,
-                 use_bias: bool, dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
-                 sliding_window: int | None, implementation: str, block_size: int, projection_groups: int):  # fmt: skip
+    def __init__(self, config: TransformerConfig, compute: Compute):
         super().__init__()
-        self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.attention = Attention(
-            d_model, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, norm_eps=norm_eps, use_bias=use_bias,
-            dtype=dtype, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            projection_groups=projection_groups,
-        )  # fmt: skip
-        self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.mlp = MLP(d_model, d_ff, activation=activation, use_bias=use_bias, dtype=dtype,
-                       projection_groups=projection_groups)  # fmt: skip
-        self.dropout = dropout
+        self.attention_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.attention = Attention(config, compute)
+        self.mlp_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.mlp = MLP(config, compute)
+        self.dropout = config.dropout
 
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, sites: tuple[int, int], cached: tuple | None = None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, Tensor]]:
-        """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
+        """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         mixed, cached = self._mix(self.attention_norm(x), context, cached)
         x = x + self._drop(mixed, context, sites[0])
         x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
         return x, cached
 
     def _mix(self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None) -> tuple[Tensor, tuple]:
-        """Return what tokens get from each other, and what the layer caches."""
+        """Attention output, and the layer's entry of the cache."""
         return self.attention(x, context, cached)
 
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
@@ -180,34 +133,33 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """Decoder-only language model; the arguments are TransformerConfig's fields plus how to compute.
+    """Decoder-only language model; its parameters have shapes but no values until `build` loads them.
 
     scan_layers exists for the JAX twins' sake: eager PyTorch runs the same loop either way.
     Differs from GPT-2: dropout acts on the two residual branches only, so that fused attention kernels stay usable.
     """
 
-    def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
-                 num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
-                 position: str, rope_theta: float, rope_scaling: RotaryScaling | None, qk_norm: bool,
-                 use_bias: bool, tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
-                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
-                 projection_groups: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
+    def __init__(self, config: TransformerConfig, compute: Compute, make_layer: Callable[..., Block] | None = None):
         super().__init__()
-        self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
-        self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
-        parts = dict(
-            d_model=d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm,
-            use_bias=use_bias, dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            projection_groups=projection_groups,
-        )  # fmt: skip
-        layers = [Block(**parts) if make_layer is None else make_layer(i, **parts) for i in range(num_layers)]
+        kind, d_model, dtype = config.layer_kind, config.d_model, compute.dtype
+        if kind is not None and make_layer is None:
+            raise ValueError(f"transformer: memory.kind={kind} needs a make_layer, got {make_layer}")
+        if kind is not None and compute.scan_layers:
+            raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={kind}")
+        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype)
+        self.position = nn.Embed(config.max_seq_len, d_model, dtype=dtype) if config.position == "learned" else None
+        layers = [
+            Block(config, compute) if make_layer is None else make_layer(config, i, compute)
+            for i in range(config.num_layers)
+        ]
         self.layers = torch.nn.ModuleList(layers)
-        self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
-        is_rotary = position == "rotary"
-        self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
-        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+        self.final_norm = nn.norm(config.norm, d_model, eps=config.norm_eps, dtype=dtype)
+        head = functools.partial(nn.Linear, d_model, config.vocab_size, use_bias=False, dtype=dtype)
+        self.head = None if config.tie_embeddings else head()
+        self.frequencies = None
+        if config.position == "rotary":
+            self.frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
 
     def forward(
@@ -218,7 +170,7 @@ class Transformer(torch.nn.Module):
         segments: Int[Tensor, "B T"] | None = None,
         dropout: tuple[Tensor, Tensor | int] | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Return next-token logits of every position; dropout is (Philox key, step).
+        """Next-token logits of every position; dropout is (Philox key, step).
 
         Position -1 is padding; positions rise along a row, within each segment.
         """
@@ -235,7 +187,7 @@ class Transformer(torch.nn.Module):
         segments: Int[Tensor, "B T"] | None = None,
         dropout: tuple[Tensor, Tensor | int] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], KVCache]:
-        """Return hidden states after the final norm, and the keys and values attended to.
+        """Hidden states after the final norm, and the cache: the keys and values attended to.
 
         With a cache, the call's tokens are written into its slots from `slot` on (in place) and attend to all of it.
         """
@@ -248,81 +200,52 @@ class Transformer(torch.nn.Module):
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(torch.clamp(positions, min=0))
-        context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
+        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
         cached = [None] * len(self.layers) if cache is None else _by_layer(cache)
-        for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
+        for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
         keys, values, *memory = _by_kind(cached)
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
-        """Return the vocabulary scores of hidden states."""
+        """Logits of hidden states, by the head or the tied embedding."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
-
-    def _sites(self) -> list[tuple[int, int]]:
-        branches = ("attention", "mlp")
-        return [
-            tuple(philox.site_id(f"layers.{i}.{branch}.dropout") for branch in branches)
-            for i in range(len(self.layers))
-        ]
 
 
 def _by_layer(cache: KVCache) -> list[tuple]:
-    """Return what each layer cached."""
+    """Each layer's entry of the cache."""
     return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
 
 
 def _by_kind(cached: Sequence[tuple]) -> list[tuple]:
-    """Return keys, values and, where a layer has it, memory of all layers, from what each layer cached."""
+    """Keys, values and, where a layer has it, memory of all layers, from each layer's entry of the cache."""
     kinds = [tuple(each[i] for each in cached) for i in range(2)]
     if all(len(each) == 2 for each in cached):
         return kinds
     return [*kinds, tuple(each[2] if len(each) > 2 else None for each in cached)]
 
 
-def blank(config: TransformerConfig, *, make_layer: Callable[..., Block] | None = None, **how: Any) -> Transformer:
-    """Decoder of a configuration whose parameters have shapes but no values yet; call it on the meta device.
-
-    Args:
-      config: its shape.
-      make_layer: make_layer(config, index, **parts) makes the layers where some are of a workload's own kind
-        (extension.py); parts are the arguments of Block. None = every layer is a Block.
-      how: further arguments of Transformer, such as dtype and implementation.
-
-    Raises:
-      ValueError: make_layer is missing, or layers that differ would run in a scan.
-    """
-    if config.layer_kind is not None and make_layer is None:
-        raise ValueError(f"transformer: memory.kind={config.layer_kind} needs a make_layer, got {make_layer}")
-    if config.layer_kind is not None and how.get("scan_layers"):
-        raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={config.layer_kind}")
-    fields = {name: getattr(config, name) for name in TransformerConfig.model_fields}
-    return Transformer(**fields, **how, make_layer=make_layer and functools.partial(make_layer, config))
-
-
 def build(
     config: TransformerConfig,
     params: Mapping[str, np.ndarray],
     *,
-    dtype: str = "float32",
-    implementation: str = "dense",
-    block_size: int = 128,
-    scan_layers: bool = False,
-    projection_groups: int = 0,
     make_layer: Callable[..., Block] | None = None,
     device: str = "cpu",
+    **compute: Any,
 ) -> Transformer:
-    """Return the model of a configuration holding `params`, cast to dtype.
+    """Decoder of a configuration holding `params`, cast to dtype.
 
-    projection_groups: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
-    their kernels side by side in n interleaved parts (nn.project). Parameters and their names are the same.
-    make_layer: as for `blank`.
+    Args:
+      config: its shape.
+      params: values by dotted name.
+      make_layer: make_layer(config, index, compute) makes the layers where some are of a workload's own kind
+        (extension.py). None = every layer is a Block.
+      compute: the fields of Compute, such as dtype and implementation.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen, all names are listed; or as `blank`.
+      ValueError: a parameter is missing, unused or misshapen, all names are listed; make_layer is missing; or layers
+        that differ would run in a scan.
     """
-    how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    how |= {"projection_groups": projection_groups, "make_layer": make_layer}
     with torch.device("meta"):
-        model = blank(config, **how)
+        model = Transformer(config, Compute(**compute), make_layer)
     return nn.load_params(model, params, device=device)

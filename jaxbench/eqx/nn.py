@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxbench import functional, initial
+from jaxbench import functional, initial, parameters
 
 
 class Linear(eqx.Module):
@@ -29,7 +28,7 @@ class Linear(eqx.Module):
         self.bias = jnp.zeros((out_features,), dtype) if use_bias else None
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        """Return x @ kernel (+ bias)."""
+        """Affine map x @ kernel (+ bias)."""
         return functional.linear(x, self.kernel, self.bias)
 
 
@@ -53,11 +52,11 @@ class Embed(eqx.Module):
         self.embedding = jnp.zeros((num_embeddings, features), dtype)
 
     def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return the vector of each index."""
+        """Embedding of each index."""
         return functional.take_rows(self.embedding, index)
 
     def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Return the dot product of x with every vector."""
+        """Logits of a tied head: dot product of x with every embedding."""
         return functional.matmul(x, self.embedding, transposed=True)
 
 
@@ -72,7 +71,7 @@ class RMSNorm(eqx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Return x / rms(x) * scale."""
+        """RMS norm x / rms(x) * scale, over the last axis."""
         return functional.rms_norm(x, self.scale, eps=self.eps)
 
 
@@ -89,34 +88,27 @@ class LayerNorm(eqx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return (x - mean) / standard deviation * scale + bias."""
+        """Layer norm (x - mean) / standard deviation * scale + bias, over the last axis."""
         return functional.layer_norm(x, self.scale, self.bias, eps=self.eps)
 
 
 def norm(kind: str, features: int, *, eps: float, dtype: str) -> RMSNorm | LayerNorm:
-    """Return the normalisation layer called `kind`, "rmsnorm" or "layernorm"."""
+    """Normalisation layer of a kind, "rmsnorm" or "layernorm"."""
     return {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[kind](features, eps=eps, dtype=dtype)
 
 
-def _named_leaves(model: eqx.Module) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
-    paths, treedef = jax.tree.flatten_with_path(model)
-    names = [".".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path) for path, _ in paths]
-    return names, [leaf for _, leaf in paths], treedef
-
-
 def load_params(model: eqx.Module, params: Mapping[str, np.ndarray]) -> eqx.Module:
-    """Return the model with arrays put in by dotted name, cast to each parameter's dtype.
+    """Model that holds arrays by dotted name, cast to each parameter's dtype.
 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
-    names, leaves, treedef = _named_leaves(model)
-    initial.check_params({name: leaf.shape for name, leaf in zip(names, leaves)}, params)
-    loaded = [jnp.asarray(params[name], leaf.dtype) for name, leaf in zip(names, leaves)]
-    return jax.tree.unflatten(treedef, loaded)
+    graph, leaves = parameters.split(model)
+    initial.check_params({name: leaf.shape for name, leaf in leaves.items()}, params)
+    return parameters.merge(graph, {name: jnp.asarray(params[name], leaf.dtype) for name, leaf in leaves.items()})
 
 
 def get_params(model: eqx.Module) -> dict[str, np.ndarray]:
-    """Return every parameter by dotted name; types narrower than float32 are widened to it, which is exact."""
-    names, leaves, _ = _named_leaves(model)
-    return {name: np.asarray(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in zip(names, leaves)}
+    """Parameters by dotted name; types narrower than float32 are widened to it, which is exact."""
+    values = parameters.split(model)[1]
+    return {name: np.asarray(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in values.items()}

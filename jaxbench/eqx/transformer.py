@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -20,42 +20,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxbench import functional, libtpu, philox, rotary
-from jaxbench.attention import attention
-from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.attention import Context, KVCache, Spans, attention
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.eqx import nn
-
-
-class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
-
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
-    (docs/xla_cpu.md, rule 4).
-    """
-
-    keys: tuple[Float[Array, "E H S"], ...]
-    values: tuple[Float[Array, "E S H"], ...]
-    positions: Int[Array, "B S"]
-    memory: tuple[Any, ...] = ()  # what the Flax twin's layers keep besides; here there is nothing
-
-    def padded(self, length: int, *, dtype: str) -> KVCache:
-        """Return the cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
-        extra = length - self.positions.shape[1]
-
-        keys = tuple(jnp.pad(key.astype(dtype), ((0, 0), (0, 0), (0, extra))) for key in self.keys)
-        values = tuple(jnp.pad(value.astype(dtype), ((0, 0), (0, extra), (0, 0))) for value in self.values)
-        return KVCache(keys, values, jnp.pad(self.positions, ((0, 0), (0, extra)), constant_values=-1))
-
-
-class Context(NamedTuple):
-    """What all layers of one call share."""
-
-    query_positions: Int[Array, "B T"]
-    key_positions: Int[Array, "B S"]
-    query_segments: Int[Array, "B T"] | None
-    key_segments: Int[Array, "B S"] | None
-    angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
-    slot: Int[Array, ""] | int | None  # where the call's first key goes in the cache; None without a cache
-    dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
 
 
 class Attention(eqx.Module):
@@ -78,24 +45,24 @@ class Attention(eqx.Module):
     block_size: int = eqx.field(static=True)
     projection_groups: int = eqx.field(static=True)
 
-    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, *, head_dim: int, qk_norm: bool,
-                 norm_eps: float, use_bias: bool, dtype: str, sliding_window: int | None, implementation: str,
-                 block_size: int, projection_groups: int):  # fmt: skip
-        query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-        self.q_proj = nn.Linear(d_model, query_width, use_bias=use_bias, dtype=dtype)
-        self.k_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
-        self.v_proj = nn.Linear(d_model, kv_width, use_bias=use_bias, dtype=dtype)
-        self.o_proj = nn.Linear(query_width, d_model, use_bias=use_bias, dtype=dtype)
-        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.sliding_window, self.implementation, self.block_size = sliding_window, implementation, block_size
-        self.projection_groups = projection_groups
+    def __init__(self, config: TransformerConfig, compute: Compute):
+        query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        self.q_proj = linear(config.d_model, query_width)
+        self.k_proj = linear(config.d_model, kv_width)
+        self.v_proj = linear(config.d_model, kv_width)
+        self.o_proj = linear(query_width, config.d_model)
+        norm = functools.partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps, dtype=compute.dtype)
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.sliding_window, self.implementation = config.sliding_window, compute.implementation
+        self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "E H S"], Float[Array, "E S H"]]]:
-        """Return the mixed values and the keys and values attended to, cached ones with this call's written in."""
+        """Attention output, and the keys and values attended to: the cached ones with this call's written in."""
         batch, length, _ = x.shape
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
@@ -112,10 +79,7 @@ class Attention(eqx.Module):
             query,
             key.reshape(batch, self.num_kv_heads, self.head_dim, -1),
             value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
-            query_positions=context.query_positions,
-            key_positions=context.key_positions,
-            query_segments=context.query_segments,
-            key_segments=context.key_segments,
+            context.spans,
             sliding_window=self.sliding_window,
             is_ordered=cached is None,
             implementation=self.implementation,
@@ -132,16 +96,15 @@ class MLP(eqx.Module):
     down_proj: nn.Linear
     projection_groups: int = eqx.field(static=True)
 
-    def __init__(self, d_model: int, d_ff: int, *, activation: str, use_bias: bool, dtype: str,
-                 projection_groups: int):  # fmt: skip
-        is_gated = activation == "swiglu"
-        self.gate_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype) if is_gated else None
-        self.up_proj = nn.Linear(d_model, d_ff, use_bias=use_bias, dtype=dtype)
-        self.down_proj = nn.Linear(d_ff, d_model, use_bias=use_bias, dtype=dtype)
-        self.projection_groups = projection_groups
+    def __init__(self, config: TransformerConfig, compute: Compute):
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        self.gate_proj = linear(config.d_model, config.d_ff) if config.activation == "swiglu" else None
+        self.up_proj = linear(config.d_model, config.d_ff)
+        self.down_proj = linear(config.d_ff, config.d_model)
+        self.projection_groups = compute.projection_groups
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return the transformed rows."""
+        """Feed-forward output of each token."""
         wide = jnp.promote_types(x.dtype, jnp.float32)  # as PyTorch: one rounding for the whole activation
         if self.gate_proj is None:
             return self.down_proj(jax.nn.gelu(self.up_proj(x).astype(wide), approximate=True).astype(x.dtype))
@@ -158,19 +121,12 @@ class Block(eqx.Module):
     mlp: MLP
     dropout: float = eqx.field(static=True)
 
-    def __init__(self, d_model: int, *, d_ff: int, norm: str, norm_eps: float, activation: str, qk_norm: bool,
-                 use_bias: bool, dropout: float, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int,
-                 sliding_window: int | None, implementation: str, block_size: int, projection_groups: int):  # fmt: skip
-        self.attention_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.attention = Attention(
-            d_model, num_heads, num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, norm_eps=norm_eps, use_bias=use_bias,
-            dtype=dtype, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            projection_groups=projection_groups,
-        )  # fmt: skip
-        self.mlp_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.mlp = MLP(d_model, d_ff, activation=activation, use_bias=use_bias, dtype=dtype,
-                       projection_groups=projection_groups)  # fmt: skip
-        self.dropout = dropout
+    def __init__(self, config: TransformerConfig, compute: Compute):
+        self.attention_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.attention = Attention(config, compute)
+        self.mlp_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.mlp = MLP(config, compute)
+        self.dropout = config.dropout
 
     def __call__(
         self,
@@ -179,7 +135,7 @@ class Block(eqx.Module):
         sites: tuple[int | Array, int | Array],
         cached: tuple | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
-        """Return the block's output and its keys and values; sites are the dropout sites of its two branches."""
+        """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         mixed, cached = self.attention(self.attention_norm(x), context, cached)
         x = x + self._drop(mixed, context, sites[0])
         x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
@@ -193,7 +149,7 @@ class Block(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Decoder-only language model; the arguments are TransformerConfig's fields plus how to compute.
+    """Decoder-only language model; its parameters have shapes but no values until `build` loads them.
 
     Differs from GPT-2: dropout acts on the two residual branches only, so that fused attention kernels stay usable.
     """
@@ -209,26 +165,23 @@ class Transformer(eqx.Module):
     max_seq_len: int = eqx.field(static=True)
     auxiliary_weight: float = eqx.field(static=True)
 
-    def __init__(self, *, vocab_size: int, d_model: int, d_ff: int, num_layers: int, num_heads: int,
-                 num_kv_heads: int, head_dim: int, max_seq_len: int, norm: str, norm_eps: float, activation: str,
-                 position: str, rope_theta: float, rope_scaling: RotaryScaling | None, qk_norm: bool,
-                 use_bias: bool, tie_embeddings: bool, sliding_window: int | None, dropout: float, dtype: str,
-                 implementation: str = "dense", block_size: int = 128, scan_layers: bool = False,
-                 projection_groups: int = 0, make_layer: Callable[..., Block] | None = None):  # fmt: skip
-        self.embed = nn.Embed(vocab_size, d_model, dtype=dtype)
-        self.position = nn.Embed(max_seq_len, d_model, dtype=dtype) if position == "learned" else None
-        parts = dict(
-            d_model=d_model, d_ff=d_ff, norm=norm, norm_eps=norm_eps, activation=activation, qk_norm=qk_norm,
-            use_bias=use_bias, dropout=dropout, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, sliding_window=sliding_window, implementation=implementation, block_size=block_size,
-            projection_groups=projection_groups,
-        )  # fmt: skip
-        self.layers = [Block(**parts) if make_layer is None else make_layer(i, **parts) for i in range(num_layers)]
-        self.final_norm = nn.norm(norm, d_model, eps=norm_eps, dtype=dtype)
-        self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, use_bias=False, dtype=dtype)
-        is_rotary = position == "rotary"
-        self.frequencies = rotary.frequencies(head_dim, rope_theta, rope_scaling) if is_rotary else None
-        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), scan_layers, max_seq_len
+    def __init__(self, config: TransformerConfig, compute: Compute, make_layer: Callable[..., Block] | None = None):
+        if config.layer_kind is not None:
+            raise ValueError(f"transformer: the Equinox twin has no memory layers, got memory.kind={config.layer_kind}")
+        d_model, dtype = config.d_model, compute.dtype
+        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype)
+        self.position = nn.Embed(config.max_seq_len, d_model, dtype=dtype) if config.position == "learned" else None
+        self.layers = [
+            Block(config, compute) if make_layer is None else make_layer(config, i, compute)
+            for i in range(config.num_layers)
+        ]
+        self.final_norm = nn.norm(config.norm, d_model, eps=config.norm_eps, dtype=dtype)
+        head = functools.partial(nn.Linear, d_model, config.vocab_size, use_bias=False, dtype=dtype)
+        self.head = None if config.tie_embeddings else head()
+        self.frequencies = None
+        if config.position == "rotary":
+            self.frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.auxiliary_weight = 0.0  # train.loss_fn asks for it: no layer here has a loss of its own
 
     def __call__(
@@ -239,7 +192,7 @@ class Transformer(eqx.Module):
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Return next-token logits of every position; dropout is (Philox key, step).
+        """Next-token logits of every position; dropout is (Philox key, step).
 
         Position -1 is padding; positions rise along a row, within each segment.
         """
@@ -256,7 +209,7 @@ class Transformer(eqx.Module):
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Return hidden states after the final norm, and the keys and values attended to.
+        """Hidden states after the final norm, and the cache: the keys and values attended to.
 
         With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it.
         """
@@ -269,25 +222,18 @@ class Transformer(eqx.Module):
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         else:
             hidden = hidden + self.position(jnp.maximum(positions, 0))
-        context = Context(positions, key_positions, segments, segments, angles, slot, dropout)
+        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
         run = self._scan if self.scan_layers else self._unroll
         hidden, keys, values = run(hidden, context, cache)
         return self.final_norm(hidden), KVCache(keys, values, key_positions)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return the vocabulary scores of hidden states."""
+        """Logits of hidden states, by the head or the tied embedding."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
-
-    def _sites(self) -> list[tuple[int, int]]:
-        branches = ("attention", "mlp")
-        return [
-            tuple(philox.site_id(f"layers.{i}.{branch}.dropout") for branch in branches)
-            for i in range(len(self.layers))
-        ]
 
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         cached = [None] * len(self.layers) if cache is None else list(zip(cache.keys, cache.values))
-        for i, (layer, sites) in enumerate(zip(self.layers, self._sites())):
+        for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
         keys, values = zip(*cached)
         return hidden, keys, values
@@ -295,7 +241,7 @@ class Transformer(eqx.Module):
     def _scan(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         """Run one compiled body over the stacked layers: compile time no longer grows with depth."""
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *self.layers)
-        sites = jnp.array(self._sites(), jnp.uint32)
+        sites = jnp.array(philox.dropout_sites(len(self.layers)), jnp.uint32)
         cached = None if cache is None else (jnp.stack(cache.keys), jnp.stack(cache.values))
 
         def body(hidden, xs):
@@ -306,45 +252,26 @@ class Transformer(eqx.Module):
         return hidden, tuple(keys), tuple(values)
 
 
-def blank(config: TransformerConfig, *, make_layer: Callable[..., Block] | None = None, **how: Any) -> Transformer:
-    """Decoder of a configuration whose parameters have shapes but no values yet; call it under eqx.filter_eval_shape.
-
-    Args:
-      config: its shape.
-      make_layer: make_layer(config, index, **parts) makes the layers, parts being the arguments of Block; what they
-        cache is keys and values alone. None = every layer is a Block.
-      how: further arguments of Transformer, such as dtype and implementation.
-
-    Raises:
-      ValueError: the configuration has layers that this twin has not.
-    """
-    if config.layer_kind is not None:
-        raise ValueError(f"transformer: the Equinox twin has no memory layers, got memory.kind={config.layer_kind}")
-    fields = {name: getattr(config, name) for name in TransformerConfig.model_fields}
-    return Transformer(**fields, **how, make_layer=make_layer and functools.partial(make_layer, config))
-
-
 def build(
     config: TransformerConfig,
     params: Mapping[str, np.ndarray],
     *,
-    dtype: str = "float32",
-    implementation: str = "dense",
-    block_size: int = 128,
-    scan_layers: bool = False,
-    projection_groups: int = 0,
     make_layer: Callable[..., Block] | None = None,
+    **compute: Any,
 ) -> Transformer:
-    """Return the model of a configuration holding `params`, cast to dtype.
+    """Decoder of a configuration holding `params`, cast to dtype.
 
-    projection_groups: 0 = a product for every projection; n = one for query, key and value and one for gate and up,
-    their kernels side by side in n interleaved parts (nn.project). Parameters and their names are the same.
-    make_layer: as for `blank`.
+    Args:
+      config: its shape.
+      params: values by dotted name.
+      make_layer: make_layer(config, index, compute) makes the layers; what they cache is keys and values alone.
+        None = every layer is a Block.
+      compute: the fields of Compute, such as dtype and implementation.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen, all names are listed; or as `blank`.
+      ValueError: a parameter is missing, unused or misshapen, all names are listed; or the configuration has layers
+        that this twin has not.
     """
     libtpu.leave_out_if_absent()
-    how = {"dtype": dtype, "implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    how |= {"projection_groups": projection_groups, "make_layer": make_layer}
-    return nn.load_params(eqx.filter_eval_shape(lambda: blank(config, **how)), params)
+    model = eqx.filter_eval_shape(lambda: Transformer(config, Compute(**compute), make_layer))
+    return nn.load_params(model, params)

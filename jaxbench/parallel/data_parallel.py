@@ -18,13 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from jaxbench import sharding, train
+from jaxbench import parameters, sharding, train
 from jaxbench.mesh import DATA, FSDP, ROWS
 
 
@@ -103,23 +102,12 @@ def make_loss(
         if dropout is not None:
             rate = model.layers[0].dropout
             raise ValueError(f"data_parallel: dropout={rate} is not supported with gradient_type={gradient_type}")
-        params, merged = named_params(model)
+        graph, params = parameters.split(model)
+        merged = functools.partial(parameters.merge, graph)
         run = functools.partial(_loss_and_gradients, mesh, gradient_type, stored, gradients, merged, loss_fn)
         return differentiated(run, lambda params, batch: plain_loss(merged(params), batch))(params, batch, scale)
 
     return loss
-
-
-def named_params(model: Any) -> tuple[dict[str, Array], Callable[[Mapping[str, Array]], Any]]:
-    """Parameters of a model by dotted name, and the function that makes the same model with others."""
-    graph, params = nnx.split(model, nnx.Param)
-    paths = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(params)}
-
-    def merged(named: Mapping[str, Array]) -> Any:
-        flat = [(path, leaf.replace(named[name])) for name, (path, leaf) in paths.items()]
-        return nnx.merge(graph, nnx.from_flat_state(flat))
-
-    return {name: leaf[...] for name, (_, leaf) in paths.items()}, merged
 
 
 def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., Array]) -> Callable[..., Array]:

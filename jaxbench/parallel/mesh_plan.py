@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from jaxbench import attention, float8, initial, sharding, train
+from jaxbench import attention, float8, initial, parameters, sharding, train
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import FSDP, MODEL, MODEL_X, MODEL_Y, ROWS, SEQUENCE, STAGE, ParallelConfig
@@ -83,7 +82,7 @@ def make_plan(
     shapes = initial.parameter_shapes(model)
 
     def placed(stored: sharding.Axes) -> dict[str, NamedSharding]:
-        rules = sharding.decoder_table(stored=stored, out=out, heads=heads, width=width, **_parts(model))
+        rules = sharding.decoder_table(model, stored=stored, out=out, heads=heads, width=width)
         if extension.add_rules is not None:
             rules = extension.add_rules(rules, model, stored=stored, heads=heads, width=width)
         return sharding.parameter_shardings(shapes, rules, mesh)
@@ -123,10 +122,6 @@ def projection_groups(parallel: ParallelConfig, num_devices: int) -> int:
     return 1 if is_pipelined else sizes[MODEL_Y if parallel.mesh.is_2d else MODEL]
 
 
-def _parts(model: TransformerConfig) -> dict[str, Any]:
-    return {name: getattr(model, name) for name in sharding.PARTS}
-
-
 # Placing a state
 
 
@@ -144,8 +139,8 @@ def state_shardings(plan: Plan, state: Any) -> Any:
         return offload.host_sharding(on_device) if kind == sharding.PINNED_HOST else on_device
 
     def place_on_device(path: tuple, leaf: Any) -> NamedSharding:
-        words = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]
-        endings = (".".join(words[start:]).removesuffix(".value") for start in range(len(words)))
+        words = parameters.dotted(path).split(".")
+        endings = (".".join(words[start:]) for start in range(len(words)))
         name = next((ending for ending in endings if ending in shapes), None)
         if name is None or tuple(leaf.shape) != shapes[name]:
             return NamedSharding(plan.mesh, P())
@@ -264,17 +259,17 @@ def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Arra
     is_split = plan.config.zero == 3 and plan.mesh.shape[FSDP] > 1
 
     def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
-        graph, params = nnx.split(model, nnx.Param)
+        graph, params = parameters.split(model)
         # Layers in a loop, or computed again, gather their own weights: the stack of all layers' gathered weights
         # would be kept, and a policy around rematerialised blocks would keep what is inside them.
         is_by_layer = is_split and bool(model.scan_layers or model.remat)
         of_layer = lambda params, index: used_params(plan, params, within=f"layers.{index}.")
         inside = {sharding.WEIGHTS: of_layer} if is_by_layer else {}
 
-        def at(params: nnx.State) -> Array:
+        def at(params: dict[str, Array]) -> Array:
             with sharding.activations(points | inside):
                 used = used_params(plan, params, leave="layers." if is_by_layer else None)
-                return loss_fn(nnx.merge(graph, used), batch, dropout=dropout)
+                return loss_fn(parameters.merge(graph, used), batch, dropout=dropout)
 
         if is_split and not model.remat:
             return jax.checkpoint(at, policy=_all_but(plan.used))(params)
@@ -305,11 +300,8 @@ def attend(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K H S"],
     value: Float[Array, "B K S H"],
+    spans: attention.Spans,
     *,
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
-    query_segments: Int[Array, "B T"] | None,
-    key_segments: Int[Array, "B S"] | None,
     sliding_window: int | None,
     implementation: str,
     block_size: int,
@@ -327,25 +319,23 @@ def attend(
     is_ring = plan.mesh.shape[SEQUENCE] > 1 and plan.config.sequence_attention == "ring"
     keys_over = SEQUENCE if is_ring else None
 
-    def local(query: Array, key: Array, value: Array, spans: dict[str, Array | None]) -> Array:
+    def local(query: Array, key: Array, value: Array, spans: attention.Spans) -> Array:
         with sharding.activations({}):
             if is_ring:
                 return ring_attention.ring_attention(
-                    query, key, value, **spans, sliding_window=sliding_window, axis=SEQUENCE, block_size=block_size
+                    query, key, value, spans, sliding_window=sliding_window, axis=SEQUENCE, block_size=block_size
                 )
             return attention.attention(
-                query, key, value, **spans, sliding_window=sliding_window, is_ordered=plan.mesh.shape[SEQUENCE] == 1,
+                query, key, value, spans, sliding_window=sliding_window, is_ordered=plan.mesh.shape[SEQUENCE] == 1,
                 implementation=implementation, block_size=block_size,
             )  # fmt: skip
 
-    spans = {"query_positions": query_positions, "key_positions": key_positions}
-    spans |= {"query_segments": query_segments, "key_segments": key_segments}
     of_queries, of_keys = P(rows, SEQUENCE), P(rows, keys_over)
     specs = (
         P(rows, SEQUENCE, heads),
         P(rows, heads, None, keys_over),
         P(rows, heads, keys_over),
-        {name: of_queries if name.startswith("query") else of_keys for name in spans},
+        attention.Spans(of_queries, of_keys, of_queries, of_keys),
     )
     over_mesh = jax.shard_map(
         local, mesh=plan.mesh, in_specs=specs, out_specs=P(rows, SEQUENCE, heads), check_vma=False
@@ -353,25 +343,25 @@ def attend(
     return over_mesh(query, key, value, spans)
 
 
-def used_params(plan: Plan, params: nnx.State, *, within: str = "", leave: str | None = None) -> nnx.State:
+def used_params(plan: Plan, params: Any, *, within: str = "", leave: str | None = None) -> Any:
     """Parameters placed as the model computes with them; their gradients go where the optimiser reads them.
 
     Args:
       plan: where everything lives.
-      params: parameters by path.
-      within: what stands before their dotted names in the plan, such as "layers.0.".
+      params: parameters as a tree whose paths are their dotted names.
+      within: what stands before these names in the plan, such as "layers.0.".
       leave: those whose name begins so stay as they are.
 
     The scales of 8-bit products are no parameters: every device has them all.
     """
-    flat = []
-    for path, leaf in nnx.to_flat_state(params):
-        name = within + ".".join(map(str, path))
-        is_left = name.endswith(float8.SCALES) or (leave is not None and name.startswith(leave))
-        if not is_left:
-            leaf = leaf.replace(sharding.place_both_ways(leaf[...], plan.used[name], plan.gradients[name]))
-        flat.append((path, leaf))
-    return nnx.from_flat_state(flat)
+
+    def place(path: tuple, value: Array) -> Array:
+        name = within + parameters.dotted(path)
+        if name.endswith(float8.SCALES) or (leave is not None and name.startswith(leave)):
+            return value
+        return sharding.place_both_ways(value, plan.used[name], plan.gradients[name])
+
+    return jax.tree_util.tree_map_with_path(place, params)
 
 
 def _all_but(used: Shardings) -> Callable[..., bool]:

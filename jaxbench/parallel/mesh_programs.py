@@ -6,6 +6,7 @@ of chips compiles on a laptop. The same programs run on real arrays of the same 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +17,14 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxbench import sharding
+from jaxbench import parameters, sharding
 from jaxbench import train as train_module
-from jaxbench.config import TransformerConfig
+from jaxbench.attention import KVCache
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parallel import mesh_plan
-from jaxbench.transformer import KVCache, Transformer, blank
+from jaxbench.transformer import Transformer
 
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
 
@@ -50,21 +52,13 @@ class Abstract(NamedTuple):
 def abstract_model(
     config: TransformerConfig, *, dtype: str, scan_layers: bool, extension: Extension = Extension()
 ) -> Abstract:
-    """Return the shapes of a model's parameters by dotted name and the function that puts arrays into the model.
+    """Shapes of a model's parameters by dotted name and the function that puts arrays into the model.
 
     extension: what a workload adds to the decoder.
     """
-    how = {"dtype": dtype, "scan_layers": scan_layers, "make_layer": extension.make_layer}
-    model = nnx.eval_shape(lambda: blank(config, **how))
-    graph, state = nnx.split(model)
-    paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-
-    def merge(params: dict[str, jax.Array]) -> Transformer:
-        flat = [(paths[name], leaves[name].replace(value)) for name, value in params.items()]
-        return nnx.merge(graph, nnx.from_flat_state(flat))
-
-    return Abstract({name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}, merge, extension)
+    compute = Compute(dtype=dtype, scan_layers=scan_layers)
+    graph, params = parameters.split(nnx.eval_shape(lambda: Transformer(config, compute, extension.make_layer)))
+    return Abstract(params, functools.partial(parameters.merge, graph), extension)
 
 
 def make_plan(
@@ -98,7 +92,7 @@ def make_plan(
 
 
 def prefill(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> Program:
-    """Return the program that fills a cache from whole prompts; the head runs at the last position only."""
+    """Prefill program: it fills a cache from whole prompts; the head runs at the last position only."""
 
     def run(params: dict, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
         transformer = model.merge(params)
@@ -113,7 +107,7 @@ def prefill(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -
 
 
 def decode(model: Abstract, plan: mesh_plan.Plan, *, batch: int, length: int) -> Program:
-    """Return the program of one greedy decode step over a donated cache of `length` slots."""
+    """Decode program: one greedy step over a donated cache of `length` slots."""
 
     def run(params: dict, cache: KVCache, token_ids: jax.Array, positions: jax.Array, slot: jax.Array):
         transformer = model.merge(params)
@@ -145,13 +139,13 @@ def _first_cache(model: Abstract, params: dict, ids: jax.Array, length: int) -> 
 
 
 def _by_rows(tree: Any, rows: NamedSharding) -> Any:
-    """Return where arrays of rows live; those of no axis are on every chip."""
+    """Sharding of arrays of rows; those of no axis are on every chip."""
     everywhere = NamedSharding(rows.mesh, P())
     return jax.tree.map(lambda x: rows if x.ndim else everywhere, tree)
 
 
 def train(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> Program:
-    """Return the program of one AdamW step on the mean next-token loss; moments are float32, everything donated."""
+    """Training program: one AdamW step on the mean next-token loss; moments are float32, everything donated."""
     params, placed = _placed_params(model, plan), dict(plan.params)
 
     def loss_fn(params: dict, token_ids: jax.Array, targets: jax.Array, positions: jax.Array) -> jax.Array:
@@ -182,7 +176,7 @@ def train(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> 
 
 
 def _adamw(param, grad, first, second, step, *, learning_rate: float = 3e-4):
-    """Return (param, first moment, second moment) after one update, computed in float32."""
+    """(param, first moment, second moment) after one AdamW update, computed in float32."""
     grad = grad.astype(jnp.float32)
     first = BETA1 * first + (1 - BETA1) * grad
     second = BETA2 * second + (1 - BETA2) * grad * grad

@@ -26,11 +26,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import functional, sharding, train
+from jaxbench import functional, parameters, sharding, train
+from jaxbench.attention import Context, Spans
 from jaxbench.mesh import DATA, FSDP, MODEL, ROWS, STAGE
-from jaxbench.parallel.data_parallel import differentiated, dim_of, named_params, reduced, whole
+from jaxbench.parallel.data_parallel import differentiated, dim_of, reduced, whole
 from jaxbench.parallel.pipeline_schedule import timing
-from jaxbench.transformer import Context
 
 ENDS = ("embed", "position", "final_norm", "head")  # what the first and the last stage have beside their layers
 # Weights that every head uses: where heads are split over `model`, each device has a part of their gradient.
@@ -123,7 +123,7 @@ def _run_stage(
     angles = None
     if pipeline.frequencies is not None:
         angles = functional.rotary_angles(micro.positions, pipeline.frequencies, dtype=pipeline.dtype)
-    context = Context(micro.positions, micro.positions, micro.segments, micro.segments, angles, None, None)
+    context = Context(Spans(micro.positions, micro.positions, micro.segments, micro.segments), angles, None, None)
     points = {"mlp_in": _copied, "mlp_out": _summed}
     if pipeline.is_attention_split:
         points |= {"attention_in": _copied, "attention_out": _summed}
@@ -301,9 +301,10 @@ def make_loss(
             schedule=schedule,
             gradient_type=gradient_type,
         )
-        params, merged = named_params(model)
+        graph, params = parameters.split(model)
         run = functools.partial(_loss_and_gradients, pipeline, mesh, stored, gradients)
-        return differentiated(run, lambda params, batch: loss_fn(merged(params), batch))(params, batch, scale)
+        plain = lambda params, batch: loss_fn(parameters.merge(graph, params), batch)
+        return differentiated(run, plain)(params, batch, scale)
 
     return loss
 

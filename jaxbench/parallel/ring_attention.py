@@ -21,17 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jaxbench.attention import attention_mask
-
-
-class Spans(NamedTuple):
-    """Positions and segments of queries and keys, from which the attention mask follows; see jaxbench/attention.py."""
-
-    query_positions: Int[Array, "B T"]
-    key_positions: Int[Array, "B S"]
-    query_segments: Int[Array, "B T"] | None
-    key_segments: Int[Array, "B S"] | None
-
+from jaxbench.attention import Spans, attention_mask
 
 Query = Float[Array, "B K G T H"]  # or attention output, or a gradient of either
 Key = Float[Array, "B K H S"]
@@ -50,11 +40,8 @@ def ring_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B K H S"],
     value: Float[Array, "B K S H"],
+    spans: Spans,
     *,
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
-    query_segments: Int[Array, "B T"] | None = None,
-    key_segments: Int[Array, "B S"] | None = None,
     sliding_window: int | None = None,
     axis: str,
     block_size: int = 128,
@@ -65,17 +52,17 @@ def ring_attention(
 
     Args:
       query, key, value: this device's tokens; N is a multiple of K.
-      query_positions, key_positions, query_segments, key_segments: the same tokens', see jaxbench/attention.py.
-      window: tokens a query sees, itself included; None = all before it.
+      spans: the same tokens' positions and segments.
+      sliding_window: tokens a query sees, itself included; None = all before it.
       axis: of the mesh, over which a row's tokens are split.
       block_size: keys whose scores are held at once.
     """
     batch, length, num_heads, head_dim = query.shape
     grouped = query.reshape(batch, length, key.shape[1], num_heads // key.shape[1], head_dim).transpose(0, 2, 3, 1, 4)
     size = min(block_size, key.shape[3])
-    spans = Spans(query_positions, _padded(key_positions, size, 1, -1), query_segments, key_segments)
-    if key_segments is not None:
-        spans = spans._replace(key_segments=_padded(key_segments, size, 1, -1))
+    spans = spans._replace(key_positions=_padded(spans.key_positions, size, 1, -1))
+    if spans.key_segments is not None:
+        spans = spans._replace(key_segments=_padded(spans.key_segments, size, 1, -1))
     mixed = _ring(Ring(axis, sliding_window, size), grouped, _padded(key, size, 3), _padded(value, size, 2), spans)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
@@ -96,17 +83,6 @@ def _scores(query: Query, key: Key, mask: Bool[Array, "B T S"]) -> Float[Array, 
     """Scaled scores, -inf where the mask is False."""
     scores = _einsum("BKGTH,BKHS->BKGTS", query, key) / math.sqrt(query.shape[-1])
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
-
-
-def _mask(spans: Spans, sliding_window: int | None) -> Bool[Array, "B T S"]:
-    """True where a query may attend to a key."""
-    return attention_mask(
-        spans.query_positions,
-        spans.key_positions,
-        query_segments=spans.query_segments,
-        key_segments=spans.key_segments,
-        sliding_window=sliding_window,
-    )
 
 
 def _round(axis: str, step, start: tuple, moving: tuple, spans: Spans) -> tuple[tuple, tuple]:
@@ -134,7 +110,7 @@ def _block(spans: Spans, ring: Ring, start: Int[Array, ""], key: Key, value: Val
     block = spans._replace(key_positions=cut(spans.key_positions, axis=1))
     if spans.key_segments is not None:
         block = block._replace(key_segments=cut(spans.key_segments, axis=1))
-    return cut(key, axis=3), cut(value, axis=2), _mask(block, ring.sliding_window)
+    return cut(key, axis=3), cut(value, axis=2), attention_mask(block, ring.sliding_window)
 
 
 def _starts(spans: Spans, ring: Ring) -> Int[Array, " blocks"]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxbench import prng
+from jaxbench import parameters, prng
 from jaxbench.config import TransformerConfig
 from jaxbench.parity import capture
 from jaxbench.parity.cases import Arrays, Case
@@ -42,7 +42,7 @@ class Side:
 
     def _hold(self, model: Any) -> None:
         self.model = model
-        self.graph, self.params = optimizer_step.split(model)
+        self.graph, self.params = parameters.split(model)
 
     @property
     def is_captured(self) -> bool:
@@ -82,7 +82,7 @@ class Side:
 
     def _loss(self, params: Any, deltas: dict, batch: Any, dropout: Any) -> tuple[Any, dict]:
         """Loss and every module's output; deltas are added to outputs, to differentiate by them."""
-        model = optimizer_step.merge(self.graph, params)
+        model = parameters.merge(self.graph, params)
 
         def shift(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             result = call(*args, **kwargs)
@@ -122,7 +122,7 @@ class Side:
     def _forced(self) -> Callable[..., Any]:
         @jax.jit
         def run(params: Any, given: dict, batch: Any, dropout: Any) -> dict[str, capture.Call]:
-            model, calls = optimizer_step.merge(self.graph, params), {}
+            model, calls = parameters.merge(self.graph, params), {}
 
             def force(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
                 handed = _floating((args, kwargs))
@@ -157,7 +157,7 @@ class Side:
 
         @jax.jit
         def features(params: Any, tokens: Any, positions: Any, cache: Any, slot: Any) -> tuple[Any, Any]:
-            model = optimizer_step.merge(self.graph, params)
+            model = parameters.merge(self.graph, params)
             hidden, cache = model.features(tokens, positions, cache=cache, slot=slot)
             return model.logits(hidden), cache
 

@@ -47,135 +47,113 @@ class Outcome(NamedTuple):
         return bool(self.caught_by)
 
 
-def _replace(target: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Change:
-    """Context in which target.name is make(original)."""
-    return mock.patch.object(target, name, make(getattr(target, name)))
+def _replace(target: Any, name: str, bug: Callable[..., Any]) -> Change:
+    """Context in which a call of target.name is bug(original, the call's arguments)."""
+    original = getattr(target, name)
+    return mock.patch.object(target, name, lambda *args, **options: bug(original, *args, **options))
 
 
 def _rms_eps() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-            with mock.patch.object(self, "eps", 0.1 * self.eps):
-                return original(self, x)
+    def forward(original: Callable[..., Any], self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        with mock.patch.object(self, "eps", 0.1 * self.eps):
+            return original(self, x)
 
-        return forward
-
-    return _replace(nn.RMSNorm, "forward", make)
+    return _replace(nn.RMSNorm, "forward", forward)
 
 
 def _gelu_erf() -> Change:
-    return _replace(F, "gelu", lambda original: lambda x, approximate="none": original(x))
+    return _replace(F, "gelu", lambda original, x, approximate="none": original(x))
 
 
 def _rope_base() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def angles(positions: Any, frequencies: tuple[float, ...], **options: Any) -> Any:
-            return original(positions, rotary.frequencies(2 * len(frequencies), 1e6, None), **options)
+    def angles(original: Callable[..., Any], positions: Any, frequencies: tuple[float, ...], **options: Any) -> Any:
+        return original(positions, rotary.frequencies(2 * len(frequencies), 1e6, None), **options)
 
-        return angles
-
-    return _replace(functional, "rotary_angles", make)
+    return _replace(functional, "rotary_angles", angles)
 
 
 def _rope_interleaved() -> Change:
-    def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    def rotate(original: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         even, odd = x[..., 0::2], x[..., 1::2]
         cosine, sine = cosine[:, :, None], sine[:, :, None]
         return torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).flatten(-2)
 
-    return _replace(functional, "rotate", lambda original: rotate)
+    return _replace(functional, "rotate", rotate)
 
 
 def _rope_not_on_keys() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x, *angles: x if x.shape[2] == cases.LLAMA.num_kv_heads else original(x, *angles)
+    def rotate(original: Callable[..., Any], x: torch.Tensor, *angles: torch.Tensor) -> torch.Tensor:
+        return x if x.shape[2] == cases.LLAMA.num_kv_heads else original(x, *angles)
 
-    return _replace(functional, "rotate", make)
+    return _replace(functional, "rotate", rotate)
 
 
 @contextlib.contextmanager
 def _qk_norm_after_rotary() -> Iterator[None]:
     """Let the norms of queries and keys, whose inputs alone have four axes, wait for the rotation."""
-    waiting, norm, rotate = [], nn.RMSNorm.forward, functional.rotate
+    waiting: list[nn.RMSNorm] = []
 
-    def postponed(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    def postponed(original: Callable[..., Any], self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
         if x.ndim < 4:
-            return norm(self, x)
+            return original(self, x)
         waiting.append(self)
         return x
 
-    def rotate_first(x: torch.Tensor, *angles: torch.Tensor) -> torch.Tensor:
-        return norm(waiting.pop(0), rotate(x, *angles))
-
-    with mock.patch.object(nn.RMSNorm, "forward", postponed), mock.patch.object(functional, "rotate", rotate_first):
+    norm = nn.RMSNorm.forward
+    rotate_first = lambda original, x, *angles: norm(waiting.pop(0), original(x, *angles))
+    with _replace(nn.RMSNorm, "forward", postponed), _replace(functional, "rotate", rotate_first):
         yield
 
 
 def _qk_norm_of_all_heads() -> Change:
     """Divide queries and keys by the root mean square of all heads together."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-            if x.ndim < 4:
-                return original(self, x)
-            mean_square = torch.mean(torch.square(x), dim=(-2, -1), keepdim=True)
-            return x * torch.rsqrt(mean_square + self.eps) * self.scale
+    def forward(original: Callable[..., Any], self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        if x.ndim < 4:
+            return original(self, x)
+        mean_square = torch.mean(torch.square(x), dim=(-2, -1), keepdim=True)
+        return x * torch.rsqrt(mean_square + self.eps) * self.scale
 
-        return forward
-
-    return _replace(nn.RMSNorm, "forward", make)
-
-
-def _mask(rule: Callable[..., torch.Tensor]) -> Change:
-    """Replace the attention mask by rule(original, query_positions, key_positions, **spans)."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *positions, **spans: rule(original, *positions, **spans)
-
-    return _replace(attention, "attention_mask", make)
+    return _replace(nn.RMSNorm, "forward", forward)
 
 
 def _causal_leak() -> Change:
-    return _mask(lambda original, query, key, **spans: original(query + 1, key, **spans))
+    def mask(original: Callable[..., Any], spans: attention.Spans, sliding_window: int | None) -> torch.Tensor:
+        return original(spans._replace(query_positions=spans.query_positions + 1), sliding_window)
+
+    return _replace(attention, "attention_mask", mask)
 
 
 def _window_longer() -> Change:
-    def rule(original: Callable[..., Any], *positions: Any, sliding_window: int | None, **spans: Any) -> torch.Tensor:
-        return original(*positions, sliding_window=sliding_window and sliding_window + 1, **spans)
-
-    return _mask(rule)
+    longer = lambda original, spans, window: original(spans, window and window + 1)
+    return _replace(attention, "attention_mask", longer)
 
 
 def _segments_ignored() -> Change:
-    def rule(original: Callable[..., Any], *positions: Any, **spans: Any) -> torch.Tensor:
-        return original(*positions, **(spans | {"query_segments": None}))
-
-    return _mask(rule)
+    ignored = lambda original, spans, window: original(spans._replace(query_segments=None), window)
+    return _replace(attention, "attention_mask", ignored)
 
 
 def _attention_scale() -> Change:
     """Scale the scores of the last layer by 1.03."""
     layer = {"index": 0}
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def scaled(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            layer["index"] += 1
-            is_last = layer["index"] % cases.LLAMA.num_layers == 0
-            return original(query * 1.03 if is_last else query, *args, **options)
+    def scaled(original: Callable[..., Any], query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        layer["index"] += 1
+        is_last = layer["index"] % cases.LLAMA.num_layers == 0
+        return original(query * 1.03 if is_last else query, *args, **options)
 
-        return scaled
-
-    return _replace(transformer, "attention", make)
+    return _replace(transformer, "attention", scaled)
 
 
 def _softmax_bfloat16() -> Change:
-    def dense(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+    def dense(original: Any, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
         scores = attention._scores(query, key, mask).masked_fill(~mask[:, None, None], -1e30)
         weights = torch.softmax(scores.bfloat16(), dim=-1).to(value.dtype)
         weights = weights * mask.any(-1)[:, None, None, :, None]
         return torch.einsum("BKGTS,BKSH->BKGTH", weights, value)
 
-    return _replace(attention, "_dense", lambda original: dense)
+    return _replace(attention, "_dense", dense)
 
 
 class _Adam(torch.optim.Optimizer):
@@ -243,78 +221,59 @@ def _no_decay_on_norms() -> Change:
 
 
 def _norm_scale_ignored() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, x: original(self, x) / self.scale
-
-    return _replace(nn.RMSNorm, "forward", make)
+    return _replace(nn.RMSNorm, "forward", lambda original, self, x: original(self, x) / self.scale)
 
 
 def _head_groups_swapped() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def swapped(query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            groups = query.shape[2] // key.shape[1]
-            order = torch.arange(query.shape[2]).reshape(groups, -1).T.flatten()
-            return original(query[:, :, order], key, *args, **options)[:, :, torch.argsort(order)]
+    def swapped(original: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        groups = query.shape[2] // key.shape[1]
+        order = torch.arange(query.shape[2]).reshape(groups, -1).T.flatten()
+        return original(query[:, :, order], key, *args, **options)[:, :, torch.argsort(order)]
 
-        return swapped
-
-    return _replace(transformer, "attention", make)
+    return _replace(transformer, "attention", swapped)
 
 
 def _dropout_not_rescaled() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x, rate, **stream: original(x, rate, **stream) * (1.0 - rate)
-
-    return _replace(functional, "dropout", make)
+    unscaled = lambda original, x, rate, **stream: original(x, rate, **stream) * (1.0 - rate)
+    return _replace(functional, "dropout", unscaled)
 
 
 def _dropout_one_mask() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda key, *, step, **where: original(key, step=0, **where)
-
-    return _replace(prng, "words", make)
+    return _replace(prng, "words", lambda original, key, *, step, **where: original(key, step=0, **where))
 
 
 def _tied_gradient_lost() -> Change:
-    def attend(self: nn.Embed, x: torch.Tensor) -> torch.Tensor:
+    def attend(original: Any, self: nn.Embed, x: torch.Tensor) -> torch.Tensor:
         return functional.matmul(x, self.embedding.detach(), transposed=True)
 
-    return _replace(nn.Embed, "attend", lambda original: attend)
+    return _replace(nn.Embed, "attend", attend)
 
 
 def _decode_position_late() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def features(self: Any, tokens: Any, positions: Any, *, cache: Any = None, **options: Any) -> Any:
-            return original(self, tokens, positions if cache is None else positions + 1, cache=cache, **options)
+    def features(original: Any, self: Any, tokens: Any, positions: Any, *, cache: Any = None, **options: Any) -> Any:
+        return original(self, tokens, positions if cache is None else positions + 1, cache=cache, **options)
 
-        return features
-
-    return _replace(transformer.Transformer, "features", make)
+    return _replace(transformer.Transformer, "features", features)
 
 
 def _loss_mask_ignored() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda logits, targets, mask: original(logits, targets, torch.ones_like(mask))
-
-    return _replace(train, "cross_entropy", make)
+    unmasked = lambda original, logits, targets, mask: original(logits, targets, torch.ones_like(mask))
+    return _replace(train, "cross_entropy", unmasked)
 
 
 def _rope_scaling_ignored() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def angles(positions: Any, frequencies: tuple[float, ...], **options: Any) -> Any:
-            unscaled = rotary.frequencies(2 * len(frequencies), cases.LLAMA.rope_theta, None)
-            return original(positions, unscaled, **options)
+    def angles(original: Callable[..., Any], positions: Any, frequencies: tuple[float, ...], **options: Any) -> Any:
+        unscaled = rotary.frequencies(2 * len(frequencies), cases.LLAMA.rope_theta, None)
+        return original(positions, unscaled, **options)
 
-        return angles
-
-    return _replace(functional, "rotary_angles", make)
+    return _replace(functional, "rotary_angles", angles)
 
 
 def _temperature_squared() -> Change:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda logits, sampling: original(logits / math.sqrt(sampling.temperature), sampling)
+    def filtered(original: Callable[..., Any], logits: torch.Tensor, sampling: Any) -> torch.Tensor:
+        return original(logits / math.sqrt(sampling.temperature), sampling)
 
-    return _replace(sample, "filter_logits", make)
+    return _replace(sample, "filter_logits", filtered)
 
 
 _LLAMA, _GPT2, _ATTENTION = "transformer/llama-grouped", "transformer/gpt2", "layers.0.attention"

@@ -245,12 +245,12 @@ class _Work:
         rate, seed = evidence.LEARNING_RATE, evidence.SEED
         curve = side.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses
         reference = other.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses
-        band = []
+        curves = []
         for _ in range(NUM_PERTURBED):
             other.load_params(perturbed(self.params, random))
-            band.append(other.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses)
-        gate = gates.training_noise(curve, reference, band, reference=self.reference.training.losses, dtype="float32")
-        self.gates.append(gate)
+            curves.append(other.train(steps, evidence.STEP, learning_rate=rate, seed=seed).losses)
+        exact = self.reference.training.losses
+        self.gates.append(gates.training_noise(curve, reference, curves, reference=exact, dtype="float32"))
 
     def _sides(self, dtype: str) -> tuple[Any, Any]:
         return sides(self.case, self.config, self.params, dtype=dtype, backend=self.backend)

@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return what its part files are called."""
+        """Name of its part files."""
         return f"{self.file:05d}-{self.number:07d}"
 
 
@@ -53,7 +53,7 @@ class Bad(NamedTuple):
 
 
 def find(pattern: str) -> list[str]:
-    """Return the files that a path or a glob pattern names, sorted.
+    """Files that a path or a glob pattern names, sorted.
 
     Raises:
       ValueError: no such file, an unknown suffix, a name that is not UTF-8, or an empty file.
@@ -105,7 +105,7 @@ def chunks(path: str, file: int = 0) -> Iterator[Chunk]:
 
 
 def read(chunk: Chunk, *, field: str = "text", prompt_field: str | None = None) -> tuple[list[Record], list[Bad]]:
-    """Return the usable and the bad lines of a chunk; blank lines are neither.
+    """Usable and bad lines of a chunk; blank lines are neither.
 
     Args:
       field: key of the text, or of a list of token ids, in an object.

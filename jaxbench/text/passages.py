@@ -22,7 +22,7 @@ class Passages(NamedTuple):
 
 
 def read_texts(path: str | Path | None = None, *, key: str = "text") -> list[str]:
-    """Return the texts of a file, or of the packaged default text.
+    """Texts of a file, or of the packaged default text.
 
     Beside what `data.load_text` reads: a .json or .json.gz file with a list of objects, each with the text under `key`.
 
@@ -48,7 +48,7 @@ def read_texts(path: str | Path | None = None, *, key: str = "text") -> list[str
 def cut(
     tokenizer: Any, texts: Sequence[str], *, num_tokens: int, max_passages: int, per_text: int | None = None
 ) -> Passages:
-    """Return at most max_passages passages of num_tokens each, taken from the start of every text on.
+    """At most max_passages passages of num_tokens each, taken from the start of every text on.
 
     per_text limits how many one text gives (1 = its beginning); texts that are too short give none.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import psutil
 
 from jaxbench import initial, prng, train, transformer
-from jaxbench.config import TransformerConfig
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.parallel import offload
 from jaxbench.training import optimizer_step, precision
@@ -97,15 +97,15 @@ def compiled(
     The device may be one of a topology that is not attached (jax.experimental.topologies). extension: what a workload
     adds to the decoder of `config`.
     """
-    kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-    kind |= {"projection_groups": int(fused_projections), "dtype": precision.policy(step_config.precision).compute}
+    dtype = precision.policy(step_config.precision).compute
+    compute = Compute(dtype, implementation, block_size, scan_layers, projection_groups=int(fused_projections))
     place = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
     shapes = initial.parameter_shapes(config)
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     on_device = step_config.model_copy(update={"offload": type(step_config.offload)()})
 
     def state_of(params: dict) -> optimizer_step.TrainState:
-        model = transformer.blank(config, make_layer=extension.make_layer, **kind)
+        model = transformer.Transformer(config, compute, extension.make_layer)
         return optimizer_step.init_state(model, params, on_device)
 
     def placed(tree: Any, *, is_host: bool = False) -> Any:

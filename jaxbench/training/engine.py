@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbench import prng, train, transformer
+from jaxbench import parameters, prng, train, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import ParallelConfig
@@ -56,10 +56,11 @@ class Engine:
         """
         self.step_config, self.policy = step_config, precision.policy(step_config.precision)
         offload.check(step_config.on_host(), jax.local_devices()[0])
-        kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-        groups = _groups(parallel) if fused_projections else 0
-        kind |= {"projection_groups": groups, "make_layer": extension.make_layer}
-        model = transformer.build(config, params, dtype=self.policy.compute, **kind)
+        model = transformer.build(
+            config, params, make_layer=extension.make_layer, dtype=self.policy.compute, implementation=implementation,
+            block_size=block_size, scan_layers=scan_layers,
+            projection_groups=_groups(parallel) if fused_projections else 0,
+        )  # fmt: skip
         self.state = optimizer_step.init_state(model, params, step_config)
         self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
         self.extension = extension
@@ -144,13 +145,13 @@ class Engine:
     def arrays(self) -> dict[str, Any]:
         """Arrays of the whole training state by name, for a checkpoint."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(self.state)
-        return {_name(path): leaf for path, leaf in leaves}
+        return {parameters.dotted(path): leaf for path, leaf in leaves}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Put a checkpoint's state in place, on whatever mesh this engine has."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(self.state)
         # A copy that JAX owns: the step donates its state.
-        loaded = [distributed.place(jnp.array(arrays[_name(path)]), leaf.sharding) for path, leaf in leaves]
+        loaded = [distributed.place(jnp.array(arrays[parameters.dotted(path)]), leaf.sharding) for path, leaf in leaves]
         self.state = jax.tree_util.tree_unflatten(structure, loaded)
 
     def params(self) -> dict[str, np.ndarray]:
@@ -201,7 +202,7 @@ class Engine:
                 found.append(f"the output of module {name} is the first that is not finite")
             return result
 
-        model, count = optimizer_step.merge(self.state.graph, narrow), self.step_config.accumulation
+        model, count = parameters.merge(self.state.graph, narrow), self.step_config.accumulation
         model.remat, model.scan_layers = 0, False
         for k in range(count):
             micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in batch))
@@ -236,8 +237,3 @@ def _groups(parallel: ParallelConfig | None) -> int:
     from jaxbench.parallel.mesh_plan import projection_groups
 
     return projection_groups(parallel, len(jax.devices()))
-
-
-def _name(path: tuple) -> str:
-    """Dotted name of a leaf's path in the state."""
-    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path)

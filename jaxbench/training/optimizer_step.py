@@ -20,7 +20,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import float8, initial, train
+from jaxbench import float8, initial, parameters, train
 from jaxbench.parallel import offload
 from jaxbench.training import optimizers, precision
 from jaxbench.training.step_config import StepConfig
@@ -51,17 +51,8 @@ class TrainState:
     skipped: Int[Array, ""]
     is_halted: Bool[Array, ""]  # a step was not finite, and the run is to stop: nothing changes any more
     amax: dict[str, Float[Array, "3 M"]]  # float8: largest magnitudes of the last M steps, by layer; else empty
-    graph: Any = dataclasses.field(metadata={"static": True})
+    graph: parameters.Graph = dataclasses.field(metadata={"static": True})
     policy: precision.Policy = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Graph:
-    """What a model is beside its parameters."""
-
-    names: tuple[str, ...]  # dotted, of its leaves
-    structure: jax.tree_util.PyTreeDef
 
 
 def init_state(
@@ -88,7 +79,7 @@ def init_state(
         model = remat.apply(
             model, policy=step_config.remat.policy, group=step_config.remat.group, names=step_config.remat.names
         )
-    graph, abstract = split(model)
+    graph, abstract = parameters.split(model)
     shapes = {name: leaf.shape for name, leaf in abstract.items() if not name.endswith(float8.SCALES)}
     initial.check_params(shapes, params)
     placed = {name: jnp.array(params[name], policy.parameter) for name in shapes}
@@ -176,7 +167,7 @@ def _loss_and_gradients(
         params = optimizers.with_fixed(step_config.optimizer, params)
         cast = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
         dropout = None if dropout_key is None else (dropout_key, state.step * step_config.accumulation + index)
-        loss = loss_fn(merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
+        loss = loss_fn(parameters.merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
         return loss * state.scale.astype(policy.output) if policy.is_scaled else loss, loss
 
     grad_fn = jax.value_and_grad(loss_at, has_aux=True)
@@ -221,7 +212,7 @@ def eval_step(
       loss_fn: the loss, a mean over the targets of batch.mask.
     """
     policy = precision.policy(step_config.precision)
-    model = merge(graph, _narrow(params, policy))
+    model = parameters.merge(graph, _narrow(params, policy))
 
     def body(carry: tuple[Array, Array], micro: Any) -> tuple[tuple[Array, Array], None]:
         targets = jnp.sum(micro.mask, dtype=jnp.int32)
@@ -240,20 +231,6 @@ def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
         moment = optax.tree_utils.tree_get(state.moments, name)
         trees |= {} if moment is None else {kind: moment}
     return {kind: {name: np.asarray(value) for name, value in tree.items()} for kind, tree in trees.items()}
-
-
-def split(model: Any) -> tuple[Any, dict[str, Array]]:
-    """What a model is beside its parameters, to be handed to `merge`, and its parameters by dotted name."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(model)
-    # The last step into a Flax parameter is its `value`.
-    dotted = [".".join(str(getattr(key, "name", getattr(key, "idx", ""))) for key in path) for path, _ in leaves]
-    names = tuple(name.removesuffix(".value") for name in dotted)
-    return _Graph(names, structure), dict(zip(names, (leaf for _, leaf in leaves)))
-
-
-def merge(graph: Any, params: Mapping[str, Array]) -> Any:
-    """Model of a graph with these parameters, by dotted name."""
-    return jax.tree.unflatten(graph.structure, [params[name] for name in graph.names])
 
 
 def _narrow(params: Mapping[str, Array], policy: precision.Policy) -> dict[str, Array]:

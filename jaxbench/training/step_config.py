@@ -33,7 +33,7 @@ class OptimizerConfig(Base):
         return self.decay == "all" or is_matrix(name)
 
     def is_trained(self, name: str) -> bool:
-        """Return True where the parameter of this dotted name is trained; a workload may leave some as they are."""
+        """True where the parameter of this dotted name is trained; a workload may leave some as they are."""
         return True
 
 

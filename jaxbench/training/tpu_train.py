@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxbench import initial
-from jaxbench.config import TransformerConfig
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.measure import chips, flops, tpu_compile
 from jaxbench.measure.records import Record, RecordFile, Workload
@@ -49,7 +49,7 @@ class Lowered(NamedTuple):
 
 
 def model_of(settings: TrainConfig) -> TransformerConfig:
-    """Return the decoder of a configuration.
+    """Decoder of a training configuration.
 
     Raises:
       ValueError: the vocabulary is left to a tokenizer.
@@ -101,7 +101,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
 def _abstract_state(
     settings: TrainConfig, model: TransformerConfig, shapes: Mapping[str, Any], mesh: Any, extension: Extension
 ) -> Any:
-    """Return the state's shapes; the moments say where they lie when that is the host's memory."""
+    """Shapes of the training state; moments in the host's memory carry their sharding."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -113,12 +113,10 @@ def _abstract_state(
     groups = mesh_plan.projection_groups(settings.parallel, mesh.size) if settings.fused_projections else 0
     # "fused" asks for the kernel of the platform that JAX runs on, which is not the one compiled for.
     implementation = "splash" if settings.implementation == "fused" else settings.implementation
-    kind = {"implementation": implementation, "block_size": settings.block_size, "scan_layers": settings.scan_layers}
-    kind |= {"projection_groups": groups, "dtype": dtype, "make_layer": extension.make_layer}
+    compute = Compute(dtype, implementation, settings.block_size, settings.scan_layers, groups)
     on_device = how.model_copy(update={"offload": type(how.offload)()})
-    state = jax.eval_shape(
-        lambda params: optimizer_step.init_state(transformer.blank(model, **kind), params, on_device), shapes
-    )
+    decoder = functools.partial(transformer.Transformer, model, compute, extension.make_layer)
+    state = jax.eval_shape(lambda params: optimizer_step.init_state(decoder(), params, on_device), shapes)
     if not how.offload.optimizer:
         return state
     host = offload.host_sharding(NamedSharding(mesh, PartitionSpec()))
@@ -162,7 +160,7 @@ def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Ext
 
 
 def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, sent_bytes: int) -> dict[str, Any]:
-    """Return a step's least seconds by each of the chip's rates, the longest of them, and the MFU that it leaves."""
+    """Roofline of a step: least seconds by each of the chip's rates, the longest of them, and the MFU at it."""
     model, chip = model_of(settings), topology.chip
     tokens, length = settings.batch_size * settings.data.seq_len, settings.data.seq_len
     whole, halved = (observe.flops_per_token(model, length, is_causal=is_causal) for is_causal in (False, True))
@@ -197,7 +195,7 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
 def _computed(
     settings: TrainConfig, model: TransformerConfig, sizes: Mapping[str, int], *, tokens: int, per_token: float
 ) -> tuple[float, float]:
-    """Return FLOPs a chip computes in a step, a mean over the chips, and what the longest chain of them waits for."""
+    """FLOPs a chip computes in a step, as a mean over the chips, and along the longest chain of ticks."""
     chips_in_all, parallel = math.prod(sizes.values()), settings.parallel
     head = 6 * model.d_model * model.vocab_size  # a token's, forward and backward
     layers = per_token - head
@@ -225,7 +223,7 @@ def _computed(
 
 
 def describe(records: list[Record]) -> str:
-    """Return the lines for a person."""
+    """Text of the records, for the terminal."""
     if records[0].value is None:
         return f"{records[0].device}: {records[0].reason}"
     figures = {record.metric.removeprefix("tpu_"): record for record in records}

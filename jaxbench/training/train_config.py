@@ -21,7 +21,7 @@ class DecoderConfig(TransformerConfig):
     vocab_size: int | None = pydantic.Field(default=None, gt=0)  # tokens; null = as many as the tokenizer has
 
     def resolved(self, vocab_size: int | None) -> TransformerConfig:
-        """Return the decoder with the tokenizer's vocabulary size where the file leaves it open.
+        """Decoder with the tokenizer's vocabulary size where the file leaves it open.
 
         Raises:
           ValueError: nobody says how large the vocabulary is, or it is smaller than the tokenizer's.

@@ -26,7 +26,7 @@ class Data(NamedTuple):
 
 
 def prepare(settings: TrainConfig, path: str | None = None) -> tuple[Data, TransformerConfig, dict[str, np.ndarray]]:
-    """Return a run's rows, decoder and first parameters.
+    """Rows, decoder and first parameters of a run.
 
     Raises:
       ValueError: bad data (see prepare_data, dataset.check), or a checkpoint to start from that does not fit.
@@ -57,7 +57,7 @@ def evaluation_batches(settings: TrainConfig, data: Data) -> Iterator[dataset.Ba
 
 
 def starting_point(settings: TrainConfig, vocab_size: int | None) -> tuple[TransformerConfig, dict[str, np.ndarray]]:
-    """Return a run's decoder and the parameters that it starts from; vocab_size is the tokenizer's.
+    """Decoder of a run, and the parameters that it starts from; vocab_size is the tokenizer's.
 
     Raises:
       ValueError: the checkpoint to start from is no such decoder, or a workload's layers do not fit it.
@@ -74,7 +74,7 @@ def starting_point(settings: TrainConfig, vocab_size: int | None) -> tuple[Trans
 
 
 def prepare_data(settings: TrainConfig, path: str | None = None) -> Data:
-    """Return the rows of a configuration, tokenising its text on first use.
+    """Rows of a configuration's text, which is tokenised on first use.
 
     Raises:
       ValueError: a bad file (see dataset.prepare), or token ids outside the vocabulary.

@@ -241,8 +241,7 @@ def test_every_parameter_has_a_rule_on_any_mesh(kind):
     else:
         whole = whole.model_copy(update={"neural": whole.neural.model_copy(update={"residual_norm": True})})
     shape = with_memory(PLAIN, whole)
-    parts = {name: getattr(shape, name) for name in sharding.PARTS}
-    rules = sharding.decoder_table(stored="fsdp", out="model", heads="model", width=None, **parts)
+    rules = sharding.decoder_table(shape, stored="fsdp", out="model", heads="model", width=None)
     rules = placement.with_memory(rules, shape, stored="fsdp", heads="model", width=None)
     specs = sharding.parameter_specs(initial.parameter_shapes(shape), rules, {"fsdp": 2, "model": 2})
     kernels = [spec for name, spec in specs.items() if name.startswith("layers.1.block") and "_proj" in name]

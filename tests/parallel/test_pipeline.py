@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbench import initial, train, transformer
+from jaxbench import initial, parameters, train, transformer
 from jaxbench.measure import hlo
 from jaxbench.parallel import mesh_plan
 from jaxbench.parallel.pipeline_schedule import timetable, timing
@@ -85,7 +85,7 @@ def compiled_gradient(schedule: str, micro_batches: int):
 
     def run(state, batch):
         loss = mesh_plan.loss_on(plan)
-        return jax.grad(lambda params: loss(optimizer_step.merge(state.graph, params), batch))(state.params)
+        return jax.grad(lambda params: loss(parameters.merge(state.graph, params), batch))(state.params)
 
     jitted = jax.jit(run, in_shardings=(placed, plan.batch), out_shardings=placed.params)
     return jitted.lower(fresh, train.Batch(ids, ids, ids, mask, ids)).compile()
@@ -130,11 +130,9 @@ def test_a_loss_without_gradient_and_a_batch_without_segments_work_too():
     loss = mesh_plan.loss_on(plan)
     alone = float(jax.jit(lambda: train.loss_fn(model, batch))())
     assert float(jax.jit(lambda: loss(model, batch))()) == pytest.approx(alone, rel=1e-6)
-    graph, params = optimizer_step.split(model)
-    found, grads = jax.jit(jax.value_and_grad(lambda p: 3.0 * loss(optimizer_step.merge(graph, p), batch)))(params)
-    _, wanted = jax.jit(jax.value_and_grad(lambda p: 3.0 * train.loss_fn(optimizer_step.merge(graph, p), batch)))(
-        params
-    )
+    graph, params = parameters.split(model)
+    found, grads = jax.jit(jax.value_and_grad(lambda p: 3.0 * loss(parameters.merge(graph, p), batch)))(params)
+    _, wanted = jax.jit(jax.value_and_grad(lambda p: 3.0 * train.loss_fn(parameters.merge(graph, p), batch)))(params)
     assert float(found) == pytest.approx(3 * alone, rel=1e-6)
     for name, value in wanted.items():
         error = np.linalg.norm(grads[name] - value) / np.linalg.norm(value)

@@ -32,12 +32,6 @@ def inputs(kind: str):
     return tensors, positions, segments
 
 
-def spans(positions, segments) -> dict:
-    return {
-        "query_positions": positions, "key_positions": positions, "query_segments": segments, "key_segments": segments,
-    }  # fmt: skip
-
-
 def over_ring(size: int, sliding_window: int | None, query, key, value, positions, segments, *, block_size: int = 2):
     """Return ring attention of whole arrays, computed by `size` devices in blocks of keys."""
     mesh = sharding.make_mesh({"sequence": size}, jax.devices()[:size])
@@ -48,10 +42,10 @@ def over_ring(size: int, sliding_window: int | None, query, key, value, position
             query,
             key,
             value,
+            attention.Spans(positions, positions, segments, segments),
             sliding_window=sliding_window,
             axis="sequence",
             block_size=block_size,
-            **spans(positions, segments),
         )
 
     specs = (tokens, P(None, None, None, "sequence"), P(None, None, "sequence"), tokens, tokens)
@@ -61,7 +55,8 @@ def over_ring(size: int, sliding_window: int | None, query, key, value, position
 
 def dense(sliding_window: int | None, query, key, value, positions, segments):
     """Return attention on one device."""
-    return attention.attention(query, key, value, sliding_window=sliding_window, **spans(positions, segments))
+    spans = attention.Spans(positions, positions, segments, segments)
+    return attention.attention(query, key, value, spans, sliding_window=sliding_window)
 
 
 @pytest.mark.parametrize(

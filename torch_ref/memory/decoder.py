@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from jaxbench.config import TransformerConfig
+from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.memory import bank_config
-from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.decoder_config import DecoderMemory, MemoryTransformerConfig
 from torch_ref import transformer
+from torch_ref.attention import Context
 from torch_ref.memory import blocks, layout, watch
 from torch_ref.memory.blocks import BlockState
 
@@ -34,74 +34,68 @@ class LayerMemory(NamedTuple):
 class MemoryLayer(transformer.Block):
     """Residual block whose attention is a block with memory, or has a memory beside it."""
 
-    def __init__(
-        self, config: BlockConfig, *, is_inserted: bool, max_documents: int, learn: bool, loss_weight: float,
-        dtype: str, **parts: Any,
-    ):  # fmt: skip
-        super().__init__(dtype=dtype, **parts)
-        if not is_inserted:
+    def __init__(self, config: MemoryTransformerConfig, compute: Compute):
+        super().__init__(config, compute)
+        memory = config.memory
+        if not memory.insert:
             del self.attention
-        self.block = blocks.Block(config, dtype=dtype)
-        gate = torch.zeros(config.d_model, dtype=getattr(torch, dtype)) if is_inserted else None
+        self.block = blocks.Block(config.block(), dtype=compute.dtype)
+        gate = torch.zeros(config.d_model, dtype=getattr(torch, compute.dtype)) if memory.insert else None
         self.gate = None if gate is None else torch.nn.Parameter(gate)
-        self.max_documents, self.learn = max_documents, learn
-        self.auxiliary_weight = loss_weight if config.bank is not None else 0.0
+        self.max_documents, self.learn = memory.max_documents, memory.learn
+        self.auxiliary_weight = memory.loss_weight if memory.bank is not None else 0.0
 
     def _mix(
-        self, x: Float[Tensor, "B T D"], context: transformer.Context, cached: tuple | None
+        self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor | None, Tensor | None, LayerMemory]]:
-        """Return what is added to the stream, and keys, values and memory."""
+        """Attention output, memory's added, and the layer's keys, values and memory."""
         state = None if cached is None else cached[2].state
         if cached is not None and state is None:
             raise ValueError(
                 f"memory: the cache is behind rows of up to max_documents={self.max_documents} documents, which leave "
                 "no state to go on from; read one document a row first"
             )
-        told, memory = self.recall(x, context, state)
+        memory_out, memory = self.recall(x, context, state)
         if self.gate is None:
-            return told, (None, None, memory)
-        mixed, entries = self.attention(x, context, None if cached is None else cached[:2])
-        return mixed + self.gate * told, (*entries, memory)
+            return memory_out, (None, None, memory)
+        attention_out, entries = self.attention(x, context, None if cached is None else cached[:2])
+        return attention_out + self.gate * memory_out, (*entries, memory)
 
     def recall(
-        self, x: Float[Tensor, "B T D"], context: transformer.Context, state: BlockState | None
+        self, x: Float[Tensor, "B T D"], context: Context, state: BlockState | None
     ) -> tuple[Float[Tensor, "B T D"], LayerMemory]:
-        """Return what the block says about a call's tokens, and its state.
+        """Memory output of a call's tokens, and the memory behind them.
 
         Documents beyond the first max_documents of a row have no memory: they are answered with zeros.
         """
-        is_token, number = context.query_positions >= 0, self.max_documents
-        if context.query_segments is None or state is not None:
-            told, state, loss = self.block(x, state, is_token=is_token, learn=self.learn)
-            return told, LayerMemory(state, loss)
-        document = documents(context.query_segments, is_token)
-        rows = document[:, None, :] == torch.arange(number, device=x.device)[None, :, None]
-        spread = x[:, None].expand(-1, number, -1, -1).reshape(-1, *x.shape[1:])
-        told, state, loss = self.block(spread, is_token=rows.reshape(-1, x.shape[1]), learn=self.learn)
-        told = told.reshape(len(x), number, *x.shape[1:]).sum(dim=1)
-        return told, LayerMemory(state if number == 1 else None, loss)
+        is_token, num_documents = context.spans.query_positions >= 0, self.max_documents
+        if context.spans.query_segments is None or state is not None:
+            memory_out, state, loss = self.block(x, state, is_token=is_token, learn=self.learn)
+            return memory_out, LayerMemory(state, loss)
+        document = documents(context.spans.query_segments, is_token)
+        rows = document[:, None, :] == torch.arange(num_documents, device=x.device)[None, :, None]
+        spread = x[:, None].expand(-1, num_documents, -1, -1).reshape(-1, *x.shape[1:])
+        memory_out, state, loss = self.block(spread, is_token=rows.reshape(-1, x.shape[1]), learn=self.learn)
+        memory_out = memory_out.reshape(len(x), num_documents, *x.shape[1:]).sum(dim=1)
+        return memory_out, LayerMemory(state if num_documents == 1 else None, loss)
 
 
 def documents(segments: Int[Tensor, "B T"], is_token: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-    """Return the number of each token's document in its row, from 0; -1 for padding, which parts no document."""
+    """Index of each token's document in its row, from 0; -1 for padding, which parts no document."""
     ordered = layout.gathered(segments, torch.argsort((~is_token).to(torch.int32), dim=1, stable=True))
     is_next = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0))
     place = (torch.cumsum(is_token, dim=1) - 1).clamp(min=0)
     return torch.where(is_token, layout.gathered(torch.cumsum(is_next, dim=1), place), -1)
 
 
-def make_layer(config: MemoryTransformerConfig, index: int, **parts: Any) -> transformer.Block:
-    """Layer of a decoder, with memory where the configuration says so; parts: the arguments of transformer.Block."""
-    if not config.has_memory(index):
-        return transformer.Block(**parts)
-    memory = config.memory
-    kind = {"is_inserted": memory.insert, "max_documents": memory.max_documents, "learn": memory.learn}
-    return MemoryLayer(config.block(), **kind, loss_weight=memory.loss_weight, **parts)
+def make_layer(config: MemoryTransformerConfig, index: int, compute: Compute) -> transformer.Block:
+    """Layer of a decoder, with memory where the configuration says so."""
+    return (MemoryLayer if config.has_memory(index) else transformer.Block)(config, compute)
 
 
-def build(config: TransformerConfig, params: Mapping[str, np.ndarray], **how: Any) -> transformer.Transformer:
+def build(config: TransformerConfig, params: Mapping[str, np.ndarray], **compute: Any) -> transformer.Transformer:
     """Decoder with the memory layers that its configuration has; arguments and errors are transformer.build's."""
-    return transformer.build(config, params, make_layer=make_layer if config.layer_kind else None, **how)
+    return transformer.build(config, params, make_layer=make_layer if config.layer_kind else None, **compute)
 
 
 def extension(memory: DecoderMemory | None) -> Extension:

@@ -60,9 +60,11 @@ class Engine:
         if parallel is not None:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
         self.step_config, self.policy, self.device = step_config, precision.policy(step_config.precision), device
-        kind = {"implementation": implementation, "block_size": block_size, "scan_layers": scan_layers}
-        kind |= {"projection_groups": int(fused_projections), "make_layer": extension.make_layer}
-        model = transformer.build(config, params, dtype=self.policy.parameter, device=device, **kind)
+        model = transformer.build(
+            config, params, make_layer=extension.make_layer, device=device, dtype=self.policy.parameter,
+            implementation=implementation, block_size=block_size, scan_layers=scan_layers,
+            projection_groups=int(fused_projections),
+        )  # fmt: skip
         self.state = optimizer_step.init_state(model, params, step_config)
         self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
         self.extension = extension

@@ -178,18 +178,6 @@ def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
     return {kind: {name: x.detach().cpu().numpy().copy() for name, x in tree.items()} for kind, tree in trees.items()}
 
 
-def split(model: Any) -> tuple[Any, dict[str, Tensor]]:
-    """The model itself, to be handed to `merge`, and its parameters by dotted name."""
-    return model, dict(model.named_parameters())
-
-
-def merge(graph: Any, params: Mapping[str, Tensor]) -> Any:
-    """Model of a graph (here `graph` itself) with these parameters, by dotted name."""
-    for name, parameter in graph.named_parameters():
-        parameter.data.copy_(params[name])
-    return graph
-
-
 def _accumulate(
     state: TrainState, batch: Any, dropout_key: Tensor | None, step_config: StepConfig, loss_fn: Callable[..., Tensor]
 ) -> Float[Tensor, ""]:

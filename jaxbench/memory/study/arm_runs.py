@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
-from jaxbench import cli, initial, store, train
+from jaxbench import cli, initial, parameters, store, train
 from jaxbench.memory import decoder
 from jaxbench.memory.study import arms, tasks, text_task
 from jaxbench.memory.study.arms import AnyTask, Arms, Run
@@ -155,7 +155,7 @@ def _scores(
 ) -> Shaped[Array, "B T"]:
     """Score of each prediction: whether the argmax is the target, or with is_text the target's surprisal in bits."""
     narrow = optimizer_step._narrow(params, precision.policy(step_config.precision))
-    model = optimizer_step.merge(graph, narrow)
+    model = parameters.merge(graph, narrow)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     logits = model(tokens, positions).astype(jnp.float32)
     if not is_text:

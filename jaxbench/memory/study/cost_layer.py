@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxbench import nn
-from jaxbench.attention import attention
+from jaxbench.attention import Spans, attention
 from jaxbench.measure import worker
 from jaxbench.memory import block_config, blocks
 from jaxbench.memory.study.cost import LayerShape, Measured
@@ -38,8 +38,8 @@ class Attention(nnx.Module):
         query, key, value = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         positions = jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
         attention_out = attention(
-            query, key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), query_positions=positions,
-            key_positions=positions, implementation=self.implementation, block_size=self.key_block,
+            query, key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3), Spans(positions, positions),
+            implementation=self.implementation, block_size=self.key_block,
         )  # fmt: skip
         return self.o_proj(attention_out.reshape(*x.shape[:2], -1))
 

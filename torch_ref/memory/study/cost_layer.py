@@ -21,7 +21,7 @@ from jaxbench.measure import worker
 from jaxbench.memory import block_config
 from jaxbench.memory.study.cost import LayerShape, Measured
 from torch_ref import nn
-from torch_ref.attention import attention
+from torch_ref.attention import Spans, attention
 from torch_ref.memory import blocks
 
 
@@ -42,8 +42,8 @@ class Attention(torch.nn.Module):
         query, key, value = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         attention_out = attention(
-            query, key.permute(0, 2, 3, 1), value.transpose(1, 2), query_positions=positions,
-            key_positions=positions, implementation=self.implementation, block_size=self.key_block,
+            query, key.permute(0, 2, 3, 1), value.transpose(1, 2), Spans(positions, positions),
+            implementation=self.implementation, block_size=self.key_block,
         )  # fmt: skip
         return self.o_proj(attention_out.reshape(*x.shape[:2], -1))
 
