@@ -52,8 +52,12 @@ def kept(
 
 
 def rows(path: Path) -> list[bytes]:
-    """The whole lines of a file without their ends: the last one is left out where it was cut short; no file, none."""
-    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    """The whole lines of a file without their ends: the last one is left out where it was cut short; no file, none.
+
+    Raises:
+      OSError: it cannot be read, or is a folder.
+    """
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
 def lines(new: Iterable[Mapping[str, Any]]) -> str:

@@ -145,7 +145,7 @@ def test_the_command_ends_with_1_and_its_last_line_says_why(
     parity, stand_in, wanted, tmp_path, capsys, monkeypatch
 ):  # fmt: skip
     monkeypatch.setattr(launch, "Launch", stand_in)
-    monkeypatch.setattr(parts, "_run", lambda *_: "exit code 1: boom")
+    monkeypatch.setattr(parts, "_run", lambda *_: (tmp_path / "none.json", "exit code 1: boom"))
     config.dump(SUITE, tmp_path / "suite.yaml")
     case = Case(f"compare.py --config=suite.yaml --workdir={{tmp}}/out --set=parity={parity}", ())
     done = harness.call(case, tmp_path, capsys, monkeypatch)
