@@ -117,21 +117,17 @@ class Block(nnx.Module):
         x = checkpoint_name(x, "input")
         mixed, cached = self._mix(constrain(self.attention_norm(x), "attention_in"), context, cached)
         mixed = checkpoint_name(constrain(mixed, "attention_out"), "attention")
-        x = constrain(x + self._drop(mixed, context, sites[0]), "residual")
+        mixed = functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
+        x = constrain(x + mixed, "residual")
         fed = self.mlp(constrain(self.mlp_norm(x), "mlp_in"))
         fed = checkpoint_name(constrain(fed, "mlp_out"), "mlp")
-        x = constrain(x + self._drop(fed, context, sites[1]), "residual")
+        fed = functional.dropout(fed, self.dropout, context.dropout, site=sites[1])
+        x = constrain(x + fed, "residual")
         return x, cached
 
     def _mix(self, x: Float[Array, "B T D"], context: Context, cached: tuple | None) -> tuple[Array, tuple]:
         """Attention output, and the layer's entry of the cache."""
         return self.attention(x, context, cached)
-
-    def _drop(self, x: Array, context: Context, site: int | Array) -> Array:
-        if context.dropout is None or self.dropout == 0.0:
-            return x
-        key, step = context.dropout
-        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(nnx.Module):

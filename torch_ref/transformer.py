@@ -1,9 +1,6 @@
 """The decoder of the Llama, Qwen3 and GPT-2 families in PyTorch.
 
 Twins: jaxbench/transformer.py, jaxbench/eqx/transformer.py.
-
-Data's way through one call: tokens [B T] -> embed -> blocks (norm, attention, norm, MLP; residual) -> norm -> logits.
-Keys and values of the call come back as a KVCache; padded and handed in again, the next tokens continue from it.
 """
 
 from __future__ import annotations
@@ -117,19 +114,13 @@ class Block(torch.nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, Tensor]]:
         """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         mixed, cached = self._mix(self.attention_norm(x), context, cached)
-        x = x + self._drop(mixed, context, sites[0])
-        x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
+        x = x + functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
+        x = x + functional.dropout(self.mlp(self.mlp_norm(x)), self.dropout, context.dropout, site=sites[1])
         return x, cached
 
     def _mix(self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None) -> tuple[Tensor, tuple]:
         """Attention output, and the layer's entry of the cache."""
         return self.attention(x, context, cached)
-
-    def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
-        if context.dropout is None or self.dropout == 0.0:
-            return x
-        key, step = context.dropout
-        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(torch.nn.Module):
@@ -233,19 +224,7 @@ def build(
     device: str = "cpu",
     **compute: Any,
 ) -> Transformer:
-    """Decoder of a configuration holding `params`, cast to dtype.
-
-    Args:
-      config: its shape.
-      params: values by dotted name.
-      make_layer: make_layer(config, index, compute) makes the layers where some are of a workload's own kind
-        (extension.py). None = every layer is a Block.
-      compute: the fields of Compute, such as dtype and implementation.
-
-    Raises:
-      ValueError: a parameter is missing, unused or misshapen, all names are listed; make_layer is missing; or layers
-        that differ would run in a scan.
-    """
+    """Decoder of a configuration holding `params`, on a device: as jaxbench.transformer.build."""
     with torch.device("meta"):
         model = Transformer(config, Compute(**compute), make_layer)
     return nn.load_params(model, params, device=device)

@@ -234,7 +234,9 @@ def _head_groups_swapped() -> Change:
 
 
 def _dropout_not_rescaled() -> Change:
-    unscaled = lambda original, x, rate, **stream: original(x, rate, **stream) * (1.0 - rate)
+    def unscaled(original: Callable[..., Any], x: torch.Tensor, rate: float, stream: Any, **site: Any) -> torch.Tensor:
+        return original(x, rate, stream, **site) * (1.0 if stream is None else 1.0 - rate)
+
     return _replace(functional, "dropout", unscaled)
 
 
