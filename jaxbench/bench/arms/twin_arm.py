@@ -1,66 +1,90 @@
-"""The step of a training run as an arm measures it: what experiments/train.py computes, through the backend's Engine.
+"""What the arms of jaxbench's own decoders share: loading, AdamW's plain step, and the step of a training run.
 
-Weights and moments are float32, the arm's type is that of the products (precision.py), and AdamW and clipping are those
-of the default StepConfig. Nothing of a run but its step is in the measurement: no evaluation, checkpoint or tokenising.
+The step of a run is what experiments/train.py computes, through the backend's Engine. Weights and moments are float32,
+the arm's type is that of the products (precision.py), and AdamW and clipping are those of the default StepConfig.
+Nothing of a run but its step is in the measurement: no evaluation, checkpoint or tokenising.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
 
 from jaxbench.bench.arms import contract
+from jaxbench.text.dataset import Batch
 from jaxbench.training.step_config import StepConfig
 
 
-class Rows(NamedTuple):
-    """One step's data, in numpy: the fields of train.Batch."""
+class TwinArm(contract.Arm):
+    """An arm of Flax, Equinox or PyTorch; a subclass adds what its framework does in its own way."""
 
-    tokens: Int[np.ndarray, "B T"]
-    targets: Int[np.ndarray, "B T"]
-    positions: Int[np.ndarray, "B T"]
-    mask: Bool[np.ndarray, "B T"]
-    segments: Int[np.ndarray, "B T"]
+    package = ""  # where transformer and training.engine live
+    functions = ""  # where sample, train and the optimiser step live
 
+    def _import(self) -> None:
+        self.transformer = importlib.import_module(f"{self.package}.transformer")
+        self.sample = importlib.import_module(f"{self.functions}.sample")
+        self.train = importlib.import_module(f"{self.functions}.train")
+        self.update = importlib.import_module(f"{self.functions}.training.optimizer_step")
+        self._drop()
 
-class RunStep:
-    """An Engine and the one step that is timed."""
+    def _drop(self) -> None:
+        """Let go of what `load` and `prepare` made."""
+        self.model = self.generator = self.state = self.step = self.run_settings = self.engine = None
 
-    def __init__(
-        self, package: str, checkpoint: Any, dtype: str, train: dict, *, torch_compile: bool = False, **place: Any
-    ):
-        """Name the engine of a package; `prepare` makes it.
+    def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
+        """Read the checkpoint and build the model; the train step's state too where asked."""
+        from jaxbench.pretrained import weights
+        from jaxbench.training import precision
 
-        `train` has learning_rate, batch, seq_len, num_layers, and may have accumulation and implementation; `place` is
-        the engine's device in PyTorch.
+        self.dtype = dtype
+        checkpoint = weights.load_checkpoint(self.checkpoint)
+        config, params = contract.shallow(checkpoint.config, checkpoint.params, num_layers)
+        if train is not None and train["form"] == "run":
+            self.run_settings, self.shape, self.params = train, config, params
+            return
+        self.model = self._build(config, params, is_trained=train is not None)
+        if train is None:
+            self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.SamplingParams())
+        else:
+            policy, plain = precision.uniform(dtype), {"step_config": contract.PLAIN_STEP, "is_guarded": False}
+            self.state = self.update.init_state(self.model, params, contract.PLAIN_STEP, policy=policy)
+            self.step = functools.partial(self.update.train_step, learning_rate=train["learning_rate"], **plain)
+        self.synchronize()
+
+    def _build(self, config: Any, params: dict[str, np.ndarray], *, is_trained: bool) -> Any:
+        return self.transformer.build(config, params, dtype=self.dtype)
+
+    def _make_engine(self, *, torch_compile: bool = False, **place: Any) -> dict:
+        """Make the engine of a run, which compiles; its device's name and its seconds of compiling.
+
+        place: the engine's device in PyTorch.
         """
-        self._module, self._place = f"{package}.training.engine", place
-        self._checkpoint, self._train = checkpoint, train
-        accumulation = train.get("accumulation", 1)
-        self._step = StepConfig(precision=dtype, torch_compile=torch_compile, accumulation=accumulation)
-        self.engine: Any = None
-
-    def prepare(self) -> dict:
-        """Make the engine, which compiles; its device's name and its seconds of compiling."""
-        config, params = contract.shallow(self._checkpoint.config, self._checkpoint.params, self._train["num_layers"])
-        self._checkpoint = None  # the engine holds its own copy
-        self.engine = importlib.import_module(self._module).Engine(
-            config, params, self._step, batch_size=self._train["batch"], seq_len=self._train["seq_len"], seed=0,
-            implementation=self._train.get("implementation", "dense"), **self._place,
+        train, params = self.run_settings, self.params
+        self.params = None  # the engine holds its own copy
+        step = StepConfig(precision=self.dtype, torch_compile=torch_compile, accumulation=train.get("accumulation", 1))
+        self.engine = importlib.import_module(f"{self.package}.training.engine").Engine(
+            self.shape, params, step, batch_size=train["batch"], seq_len=train["seq_len"], seed=0,
+            implementation=train.get("implementation", "dense"), **place,
         )  # fmt: skip
         facts = {"device_kind": self.engine.device_kind()}
         return facts | ({"compile_s": self.engine.compile_seconds} if self.engine.compile_seconds else {})
 
-    def measure(self, inputs: list, synchronize: Callable[[], None] = lambda: None) -> dict:
-        """Take one step; its time ends when its loss is on the host and the device is idle."""
-        tokens, targets, positions = contract.targets(inputs)  # one document a row
-        batch = Rows(tokens, targets, positions, np.ones(tokens.shape, bool), np.ones(tokens.shape, np.int32))
-        start = time.perf_counter()
-        metrics = self.engine.fetch(self.engine.step(batch, self._train["learning_rate"]))
-        synchronize()
-        return {"step_s": time.perf_counter() - start, "loss": metrics.loss}
+    def _step(self, inputs: list) -> dict:
+        """Take one step of either form; its time ends when its loss is on the host and the device is idle."""
+        if self.engine is None:
+            batch = self._batch(inputs)
+            start = time.perf_counter()
+            self.state, metrics = self.step(self.state, batch)
+            loss = float(metrics.loss)
+        else:
+            tokens, targets, positions = contract.targets(inputs)  # one document a row
+            batch = Batch(tokens, targets, positions, np.ones(tokens.shape, bool), np.ones(tokens.shape, np.int32))
+            start = time.perf_counter()
+            loss = self.engine.fetch(self.engine.step(batch, self.run_settings["learning_rate"])).loss
+        self.synchronize()
+        return {"step_s": time.perf_counter() - start, "loss": loss}
