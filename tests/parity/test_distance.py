@@ -101,6 +101,27 @@ def test_error_ratio_slack_forgives_differences_of_a_few_epsilons():
     assert strict.first_failure.name == "x" == strict.worst.name
 
 
+def _draws(errors, others):
+    reference, results = {"x": np.ones(4)}, []
+    for error, other in zip(errors, others, strict=True):
+        values, other_values = {"x": np.full(4, 1.0 + error)}, {"x": np.full(4, 1.0 + other)}
+        results.append(
+            distance.compare_errors(
+                values, other_values, reference, kind="gradients", dtype="float32", slack_epsilons=1.0
+            )
+        )
+    return results
+
+
+def test_batches_whose_rounding_errors_differ_either_way_pass_together_and_a_lasting_factor_does_not():
+    swapped = _draws((0.01, 0.03, 0.02, 0.01), (0.03, 0.01, 0.01, 0.02))
+    assert not any(draw.passed for draw in swapped)
+    averaged = distance.averaged(swapped)
+    assert averaged.passed and averaged.kind == "gradients"
+    assert averaged.worst.error == pytest.approx((0.01 * 0.03 * 0.02 * 0.01) ** 0.25)
+    assert not distance.averaged(_draws((0.01, 0.02, 0.03), (0.02, 0.04, 0.06))).passed
+
+
 def test_a_gradient_that_counts_as_zero_may_hold_rounding_of_the_tensors_around_it():
     reference = {"kernel": np.full(100, 1.0), "key_bias": np.zeros(4)}
     values = {"kernel": np.full(100, 1.0), "key_bias": np.full(4, 1e-8)}
