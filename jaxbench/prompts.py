@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int32, Shaped
@@ -42,6 +42,26 @@ class Batch(NamedTuple):
     lengths: Int32[np.ndarray, " B"]  # tokens
     is_padding: Bool[np.ndarray, " B"]  # rows that only fill the bucket
     row_ids: Int32[np.ndarray, " B"]  # of the random streams
+
+
+@runtime_checkable
+class LogitsProcessor(Protocol):
+    """A pure change of logits during generation. Its state is a pytree of arrays whose first axis is the rows.
+
+    `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
+    tokens, unless its attribute `draws` is False: draw(state, logits [B V], tokens [B W], length [B], step, sample)
+    returns the next state and tokens [B], -1 for a row it leaves to others. It sees logits after temperature and
+    filters; `sample` is the step's OrdinaryDraw. Rows that no processor draws are drawn by it.
+
+    A processor's attribute `shared`, where it has one, is a pytree of arrays that every row reads, such as a table;
+    `apply` and `draw` then get the pair (shared, state) in place of the state, and return the state alone.
+    """
+
+    def init(self, batch_size: int) -> Any:
+        """State before the first token, a pytree of arrays."""
+
+    def apply(self, state: Any, logits: Any, tokens: Any, length: Any, step: Any) -> tuple[Any, Any]:
+        """Next state, and the changed logits; row b's context is tokens[b, :length[b]]."""
 
 
 class Generation(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +22,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import philox, prng, prompts
-from jaxbench.prompts import Programs, SamplingParams
+from jaxbench.prompts import LogitsProcessor, Programs, SamplingParams
 
 NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary: a sort costs XLA:CPU 300x top_k
-
-
-@runtime_checkable
-class LogitsProcessor(Protocol):
-    """A pure change of logits during generation. Its state is a pytree of arrays whose first axis is the rows.
-
-    `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
-    tokens, unless its attribute `draws` is False: draw(state, logits [B V], tokens [B W], length [B], step, sample)
-    returns the next state and tokens [B], -1 for a row it leaves to others. It sees logits after temperature and
-    filters; `sample` is the step's OrdinaryDraw. Rows that no processor draws are drawn by it.
-
-    A processor's attribute `shared`, where it has one, is a pytree of arrays that every row reads, such as a table;
-    `apply` and `draw` then get the pair (shared, state) in place of the state, and return the state alone.
-    """
-
-    def init(self, batch_size: int) -> Any:
-        """State before the first token, a pytree of arrays."""
-
-    def apply(self, state: Any, logits: Array, tokens: Array, length: Array, step: Array) -> tuple[Any, Array]:
-        """Next state, and the changed logits; row b's context is tokens[b, :length[b]]."""
 
 
 class DecodeState(NamedTuple):
@@ -241,17 +221,9 @@ class Generator(prompts.GeneratorBase):
         hidden, cache = model.features(tokens, positions)
         last = hidden[jnp.arange(tokens.shape[0]), lengths - 1]
         tokens = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
-        counters = {"step": jnp.int32(0), "slot": jnp.max(lengths)}
-        state = DecodeState(
-            cache.padded(num_slots, dtype=self._cache_dtype),
-            tokens,
-            lengths,
-            finished,
-            key=key,
-            row_ids=row_ids,
-            processor_states=states,
-            **counters,
-        )
+        step, slot = jnp.int32(0), jnp.max(lengths)
+        cache = cache.padded(num_slots, dtype=self._cache_dtype)
+        state = DecodeState(cache, tokens, lengths, finished, step, slot, key, row_ids, states)
         return self._append(state, model.logits(last[:, None])[:, 0], weights[1])
 
     def _decode(self, weights, state: DecodeState, limit) -> DecodeState:

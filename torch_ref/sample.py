@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,23 +20,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jaxbench import philox, prompts
-from jaxbench.prompts import Programs, SamplingParams
+from jaxbench.prompts import LogitsProcessor, Programs, SamplingParams
 from torch_ref import prng
 from torch_ref.attention import KVCache
 from torch_ref.transformer import Transformer
 
 NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary
-
-
-@runtime_checkable
-class LogitsProcessor(Protocol):
-    """A pure change of logits during generation, as jaxbench.sample.LogitsProcessor, on tensors."""
-
-    def init(self, batch_size: int) -> Any:
-        """State before the first token, a pytree of tensors."""
-
-    def apply(self, state: Any, logits: Tensor, tokens: Tensor, length: Tensor, step: int) -> tuple[Any, Tensor]:
-        """Next state, and the changed logits; row b's context is tokens[b, :length[b]]."""
 
 
 class DecodeState(NamedTuple):
@@ -206,17 +195,9 @@ class Generator(prompts.GeneratorBase):
         hidden, cache = self._model.features(tokens, positions)
         last = hidden[torch.arange(tokens.shape[0]), lengths - 1]
         tokens = F.pad(tokens, (0, num_slots - tokens.shape[1]))
-        state = DecodeState(
-            cache.padded(num_slots, dtype=self._cache_dtype),
-            tokens,
-            lengths,
-            finished,
-            key=key,
-            row_ids=row_ids,
-            processor_states=states,
-            step=0,
-            slot=int(lengths.max()),
-        )
+        step, slot = 0, int(lengths.max())
+        cache = cache.padded(num_slots, dtype=self._cache_dtype)
+        state = DecodeState(cache, tokens, lengths, finished, step, slot, key, row_ids, states)
         return self._append(state, self._model.logits(last[:, None])[:, 0], self._shared)
 
     def _decode(self, state: DecodeState, limit: int) -> DecodeState:

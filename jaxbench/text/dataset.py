@@ -27,6 +27,7 @@ from jaxtyping import Bool, Int, Int32, Int64
 
 from jaxbench import outputs, philox, process_environment
 from jaxbench.pretrained import assets, small_tokenizers
+from jaxbench.text import packing
 from jaxbench.text.packing import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
 
 TOKEN_SUFFIXES = (".npy", ".bin")  # one-dimensional integers; .bin is little-endian uint16, as nanoGPT writes it
@@ -159,21 +160,17 @@ def documents(path: Path | None, progress: Progress | None = None) -> Iterator[s
         stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         offset = 0
         try:
-            for line_number, content in enumerate(stream if has_lines else _whole(stream), start=1):
+            for line_number, content in enumerate(stream if has_lines else iter([stream.read()]), start=1):
                 text = _decoded(path, content, line_number, offset)
                 offset += len(content)
                 if has_lines and text.strip():
-                    yield _json_text(path, line_number, text)
+                    yield packing.json_text(text, f"dataset: {path} line {line_number}")
                 elif not has_lines:
                     yield from (part for part in text.split(DOCUMENT_SEPARATOR) if part.strip())
                 if progress is not None:
                     progress(min(raw.tell(), size), size)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"dataset: cannot read {path} past byte {offset} ({error})") from error
-
-
-def _whole(stream: Any) -> Iterator[bytes]:
-    yield stream.read()
 
 
 def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
@@ -186,17 +183,6 @@ def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
             f"dataset: {path} line {line} is not UTF-8 (byte {content[error.start]:#04x} at offset "
             f"{offset + error.start}); convert it, for example with iconv -t UTF-8"
         ) from error
-
-
-def _json_text(path: Path, line: int, text: str) -> str:
-    """The "text" of one line of a .jsonl file; lines count from 1."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"dataset: {path} line {line} is not JSON ({error})") from error
-    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise ValueError(f'dataset: {path} line {line} has no "text" string: {text[:60].strip()}')
-    return value["text"]
 
 
 def _load_tokenizer(spec: Any) -> Any:

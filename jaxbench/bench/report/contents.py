@@ -103,11 +103,11 @@ def tpu_rows(view: View) -> list[TpuRow]:
     return list(groups.values())
 
 
-def verdict_counts(view: View, metrics: Sequence[str] = summary.SPEED) -> dict[str, int]:
+def verdict_counts(view: View) -> dict[str, int]:
     """Number of speed rows in which jaxbench's own arms were faster, slower or undecided against the baseline."""
     counts, own = {"faster": 0, "slower": 0, "undecided": 0}, arm_table.names("is_judged")
     for row in view.rows:
-        if row.metric in metrics and row.arm in own and row.verdict in counts:
+        if row.metric in summary.SPEED and row.arm in own and row.verdict in counts:
             counts[row.verdict] += 1
     return counts
 
