@@ -6,7 +6,7 @@ Twins: jaxbench/transformer.py, jaxbench/eqx/transformer.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from jaxbench import philox, rotary
+from jaxbench import extension, philox, rotary
 from jaxbench.config import Compute, TransformerConfig
 from torch_ref import functional, nn
 from torch_ref.attention import Context, KVCache, Spans, attention
@@ -192,28 +192,15 @@ class Transformer(torch.nn.Module):
         else:
             hidden = hidden + self.position(torch.clamp(positions, min=0))
         context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
-        cached = [None] * len(self.layers) if cache is None else _by_layer(cache)
+        cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
         for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
-        keys, values, *memory = _by_kind(cached)
+        keys, values, *memory = extension.by_kind(cached)
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Logits of hidden states, by the head or the tied embedding."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
-
-
-def _by_layer(cache: KVCache) -> list[tuple]:
-    """Each layer's entry of the cache."""
-    return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
-
-
-def _by_kind(cached: Sequence[tuple]) -> list[tuple]:
-    """Keys, values and, where a layer has it, memory of all layers, from each layer's entry of the cache."""
-    kinds = [tuple(each[i] for each in cached) for i in range(2)]
-    if all(len(each) == 2 for each in cached):
-        return kinds
-    return [*kinds, tuple(each[2] if len(each) > 2 else None for each in cached)]
 
 
 def build(
