@@ -60,10 +60,7 @@ class TwinArm(contract.Arm):
         return self.transformer.build(config, params, dtype=self.dtype)
 
     def _make_engine(self, *, torch_compile: bool = False, **place: Any) -> dict:
-        """Make the engine of a run, which compiles; its device's name and its seconds of compiling.
-
-        place: the engine's device in PyTorch.
-        """
+        """Make the engine of a run (place: its device in PyTorch); its device's name and its seconds of compiling."""
         train, params = self.run_settings, self.params
         self.params = None  # the engine holds its own copy
         step = StepConfig(precision=self.dtype, torch_compile=torch_compile, accumulation=train.get("accumulation", 1))
