@@ -136,13 +136,7 @@ def pad(
 def continuations(
     prompts: Sequence[Sequence[int]], tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"]
 ) -> tuple[Int32[np.ndarray, "B new"], Int32[np.ndarray, " B"]]:
-    """Generated tokens behind each prompt, -1 after a row's end, and their number.
-
-    Args:
-      prompts: token ids of each row.
-      tokens: prompts and what was generated.
-      lengths: of both together, tokens.
-    """
+    """Generated tokens behind each prompt, -1 after a row's end, and their number; tokens and lengths are of both."""
     counts = np.array([lengths[row] - len(prompt) for row, prompt in enumerate(prompts)])
     out = np.full((len(prompts), counts.max()), -1, np.int32)
     for row, prompt in enumerate(prompts):

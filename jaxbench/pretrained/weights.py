@@ -102,12 +102,8 @@ def save_checkpoint(
 ) -> Path:
     """Write a Hugging Face folder that transformers and load_checkpoint read; all of it appears at once or nothing.
 
-    Args:
-      folder: its name; it must not exist, or be empty.
-      config: the decoder.
-      params: its parameters by dotted name.
-      tokenizer: of text to its ids, written beside it; its ids of beginning and end stand in config.json and
-        generation_config.json (null where there are none: transformers would take its own otherwise).
+    The tokenizer's ids of beginning and end stand in config.json and generation_config.json, null where there are none:
+    transformers would take its own otherwise.
 
     Raises:
       ValueError: the folder has content, parameters do not fit the configuration, or no architecture matches it.

@@ -122,12 +122,7 @@ def split(corpus: Corpus, fraction: float) -> tuple[Corpus, Corpus]:
 
 
 def check(corpus: Corpus, *, vocab_size: int, what: str) -> None:
-    """Check that a decoder of this vocabulary can learn from a corpus, or be measured on it.
-
-    Args:
-      corpus: the documents.
-      vocab_size: ids are 0 to vocab_size - 1.
-      what: stands in the message, such as "the held-out part of books.txt".
+    """Check that a decoder of this vocabulary can learn from a corpus, or be measured on it; `what` names it in errors.
 
     Raises:
       ValueError: an id lies outside the vocabulary, or no token follows another.
