@@ -19,13 +19,11 @@ from jaxbench.training.step_config import StepConfig
 from torch_ref import nn, prng
 from torch_ref.training import optimizer_step
 
-NAME = "torch"
-
 
 class Side:
     """One case's model in one dtype."""
 
-    name = NAME
+    name = "torch"
 
     def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
         self.case, self.dtype = case, dtype
