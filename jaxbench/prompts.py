@@ -249,6 +249,11 @@ class GeneratorBase:
         limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
         return pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, **limits)
 
+    @staticmethod
+    def _seen(i: int, states: Sequence, shared: Sequence) -> Any:
+        """What processor i is called with: its state, and what all rows read where it has that."""
+        return states[i] if shared[i] is None else (shared[i], states[i])
+
     def _decode_program(self, state: Any, max_new_tokens: int) -> Callable:
         """Program that continues a DecodeState; ValueError where its cache has no room for that many tokens."""
         sizes = tuple(state.tokens.shape)

@@ -248,7 +248,7 @@ class Generator(prompts.GeneratorBase):
         context = (state.tokens, state.lengths, state.step)
         states = list(state.processor_states)
         for i, processor in enumerate(self._processors):
-            states[i], logits = processor.apply(_with_shared(shared[i], states[i]), logits, *context)
+            states[i], logits = processor.apply(self._seen(i, states, shared), logits, *context)
         where = {"key": state.key, "step": state.step, "row_ids": state.row_ids}
         if not self._drawing:
             token = draw(logits, self._sampling, **where)
@@ -256,7 +256,7 @@ class Generator(prompts.GeneratorBase):
             logits, sample = filter_logits(logits, self._sampling), OrdinaryDraw(**where)
             token = jnp.full(logits.shape[:1], -1, jnp.int32)
             for i in self._drawing:
-                given = (_with_shared(shared[i], states[i]), logits, *context, sample)
+                given = (self._seen(i, states, shared), logits, *context, sample)
                 states[i], drawn = self._processors[i].draw(*given)
                 token = jnp.where(token < 0, drawn, token)
             token = _fill(token, state.finished, lambda: sample(logits))
@@ -268,10 +268,6 @@ class Generator(prompts.GeneratorBase):
             step=state.step + 1,
             processor_states=tuple(states),
         )
-
-
-def _with_shared(shared: Any, state: Any) -> Any:
-    return state if shared is None else (shared, state)
 
 
 def _fill(token: Int[Array, " B"], finished: Bool[Array, " B"], sample: Callable[[], Array]) -> Int[Array, " B"]:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxbench import functional, libtpu, philox, rotary
+from jaxbench import extension, functional, libtpu, philox, rotary
 from jaxbench.attention import Context, KVCache, Spans, attention
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.eqx import nn
@@ -223,11 +223,10 @@ class Transformer(eqx.Module):
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
 
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
-        cached = [None] * len(self.layers) if cache is None else list(zip(cache.keys, cache.values))
+        cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
         for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
-        keys, values = zip(*cached)
-        return hidden, keys, values
+        return hidden, *extension.by_kind(cached)
 
     def _scan(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         """Run one compiled body over the stacked layers: compile time no longer grows with depth."""

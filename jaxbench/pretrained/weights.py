@@ -73,17 +73,14 @@ def resolve(spec: str | Path | None = None) -> Path:
     """
     if spec in (None, "default"):
         return assets.fetch_default_model()
+    wanted = "pass a GGUF file, a Hugging Face folder, a hub id or `default`"
     if not str(spec):
-        raise ValueError(
-            f"model: {spec!r} names nothing; pass a GGUF file, a Hugging Face folder, a hub id or `default`"
-        )
+        raise ValueError(f"model: {spec!r} names nothing; {wanted}")
     path = Path(spec).expanduser()
     if path.exists():
         return path
     if not re.fullmatch(HUB_ID, str(spec)) or str(spec).endswith((".gguf", ".safetensors", ".json")):
-        raise ValueError(
-            f"model: {spec} does not exist; pass a GGUF file, a Hugging Face folder, a hub id or `default`"
-        )
+        raise ValueError(f"model: {spec} does not exist; {wanted}")
     import huggingface_hub
 
     try:

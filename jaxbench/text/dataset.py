@@ -12,7 +12,6 @@ hosts nor on where it was interrupted. Axis letters: B rows of a batch, T tokens
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import json
@@ -92,7 +91,11 @@ def prepare(
     key = hashlib.sha256(json.dumps([FORMAT, sha256, name, _kind(path)]).encode()).hexdigest()[:24]
     folder = (process_environment.cache_dir() / "tokens" if cache is None else Path(cache)) / key
     if not _is_whole(folder):
-        _build(folder, path, tokenizer, progress)
+        try:
+            _build(folder, path, tokenizer, progress)
+        except OSError:
+            if not _is_whole(folder):  # else another process has made it meanwhile
+                raise
     return _open(folder, tokenizer, sha256)
 
 
@@ -209,7 +212,7 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
     """Tokenise a text into a folder that appears whole or not at all."""
     if tokenizer == "character":
         tokenizer = small_tokenizers.CharacterTokenizer("".join(sorted(set().union(*map(set, documents(path))))) or " ")
-    with _first_wins(folder), outputs.whole_folder(folder) as made:
+    with outputs.whole_folder(folder) as made:
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
         end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
         starts = [0]
@@ -228,16 +231,6 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
         (made / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         if folder.exists() and not _is_whole(folder):
             shutil.rmtree(folder)  # damaged, or of a build that a crash cut off
-
-
-@contextlib.contextmanager
-def _first_wins(folder: Path) -> Iterator[None]:
-    """Pass over an error where another process has made the whole folder meanwhile."""
-    try:
-        yield
-    except OSError:
-        if not _is_whole(folder):
-            raise
 
 
 def _open(folder: Path, tokenizer: Any, sha256: str) -> Corpus:
