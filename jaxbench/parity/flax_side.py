@@ -180,11 +180,8 @@ class Side:
 
 def _outputs(captured: nnx.State) -> dict[str, Any]:
     """First floating tensor of each module's call, out of nnx.capture's state."""
-    outputs = {}
-    for path, leaf in nnx.to_flat_state(captured):
-        if path[-1] == "__call__":
-            outputs[".".join(map(str, path[:-1])) or capture.ROOT] = _floating(leaf.get_value())[0]
-    return outputs
+    calls = [(path[:-1], leaf) for path, leaf in nnx.to_flat_state(captured) if path[-1] == "__call__"]
+    return {".".join(map(str, path)) or capture.ROOT: _floating(leaf.get_value())[0] for path, leaf in calls}
 
 
 def _is_floating(x: Any) -> bool:
