@@ -165,20 +165,6 @@ def check_sampling(sampling: SamplingParams) -> None:
             raise ValueError(f"sampling: {field}={getattr(sampling, field)}, wanted {wanted}")
 
 
-def check_drawing(sampling: SamplingParams, drawing: Sequence) -> None:
-    """Check that a processor that draws tokens has a distribution to draw from.
-
-    Raises:
-      ValueError: the temperature is 0, so there is nothing to draw.
-    """
-    if drawing and sampling.temperature == 0:
-        names = ", ".join(type(processor).__name__ for processor in drawing)
-        raise ValueError(
-            f"sampling: temperature={sampling.temperature} with a processor that draws ({names}): greedy decoding "
-            "leaves nothing to draw, so the text carries no mark; wanted a temperature above 0"
-        )
-
-
 def check_states(states: Sequence, processors: Sequence) -> None:
     """Check that there is one state a processor.
 
@@ -218,7 +204,12 @@ class GeneratorBase:
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
         self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
         self._drawing = [i for i, p in enumerate(self._processors) if getattr(p, "draws", hasattr(p, "draw"))]
-        check_drawing(sampling, [self._processors[i] for i in self._drawing])
+        if self._drawing and sampling.temperature == 0:
+            names = ", ".join(type(self._processors[i]).__name__ for i in self._drawing)
+            raise ValueError(
+                f"sampling: temperature={sampling.temperature} with a processor that draws ({names}): greedy decoding "
+                "leaves nothing to draw, so the text carries no mark; wanted a temperature above 0"
+            )
         self._shared = tuple(getattr(processor, "shared", None) for processor in self._processors)
         self.programs: dict[Bucket, Programs] = {}
 

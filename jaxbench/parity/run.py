@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import os
 import sys
 import time
@@ -321,17 +322,13 @@ class _Work:
             {"parameter": name} | {key: c.get(name) for key, c in columns.items()} for name in self.params if columns
         ]
 
-    def _errors(self, kind: str) -> dict[str, float]:
-        return {entry.name: entry.error for entry in self.comparisons[kind].entries} if kind in self.comparisons else {}
+    def _errors(self, kind: str, field: str = "error") -> dict[str, float]:
+        entries = self.comparisons[kind].entries if kind in self.comparisons else ()
+        return {entry.name: getattr(entry, field) for entry in entries}
 
     def _reduced_errors(self, pattern: str) -> dict[str, dict[str, float]]:
-        columns: dict[str, dict[str, float]] = {}
-        for dtype in REDUCED:
-            kind = pattern.format(dtype)
-            entries = self.comparisons[kind].entries if kind in self.comparisons else ()
-            columns[dtype] = {entry.name: entry.error for entry in entries}
-            columns[f"{dtype}_torch"] = {entry.name: entry.other_error for entry in entries}
-        return columns
+        fields = itertools.product(REDUCED, (("", "error"), ("_torch", "other_error")))
+        return {dtype + side: self._errors(pattern.format(dtype), field) for dtype, (side, field) in fields}
 
 
 def define_flags() -> None:

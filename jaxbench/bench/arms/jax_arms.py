@@ -36,13 +36,14 @@ class JaxArm(twin_arm.TwinArm):
         """Compile the workload's programs ahead of time and read the compiler's own counts."""
         if self.run_settings is not None:
             return self._make_engine()
-        if workload.kind == "train":
-            return self._prepare_step(workload)
         start = time.perf_counter()
-        programs = self.generator.compile(workload.batch, workload.prompt_tokens, max(workload.new_tokens, 1))
-        seconds = time.perf_counter() - start
-        program = programs.prefill if workload.kind == "prefill" else programs.decode
-        return {"compile_s": seconds, **compiler_counts(program)}
+        if workload.kind == "train":
+            batch = self._batch(np.zeros((workload.batch, workload.prompt_tokens + 1), np.int32))
+            program = self.step = self.jax.jit(self.step, donate_argnums=0).lower(self.state, batch).compile()
+        else:
+            programs = self.generator.compile(workload.batch, workload.prompt_tokens, max(workload.new_tokens, 1))
+            program = programs.prefill if workload.kind == "prefill" else programs.decode
+        return {"compile_s": time.perf_counter() - start, **compiler_counts(program)}
 
     def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
         """One run: host token ids in, host token ids out."""
@@ -92,12 +93,6 @@ class JaxArm(twin_arm.TwinArm):
     def _batch(self, inputs: list):
         tokens, targets, positions = contract.targets(inputs)
         return self.train.Batch(tokens, targets, positions, np.ones(tokens.shape, bool))
-
-    def _prepare_step(self, workload: Workload) -> dict:
-        rows = np.zeros((workload.batch, workload.prompt_tokens + 1), np.int32)
-        start = time.perf_counter()
-        self.step = self.jax.jit(self.step, donate_argnums=0).lower(self.state, self._batch(rows)).compile()
-        return {"compile_s": time.perf_counter() - start, **compiler_counts(self.step)}
 
 
 class FlaxArm(JaxArm):
