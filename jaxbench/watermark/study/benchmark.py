@@ -261,11 +261,10 @@ class _Run:
         peer = self.worker("markllm", threads=1)
         if peer is None:
             return [{"kind": "verdict", "missing": self.missing["markllm"]}]
-        ours = self.worker("numpy", threads=1)
-        maker = self.worker("generation", threads=environment.usable_cores())
         human = packing.real_prompts(self.tokenizer, [32 + wanted.new_tokens] * wanted.texts, packing.load_text())
         prompts = {"prompts": [text[:32] for text in human], "new_tokens": wanted.new_tokens, "seed": 0}
-        try:
+        maker = self.worker("generation", threads=environment.usable_cores())
+        with peer, self.worker("numpy", threads=1) as ours, maker:
             peer.request("start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
             ours.request("start", tokenizer=self.settings.model, vocab_size=self.vocab_size)
             maker.request("start", model=self.settings.model)
@@ -274,9 +273,6 @@ class _Run:
             ids = by_peer + by_us + human
             theirs = peer.request("detect", scheme=MARKLLM_KGW, ids=ids)["detections"]
             own = ours.request("detect", scheme=scheme, ids=ids)["detections"]
-        finally:
-            for worker in (peer, ours, maker):
-                worker.close()
         authors = ["markllm"] * len(by_peer) + ["jaxbench"] * len(by_us) + ["human"] * len(human)
         return [{"kind": "verdict", "author": a, "theirs": t, "ours": o} for a, t, o in zip(authors, theirs, own)]
 
