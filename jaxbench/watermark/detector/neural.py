@@ -140,5 +140,5 @@ def build(config: NeuralConfig, params: Mapping[str, np.ndarray], *, dtype: str 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
-    model = NeuralDetector(**{name: getattr(config, name) for name in type(config).model_fields}, dtype=dtype)
+    model = NeuralDetector(**dict(config), dtype=dtype)
     return nn.load_params(model, params)

@@ -147,7 +147,7 @@ def judge(name: str, values: np.ndarray, *, level: float, confidence: float) -> 
 
 
 def rows(
-    settings: Calibration, tokens: np.ndarray, *, vocab_size: int, folder: Path | None = None, **how: Any
+    settings: Calibration, tokens: np.ndarray, *, vocab_size: int, folder: Path, **how: Any
 ) -> Iterator[tuple[Row, bool]]:
     """Yield the rows of every scheme and level for passages, and whether each was measured before.
 
@@ -164,11 +164,7 @@ def rows(
         return [_to_json(row._replace(seconds=time.monotonic() - start)) for row in judged]
 
     for name, scheme in settings.schemes.items():
-        compute, is_kept = functools.partial(measured, name, scheme), False
-        if folder is None:
-            values = compute()
-        else:
-            values, is_kept = store.kept(folder / f"{config_id(scheme)}.json", compute)
+        values, is_kept = store.kept(folder / f"{config_id(scheme)}.json", functools.partial(measured, name, scheme))
         yield from ((_from_json(name, value), is_kept) for value in values)
 
 

@@ -103,6 +103,7 @@ def generate(
 ) -> np.ndarray:  # fmt: skip
     """Continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
     scheme, root, chunks = settings.schemes[name], Key.from_passphrase(settings.passphrase), []
+    slug = "".join(c if c.isalnum() else "-" for c in name)
 
     @functools.cache
     def programs() -> tuple[logits_processor.Watermark, sample.Generator]:
@@ -129,7 +130,7 @@ def generate(
 
     for start in range(0, len(given), settings.batch_size):
         rows = range(start, min(start + settings.batch_size, len(given)))
-        path = workdir / "chunks" / f"{slug(name)}-{start:06d}-{len(rows)}.npy"
+        path = workdir / "chunks" / f"{slug}-{start:06d}-{len(rows)}.npy"
         chunks.append(store.kept(path, functools.partial(continued, rows), read=np.load, write=_save)[0])
     return np.concatenate(chunks)
 
@@ -219,18 +220,10 @@ def is_missed(cell: Cell) -> bool:
 
 def line(cell: Cell) -> str:
     """One cell as text."""
-    bar = (
-        ""
-        if cell.bar is None or not cell.sees_prompt
-        else f"  bar {cell.bar:g} {'MISSED' if is_missed(cell) else 'reached'}"
-    )
+    has_bar = cell.bar is not None and cell.sees_prompt
+    bar = f"  bar {cell.bar:g} {'MISSED' if is_missed(cell) else 'reached'}" if has_bar else ""
     sight = "prompt as context" if cell.sees_prompt else "continuation only"
     return (
         f"{cell.scheme:<22} {cell.num_tokens:>4} tokens, {sight}, {cell.num_scored:5.1f} scored, FPR {cell.level:<6g} "
         f"TPR {cell.rate.value:.3f} [{cell.rate.low:.3f}, {cell.rate.high:.3f}]{bar}"
     )
-
-
-def slug(name: str) -> str:
-    """A name as part of a file name."""
-    return "".join(c if c.isalnum() else "-" for c in name)

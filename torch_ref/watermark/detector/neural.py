@@ -137,7 +137,6 @@ def build(
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
-    fields = {name: getattr(config, name) for name in type(config).model_fields}
     with torch.device("meta"):
-        model = NeuralDetector(**fields, dtype=dtype)
+        model = NeuralDetector(**dict(config), dtype=dtype)
     return nn.load_params(model, params, device=device)
