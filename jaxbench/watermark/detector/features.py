@@ -130,7 +130,7 @@ def save(
         with outputs.whole(folder / "calibration.npy") as temporary, open(temporary, "wb") as file:
             np.save(file, calibration)
     values = {"config": config.model_dump(mode="json"), "sha256": assets.sha256_file(weights), **record}
-    outputs.write_text(folder / "detector.json", json.dumps(values, indent=1) + "\n")
+    outputs.write_json(folder / "detector.json", values)
     return weights
 
 

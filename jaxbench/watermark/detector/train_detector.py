@@ -8,7 +8,6 @@ training. What the detector's p-value promises: neural_detection.py.
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -238,7 +237,7 @@ def run(
     for name in settings.test_schemes:
         rows += judge(settings, scorer, name, *made["test", name], human, vocab_size=vocab_size)
     result = {**record, "cpu_s": round(time.process_time() - begun, 1), "losses": losses, "rows": rows}
-    outputs.write_text(workdir / "neural.json", json.dumps(result, indent=1) + "\n")
+    outputs.write_json(workdir / "neural.json", result)
     for row in rows:
         say(line(row))
     return result

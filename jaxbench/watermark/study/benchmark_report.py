@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -132,7 +131,7 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
     """Write summary.json, benchmark.csv and report.html, each whole or not at all, and print the tables."""
     from rich.console import Console
 
-    outputs.write_text(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
+    outputs.write_json(workdir / "summary.json", summary)
     rows = [{"table": name, **row} for name in SHOWN for row in summary[name]]
     outputs.write_csv(workdir / "benchmark.csv", rows, () if rows else ("table",))
     page = Console(record=True, width=140, file=io.StringIO())

@@ -12,7 +12,6 @@ takes up those of a smaller one.
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,7 +198,7 @@ def run(
         "config": settings.model_dump(mode="json"),
         "cells": [cell._asdict() | {"rate": cell.rate._asdict()} for cell in measured],
     }
-    outputs.write_text(workdir / "power.json", json.dumps(result, indent=1) + "\n")
+    outputs.write_json(workdir / "power.json", result)
     for cell in measured:
         say(line(cell))
     return result
