@@ -220,16 +220,11 @@ def run(
         store.claim(workdir / part / "chunks", config_id(plan, exclude=("bars", "levels", "num_texts"), extra=extra))
         for name in schemes:
             tokens = power.generate(plan, name, given, model=model, workdir=workdir / part, say=say)
-            root = Key.from_passphrase(plan.passphrase)
-            made[part, name] = tokens, [power.text_key(root, name, i) for i in range(len(tokens))]
-    marked = [
-        training_data.marked_pool(scheme, *made["train", name], vocab_size=vocab_size)
-        for name, scheme in settings.train_schemes.items()
-    ]
-    plain = [
-        training_data.human_pool(scheme, human.train, vocab_size=vocab_size)
-        for scheme in settings.train_schemes.values()
-    ]
+            made[part, name] = tokens, power.text_keys(plan, name, len(tokens))
+    marked, plain = [], []
+    for name, scheme in settings.train_schemes.items():
+        marked.append(training_data.marked_pool(scheme, *made["train", name], vocab_size=vocab_size))
+        plain.append(training_data.human_pool(scheme, human.train, vocab_size=vocab_size))
     params, losses = fit(settings, marked, plain, say=say)
     record = {"training": settings.model_dump(mode="json"), "config_id": config_id(settings, extra=extra), **extra}
     features.save(workdir, settings.detector, params, record, human.calibration)

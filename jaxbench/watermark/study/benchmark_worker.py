@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench.measure import environment, worker
+from jaxbench.measure import worker
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.watermark import config, detection, green_lists, identify, reference, statistics, texts
 from jaxbench.watermark.detector import features
@@ -54,7 +54,7 @@ class Ours:
                 content = json.load(file)
             self.texts, self.ids = content["texts"], content["ids"]
         self.detectors: dict[str, Any] = {}
-        return {"versions": environment.versions()}
+        return {}
 
     def measure(self, *, scheme: dict, part: str, count: int, batch_size: int, repeats: int, keys: int = 1) -> dict:
         """Time one part of detection over the first `count` texts in calls of `batch_size`.

@@ -79,9 +79,10 @@ class Cell(NamedTuple):
     bar: float | None  # what the lower end must reach
 
 
-def text_key(passphrase_key: Key, scheme: str, text: int) -> Key:
-    """Key of one text of one scheme."""
-    return passphrase_key.derive(f"{scheme} {text}")
+def text_keys(settings: Power, name: str, num_texts: int) -> list[Key]:
+    """Keys of the texts of one scheme."""
+    root = Key.from_passphrase(settings.passphrase)
+    return [root.derive(f"{name} {text}") for text in range(num_texts)]
 
 
 def prompts(settings: Power, encoder: Any, path: str | Path | None) -> np.ndarray:
@@ -101,7 +102,7 @@ def generate(
     say: Callable[[str], None] = lambda line: None,
 ) -> np.ndarray:  # fmt: skip
     """Continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
-    scheme, root, chunks = settings.schemes[name], Key.from_passphrase(settings.passphrase), []
+    scheme, keys, chunks = settings.schemes[name], text_keys(settings, name, len(given)), []
     slug = "".join(c if c.isalnum() else "-" for c in name)
 
     @functools.cache
@@ -115,7 +116,7 @@ def generate(
     def continued(rows: range) -> np.ndarray:
         processor, generator = programs()
         begun = time.monotonic()
-        state = processor.state([text_key(root, name, i) for i in rows], seed=settings.seed)
+        state = processor.state(keys[rows.start : rows.stop], seed=settings.seed)
         output = generator(
             [given[i].tolist() for i in rows],
             max_new_tokens=max(settings.lengths),
@@ -141,9 +142,8 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vocab_size: int) -> Iterator[Cell]:
     """Yield the rates of one scheme at every length and level, with and without the prompt as context."""
-    scheme, root = settings.schemes[name], Key.from_passphrase(settings.passphrase)
+    scheme, keys = settings.schemes[name], text_keys(settings, name, len(made))
     lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
-    keys = [text_key(root, name, i) for i in range(len(made))]
     for sees_prompt in (True, False):
         prompt = given if sees_prompt else given[:, :0]
         for length in settings.lengths:
