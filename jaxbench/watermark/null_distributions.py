@@ -60,27 +60,18 @@ def gamma(total: np.ndarray, number: np.ndarray) -> Tail:
     return _floored(Tail(value, value))
 
 
-def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float, *, method: str = "exact") -> Tail:
+def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float) -> Tail:
     """Tail of (1 - alpha) A + alpha B at total [N]; A, B are independent sums of number [N] exponentials.
 
-    exact: the heavier sum is a negative-binomial mixture of gammas of the lighter one's scale, so that the tail is
-    P(Poisson(x / light) < 2 number + NegativeBinomial(number, light / heavy)), a series of positive terms.
-    vllm: one gamma with equal mean and variance, as vLLM's detector computes it.
-
-    Raises:
-      ValueError: unknown method.
+    The heavier sum is a negative-binomial mixture of gammas of the lighter one's scale, so that the tail is
+    P(Poisson(x / light) < 2 number + NegativeBinomial(number, light / heavy)), a series of positive terms. vLLM's
+    detector takes one gamma of equal mean and variance instead, which is slightly over-confident.
     """
-    if method not in ("exact", "vllm"):
-        raise ValueError(f"dual_gamma: method={method!r} is unknown, wanted exact or vllm")
     light, heavy = sorted((alpha, 1.0 - alpha))
     if light == 0.0:
         return gamma(total, number)
     n, x = np.maximum(number, 1), np.maximum(total, 0.0)
-    if method == "vllm" or light == heavy:
-        share = light**2 + heavy**2
-        value = special.gammaincc(n / share, x / share)
-    else:
-        value = np.array([_mixture_tail(float(a), int(b), light, heavy) for a, b in zip(x, n)])
+    value = np.array([_mixture_tail(float(a), int(b), light, heavy) for a, b in zip(x, n)])
     value = np.where(number > 0, value, 1.0)
     return _floored(Tail(value, value))
 

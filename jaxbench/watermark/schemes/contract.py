@@ -87,6 +87,3 @@ class Statistic:
     def reported(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
         """The total in the unit that the field's literature reports."""
         return total.astype(np.float64)
-
-    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Simulated scores of positions with distinct inputs under the null (WinMax)."""

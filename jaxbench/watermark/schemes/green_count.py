@@ -93,10 +93,6 @@ class GreenCount(Statistic):
         """The tail of Binomial(n, gamma)."""
         return null_distributions.binomial(total, num_scored, self.share)
 
-    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Independent 0s and 1s."""
-        return (reference.null_words(random, shape) < np.uint32(self.share * 2**32)).astype(np.float64)
-
 
 def threshold(gamma: float) -> int:
     """The number that a green token's word lies below, where each token is green on its own."""

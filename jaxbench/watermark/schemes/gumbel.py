@@ -66,9 +66,9 @@ class Gumbel(Scheme):
             return (2.0**24 - k) / (2.0**24 + 1.0)
         return (2.0**24 - 0.5 - k) * 2.0**-24
 
-    def statistic(self, vocab_size: int, *, dual_key_method: Literal["exact", "vllm"] = "exact") -> ExponentialSum:
-        """The sum of -log(1 - u); with two keys, `vllm` is the moment-matched tail of vLLM's detector."""
-        return ExponentialSum(self, dual_key_method)
+    def statistic(self, vocab_size: int) -> ExponentialSum:
+        """The sum of -log(1 - u)."""
+        return ExponentialSum(self)
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
         """The word's uniform, of a dual key the first key's."""
@@ -84,7 +84,6 @@ class ExponentialSum(Statistic):
     """The sum of -log(1 - u), of two keys (1 - alpha) A + alpha B: gamma, or two gammas, under the null."""
 
     scheme: Gumbel
-    dual_key_method: Literal["exact", "vllm"] = "exact"
     is_continuous: ClassVar[bool] = True
 
     def token_scores(self, evidence: reference.Evidence) -> Float[np.ndarray, "N T"]:
@@ -115,18 +114,7 @@ class ExponentialSum(Statistic):
         return 1.0, (1.0 - alpha) ** 2 + alpha**2
 
     def tail(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
-        """Tail of the gamma distribution, or of the sum of two.
-
-        Raises:
-          ValueError: an unknown dual_key_method.
-        """
+        """Tail of the gamma distribution, or of the sum of two."""
         if reference.is_dual_key(self.scheme):
-            alpha, method = self.scheme.dual_key_alpha, self.dual_key_method
-            return null_distributions.dual_gamma(total, num_scored, alpha, method=method)
+            return null_distributions.dual_gamma(total, num_scored, self.scheme.dual_key_alpha)
         return null_distributions.gamma(total, num_scored)
-
-    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Scores of independent uniform words."""
-        words, second = (reference.null_words(random, shape) for _ in range(2))
-        is_dual = reference.is_dual_key(self.scheme)
-        return self.token_scores(reference.Evidence(words, np.ones(shape, bool), second if is_dual else None))
