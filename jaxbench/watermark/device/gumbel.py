@@ -12,7 +12,7 @@ from jaxbench import philox, prng
 from jaxbench.sample import OrdinaryDraw, largest_sum
 from jaxbench.watermark import prf, reference, vllm_prf
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.marks import KeyedStep, Position, State
+from jaxbench.watermark.device.contract import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int, UInt32
 
 from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.marks import Position, State
+from jaxbench.watermark.device.contract import Position, State
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 

@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.marks import Position, State
+from jaxbench.watermark.device.contract import Position, State
 from jaxbench.watermark.green_lists import GreenLists
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool
 
 from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.marks import Position, State
+from jaxbench.watermark.device.contract import Position, State
 
 
 class Mark(marks.Mark):

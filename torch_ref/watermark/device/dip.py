@@ -7,9 +7,10 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
+from jaxbench.watermark.device.contract import KeyedStep, State
 from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, order_bits
 from torch_ref.watermark import prf
-from torch_ref.watermark.device.marks import KeyedStep, ReweightingMark, State
+from torch_ref.watermark.device.marks import ReweightingMark
 
 
 class Mark(ReweightingMark):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from jaxbench import philox
 from jaxbench.watermark import reference, vllm_prf
+from jaxbench.watermark.device.contract import KeyedStep, Position, State
 from torch_ref import prng
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import marks
-from torch_ref.watermark.device.marks import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from jaxbench import philox
 from jaxbench.watermark import reference
+from jaxbench.watermark.device.contract import Position, State
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import marks
-from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(marks.Mark):

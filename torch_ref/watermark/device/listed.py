@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from jaxbench.watermark.device.contract import Position, State
 from jaxbench.watermark.green_lists import GreenLists
 from torch_ref.watermark.device import marks
-from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(marks.Mark):

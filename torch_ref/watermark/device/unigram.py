@@ -7,9 +7,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from jaxbench.watermark import reference
+from jaxbench.watermark.device.contract import Position, State
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import marks
-from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(marks.Mark):
