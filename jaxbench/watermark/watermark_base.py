@@ -207,12 +207,10 @@ def _check_generation(scheme: Any, vocab_size: int, green_lists: GreenLists | No
         return
     if green_lists is None:
         raise ValueError(f"watermark {name}: wanted the tables of its green lists (GreenLists), got {green_lists}")
-    rule = green_lists.rule
-    if rule.per_candidate:
-        raise ValueError(f"watermark {name}: {scheme} has a list for each candidate token, which is for detection only")
+    config.check_generates(scheme, f"watermark {name}")
     if green_lists.vocab_size != vocab_size:
         raise ValueError(f"watermark {name}: tables of {green_lists.vocab_size} tokens for a model of {vocab_size}")
-    if rule.combine == "time" and green_lists.width > 1 and vocab_size > 2**16:
+    if green_lists.rule.combine == "time" and green_lists.width > 1 and vocab_size > 2**16:
         raise ValueError(
             f"watermark {name}: f_scheme=time multiplies in 32 bits, vocab_size={vocab_size} is above 65536"
         )

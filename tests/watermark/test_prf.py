@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxbench import philox
-from jaxbench.watermark import config, prf, reference, vllm_prf
+from jaxbench.watermark import config, prf, reference
 from jaxbench.watermark.device import dip, gumbel, kgw
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import dip as in_numpy
+from jaxbench.watermark.schemes import gumbel as numpy_gumbel
 from torch_ref.watermark import prf as torch_prf
 from torch_ref.watermark.device import dip as torch_dip
 from torch_ref.watermark.device import gumbel as torch_gumbel
@@ -124,7 +125,7 @@ def test_vllms_words_are_equal_in_bits(width, keys, tokens, seed):
     tokens = np.array(tokens, np.int32)
     contexts = np.random.default_rng(seed).integers(-1, VOCAB, (BATCH, TOKENS, width), dtype=np.int32)
     pair = reference.halves(keys, 2)
-    expected = vllm_prf.token_words(vllm_prf.state(contexts, pair), tokens, pair)
+    expected = numpy_gumbel.vllm_token_words(numpy_gumbel.vllm_state(contexts, pair), tokens, pair)
     one, other = jitted("vllm", width)
     np.testing.assert_array_equal(in_jax(one, arrays(keys), contexts, tokens), expected)
     np.testing.assert_array_equal(in_torch(other, arrays(keys), contexts, tokens), expected)

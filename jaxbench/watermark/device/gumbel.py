@@ -10,9 +10,10 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxbench import philox, prng
 from jaxbench.sample import OrdinaryDraw, largest_sum
-from jaxbench.watermark import prf, reference, vllm_prf
+from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import marks
 from jaxbench.watermark.device.contract import KeyedStep, Position, State
+from jaxbench.watermark.schemes.gumbel import CONTEXT_DOMAIN, TOKEN_DOMAIN
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
@@ -137,9 +138,9 @@ class Stream(NamedTuple):
 
 
 def vllm_state(contexts: Int[Array, "*shape h"], key: prf.Halves) -> UInt32[Array, "*shape 4"]:
-    """State of contexts, -1 where the text has not started (see vllm_prf.py)."""
+    """State of contexts, -1 where the text has not started (see schemes/gumbel.py)."""
     contexts, width = contexts.astype(jnp.uint32), contexts.shape[-1]
-    words: Any = tuple(jnp.full_like(key[0], word) for word in (vllm_prf.CONTEXT_DOMAIN, width, 0, 0))
+    words: Any = tuple(jnp.full_like(key[0], word) for word in (CONTEXT_DOMAIN, width, 0, 0))
     for offset in range(0, width, 4):
         block = [
             contexts[..., offset + i] if offset + i < width else jnp.full_like(key[0], philox.MASK32 - i)
@@ -154,13 +155,13 @@ def vllm_token_words(
 ) -> UInt32[Array, "*shape"]:
     """Word of each token at its context's state."""
     tokens = tokens.astype(jnp.uint32)
-    pair = (key[0] ^ states[..., 3], key[1] ^ jnp.uint32(vllm_prf.TOKEN_DOMAIN))
+    pair = (key[0] ^ states[..., 3], key[1] ^ jnp.uint32(TOKEN_DOMAIN))
     return prf.pick_word(prf.random_blocks((tokens >> 2, states[..., 0], states[..., 1], states[..., 2]), pair), tokens)
 
 
 def vllm_lanes(states: UInt32[Array, "B 4"], key: prf.Halves, *, num_elements: int) -> prf.Lanes:
     """Words of tokens 0..num_elements-1 at each row's state, in lanes."""
-    pair = (key[0] ^ states[:, 3:], key[1] ^ jnp.uint32(vllm_prf.TOKEN_DOMAIN))
+    pair = (key[0] ^ states[:, 3:], key[1] ^ jnp.uint32(TOKEN_DOMAIN))
     counter = (prf.block_numbers(num_elements), states[:, :1], states[:, 1:2], states[:, 2:3])
     return prf.random_blocks(counter, pair)
 

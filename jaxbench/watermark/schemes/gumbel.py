@@ -16,9 +16,11 @@ from jaxtyping import Float, Int, UInt32
 from pydantic import Field
 
 from jaxbench import philox
-from jaxbench.watermark import null_distributions, reference, vllm_prf
-from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
+from jaxbench.watermark import null_distributions, reference
+from jaxbench.watermark.reference import ContextRule, Halves, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
+
+CONTEXT_DOMAIN, TOKEN_DOMAIN = 0x574D4358, 0x574D544B  # of vLLM's function
 
 
 class Gumbel(Scheme):
@@ -56,8 +58,8 @@ class Gumbel(Scheme):
         pair, width, tokens = reference.halves(key, 2), self.context.width, text.tokens
         contexts = reference.windows(tokens, width, fill=-1)
         place = np.arange(tokens.shape[1])[:, None] + np.arange(-width, 0)[None, :]
-        states = vllm_prf.state(np.where(place[None] >= text.prompt[:, None, None], contexts, -1), pair)
-        return vllm_prf.token_words(states, tokens, pair), states
+        states = vllm_state(np.where(place[None] >= text.prompt[:, None, None], contexts, -1), pair)
+        return vllm_token_words(states, tokens, pair), states
 
     def complements(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
         """1 - u of words, exact in float64, with u as the function `prf` defines it."""
@@ -115,6 +117,29 @@ class ExponentialSum(Statistic):
 
     def tail(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
         """Tail of the gamma distribution, or of the sum of two."""
-        if reference.is_dual_key(self.scheme):
-            return null_distributions.dual_gamma(total, num_scored, self.scheme.dual_key_alpha)
-        return null_distributions.gamma(total, num_scored)
+        return null_distributions.dual_gamma(total, num_scored, self.scheme.dual_key_alpha)
+
+
+# vLLM's function philox4x32-10-v1 (vLLM 0.33, vllm/v1/watermarking/prfs/philox.py): h tokens of context, -1 where the
+# text has not started, are folded, four at a time, into a state of four words that starts as (CONTEXT_DOMAIN, h, 0, 0);
+# a token's word comes from the block of four it lies in. The uniform of a word w is ((w >> 8) + 1) / (2**24 + 1).
+
+
+def vllm_state(contexts: np.ndarray, key: Halves) -> np.ndarray:
+    """State [.. 4] (uint32) of contexts [.. h], oldest token first, under a key's halves (broadcast)."""
+    contexts = np.asarray(contexts).astype(np.uint32)
+    width, (low, high) = contexts.shape[-1], key
+    words = tuple(np.full(contexts.shape[:-1], word, np.uint32) for word in (CONTEXT_DOMAIN, width, 0, 0))
+    for offset in range(0, width, 4):
+        places = range(offset, offset + 4)
+        block = [contexts[..., i] if i < width else np.uint32(philox.MASK32 - i % 4) for i in places]
+        words = philox.philox4x32(tuple(w ^ b for w, b in zip(words, block)), (low ^ np.uint32(offset), high))
+    return np.stack(np.broadcast_arrays(*words), axis=-1)
+
+
+def vllm_token_words(states: np.ndarray, tokens: np.ndarray, key: Halves) -> np.ndarray:
+    """Word (uint32) of each token [..] at its context's state [.. 4]."""
+    tokens, (low, high) = np.asarray(tokens).astype(np.uint32), key
+    counter = (tokens >> 2, states[..., 0], states[..., 1], states[..., 2])
+    words = philox.philox4x32(counter, (low ^ states[..., 3], high ^ np.uint32(TOKEN_DOMAIN)))
+    return reference.pick_word(words, tokens)

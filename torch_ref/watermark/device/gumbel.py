@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
-from jaxbench.watermark import reference, vllm_prf
+from jaxbench.watermark import reference
 from jaxbench.watermark.device.contract import KeyedStep, Position, State
+from jaxbench.watermark.schemes.gumbel import CONTEXT_DOMAIN, TOKEN_DOMAIN
 from torch_ref import prng
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
@@ -139,9 +140,9 @@ class Stream(NamedTuple):
 
 
 def vllm_state(contexts: Int[Tensor, "*shape h"], key: prf.Halves) -> Int64[Tensor, "*shape 4"]:
-    """State of contexts, -1 where the text has not started (see vllm_prf.py)."""
+    """State of contexts, -1 where the text has not started (see schemes/gumbel.py)."""
     contexts, width = contexts.to(torch.int64) & philox.MASK32, contexts.shape[-1]
-    words: Any = tuple(torch.full_like(key[0], word) for word in (vllm_prf.CONTEXT_DOMAIN, width, 0, 0))
+    words: Any = tuple(torch.full_like(key[0], word) for word in (CONTEXT_DOMAIN, width, 0, 0))
     for offset in range(0, width, 4):
         block = [
             contexts[..., offset + i] if offset + i < width else torch.full_like(key[0], philox.MASK32 - i)
@@ -156,13 +157,13 @@ def vllm_token_words(
 ) -> Int64[Tensor, "*shape"]:
     """Word of each token at its context's state."""
     tokens = tokens.to(torch.int64) & philox.MASK32
-    pair = (key[0] ^ states[..., 3], key[1] ^ vllm_prf.TOKEN_DOMAIN)
+    pair = (key[0] ^ states[..., 3], key[1] ^ TOKEN_DOMAIN)
     return prf.pick_word(prf.random_blocks((tokens >> 2, states[..., 0], states[..., 1], states[..., 2]), pair), tokens)
 
 
 def vllm_lanes(states: Int64[Tensor, "B 4"], key: prf.Halves, *, num_elements: int) -> prf.Lanes:
     """Words of tokens 0..num_elements-1 at each row's state, in lanes."""
-    pair = (key[0] ^ states[:, 3:], key[1] ^ vllm_prf.TOKEN_DOMAIN)
+    pair = (key[0] ^ states[:, 3:], key[1] ^ TOKEN_DOMAIN)
     return prf.random_blocks(
         (prf.block_numbers(num_elements, device=key[0].device), states[:, :1], states[:, 1:2], states[:, 2:3]), pair
     )

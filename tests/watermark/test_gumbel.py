@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from scipy import special
 
-from jaxbench.watermark import reference, statistics, vllm_prf
+from jaxbench.watermark import reference, statistics
 from jaxbench.watermark.config import Gumbel
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.reference import ContextRule
+from jaxbench.watermark.schemes import gumbel
 from tests.watermark import vocabulary
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "vllm.json").read_text())
@@ -58,16 +59,16 @@ def vllms_p_value(found: statistics.Detections, alpha: float | None) -> float:
 )
 def test_words_are_the_known_answers(context, token, word):
     key = reference.halves(Key(42), 1)
-    found = vllm_prf.token_words(vllm_prf.state(np.array([context]), key), np.array([token]), key)
+    found = gumbel.vllm_token_words(gumbel.vllm_state(np.array([context]), key), np.array([token]), key)
     assert found.tolist() == [word]
 
 
 @pytest.mark.parametrize("row", GOLDEN["uniforms"], ids=lambda row: f"width{len(row['contexts'][0])}")
 def test_uniforms_are_those_of_vllm_for_every_width(row):
     key = reference.halves(Key(row["key"]), 1)
-    words = vllm_prf.token_words(vllm_prf.state(np.array(row["contexts"]), key), np.array(row["tokens"]), key)
+    words = gumbel.vllm_token_words(gumbel.vllm_state(np.array(row["contexts"]), key), np.array(row["tokens"]), key)
     wanted = np.array(row["uniforms"], np.float32)  # vLLM rounds the same float64 to float32
-    assert np.array_equal(vllm_prf.uniform(words).astype(np.float32), wanted)
+    assert np.array_equal(scheme().shade(words).astype(np.float32), wanted)
 
 
 def test_words_of_a_whole_vocabulary_are_the_words_of_its_tokens():
@@ -75,7 +76,7 @@ def test_words_of_a_whole_vocabulary_are_the_words_of_its_tokens():
     words = vocabulary.words(scheme(), Key(42), contexts, vocab_size=41)
     key = reference.halves(Key(42), 1)
     for token in (0, 1, 39, 40):
-        one = vllm_prf.token_words(vllm_prf.state(contexts, key), np.full(2, token), key)
+        one = gumbel.vllm_token_words(gumbel.vllm_state(contexts, key), np.full(2, token), key)
         assert np.array_equal(words[:, token], one)
 
 
@@ -84,7 +85,7 @@ def test_the_draw_is_the_draw_of_vllm():
     logits = (tokens * tokens * 37 % 101) / 25
     for row in GOLDEN["samples"]:
         words = vocabulary.words(scheme(), Key(row["key"]), np.array(row["contexts"]), vocab_size=499)
-        drawn = np.argmax(logits - np.log(-np.log(vllm_prf.uniform(words))), axis=1)
+        drawn = np.argmax(logits - np.log(-np.log(scheme().shade(words))), axis=1)
         assert drawn.tolist() == row["tokens"]
 
 
