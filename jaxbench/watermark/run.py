@@ -13,7 +13,7 @@ from jaxbench import config, outputs
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify, localize, statistics
 from jaxbench.watermark.attack import attacks
-from jaxbench.watermark.bulk import bulk_detection, part_files
+from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import num_payloads, parse_scheme
 from jaxbench.watermark.keys import Key, read_key_file
 from jaxbench.watermark.texts import Ragged, TextEncoder
@@ -94,12 +94,6 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
     return tuple(found)
 
 
-def check_score_files(pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()) -> None:
-    """Raise a ValueError where the texts of a pattern cannot be scored into an output (`inputs`: other files read)."""
-    part_files.kind_of(Path(output))
-    outputs.check_file(output, [*lines.find(pattern), *inputs], overwrite=overwrite)
-
-
 def detect_file(
     pattern: str, output: str, job: bulk_detection.Job, *, level: float, console: Any, **how: Any
 ) -> dict[str, Any]:
@@ -151,29 +145,25 @@ def _found(output: str, level: float) -> int:
 
 def detect_text(
     text: str,
-    scheme: Any,
-    key: Key,
+    job: bulk_detection.Job,
     *,
     tokenizer: Any,
-    vocab_size: int | None,
-    make_detector: Any,
-    canonicalize: bool,
-    level: float,
-    prompt_tokens: int,
     console: Any,
+    level: float,
+    prompt_tokens: int = 0,
     neural: str | None = None,
 ) -> statistics.Detections:
-    """Test one text and print its p-values (the trained detector's, too), its tokens in colours, spans."""
-    vocab_size = vocab_size or tokenizer.vocab_size
-    encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
-    encoded = encoder.encode([text])
+    """Test one text for the job's one candidate; print its p-values (the trained detector's, too), tokens, spans."""
+    (candidate,) = job.candidates
+    scheme, key, vocab_size = candidate.scheme, candidate.key, job.vocab_size or tokenizer.vocab_size
+    encoded = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=job.canonicalize).encode([text])
     judge = None
     if neural is not None:
         from jaxbench.watermark.detector import neural_detection
 
         judge = neural_detection.NeuralTest(neural, vocab_size=vocab_size)
         judge.check(scheme)
-    detector = make_detector(scheme, vocab_size=vocab_size)
+    detector = job.make_detector(scheme, vocab_size=vocab_size)
     found = detection.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
     ids, payload, number = encoded.ids.text(0), max(0, int(found.payload[0])), num_payloads(scheme)
     evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)

@@ -181,10 +181,8 @@ class Numbers:
 def shown(text: str, scheme, key: Key = Key(5)) -> tuple[statistics.Detections, str]:
     """Return what detect_text finds, and the screen with its styles."""
     screen = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard", highlight=False)
-    options = {"vocab_size": None, "canonicalize": False, "level": 0.01, "prompt_tokens": 0}
-    found = run.detect_text(
-        text, scheme, key, tokenizer=Numbers(), make_detector=detection.NumpyDetector, console=screen, **options
-    )
+    job = bulk_detection.Job((identify.Candidate("one", scheme, key),), canonicalize=False)
+    found = run.detect_text(text, job, tokenizer=Numbers(), console=screen, level=0.01)
     return found, screen.file.getvalue()
 
 
