@@ -42,16 +42,10 @@ def binomial(count: np.ndarray, trials: np.ndarray, probability: float) -> Tail:
 def hypergeometric(count: np.ndarray, draws: np.ndarray, *, population: int, successes: int) -> Tail:
     """Tail of the number of successes in draws [N] without replacement, at count [N]."""
 
-    def pair(x: np.ndarray, n: np.ndarray) -> Tail:
-        found = np.empty((2, len(x)))
-        for number in np.unique(n):
-            rows = n == number
-            table = _hypergeometric_table(int(number), population, successes)
-            found[0, rows] = table[np.clip(x[rows], 0, number + 1)]
-            found[1, rows] = table[np.clip(x[rows] + 1, 0, number + 1)]
-        return Tail(*found)
+    def upper(x: np.ndarray, number: int) -> np.ndarray:
+        return _hypergeometric_table(number, population, successes)[np.clip(x, 0, number + 1)]
 
-    return _floored(_on_unique(pair, count, draws))
+    return _floored(_on_unique(functools.partial(_number_by_number, upper), count, draws))
 
 
 def gamma(total: np.ndarray, number: np.ndarray) -> Tail:
@@ -84,11 +78,7 @@ def lattice(total: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> 
     """
 
     def pair(x: np.ndarray, n: np.ndarray) -> Tail:
-        upper, above = np.empty(len(x)), np.empty(len(x))
-        for number in np.unique(n):
-            rows = n == number
-            upper[rows] = _lattice_upper(x[rows], int(number), weights)
-            above[rows] = _lattice_upper(x[rows] + 1, int(number), weights)
+        upper, above = _number_by_number(functools.partial(_lattice_upper, weights=weights), x, n)
         most = n * sum(weights)
         deep = (upper < LATTICE_EXACT) & (x <= most)
         if deep.any():
@@ -127,6 +117,15 @@ def _on_unique(function, x: np.ndarray, n: np.ndarray) -> Tail:
     codes, back = np.unique(n * span + (x - least), return_inverse=True)
     found = function(codes % span + least, codes // span)
     return Tail(found.upper[back], found.above[back])
+
+
+def _number_by_number(upper, x: np.ndarray, n: np.ndarray) -> Tail:
+    """Tail of whole numbers from upper(x, number) = P(X >= x), which takes one number n at a time."""
+    found = np.empty((2, len(x)))
+    for number in np.unique(n):
+        rows = n == number
+        found[:, rows] = upper(x[rows], int(number)), upper(x[rows] + 1, int(number))
+    return Tail(*found)
 
 
 @functools.lru_cache(maxsize=4096)
