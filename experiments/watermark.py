@@ -32,6 +32,7 @@ from jaxbench import cli, outputs, process_environment, terminal
 from jaxbench.watermark import checks
 
 VALUES = flags.FLAGS
+say = functools.partial(print, flush=True)
 DETECTORS = {
     "flax": ("jaxbench.watermark.detect", "Detector"),
     "torch": ("torch_ref.watermark.detect", "Detector"),
@@ -210,11 +211,6 @@ def configured(default: str, workdir: str, *, data: bool = True) -> Callable[[],
             cli.define_data()
 
     return define
-
-
-def say(line: str) -> None:
-    """Print one line of progress."""
-    print(line, flush=True)
 
 
 def power_or_training(module: str, settings: str) -> Callable[[], int]:

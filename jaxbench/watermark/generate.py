@@ -113,16 +113,19 @@ def run(
       ValueError: a key is missing, prompts do not fit the model, or the file is an input or holds something else than
         rows of this very run.
     """
-    output = Path(output)
+    output, record = Path(output), Path(f"{output}.run.json")
     keys = [_key(mark) for mark in settings.marks] if keys is None else list(keys)
     if [key is not None for key in keys] != [mark.scheme is not None for mark in settings.marks]:
         raise ValueError(f"generate: {len(keys)} keys for {len(settings.marks)} marks, wanted one for each scheme")
-    check_output(settings, output)
+    if not output.name.endswith(".jsonl"):
+        raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
+    read = [settings.prompts, settings.model, *(mark.key_file for mark in settings.marks)]
+    outputs.check_file(output, read, overwrite=True)
     wanted = _describe(settings, f"{backend.transformer.__name__} on {device}")
     run_id = wanted["run"]
     used = [key for key in keys if key is not None]
     if not overwrite:
-        _check_same(output, wanted, used)
+        _check_same(output, record, wanted, used)
     done = 0 if overwrite else _finished(output, run_id)
     tokenizer = load_tokenizer(settings.model)
     prompts = read_prompts(settings, tokenizer)
@@ -140,7 +143,7 @@ def run(
         lines = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, continuations)]
         if start == 0:  # whatever cannot be generated has failed by now
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
-            identity.write(record_of(output), wanted, used)
+            identity.write(record, wanted, used)
         store.append(output, lines)
         say(f"{rows.stop} of {len(prompts)} rows")
     return output
@@ -212,19 +215,6 @@ def _key(mark: Mark) -> Key | None:
     return read_key_file(mark.key_file)
 
 
-def check_output(settings: GenerateConfig, output: str | Path) -> None:
-    """Raise a ValueError where texts may not be written: no .jsonl file, or one that the run reads."""
-    if not str(output).endswith(".jsonl"):
-        raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
-    read = [settings.prompts, settings.model, *(mark.key_file for mark in settings.marks)]
-    outputs.check_file(output, read, overwrite=True)
-
-
-def record_of(output: Path) -> Path:
-    """File beside an output that says what its rows were made with."""
-    return Path(f"{output}.run.json")
-
-
 def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
     """Everything that decides the texts but the keys, by name, so that a message can say what differs."""
     marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its place
@@ -238,11 +228,10 @@ def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
     return {**whole, "run": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
-def _check_same(output: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> None:
+def _check_same(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> None:
     """Raise a ValueError where a file holds anything but rows of this very run."""
     if not output.exists() or not output.stat().st_size:
         return
-    record = record_of(output)
     if not record.is_file():
         raise ValueError(
             f"generate: {output} exists, and {record.name}, which would say what its rows were made with, does not; "

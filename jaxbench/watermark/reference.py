@@ -164,13 +164,6 @@ def token_words(
     return pick_word(philox.philox4x32(counter, key), shifted)
 
 
-def text_words(scheme: Any, key: Keys, text: Text) -> tuple[Words, Seeds]:
-    """Words and seeds of the tokens of texts, for a scheme whose context rule and `token_words` decide them."""
-    seeds, pair = context_seeds(scheme.context, key, text.tokens), halves(key, 2)
-    words = token_words(scheme, pair, seeds, text.tokens, vocab_size=text.vocab_size, payload=text.payload)
-    return words, seeds
-
-
 def pick_word(words: tuple[np.ndarray, ...], tokens: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
     """Word token & 3 of each Philox block."""
     place = tokens & np.uint32(3)
@@ -266,8 +259,3 @@ def is_first(seeds: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> np.nda
 def count(mask: Bool[np.ndarray, "N T"]) -> Int[np.ndarray, " N"]:
     """Number of True in each row."""
     return np.bitwise_count(np.packbits(mask, axis=1)).sum(axis=1, dtype=np.int64)
-
-
-def null_words(random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-    """Words of tokens under a key that has nothing to do with them: independent and uniform."""
-    return random.integers(0, 2**32, shape, dtype=np.uint32)

@@ -31,6 +31,11 @@ def arrays(keys):
     return np.array([key.halves for key in keys], np.uint32)
 
 
+def halves(key):
+    """Return low and high word of each row's key, [B 1] each."""
+    return key[:, :1], key[:, 1:]
+
+
 def in_jax(function, *inputs):
     return np.asarray(function(*(jnp.asarray(x) for x in inputs)))
 
@@ -46,30 +51,28 @@ def jitted(name, *options):
         if name == "seeds":
             rule = reference.ContextRule(kind=options[0], width=options[1])
             if module is prf:  # texts are columns there
-                columns = lambda key, tokens: prf.text_seeds(rule, tuple(h.T for h in prf.halves(key, 2)), tokens.T)
+                columns = lambda key, tokens: prf.text_seeds(rule, tuple(h.T for h in halves(key)), tokens.T)
                 return lambda key, tokens: columns(key, tokens).swapaxes(0, 1)
-            return lambda key, tokens: module.text_seeds(rule, module.halves(key, 2), tokens)
+            return lambda key, tokens: module.text_seeds(rule, halves(key), tokens)
         if name == "words":
             scheme = config.parse_scheme(options[0])
             if options[0] == "dip":
                 words_of = (dip if module is prf else torch_dip).token_words
-                return lambda key, seeds, tokens, payload: words_of(
-                    module.halves(key, 2), seeds, tokens, vocab_size=VOCAB
-                )
+                return lambda key, seeds, tokens, payload: words_of(halves(key), seeds, tokens, vocab_size=VOCAB)
             return lambda key, seeds, tokens, payload: module.token_words(
-                scheme, module.halves(key, 2), seeds, tokens, vocab_size=VOCAB, payload=payload
+                scheme, halves(key), seeds, tokens, vocab_size=VOCAB, payload=payload
             )
         if name == "vllm":
             mark = gumbel if module is prf else torch_gumbel
             return lambda key, contexts, tokens: mark.vllm_token_words(
-                mark.vllm_state(contexts, module.halves(key, 2)), tokens, module.halves(key, 2)
+                mark.vllm_state(contexts, halves(key)), tokens, halves(key)
             )
         if name == "order":
             order = dip if module is prf else torch_dip
             return lambda keys, values: order.permute(values, keys, options[0])
         assert name == "lanes"
         return lambda key, seeds: module.interleave(
-            module.lanes(module.halves(key, 2), seeds, site=77, num_elements=VOCAB), VOCAB
+            module.lanes(halves(key), seeds, site=77, num_elements=VOCAB), VOCAB
         )
 
     return jax.jit(of(prf)), of(torch_prf)
@@ -147,7 +150,7 @@ def test_the_keyed_order_is_equal_in_bits(keys, seed):
 def test_own_lanes_are_the_words_of_a_token_with_itself(module, convert):
     key = convert(np.array([[5, 6]], np.uint32 if module is prf else np.int64))
     mark = kgw if module is prf else torch_kgw
-    lanes = np.asarray(mark.own_lanes(module.halves(key, 2), num_elements=VOCAB))
+    lanes = np.asarray(mark.own_lanes(halves(key), num_elements=VOCAB))
     tokens = np.arange(104, dtype=np.uint32)
     expected = reference.pair_words(tokens, tokens, (np.uint32(5), np.uint32(6)))
     np.testing.assert_array_equal(lanes[0].T.reshape(-1), expected)

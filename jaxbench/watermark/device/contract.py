@@ -32,6 +32,16 @@ class KeyedStep(NamedTuple):
     is_active: Bool[Any, " B"]  # rows that are drawn with their key
 
 
+def first_key(state: State) -> tuple[Any, Any]:
+    """First key of each row, two words [B 1]."""
+    return state["keys"][:, :1], state["keys"][:, 1:2]
+
+
+def active_rows(scheme: Any, state: State, at: Position) -> Bool[Any, " B"]:
+    """Which rows have a key and a full context."""
+    return state["marked"] & (at.length >= scheme.context_length)
+
+
 class BaseMark:
     """One scheme on a device, for one vocabulary.
 

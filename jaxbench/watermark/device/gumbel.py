@@ -12,7 +12,7 @@ from jaxbench import philox, prng
 from jaxbench.sample import OrdinaryDraw, largest_sum
 from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.contract import KeyedStep, Position, State
+from jaxbench.watermark.device.contract import KeyedStep, Position, State, active_rows, first_key
 from jaxbench.watermark.schemes.gumbel import CONTEXT_DOMAIN, TOKEN_DOMAIN
 
 ROUTE_SITE = philox.site_id("watermark/route")
@@ -54,7 +54,7 @@ class Mark(marks.Mark):
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
         if not self._is_vllm:
-            return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+            return super().text_words(key, text)
         place, distance = jnp.arange(tokens.shape[0], dtype=jnp.int32), jnp.arange(-rule.width, 0)
         places = place[:, None, None] + distance[None, None, :]
         is_inside = places >= jnp.maximum(text.prompt, 0)[None, :, None]
@@ -66,10 +66,10 @@ class Mark(marks.Mark):
         """Next state and the step; a context is remembered by its seed under the first key."""
         key = self._key_of_step(state, at.step)
         seeds = self._context_seeds(key, at)
-        is_active = marks.active_rows(self.scheme, state, at)
+        is_active = active_rows(self.scheme, state, at)
         if self.scheme.deduplicate:
             is_dual = reference.is_dual_key(self.scheme)
-            names = self._context_seeds(marks.first_key(state), at) if is_dual else seeds
+            names = self._context_seeds(first_key(state), at) if is_dual else seeds
             state, is_active = marks.remember(state, names[:, :2], is_active, at.step)
         return state, KeyedStep(key, seeds, is_active)
 
@@ -86,7 +86,7 @@ class Mark(marks.Mark):
         """Key [B 1] of each row at this step: with two keys, the second in a share alpha of the steps."""
         keys = state["keys"]
         if not reference.is_dual_key(self.scheme):
-            return marks.first_key(state)
+            return first_key(state)
         low, high, row = state["route"].T
         counter = (jnp.zeros_like(row), row, jnp.full_like(row, step), jnp.full_like(row, ROUTE_SITE))
         word = prng.philox4x32(counter, (low, high))[0]

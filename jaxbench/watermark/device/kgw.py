@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int, UInt32
 
 from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.contract import Position, State
+from jaxbench.watermark.device.contract import Position, State, active_rows, first_key
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 
@@ -20,14 +20,14 @@ class Mark(marks.Mark):
         """State, under the rule `self` with the words P(v, v), which depend on the key alone."""
         if self.scheme.context.kind != "self":
             return state
-        return state | {"own": own_lanes(marks.first_key(state), num_elements=self.vocab_size)}
+        return state | {"own": own_lanes(first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
         """Tokens that are green after the contexts of rows that are marked here; none in other rows."""
         threshold = jnp.uint32(green_count.threshold(self.scheme.gamma))
-        rule, key = self.scheme.context, marks.first_key(state)
+        rule, key = self.scheme.context, first_key(state)
         contexts = marks.last_tokens(at, rule.length)
-        is_active = marks.active_rows(self.scheme, state, at)
+        is_active = active_rows(self.scheme, state, at)
 
         def bits() -> Array:
             if rule.kind == "self":

@@ -15,20 +15,10 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf
-from jaxbench.watermark.device.contract import BaseMark, KeyedStep, Position, State
+from jaxbench.watermark.device.contract import BaseMark, KeyedStep, Position, State, active_rows, first_key
 from jaxbench.watermark.schemes.contract import Scheme
 
 HISTORY = 1024  # contexts of a row that are remembered
-
-
-def first_key(state: State) -> prf.Halves:
-    """First key [B 1] of each row."""
-    return prf.halves(state["keys"][:, :2], 2)
-
-
-def active_rows(scheme: Any, state: State, at: Position) -> Bool[Array, " B"]:
-    """Which rows have a key and a full context."""
-    return state["marked"] & (at.length >= scheme.context_length)
 
 
 def last_places(length: Int[Array, " B"], width: int) -> Int[Array, "B n"]:
@@ -82,7 +72,9 @@ class Mark(BaseMark):
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words and seeds of the tokens of texts (schemes without lists of their own)."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+        scheme, tokens = self.scheme, text.tokens
+        seeds = prf.text_seeds(scheme.context, key, tokens)
+        return prf.token_words(scheme, key, seeds, tokens, vocab_size=self.vocab_size, payload=text.payload), seeds
 
 
 class ReweightingMark(Mark):

@@ -47,14 +47,16 @@ class Scheme(Base):
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words of the tokens of texts, and the seeds that, with the token, decide them (equal: the same evidence)."""
-        return reference.text_words(self, key, text)
+        seeds, pair = reference.context_seeds(self.context, key, text.tokens), reference.halves(key, 2)
+        options = {"vocab_size": text.vocab_size, "payload": text.payload}
+        return reference.token_words(self, pair, seeds, text.tokens, **options), seeds
 
     def statistic(self, vocab_size: int) -> Statistic:
         """What detection adds up over the scored positions, and how that sum is distributed without a mark."""
 
     def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under a key that has nothing to do with them."""
-        return reference.null_words(random, shape)
+        """Words of tokens under a key that has nothing to do with them: independent and uniform."""
+        return random.integers(0, 2**32, shape, dtype=np.uint32)
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
         """Evidence in (0, 1) for the neural detector: mean 1/2 without a mark, larger with one (features.py)."""

@@ -45,7 +45,7 @@ class ListScheme(GreenScheme):
 
     def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
         """Words of tokens under another key."""
-        return list_words(reference.null_words(random, shape) < threshold(self.gamma))
+        return list_words(super().null_words(random, shape) < threshold(self.gamma))
 
 
 class ToolkitScheme(ListScheme):

@@ -54,7 +54,7 @@ class Gumbel(Scheme):
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         if self.prf == "jaxbench":
-            return reference.text_words(self, key, text)
+            return super().text_words(key, text)
         pair, width, tokens = reference.halves(key, 2), self.context.width, text.tokens
         contexts = reference.windows(tokens, width, fill=-1)
         place = np.arange(tokens.shape[1])[:, None] + np.arange(-width, 0)[None, :]

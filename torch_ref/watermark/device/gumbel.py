@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jaxbench import philox
 from jaxbench.watermark import reference
-from jaxbench.watermark.device.contract import KeyedStep, Position, State
+from jaxbench.watermark.device.contract import KeyedStep, Position, State, active_rows, first_key
 from jaxbench.watermark.schemes.gumbel import CONTEXT_DOMAIN, TOKEN_DOMAIN
 from torch_ref import prng
 from torch_ref.sample import OrdinaryDraw
@@ -59,7 +59,7 @@ class Mark(marks.Mark):
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
         if not self._is_vllm:
-            return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+            return super().text_words(key, text)
         place = torch.arange(tokens.shape[1], device=tokens.device)
         distance = torch.arange(-rule.width, 0, device=tokens.device)
         places = place[None, :, None] + distance[None, None, :]
@@ -72,10 +72,10 @@ class Mark(marks.Mark):
         """Next state and the step; a context is remembered by its seed under the first key."""
         key = self._key_of_step(state, at.step)
         seeds = self._context_seeds(key, at)
-        is_active = marks.active_rows(self.scheme, state, at)
+        is_active = active_rows(self.scheme, state, at)
         if self.scheme.deduplicate:
             is_dual = reference.is_dual_key(self.scheme)
-            names = self._context_seeds(marks.first_key(state), at) if is_dual else seeds
+            names = self._context_seeds(first_key(state), at) if is_dual else seeds
             state, is_active = marks.remember(state, names[:, :2], is_active, at.step)
         return state, KeyedStep(key, seeds, is_active)
 
@@ -92,7 +92,7 @@ class Mark(marks.Mark):
         """Key [B 1] of each row at this step: with two keys, the second in a share alpha of the steps."""
         keys = state["keys"]
         if not reference.is_dual_key(self.scheme):
-            return marks.first_key(state)
+            return first_key(state)
         low, high, row = state["route"].T
         counter = (torch.zeros_like(row), row, torch.full_like(row, step), torch.full_like(row, ROUTE_SITE))
         word = prng.philox4x32(counter, (low, high))[0]

@@ -13,22 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from jaxbench.watermark.device.contract import BaseMark, KeyedStep, Position, State
+from jaxbench.watermark.device.contract import BaseMark, KeyedStep, Position, State, active_rows, first_key
 from jaxbench.watermark.schemes.contract import Scheme
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
 
 HISTORY = 1024  # contexts of a row that are remembered
-
-
-def first_key(state: State) -> prf.Halves:
-    """First key [B 1] of each row."""
-    return prf.halves(state["keys"][:, :2], 2)
-
-
-def active_rows(scheme: Any, state: State, at: Position) -> Bool[Tensor, " B"]:
-    """Which rows have a key and a full context."""
-    return state["marked"] & (at.length >= scheme.context_length)
 
 
 def last_places(length: Int[Tensor, " B"], width: int) -> Int[Tensor, "B n"]:
@@ -83,7 +73,9 @@ class Mark(BaseMark):
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words and seeds of the tokens of texts (schemes without lists of their own)."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+        scheme, tokens = self.scheme, text.tokens
+        seeds = prf.text_seeds(scheme.context, key, tokens)
+        return prf.token_words(scheme, key, seeds, tokens, vocab_size=self.vocab_size, payload=text.payload), seeds
 
 
 class ReweightingMark(Mark):
