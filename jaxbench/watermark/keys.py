@@ -23,8 +23,10 @@ class Key:
     __slots__ = ("_value",)
 
     def __init__(self, value: int):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
-            raise ValueError(f"key: wanted an integer in [0, 2**64), got one of another {_kind(value)} (not shown)")
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not 0 <= value < 2**64:
+            other = "size" if is_whole else f"type, {type(value).__name__}"
+            raise ValueError(f"key: wanted an integer in [0, 2**64), got one of another {other} (not shown)")
         self._value = value
 
     @property
@@ -121,7 +123,3 @@ def write_key_file(path: str | Path, key: Key) -> None:
         raise ValueError(f"key file: {path} cannot be made: {error.strerror}") from error
     with os.fdopen(handle, "w") as file:
         file.write(f"jaxbench-key {high:08x}{low:08x}\n")
-
-
-def _kind(value: object) -> str:
-    return "size" if isinstance(value, int) and not isinstance(value, bool) else f"type, {type(value).__name__}"

@@ -63,15 +63,10 @@ def score(
     too_short = num_scored == 0
     p_values = [np.where(too_short, 1.0, p) for p in p_values]
     reported = statistic.reported(total, num_scored).astype(np.float64)
-    return Detections(reported, num_scored, green, none, z, *p_values, _reasons(scheme, too_short))
-
-
-def _reasons(scheme: Scheme, too_short: Bool[np.ndarray, " N"]) -> np.ndarray:
-    """Why a text was not tested, "" where it was."""
-    reasons, length = np.full(len(too_short), "", object), scheme.context_length
+    reasons, length = np.full(len(num_scored), "", object), scheme.context_length
     needed = f"{length} tokens before it" if length else "a token"
     reasons[too_short] = f"too short: {scheme.scheme} scores a position that has {needed} and lies behind the prompt"
-    return reasons
+    return Detections(reported, num_scored, green, none, z, *p_values, reasons)
 
 
 def text_identity(words: UInt32[np.ndarray, "N T"], mask: Bool[np.ndarray, "N T"]) -> UInt64[np.ndarray, " N"]:

@@ -21,10 +21,6 @@ ROUTE_SITE = philox.site_id("watermark/route")
 class Mark(marks.Mark):
     """Gumbel on a device."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        super().__init__(scheme, vocab_size=vocab_size)
-        self._is_vllm = scheme.prf == "vllm"
-
     def first_state(self, state: State) -> State:
         """State, which remembers contexts where they are deduplicated."""
         return marks.with_history(state) if self.scheme.deduplicate else state
@@ -39,9 +35,9 @@ class Mark(marks.Mark):
         state, keyed = self._keyed_step(state, at)
         # Outside of the branch: what a branch is given is stored, and not chosen anew at every block.
         stream = self._stream(state, keyed)
-        stream = stream if self._is_vllm else stream.where(keyed.is_active, sample)
+        stream = stream if self.scheme.is_vllm else stream.where(keyed.is_active, sample)
         noisy = marks.draw_if_any(keyed.is_active, lambda: largest_sum(logits, self._noise(stream, str(logits.dtype))))
-        return state, jnp.where(keyed.is_active if self._is_vllm else state["marked"], noisy, -1)
+        return state, jnp.where(keyed.is_active if self.scheme.is_vllm else state["marked"], noisy, -1)
 
     def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Next state and logits that are -inf for all tokens but the drawn one."""
@@ -53,7 +49,7 @@ class Mark(marks.Mark):
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
-        if not self._is_vllm:
+        if not self.scheme.is_vllm:
             return super().text_words(key, text)
         place, distance = jnp.arange(tokens.shape[0], dtype=jnp.int32), jnp.arange(-rule.width, 0)
         places = place[:, None, None] + distance[None, None, :]
@@ -77,7 +73,7 @@ class Mark(marks.Mark):
         """Seed of each row's context; prompt tokens count as missing for vLLM's function."""
         rule, flat = self.scheme.context, (key[0][:, 0], key[1][:, 0])
         contexts = marks.last_tokens(at, rule.width)
-        if not self._is_vllm:
+        if not self.scheme.is_vllm:
             return prf.seeds_after(rule, flat, contexts, None)
         is_inside = marks.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
         return vllm_state(jnp.where(is_inside, contexts, -1), flat)
@@ -102,7 +98,7 @@ class Mark(marks.Mark):
     def _noise(self, stream: Stream, dtype: str) -> prf.Lanes:
         """Keyed Gumbel noise -log(-log u) of every token, in lanes."""
         size = {"num_elements": self.vocab_size}
-        if self._is_vllm:
+        if self.scheme.is_vllm:
             words = vllm_lanes(stream.seeds, stream.key, **size)
             return tuple(-jnp.log(_vllm_exponential(w, dtype)) for w in words)
         words = prf.lanes(stream.key, stream.seeds, site=stream.site, **size)

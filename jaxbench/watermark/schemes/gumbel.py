@@ -39,7 +39,7 @@ class Gumbel(Scheme):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Gumbel:
-        if self.prf == "vllm" and (self.context.kind != "left" or self.payload_bits):
+        if self.is_vllm and (self.context.kind != "left" or self.payload_bits):
             raise ValueError(
                 f"gumbel: prf=vllm knows context.kind=left and payload_bits=0, got context.kind={self.context.kind}, "
                 f"payload_bits={self.payload_bits}"
@@ -47,13 +47,18 @@ class Gumbel(Scheme):
         return self
 
     @property
+    def is_vllm(self) -> bool:
+        """Whether its words are those of vLLM's function."""
+        return self.prf == "vllm"
+
+    @property
     def context_length(self) -> int:
         """Tokens that must precede a marked position: none for vLLM's function, which marks the first one too."""
-        return 0 if self.prf == "vllm" else self.context.length
+        return 0 if self.is_vllm else self.context.length
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
-        if self.prf == "jaxbench":
+        if not self.is_vllm:
             return super().text_words(key, text)
         pair, width, tokens = reference.halves(key, 2), self.context.width, text.tokens
         contexts = reference.windows(tokens, width, fill=-1)
@@ -64,7 +69,7 @@ class Gumbel(Scheme):
     def complements(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
         """1 - u of words, exact in float64, with u as the function `prf` defines it."""
         k = (words >> np.uint32(8)).astype(np.float64)
-        if self.prf == "vllm":
+        if self.is_vllm:
             return (2.0**24 - k) / (2.0**24 + 1.0)
         return (2.0**24 - 0.5 - k) * 2.0**-24
 

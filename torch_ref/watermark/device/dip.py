@@ -37,11 +37,7 @@ def token_words(
 
 
 def _moved(p: Float[Tensor, "B V"], keys: Int64[Tensor, "B 8"], alpha: float) -> Float[Tensor, "B V"]:
-    """schemes.dip.reweight of each row, in the order that the round keys give.
-
-    A token keeps p from the place on where the mass of the order passes alpha, and gets p again where it passes
-    1 - alpha. The two places are found bit by bit: a sum a bit is cheaper than to put the tokens in order.
-    """
+    """schemes.dip.reweight of each row, in the order that the round keys give, as in the twin."""
     bits = order_bits(p.shape[1])
     places = permute(torch.arange(p.shape[1], device=p.device)[None, :], keys[:, None, :], bits)
 

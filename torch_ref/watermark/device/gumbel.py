@@ -23,10 +23,6 @@ ROUTE_SITE = philox.site_id("watermark/route")
 class Mark(marks.Mark):
     """Gumbel on a device."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        super().__init__(scheme, vocab_size=vocab_size)
-        self._is_vllm = scheme.prf == "vllm"
-
     def first_state(self, state: State) -> State:
         """State, which remembers contexts where they are deduplicated."""
         return marks.with_history(state) if self.scheme.deduplicate else state
@@ -34,19 +30,16 @@ class Mark(marks.Mark):
     def draw(
         self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Tensor, " B"]]:
-        """Next state and the token of each row with the largest sum of logit and keyed noise.
-
-        Rows with a key whose context gives no mark get their ordinary token from the same draw (vLLM's function: -1).
-        """
+        """Next state and the token of each row with the largest sum of logit and keyed noise, as in the twin."""
         state, keyed = self._keyed_step(state, at)
 
         def largest_sum() -> Int[Tensor, " B"]:
             stream = self._stream(state, keyed)
-            stream = stream if self._is_vllm else stream.where(keyed.is_active, sample)
+            stream = stream if self.scheme.is_vllm else stream.where(keyed.is_active, sample)
             return torch.argmax(logits + self._noise(stream, logits.dtype), dim=-1)
 
         drawn = marks.draw_if_any(keyed.is_active, largest_sum)
-        return state, torch.where(keyed.is_active if self._is_vllm else state["marked"], drawn, -1)
+        return state, torch.where(keyed.is_active if self.scheme.is_vllm else state["marked"], drawn, -1)
 
     def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
         """Next state and logits that are -inf for all tokens but the drawn one."""
@@ -58,7 +51,7 @@ class Mark(marks.Mark):
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
-        if not self._is_vllm:
+        if not self.scheme.is_vllm:
             return super().text_words(key, text)
         place = torch.arange(tokens.shape[1], device=tokens.device)
         distance = torch.arange(-rule.width, 0, device=tokens.device)
@@ -83,7 +76,7 @@ class Mark(marks.Mark):
         """Seed of each row's context; prompt tokens count as missing for vLLM's function."""
         rule, flat = self.scheme.context, (key[0][:, 0], key[1][:, 0])
         contexts = marks.last_tokens(at, rule.width)
-        if not self._is_vllm:
+        if not self.scheme.is_vllm:
             return prf.seeds_after(rule, flat, contexts, None)
         is_inside = marks.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
         return vllm_state(torch.where(is_inside, contexts, -1), flat)
@@ -108,7 +101,7 @@ class Mark(marks.Mark):
     def _noise(self, stream: Stream, dtype: torch.dtype) -> Float[Tensor, "B V"]:
         """Keyed Gumbel noise -log(-log u) of every token."""
         name, size = str(dtype).removeprefix("torch."), {"num_elements": self.vocab_size}
-        if self._is_vllm:
+        if self.scheme.is_vllm:
             words = vllm_lanes(stream.seeds, stream.key, **size)
             return prf.interleave([-torch.log(_vllm_exponential(w, dtype)) for w in words], self.vocab_size)
         words = prf.lanes(stream.key, stream.seeds, site=stream.site, **size)
