@@ -177,11 +177,12 @@ def score(job: Any, show: Callable[..., Any], **options: Any) -> int:
 
 def detect() -> int:
     """Find the mark of one scheme and key."""
-    from jaxbench.watermark import identify, run
+    from jaxbench.watermark import identify, keys, run
 
     checks.check_where(VALUES.scheme, VALUES.key_file)
     scheme = run.read_scheme(VALUES.scheme, VALUES.set)
-    key = run.read_key(scheme, VALUES.key_file)
+    missing = f"--key_file is missing: scheme {scheme.scheme} needs the key that the texts were marked with"
+    key = keys.key_of(scheme, VALUES.key_file, missing=missing)
     if VALUES.neural is not None:
         process_environment.ensure(VALUES.device)
     job = make_job((identify.Candidate(scheme.scheme, scheme, key),))

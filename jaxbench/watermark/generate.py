@@ -24,7 +24,7 @@ from jaxbench.text import packing
 from jaxbench.watermark import identity, logits_processor
 from jaxbench.watermark.config import Scheme, check_generates, num_payloads
 from jaxbench.watermark.green_lists import lists_of
-from jaxbench.watermark.keys import Key, read_key_file
+from jaxbench.watermark.keys import Key, key_of
 from jaxbench.watermark.study import evaluate_models
 
 
@@ -42,6 +42,11 @@ class Mark(Base):
         if self.payload >= limit:
             raise ValueError(f"mark {self.name!r}: payload={self.payload}, wanted below {limit} for its payload_bits")
         return self
+
+    def read_key(self) -> Key | None:
+        """Key of the mark, None where it has no scheme."""
+        missing = f"generate: mark {self.name!r} names no key_file; make one with `watermark.py keygen`"
+        return None if self.scheme is None else key_of(self.scheme, self.key_file, missing=missing)
 
 
 class SamplingConfig(Base):
@@ -114,7 +119,7 @@ def run(
         rows of this very run.
     """
     output, record = Path(output), Path(f"{output}.run.json")
-    keys = [_key(mark) for mark in settings.marks] if keys is None else list(keys)
+    keys = [mark.read_key() for mark in settings.marks] if keys is None else list(keys)
     if [key is not None for key in keys] != [mark.scheme is not None for mark in settings.marks]:
         raise ValueError(f"generate: {len(keys)} keys for {len(settings.marks)} marks, wanted one for each scheme")
     if not output.name.endswith(".jsonl"):
@@ -124,9 +129,7 @@ def run(
     wanted = _describe(settings, f"{backend.transformer.__name__} on {device}")
     run_id = wanted["run"]
     used = [key for key in keys if key is not None]
-    if not overwrite:
-        _check_same(output, record, wanted, used)
-    done = 0 if overwrite else _finished(output, run_id)
+    done = 0 if overwrite else _finished(output, record, wanted, used)
     tokenizer = load_tokenizer(settings.model)
     prompts = read_prompts(settings, tokenizer)
     if done >= len(prompts):
@@ -205,16 +208,6 @@ def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
     return [tokenizer.encode(text)[: settings.prompt_tokens] for text in texts]
 
 
-def _key(mark: Mark) -> Key | None:
-    if mark.scheme is None:
-        return None
-    if mark.key_file is None and mark.scheme.key_field is not None:
-        return Key(0)  # unused: their key is a field of the scheme
-    if mark.key_file is None:
-        raise ValueError(f"generate: mark {mark.name!r} names no key_file; make one with `watermark.py keygen`")
-    return read_key_file(mark.key_file)
-
-
 def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
     """Everything that decides the texts but the keys, by name, so that a message can say what differs."""
     marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its place
@@ -228,10 +221,10 @@ def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
     return {**whole, "run": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
-def _check_same(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> None:
-    """Raise a ValueError where a file holds anything but rows of this very run."""
+def _finished(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> int:
+    """How many rows of this very run a file holds, after cutting off what follows its last whole line."""
     if not output.exists() or not output.stat().st_size:
-        return
+        return 0
     if not record.is_file():
         raise ValueError(
             f"generate: {output} exists, and {record.name}, which would say what its rows were made with, does not; "
@@ -243,11 +236,7 @@ def _check_same(output: Path, record: Path, wanted: dict[str, Any], keys: Sequen
             f"generate: {output} holds rows made with other {' and '.join(differing)}; name another file, or pass "
             "--overwrite"
         )
-
-
-def _finished(output: Path, run_id: str) -> int:
-    """How many rows a file holds, after cutting off what follows its last whole line."""
-    rows = store.rows(output)
+    rows, run_id = store.rows(output), wanted["run"]
     for place, line in enumerate(rows, 1):
         try:
             other = json.loads(line).get("run")

@@ -10,6 +10,7 @@ import stat
 import string
 import warnings
 from pathlib import Path
+from typing import Any
 
 from jaxbench import philox
 
@@ -68,6 +69,9 @@ class Key:
         return "Key(hidden)"
 
 
+PUBLIC_KEY = Key(0)  # of schemes whose own field is their key
+
+
 def ask_passphrase() -> Key:
     """Ask for a passphrase on the terminal, without showing it, and return its key.
 
@@ -107,6 +111,19 @@ def read_key_file(path: str | Path) -> Key:
         wanted = "wanted one line, `jaxbench-key ` and 16 hexadecimal digits"
         raise ValueError(f"key file: {path} holds no key (content not shown), {wanted}")
     return Key(int(digits, 16))
+
+
+def key_of(scheme: Any, path: str | None, *, missing: str) -> Key:
+    """Key of a key file; list schemes carry theirs in their own fields and need none.
+
+    Raises:
+      ValueError: `missing`, where a scheme needs a key and no file is named; or see read_key_file.
+    """
+    if path is not None:
+        return read_key_file(path)
+    if scheme.key_field is None:
+        raise ValueError(missing)
+    return PUBLIC_KEY
 
 
 def write_key_file(path: str | Path, key: Key) -> None:

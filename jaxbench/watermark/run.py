@@ -15,12 +15,11 @@ from jaxbench.watermark import detection, identify, localize, statistics
 from jaxbench.watermark.attack import attacks
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import num_payloads, parse_scheme
-from jaxbench.watermark.keys import Key, read_key_file
+from jaxbench.watermark.keys import PUBLIC_KEY, read_key_file
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
 SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters: no terminal obeys
 LONGEST_CHARACTER = 4  # tokens: each is at least one byte of UTF-8
-PUBLIC_KEY = Key(0)  # for schemes whose own field is the key
 
 
 def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
@@ -51,19 +50,6 @@ def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
     return [one for one in schemes if one]
 
 
-def read_key(scheme: Any, path: str | None) -> Key:
-    """Key of a key file; list schemes carry theirs in their own fields and need none.
-
-    Raises:
-      ValueError: no key file for a scheme that needs one, or one that cannot be read.
-    """
-    if path is not None:
-        return read_key_file(path)
-    if scheme.key_field is not None:
-        return PUBLIC_KEY
-    raise ValueError(f"--key_file is missing: scheme {scheme.scheme} needs the key that the texts were marked with")
-
-
 def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identify.Candidate, ...]:
     """Every scheme under every key, named scheme/key file; schemes of one kind are numbered.
 
@@ -84,8 +70,7 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
             found.append(identify.Candidate(label, scheme, PUBLIC_KEY))
             continue
         found += [
-            identify.Candidate(f"{label}/{name}", scheme, read_key(scheme, path))
-            for name, path in zip(names, key_files)
+            identify.Candidate(f"{label}/{name}", scheme, read_key_file(path)) for name, path in zip(names, key_files)
         ]
     if not found:
         raise ValueError(f"--key_files names {len(key_files)} files, and {', '.join(kinds)} need a key; name one")
