@@ -78,11 +78,6 @@ def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
     return [gates.sampling(drawn)._replace(what="generated tokens, float32")]
 
 
-def is_detection_only(scheme: Any) -> bool:
-    """True for lists per candidate, which nobody can generate with at once."""
-    return scheme.key_field is not None and scheme.is_detection_only
-
-
 def texts(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Random tokens [B T] that repeat themselves, lengths [B] from 0 on, and prompt lengths [B]; all int32."""
     random = np.random.default_rng(seed)
@@ -96,7 +91,7 @@ def texts(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def gates_of(case: cases.Case) -> list[gates.Gate]:
     """Gates of a case, whose configuration is the scheme."""
     found = gates_of_evidence(case.config, vocab_size=cases.LLAMA.vocab_size, seed=case.seed)
-    return found if is_detection_only(case.config) else found + gates_of_generation(case.config, seed=case.seed)
+    return found if case.config.is_detection_only else found + gates_of_generation(case.config, seed=case.seed)
 
 
 def _equal(what: str, value: np.ndarray, reference: np.ndarray) -> gates.Gate:

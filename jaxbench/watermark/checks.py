@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -51,9 +52,11 @@ def check_where(*read: str | None) -> None:
     if not 0 < VALUES.level < 1:
         raise ValueError(f"--level={VALUES.level}: wanted a p-value between 0 and 1")
     if given == ["input"]:
-        from jaxbench.watermark import run
+        from jaxbench.text import lines
+        from jaxbench.watermark.bulk import part_files
 
-        run.check_score_files(VALUES.input, VALUES.output, overwrite=VALUES.overwrite, inputs=read)
+        part_files.kind_of(Path(VALUES.output))
+        outputs.check_file(VALUES.output, [*lines.find(VALUES.input), *read], overwrite=VALUES.overwrite)
     check_device()
 
 

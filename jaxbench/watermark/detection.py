@@ -231,24 +231,6 @@ def _whole(ids: Any) -> np.ndarray:
     return array.astype(np.int32, copy=False)
 
 
-def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """Tokens [B T], lengths [B], prompt lengths [B] as int32, and zeros behind each text's end.
-
-    Raises:
-      ValueError: shapes do not fit, or a token lies outside the vocabulary.
-    """
-    tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
-    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
-        raise ValueError(f"evidence: tokens {tokens.shape} and lengths {lengths.shape}, wanted [B T] and [B]")
-    if lengths.size and (lengths.min() < 0 or lengths.max() > tokens.shape[1]):
-        raise ValueError(f"evidence: lengths {lengths.min()}..{lengths.max()} do not fit {tokens.shape[1]} columns")
-    prompt = np.broadcast_to(np.asarray(0 if prompt_lengths is None else prompt_lengths, np.int32), lengths.shape)
-    if lengths.size and lengths.min() < tokens.shape[1]:
-        tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
-    reference.check_tokens(tokens, vocab_size)
-    return tokens, lengths, prompt
-
-
 def padded_lengths(lengths: np.ndarray, *, steps: int = 8) -> np.ndarray:
     """Program length of each text: `steps` sizes from each power of two to the next, at least 16 apart."""
     lengths = np.maximum(np.asarray(lengths, np.int64), 1)

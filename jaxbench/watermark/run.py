@@ -13,14 +13,13 @@ from jaxbench import config, outputs
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify, localize, statistics
 from jaxbench.watermark.attack import attacks
-from jaxbench.watermark.bulk import bulk_detection, part_files
+from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import num_payloads, parse_scheme
-from jaxbench.watermark.keys import Key, read_key_file
+from jaxbench.watermark.keys import PUBLIC_KEY, read_key_file
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
 SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters: no terminal obeys
 LONGEST_CHARACTER = 4  # tokens: each is at least one byte of UTF-8
-PUBLIC_KEY = Key(0)  # for schemes whose own field is the key
 
 
 def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
@@ -51,19 +50,6 @@ def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
     return [one for one in schemes if one]
 
 
-def read_key(scheme: Any, path: str | None) -> Key:
-    """Key of a key file; list schemes carry theirs in their own fields and need none.
-
-    Raises:
-      ValueError: no key file for a scheme that needs one, or one that cannot be read.
-    """
-    if path is not None:
-        return read_key_file(path)
-    if scheme.key_field is not None:
-        return PUBLIC_KEY
-    raise ValueError(f"--key_file is missing: scheme {scheme.scheme} needs the key that the texts were marked with")
-
-
 def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identify.Candidate, ...]:
     """Every scheme under every key, named scheme/key file; schemes of one kind are numbered.
 
@@ -84,20 +70,13 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
             found.append(identify.Candidate(label, scheme, PUBLIC_KEY))
             continue
         found += [
-            identify.Candidate(f"{label}/{name}", scheme, read_key(scheme, path))
-            for name, path in zip(names, key_files)
+            identify.Candidate(f"{label}/{name}", scheme, read_key_file(path)) for name, path in zip(names, key_files)
         ]
     if not found:
         raise ValueError(f"--key_files names {len(key_files)} files, and {', '.join(kinds)} need a key; name one")
     if len(set(key_files)) < len(key_files):
         raise ValueError(f"--key_files={','.join(key_files)} names a file twice")
     return tuple(found)
-
-
-def check_score_files(pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()) -> None:
-    """Raise a ValueError where the texts of a pattern cannot be scored into an output (`inputs`: other files read)."""
-    part_files.kind_of(Path(output))
-    outputs.check_file(output, [*lines.find(pattern), *inputs], overwrite=overwrite)
 
 
 def detect_file(
@@ -151,29 +130,25 @@ def _found(output: str, level: float) -> int:
 
 def detect_text(
     text: str,
-    scheme: Any,
-    key: Key,
+    job: bulk_detection.Job,
     *,
     tokenizer: Any,
-    vocab_size: int | None,
-    make_detector: Any,
-    canonicalize: bool,
-    level: float,
-    prompt_tokens: int,
     console: Any,
+    level: float,
+    prompt_tokens: int = 0,
     neural: str | None = None,
 ) -> statistics.Detections:
-    """Test one text and print its p-values (the trained detector's, too), its tokens in colours, spans."""
-    vocab_size = vocab_size or tokenizer.vocab_size
-    encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
-    encoded = encoder.encode([text])
+    """Test one text for the job's one candidate; print its p-values (the trained detector's, too), tokens, spans."""
+    (candidate,) = job.candidates
+    scheme, key, vocab_size = candidate.scheme, candidate.key, job.vocab_size or tokenizer.vocab_size
+    encoded = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=job.canonicalize).encode([text])
     judge = None
     if neural is not None:
         from jaxbench.watermark.detector import neural_detection
 
         judge = neural_detection.NeuralTest(neural, vocab_size=vocab_size)
         judge.check(scheme)
-    detector = make_detector(scheme, vocab_size=vocab_size)
+    detector = job.make_detector(scheme, vocab_size=vocab_size)
     found = detection.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
     ids, payload, number = encoded.ids.text(0), max(0, int(found.payload[0])), num_payloads(scheme)
     evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)

@@ -46,15 +46,10 @@ class Ragged:
         return cls(np.concatenate(parts) if parts else np.zeros(0, np.int32), offsets)
 
     @classmethod
-    def from_array(cls, tokens: np.ndarray, lengths: np.ndarray | None = None) -> Ragged:
-        """Rows of tokens [N T], cut to their lengths [N] if given."""
+    def from_array(cls, tokens: np.ndarray) -> Ragged:
+        """Rows of tokens [N T]."""
         rows, columns = tokens.shape
-        if lengths is None:
-            return cls(
-                np.ascontiguousarray(tokens, np.int32).reshape(-1), np.arange(rows + 1, dtype=np.int64) * columns
-            )
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        return cls(tokens[np.arange(columns) < np.asarray(lengths)[:, None]].astype(np.int32), offsets)
+        return cls(np.ascontiguousarray(tokens, np.int32).reshape(-1), np.arange(rows + 1, dtype=np.int64) * columns)
 
     def text(self, row: int) -> np.ndarray:
         """Ids of one text."""
