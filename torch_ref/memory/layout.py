@@ -34,11 +34,9 @@ def gathered(x: Shaped[Tensor, "B T ..."], index: Int[Tensor, "B S"]) -> Shaped[
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
-def select_rows(
-    condition: Bool[Tensor, " E"], new: Shaped[Tensor, "E ..."], old: Shaped[Tensor, "E ..."]
-) -> Shaped[Tensor, "E ..."]:
-    """Select `new` in the rows (axis 0) where the condition holds, else `old`."""
-    return torch.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+def select_rows(condition: Bool[Tensor, " E"], new: Any, old: Any) -> Any:
+    """Select `new` in the rows (axis 0) where the condition holds, else `old`: trees of arrays [E ...]."""
+    return tree_map(lambda new, old: torch.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old), new, old)
 
 
 def left_align(
@@ -92,17 +90,7 @@ def join_chunks(x: Shaped[Tensor, "L E C ..."]) -> Shaped[Tensor, "E T ..."]:
 def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
     """Scan `carry, output = read(carry, chunk)` over the leading axis, with rematerialisation.
 
-    Args:
-      read: one step of the scan.
-      carry: tree of arrays before the first chunk.
-      chunks: tree of arrays [L ...].
-
-    Returns:
-      The last carry, and the outputs of all chunks [L ...].
-
-    The backward pass keeps the carry before each chunk and recomputes what lies inside a chunk. From NESTED_FROM chunks
-    on it keeps the carry before each of about sqrt(L) groups and goes through a group twice (Chen et al. 2016,
-    arXiv:1604.06174, section 4).
+    Arguments, results and errors are the twin's.
     """
     num_chunks = _length(chunks)
     if num_chunks < NESTED_FROM:
