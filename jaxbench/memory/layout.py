@@ -85,7 +85,6 @@ def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks:
     """Scan `carry, output = read(carry, chunk)` over the leading axis, with rematerialisation.
 
     Args:
-      read: one step of the scan.
       carry: tree of arrays before the first chunk.
       chunks: tree of arrays [L ...].
 

@@ -52,10 +52,8 @@ class Checkpoints:
         """Open or make the folder.
 
         Args:
-          folder: where the checkpoints lie.
           keep: how many of the newest stay; the one with the lowest metric stays too.
           say: takes a sentence when a damaged checkpoint is passed over.
-          processes: those of the run.
 
         Raises:
           ValueError: keep is below 1.
@@ -97,7 +95,6 @@ class Checkpoints:
         """Start to save the state after a step; returns when the arrays are copied, the rest happens in a thread.
 
         Args:
-          step: its number.
           arrays: state by name; arrays are copied, so they may change or be donated afterwards.
           meta: what can be written as JSON.
           loss: metric of the best checkpoint, lowest wins; None = not measured at this step.

@@ -58,7 +58,6 @@ def measure(
 
     Args:
       settings: the run; its own implementation, step.remat and step.offload do not matter.
-      model: its decoder.
       make_engine: returns the Engine of a configuration, its step compiled.
       batches: the first warms up, the others are timed.
       kernel: the attention without scores: fused, or blocked where there is no kernel.
@@ -82,8 +81,8 @@ def measure(
         engine.fetch(metrics[-1])
         rate = len(metrics) * tokens / (time.perf_counter() - started)
         peak = observe.peak_of(engine, settings.logging.peak_tflops)
-        work = [observe.flops_per_token(model, settings.data.seq_len, is_causal=causal) for causal in (False, True)]
-        yield Row(name, step_bytes, True, rate, *(rate * flops / peak for flops in work))
+        shares = observe.utilisation(model, settings.data.seq_len, tokens_per_s=rate, peak=peak)
+        yield Row(name, step_bytes, True, rate, **shares)
         del engine, metrics  # before the next one's state is made
 
 

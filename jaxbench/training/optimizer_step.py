@@ -63,7 +63,6 @@ def init_state(
     Args:
       model: built in the policy's compute type; its parameters' values are not used.
       params: initial values by name, stored in the policy's parameter type.
-      step_config: the step's configuration.
       policy: the number types, in place of those that step_config.precision names.
 
     Raises:
@@ -117,11 +116,8 @@ def train_step(
     are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
 
     Args:
-      state: before the step.
       batch: arrays [B T]; B is a multiple of step_config.accumulation.
-      learning_rate: of this step.
       dropout_key: of prng.py; None = no dropout.
-      step_config: the step's configuration.
       loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
       is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
         computed for clipping only (else it is NaN), so that the program is AdamW and nothing else.
@@ -207,7 +203,6 @@ def eval_step(
     Args:
       params, graph: the model.
       batch: its rows, a multiple of `count`.
-      step_config: the step's configuration.
       count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
       loss_fn: the loss, a mean over the targets of batch.mask.
     """

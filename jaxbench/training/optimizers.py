@@ -57,7 +57,7 @@ def _transform(
         # Factored second moments, updates relative to the parameter's scale, clipped at root mean square 1.
         return optax.chain(
             optax.adafactor(learning_rate, multiply_by_parameter_scale=True, clipping_threshold=1.0),
-            _decoupled_decay(learning_rate, c.weight_decay, decays),
+            optax.add_decayed_weights(-(learning_rate * c.weight_decay), decays),  # decoupled: after the scaling
         )
     return optax.partition(
         {
@@ -77,18 +77,3 @@ def _is_hidden_kernel(name: str, value: Any) -> bool:
     A memory's first weights are a matrix for each head; optax would hand them to an Adam without weight decay.
     """
     return name.startswith("layers.") and is_matrix(name) and len(value.shape) == 2
-
-
-def _decoupled_decay(
-    learning_rate: Array | float, weight_decay: float, decays: Mapping[str, bool]
-) -> optax.GradientTransformation:
-    """Decoupled weight decay: updates less learning_rate * weight_decay * parameter, after their own scaling."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        decayed = {
-            name: value - learning_rate * weight_decay * params[name] if decays[name] else value
-            for name, value in updates.items()
-        }
-        return decayed, state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

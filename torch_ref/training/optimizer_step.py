@@ -55,7 +55,6 @@ def init_state(
     Args:
       model: built in the policy's parameter type; its parameters' values are replaced.
       params: initial values by name.
-      step_config: the step's configuration.
       policy: the number types, in place of those that step_config.precision names.
 
     Raises:

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 
 from jaxbench.bench.arms import contract
 from jaxbench.training.step_config import StepConfig
+from jaxbench.training.train_config import TrainConfig
 
 
 class Rows(NamedTuple):
@@ -49,10 +50,12 @@ class RunStep:
         """Make the engine, which compiles; its device's name and its seconds of compiling."""
         config, params = contract.shallow(self._checkpoint.config, self._checkpoint.params, self._train["num_layers"])
         self._checkpoint = None  # the engine holds its own copy
-        self.engine = importlib.import_module(self._module).Engine(
-            config, params, self._step, batch_size=self._train["batch"], seq_len=self._train["seq_len"], seed=0,
-            implementation=self._train.get("implementation", "dense"), **self._place,
+        settings = TrainConfig(
+            model=config.model_dump(), data={"seq_len": self._train["seq_len"]}, batch_size=self._train["batch"],
+            steps=1, learning_rate=self._train["learning_rate"], step=self._step,
+            implementation=self._train.get("implementation", "dense"),
         )  # fmt: skip
+        self.engine = importlib.import_module(self._module).Engine(settings, config, params, **self._place)
         facts = {"device_kind": self.engine.device_kind()}
         return facts | ({"compile_s": self.engine.compile_seconds} if self.engine.compile_seconds else {})
 
