@@ -46,7 +46,6 @@ class Abstract(NamedTuple):
 
     params: dict[str, jax.ShapeDtypeStruct]
     merge: Callable[[dict[str, jax.Array]], Transformer]
-    extension: Extension
 
 
 def abstract_model(
@@ -58,7 +57,7 @@ def abstract_model(
     """
     compute = Compute(dtype=dtype, scan_layers=scan_layers)
     graph, params = parameters.split(nnx.eval_shape(lambda: Transformer(config, compute, extension.make_layer)))
-    return Abstract(params, functools.partial(parameters.merge, graph), extension)
+    return Abstract(params, functools.partial(parameters.merge, graph))
 
 
 def make_plan(

@@ -59,33 +59,22 @@ class Pipeline(NamedTuple):
 # One stage's work, on the local parts of everything
 
 
-@functools.partial(jax.custom_vjp)
-def _copied(x: Hidden) -> Hidden:
-    """Megatron's operator f: identity; its gradient is summed over `model`."""
-    return x
+def _operator(value: Callable[[Hidden], Hidden], gradient: Callable[[Hidden], Hidden]) -> Callable[[Hidden], Hidden]:
+    """Function of given value, whose gradient by its input is a function of that by its output alone."""
+    operator = jax.custom_vjp(value)
+    operator.defvjp(lambda x: (value(x), None), lambda _, grad: (gradient(grad),))
+    return operator
 
 
-_copied.defvjp(lambda x: (x, None), lambda _, grad: (lax.psum(grad, MODEL),))
+def _on_first(x: Hidden) -> Hidden:
+    """The array on the first device of `model`, zeros on the others."""
+    return jnp.where(lax.axis_index(MODEL) == 0, x, jnp.zeros_like(x))
 
 
-@functools.partial(jax.custom_vjp)
-def _summed(x: Hidden) -> Hidden:
-    """Megatron's operator g: sum over `model`; the gradient passes unchanged."""
-    return lax.psum(x, MODEL)
-
-
-_summed.defvjp(lambda x: (lax.psum(x, MODEL), None), lambda _, grad: (grad,))
-
-
-@functools.partial(jax.custom_vjp)
-def _counted_once(x: Hidden) -> Hidden:
-    """Identity whose gradient only the first device of `model` keeps: a later sum over `model` counts it once."""
-    return x
-
-
-_counted_once.defvjp(
-    lambda x: (x, None), lambda _, grad: (jnp.where(lax.axis_index(MODEL) == 0, grad, jnp.zeros_like(grad)),)
-)
+_identity, _sum_over_model = lambda x: x, lambda x: lax.psum(x, MODEL)
+_copied = _operator(_identity, _sum_over_model)  # Megatron's operator f
+_summed = _operator(_sum_over_model, _identity)  # Megatron's operator g
+_counted_once = _operator(_identity, _on_first)  # a later sum over `model` counts the gradient once
 
 
 def _embedded(pipeline: Pipeline, ends: dict[str, Array], micro: train.Batch) -> Hidden:
@@ -206,7 +195,8 @@ def _run_schedule(
         received, micro = _shift((output, micro), 1, pipeline.stages)
         return _Carry(received, micro, _shift(input_grad, -1, pipeline.stages), stream, stash, loss, grads), None
 
-    nothing = _zeros(pipeline, stream)
+    micro = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stream)
+    nothing = (jnp.zeros((*micro.tokens.shape, pipeline.d_model), pipeline.dtype), micro)  # a stage's input
     stash = jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), nothing)
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), weights)
     ticks = jnp.arange(offset + micro_batches, dtype=jnp.int32)
@@ -222,12 +212,6 @@ def _pull_back(run: Callable, weights: Weights, stash: Any, slot: Array, output_
     (_, share), vjp = jax.vjp(lambda weights, received: run(weights, received, micro), weights, received)
     weight_grads, input_grad = vjp((output_grad, scale.astype(share.dtype)))
     return input_grad, loss + share, jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, weight_grads)
-
-
-def _zeros(pipeline: Pipeline, stream: train.Batch) -> tuple[Hidden, train.Batch]:
-    """Zeros of a stage's input and of a micro-batch."""
-    micro = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stream)
-    return jnp.zeros((*micro.tokens.shape, pipeline.d_model), pipeline.dtype), micro
 
 
 def _stored(slot: Int[Array, ""], is_new: Bool[Array, ""], kept: Array, value: Array) -> Array:
@@ -357,6 +341,4 @@ def _with_biases_once(pipeline: Pipeline, layers: dict[str, Array]) -> dict[str,
     added = {"mlp.down_proj.bias"} | ({"attention.o_proj.bias"} if pipeline.is_attention_split else set())
     if pipeline.model == 1:
         return layers
-    is_first = lax.axis_index(MODEL) == 0
-    once = {name: jnp.where(is_first, layers[name], jnp.zeros_like(layers[name])) for name in added & layers.keys()}
-    return layers | once
+    return layers | {name: _on_first(layers[name]) for name in added & layers.keys()}

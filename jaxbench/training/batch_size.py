@@ -85,7 +85,7 @@ def _compiled(settings: TrainConfig, config: TransformerConfig, extension: Exten
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or place), tree
         )
 
-    compute = settings.compute(precision.policy(step_config.precision).compute)
+    compute = settings.compute(precision.POLICIES[step_config.precision].compute)
     state = placed(abstract_state(config, compute, step_config, host=place, extension=extension))
     shape = (settings.batch_size, settings.data.seq_len)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool))

@@ -32,8 +32,6 @@ GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine'
 class Engine:
     """One model in training."""
 
-    name = "flax"
-
     def __init__(
         self,
         settings: TrainConfig,
@@ -50,7 +48,7 @@ class Engine:
           ValueError: sizes, mesh, optimiser or rematerialisation do not fit each other; the message names the values.
         """
         self.step_config = step_config = settings.step
-        self.policy, parallel = precision.policy(step_config.precision), settings.parallel
+        self.policy, parallel = precision.POLICIES[step_config.precision], settings.parallel
         offload.check(step_config.on_host(), jax.local_devices()[0])
         groups = 1
         if parallel is not None and settings.fused_projections:

@@ -38,13 +38,6 @@ class Row(NamedTuple):
     mfu_causal: float | None  # attention counted by half
 
 
-def configurations(settings: TrainConfig, kernel: str) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield the name of each of SAVINGS and the run's configuration with it; kernel is the attention without scores."""
-    for name, is_flash, remat, offload in SAVINGS:
-        step = settings.step.model_copy(update={"remat": remat, "offload": offload})
-        yield name, settings.model_copy(update={"implementation": kernel if is_flash else "dense", "step": step})
-
-
 def measure(
     settings: TrainConfig,
     model: TransformerConfig,
@@ -69,8 +62,10 @@ def measure(
     if len(batches) < 2:
         raise ValueError(f"memory ladder: {len(batches)} batches, wanted one to warm up and one to time at least")
     tokens = settings.batch_size * settings.data.seq_len
-    for name, changed in configurations(settings, kernel):
-        engine = make_engine(changed)
+    for name, is_flash, remat, offload in SAVINGS:
+        step = settings.step.model_copy(update={"remat": remat, "offload": offload})
+        implementation = kernel if is_flash else "dense"
+        engine = make_engine(settings.model_copy(update={"implementation": implementation, "step": step}))
         step_bytes = engine.memory()["step"]
         if step_bytes > limit_bytes:
             yield Row(name, step_bytes, fits=False, tokens_per_s=None, mfu=None, mfu_causal=None)

@@ -68,7 +68,7 @@ def init_state(
     Raises:
       ValueError: parameters do not fit the model, remat does not, or float64 is off.
     """
-    policy = precision.policy(step_config.precision) if policy is None else policy
+    policy = precision.POLICIES[step_config.precision] if policy is None else policy
     if policy.parameter == "float64" and not jax.config.jax_enable_x64:
         raise ValueError(f"update: precision={policy.parameter} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
     model = float8.apply(model) if policy.is_float8 else model
@@ -206,7 +206,7 @@ def eval_step(
       count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
       loss_fn: the loss, a mean over the targets of batch.mask.
     """
-    policy = precision.policy(step_config.precision)
+    policy = precision.POLICIES[step_config.precision]
     model = parameters.merge(graph, _narrow(params, policy))
 
     def body(carry: tuple[Array, Array], micro: Any) -> tuple[tuple[Array, Array], None]:

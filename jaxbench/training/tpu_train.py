@@ -86,7 +86,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
         devices=tpu_compile.devices(topology), extension=extension,
     )  # fmt: skip
     groups = mesh_plan.projection_groups(settings.parallel, plan.mesh.size) if settings.fused_projections else 0
-    compute = settings.compute(precision.policy(how.precision).compute, groups)
+    compute = settings.compute(precision.POLICIES[how.precision].compute, groups)
     if settings.implementation == "fused":  # asks for the kernel of JAX's own platform, not of the one compiled for
         compute = compute._replace(implementation="splash")
     everywhere = jax.sharding.NamedSharding(plan.mesh, jax.sharding.PartitionSpec())
@@ -144,7 +144,7 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
     ends = model.vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
     used = step.used if stages == 1 else (step.used - ends) / stages + ends
     logits = 4 * 4 * tokens * model.vocab_size / topology.num_chips
-    width = dtype_bytes(precision.policy(settings.step.precision).compute)
+    width = dtype_bytes(precision.POLICIES[settings.step.precision].compute)
     traffic = repeats * micro * width * used + OPTIMIZER_BYTES * step.stored + logits
     times, bound = chips.least_seconds(chip, flops=longest, traffic=traffic, sent=sent_bytes)
     seconds = times[f"{bound}_s"]

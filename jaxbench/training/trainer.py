@@ -191,8 +191,8 @@ class _Trainer:
         rate, memory = self.throughput.rate, self.engine.memory()
         mfu = self._mfu(rate)
         self.board.add(done, {"speed/tokens_per_s": rate} | {f"speed/{name}": share for name, share in mfu.items()})
-        self.board.add(done, {"memory/device_live_bytes": memory["live"], "memory/step_bytes": memory["step"]})
-        self.board.add(done, {"memory/host_bytes": observe.host_bytes()})
+        sizes = {"device_live_bytes": memory["live"], "step_bytes": memory["step"], "host_bytes": observe.host_bytes()}
+        self.board.add(done, {f"memory/{name}": size for name, size in sizes.items()})
         shown = f" held-out {self.validation['loss']:.4f}" if self.validation else ""
         self.display.update(
             done, f"loss {records[-1]['loss']:.4f}{shown} {rate:,.0f} tokens/s MFU {100 * mfu['mfu']:.1f} %"

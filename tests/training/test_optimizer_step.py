@@ -45,7 +45,7 @@ class Flax:
 
     def __init__(self, how, loss_fn=train.loss_fn):
         config, params = cases.load(CASE)
-        model = transformer.build(config, params, dtype=precision.policy(how.precision).compute)
+        model = transformer.build(config, params, dtype=precision.POLICIES[how.precision].compute)
         self.library, self.state = optimizer_step, optimizer_step.init_state(model, params, how)
         self._step = jax.jit(functools.partial(optimizer_step.train_step, step_config=how, loss_fn=loss_fn))
 
@@ -65,7 +65,7 @@ class Torch:
 
     def __init__(self, how, loss_fn=torch_train.loss_fn):
         config, params = cases.load(CASE)
-        model = torch_transformer.build(config, params, dtype=precision.policy(how.precision).parameter)
+        model = torch_transformer.build(config, params, dtype=precision.POLICIES[how.precision].parameter)
         self.library, self.state = torch_update, torch_update.init_state(model, params, how)
         self._options = {"step_config": how, "loss_fn": loss_fn}
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 NESTED_FROM = 32  # chunks from which on rematerialisation is nested: groups of chunks, chunks of a group
@@ -92,7 +93,7 @@ def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks:
 
     Arguments, results and errors are the twin's.
     """
-    num_chunks = _length(chunks)
+    num_chunks = len(pytree.tree_leaves(chunks)[0])
     if num_chunks < NESTED_FROM:
         return _scan(read, carry, chunks)
     group = group_size(num_chunks)
@@ -105,15 +106,9 @@ def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks:
     return carry, torch.cat(outputs)
 
 
-def _length(tree: Any) -> int:
-    while isinstance(tree, tuple):
-        tree = tree[0]
-    return len(tree)
-
-
 def _scan(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
     outputs = []
-    for i in range(_length(chunks)):
+    for i in range(len(pytree.tree_leaves(chunks)[0])):
         carry, output = rematerialised(read, carry, tree_map(lambda x, i=i: x[i], chunks))
         outputs.append(output)
     return carry, torch.stack(outputs)

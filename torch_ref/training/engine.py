@@ -31,8 +31,6 @@ GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine'
 class Engine:
     """One model in training."""
 
-    name = "torch"
-
     def __init__(
         self,
         settings: TrainConfig,
@@ -50,7 +48,7 @@ class Engine:
         if (parallel := settings.parallel) is not None:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
         self.step_config = step_config = settings.step
-        self.policy, self.device = precision.policy(step_config.precision), device
+        self.policy, self.device = precision.POLICIES[step_config.precision], device
         compute = settings.compute(self.policy.parameter)._asdict()
         model = transformer.build(config, params, make_layer=extension.make_layer, device=device, **compute)
         self.state = optimizer_step.init_state(model, params, step_config)

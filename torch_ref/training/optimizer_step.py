@@ -60,7 +60,7 @@ def init_state(
     Raises:
       ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat.
     """
-    policy = precision.policy(step_config.precision) if policy is None else policy
+    policy = precision.POLICIES[step_config.precision] if policy is None else policy
     if policy.is_float8:
         raise ValueError(f"update: precision={step_config.precision} is not in torch_ref; use --backend=flax")
     if step_config.offload.optimizer or step_config.offload.gradients:
@@ -139,7 +139,7 @@ def eval_step(
     """
     total = 0.0
     for micro in _micro_batches(batch, step_config.accumulation if count is None else count):
-        with _autocast(params, precision.policy(step_config.precision)):
+        with _autocast(params, precision.POLICIES[step_config.precision]):
             mean = loss_fn(params, micro)
         total = total + mean * micro.mask.sum()
     return total, batch.mask.sum()
