@@ -39,6 +39,9 @@ class BlockState(NamedTuple):
         return tuple(x for x in pytree.tree_leaves(self) if x is not None and x.is_floating_point())
 
 
+Answer = tuple[Stream, BlockState]  # a block's output, and the state behind it
+
+
 class Block(torch.nn.Module):
     """Sliding-window attention and memory, combined as context, gate or layer; memory alone; attention with a bank."""
 
@@ -97,23 +100,19 @@ class Block(torch.nn.Module):
     def _parts(self, state: BlockState | None) -> tuple[LocalState | None, NeuralState | BankState | None]:
         return (None, None) if state is None else (state.local, state.memory)
 
-    def _alone(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> tuple[Stream, BlockState]:
+    def _alone(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """The memory alone (Titans, section 4.3)."""
         memory_out, memory = self.memory(x, self._parts(state)[1], is_token=is_token, learn=learn)
         return memory_out, BlockState(None, memory, None)
 
-    def _as_gate(
-        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
-    ) -> tuple[Stream, BlockState]:
+    def _as_gate(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """Memory as gate (Titans, eq. 26 to 28): sliding-window attention, gated by the memory's output."""
         local, memory = self._parts(state)
         attention_out, local = self.attention(x, local, is_token=is_token)
         memory_out, memory = self.memory(x, memory, is_token=is_token, learn=learn)
         return self._gated(self.answer_norm(attention_out), memory_out), BlockState(local, memory, None)
 
-    def _as_layer(
-        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
-    ) -> tuple[Stream, BlockState]:
+    def _as_layer(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """Memory as layer (Titans, eq. 29 to 31): attention to the memory's outputs plus its inputs (section 4.4)."""
         local, memory = self._parts(state)
         memory_out, memory = self.memory(x, memory, is_token=is_token, learn=learn)
@@ -138,9 +137,7 @@ class Block(torch.nn.Module):
         wide = torch.promote_types(attention_out.dtype, torch.float32)
         return attention_out * torch.sigmoid(self.memory_norm(memory_out).to(wide)).to(attention_out.dtype)
 
-    def _as_context(
-        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
-    ) -> tuple[Stream, BlockState]:
+    def _as_context(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """Memory as context (Titans, eq. 21 to 25), segment after segment."""
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
