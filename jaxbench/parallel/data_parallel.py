@@ -13,7 +13,7 @@ the scale, and multiplies by it where the gradient begins: a model in float16 wo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -90,9 +90,9 @@ def make_loss(
 
     def loss(model: Any, batch: train.Batch, *, dropout: None = None) -> Float[Array, ""]:
         graph, params = parameters.split(model)
-        merged = functools.partial(parameters.merge, graph)
-        run = functools.partial(_loss_and_gradients, plan, merged, loss_fn)
-        return differentiated(run, lambda params, batch: plain_loss(merged(params), batch))(params, batch, scale)
+        by_params = lambda loss: lambda params, batch: loss(parameters.merge(graph, params), batch)
+        run = functools.partial(_loss_and_gradients, plan, by_params(loss_fn))
+        return differentiated(run, by_params(plain_loss))(params, batch, scale)
 
     return loss
 
@@ -121,13 +121,19 @@ def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., A
     return by_hand
 
 
+def over_mesh(plan: Plan, local: Callable[..., tuple], stored: Any, gradients: Any) -> Callable[..., tuple]:
+    """Loss and gradients as run(weights, batch, scale); a device computes local(weights, batch, num_targets, scale).
+
+    stored, gradients: PartitionSpecs of the weights and of their gradients; every device has its rows of the batch.
+    """
+    run = jax.shard_map(
+        local, mesh=plan.mesh, in_specs=(stored, P(ROWS), P(), P()), out_specs=(P(), gradients), check_vma=False
+    )
+    return lambda weights, batch, scale: run(weights, batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
+
+
 def _loss_and_gradients(
-    plan: Plan,
-    merged: Callable[[Mapping[str, Array]], Any],
-    loss_fn: Callable[..., Array],
-    params: dict[str, Array],
-    batch: train.Batch,
-    scale: Float[Array, ""],
+    plan: Plan, loss_fn: Callable[..., Array], params: dict[str, Array], batch: train.Batch, scale: Float[Array, ""]
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Loss in nats per token, and gradients of loss * scale by dotted name; each device computes those of its rows."""
     specs, gradient_specs = ({name: where[name].spec for name in params} for where in (plan.params, plan.gradients))
@@ -137,7 +143,7 @@ def _loss_and_gradients(
     ) -> tuple[Array, dict[str, Array]]:
         def at(params: dict[str, Array]) -> tuple[Array, Array]:
             with sharding.activations({}):
-                mean = loss_fn(merged(params), batch)
+                mean = loss_fn(params, batch)
             share = mean * (jnp.sum(batch.mask).astype(mean.dtype) / num_targets.astype(mean.dtype))
             return share * scale.astype(share.dtype), share
 
@@ -149,12 +155,5 @@ def _loss_and_gradients(
             for name, grad in wide.items()
         }
 
-    run = jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=(specs, P(ROWS), P(), P()),
-        out_specs=(P(), gradient_specs),
-        check_vma=False,
-    )
-    loss, grads = run(params, batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
+    loss, grads = over_mesh(plan, local, specs, gradient_specs)(params, batch, scale)
     return loss, {name: grads[name].astype(value.dtype) for name, value in params.items()}

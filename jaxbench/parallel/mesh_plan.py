@@ -1,8 +1,8 @@
 """One training step over a mesh: which device holds what, and the compiled step.
 
-The mathematics is update.train_step's. A Plan says where parameters, gradients, optimiser state, batch and activations
-live; `make_step` compiles the step with these placements in and out and the state donated. The pipeline (stage > 1, or
-micro-batches) brings its own loss, jaxbench/parallel/pipeline.py, whose gradient is the schedule's.
+The mathematics is optimizer_step.train_step's. A Plan (step_plan.py) says where parameters, gradients, optimiser state,
+batch and activations live; `make_step` compiles the step with these placements in and out and the state donated. The
+pipeline (stage > 1, or micro-batches) brings its own loss, pipeline.py, whose gradient is the schedule's.
 """
 
 from __future__ import annotations
@@ -109,17 +109,13 @@ def state_shardings(plan: Plan, state: Any) -> Any:
     shapes = initial.parameter_shapes(plan.model)
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
-        on_device = place_on_device(path, leaf)
-        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-        return offload.host_sharding(on_device) if kind == sharding.PINNED_HOST else on_device
-
-    def place_on_device(path: tuple, leaf: Any) -> NamedSharding:
-        words = parameters.dotted(path).split(".")
+        words, on_device = parameters.dotted(path).split("."), NamedSharding(plan.mesh, P())
         endings = (".".join(words[start:]) for start in range(len(words)))
         name = next((ending for ending in endings if ending in shapes), None)
-        if name is None or tuple(leaf.shape) != shapes[name]:
-            return NamedSharding(plan.mesh, P())
-        return (plan.params if words[0] == "params" else plan.moments)[name]
+        if name is not None and tuple(leaf.shape) == shapes[name]:
+            on_device = (plan.params if words[0] == "params" else plan.moments)[name]
+        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+        return offload.host_sharding(on_device) if kind == sharding.PINNED_HOST else on_device
 
     return jax.tree_util.tree_map_with_path(place, state)
 

@@ -27,8 +27,8 @@ from jaxtyping import Bool, Float, Int
 
 from jaxbench import functional, parameters, sharding, train
 from jaxbench.attention import Context, Spans
-from jaxbench.mesh import DATA, FSDP, MODEL, ROWS, STAGE, ParallelConfig
-from jaxbench.parallel.data_parallel import differentiated, dim_of, reduced, whole
+from jaxbench.mesh import DATA, FSDP, MODEL, STAGE, ParallelConfig
+from jaxbench.parallel.data_parallel import differentiated, dim_of, over_mesh, reduced, whole
 from jaxbench.parallel.pipeline_schedule import timing
 from jaxbench.parallel.step_plan import Plan
 
@@ -291,14 +291,8 @@ def _loss_and_gradients(
         }
         return lax.psum(loss, (STAGE, DATA, FSDP, MODEL)), (layers, ends)
 
-    run = jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=((layer_specs, end_specs), P(ROWS), P(), P()),
-        out_specs=(P(), (layer_gradients, end_gradients)),
-        check_vma=False,
-    )
-    loss, (layers, ends) = run((layers, ends), batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
+    run = over_mesh(plan, local, (layer_specs, end_specs), (layer_gradients, end_gradients))
+    loss, (layers, ends) = run((layers, ends), batch, scale)
     split = {name: name.split(".", 2) for name in params if name not in ends}  # "layers", index, name within the layer
     grads = ends | {name: layers[inner][int(index)] for name, (_, index, inner) in split.items()}
     return loss, {name: grads[name].astype(value.dtype) for name, value in params.items()}

@@ -135,11 +135,10 @@ class Board:
 
         self._writer = SummaryWriter(str(folder), purge_step=start, write_to_disk=is_written)
 
-    def add(self, step: int, values: Mapping[str, float | int | None]) -> None:
-        """Write the scalars of a step; None is left out."""
+    def add(self, step: int, values: Mapping[str, float | int]) -> None:
+        """Write the scalars of a step."""
         for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write out and close."""

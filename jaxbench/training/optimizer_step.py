@@ -10,6 +10,7 @@ Models are pytrees whose leaves are their parameters, so the step is the same fo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -75,9 +76,7 @@ def init_state(
     if step_config.remat.policy != "none":
         from jaxbench import remat  # which is of Flax's layers
 
-        model = remat.apply(
-            model, policy=step_config.remat.policy, group=step_config.remat.group, names=step_config.remat.names
-        )
+        model = remat.apply(model, **step_config.remat.model_dump())
     graph, abstract = parameters.split(model)
     shapes = {name: leaf.shape for name, leaf in abstract.items() if not name.endswith(float8.SCALES)}
     initial.check_params(shapes, params)
@@ -85,19 +84,12 @@ def init_state(
     moments = jax.tree.map(jnp.array, optimizers.transform(step_config.optimizer, 0.0, placed).init(placed))
     moments = offload.to_host(moments) if step_config.offload.optimizer else moments
     scale = step_config.loss_scaling.initial if policy.is_scaled else 1.0
-    counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
+    amax = float8.init_history(placed, step_config.delayed_scaling.history) if policy.is_float8 else {}
+    zero = functools.partial(jnp.zeros, (), jnp.int32)  # an array for each counter: the step donates its state
     return TrainState(
-        placed,
-        moments,
-        counters[0],
-        jnp.array(scale, jnp.float32),
-        counters[1],
-        counters[2],
-        jnp.zeros((), bool),
-        float8.init_history(placed, step_config.delayed_scaling.history) if policy.is_float8 else {},
-        graph,
-        policy,
-    )
+        placed, moments, step=zero(), scale=jnp.array(scale, jnp.float32), good_steps=zero(), skipped=zero(),
+        is_halted=jnp.zeros((), bool), amax=amax, graph=graph, policy=policy,
+    )  # fmt: skip
 
 
 def train_step(

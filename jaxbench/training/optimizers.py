@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,8 +47,9 @@ def _transform(
 ) -> optax.GradientTransformation:
     c = config
     decays = {name: c.decays(name) for name in params}
+    adamw = functools.partial(optax.adamw, learning_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay)
     if c.kind == "adamw":
-        return optax.adamw(learning_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decays)
+        return adamw(mask=decays)
     if c.kind == "lion":
         return optax.lion(learning_rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=decays)
     if c.kind == "sgd":
@@ -62,10 +64,7 @@ def _transform(
     return optax.partition(
         {
             "muon": optax.contrib.muon(learning_rate * c.muon_ratio, beta=c.momentum, weight_decay=c.weight_decay),
-            "adamw": optax.adamw(
-                learning_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay,
-                mask=lambda tree: {name: decays[name] for name in tree},
-            ),
+            "adamw": adamw(mask=lambda tree: {name: decays[name] for name in tree}),
         },
         {name: "muon" if _is_hidden_kernel(name, value) else "adamw" for name, value in params.items()},
     )  # fmt: skip
