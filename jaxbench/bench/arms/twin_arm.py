@@ -17,6 +17,7 @@ import numpy as np
 from jaxbench.bench.arms import contract
 from jaxbench.text.dataset import Batch
 from jaxbench.training.step_config import StepConfig
+from jaxbench.training.train_config import TrainConfig
 
 
 class TwinArm(contract.Arm):
@@ -64,10 +65,13 @@ class TwinArm(contract.Arm):
         train, params = self.run_settings, self.params
         self.params = None  # the engine holds its own copy
         step = StepConfig(precision=self.dtype, torch_compile=torch_compile, accumulation=train.get("accumulation", 1))
-        self.engine = importlib.import_module(f"{self.package}.training.engine").Engine(
-            self.shape, params, step, batch_size=train["batch"], seq_len=train["seq_len"], seed=0,
-            implementation=train.get("implementation", "dense"), **place,
+        settings = TrainConfig(
+            model=self.shape.model_dump(), data={"seq_len": train["seq_len"]}, batch_size=train["batch"], steps=1,
+            learning_rate=train["learning_rate"], step=step, implementation=train.get("implementation", "dense"),
         )  # fmt: skip
+        self.engine = importlib.import_module(f"{self.package}.training.engine").Engine(
+            settings, self.shape, params, **place
+        )
         facts = {"device_kind": self.engine.device_kind()}
         return facts | ({"compile_s": self.engine.compile_seconds} if self.engine.compile_seconds else {})
 
