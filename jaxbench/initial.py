@@ -34,8 +34,8 @@ def num_parameters(config: TransformerConfig) -> int:
     def size(shapes: Mapping[str, tuple[int, ...]]) -> int:
         return sum(math.prod(shape) for shape in shapes.values())
 
-    one, plain = config.model_copy(update={"num_layers": 1}), _layer_shapes(config)
-    ends = size(parameter_shapes(one)) - size(one.layer_shapes(0, plain))
+    single, plain = config.model_copy(update={"num_layers": 1}), _layer_shapes(config)
+    ends = size(parameter_shapes(single)) - size(single.layer_shapes(0, plain))
     return ends + sum(count * size(config.layer_shapes(i, plain)) for i, count in config.layer_counts().items())
 
 

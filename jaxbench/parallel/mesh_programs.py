@@ -84,8 +84,8 @@ def make_plan(
     """
     rows = len(devices) // model_axis
     mesh = MeshConfig(data=1, fsdp=rows, model=model_axis) if is_split else MeshConfig(data=rows, model=model_axis)
-    how = ParallelConfig(mesh=mesh, zero=3, heads="replicated")
-    return mesh_plan.make_plan(config, how, batch=batch, tokens=tokens, devices=devices, extension=extension)
+    parallel = ParallelConfig(mesh=mesh, zero=3, heads="replicated")
+    return mesh_plan.make_plan(config, parallel, batch=batch, tokens=tokens, devices=devices, extension=extension)
 
 
 def prefill(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxbench import initial, sample, transformer
 from jaxbench.parity import cases, gates
-from jaxbench.watermark import detect, logits_processor, reference, statistics
+from jaxbench.watermark import detect, logits_processor, reference, significance
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
 
@@ -31,7 +31,7 @@ def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.
     in_numpy = reference.evidence(
         scheme, KEYS, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompts, green_lists=lists
     )
-    wanted = statistics.score(scheme, in_numpy, vocab_size=vocab_size)
+    wanted = significance.score(scheme, in_numpy, vocab_size=vocab_size)
     found = []
     for name, library in (("flax", detect), ("torch", torch_detect)):
         detector = library.Detector(scheme, vocab_size=vocab_size, green_lists=lists)
@@ -42,7 +42,7 @@ def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.
             pairs.append((evidence.second_words, in_numpy.second_words))
         mine, theirs = (np.stack([np.where(in_numpy.scored, pair[i], 0) for pair in pairs]) for i in (0, 1))
         found.append(_equal(f"{name}: words of scored tokens", mine, theirs))
-        scores = statistics.score(scheme, evidence, vocab_size=vocab_size)
+        scores = significance.score(scheme, evidence, vocab_size=vocab_size)
         found.append(_equal(f"{name}: counts", scores.num_scored, wanted.num_scored))
         for field in ("statistic", "score", "p_value", "mid_p", "randomized_p"):
             found.append(_close(f"{name}: {field}", getattr(scores, field), getattr(wanted, field)))

@@ -79,22 +79,22 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
 
     if settings.parallel is None:
         raise ValueError(f"tpu_train: parallel is unset, the {topology.num_chips} chips need parallel.mesh")
-    model, how = model_of(settings), settings.step
+    model, step_config = model_of(settings), settings.step
     shape = (settings.batch_size, settings.data.seq_len)
     plan = mesh_plan.make_plan(
-        model, settings.parallel, batch=shape[0] // how.accumulation, tokens=shape[1],
+        model, settings.parallel, batch=shape[0] // step_config.accumulation, tokens=shape[1],
         devices=tpu_compile.devices(topology), extension=extension,
     )  # fmt: skip
     groups = mesh_plan.projection_groups(settings.parallel, plan.mesh.size) if settings.fused_projections else 0
-    compute = settings.compute(precision.POLICIES[how.precision].compute, groups)
+    compute = settings.compute(precision.POLICIES[step_config.precision].compute, groups)
     if settings.implementation == "fused":  # asks for the kernel of JAX's own platform, not of the one compiled for
         compute = compute._replace(implementation="splash")
     everywhere = jax.sharding.NamedSharding(plan.mesh, jax.sharding.PartitionSpec())
-    state = batch_size.abstract_state(model, compute, how, host=everywhere, extension=extension)
+    state = batch_size.abstract_state(model, compute, step_config, host=everywhere, extension=extension)
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if model.dropout else None
     extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}
-    step = mesh_plan.make_step(plan, state, step=functools.partial(optimizer_step.train_step, step_config=how))
+    step = mesh_plan.make_step(plan, state, step=functools.partial(optimizer_step.train_step, step_config=step_config))
     lowered = step.lower(state, train.Batch(ids, ids, ids, mask, ids), extras)
     return Lowered(lowered, dict(plan.mesh.shape), *plan.elements_per_chip())
 

@@ -67,8 +67,8 @@ def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
     from jaxbench.watermark.texts import check_sizes
 
     if VALUES.vocab_size is not None:
-        for one in candidates:
-            checked_scheme(one.scheme, VALUES.vocab_size)
+        for candidate in candidates:
+            checked_scheme(candidate.scheme, VALUES.vocab_size)
         check_sizes(load_tokenizer(model).vocab_size, VALUES.vocab_size)
 
 

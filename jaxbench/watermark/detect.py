@@ -19,7 +19,7 @@ from jaxbench import devices, libtpu
 from jaxbench.watermark import detection, prf, reference
 from jaxbench.watermark.device.marks import mark_of
 from jaxbench.watermark.keys import Key
-from jaxbench.watermark.statistics import Detections
+from jaxbench.watermark.significance import Detections
 
 Words = tuple[Array, ...]  # uint32 [T B] each
 SLABS, SLAB_TOKENS = 4, 2**14  # large batches cut the triangle of earlier positions into slabs: a third less work

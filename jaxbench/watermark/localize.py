@@ -1,6 +1,6 @@
 """Where in a text the mark is: windows with corrected p-values (S file).
 
-Windows run over the scored positions of a text, so that their scores have the null distributions of statistics.py.
+Windows run over the scored positions of a text, so that their scores have the null distributions of significance.py.
 Axis letters: N texts, T tokens.
 """
 
@@ -59,19 +59,19 @@ def localize(
         )
     statistic = scheme.statistic(vocab_size)
     scores = statistic.token_scores(evidence)
-    found = []
+    spans = []
     for row in range(len(scores)):
         places = np.flatnonzero(evidence.scored[row])
         if not len(places):
-            found.append(Localization(1.0, (), 0))
+            spans.append(Localization(1.0, (), 0))
             continue
         starts, ends = _windows(len(places), sizes)
         running = np.concatenate([[0], np.cumsum(scores[row, places])])
         totals, numbers = running[ends] - running[starts], ends - starts
         p_values = statistic.tail(totals, numbers).upper
         p_values = np.minimum(1.0, p_values * (len(starts) * num_payloads))
-        found.append(Localization(float(p_values.min()), _spans(places, starts, ends, p_values, level), len(starts)))
-    return found
+        spans.append(Localization(float(p_values.min()), _spans(places, starts, ends, p_values, level), len(starts)))
+    return spans
 
 
 def _windows(number: int, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

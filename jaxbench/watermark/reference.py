@@ -206,7 +206,7 @@ def evidence(
     valid = (place < lengths[:, None]) & (place >= np.maximum(prompt, scheme.context_length)[:, None])
 
     text = Text(tokens, prompt, vocab_size, payload, green_lists)
-    pairs = [generation_keys(scheme, one) for one in ([key] if isinstance(key, Key) else key)]
+    pairs = [generation_keys(scheme, each) for each in ([key] if isinstance(key, Key) else key)]
     words, seeds = scheme.text_words([first for first, _ in pairs], text)
     scored = is_first(seeds, tokens, valid) if deduplicate else valid
     second_words = scheme.text_words([second for _, second in pairs], text)[0] if is_dual_key(scheme) else None

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxbench.watermark import green_lists, reference, statistics
+from jaxbench.watermark import green_lists, reference, significance
 from jaxbench.watermark.config import MarkLlmKgw, TransformersKgw
 from jaxbench.watermark.keys import Key
 from tests.watermark import vocabulary
@@ -78,7 +78,7 @@ def test_evidence_counts_what_markllm_counts_where_nothing_repeats():
     lists = green_lists.GreenLists(scheme, vocab_size=600)
     arguments = {"vocab_size": 600, "green_lists": lists, "deduplicate": False}
     found = reference.evidence(scheme, Key(0), ids, np.array([len(row["ids"])]), **arguments)
-    detected = statistics.score(scheme, found, vocab_size=600)
+    detected = significance.score(scheme, found, vocab_size=600)
     assert detected.num_green.tolist() == [row["flags"].count(1)]
     assert detected.num_scored.tolist() == [len(row["ids"]) - row["flags"].count(-1)]
     assert detected.score[0] == pytest.approx(row["z"], abs=1e-12)
@@ -133,7 +133,7 @@ def test_counts_are_those_of_transformers_detector(seeding):
     lists = green_lists.GreenLists(scheme, vocab_size=311)
     arguments = {"vocab_size": 311, "green_lists": lists, "deduplicate": False}
     found = reference.evidence(scheme, Key(0), ids, np.full(3, 60), **arguments)
-    detected = statistics.score(scheme, found, vocab_size=311)
+    detected = significance.score(scheme, found, vocab_size=311)
     assert detected.num_green.tolist() == wanted.num_green_tokens.tolist()
     assert detected.num_scored.tolist() == wanted.num_tokens_scored.tolist()
 

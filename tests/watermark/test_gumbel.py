@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from jaxbench.watermark import reference, statistics
+from jaxbench.watermark import reference, significance
 from jaxbench.watermark.config import Gumbel
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.reference import ContextRule
@@ -32,17 +32,17 @@ def first_contexts(tokens: list[int]) -> np.ndarray:
     return np.array([first])
 
 
-def detect(row: dict, *, by_context: bool) -> statistics.Detections:
+def detect(row: dict, *, by_context: bool) -> significance.Detections:
     fields = {} if row["alpha"] is None else {"dual_key_alpha": row["alpha"]}
     tokens = np.array([row["tokens"]])
     lengths = np.array([tokens.shape[1]])
     found = reference.evidence(scheme(**fields), Key(row["key"]), tokens, lengths, vocab_size=VOCAB_SIZE)
     if by_context:
         found = found._replace(scored=first_contexts(row["tokens"]))
-    return statistics.score(scheme(**fields), found, vocab_size=VOCAB_SIZE)
+    return significance.score(scheme(**fields), found, vocab_size=VOCAB_SIZE)
 
 
-def vllms_p_value(found: statistics.Detections, alpha: float | None) -> float:
+def vllms_p_value(found: significance.Detections, alpha: float | None) -> float:
     """Return the tail of one gamma; with two keys, of the one whose mean and variance are those of the sum."""
     share = 1.0 if alpha is None else (1 - alpha) ** 2 + alpha**2
     return special.gammaincc(found.num_scored[0] / share, found.statistic[0] / share)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_ref.watermark.logits_processor
-from jaxbench.watermark import green_lists, logits_processor, reference, statistics
+from jaxbench.watermark import green_lists, logits_processor, reference, significance
 from jaxbench.watermark.config import Gumbel, MarkLlmKgw, TransformersKgw
 from jaxbench.watermark.keys import Key
 from tests.watermark import vocabulary
@@ -110,7 +110,7 @@ def test_markllm_detects_what_is_marked_with_its_lists_here():
     found = reference.evidence(
         scheme, Key(0), tokens, np.full(2, 120), vocab_size=size, green_lists=lists, deduplicate=False
     )
-    ours = statistics.score(scheme, found, vocab_size=size)
+    ours = significance.score(scheme, found, vocab_size=size)
     assert ours.num_green.tolist() == [green for _, green in theirs]
     assert ours.score == pytest.approx([z for z, _ in theirs], abs=1e-12)
     assert theirs[0][0] > 4 and theirs[1][0] < 4 and ours.p_value[0] < 1e-6 < ours.p_value[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxbench.watermark import localize, reference, statistics
+from jaxbench.watermark import localize, reference, significance
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.reference import Evidence
 
@@ -27,7 +27,7 @@ def marked(rows: int, length: int, start: int, end: int, seed: int) -> Evidence:
 
 def test_a_marked_passage_in_a_long_text_is_found_where_it_is():
     evidence = marked(20, 800, 300, 380, seed=0)
-    whole = statistics.score(KGW, evidence, vocab_size=VOCAB)
+    whole = significance.score(KGW, evidence, vocab_size=VOCAB)
     found = localize.localize(KGW, evidence, vocab_size=VOCAB)
     assert np.median([one.p_value for one in found]) < 1e-3 * np.median(whole.p_value)
     hits = [one.spans for one in found if one.spans]

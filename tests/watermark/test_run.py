@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from jaxbench import process_environment
-from jaxbench.watermark import detection, identify, localize, run, statistics
+from jaxbench.watermark import detection, identify, localize, run, significance
 from jaxbench.watermark.attack import attacks
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import parse_scheme
@@ -178,7 +178,7 @@ class Numbers:
         return f"{ids[0]} "
 
 
-def shown(text: str, scheme, key: Key = Key(5)) -> tuple[statistics.Detections, str]:
+def shown(text: str, scheme, key: Key = Key(5)) -> tuple[significance.Detections, str]:
     """Return what detect_text finds, and the screen with its styles."""
     screen = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard", highlight=False)
     job = bulk_detection.Job((identify.Candidate("one", scheme, key),), canonicalize=False)

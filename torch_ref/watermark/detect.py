@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jaxbench.watermark import detection, reference
 from jaxbench.watermark.keys import Key
-from jaxbench.watermark.statistics import Detections
+from jaxbench.watermark.significance import Detections
 from torch_ref import devices
 from torch_ref.watermark import prf
 from torch_ref.watermark.device.marks import mark_of

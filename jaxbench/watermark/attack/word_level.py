@@ -48,15 +48,15 @@ def swap(items: Sequence[Any], strength: float, draws: Draws) -> list[Any]:
 
 def edit_text(name: str, text: str, strength: float, draws: Draws, *, human: Sequence[str] = ()) -> str:
     """Edit the words of a text; white space stays where it is, and new words come from human texts or the text."""
-    found = WORD.findall(text)
-    spaces, words = [space for space, _ in found], [word for _, word in found]
+    pairs = WORD.findall(text)
+    spaces, words = [space for space, _ in pairs], [word for _, word in pairs]
     tail = text[len(text.rstrip()) :]
     pool = [word for other in human for word in other.split()] if name in ("insert", "substitute") else []
     pool = pool or words
     if name in ("substitute", "swap"):
         changed = edit(name, words, strength, draws, pool=pool)
         return "".join(space + word for space, word in zip(spaces, changed)) + tail
-    units = [space + word for space, word in found]
+    units = [space + word for space, word in pairs]
     return "".join(edit(name, units, strength, draws, pool=[" " + word for word in pool])) + tail
 
 

@@ -88,7 +88,7 @@ class Worker:
     def _encode(self, records: list[lines.Record]) -> tuple[list[lines.Record], list[lines.Bad], Encoded]:
         """Records with ids inside the vocabulary, the others as bad lines, and the ids."""
         texts = [i for i, record in enumerate(records) if isinstance(record.content, str)]
-        found: list[Any] = [record.content for record in records]
+        contents: list[Any] = [record.content for record in records]
         changed = np.zeros(len(records), np.int64)
         if texts:
             self._encoder = self._encoder or TextEncoder(
@@ -99,15 +99,15 @@ class Worker:
                 return records, [], encoded
             changed[texts] = encoded.num_changed
             for row, i in enumerate(texts):
-                found[i] = encoded.ids.text(row)
-        largest = [max(ids, default=0) if isinstance(ids, list) else 0 for ids in found]
+                contents[i] = encoded.ids.text(row)
+        largest = [max(ids, default=0) if isinstance(ids, list) else 0 for ids in contents]
         kept = [i for i, token in enumerate(largest) if token < self.vocab_size]
         outside = [
             lines.Bad(records[i].line, f"token {token} is outside the vocabulary of {self.vocab_size}")
             for i, token in enumerate(largest)
             if token >= self.vocab_size
         ]
-        ids = Ragged.from_lists([found[i] for i in kept])
+        ids = Ragged.from_lists([contents[i] for i in kept])
         return [records[i] for i in kept], outside, Encoded(ids, changed[kept])
 
     def _detector(self, scheme: Any, *, vocab_size: int, green_lists: Any) -> Any:
@@ -119,21 +119,21 @@ class Worker:
     def _scores(self, ids: Ragged, prompt: np.ndarray) -> dict[str, np.ndarray]:
         candidates = self.job.candidates
         if len(candidates) == 1:
-            one = candidates[0]
-            detector = self._detector(one.scheme, vocab_size=self.vocab_size, green_lists=one.green_lists)
-            return dict(detection.detect(detector, ids, one.key, prompt_lengths=prompt)._asdict())
-        found = identify.identify(
+            candidate = candidates[0]
+            detector = self._detector(candidate.scheme, vocab_size=self.vocab_size, green_lists=candidate.green_lists)
+            return dict(detection.detect(detector, ids, candidate.key, prompt_lengths=prompt)._asdict())
+        identified = identify.identify(
             candidates, ids, vocab_size=self.vocab_size, make_detector=self._detector,
             correction=self.job.correction, prompt_lengths=prompt,
         )  # fmt: skip
-        columns = {f"p_{name}": found.p_values[:, i] for i, name in enumerate(found.names)}
-        columns |= {f"corrected_p_{name}": found.corrected[:, i] for i, name in enumerate(found.names)}
+        columns = {f"p_{name}": identified.p_values[:, i] for i, name in enumerate(identified.names)}
+        columns |= {f"corrected_p_{name}": identified.corrected[:, i] for i, name in enumerate(identified.names)}
         columns |= {
-            f"payload_{one.name}": found.payloads[:, i]
-            for i, one in enumerate(candidates)
-            if num_payloads(one.scheme) > 1
+            f"payload_{candidate.name}": identified.payloads[:, i]
+            for i, candidate in enumerate(candidates)
+            if num_payloads(candidate.scheme) > 1
         }
-        return {"best": np.array(found.names, object)[found.best], "p_value": found.p_value} | columns
+        return {"best": np.array(identified.names, object)[identified.best], "p_value": identified.p_value} | columns
 
 
 def run(
@@ -165,7 +165,7 @@ def run(
     paths = [path for path in lines.find(pattern) if parts not in Path(path).absolute().parents]
     outputs.check_file(out, paths, overwrite=overwrite)
     outputs.check_file(f"{out}.report.json", paths, overwrite=overwrite or parts.exists())
-    keys = [one.key for one in job.candidates]
+    keys = [candidate.key for candidate in job.candidates]
     folder = part_files.open_parts(out, paths, describe(job), keys, overwrite=overwrite)
     done = part_files.finished(folder)
     total_bytes = sum(os.path.getsize(path) for path in paths)
@@ -194,7 +194,7 @@ def run(
 
 def _summary(reports: list[dict[str, Any]], paths: list[str], seconds: float) -> dict[str, Any]:
     totals = {name: sum(report[name] for report in reports) for name in ("texts", "bad", "changed", "tokens")}
-    listed = [one for report in reports for one in report["first_bad"]][: part_files.LISTED]
+    listed = [problem for report in reports for problem in report["first_bad"]][: part_files.LISTED]
     work = sum(report["seconds"] for report in reports)
     return totals | {"files": len(paths), "seconds": seconds, "work_seconds": work, "first_bad": listed}
 
@@ -265,5 +265,5 @@ def describe(job: Job) -> str:
     fields = {
         field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name != "make_detector"
     }
-    fields["candidates"] = [[one.name, one.scheme.model_dump(mode="json")] for one in job.candidates]
+    fields["candidates"] = [[candidate.name, candidate.scheme.model_dump(mode="json")] for candidate in job.candidates]
     return json.dumps(fields, sort_keys=True)

@@ -36,10 +36,10 @@ def engine(
     except ImportError as error:
         raise ValueError(f"engine: ray cannot be imported ({error}); pip install 'jaxbench[ray]'") from error
     if not ray.is_initialized():
-        how = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         if len(tempfile.gettempdir()) > LONGEST_FOLDER:
-            how["_temp_dir"] = "/tmp/ray"  # where Ray itself puts them on a system that names no folder
-        ray.init(num_cpus=processes, **how)
+            options["_temp_dir"] = "/tmp/ray"  # where Ray itself puts them on a system that names no folder
+        ray.init(num_cpus=processes, **options)
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     pieces = list(_pieces(paths, skip))
@@ -70,7 +70,7 @@ class _Actor:
         for piece in batch["piece"]:
             chunk = lines.Chunk(*json.loads(piece))
             whole = lines.chunks(chunk.path, chunk.file) if chunk.size < 0 else [chunk]
-            reports += [json.dumps(self._worker(one)) for one in whole if one.name not in self._skip]
+            reports += [json.dumps(self._worker(chunk)) for chunk in whole if chunk.name not in self._skip]
         return {"report": reports}
 
 

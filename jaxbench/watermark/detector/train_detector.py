@@ -24,7 +24,7 @@ from jaxbench.pretrained import tokenizer, weights
 from jaxbench.text import packing, passages
 from jaxbench.training import optimizer_step
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
-from jaxbench.watermark import config, reference, statistics
+from jaxbench.watermark import config, reference, significance
 from jaxbench.watermark.detector import features, neural, training_data
 from jaxbench.watermark.detector.neural_detection import Scorer, conformal_p, null_scores
 from jaxbench.watermark.keys import Key
@@ -180,7 +180,7 @@ def evidence(
     found = reference.evidence(scheme, keys, tokens, vocab_size=vocab_size)
     value = features.evidence(scheme, found).astype(np.float32)
     arrays = features.Arrays(tokens, value, found.scored, np.zeros(len(tokens), np.float32))
-    return arrays, statistics.score(scheme, found, vocab_size=vocab_size).p_value
+    return arrays, significance.score(scheme, found, vocab_size=vocab_size).p_value
 
 
 def run(

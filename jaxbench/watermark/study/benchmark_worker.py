@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxbench.measure import worker
 from jaxbench.pretrained.tokenizer import load_tokenizer
-from jaxbench.watermark import config, detection, green_lists, identify, reference, statistics, texts
+from jaxbench.watermark import config, detection, green_lists, identify, reference, significance, texts
 from jaxbench.watermark.detector import features
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
@@ -75,7 +75,7 @@ class Ours:
                 detector.scheme, KEY, tokens, length, vocab_size=self.vocab_size, green_lists=detector.green_lists,
                 deduplicate=False,
             )  # fmt: skip
-            repeated = statistics.score(detector.scheme, evidence, vocab_size=self.vocab_size)
+            repeated = significance.score(detector.scheme, evidence, vocab_size=self.vocab_size)
             values = (repeated.score[0], repeated.num_green[0], repeated.num_scored[0], p_value)
             rows.append(dict(zip(("z", "green", "scored", "p_value"), map(float, values))))
         return {"detections": rows}
@@ -96,7 +96,7 @@ class Ours:
             return lambda: [detector.evidence(tokens, lengths, KEY) for tokens, lengths in batches]
         if part == "statistics":
             evidence = [detector.evidence(tokens, lengths, KEY) for tokens, lengths in batches]
-            return lambda: [statistics.score(detector.scheme, text, vocab_size=self.vocab_size) for text in evidence]
+            return lambda: [significance.score(detector.scheme, text, vocab_size=self.vocab_size) for text in evidence]
         if part == "identify":
             family = [identify.Candidate(f"key {i}", detector.scheme, Key(NUMBER + i)) for i in range(keys)]
             options = {"vocab_size": self.vocab_size, "make_detector": self._make()}

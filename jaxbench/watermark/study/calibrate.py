@@ -44,7 +44,7 @@ from jaxbench.config import Base, config_id
 from jaxbench.measure import page
 from jaxbench.measure.page import Section
 from jaxbench.text import packing, passages
-from jaxbench.watermark import config, green_lists, reference, statistics
+from jaxbench.watermark import config, green_lists, reference, significance
 from jaxbench.watermark.keys import Key
 
 LARGEST_HASH_KEY = 2**31 - 1
@@ -124,7 +124,7 @@ def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: in
         keyed = under(scheme, key)
         lists = green_lists.lists_of(keyed, vocab_size=vocab_size)
         evidence = reference.evidence(keyed, key, tokens, vocab_size=vocab_size, green_lists=lists, **how)
-        scored = statistics.score(keyed, evidence, vocab_size=vocab_size)
+        scored = significance.score(keyed, evidence, vocab_size=vocab_size)
         values.append((scored.p_value, scored.mid_p))
     return np.moveaxis(np.array(values, np.float64), 0, -1)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxbench import sample, transformer
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
-from jaxbench.watermark import canonical, detect, reference, statistics
+from jaxbench.watermark import canonical, detect, reference, significance
 from jaxbench.watermark.attack.rewrite import Rewriter
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.logits_processor import Watermark
@@ -104,9 +104,9 @@ class Bench:
         ids = Ragged.from_lists(token_ids)
         return self._detector.evidence(ids.take(np.arange(len(ids))), ids.lengths.astype(np.int32), key)
 
-    def score(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> statistics.Detections:
+    def score(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> significance.Detections:
         """Scores and p-values of texts under one key, or each under its own."""
-        return statistics.score(self.scheme, self.evidence(token_ids, key), vocab_size=self.vocab_size)
+        return significance.score(self.scheme, self.evidence(token_ids, key), vocab_size=self.vocab_size)
 
     def at_lengths(
         self,
@@ -129,7 +129,7 @@ class Bench:
             whole = self.evidence([ids[:longest] for ids in token_ids], key)
             for column, length in enumerate([*lengths, cut]):
                 part = reference.Evidence(*(None if x is None else x[:, :length] for x in whole))
-                result = statistics.score(self.scheme, part, vocab_size=self.vocab_size)
+                result = significance.score(self.scheme, part, vocab_size=self.vocab_size)
                 kept = sizes >= (length if column < len(lengths) else 0)
                 for values, new in zip(columns.values(), (result.p_value, result.mid_p, result.num_scored)):
                     values[kept, column] = new[kept]

@@ -24,7 +24,7 @@ from jaxbench import outputs, philox, sample, store, transformer
 from jaxbench.config import Base, config_id
 from jaxbench.pretrained import tokenizer, weights
 from jaxbench.text import packing, passages
-from jaxbench.watermark import config, green_lists, logits_processor, reference, statistics
+from jaxbench.watermark import config, green_lists, logits_processor, reference, significance
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.study import detectability
 
@@ -151,7 +151,7 @@ def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vo
             evidence = reference.evidence(
                 scheme, keys, tokens, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], green_lists=lists
             )
-            scores = statistics.score(scheme, evidence, vocab_size=vocab_size)
+            scores = significance.score(scheme, evidence, vocab_size=vocab_size)
             for level in settings.levels:
                 bar = next(
                     (b.rate for b in settings.bars if (b.scheme, b.num_tokens, b.level) == (name, length, level)), None
