@@ -24,7 +24,7 @@ def test_answers_errors_and_death(worker):
     with pytest.raises(WorkerError, match="llama_cpp: dance: ValueError: worker: unknown operation 'dance'") as caught:
         worker.request("dance")
     assert not caught.value.fatal and worker.alive
-    assert worker.request("memory")["peak_bytes"] >= 0
+    assert worker.request("memory")["peak_memory_bytes"] >= 0
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="signal 9") as caught:
         worker.request("memory")
