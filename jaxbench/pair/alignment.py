@@ -1,0 +1,146 @@
+"""Which module of one side is which of the other, and how their activations are laid out (S file)."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.pair.matching import Matching
+from jaxbench.pair.rules import Rule, arrangements
+from jaxbench.parity import distance
+from jaxbench.parity.capture import ROOT, Call
+
+MAX_LAYOUT_AXES = 5
+
+
+class Aligned(NamedTuple):
+    """Modules of both sides by the JAX call's name, in PyTorch's order of completion."""
+
+    torch_names: dict[str, str]  # name of the call on the PyTorch side
+    calls: dict[str, Call]  # PyTorch's tensors in JAX's layout; None where JAX takes an input that PyTorch does not
+
+
+def modules(jax_calls: Iterable[str], torch_calls: Iterable[str], matching: Matching, given: Mapping[str, str]) -> dict:
+    """PyTorch's call for each JAX call that computes the same, by name.
+
+    Modules are the same where exactly the same weights are inside them; of several nested ones, the outermost is the
+    outermost. Modules without weights, and taps, must have equal names, or be named by the caller.
+
+    Args:
+      jax_calls: names, `name#1` for a module's second call.
+      torch_calls: likewise.
+      matching: the weights' rules.
+      given: what the caller says: PyTorch's module by JAX's.
+    """
+    jax_calls, torch_calls = list(jax_calls), list(torch_calls)
+    jax_names, torch_names = ({_module(name): None for name in calls} for calls in (jax_calls, torch_calls))
+    pairs = {ROOT: ROOT} | {a: b for a, b in given.items() if a in jax_names and b in torch_names}
+    inside = _weights_inside(jax_names, matching)
+    every = {source for weights in inside for source, _ in weights}
+    for weights, outer_to_inner in inside.items():
+        others = _torch_modules(torch_names, weights, every)
+        names = [name for name in outer_to_inner if name not in pairs]
+        others = [name for name in others if name not in pairs.values()]
+        pairs |= _nested(names, others)
+    taken = set(pairs.values())
+    pairs |= {name: name for name in jax_names if name not in pairs and name in torch_names and name not in taken}
+    calls = {name: name.replace(_module(name), pairs[_module(name)], 1) for name in jax_calls if _module(name) in pairs}
+    order = {name: i for i, name in enumerate(torch_calls)}
+    kept = [(name, other) for name, other in calls.items() if other in order]
+    return dict(sorted(kept, key=lambda pair: order[pair[1]]))
+
+
+def _nested(names: Sequence[str], others: Sequence[str]) -> dict[str, str]:
+    """Pairs of modules with the same weights inside: from the innermost outwards, the outermost with the outermost."""
+    if not names or not others:
+        return {}
+    if len(names) == len(others):
+        return dict(zip(names, others, strict=True))
+    inner = min(len(names), len(others)) - 1
+    return {names[0]: others[0]} | dict(zip(names[len(names) - inner :], others[len(others) - inner :], strict=True))
+
+
+def _module(call: str) -> str:
+    return call.partition("#")[0]
+
+
+def _weights_inside(names: Iterable[str], matching: Matching) -> dict[frozenset, list[str]]:
+    """Modules by the PyTorch weights inside them, outermost first."""
+    inside: dict[frozenset, list[str]] = collections.defaultdict(list)
+    for name in sorted(names, key=lambda name: (name.count("."), len(name))):
+        weights = set()
+        for guess in matching.guesses:
+            array = guess.name.partition(":")[2] or guess.name  # a state's name begins with its collection
+            if isinstance(guess.rule, Rule) and _is_inside(array, name):
+                weights |= {(source, guess.rule.part) for source in guess.rule.sources}
+        if weights and name != ROOT:
+            inside[frozenset(weights)].append(name)
+    return inside
+
+
+def _torch_modules(names: Iterable[str], weights: frozenset, every: set[str]) -> list[str]:
+    """PyTorch modules that hold exactly these weights of all, outermost first."""
+    sources = {source for source, _ in weights}
+    parts = {source: [part for each, part in weights if each == source] for source in sources}
+    if any(part is not None and len(parts[source]) < part[1] for source, part in weights):
+        return []  # a part of a fused tensor, which no PyTorch module computes alone
+    outer = sorted(names, key=lambda name: (name.count("."), len(name)))
+    return [name for name in outer if name != ROOT and {x for x in every if _is_inside(x, name)} == sources]
+
+
+def _is_inside(weight: str, module: str) -> bool:
+    return weight.startswith(module + ".")
+
+
+def aligned(jax_calls: Mapping[str, Call], torch_calls: Mapping[str, Call], names: Mapping[str, str]) -> Aligned:
+    """PyTorch's calls in JAX's layout; calls whose outputs cannot be arranged as each other are left out."""
+    kept, calls = {}, {}
+    for name, other in names.items():
+        mine, theirs = jax_calls[name], torch_calls[other]
+        output = in_layout(theirs.outputs[0], np.asarray(mine.outputs[0]))
+        if output is not None:
+            kept[name] = other
+            calls[name] = Call(tuple(_best(theirs.inputs, np.asarray(x)) for x in mine.inputs), (output,))
+    return Aligned(kept, calls)
+
+
+def _best(tensors: Iterable[np.ndarray], wanted: np.ndarray) -> np.ndarray | None:
+    """The tensor that, in the layout of another, is nearest to it; None where none fits."""
+    fitting = [x for x in (in_layout(tensor, wanted) for tensor in tensors) if x is not None]
+    return min(fitting, key=lambda x: distance.relative_error(x, wanted), default=None)
+
+
+def in_layout(x: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
+    """A tensor with its axes in another's order, of those that fit the one nearest to it; None where none fits."""
+    if x.ndim > MAX_LAYOUT_AXES and x.shape != wanted.shape:
+        return None
+    if x.shape == wanted.shape and distance.relative_error(x, wanted) < 1e-3:
+        return x
+    fits = arrangements(x.shape, wanted.shape, is_reversed=False)
+    return min((each.apply(x) for each in fits), key=lambda y: distance.relative_error(y, wanted), default=None)
+
+
+def as_torch(outputs: Sequence[Any], references: Sequence[np.ndarray]) -> list[Any]:
+    """Arrangement of each JAX output in the PyTorch output's layout.
+
+    Raises:
+      ValueError: their numbers differ, or a shape cannot be arranged as the other.
+    """
+    if len(outputs) != len(references):
+        raise ValueError(
+            f"outputs: {len(outputs)} floating arrays from JAX, {len(references)} from PyTorch: choose the same ones "
+            "with jax_outputs=function and torch_outputs=function"
+        )
+    chosen = []
+    for i, (output, reference) in enumerate(zip(outputs, references, strict=True)):
+        value = np.asarray(output, np.float64)
+        fits = arrangements(value.shape, reference.shape, is_reversed=False)
+        if not fits:
+            raise ValueError(f"output {i}: {list(value.shape)} from JAX, {list(reference.shape)} from PyTorch")
+        is_same = value.shape == reference.shape
+        best = min(fits, key=lambda fit: (distance.relative_error(fit.apply(value), reference), not is_same))
+        chosen.append(best)
+    return chosen

@@ -1,0 +1,232 @@
+"""Why one module computes something else: known kinds of bugs, each tried on the PyTorch twin of the module.
+
+A cause is named only where the twin with that change computes what the JAX module does; the twin's own numbers in a
+narrower type are the measure for a cast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from jaxbench.pair import alignment
+from jaxbench.pair.torch_side import Run, TorchCall, TorchSide, floating
+from jaxbench.parity import capture, distance
+
+EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
+CLOSE = 1e-9  # relative error at which a changed twin computes what JAX does
+CAST_FACTOR = 30.0  # a cast's error is within this factor of the twin's own error in that type
+Trial = tuple[str, Callable[[torch.nn.Module], None]]  # words, change of the module in place
+
+
+def likely(
+    culprit: capture.Local, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide, reference: Run,
+    *, is_training: bool,
+) -> str:  # fmt: skip
+    """Likely cause in words; empty where no known change of the PyTorch module explains the JAX module's output."""
+    if culprit.part != "output" or culprit.module not in twin.torch_names:
+        return ""
+    call = reference.calls[twin.torch_names[culprit.module]]
+    module = side.module if call.module == capture.ROOT else side.module.get_submodule(call.module)
+    wanted = np.asarray(forced[culprit.module].outputs[0], np.float64)
+    explains = lambda change: _error(_called(module, call, change, is_training), wanted) <= CLOSE
+    for words, change in _trials(module, is_training):
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # a change that does not fit
+            if explains(change):
+                return words
+    for words, patch in _patches():
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError), patch():
+            if explains(lambda module: None):
+                return words
+    return _cast(module, call, culprit.error, is_training)
+
+
+def _called(
+    module: torch.nn.Module, call: TorchCall, change: Callable[[torch.nn.Module], None], is_training: bool
+) -> torch.Tensor:
+    """First output of a changed copy of the module on the recorded arguments."""
+    twin = copy.deepcopy(module).train(is_training)
+    change(twin)
+    with torch.no_grad():
+        return floating(twin(*call.args, **call.kwargs))[0]
+
+
+def _error(output: torch.Tensor, wanted: np.ndarray) -> float:
+    value = alignment.in_layout(output.double().numpy(), wanted)
+    return np.inf if value is None else distance.relative_error(value, wanted)
+
+
+def _set(name: str, value: Any) -> Callable[[torch.nn.Module], None]:
+    return lambda module: setattr(module, name, value)
+
+
+def _trials(module: torch.nn.Module, is_training: bool) -> Iterator[Trial]:
+    """Changes of one module's own settings and weights."""
+    for name, child in module.named_modules():
+        where, at = (f" of {name}" if name else ""), _inside(name)
+        if hasattr(child, "eps"):
+            for eps in EPSILONS:
+                if eps != child.eps:
+                    yield f"eps{where}: {eps:g} in JAX, {child.eps:g} in PyTorch", at(_set("eps", eps))
+        if isinstance(child, torch.nn.modules.batchnorm._NormBase):
+            mode = "the running statistics" if is_training else "the batch's own statistics (norm in training mode)"
+            yield f"JAX normalises by {mode}", at(lambda m, flag=not is_training: m.train(flag))
+        if isinstance(child, torch.nn.GELU):
+            other = "none" if child.approximate == "tanh" else "tanh"
+            names = {"none": "erf", "tanh": "tanh"}
+            words = f"GELU{where}: {names[other]} form in JAX, {names[child.approximate]} in PyTorch"
+            yield words, at(_set("approximate", other))
+        if isinstance(child, torch.nn.Softmax | torch.nn.LogSoftmax):
+            for dim in range(-4, 0):
+                yield f"softmax{where} over axis {dim} in JAX, {child.dim} in PyTorch", at(_set("dim", dim))
+        yield from _weight_trials(child, where, at)
+        yield from _padding_trials(child, where, at)
+
+
+def _inside(name: str) -> Callable[[Callable], Callable[[torch.nn.Module], None]]:
+    """A change of the module of this name inside another."""
+    return lambda change: lambda module: change(module.get_submodule(name) if name else module)
+
+
+def _weight_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Trial]:
+    """Kernels transposed or flipped, biases left out, gates in another order."""
+    for name, p in child.named_parameters(recurse=False):
+        if p.ndim == 2 and p.shape[0] == p.shape[1]:
+            yield f"{name}{where} is transposed in JAX", at(_weight(name, lambda x: x.T))
+        if p.ndim > 2:
+            axes = tuple(range(2, p.ndim))
+            yield f"{name}{where} is flipped in JAX (convolution against correlation)", at(_flipped(name, axes))
+            if p.shape[2] == p.shape[-1]:
+                yield f"height and width of {name}{where} are swapped in JAX", at(_weight(name, lambda x: x.mT))
+            if p.shape[0] == p.shape[1]:
+                yield f"inputs and outputs of {name}{where} are swapped", at(_weight(name, lambda x: x.transpose(0, 1)))
+        if "bias" in name:
+            yield f"{name}{where} is missing in JAX", at(_weight(name, torch.zeros_like))
+    if isinstance(child, torch.nn.RNNBase | torch.nn.RNNCellBase):
+        gates = child.weight_ih.shape[0] // child.hidden_size if hasattr(child, "weight_ih") else 4
+        for order in itertools.permutations(range(gates)):
+            if order != tuple(range(gates)):
+                yield f"gates{where} in the order {order} of PyTorch's in JAX", at(_gates(order))
+
+
+def _weight(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.nn.Module], None]:
+    def apply(module: torch.nn.Module) -> None:
+        p = module.get_parameter(name)
+        p.data = change(p.data).contiguous()
+
+    return apply
+
+
+def _flipped(name: str, axes: tuple[int, ...]) -> Callable[[torch.nn.Module], None]:
+    return _weight(name, lambda x: x.flip(axes))
+
+
+def _gates(order: tuple[int, ...]) -> Callable[[torch.nn.Module], None]:
+    def apply(module: torch.nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            parts = p.data.chunk(len(order))
+            p.data = torch.cat([parts[i] for i in order])
+
+    return apply
+
+
+def _padding_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Trial]:
+    """Other paddings of convolutions and pools."""
+    if isinstance(child, torch.nn.modules.conv._ConvNd) and not child.transposed:
+        for padding in itertools.product(range(4), repeat=2):
+            words = f"padding{where} is {padding} on each axis in JAX, {child.padding} in PyTorch"
+            yield words, at(lambda m, padding=padding: _pad_first(m, padding))
+        words = f"padding{where} is 'SAME' in JAX, {child.padding} in PyTorch"
+        yield words, at(_pad_same)
+    if isinstance(child, torch.nn.AvgPool2d):
+        flag = not child.count_include_pad
+        yield f"count_include_pad{where} is {flag} in JAX", at(_set("count_include_pad", flag))
+    if hasattr(child, "ceil_mode"):
+        yield f"ceil_mode{where} is {not child.ceil_mode} in JAX", at(_set("ceil_mode", not child.ceil_mode))
+
+
+def _pad_first(module: Any, padding: tuple[int, int]) -> None:
+    """Pad every axis by (before, after) in place of the convolution's own padding."""
+    axes = module.weight.ndim - 2
+    module.padding = (0,) * axes if not isinstance(module.padding, str) else "valid"
+    module.register_forward_pre_hook(lambda m, args: (F.pad(args[0], padding * axes), *args[1:]))
+
+
+def _pad_same(module: Any) -> None:
+    """Pad as XLA and TensorFlow do for 'SAME': the odd element behind."""
+    axes = module.weight.ndim - 2
+    module.padding = (0,) * axes
+
+    def pad(m: Any, args: tuple) -> tuple:
+        widths = []
+        for axis in reversed(range(axes)):
+            size, stride = args[0].shape[2 + axis], m.stride[axis]
+            reach = (m.kernel_size[axis] - 1) * m.dilation[axis] + 1
+            total = max((-(-size // stride) - 1) * stride + reach - size, 0)
+            widths += [total // 2, total - total // 2]
+        return (F.pad(args[0], widths), *args[1:])
+
+    module.register_forward_pre_hook(pad)
+
+
+def _patches() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Changes of torch.nn.functional, for modules that call it."""
+    from unittest import mock
+
+    gelu, softmax, attention, norm = F.gelu, F.softmax, F.scaled_dot_product_attention, F.layer_norm
+
+    def patched(name: str, function: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: mock.patch.object(F, name, function)
+
+    yield (
+        "GELU: the other form (tanh against erf)",
+        patched("gelu", lambda x, approximate="none": gelu(x, approximate="none" if approximate == "tanh" else "tanh")),
+    )
+    for name in ("relu", "silu", "gelu"):
+        for other in ("relu", "silu", "gelu"):
+            if name != other:
+                yield f"activation: {other} in JAX, {name} in PyTorch", patched(name, getattr(F, other))
+    for dim in range(-4, 0):
+        yield f"softmax over axis {dim} in JAX", patched("softmax", lambda x, d=None, dim_=dim, **o: softmax(x, dim_))
+    for eps in EPSILONS:
+        yield f"eps of the layer norm: {eps:g} in JAX", patched("layer_norm", lambda *a, e=eps, **o: norm(*a[:4], e))
+    for words, change in (
+        ("attention scores are not scaled in JAX", lambda o, d: o | {"scale": 1.0}),
+        ("attention scores are divided by the head size, not its root", lambda o, d: o | {"scale": 1.0 / d}),
+        (
+            "attention is causal on one side only",
+            lambda o, d: o | {"is_causal": not o.get("is_causal"), "attn_mask": None},
+        ),
+    ):
+        yield (
+            words,
+            patched(
+                "scaled_dot_product_attention",
+                lambda q, k, v, *a, change=change, **o: attention(q, k, v, **change(_named(a, o), q.shape[-1])),
+            ),
+        )
+
+
+def _named(args: tuple, options: dict) -> dict:
+    return dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | options
+
+
+def _cast(module: torch.nn.Module, call: TorchCall, error: float, is_training: bool) -> str:
+    """A cast to a narrower type, where the error is of the size that the twin makes in that type."""
+    exact = _called(module, call, lambda m: None, is_training).double()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        narrow = lambda x, dtype=dtype: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        args = tuple(narrow(x) for x in call.args)
+        with contextlib.suppress(RuntimeError):
+            output = _called(module, call._replace(args=args), lambda m, dtype=dtype: m.to(dtype), is_training)
+            own = distance.relative_error(output.double().numpy(), exact.numpy())
+            if own and own / CAST_FACTOR <= error <= own * CAST_FACTOR:
+                return f"a cast to {str(dtype).removeprefix('torch.')} (the PyTorch module errs {own:.0e} in it)"
+    return ""
