@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from jaxbench.pair import alignment
-from jaxbench.pair.torch_side import Run, TorchCall, TorchSide, floating
+from jaxbench.pair.torch_side import Run, TorchCall, TorchSide, as_numpy, copied, floating, is_floating_tensor
 from jaxbench.parity import capture, distance
+from jaxbench.parity.capture import map_floating
 
 EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 CLOSE = 1e-9  # relative error at which a changed twin computes what JAX does
+MOMENTA = (0.1, 0.01, 0.001, 0.003, 0.05, 0.2, 0.5)  # of running statistics, as PyTorch counts them
 CAST_FACTOR = 30.0  # a cast's error is within this factor of the twin's own error in that type
 Trial = tuple[str, Callable[[torch.nn.Module], None]]  # words, change of the module in place
 
@@ -30,13 +32,23 @@ def likely(
     culprit: capture.Local, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide, reference: Run,
     *, is_training: bool,
 ) -> str:  # fmt: skip
-    """Likely cause in words; empty where no known change of the PyTorch module explains the JAX module's output."""
-    if culprit.part != "output" or culprit.module not in twin.torch_names:
+    """Likely cause in words; empty where no known change of the PyTorch module explains what the JAX module does.
+
+    Where a module hands something else to one inside it, that is what a change must explain.
+    """
+    child = culprit.part.removeprefix("input of ") if culprit.part != "output" else None
+    name = twin.torch_names.get(culprit.module, culprit.module)  # a function's root is no call in JAX
+    if name not in reference.calls:
         return ""
-    call = reference.calls[twin.torch_names[culprit.module]]
+    call = reference.calls[name]
     module = side.module if call.module == capture.ROOT else side.module.get_submodule(call.module)
-    wanted = np.asarray(forced[culprit.module].outputs[0], np.float64)
-    explains = lambda change: _error(_called(module, call, change, is_training), wanted) <= CLOSE
+    inner = None
+    if child is not None:
+        path = reference.calls[twin.torch_names[child]].module
+        inner = path.removeprefix(f"{call.module}.") if call.module != capture.ROOT else path
+    mine = forced[child].inputs if child else forced[culprit.module].outputs
+    wanted = [np.asarray(x, np.float64) for x in mine]
+    explains = lambda change: _error(_called(module, call, change, is_training, inner), wanted) <= CLOSE
     for words, change in _trials(module, is_training):
         with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # a change that does not fit
             if explains(change):
@@ -45,22 +57,59 @@ def likely(
         with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError), patch():
             if explains(lambda module: None):
                 return words
-    return _cast(module, call, culprit.error, is_training)
+    return _cast(module, call, culprit.error, is_training, inner)
+
+
+def of_state(
+    mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], before: dict[str, np.ndarray], counts: dict[str, int]
+) -> str:
+    """Likely cause of batch statistics that differ after a call, all by JAX's name; empty where none is known.
+
+    Args:
+      mine: after the call in JAX.
+      theirs: after the call in PyTorch.
+      before: before it.
+      counts: values that each statistic is taken over.
+    """
+    moves = {name: (mine[name] - before[name], theirs[name] - before[name]) for name in mine}
+    for name, (move, other) in moves.items():
+        factor = float(np.vdot(move, other) / max(np.vdot(other, other), np.finfo(float).tiny))
+        if abs(factor - 1.0) > CLOSE and distance.relative_error(move, factor * other) <= CLOSE:
+            return f"momentum: {name} moves {factor:.4g} times as far in JAX"
+    for name in mine:
+        if counts.get(name, 0) > 1 and name.rpartition(".")[2] in ("var", "variance"):
+            for momentum in MOMENTA:
+                batch = (theirs[name] - (1 - momentum) * before[name]) / momentum
+                biased = (1 - momentum) * before[name] + momentum * batch * (1 - 1 / counts[name])
+                if distance.relative_error(mine[name], biased) <= CLOSE:
+                    n = counts[name]
+                    return f"running variance: divided by n={n} in JAX, by n-1 in PyTorch ({name})"
+    return ""
 
 
 def _called(
-    module: torch.nn.Module, call: TorchCall, change: Callable[[torch.nn.Module], None], is_training: bool
-) -> torch.Tensor:
-    """First output of a changed copy of the module on the recorded arguments."""
+    module: torch.nn.Module, call: TorchCall, change: Callable[[torch.nn.Module], None], is_training: bool,
+    inner: str | None,
+) -> list[np.ndarray]:  # fmt: skip
+    """First output of a changed copy of the module on the recorded arguments, or what it hands to one inside it."""
     twin = copy.deepcopy(module).train(is_training)
     change(twin)
+    handed: list[np.ndarray] = []
+    if inner is not None:
+        keep = lambda m, args, kwargs: handed.extend(as_numpy(x) for x in floating((args, kwargs)))
+        twin.get_submodule(inner).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
     with torch.no_grad():
-        return floating(twin(*call.args, **call.kwargs))[0]
+        result = twin(*copied(call.args), **copied(call.kwargs))
+    return [as_numpy(floating(result)[0])] if inner is None else handed
 
 
-def _error(output: torch.Tensor, wanted: np.ndarray) -> float:
-    value = alignment.in_layout(output.double().numpy(), wanted)
-    return np.inf if value is None else distance.relative_error(value, wanted)
+def _error(values: list[np.ndarray], wanted: list[np.ndarray]) -> float:
+    """Error of the best fitting value for every wanted one; the largest of them."""
+    errors = []
+    for each in wanted:
+        fits = [y for y in (alignment.in_layout(x.astype(np.float64), each) for x in values) if y is not None]
+        errors.append(min((distance.relative_error(y, each) for y in fits), default=np.inf))
+    return max(errors, default=np.inf)
 
 
 def _set(name: str, value: Any) -> Callable[[torch.nn.Module], None]:
@@ -218,15 +267,16 @@ def _named(args: tuple, options: dict) -> dict:
     return dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | options
 
 
-def _cast(module: torch.nn.Module, call: TorchCall, error: float, is_training: bool) -> str:
+def _cast(module: torch.nn.Module, call: TorchCall, error: float, is_training: bool, inner: str | None) -> str:
     """A cast to a narrower type, where the error is of the size that the twin makes in that type."""
-    exact = _called(module, call, lambda m: None, is_training).double()
+    exact = _called(module, call, lambda m: None, is_training, inner)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        narrow = lambda x, dtype=dtype: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        args = tuple(narrow(x) for x in call.args)
+        narrow = lambda x, dtype=dtype: x.to(dtype)
+        args, kwargs = map_floating((call.args, call.kwargs), narrow, is_floating=is_floating_tensor)
+        narrow_call = call._replace(args=args, kwargs=kwargs)
         with contextlib.suppress(RuntimeError):
-            output = _called(module, call._replace(args=args), lambda m, dtype=dtype: m.to(dtype), is_training)
-            own = distance.relative_error(output.double().numpy(), exact.numpy())
+            values = _called(module, narrow_call, lambda m, dtype=dtype: m.to(dtype), is_training, inner)
+            own = _error(values, exact)
             if own and own / CAST_FACTOR <= error <= own * CAST_FACTOR:
                 return f"a cast to {str(dtype).removeprefix('torch.')} (the PyTorch module errs {own:.0e} in it)"
     return ""

@@ -132,7 +132,9 @@ def leaves_of(model: Any, order: Mapping[str, int], *, with_values: bool) -> lis
         path = name.partition(":")[2] or name
         value = np.asarray(x) if with_values else None
         is_reversed = path.rpartition(".")[2] in REVERSED and model.framework != "equinox"
-        leaves.append(Leaf(name, tuple(x.shape), _place(path, order, i), is_reversed, value))
+        place = _place(path, order, i)
+        is_state = name in model.state
+        leaves.append(Leaf(name, tuple(x.shape), place, is_reversed, value, is_optional=is_state))
     return leaves
 
 

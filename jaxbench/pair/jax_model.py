@@ -104,8 +104,15 @@ def _nnx(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
         pairs = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(tree)]
         return nnx.from_flat_state(pairs)
 
+    def drawn(variable: Any) -> Any:
+        """A random stream's variable of this call, from the key that the options name."""
+        value = variable.get_value()
+        is_key = isinstance(variable, nnx.RngKey) and options.key
+        return variable.replace(jax.random.fold_in(value, options.key) if is_key else jnp.asarray(value))
+
     def apply(params_: Arrays, state_: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
-        module = nnx.merge(graph, filled(params, params_), random, filled(state, state_))
+        streams = nnx.from_flat_state([(path, drawn(leaf)) for path, leaf in nnx.to_flat_state(random)])
+        module = nnx.merge(graph, filled(params, params_), streams, filled(state, state_))
         module.train() if is_training else module.eval()
         watched = intercepted(module, handler, root=ROOT) if handler else contextlib.nullcontext()
         with watched, tapped(handler):

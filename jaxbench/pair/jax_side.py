@@ -65,7 +65,7 @@ class JaxSide:
                 given = floating((args, kwargs))
                 result = call(*args, **kwargs)
                 first = floating(result)[:1]
-                if first:
+                if first and not _is_traced((given, first)):
                     calls[key(name)] = Call(given, first)
                 return result
 
@@ -93,10 +93,9 @@ class JaxSide:
             here = lambda x: x if example is None or x is None else x[example]
 
             def force(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-                name = key(name)
-                if name not in given:
-                    return call(*args, **kwargs)
                 handed = floating((args, kwargs))
+                if _is_traced(handed) or (name := key(name)) not in given:
+                    return call(*args, **kwargs)
                 values = zip(handed, map(here, given[name].inputs), strict=True)
                 forced_to = [own if x is None else self.cast(x) for own, x in values]
                 args, kwargs = _replaced((args, kwargs), forced_to)
@@ -186,6 +185,11 @@ class JaxSide:
             result, _ = self.model.apply(params, state, example, is_training, handler_of(i))
             results.append(floating(self.pick(result)))
         return tuple(jnp.stack(parts) for parts in zip(*results, strict=True)), state
+
+
+def _is_traced(arrays: Any) -> bool:
+    """True inside a transformation such as vmap, whose numbers nobody outside can see."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
 
 
 def _counted() -> Callable[[str], str]:

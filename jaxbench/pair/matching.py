@@ -24,6 +24,7 @@ KINDS = {
     "bias": ("bias", "b", "beta", "offset"),
     "mean": ("mean", "running_mean", "average_mean"),
     "var": ("var", "running_var", "variance"),
+    "debiasing": ("hidden", "counter"),  # of Haiku's moving averages; PyTorch has none
 }
 WORDS = {
     "q": ("query", "queries", "q_proj", "wq"), "k": ("key", "keys", "k_proj", "wk"),
@@ -33,11 +34,14 @@ WORDS = {
     "embed": ("embedding", "embeddings", "wte", "embedder"), "linear": ("dense", "fc"),
     "mlp": ("ffn", "feedforward", "feed_forward"), "conv": ("conv2d", "conv1d", "conv3d"),
 }  # fmt: skip
+ROLES = ("norm", "conv", "linear", "embed", "attn")
 _KIND = {word: kind for kind, words in KINDS.items() for word in words}
 _WORD = {word: meaning for meaning, words in WORDS.items() for word in (*words, meaning)}
-WEIGHT_KIND, WEIGHT_NAME, WEIGHT_ORDER, WEIGHT_VALUES = 3.0, 2.0, 1.5, 4.0
+WEIGHT_KIND, WEIGHT_NAME, WEIGHT_ROLE, WEIGHT_ORDER, WEIGHT_VALUES, WEIGHT_MODULE = 3.0, 1.5, 1.0, 1.5, 4.0, 2.0
+ROUNDS = 3  # of assignment, each knowing the one before
 NEVER = 1e6
 MAX_PARTS = 4  # of one fused tensor
+MAX_SHOWN = 12  # leaves that an error names
 
 
 class Leaf(NamedTuple):
@@ -48,12 +52,15 @@ class Leaf(NamedTuple):
     order: int  # of its module's first call, then of definition
     is_reversed: bool = False  # a kernel stored [.., in, out], as Flax and Haiku do
     value: np.ndarray | None = None  # where both models are said to hold the same values
+    owner: str = ""  # class of its module, where known
     is_optional: bool = False  # may be left over: a buffer that the other side computes
 
     @property
     def kind(self) -> str:
         """Weight, bias, mean or var; empty where the name does not say."""
-        last = re.split(r"[./]", self.name)[-1].lower()
+        *path, last = re.split(r"[./]", self.name.lower())
+        if last == "average" and path:  # Haiku's moving averages: mean_ema.average
+            last = path[-1].removesuffix("_ema")
         return _KIND.get(last) or next((_KIND[word] for word in last.split("_") if word in ("weight", "bias")), "")
 
     @property
@@ -67,6 +74,19 @@ class Leaf(NamedTuple):
             words += [_WORD.get(piece, piece) for piece in pieces if piece]
             words += re.findall(r"\d+$", part)
         return tuple(words[:-1] if words and words[-1] in _KIND else words)
+
+    @property
+    def parent(self) -> str:
+        """Path of its module."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def role(self) -> str:
+        """What its module is: norm, conv, linear, embed or attn; empty where neither class nor name says."""
+        owner = self.owner or re.sub(r"_?\d+$", "", re.split(r"[./]", self.name)[-2:][0])
+        name = re.sub(r"\d+d?$", "", re.sub(r"([a-z])([A-Z])", r"\1_\2", owner).lower())
+        meaning = [_WORD.get(word) for word in (name.replace("_", ""), *name.split("_"))]
+        return next((word for word in meaning if word in ROLES), "")
 
 
 class _Slot(NamedTuple):
@@ -93,6 +113,7 @@ class Matching(NamedTuple):
 
     guesses: tuple[Guess, ...]
     ignored: tuple[str, ...]  # PyTorch tensors without a place in the JAX model: as the caller said, or buffers
+    kept: tuple[str, ...] = ()  # state of the JAX model that PyTorch does not have, and that keeps its own values
 
     @property
     def rules(self) -> dict[str, Rule | Given]:
@@ -132,10 +153,12 @@ def match(
     taken = {source for guess in found.values() for source in _sources(guess.rule)}
     left_tensors = [leaf for leaf in free_tensors if leaf.name not in taken]
     needed = [leaf for leaf in left_tensors if not (leaf.is_optional or has_function)]
-    if left_arrays or needed:
-        raise ValueError(_left_over(left_arrays, needed))
+    wanted_arrays = [leaf for leaf in left_arrays if not leaf.is_optional]
+    if wanted_arrays or needed:
+        raise ValueError(_left_over(wanted_arrays, needed))
     ignored += tuple(leaf.name for leaf in left_tensors)  # a function by hand may read any of them
-    return Matching(tuple(found[leaf.name] for leaf in arrays), ignored)
+    kept = tuple(leaf.name for leaf in left_arrays)
+    return Matching(tuple(found[leaf.name] for leaf in arrays if leaf.name in found), ignored, kept)
 
 
 def _given(
@@ -182,9 +205,31 @@ def _assigned(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> list[Guess]:
             if _fits(array.part, tensor.part) and 1 in (array.count, tensor.count):
                 costs[i, j] = _cost(array.part, tensor.part, ranks[0][i], ranks[1][j])
     rows, columns = linear_sum_assignment(costs)
+    for _ in range(ROUNDS - 1):
+        rows, columns = linear_sum_assignment(costs + _apart(array_slots, tensor_slots, rows, columns, costs))
     pairs = [(array_slots[i], tensor_slots[j]) for i, j in zip(rows, columns, strict=True) if costs[i, j] < NEVER]
     rivals = {array_slots[i].whole.name: int(np.sum(costs[i] < NEVER)) - 1 for i in rows}
     return _guesses(_ordered(pairs), rivals)
+
+
+def _apart(
+    arrays: Sequence[_Slot], tensors: Sequence[_Slot], rows: np.ndarray, columns: np.ndarray, costs: np.ndarray
+) -> np.ndarray:
+    """Cost of taking weights of one module from several: the share of an array's siblings that went elsewhere."""
+    went = collections.defaultdict(list)  # by JAX module: where each of its arrays went, weighted by how sure that is
+    for i, j in zip(rows, columns, strict=True):
+        if costs[i, j] < NEVER:
+            sure = 1.0 / int(np.sum(costs[i] < NEVER))
+            went[arrays[i].whole.parent].append((arrays[i].whole.name, tensors[j].whole.parent, sure))
+    cost = np.zeros_like(costs)
+    for i, array in enumerate(arrays):
+        siblings = [(module, sure) for name, module, sure in went[array.whole.parent] if name != array.whole.name]
+        total = sum(sure for _, sure in siblings)
+        for j, tensor in enumerate(tensors):
+            if total:
+                there = sum(sure for module, sure in siblings if module == tensor.whole.parent)
+                cost[i, j] = WEIGHT_MODULE * (1.0 - there / total)
+    return cost
 
 
 def _slots(leaf: Leaf, others: Sequence[Leaf], *, axes: tuple[int, ...]) -> list[_Slot]:
@@ -263,6 +308,7 @@ def _cost(array: Leaf, tensor: Leaf, rank: int, other_rank: int) -> float:
     """Cost of taking a tensor for an array: 0 where all that is known speaks for it."""
     cost = WEIGHT_KIND * (array.kind != tensor.kind)
     cost += WEIGHT_NAME * (1.0 - _similarity(array.words, tensor.words))
+    cost += WEIGHT_ROLE * bool(array.role and tensor.role and array.role != tensor.role)
     cost += WEIGHT_ORDER * min(abs(rank - other_rank), 3) / 3
     if array.value is not None and tensor.value is not None:
         cost += WEIGHT_VALUES * (not _same_values(array.value, tensor.value))
@@ -304,7 +350,9 @@ def _left_over(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> str:
     lines = ["weights do not match"]
     for title, leaves in (("JAX arrays", arrays), ("PyTorch tensors", tensors)):
         if leaves:
-            lines.append(f"{title} left over: " + ", ".join(f"{leaf.name} {list(leaf.shape)}" for leaf in leaves))
+            shown = ", ".join(f"{leaf.name} {list(leaf.shape)}" for leaf in leaves[:MAX_SHOWN])
+            more = f" and {len(leaves) - MAX_SHOWN} more" if len(leaves) > MAX_SHOWN else ""
+            lines.append(f"{title} left over: {shown}{more}")
     lines.append(
         "say what they are with names={'jax.name': 'torch.name' or a function of the tensors, 'torch.name': None}"
     )

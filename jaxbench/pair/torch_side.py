@@ -182,9 +182,13 @@ def copied(tree: Any) -> Any:
 def floating(tree: Any) -> tuple[torch.Tensor, ...]:
     """Floating tensors of nested tuples, lists and dictionaries, from left to right."""
     tensors: list[torch.Tensor] = []
-    is_floating = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
-    map_floating(tree, tensors.append, is_floating=is_floating)
+    map_floating(tree, tensors.append, is_floating=is_floating_tensor)
     return tuple(tensors)
+
+
+def is_floating_tensor(x: Any) -> bool:
+    """True for a tensor of floating numbers."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def is_floating_numpy(x: Any) -> bool:
