@@ -41,6 +41,7 @@ def likely(
     if name not in reference.calls:
         return ""
     call = reference.calls[name]
+    pick = side.pick if call.module == capture.ROOT else lambda outputs: outputs
     module = side.module if call.module == capture.ROOT else side.module.get_submodule(call.module)
     inner = None
     if child is not None:
@@ -48,7 +49,7 @@ def likely(
         inner = path.removeprefix(f"{call.module}.") if call.module != capture.ROOT else path
     mine = forced[child].inputs if child else forced[culprit.module].outputs
     wanted = [np.asarray(x, np.float64) for x in mine]
-    explains = lambda change: _error(_called(module, call, change, is_training, inner), wanted) <= CLOSE
+    explains = lambda change: _error(_called(module, call, change, is_training, inner, pick), wanted) <= CLOSE
     for words, change in _trials(module, is_training):
         with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # a change that does not fit
             if explains(change):
@@ -57,7 +58,7 @@ def likely(
         with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError), patch():
             if explains(lambda module: None):
                 return words
-    return _cast(module, call, culprit.error, is_training, inner)
+    return _cast(module, call, culprit.error, is_training, inner, pick)
 
 
 def of_state(
@@ -89,7 +90,7 @@ def of_state(
 
 def _called(
     module: torch.nn.Module, call: TorchCall, change: Callable[[torch.nn.Module], None], is_training: bool,
-    inner: str | None,
+    inner: str | None, pick: Callable[[Any], Any],
 ) -> list[np.ndarray]:  # fmt: skip
     """First output of a changed copy of the module on the recorded arguments, or what it hands to one inside it."""
     twin = copy.deepcopy(module).train(is_training)
@@ -100,7 +101,7 @@ def _called(
         twin.get_submodule(inner).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
     with torch.no_grad():
         result = twin(*copied(call.args), **copied(call.kwargs))
-    return [as_numpy(floating(result)[0])] if inner is None else handed
+    return [as_numpy(floating(pick(result))[0])] if inner is None else handed
 
 
 def _error(values: list[np.ndarray], wanted: list[np.ndarray]) -> float:
@@ -267,15 +268,18 @@ def _named(args: tuple, options: dict) -> dict:
     return dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | options
 
 
-def _cast(module: torch.nn.Module, call: TorchCall, error: float, is_training: bool, inner: str | None) -> str:
+def _cast(
+    module: torch.nn.Module, call: TorchCall, error: float, is_training: bool, inner: str | None,
+    pick: Callable[[Any], Any],
+) -> str:  # fmt: skip
     """A cast to a narrower type, where the error is of the size that the twin makes in that type."""
-    exact = _called(module, call, lambda m: None, is_training, inner)
+    exact = _called(module, call, lambda m: None, is_training, inner, pick)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         narrow = lambda x, dtype=dtype: x.to(dtype)
         args, kwargs = map_floating((call.args, call.kwargs), narrow, is_floating=is_floating_tensor)
         narrow_call = call._replace(args=args, kwargs=kwargs)
         with contextlib.suppress(RuntimeError):
-            values = _called(module, narrow_call, lambda m, dtype=dtype: m.to(dtype), is_training, inner)
+            values = _called(module, narrow_call, lambda m, dtype=dtype: m.to(dtype), is_training, inner, pick)
             own = _error(values, exact)
             if own and own / CAST_FACTOR <= error <= own * CAST_FACTOR:
                 return f"a cast to {str(dtype).removeprefix('torch.')} (the PyTorch module errs {own:.0e} in it)"

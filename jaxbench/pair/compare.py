@@ -50,7 +50,9 @@ class Result(NamedTuple):
     weights: Matching
     modules: dict[str, str]  # PyTorch's call by JAX's, of those compared
     comparisons: dict[str, Any]  # distances by kind
-    blame: capture.Local | None  # the module that computes something else by itself
+    framework: str  # of the JAX side
+    local: tuple[capture.Local, ...]  # every module's own error, given the twin's inputs
+    blamed: tuple[capture.Local, ...]  # those that compute something else by themselves, in order of computation
     starts: str | None  # first module, in order of computation, whose output differs
     cause: str  # likely cause in words, empty where none of the known ones explains the difference
     notes: tuple[str, ...]  # what was not compared, and why

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbench.pair.jax_model import Handler, JaxModel, is_floating
-from jaxbench.parity.capture import Call, map_floating
+from jaxbench.parity.capture import ROOT, Call, map_floating
 
 
 class JaxSide:
@@ -71,8 +71,8 @@ class JaxSide:
 
             return record
 
-        self._eagerly(tensors, inputs, is_training, recorder)
-        return self._stacked(examples)
+        outputs, _ = self._eagerly(tensors, inputs, is_training, recorder)
+        return self._stacked(examples, outputs)
 
     def forced(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, given: Mapping[str, Call], *, is_training: bool
@@ -94,7 +94,7 @@ class JaxSide:
 
             def force(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
                 handed = floating((args, kwargs))
-                if _is_traced(handed) or (name := key(name)) not in given:
+                if name == ROOT or _is_traced(handed) or (name := key(name)) not in given:
                     return call(*args, **kwargs)
                 values = zip(handed, map(here, given[name].inputs), strict=True)
                 forced_to = [own if x is None else self.cast(x) for own, x in values]
@@ -106,8 +106,8 @@ class JaxSide:
 
             return force
 
-        self._eagerly(tensors, inputs, is_training, forcer)
-        return self._stacked(examples)
+        outputs, _ = self._eagerly(tensors, inputs, is_training, forcer)
+        return self._stacked(examples, outputs)
 
     def _eagerly(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, is_training: bool,
@@ -117,15 +117,14 @@ class JaxSide:
         with jax.disable_jit():
             return self._apply(self.cast(dict(tensors)), self.cast(inputs), is_training, handler_of)
 
-    def _stacked(self, examples: list[dict[str, Call]]) -> dict[str, Call]:
-        """Calls of all examples as calls of the batch."""
-        if not self.per_example:
-            return examples[0]
+    def _stacked(self, examples: list[dict[str, Call]], outputs: tuple) -> dict[str, Call]:
+        """Calls of all examples as calls of the batch; the model's own output is what the pair compares."""
         stack = lambda parts: tuple(jnp.stack(each) for each in zip(*parts, strict=True))
-        return {
+        calls = {
             name: Call(*(stack([getattr(calls[name], field) for calls in examples]) for field in Call._fields))
-            for name in examples[0]
+            for name in (examples[0] if self.per_example else ())
         }
+        return (calls or examples[0]) | {ROOT: Call((), outputs[:1])}
 
     def gradients(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, targets: tuple[np.ndarray, ...], *,

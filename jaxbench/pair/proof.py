@@ -43,7 +43,8 @@ class _Work:
         self.inputs = _wide(pair.inputs)
         self.gates: list[gates.Gate] = []
         self.comparisons: dict[str, Any] = {}
-        self.blame: capture.Local | None = None
+        self.local: list[capture.Local] = []
+        self.blamed: list[capture.Local] = []
         self.starts: str | None = None
         self.cause, self.notes = "", []
 
@@ -175,6 +176,7 @@ class _Work:
         is_training = mode == "train"
         calls = self.side.calls(self.tensors, self.inputs, is_training=is_training)
         theirs = {name: call.call for name, call in reference.calls.items()}
+        theirs[capture.ROOT] = capture.Call((), reference.outputs[:1])
         modules = {a: b for a, b in self.pair.names.items() if _is_module(a, b, self.model.params, self.twin)}
         names = alignment.modules(calls, theirs, self.matching, modules)
         twin = alignment.aligned(calls, theirs, names)
@@ -186,13 +188,14 @@ class _Work:
             self.starts = starts
         forced = self.side.forced(self.tensors, self.inputs, twin.calls, is_training=is_training)
         local = _local_errors(forced, twin.calls)
-        culprit = capture.blame(local, tolerance=TOLERANCE)
         if local:
             self.gates.append(gates.blame(local)._replace(what=f"every module by itself, {mode}"))
-        if culprit is not None and self.blame is None:
-            self.blame = culprit
-            if not self.cause:
-                self.cause = causes.likely(culprit, twin, forced, self.twin, reference, is_training=is_training)
+        if self.blamed:
+            return  # by an earlier mode
+        self.local = local
+        self.blamed = [entry for entry in local if not entry.error <= TOLERANCE]
+        if self.blamed and not self.cause:
+            self.cause = causes.likely(self.blamed[0], twin, forced, self.twin, reference, is_training=is_training)
 
     def _steps(self, targets: tuple, to_targets: Any, is_training: bool) -> None:
         """Gate P7 and P1 of optimiser steps on one batch."""
@@ -236,8 +239,8 @@ class _Work:
     def result(self) -> Result:
         """What was found."""
         return Result(
-            tuple(self.gates), self.matching, self.modules, self.comparisons, self.blame, self.starts, self.cause,
-            tuple(self.notes),
+            tuple(self.gates), self.matching, self.modules, self.comparisons, self.model.framework, tuple(self.local),
+            tuple(self.blamed), self.starts, self.cause, tuple(self.notes),
         )  # fmt: skip
 
 

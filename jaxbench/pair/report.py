@@ -1,63 +1,108 @@
-"""A pair's result in words and tables."""
+"""A pair's result in words, on a terminal and as a page; gates and modules are shown as those of jaxbench/parity."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from jaxbench import terminal
+from jaxbench import outputs, terminal
+from jaxbench.measure import page
+from jaxbench.pair.rules import Rule
+from jaxbench.parity import report
 
 MAX_WEIGHTS = 40  # rows of the weights' table on a terminal
+MAX_BLAMED = 4  # modules that the verdict names
 
 
 def text(result: Any) -> str:
-    """Verdict in a few lines."""
+    """Verdict in a few lines: equal, or where it starts, which modules to blame and the likely cause."""
     failed = [gate for gate in result.gates if not gate.passed]
     if not failed:
         worst = max((gate.error for gate in result.gates if gate.id == "P1"), default=0.0)
         lines = [f"the same function: {len(result.gates)} gates passed, worst float64 error {worst:.1e}"]
-    else:
-        lines = [f"NOT the same function: {len(failed)} of {len(result.gates)} gates failed"]
-        lines += [f"  {gate.id} {gate.what}: {gate.error:.1e} over {gate.limit:.1e} {gate.where}" for gate in failed]
-    if failed and result.starts:
-        lines.append(f"the difference starts at {result.starts}{_twin(result, result.starts)}")
-    if result.blame is not None:
-        error = f"{result.blame.error:.1e} by itself"
-        lines.append(
-            f"the cause is in {result.blame.module}{_twin(result, result.blame.module)}: {result.blame.part}, {error}"
-        )
-    if failed and result.cause:
-        lines.append(f"likely cause: {result.cause}")
+        return "\n".join([*lines, *result.notes])
+    lines = [f"NOT the same function: {len(failed)} of {len(result.gates)} gates failed"]
+    lines += [f"  {gate.id} {gate.what}: {gate.error:.1e} over {gate.limit:.1e} {gate.where}" for gate in failed]
+    if result.starts:
+        lines.append(f"the difference starts at {named(result, result.starts)}")
+    if result.blamed:
+        first, *rest = result.blamed
+        lines.append(f"the cause is in {named(result, first.module)}: {first.part}, {first.error:.1e} by itself")
+        also = list(dict.fromkeys(each.module for each in rest if each.module != first.module))
+        if also:
+            more = f" and {len(also) - MAX_BLAMED} more" if len(also) > MAX_BLAMED else ""
+            lines.append(f"differing by themselves too: {', '.join(also[:MAX_BLAMED])}{more}")
+    lines.append(f"likely cause: {result.cause or 'none of the known ones explains it'}")
     return "\n".join([*lines, *result.notes])
 
 
-def _twin(result: Any, name: str) -> str:
-    other = result.modules.get(name)
-    return f" ({other} in PyTorch)" if other and other != name else ""
+def named(result: Any, module: str) -> str:
+    """A JAX module, and what it is in PyTorch where the names differ."""
+    other = result.modules.get(module)
+    return f"{module} ({other} in PyTorch)" if other and other != module else module
 
 
-def show(result: Any, console: Any = None) -> None:
-    """Print the weights' guesses, the gates and the verdict."""
+def weights_rows(result: Any) -> list[tuple[str, str, str]]:
+    """(JAX array, what it is made of, why) of every guess."""
+    return [
+        (guess.name, guess.rule.text() if isinstance(guess.rule, Rule) else "a function by hand", guess.why)
+        for guess in result.weights.guesses
+    ]
+
+
+def left_out(result: Any) -> list[str]:
+    """Sentences on weights that have no counterpart."""
+    matching = result.weights
+    pairs = (("PyTorch tensors that the JAX model does not have", matching.ignored),
+             ("state of the JAX model that PyTorch does not have, kept as it was", matching.kept))  # fmt: skip
+    return [f"{what}: {', '.join(names)}" for what, names in pairs if names]
+
+
+def as_dict(result: Any, *, name: str) -> dict[str, Any]:
+    """Result as plain values, for JSON; the keys are those of a parity case, and the weights."""
+    rows = {kind: {e.name: e.error for e in each.entries} for kind, each in result.comparisons.items()}
+    modules = next((rows[kind] for kind in rows if kind.startswith("modules")), {})
+    own: dict[str, float] = {}
+    for entry in result.local:
+        own[entry.module] = max(entry.error, own.get(entry.module, 0.0))
+    first = result.blamed[0]._asdict() if result.blamed else None
+    failures = {gate.what: gate.where for gate in result.gates if not gate.passed}
+    return {
+        "case": name, "backend": result.framework, "passed": result.passed, "cause": result.cause,
+        "worst": max((gate.error for gate in result.gates if gate.id == "P1"), default=0.0),
+        "gates": [gate._asdict() for gate in result.gates], "first_divergence": result.starts,
+        "first_divergence_backward": None, "first_divergence_by_kind": failures, "blame": first,
+        "layers": [{"module": each, "float64": error, "own": own.get(each)} for each, error in modules.items()],
+        "weights": weights_rows(result), "notes": [*left_out(result), *result.notes], "modules": result.modules,
+    }  # fmt: skip
+
+
+def show(result: Any, *, name: str = "pair", console: Any = None) -> None:
+    """Print the weights' guesses, the gates, every module and the verdict."""
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     console = console or terminal.console()
-    weights = Table(title="weights", box=box.SIMPLE_HEAD)
-    for name in ("JAX", "PyTorch", "because"):
-        weights.add_column(name, overflow="fold")
-    for guess in result.weights.guesses[:MAX_WEIGHTS]:
-        rule = guess.rule.text() if hasattr(guess.rule, "text") else "function by hand"
-        weights.add_row(guess.name, rule, guess.why)
-    if len(result.weights.guesses) > MAX_WEIGHTS:
-        weights.add_row(f"and {len(result.weights.guesses) - MAX_WEIGHTS} more", "", "")
-    console.print(weights)
-    if result.weights.ignored:
-        console.print(f"not in the JAX model: {', '.join(result.weights.ignored)}")
-    table = Table(title="gates", box=box.SIMPLE_HEAD)
-    for name in ("gate", "what", "", "error", "limit", "where"):
-        table.add_column(name, overflow="fold")
-    for gate in result.gates:
-        verdict = Text("pass", "green") if gate.passed else Text("FAIL", "bold red")
-        table.add_row(gate.id, gate.what, verdict, f"{gate.error:.1e}", f"{gate.limit:.1e}", gate.where)
+    table = Table(title="weights", box=box.SIMPLE_HEAD)
+    for title in ("JAX", "PyTorch", "because"):
+        table.add_column(title, overflow="fold")
+    rows = weights_rows(result)
+    for row in rows[:MAX_WEIGHTS]:
+        table.add_row(*row)
+    if len(rows) > MAX_WEIGHTS:
+        table.add_row(f"and {len(rows) - MAX_WEIGHTS} more", "", "")
     console.print(table)
-    console.print(Text(text(result), style="green" if result.passed else "bold red"))
+    for sentence in left_out(result):
+        console.print(sentence, markup=False)
+    report.show(as_dict(result, name=name), console)
+    console.print(text(result), style="green" if result.passed else "bold red", markup=False, highlight=False)
+
+
+def write_page(path: str | Path, result: Any, *, name: str) -> None:
+    """Write one self-contained HTML page, whole or not at all."""
+    values = as_dict(result, name=name)
+    figures = {"chart-modules": report.heat_map(values)} if values["layers"] else {}
+    sections = (page.Section("verdict", "Verdict"), page.Section("modules", "Modules", bool(figures)),
+                page.Section("weights", "Weights"))  # fmt: skip
+    own = {"result": values, "verdict": text(result), "template": Path(__file__).with_suffix(".html")}
+    outputs.write_text(path, page.render(f"{name}: {values['backend']} against torch", sections, figures, **own))
