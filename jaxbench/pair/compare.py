@@ -21,6 +21,7 @@ from jaxbench.parity import capture, distance, gates
 
 TOLERANCE = distance.TOLERANCE_FLOAT64
 TARGET_SEED = 0
+WEIGHTS, MODES, DTYPES = ("torch", "jax", "own"), ("eval", "train"), ("float32", "bfloat16")
 
 
 class Pair(NamedTuple):
@@ -28,7 +29,7 @@ class Pair(NamedTuple):
 
     jax_side: Any
     torch_module: Any
-    inputs: tuple
+    inputs: Any  # a tuple of arguments, or the only one
     names: Mapping[str, str | Rule | Given | None] = {}
     weights: str = "torch"
     jax_inputs: Callable[..., tuple] | None = None
@@ -54,7 +55,7 @@ class Result(NamedTuple):
     local: tuple[capture.Local, ...]  # every module's own error, given the twin's inputs
     blamed: tuple[capture.Local, ...]  # those that compute something else by themselves, in order of computation
     starts: str | None  # first module, in order of computation, whose output differs
-    cause: str  # likely cause in words, empty where none of the known ones explains the difference
+    causes: dict[str, str]  # likely causes in words by module, of those that a known kind of bug explains
     notes: tuple[str, ...]  # what was not compared, and why
 
     @property
@@ -93,13 +94,30 @@ def compare(
       ValueError: weights without a counterpart, outputs that cannot be compared, an unknown option's value.
       TypeError: an unknown option, or a jax_side of no known kind.
     """
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    pair = Pair(jax_side, torch_module, given, names or {}, **options)
-    if pair.weights not in ("torch", "jax", "own"):
-        raise ValueError(f"weights={pair.weights!r}: one of torch, jax, own")
     from jaxbench.pair import proof
 
-    return proof.run(pair)
+    return proof.run(checked(Pair(jax_side, torch_module, inputs, names or {}, **options)))
+
+
+def checked(pair: Pair) -> Pair:
+    """The pair itself, its plain settings checked and its inputs as a tuple.
+
+    Raises:
+      ValueError: a setting has no such value.
+      TypeError: torch_module is not a torch.nn.Module.
+    """
+    import torch
+
+    if not isinstance(pair.torch_module, torch.nn.Module):
+        raise TypeError(f"torch_module={type(pair.torch_module).__name__}: not a torch.nn.Module")
+    for field, known in (("weights", WEIGHTS), ("modes", MODES), ("dtypes", DTYPES)):
+        value = getattr(pair, field)
+        wrong = set((value,) if isinstance(value, str) else value or ()) - set(known)
+        if wrong:
+            raise ValueError(f"{field}={value!r}: wanted {', '.join(known)}")
+    if pair.num_steps < 1:
+        raise ValueError(f"num_steps={pair.num_steps}: wanted 1 or more")
+    return pair._replace(inputs=pair.inputs if isinstance(pair.inputs, tuple) else (pair.inputs,))
 
 
 def assert_same_function(

@@ -18,6 +18,7 @@ from jaxbench.pair.torch_side import Run, TorchSide
 from jaxbench.parity import capture, distance, gates
 
 STATISTICS = (torch.nn.modules.batchnorm._NormBase,)
+MAX_CAUSES = 8  # modules for which a cause is looked for
 DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
 
 
@@ -46,7 +47,8 @@ class _Work:
         self.local: list[capture.Local] = []
         self.blamed: list[capture.Local] = []
         self.starts: str | None = None
-        self.cause, self.notes = "", []
+        self.causes: dict[str, str] = {}
+        self.notes: list[str] = []
 
     def open(self) -> None:
         """Take both models apart, match their weights and give both the same."""
@@ -133,9 +135,10 @@ class _Work:
             }
             names = [name for name in self.model.state if name in after]
             mine, theirs = ({n: np.asarray(tree[n]) for n in names} for tree in (state, after))
-            if self._compare("state after a call, train", mine, theirs) and not self.cause:
+            if self._compare("state after a call, train", mine, theirs):
                 before = {n: np.asarray(x) for n, x in self.matching.to_jax(self.tensors).items()}
-                self.cause = causes.of_state(mine, theirs, before, self._counts(names, reference))
+                words = causes.of_state(mine, theirs, before, self._counts(names, reference))
+                self.causes |= {"state": words} if words else {}
         targets = self._targets(reference)
         exact = self.twin.gradients(self.inputs, targets, is_training=is_training)
         loss, grads, by_input = self.side.gradients(
@@ -168,8 +171,8 @@ class _Work:
         self.gates.append(
             gates.Gate("P10", f"JAX repeats itself with another random key, {mode}", error == 0.0, error, 0.0)
         )
-        if error and not self.cause:
-            self.cause = f"random numbers in the JAX model in {mode} mode: dropout left on"
+        if error:
+            self.causes[capture.ROOT] = f"random numbers in the JAX model in {mode} mode: dropout left on"
 
     def _modules(self, reference: Run, mode: str) -> None:
         """Blame by teacher forcing, and the first module whose output differs."""
@@ -194,8 +197,14 @@ class _Work:
             return  # by an earlier mode
         self.local = local
         self.blamed = [entry for entry in local if not entry.error <= TOLERANCE]
-        if self.blamed and not self.cause:
-            self.cause = causes.likely(self.blamed[0], twin, forced, self.twin, reference, is_training=is_training)
+        for entry in self._distinct()[:MAX_CAUSES]:
+            words = causes.likely(entry, twin, forced, self.twin, reference, is_training=is_training)
+            if words:
+                self.causes.setdefault(entry.module, words)
+
+    def _distinct(self) -> list[capture.Local]:
+        """First thing to blame in every module."""
+        return list({entry.module: entry for entry in reversed(self.blamed)}.values())[::-1]
 
     def _steps(self, targets: tuple, to_targets: Any, is_training: bool) -> None:
         """Gate P7 and P1 of optimiser steps on one batch."""
@@ -240,7 +249,7 @@ class _Work:
         """What was found."""
         return Result(
             tuple(self.gates), self.matching, self.modules, self.comparisons, self.model.framework, tuple(self.local),
-            tuple(self.blamed), self.starts, self.cause, tuple(self.notes),
+            tuple(self.blamed), self.starts, self.causes, tuple(self.notes),
         )  # fmt: skip
 
 

@@ -25,14 +25,15 @@ def text(result: Any) -> str:
     lines += [f"  {gate.id} {gate.what}: {gate.error:.1e} over {gate.limit:.1e} {gate.where}" for gate in failed]
     if result.starts:
         lines.append(f"the difference starts at {named(result, result.starts)}")
-    if result.blamed:
-        first, *rest = result.blamed
-        lines.append(f"the cause is in {named(result, first.module)}: {first.part}, {first.error:.1e} by itself")
-        also = list(dict.fromkeys(each.module for each in rest if each.module != first.module))
-        if also:
-            more = f" and {len(also) - MAX_BLAMED} more" if len(also) > MAX_BLAMED else ""
-            lines.append(f"differing by themselves too: {', '.join(also[:MAX_BLAMED])}{more}")
-    lines.append(f"likely cause: {result.cause or 'none of the known ones explains it'}")
+    blamed = {each.module: each for each in reversed(result.blamed)}
+    for each in list(blamed.values())[::-1][:MAX_BLAMED]:
+        lines.append(f"a cause is in {named(result, each.module)}: {each.part}, {each.error:.1e} by itself")
+        lines += [f"  likely: {result.causes[each.module]}"] if each.module in result.causes else []
+    if len(blamed) > MAX_BLAMED:
+        lines.append(f"and {len(blamed) - MAX_BLAMED} more modules differ by themselves")
+    lines += [f"likely cause: {words}" for module, words in result.causes.items() if module not in blamed]
+    if not result.causes:
+        lines.append("likely cause: none of the known ones explains it")
     return "\n".join([*lines, *result.notes])
 
 
@@ -68,7 +69,7 @@ def as_dict(result: Any, *, name: str) -> dict[str, Any]:
     first = result.blamed[0]._asdict() if result.blamed else None
     failures = {gate.what: gate.where for gate in result.gates if not gate.passed}
     return {
-        "case": name, "backend": result.framework, "passed": result.passed, "cause": result.cause,
+        "case": name, "backend": result.framework, "passed": result.passed, "causes": result.causes,
         "worst": max((gate.error for gate in result.gates if gate.id == "P1"), default=0.0),
         "gates": [gate._asdict() for gate in result.gates], "first_divergence": result.starts,
         "first_divergence_backward": None, "first_divergence_by_kind": failures, "blame": first,
