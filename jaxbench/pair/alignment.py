@@ -96,15 +96,23 @@ def _is_inside(weight: str, module: str) -> bool:
 
 
 def aligned(jax_calls: Mapping[str, Call], torch_calls: Mapping[str, Call], names: Mapping[str, str]) -> Aligned:
-    """PyTorch's calls in JAX's layout; calls whose outputs cannot be arranged as each other are left out."""
-    kept, calls = {}, {}
+    """PyTorch's calls in JAX's layout; a call's outputs are empty where no layout makes them of one shape."""
+    calls = {}
     for name, other in names.items():
         mine, theirs = jax_calls[name], torch_calls[other]
         output = in_layout(theirs.outputs[0], np.asarray(mine.outputs[0]))
-        if output is not None:
-            kept[name] = other
-            calls[name] = Call(tuple(_best(theirs.inputs, np.asarray(x)) for x in mine.inputs), (output,))
-    return Aligned(kept, calls)
+        calls[name] = Call(_inputs(mine.inputs, theirs.inputs), () if output is None else (output,))
+    return Aligned(dict(names), calls)
+
+
+def _inputs(mine: Sequence[Any], theirs: Sequence[np.ndarray]) -> tuple[np.ndarray | None, ...]:
+    """PyTorch's inputs for JAX's: in their order where all fit, else the nearest one for each."""
+    wanted = [np.asarray(x) for x in mine]
+    if len(wanted) == len(theirs):
+        in_order = [in_layout(x, y) for x, y in zip(theirs, wanted, strict=True)]
+        if all(x is not None for x in in_order):
+            return tuple(in_order)
+    return tuple(_best(theirs, y) for y in wanted)
 
 
 def _best(tensors: Iterable[np.ndarray], wanted: np.ndarray) -> np.ndarray | None:

@@ -24,7 +24,7 @@ from jaxbench.parity.capture import map_floating
 EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 CLOSE = 1e-9  # relative error at which a changed twin computes what JAX does
 MOMENTA = (0.1, 0.01, 0.001, 0.003, 0.05, 0.2, 0.5)  # of running statistics, as PyTorch counts them
-CAST_FACTOR = 30.0  # a cast's error is within this factor of the twin's own error in that type
+CAST_SHARE, CAST_EXCESS = 30.0, 1.5  # a cast of a part of the module errs by less than the twin, all of it in that type
 Trial = tuple[str, Callable[[torch.nn.Module], None]]  # words, change of the module in place
 
 
@@ -50,6 +50,8 @@ def likely(
     mine = forced[child].inputs if child else forced[culprit.module].outputs
     wanted = [np.asarray(x, np.float64) for x in mine]
     explains = lambda change: _error(_called(module, call, change, is_training, inner, pick), wanted) <= CLOSE
+    if child is not None and explains(lambda module: None):
+        return "the same values, handed over in another order"
     for words, change in _trials(module, is_training):
         with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # a change that does not fit
             if explains(change):
@@ -161,6 +163,9 @@ def _weight_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Tria
             yield f"{name}{where} is missing in JAX", at(_weight(name, torch.zeros_like))
     if isinstance(child, torch.nn.RNNBase | torch.nn.RNNCellBase):
         gates = child.weight_ih.shape[0] // child.hidden_size if hasattr(child, "weight_ih") else 4
+        for name in ("weight_ih", "weight_hh"):
+            halves = lambda x: torch.cat([part.T for part in x.chunk(gates)])
+            yield f"every gate's {name}{where} is transposed in JAX", at(_weight(name, halves))
         for order in itertools.permutations(range(gates)):
             if order != tuple(range(gates)):
                 yield f"gates{where} in the order {order} of PyTorch's in JAX", at(_gates(order))
@@ -243,6 +248,13 @@ def _patches() -> Iterator[tuple[str, Callable[[], Any]]]:
         for other in ("relu", "silu", "gelu"):
             if name != other:
                 yield f"activation: {other} in JAX, {name} in PyTorch", patched(name, getattr(F, other))
+    for owner, name in ((F, "relu"), (F, "gelu"), (F, "silu"), (torch, "tanh"), (torch, "sigmoid")):
+        identity = lambda x, *args, **options: x
+        yield f"{name} is missing in JAX", lambda o=owner, n=name, f=identity: mock.patch.object(o, n, f)
+    for kind, other in (("avg", "max"), ("max", "avg")):
+        for name in ("adaptive_{}_pool2d", "adaptive_{}_pool1d"):
+            function = getattr(F, name.format(other))
+            yield f"{other} pool in JAX, {kind} pool in PyTorch", patched(name.format(kind), function)
     for dim in range(-4, 0):
         yield f"softmax over axis {dim} in JAX", patched("softmax", lambda x, d=None, dim_=dim, **o: softmax(x, dim_))
     for eps in EPSILONS:
@@ -281,6 +293,7 @@ def _cast(
         with contextlib.suppress(RuntimeError):
             values = _called(module, narrow_call, lambda m, dtype=dtype: m.to(dtype), is_training, inner, pick)
             own = _error(values, exact)
-            if own and own / CAST_FACTOR <= error <= own * CAST_FACTOR:
-                return f"a cast to {str(dtype).removeprefix('torch.')} (the PyTorch module errs {own:.0e} in it)"
+            if own / CAST_SHARE <= error <= own * CAST_EXCESS:
+                name = str(dtype).removeprefix("torch.")
+                return f"a cast to {name} (the PyTorch module errs {own:.0e} in it)"
     return ""

@@ -42,6 +42,7 @@ class Pair(NamedTuple):
     optimizers: tuple[Any, Callable[[Any], Any]] | None = None
     num_steps: int = 5
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    quick: bool = False
 
 
 class Result(NamedTuple):
@@ -88,7 +89,7 @@ def compare(
         keyword arguments of the JAX call in {"eval": .., "train": ..}. per_example: the JAX model takes no batch axis.
         modes: eval, train or both (default: train too where the module has batch statistics). optimizers: an optax
         transformation and a function of the parameters giving a torch optimiser, run for num_steps. dtypes: narrower
-        types, compared by their error against float64.
+        types, compared by their error against float64. quick: outputs, modules and causes only.
 
     Raises:
       ValueError: weights without a counterpart, outputs that cannot be compared, an unknown option's value.

@@ -143,7 +143,7 @@ def _linen(model: Any, variables: Any = None, *, inputs: tuple, options: Options
                 return next_call(*args, **kwargs)
             return handler(".".join(context.module.path) or ROOT, next_call, args, kwargs)
 
-        mutable = [kind for kind in collections if kind != "params"] if is_training else False
+        mutable = [kind for kind in collections if kind != "params"] or False
         watched = linen.intercept_methods(interceptor) if handler else contextlib.nullcontext()
         with watched, tapped(handler):
             method = options.call and {"method": options.call}

@@ -82,7 +82,8 @@ class JaxSide:
         Args:
           tensors: PyTorch's parameters and buffers.
           inputs: of the whole model.
-          given: the twin's inputs and first output by call, in this model's layout; None for an input the twin lacks.
+          given: the twin's inputs and first output by call, in this model's layout; None for an input that the twin
+            lacks, no output where the shapes differ.
           is_training: training mode.
         """
         examples: list[dict[str, Call]] = []
@@ -102,6 +103,8 @@ class JaxSide:
                 result = call(*args, **kwargs)
                 first, *rest = floating(result)
                 calls[name] = Call(handed, (first,))
+                if not given[name].outputs:
+                    return result
                 return _replaced(result, [self.cast(here(given[name].outputs[0])), *rest])
 
             return force

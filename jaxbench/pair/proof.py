@@ -30,7 +30,7 @@ def run(pair: Pair) -> Result:
         for mode in work.modes():
             work.float64(mode)
     is_equal = all(gate.passed for gate in work.gates)  # narrower types say nothing of two functions
-    for dtype in pair.dtypes if is_equal else ():
+    for dtype in pair.dtypes if is_equal and not pair.quick else ():
         with precise(dtype):
             work.reduced(dtype)
     return work.result()
@@ -139,6 +139,9 @@ class _Work:
                 before = {n: np.asarray(x) for n, x in self.matching.to_jax(self.tensors).items()}
                 words = causes.of_state(mine, theirs, before, self._counts(names, reference))
                 self.causes |= {"state": words} if words else {}
+        self.layouts = layouts
+        if self.pair.quick:
+            return
         targets = self._targets(reference)
         exact = self.twin.gradients(self.inputs, targets, is_training=is_training)
         loss, grads, by_input = self.side.gradients(
@@ -150,7 +153,6 @@ class _Work:
         self._compare(f"input gradients, {mode}", _numbered("input", by_input), _numbered("input", exact.inputs))
         if self.pair.optimizers is not None and mode == self.modes()[-1]:
             self._steps(targets, to_targets, is_training)
-        self.layouts = layouts
 
     def _counts(self, names: list[str], reference: Run) -> dict[str, int]:
         """Values that each batch statistic is taken over: those of the module's input in one channel."""
@@ -185,7 +187,10 @@ class _Work:
         twin = alignment.aligned(calls, theirs, names)
         self.modules = twin.torch_names
         outputs = {name: np.asarray(calls[name].outputs[0]) for name in twin.calls}
-        wanted = {name: call.outputs[0] for name, call in twin.calls.items()}
+        wanted = {
+            name: call.outputs[0] if call.outputs else np.asarray(theirs[names[name]].outputs[0])
+            for name, call in twin.calls.items()
+        }
         starts = self._compare(f"modules, {mode}", outputs, wanted)
         if self.starts is None:
             self.starts = starts
@@ -289,14 +294,14 @@ def _missing(tensors: Mapping[str, np.ndarray], reference: Run) -> dict[str, np.
 
 def _local_errors(forced: Mapping[str, capture.Call], twin: Mapping[str, capture.Call]) -> list[capture.Local]:
     """Each module's own error, and that of what it hands to the modules inside it, in the order of completion."""
-    comparable = {}
+    mine, theirs = {}, {}
     for name, wanted in twin.items():
         if name in forced:
             pairs = zip(forced[name].inputs, wanted.inputs, strict=True)
-            kept = [(mine, theirs) for mine, theirs in pairs if theirs is not None]
-            comparable[name] = (capture.Call(tuple(a for a, _ in kept), forced[name].outputs),
-                                capture.Call(tuple(b for _, b in kept), wanted.outputs))  # fmt: skip
-    mine, theirs = ({name: pair[i] for name, pair in comparable.items()} for i in (0, 1))
+            kept = [(a, b) for a, b in pairs if b is not None]
+            outputs = wanted.outputs or (np.full(1, np.nan),)  # of another shape: an infinite error
+            mine[name] = capture.Call(tuple(a for a, _ in kept), forced[name].outputs)
+            theirs[name] = capture.Call(tuple(b for _, b in kept), outputs)
     return capture.local_errors(mine, theirs)
 
 
