@@ -25,6 +25,12 @@ EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
 CLOSE = 1e-9  # relative error at which a changed twin computes what JAX does
 MOMENTA = (0.1, 0.01, 0.001, 0.003, 0.05, 0.2, 0.5)  # of running statistics, as PyTorch counts them
 CAST_SHARE, CAST_EXCESS = 30.0, 1.5  # a cast of a part of the module errs by less than the twin, all of it in that type
+ACTIVATIONS = {
+    "relu": F.relu, "gelu (erf)": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
+    "quick gelu": lambda x: x * torch.sigmoid(1.702 * x), "tanh": torch.tanh, "sigmoid": torch.sigmoid, "elu": F.elu,
+    "softplus": F.softplus, "leaky relu (0.01)": F.leaky_relu, "leaky relu (0.2)": lambda x: F.leaky_relu(x, 0.2),
+    "none": lambda x: x,
+}  # fmt: skip
 Trial = tuple[str, Callable[[torch.nn.Module], None]]  # words, change of the module in place
 
 
@@ -135,6 +141,10 @@ def _trials(module: torch.nn.Module, is_training: bool) -> Iterator[Trial]:
             names = {"none": "erf", "tanh": "tanh"}
             words = f"GELU{where}: {names[other]} form in JAX, {names[child.approximate]} in PyTorch"
             yield words, at(_set("approximate", other))
+        elif not any(True for _ in child.parameters()) and not any(True for _ in child.children()):
+            for other, function in ACTIVATIONS.items():
+                words = f"activation{where}: {other} in JAX, {type(child).__name__} in PyTorch"
+                yield words, at(lambda m, function=function: setattr(m, "forward", function))
         if isinstance(child, torch.nn.Softmax | torch.nn.LogSoftmax):
             for dim in range(-4, 0):
                 yield f"softmax{where} over axis {dim} in JAX, {child.dim} in PyTorch", at(_set("dim", dim))

@@ -236,10 +236,12 @@ def _slots(leaf: Leaf, others: Sequence[Leaf], *, axes: tuple[int, ...]) -> list
     """The leaf itself where it can be one of the others, else the fewest equal parts that some of them can be."""
     if not leaf.shape or any(_fits(leaf, other) for other in others):
         return [_Slot(leaf, leaf)]
-    for count, axis in itertools.product(range(2, MAX_PARTS + 1), axes):
+    # First counts that divide the number of arrays they fit, which a stack of equal layers keeps.
+    for is_even, count, axis in itertools.product((True, False), range(2, MAX_PARTS + 1), axes):
         if leaf.shape[axis] % count == 0:
             part = leaf._replace(shape=(*leaf.shape[:axis], leaf.shape[axis] // count, *leaf.shape[axis + 1 :]))
-            if sum(_fits(part, other) for other in others) >= count:
+            fitting = sum(_fits(part, other) for other in others)
+            if fitting >= count and not (is_even and fitting % count):
                 return [_Slot(leaf, part, index, count, axis) for index in range(count)]
     return [_Slot(leaf, leaf)]
 
