@@ -58,7 +58,8 @@ def likely(
     explains = lambda change: _error(_called(module, call, change, is_training, inner, pick), wanted) <= CLOSE
     if child is not None and explains(lambda module: None):
         return "the same values, handed over in another order"
-    for words, change in _trials(module, is_training):
+    proven = {reference.calls[other].module for other in twin.torch_names.values()} - {call.module}
+    for words, change in _trials(module, is_training, call.module, proven):
         with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # a change that does not fit
             if explains(change):
                 return words
@@ -125,9 +126,11 @@ def _set(name: str, value: Any) -> Callable[[torch.nn.Module], None]:
     return lambda module: setattr(module, name, value)
 
 
-def _trials(module: torch.nn.Module, is_training: bool) -> Iterator[Trial]:
-    """Changes of one module's own settings and weights."""
+def _trials(module: torch.nn.Module, is_training: bool, path: str, proven: set[str]) -> Iterator[Trial]:
+    """Changes of one module's own settings and weights, and of those inside it that were not compared by themselves."""
     for name, child in module.named_modules():
+        if (name if path == capture.ROOT else f"{path}.{name}") in proven:
+            continue
         where, at = (f" of {name}" if name else ""), _inside(name)
         if hasattr(child, "eps"):
             for eps in EPSILONS:

@@ -144,19 +144,36 @@ def precise(dtype: str) -> Iterator[None]:
         yield
 
 
-def leaves_of(model: Any, order: Mapping[str, int], *, with_values: bool) -> list[Leaf]:
+def leaves_of(model: Any, calls: Mapping[str, capture.Call], *, with_values: bool) -> list[Leaf]:
     """Leaves of a JAX model, parameters before state, in the order in which their modules are called."""
     from jaxbench.pair.jax_model import REVERSED
 
-    leaves = []
+    order: dict[str, int] = {}
+    for name in calls:
+        order.setdefault(name.partition("#")[0], len(order))
+    sources, leaves = sources_of(calls), []
     for i, (name, x) in enumerate({**model.params, **model.state}.items()):
         path = name.partition(":")[2] or name
         value = np.asarray(x) if with_values else None
         is_reversed = path.rpartition(".")[2] in REVERSED and model.framework != "equinox"
         place = _place(path, order, i)
         is_state = name in model.state
-        leaves.append(Leaf(name, tuple(x.shape), place, is_reversed, value, is_optional=is_state))
+        source = sources.get(path.rpartition(".")[0], "")
+        leaves.append(Leaf(name, tuple(x.shape), place, is_reversed, value, source=source, is_optional=is_state))
     return leaves
+
+
+def sources_of(calls: Mapping[str, capture.Call]) -> dict[str, str]:
+    """Module whose output another reads as its first input, number for number; by the reader's name."""
+    made: dict[bytes, str] = {}
+    sources: dict[str, str] = {}
+    for name, call in calls.items():
+        if call.inputs:
+            source = made.get(np.asarray(call.inputs[0]).tobytes())
+            if source:
+                sources.setdefault(name.partition("#")[0], source)
+        made.setdefault(np.asarray(call.outputs[0]).tobytes(), name.partition("#")[0])
+    return sources
 
 
 def _place(name: str, order: Mapping[str, int], position: int) -> int:

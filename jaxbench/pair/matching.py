@@ -32,6 +32,7 @@ WORDS = {
     "attn": ("attention", "mha", "self_attn"), "layer": ("layers", "block", "blocks", "h", "stage"),
     "norm": ("ln", "layernorm", "layer_norm", "bn", "batchnorm", "batch_norm", "rmsnorm", "groupnorm"),
     "embed": ("embedding", "embeddings", "wte", "embedder"), "linear": ("dense", "fc"),
+    "shortcut": ("downsample", "skip"),
     "mlp": ("ffn", "feedforward", "feed_forward"), "conv": ("conv2d", "conv1d", "conv3d"),
 }  # fmt: skip
 ROLES = ("norm", "conv", "linear", "embed", "attn")
@@ -53,6 +54,7 @@ class Leaf(NamedTuple):
     is_reversed: bool = False  # a kernel stored [.., in, out], as Flax and Haiku do
     value: np.ndarray | None = None  # where both models are said to hold the same values
     owner: str = ""  # class of its module, where known
+    source: str = ""  # module whose output its module reads as it is, where one is known
     is_optional: bool = False  # may be left over: a buffer that the other side computes
 
     @property
@@ -215,7 +217,7 @@ def _assigned(arrays: Sequence[Leaf], tensors: Sequence[Leaf]) -> list[Guess]:
 def _apart(
     arrays: Sequence[_Slot], tensors: Sequence[_Slot], rows: np.ndarray, columns: np.ndarray, costs: np.ndarray
 ) -> np.ndarray:
-    """Cost of taking weights of one module from several: the share of an array's siblings that went elsewhere."""
+    """Cost of taking weights of one module from several, or those of its source from elsewhere, by the last round."""
     went = collections.defaultdict(list)  # by JAX module: where each of its arrays went, weighted by how sure that is
     for i, j in zip(rows, columns, strict=True):
         if costs[i, j] < NEVER:
@@ -224,12 +226,18 @@ def _apart(
     cost = np.zeros_like(costs)
     for i, array in enumerate(arrays):
         siblings = [(module, sure) for name, module, sure in went[array.whole.parent] if name != array.whole.name]
-        total = sum(sure for _, sure in siblings)
+        sources = [(module, sure) for _, module, sure in went.get(array.whole.source, ())]
         for j, tensor in enumerate(tensors):
-            if total:
-                there = sum(sure for module, sure in siblings if module == tensor.whole.parent)
-                cost[i, j] = WEIGHT_MODULE * (1.0 - there / total)
+            cost[i, j] = WEIGHT_MODULE * _elsewhere(siblings, tensor.whole.parent)
+            if tensor.whole.source:
+                cost[i, j] += WEIGHT_MODULE * _elsewhere(sources, tensor.whole.source)
     return cost
+
+
+def _elsewhere(places: Sequence[tuple[str, float]], place: str) -> float:
+    """Share, weighted by how sure each is, of places that are another one."""
+    total = sum(sure for _, sure in places)
+    return sum(sure for each, sure in places if each != place) / total if total else 0.0
 
 
 def _slots(leaf: Leaf, others: Sequence[Leaf], *, axes: tuple[int, ...]) -> list[_Slot]:

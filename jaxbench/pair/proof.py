@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from jaxbench.pair import alignment, causes
-from jaxbench.pair.compare import TARGET_SEED, TOLERANCE, Pair, Result, leaves_of, precise
+from jaxbench.pair.compare import TARGET_SEED, TOLERANCE, Pair, Result, leaves_of, precise, sources_of
 from jaxbench.pair.jax_model import JaxModel, Options, open_model
 from jaxbench.pair.jax_side import JaxSide
 from jaxbench.pair.matching import Leaf, Matching, match
@@ -74,12 +74,10 @@ class _Work:
 
     def _matched(self) -> Matching:
         """The weights' matching; both models are called once, so that order of use can speak."""
-        order: dict[str, int] = {}
         with_values = self.pair.weights == "own"
         arrays = {**self.model.params, **self.model.state}
-        for name in self._side("float64", self_made=arrays).calls({}, self.inputs, is_training=False):
-            order.setdefault(name.partition("#")[0], len(order))
-        mine = leaves_of(self.model, order, with_values=with_values)
+        calls = self._side("float64", self_made=arrays).calls({}, self.inputs, is_training=False)
+        mine = leaves_of(self.model, calls, with_values=with_values)
         names = {
             name: value for name, value in self.pair.names.items() if not _is_module(name, value, arrays, self.twin)
         }
@@ -87,7 +85,9 @@ class _Work:
 
     def _torch_leaves(self, with_values: bool) -> list[Leaf]:
         """Leaves of the PyTorch module; buffers that no JAX array is may be left over."""
-        order = {call.module: i for i, call in reversed(list(enumerate(self.reference["eval"].calls.values())))}
+        calls = self.reference["eval"].calls
+        order = {call.module: i for i, call in reversed(list(enumerate(calls.values())))}
+        sources = sources_of({name: call.call for name, call in calls.items()})
         params = dict(self.twin.module.named_parameters())
         modules = dict(self.twin.module.named_modules())
         leaves = []
@@ -95,8 +95,10 @@ class _Work:
             owner = modules[name.rpartition(".")[0]]
             is_reversed = type(owner).__name__ == "Conv1D"  # of transformers, [in, out] as Flax
             place = order.get(name.rpartition(".")[0], len(order)) * 100_000 + i
-            value = x if with_values else None
-            leaves.append(Leaf(name, x.shape, place, is_reversed, value, type(owner).__name__, name not in params))
+            value, source = x if with_values else None, sources.get(name.rpartition(".")[0], "")
+            leaves.append(
+                Leaf(name, x.shape, place, is_reversed, value, type(owner).__name__, source, name not in params)
+            )
         return leaves
 
     def _side(self, dtype: str, *, self_made: Mapping[str, Any] | None = None) -> JaxSide:
