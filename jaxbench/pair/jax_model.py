@@ -270,7 +270,9 @@ def _haiku_leaves(tree: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _haiku_name(name: str) -> str:
-    return name.replace("/~/", ".").replace("/", ".")
+    """Dotted name; what a norm keeps in modules of its own, norm/~/mean_ema/average, is the norm's: norm.mean."""
+    name = name.replace("/~/", ".").replace("/", ".")
+    return name.replace("_ema.average", "").replace("_ema.", "_")
 
 
 def _function(function: Callable[..., Any], params: Any = None, *, options: Options) -> JaxModel:

@@ -24,7 +24,7 @@ KINDS = {
     "bias": ("bias", "b", "beta", "offset"),
     "mean": ("mean", "running_mean", "average_mean"),
     "var": ("var", "running_var", "variance"),
-    "debiasing": ("hidden", "counter"),  # of Haiku's moving averages; PyTorch has none
+    "debiasing": ("mean_hidden", "mean_counter", "var_hidden", "var_counter"),  # of Haiku's averages; PyTorch has none
 }
 WORDS = {
     "q": ("query", "queries", "q_proj", "wq"), "k": ("key", "keys", "k_proj", "wk"),
@@ -40,6 +40,7 @@ _KIND = {word: kind for kind, words in KINDS.items() for word in words}
 _WORD = {word: meaning for meaning, words in WORDS.items() for word in (*words, meaning)}
 WEIGHT_KIND, WEIGHT_NAME, WEIGHT_ROLE, WEIGHT_ORDER, WEIGHT_VALUES, WEIGHT_MODULE = 3.0, 1.5, 1.0, 1.5, 4.0, 2.0
 ROUNDS = 3  # of assignment, each knowing the one before
+WEIGHT_SOURCE = 5.0  # above all that a round's mistakes of order can cost together
 NEVER = 1e6
 MAX_PARTS = 4  # of one fused tensor
 MAX_SHOWN = 12  # leaves that an error names
@@ -60,9 +61,7 @@ class Leaf(NamedTuple):
     @property
     def kind(self) -> str:
         """Weight, bias, mean or var; empty where the name does not say."""
-        *path, last = re.split(r"[./]", self.name.lower())
-        if last == "average" and path:  # Haiku's moving averages: mean_ema.average
-            last = path[-1].removesuffix("_ema")
+        last = re.split(r"[./]", self.name)[-1].lower()
         return _KIND.get(last) or next((_KIND[word] for word in last.split("_") if word in ("weight", "bias")), "")
 
     @property
@@ -230,7 +229,7 @@ def _apart(
         for j, tensor in enumerate(tensors):
             cost[i, j] = WEIGHT_MODULE * _elsewhere(siblings, tensor.whole.parent)
             if tensor.whole.source:
-                cost[i, j] += WEIGHT_MODULE * _elsewhere(sources, tensor.whole.source)
+                cost[i, j] += WEIGHT_SOURCE * _elsewhere(sources, tensor.whole.source)
     return cost
 
 
