@@ -119,15 +119,14 @@ def find_batch_size(settings: Any, make_engine: Any, extension: Any) -> int:
     from jaxbench.training import batch_size, train_inputs
 
     data, model, params = train_inputs.prepare(settings, values.data)
-    names = ("implementation", "block_size", "scan_layers", "fused_projections")
-    options = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
+    sized = lambda rows: settings.model_copy(update={"batch_size": rows})
     largest = batch_size.find_optimal_batch_size(
-        lambda rows: batch_size.run_bytes(model, settings.step, rows, extension=extension, **options),
+        lambda rows: batch_size.run_bytes(sized(rows), model, extension=extension),
         limit_bytes=limit,
         multiple=settings.step.accumulation,
     )
-    engine = make_engine(model, params, settings.step, batch_size=largest.batch_size, seed=settings.seed, **options)
+    engine = make_engine(sized(largest.batch_size), model, params)
     metrics = engine.fetch(engine.step(data.train.batch(0, largest.batch_size), settings.learning_rate))
     print(
         f"batch_size={largest.batch_size}: {largest.run_bytes / 2**20:.1f} MiB of {limit / 2**20:.1f} MiB, "
@@ -143,14 +142,12 @@ def measure_memory_savings(settings: Any, make_engine: Any, workdir: Path) -> in
     from jaxbench.training import batch_size, memory_savings, train_inputs
 
     data, model, params = train_inputs.prepare(settings, values.data)
-    names = ("batch_size", "seed", "block_size", "scan_layers", "fused_projections")
-    sizes = {name: getattr(settings, name) for name in names} | {"seq_len": settings.data.seq_len}
     limit = batch_size.device_bytes() if values.memory_mib is None else values.memory_mib * 2**20
     batches = [data.train.batch(step, settings.batch_size) for step in range(values.memory_ladder + 1)]
     rows = []
     for row in memory_savings.measure(
-        settings, model, lambda run: make_engine(model, params, run.step, implementation=run.implementation, **sizes),
-        batches, kernel="blocked" if values.device == "cpu" else "fused", limit_bytes=limit,
+        settings, model, lambda run: make_engine(run, model, params), batches,
+        kernel="blocked" if values.device == "cpu" else "fused", limit_bytes=limit,
     ):  # fmt: skip
         rows.append(row)
         print(f"compiled {len(rows)} of {len(memory_savings.SAVINGS)}: {row.name}", file=sys.stderr)

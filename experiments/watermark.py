@@ -32,6 +32,7 @@ from jaxbench import cli, outputs, process_environment, terminal
 from jaxbench.watermark import checks
 
 VALUES = flags.FLAGS
+say = functools.partial(print, flush=True)
 DETECTORS = {
     "flax": ("jaxbench.watermark.detect", "Detector"),
     "torch": ("torch_ref.watermark.detect", "Detector"),
@@ -137,21 +138,18 @@ def define_identify() -> None:
     define_texts()
 
 
-def detector_maker() -> Callable[..., Any]:
-    """Detector class of --backend on --device."""
-    module, name = DETECTORS[VALUES.backend]
-    maker = getattr(importlib.import_module(module), name)
-    return maker if VALUES.backend == "numpy" else functools.partial(maker, device=VALUES.device)
-
-
 def make_job(candidates: tuple[Any, ...], **options: Any) -> Any:
     """Job that the flags describe."""
     from jaxbench.watermark.bulk import bulk_detection
 
+    module, name = DETECTORS[VALUES.backend]
+    detector = getattr(importlib.import_module(module), name)
+    if VALUES.backend != "numpy":
+        detector = functools.partial(detector, device=VALUES.device)
     checks.check_vocab_size(model := None if VALUES.model == "default" else VALUES.model, candidates)
     return bulk_detection.Job(
         candidates,
-        detector_maker(),
+        detector,
         model=model,
         vocab_size=VALUES.vocab_size,
         canonicalize=VALUES.canonicalize,
@@ -161,39 +159,34 @@ def make_job(candidates: tuple[Any, ...], **options: Any) -> Any:
     )
 
 
-def score_files(job: Any) -> int:
-    """Score --input into --output."""
+def score(job: Any, show: Callable[..., Any], **options: Any) -> int:
+    """Score --input into --output, or test --text with a function of run.py."""
+    from jaxbench.pretrained.tokenizer import load_tokenizer
     from jaxbench.watermark import run
 
+    common = {"level": VALUES.level, "console": terminal.console()}
+    if VALUES.input is None:
+        show(VALUES.text, job, tokenizer=load_tokenizer(job.model), **common, **options)
+        return cli.EXIT_OK
     engine = importlib.import_module("jaxbench.watermark.bulk.ray_engine").engine if VALUES.engine == "ray" else None
     cli.keep(f"finished parts are in {VALUES.output}.parts; the same command goes on")
-    run.detect_file(
-        VALUES.input, VALUES.output, job, level=VALUES.level, console=terminal.console(),
-        processes=VALUES.processes, overwrite=VALUES.overwrite, engine=engine,
-    )  # fmt: skip
+    common |= {"processes": VALUES.processes, "overwrite": VALUES.overwrite, "engine": engine}
+    run.detect_file(VALUES.input, VALUES.output, job, **common)
     return cli.EXIT_OK
 
 
 def detect() -> int:
     """Find the mark of one scheme and key."""
-    from jaxbench.watermark import identify, run
+    from jaxbench.watermark import identify, keys, run
 
     checks.check_where(VALUES.scheme, VALUES.key_file)
     scheme = run.read_scheme(VALUES.scheme, VALUES.set)
-    key = run.read_key(scheme, VALUES.key_file)
+    missing = f"--key_file is missing: scheme {scheme.scheme} needs the key that the texts were marked with"
+    key = keys.key_of(scheme, VALUES.key_file, missing=missing)
     if VALUES.neural is not None:
         process_environment.ensure(VALUES.device)
     job = make_job((identify.Candidate(scheme.scheme, scheme, key),))
-    if VALUES.input is not None:
-        return score_files(job)
-    from jaxbench.pretrained.tokenizer import load_tokenizer
-
-    run.detect_text(
-        VALUES.text, scheme, key, tokenizer=load_tokenizer(job.model), vocab_size=job.vocab_size,
-        make_detector=job.make_detector, canonicalize=job.canonicalize, level=VALUES.level,
-        prompt_tokens=VALUES.prompt_tokens, console=terminal.console(), neural=VALUES.neural,
-    )  # fmt: skip
-    return cli.EXIT_OK
+    return score(job, run.detect_text, prompt_tokens=VALUES.prompt_tokens, neural=VALUES.neural)
 
 
 def identify_family() -> int:
@@ -203,14 +196,7 @@ def identify_family() -> int:
     checks.check_where(*VALUES.schemes, *VALUES.key_files)
     schemes = [run.read_scheme(name, VALUES.set) for name in VALUES.schemes]
     job = make_job(run.candidates(schemes, VALUES.key_files), correction=VALUES.correction)
-    if VALUES.input is not None:
-        return score_files(job)
-    from jaxbench.pretrained.tokenizer import load_tokenizer
-
-    run.identify_text(
-        VALUES.text, job, tokenizer=load_tokenizer(job.model), console=terminal.console(), level=VALUES.level
-    )
-    return cli.EXIT_OK
+    return score(job, run.identify_text)
 
 
 # What a configuration describes
@@ -226,11 +212,6 @@ def configured(default: str, workdir: str, *, data: bool = True) -> Callable[[],
             cli.define_data()
 
     return define
-
-
-def say(line: str) -> None:
-    """Print one line of progress."""
-    print(line, flush=True)
 
 
 def power_or_training(module: str, settings: str) -> Callable[[], int]:

@@ -143,12 +143,9 @@ def keep(sentence: str) -> None:
 
 
 def run(main: Callable[[], int | None], *, about: str | None = None, argv: Sequence[str] | None = None) -> None:
-    """Parse the flags, call `main` and end the process with its exit code.
+    """Parse the flags, call `main` and end the process with its exit code (None is success).
 
-    Args:
-      main: takes nothing, returns an exit code (None is success).
-      about: text on top of --help; the caller's module docstring.
-      argv: the command line, program name first; unset means `sys.argv`.
+    about stands on top of --help; argv is the command line, program name first (unset: `sys.argv`).
     """
     argv = list(sys.argv if argv is None else argv)
     if any(word in ("--help", "-h", "-help", "--helpfull") for word in argv[1:]):

@@ -121,12 +121,7 @@ NEAR = 0.6  # share of letters in which a name must agree to be suggested, diffl
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), model_class: type[Model] = TransformerConfig) -> Model:
-    """Read a YAML file, apply overrides and check the result.
-
-    Args:
-      path: the YAML file: a mapping with the fields of `model_class`.
-      overrides: `a.b=value` each, applied in order; the value is read as YAML (`8`, `[1, 8]`, `null`, `text`).
-      model_class: the model that the file describes.
+    """Read a YAML file, apply overrides in order (`a.b=value`, whose value is YAML too) and check the result.
 
     Raises:
       ValueError: one line that names file, key, value and what was wanted; an unknown key gets the nearest known one.
@@ -157,7 +152,6 @@ def config_id(model: pydantic.BaseModel, *, exclude: Iterable[str] = (), extra: 
     Values that equal a default count like values left out, so the id does not depend on how a file is spelled.
 
     Args:
-      model: the resolved configuration.
       exclude: dotted keys that do not change what is measured, e.g. `rounds.launches`.
       extra: what a file only points to, e.g. `{"model_sha256": ..., "text_sha256": ...}`.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -17,3 +17,16 @@ class Extension(NamedTuple):
     add_rules: Callable[..., Any] | None = None  # (rules, config, stored=, heads=, width=) -> rules; JAX: sharding.py
     watch: Callable[..., Any] | None = None  # (params, batch, graph=, step_config=) -> the layers' states
     scalars: Callable[..., dict[str, float]] | None = None  # of what `watch` returned, in numpy -> name: number
+
+
+def by_layer(cache: Any) -> list[tuple]:
+    """Each layer's entry of a KVCache: its keys, values and, where layers keep more, its memory."""
+    return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
+
+
+def by_kind(cached: Sequence[tuple]) -> list[tuple]:
+    """Keys, values and, where a layer has it, memory of all layers: a KVCache's fields from its layers' entries."""
+    kinds = [tuple(each[i] for each in cached) for i in range(2)]
+    if all(len(each) == 2 for each in cached):
+        return kinds
+    return [*kinds, tuple(each[2] if len(each) > 2 else None for each in cached)]

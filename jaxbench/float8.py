@@ -63,7 +63,7 @@ def init_history(params: Mapping[str, Any], length: int) -> dict[str, Float[Arra
 def scales(history: Mapping[str, Float[Array, "3 M"]], margin: int) -> dict[str, Float[Array, "3"]]:
     """Scales of every tensor: the type's limit / largest magnitude seen / 2 ** margin; 0 where nothing was seen."""
     limits = jnp.array([float(jnp.finfo(dtype).max) for dtype in TYPES], jnp.float32) / 2.0**margin
-    peaks = {name: jnp.max(seen, axis=1) for name, seen in history.items()}
+    peaks = {name: jnp.max(peaks_of_steps, axis=1) for name, peaks_of_steps in history.items()}
     return {name: jnp.where(peak > 0, limits / jnp.where(peak > 0, peak, 1.0), 0.0) for name, peak in peaks.items()}
 
 

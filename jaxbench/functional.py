@@ -98,12 +98,20 @@ def rotate(
 
 
 def dropout(
-    x: Float[Array, "B T D"], rate: float, *, key: Array, step: Int[Array, ""] | int, site: UInt32[Array, ""] | int
+    x: Float[Array, "B T D"],
+    rate: float,
+    stream: tuple[Array, Int[Array, ""] | int] | None,
+    *,
+    site: UInt32[Array, ""] | int,
 ) -> Float[Array, "B T D"]:
     """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
 
-    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row.
+    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row. stream: key and
+    step; None = x stays as it is.
     """
+    if stream is None or rate == 0.0:
+        return x
+    key, step = stream
     count = x.shape[1] * x.shape[2]
     words = prng.words(key, step=step, site=site, rows=jnp.arange(x.shape[0]), num_elements=count)
     keep = prng.keep_mask(words, rate).reshape(x.shape)

@@ -34,8 +34,8 @@ def num_parameters(config: TransformerConfig) -> int:
     def size(shapes: Mapping[str, tuple[int, ...]]) -> int:
         return sum(math.prod(shape) for shape in shapes.values())
 
-    one, plain = config.model_copy(update={"num_layers": 1}), _layer_shapes(config)
-    ends = size(parameter_shapes(one)) - size(one.layer_shapes(0, plain))
+    single, plain = config.model_copy(update={"num_layers": 1}), _layer_shapes(config)
+    ends = size(parameter_shapes(single)) - size(single.layer_shapes(0, plain))
     return ends + sum(count * size(config.layer_shapes(i, plain)) for i, count in config.layer_counts().items())
 
 
@@ -109,11 +109,21 @@ def check_params(expected: Mapping[str, tuple[int, ...]], params: Mapping[str, n
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
-    missing, unused = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
-    misshapen = [
-        f"{name} is {tuple(params[name].shape)}, wanted {tuple(shape)}"
-        for name, shape in expected.items()
-        if name in params and tuple(params[name].shape) != tuple(shape)
-    ]
+    missing, unused, misshapen = mismatches(expected, {name: value.shape for name, value in params.items()}).values()
     if missing or unused or misshapen:
-        raise ValueError(f"parameters do not fit: missing {missing}, unused {unused}, misshapen {misshapen}")
+        raise ValueError(
+            f"parameters do not fit: missing {sorted(missing)}, unused {sorted(unused)}, misshapen {misshapen}"
+        )
+
+
+def mismatches(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Names of tensors that are missing, unused, or of another shape, by kind."""
+    return {
+        "missing": [name for name in wanted if name not in found],
+        "unused": [name for name in found if name not in wanted],
+        "misshapen": [
+            f"{name} is {tuple(found[name])}, wanted {tuple(shape)}"
+            for name, shape in wanted.items()
+            if name in found and tuple(found[name]) != tuple(shape)
+        ],
+    }

@@ -19,12 +19,7 @@ from typing import Any
 def check_file(
     output: str | Path, inputs: Iterable[str | Path | None] = (), *, overwrite: bool = False, flag: str = "--output"
 ) -> Path:
-    """Path of a file, checked that it may be written.
-
-    Args:
-      inputs: files that the command reads; None and files that are not there are passed over.
-      overwrite: it may be there already.
-      flag: what the message calls it.
+    """Path of a file, checked that it may be written; inputs are files that the command reads, None where it does not.
 
     Raises:
       ValueError: it is one of the inputs, is there already, is no file, or lies where nothing can be written.

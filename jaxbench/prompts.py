@@ -1,10 +1,10 @@
-"""Prompts as padded arrays, and the buckets of sizes that programs are compiled for (S file)."""
+"""Prompts as padded arrays, the buckets of sizes that programs are compiled for, what generators share (S file)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int32, Shaped
@@ -42,6 +42,40 @@ class Batch(NamedTuple):
     lengths: Int32[np.ndarray, " B"]  # tokens
     is_padding: Bool[np.ndarray, " B"]  # rows that only fill the bucket
     row_ids: Int32[np.ndarray, " B"]  # of the random streams
+
+
+@runtime_checkable
+class LogitsProcessor(Protocol):
+    """A pure change of logits during generation. Its state is a pytree of arrays whose first axis is the rows.
+
+    `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
+    tokens, unless its attribute `draws` is False: draw(state, logits [B V], tokens [B W], length [B], step, sample)
+    returns the next state and tokens [B], -1 for a row it leaves to others. It sees logits after temperature and
+    filters; `sample` is the step's OrdinaryDraw. Rows that no processor draws are drawn by it.
+
+    A processor's attribute `shared`, where it has one, is a pytree of arrays that every row reads, such as a table;
+    `apply` and `draw` then get the pair (shared, state) in place of the state, and return the state alone.
+    """
+
+    def init(self, batch_size: int) -> Any:
+        """State before the first token, a pytree of arrays."""
+
+    def apply(self, state: Any, logits: Any, tokens: Any, length: Any, step: Any) -> tuple[Any, Any]:
+        """Next state, and the changed logits; row b's context is tokens[b, :length[b]]."""
+
+
+class Generation(NamedTuple):
+    """Generated tokens [B M], -1 after a row's end, and how many each row has (its end-of-sequence token included)."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+class Programs(NamedTuple):
+    """The two compiled programs of a bucket; None is not compiled."""
+
+    prefill: Callable | None
+    decode: Callable | None
 
 
 def bucket(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
@@ -102,13 +136,7 @@ def pad(
 def continuations(
     prompts: Sequence[Sequence[int]], tokens: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, " B"]
 ) -> tuple[Int32[np.ndarray, "B new"], Int32[np.ndarray, " B"]]:
-    """Generated tokens behind each prompt, -1 after a row's end, and their number.
-
-    Args:
-      prompts: token ids of each row.
-      tokens: prompts and what was generated.
-      lengths: of both together, tokens.
-    """
+    """Generated tokens behind each prompt, -1 after a row's end, and their number; tokens and lengths are of both."""
     counts = np.array([lengths[row] - len(prompt) for row, prompt in enumerate(prompts)])
     out = np.full((len(prompts), counts.max()), -1, np.int32)
     for row, prompt in enumerate(prompts):
@@ -137,20 +165,6 @@ def check_sampling(sampling: SamplingParams) -> None:
             raise ValueError(f"sampling: {field}={getattr(sampling, field)}, wanted {wanted}")
 
 
-def check_drawing(sampling: SamplingParams, drawing: Sequence) -> None:
-    """Check that a processor that draws tokens has a distribution to draw from.
-
-    Raises:
-      ValueError: the temperature is 0, so there is nothing to draw.
-    """
-    if drawing and sampling.temperature == 0:
-        names = ", ".join(type(processor).__name__ for processor in drawing)
-        raise ValueError(
-            f"sampling: temperature={sampling.temperature} with a processor that draws ({names}): greedy decoding "
-            "leaves nothing to draw, so the text carries no mark; wanted a temperature above 0"
-        )
-
-
 def check_states(states: Sequence, processors: Sequence) -> None:
     """Check that there is one state a processor.
 
@@ -172,3 +186,73 @@ def fill_rows(array: Shaped[np.ndarray, "rows ..."], num_rows: int, batch_size: 
     filled = np.zeros((batch_size, *array.shape[1:]), array.dtype)
     filled[: array.shape[0]] = array
     return filled
+
+
+class GeneratorBase:
+    """What the generators of all backends share: settings, programs by bucket, and the way from prompts to tokens.
+
+    A backend adds `prefill` (its first program, which draws one token), `decode` (the second) and `_to_host`.
+    """
+
+    def __init__(
+        self, model: Any, platform: str, *, eos_id: int | None, sampling: SamplingParams, processors: Sequence
+    ):
+        check_sampling(sampling)
+        # XLA:CPU widens a bfloat16 cache, updates it, and narrows all of it at every step (docs/xla_cpu.md, rule 4).
+        is_narrow_on_cpu = platform == "cpu" and model.dtype in ("bfloat16", "float16")
+        self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
+        self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
+        self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
+        self._drawing = [i for i, p in enumerate(self._processors) if getattr(p, "draws", hasattr(p, "draw"))]
+        if self._drawing and sampling.temperature == 0:
+            names = ", ".join(type(self._processors[i]).__name__ for i in self._drawing)
+            raise ValueError(
+                f"sampling: temperature={sampling.temperature} with a processor that draws ({names}): greedy decoding "
+                "leaves nothing to draw, so the text carries no mark; wanted a temperature above 0"
+            )
+        self._shared = tuple(getattr(processor, "shared", None) for processor in self._processors)
+        self.programs: dict[Bucket, Programs] = {}
+
+    def __call__(
+        self,
+        prompt_tokens: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        seed: int,
+        row_ids: Sequence[int] | None = None,
+        processor_states: Sequence | None = None,
+    ) -> Generation:
+        """Continue each prompt (token ids) by at most max_new_tokens.
+
+        Rows draw from the streams of their row_ids (0, 1, ... by default). Each processor starts from its state in
+        processor_states, whose rows are the prompts; unset, from what its `init` returns.
+
+        Raises:
+          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context; states do not fit.
+        """
+        options = {"max_new_tokens": max_new_tokens, "row_ids": row_ids, "processor_states": processor_states}
+        state = self.prefill(prompt_tokens, seed=seed, **options)
+        state = self.decode(state, max_new_tokens)
+        arrays = (self._to_host(state.tokens), self._to_host(state.lengths))
+        return Generation(*continuations(prompt_tokens, *arrays))
+
+    def _pad(self, prompt_tokens: Sequence[Sequence[int]], max_new_tokens: int, row_ids: Sequence[int] | None) -> Batch:
+        limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
+        return pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, **limits)
+
+    @staticmethod
+    def _seen(i: int, states: Sequence, shared: Sequence) -> Any:
+        """What processor i is called with: its state, and what all rows read where it has that."""
+        return states[i] if shared[i] is None else (shared[i], states[i])
+
+    def _decode_program(self, state: Any, max_new_tokens: int) -> Callable:
+        """Program that continues a DecodeState; ValueError where its cache has no room for that many tokens."""
+        sizes = tuple(state.tokens.shape)
+        room = sizes[1] - int(state.slot) + int(state.step) - 1
+        if max_new_tokens > room:
+            raise ValueError(f"decode: max_new_tokens={max_new_tokens}, but prefill made room for {room}")
+        fitting = (p.decode for b, p in self.programs.items() if p.decode and (b.batch_size, b.num_slots) == sizes)
+        program = next(fitting, None)
+        if program is None:
+            raise ValueError(f"decode: no program for a state of {sizes}: prefill it with max_new_tokens above 1")
+        return program

@@ -62,16 +62,7 @@ def checkpointed(function: Callable[..., Any], names: str) -> Callable[..., Any]
 def run_blocks(
     layers: list[Any], sites: list[Any], hidden: Float[Array, "B T D"], context: Any, *, group: int, names: str
 ) -> tuple[Float[Array, "B T D"], list[tuple[Float[Array, "B K H S"], Float[Array, "B K S H"]]]]:
-    """Residual stream behind blocks without a cache, and each block's keys and values.
-
-    Args:
-      layers: the blocks.
-      sites: of each block's dropout.
-      hidden: the residual stream before them.
-      context: attention.Context of the call.
-      group: blocks under one checkpoint.
-      names: of values that are kept, see `checkpointed`.
-    """
+    """Residual stream behind blocks without a cache, `group` of them in one checkpoint, and their keys and values."""
     keys_values: list[tuple[Array, Array]] = []
     for start in range(0, len(layers), group):
         part = slice(start, start + group)

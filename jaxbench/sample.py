@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +22,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import philox, prng, prompts
-from jaxbench.prompts import SamplingParams
+from jaxbench.prompts import LogitsProcessor, Programs, SamplingParams
 
 NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary: a sort costs XLA:CPU 300x top_k
-
-
-@runtime_checkable
-class LogitsProcessor(Protocol):
-    """A pure change of logits during generation. Its state is a pytree of arrays whose first axis is the rows.
-
-    `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
-    tokens, unless its attribute `draws` is False: draw(state, logits [B V], tokens [B W], length [B], step, sample)
-    returns the next state and tokens [B], -1 for a row it leaves to others. It sees logits after temperature and
-    filters; `sample` is the step's OrdinaryDraw. Rows that no processor draws are drawn by it.
-
-    A processor's attribute `shared`, where it has one, is a pytree of arrays that every row reads, such as a table;
-    `apply` and `draw` then get the pair (shared, state) in place of the state, and return the state alone.
-    """
-
-    def init(self, batch_size: int) -> Any:
-        """State before the first token, a pytree of arrays."""
-
-    def apply(self, state: Any, logits: Array, tokens: Array, length: Array, step: Array) -> tuple[Any, Array]:
-        """Next state, and the changed logits; row b's context is tokens[b, :length[b]]."""
 
 
 class DecodeState(NamedTuple):
@@ -59,20 +39,6 @@ class DecodeState(NamedTuple):
     key: Array  # Philox key
     row_ids: Int[Array, " B"]
     processor_states: tuple
-
-
-class Generation(NamedTuple):
-    """Generated tokens [B M], -1 after a row's end, and how many each row has (its end-of-sequence token included)."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-
-
-class Programs(NamedTuple):
-    """The two compiled programs of a bucket; None is not compiled."""
-
-    prefill: Callable | None
-    decode: Callable | None
 
 
 def penalize_repetition(
@@ -165,7 +131,7 @@ def largest_sum(logits: Float[Array, "B V"], noise: Sequence[Float[Array, "B C"]
     return jnp.min(jnp.where(is_best, tokens, size - 1), axis=1)
 
 
-class Generator:
+class Generator(prompts.GeneratorBase):
     """Generates from one model; programs are compiled once for each bucket and kept."""
 
     def __init__(
@@ -176,17 +142,8 @@ class Generator:
         sampling: SamplingParams,
         processors: Sequence[LogitsProcessor] = (),
     ):
-        prompts.check_sampling(sampling)
+        super().__init__(model, jax.default_backend(), eos_id=eos_id, sampling=sampling, processors=processors)
         self._leaves, self._structure = jax.tree.flatten(model)  # models of Flax and of Equinox are pytrees
-        # XLA:CPU widens a bfloat16 cache, updates it, and narrows all of it at every step (docs/xla_cpu.md, rule 4).
-        is_narrow_on_cpu = jax.default_backend() == "cpu" and model.dtype in ("bfloat16", "float16")
-        self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
-        self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
-        self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
-        self._drawing = [i for i, p in enumerate(self._processors) if getattr(p, "draws", hasattr(p, "draw"))]
-        prompts.check_drawing(sampling, [self._processors[i] for i in self._drawing])
-        self._shared = tuple(getattr(processor, "shared", None) for processor in self._processors)
-        self.programs: dict[prompts.Bucket, Programs] = {}
 
     def compile(
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
@@ -238,8 +195,7 @@ class Generator:
         processor_states: Sequence | None = None,
     ) -> DecodeState:
         """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
-        limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
-        batch = prompts.pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, **limits)
+        batch = self._pad(prompt_tokens, max_new_tokens, row_ids)
         states = self._padded_states(processor_states, len(prompt_tokens), len(batch.tokens))
         bucket = prompts.bucket(*batch.tokens.shape, max_new_tokens)
         programs = self._compile(bucket, states, decodes=max_new_tokens > 1)
@@ -254,37 +210,9 @@ class Generator:
         """
         if max_new_tokens <= 1:
             return state
-        sizes = tuple(state.tokens.shape)
-        room = sizes[1] - int(state.slot) + int(state.step) - 1
-        if max_new_tokens > room:
-            raise ValueError(f"decode: max_new_tokens={max_new_tokens}, but prefill made room for {room}")
-        fitting = (p.decode for b, p in self.programs.items() if p.decode and (b.batch_size, b.num_slots) == sizes)
-        program = next(fitting, None)
-        if program is None:
-            raise ValueError(f"decode: no program for a state of {sizes}: prefill it with max_new_tokens above 1")
-        return program(self._weights, state, jnp.int32(max_new_tokens))
+        return self._decode_program(state, max_new_tokens)(self._weights, state, jnp.int32(max_new_tokens))
 
-    def __call__(
-        self,
-        prompt_tokens: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        seed: int,
-        row_ids: Sequence[int] | None = None,
-        processor_states: Sequence | None = None,
-    ) -> Generation:
-        """Continue each prompt (token ids) by at most max_new_tokens.
-
-        Rows draw from the streams of their row_ids (0, 1, ... by default). Each processor starts from its state in
-        processor_states, whose rows are the prompts; unset, from what its `init` returns.
-
-        Raises:
-          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context; states do not fit.
-        """
-        options = {"max_new_tokens": max_new_tokens, "row_ids": row_ids, "processor_states": processor_states}
-        state = self.prefill(prompt_tokens, seed=seed, **options)
-        state = self.decode(state, max_new_tokens)
-        return Generation(*prompts.continuations(prompt_tokens, np.asarray(state.tokens), np.asarray(state.lengths)))
+    _to_host = staticmethod(np.asarray)
 
     def _prefill(self, num_slots, weights, tokens, lengths, finished, key, row_ids, states) -> DecodeState:
         model = jax.tree.unflatten(self._structure, weights[0])
@@ -293,17 +221,9 @@ class Generator:
         hidden, cache = model.features(tokens, positions)
         last = hidden[jnp.arange(tokens.shape[0]), lengths - 1]
         tokens = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
-        counters = {"step": jnp.int32(0), "slot": jnp.max(lengths)}
-        state = DecodeState(
-            cache.padded(num_slots, dtype=self._cache_dtype),
-            tokens,
-            lengths,
-            finished,
-            key=key,
-            row_ids=row_ids,
-            processor_states=states,
-            **counters,
-        )
+        step, slot = jnp.int32(0), jnp.max(lengths)
+        cache = cache.padded(num_slots, dtype=self._cache_dtype)
+        state = DecodeState(cache, tokens, lengths, finished, step, slot, key, row_ids, states)
         return self._append(state, model.logits(last[:, None])[:, 0], weights[1])
 
     def _decode(self, weights, state: DecodeState, limit) -> DecodeState:
@@ -328,7 +248,7 @@ class Generator:
         context = (state.tokens, state.lengths, state.step)
         states = list(state.processor_states)
         for i, processor in enumerate(self._processors):
-            states[i], logits = processor.apply(_with_shared(shared[i], states[i]), logits, *context)
+            states[i], logits = processor.apply(self._seen(i, states, shared), logits, *context)
         where = {"key": state.key, "step": state.step, "row_ids": state.row_ids}
         if not self._drawing:
             token = draw(logits, self._sampling, **where)
@@ -336,7 +256,7 @@ class Generator:
             logits, sample = filter_logits(logits, self._sampling), OrdinaryDraw(**where)
             token = jnp.full(logits.shape[:1], -1, jnp.int32)
             for i in self._drawing:
-                given = (_with_shared(shared[i], states[i]), logits, *context, sample)
+                given = (self._seen(i, states, shared), logits, *context, sample)
                 states[i], drawn = self._processors[i].draw(*given)
                 token = jnp.where(token < 0, drawn, token)
             token = _fill(token, state.finished, lambda: sample(logits))
@@ -348,10 +268,6 @@ class Generator:
             step=state.step + 1,
             processor_states=tuple(states),
         )
-
-
-def _with_shared(shared: Any, state: Any) -> Any:
-    return state if shared is None else (shared, state)
 
 
 def _fill(token: Int[Array, " B"], finished: Bool[Array, " B"], sample: Callable[[], Array]) -> Int[Array, " B"]:

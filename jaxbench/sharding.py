@@ -93,23 +93,16 @@ def parameter_specs(
     Raises:
       ValueError: a parameter without a rule, a rule without a parameter, or a rule longer than the shape.
     """
-    used: set[int] = set()
-    specs: dict[str, P] = {}
-    missing = []
-    for name, shape in shapes.items():
-        index = next((i for i, (pattern, _) in enumerate(rules) if re.fullmatch(pattern, name)), None)
-        if index is None:
-            missing.append(name)
-            continue
-        used.add(index)
-        specs[name] = fit_spec(rules[index][1], shape, axis_sizes, name=name)
-    unused = [pattern for index, (pattern, _) in enumerate(rules) if index not in used]
+    patterns = [pattern for pattern, _ in rules]
+    matched = {name: next((i for i, p in enumerate(patterns) if re.fullmatch(p, name)), None) for name in shapes}
+    missing = [name for name, index in matched.items() if index is None]
+    unused = [pattern for index, pattern in enumerate(patterns) if index not in matched.values()]
     if missing or unused:
         raise ValueError(
             f"sharding: parameters without a rule: {missing or 'none'}; "
             f"rules that match no parameter: {unused or 'none'}"
         )
-    return specs
+    return {name: fit_spec(rules[i][1], shapes[name], axis_sizes, name=name) for name, i in matched.items()}
 
 
 def fit_spec(spec: P, shape: tuple[int, ...], axis_sizes: Mapping[str, int], *, name: str = "parameter") -> P:

@@ -39,11 +39,7 @@ def kept(
 ) -> tuple[Any, bool]:
     """A part of a run, from its file where it is finished, else computed and written; and whether it was there.
 
-    Args:
-      path: of the part's file.
-      compute: makes the part.
-      read: gives the part in a file; JSON by default.
-      write: writes a part whole or not at all; JSON on one line by default.
+    The file is JSON on one line unless read and write, which writes it whole or not at all, say otherwise.
     """
     is_there = path.exists()
     if not is_there:
@@ -77,11 +73,7 @@ def cut_short(path: Path) -> None:
 
 
 def append(path: Path, new: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows behind the last whole line, all or none, and wait until they are on disk.
-
-    Args:
-      path: a file of rows; it is made, and its folder too.
-      new: rows as lines() takes them.
+    """Append rows, as `lines` takes them, behind the last whole line of a file, all or none, and wait for the disk.
 
     Raises:
       OSError: the disk is full; the rows that were there stay.

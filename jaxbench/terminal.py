@@ -18,7 +18,7 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Any:
     """
     from rich.console import Console
 
-    how = {"stderr": stderr, "quiet": quiet, "highlight": False}
-    found = Console(**how)
+    options = {"stderr": stderr, "quiet": quiet, "highlight": False}
+    console = Console(**options)
     # Asked of the file itself: FORCE_COLOR makes rich call a pipe a terminal.
-    return found if found.file.isatty() else Console(**how, width=UNWRAPPED, soft_wrap=True)
+    return console if console.file.isatty() else Console(**options, width=UNWRAPPED, soft_wrap=True)

@@ -9,7 +9,7 @@ Keys and values of the call come back as a KVCache; padded and handed in again, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from jaxbench import functional, libtpu, nn, philox, remat, rotary
+from jaxbench import extension, functional, libtpu, nn, philox, remat, rotary
 from jaxbench.attention import Context, KVCache, Spans, attention
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.sharding import constrain, layer_weights
@@ -117,21 +117,17 @@ class Block(nnx.Module):
         x = checkpoint_name(x, "input")
         mixed, cached = self._mix(constrain(self.attention_norm(x), "attention_in"), context, cached)
         mixed = checkpoint_name(constrain(mixed, "attention_out"), "attention")
-        x = constrain(x + self._drop(mixed, context, sites[0]), "residual")
+        mixed = functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
+        x = constrain(x + mixed, "residual")
         fed = self.mlp(constrain(self.mlp_norm(x), "mlp_in"))
         fed = checkpoint_name(constrain(fed, "mlp_out"), "mlp")
-        x = constrain(x + self._drop(fed, context, sites[1]), "residual")
+        fed = functional.dropout(fed, self.dropout, context.dropout, site=sites[1])
+        x = constrain(x + fed, "residual")
         return x, cached
 
     def _mix(self, x: Float[Array, "B T D"], context: Context, cached: tuple | None) -> tuple[Array, tuple]:
         """Attention output, and the layer's entry of the cache."""
         return self.attention(x, context, cached)
-
-    def _drop(self, x: Array, context: Context, site: int | Array) -> Array:
-        if context.dropout is None or self.dropout == 0.0:
-            return x
-        key, step = context.dropout
-        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(nnx.Module):
@@ -214,11 +210,11 @@ class Transformer(nnx.Module):
         layers, sites = list(self.layers), philox.dropout_sites(len(self.layers))
         if self.remat and cache is None:
             hidden, cached = remat.run_blocks(layers, sites, hidden, context, group=self.remat, names=self.remat_names)
-            return hidden, *_by_kind(cached)
-        cached = [None] * len(layers) if cache is None else _by_layer(cache)
+            return hidden, *extension.by_kind(cached)
+        cached = [None] * len(layers) if cache is None else extension.by_layer(cache)
         for i, layer in enumerate(layers):
             hidden, cached[i] = layer(hidden, context, sites[i], cached[i])
-        return hidden, *_by_kind(cached)
+        return hidden, *extension.by_kind(cached)
 
     def _scan(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         """Run one compiled body over the stacked layers: compile time no longer grows with depth."""
@@ -237,19 +233,6 @@ class Transformer(nnx.Module):
         return hidden, tuple(keys), tuple(values)
 
 
-def _by_layer(cache: KVCache) -> list[tuple]:
-    """Each layer's entry of the cache."""
-    return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
-
-
-def _by_kind(cached: Sequence[tuple]) -> list[tuple]:
-    """Keys, values and, where a layer has it, memory of all layers, from each layer's entry of the cache."""
-    kinds = [tuple(each[i] for each in cached) for i in range(2)]
-    if all(len(each) == 2 for each in cached):
-        return kinds
-    return [*kinds, tuple(each[2] if len(each) > 2 else None for each in cached)]
-
-
 def build(
     config: TransformerConfig,
     params: Mapping[str, np.ndarray],
@@ -260,8 +243,6 @@ def build(
     """Decoder of a configuration holding `params`, cast to dtype.
 
     Args:
-      config: its shape.
-      params: values by dotted name.
       make_layer: make_layer(config, index, compute) makes the layers where some are of a workload's own kind
         (extension.py). None = every layer is a Block.
       compute: the fields of Compute, such as dtype and implementation.

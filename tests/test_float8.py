@@ -15,6 +15,7 @@ from jaxbench.training import optimizer_step
 from jaxbench.training.engine import Engine
 from jaxbench.training.precision import DelayedScaling
 from jaxbench.training.step_config import StepConfig
+from jaxbench.training.train_config import TrainConfig
 from torch_ref import transformer as torch_transformer
 from torch_ref.training import optimizer_step as torch_update
 
@@ -76,10 +77,16 @@ def batch(first=0):
     return train.Batch(ids[:, :-1], ids[:, 1:], positions, mask, np.zeros((ROWS, LENGTH), np.int32))
 
 
+def made(**settings):
+    """Return an engine; settings: those of the run that are its own."""
+    run = {"batch_size": ROWS, "steps": 1, "learning_rate": 1e-3, "data": {"seq_len": LENGTH}, "step": HOW}
+    return Engine(TrainConfig(**(run | {"model": CONFIG.model_dump()} | settings)), CONFIG, PARAMS)
+
+
 @pytest.fixture(scope="module")
 def engine():
     """Return an engine whose steps are the tests' own; each test starts from its own copy of the state."""
-    return Engine(CONFIG, PARAMS, HOW, batch_size=ROWS, seq_len=LENGTH, seed=0)
+    return made()
 
 
 def steps(engine, count):
@@ -159,14 +166,14 @@ def test_what_does_not_go_with_eight_bits_is_refused():
         torch_update.init_state(torch_transformer.build(CONFIG, PARAMS), PARAMS, HOW)
     for how in (ParallelConfig(micro_batches=2), ParallelConfig(mesh=MeshConfig(data=4, fsdp=2), zero=3)):
         with pytest.raises(ValueError, match=r"precision=float8 goes with data, fsdp up to zero=2.*stage=1"):
-            Engine(CONFIG, PARAMS, HOW, batch_size=16, seq_len=LENGTH, seed=0, parallel=how)
+            made(batch_size=16, parallel=how)
 
 
 def test_a_mesh_rounds_by_the_magnitudes_of_all_its_devices(engine):
     start = engine.arrays()
     start = {key: np.array(value) for key, value in start.items()}
     how = ParallelConfig(mesh=MeshConfig(data=2, fsdp=2, model=2), zero=2)
-    meshed = Engine(CONFIG, PARAMS, HOW, batch_size=ROWS, seq_len=LENGTH, seed=0, parallel=how)
+    meshed = made(parallel=how)
     alone, found = steps(engine, 1), steps(meshed, 1)
     seen, wanted = meshed.arrays(), engine.arrays()
     for name in (key for key in wanted if key.startswith("amax.")):

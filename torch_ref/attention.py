@@ -1,8 +1,6 @@
 """Attention with grouped heads, in one place for every kernel. Twin: jaxbench/attention.py.
 
-Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
-position q when 0 <= p <= q, q - p < sliding_window, and both lie in one segment. Position -1 is padding. Keys are
-"B K H S" and values "B K S H", as the cache stores them.
+Keys are "B K H S" and values "B K S H", as the cache stores them.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
 
 class KVCache(NamedTuple):
-    """Keys and values by layer. A slot holds the token at `positions` of its row; -1 marks an empty slot.
-
-    E = B * K, rows' heads side by side: the products of decoding then read the cache where it lies
-    (docs/xla_cpu.md, rule 4).
-    """
+    """Keys and values by layer, as jaxbench.attention.KVCache: E = B * K, rows' heads side by side."""
 
     keys: tuple[Float[Tensor, "E H S"] | None, ...]  # None = the layer keeps none
     values: tuple[Float[Tensor, "E S H"] | None, ...]
@@ -85,18 +79,12 @@ def attention(
     implementation: str = "dense",
     block_size: int = 128,
 ) -> Float[Tensor, "B T N H"]:
-    """Attention output of grouped key-value heads; softmax in at least float32, result in the query's dtype.
+    """Attention output of grouped key-value heads, as jaxbench.attention.attention.
 
-    Products are of the keys' type, so that a cache may be kept wider than the model.
-
-    A row that may attend to nothing returns zeros. Where query i is the token of key i and positions rise along a row
-    within a segment, `is_ordered` lets `dense` leave out keys that come after a query. `dense` holds all scores;
-    `blocked` holds scores of block_size keys at a time, so that memory grows linearly with S; `fused`, and the JAX
-    twins' kernels by name, are scaled_dot_product_attention.
+    `fused`, and the JAX twin's kernels by name, are scaled_dot_product_attention.
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown.
-    Sources: Ainslie et al. 2023, arXiv:2305.13245; Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
     """
     num_heads, num_kv_heads = query.shape[2], key.shape[1]
     if num_heads % num_kv_heads:
@@ -173,10 +161,7 @@ def _blocked(
     sliding_window: int | None,
     block_size: int,
 ) -> Float[Tensor, "B K G T H"]:
-    """Online softmax over blocks of keys, for one block of queries after another.
-
-    Each block of queries is rematerialised in the backward pass, so that memory stays linear in S there too.
-    """
+    """Online softmax over key blocks, for one block of queries after another; rematerialised in the backward pass."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         part = slice(start, start + query.shape[3])

@@ -47,12 +47,16 @@ def rotate(
 
 
 def dropout(
-    x: Float[Tensor, "B T D"], rate: float, *, key: Tensor, step: Tensor | int, site: int
+    x: Float[Tensor, "B T D"], rate: float, stream: tuple[Tensor, Tensor | int] | None, *, site: int
 ) -> Float[Tensor, "B T D"]:
     """Zero values with probability `rate` (0 <= rate < 1) and scale the rest by 1 / (1 - rate).
 
-    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row.
+    The mask is the Philox stream (key, step, site), row = batch row, element = index within the row. stream: key and
+    step; None = x stays as it is.
     """
+    if stream is None or rate == 0.0:
+        return x
+    key, step = stream
     count = x.shape[1] * x.shape[2]
     rows = torch.arange(x.shape[0], device=x.device)
     words = prng.words(key, step=step, site=site, rows=rows, num_elements=count)
@@ -78,9 +82,6 @@ def fused_linear(
     groups: int,
 ) -> tuple[Float[Tensor, "*rows O"], ...]:
     """Affine maps of the same rows by one product, the kernels side by side in `groups` interleaved parts.
-
-    Part g of the wide kernel holds part g of every kernel: split over `groups` devices, each still has whole columns
-    of all kernels, so nothing moves. The wide kernel is made where it is used; parameters stay as they are.
 
     Raises:
       ValueError: a kernel's width is not a multiple of groups.

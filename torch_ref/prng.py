@@ -60,10 +60,7 @@ def lanes(
 
 
 def exponential(words: Int64[Tensor, "*shape"], *, dtype: str = "float32") -> Float[Tensor, "*shape"]:
-    """Exponentials -log(uniform) of random words, finite and positive for every word.
-
-    Above one half, log1p of the complement is used: both arguments are then exact in float32.
-    """
+    """Exponentials -log(uniform) of random words, finite and positive for every word, as jaxbench.prng.exponential."""
     k = words >> 8
     is_low = k < 2**23
     low = (torch.where(is_low, k, 0).to(getattr(torch, dtype)) + 0.5) * 2.0**-24

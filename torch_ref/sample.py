@@ -2,10 +2,7 @@
 
 Twin: jaxbench/sample.py.
 
-A generator has two programs for each bucket of sizes: prefill (prompt -> first token and cache) and decode (a loop over
-tokens, which stops when every row has ended). Sampling is Gumbel-max over the Philox stream
-(seed, step, "sample", row, vocabulary id), so that backends draw the same tokens and a row's draw does not depend on
-the batch it is in.
+The same tokens are drawn as there: Gumbel-max over the Philox stream (seed, step, "sample", row, vocabulary id).
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,32 +20,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jaxbench import philox, prompts
-from jaxbench.prompts import SamplingParams
+from jaxbench.prompts import LogitsProcessor, Programs, SamplingParams
 from torch_ref import prng
 from torch_ref.attention import KVCache
 from torch_ref.transformer import Transformer
 
 NUM_CANDIDATES = 256  # top-p looks at this many tokens before it sorts the vocabulary
-
-
-@runtime_checkable
-class LogitsProcessor(Protocol):
-    """A pure change of logits during generation. Its state is a pytree of tensors whose first axis is the rows.
-
-    `apply` sees the model's logits, before temperature and filters. A processor with a method `draw` also chooses
-    tokens, unless its attribute `draws` is False: draw(state, logits [B V], tokens [B W], length [B], step, sample)
-    returns the next state and tokens [B], -1 for a row it leaves to others. It sees logits after temperature and
-    filters; `sample` is the step's OrdinaryDraw. Rows that no processor draws are drawn by it.
-
-    A processor's attribute `shared`, where it has one, is a pytree of tensors that every row reads, such as a table;
-    `apply` and `draw` then get the pair (shared, state) in place of the state, and return the state alone.
-    """
-
-    def init(self, batch_size: int) -> Any:
-        """State before the first token, a pytree of tensors."""
-
-    def apply(self, state: Any, logits: Tensor, tokens: Tensor, length: Tensor, step: int) -> tuple[Any, Tensor]:
-        """Next state, and the changed logits; row b's context is tokens[b, :length[b]]."""
 
 
 class DecodeState(NamedTuple):
@@ -63,20 +40,6 @@ class DecodeState(NamedTuple):
     key: Tensor  # Philox key
     row_ids: Int[Tensor, " B"]
     processor_states: tuple
-
-
-class Generation(NamedTuple):
-    """Generated tokens [B M], -1 after a row's end, and how many each row has (its end-of-sequence token included)."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-
-
-class Programs(NamedTuple):
-    """The two compiled programs of a bucket; None is not compiled."""
-
-    prefill: Callable | None
-    decode: Callable | None
 
 
 def penalize_repetition(
@@ -156,7 +119,7 @@ def largest_sum(logits: Float[Tensor, "B V"], noise: Sequence[Float[Tensor, "B C
     return torch.argmax(logits + side_by_side[:, : logits.shape[1]], dim=-1)
 
 
-class Generator:
+class Generator(prompts.GeneratorBase):
     """Generates from one model, on the model's device."""
 
     def __init__(
@@ -167,17 +130,8 @@ class Generator:
         sampling: SamplingParams,
         processors: Sequence[LogitsProcessor] = (),
     ):
-        prompts.check_sampling(sampling)
-        self._model = model
-        self._device = model.embed.embedding.device
-        is_narrow_on_cpu = self._device.type == "cpu" and model.dtype in ("bfloat16", "float16")
-        self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
-        self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
-        self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
-        self._drawing = [i for i, p in enumerate(self._processors) if getattr(p, "draws", hasattr(p, "draw"))]
-        prompts.check_drawing(sampling, [self._processors[i] for i in self._drawing])
-        self._shared = tuple(getattr(processor, "shared", None) for processor in self._processors)
-        self.programs: dict[prompts.Bucket, Programs] = {}
+        self._model, self._device = model, model.embed.embedding.device
+        super().__init__(model, self._device.type, eos_id=eos_id, sampling=sampling, processors=processors)
 
     def compile(
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
@@ -214,8 +168,7 @@ class Generator:
         processor_states: Sequence | None = None,
     ) -> DecodeState:
         """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
-        limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
-        batch = prompts.pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, **limits)
+        batch = self._pad(prompt_tokens, max_new_tokens, row_ids)
         programs = self.compile(len(prompt_tokens), batch.tokens.shape[1], max_new_tokens)
         tokens, lengths, is_padding, row_ids = (torch.from_numpy(x).to(self._device) for x in batch)
         key = prng.key_from_seed(seed, device=str(self._device))
@@ -231,38 +184,10 @@ class Generator:
         """
         if max_new_tokens <= 1:
             return state
-        sizes = tuple(state.tokens.shape)
-        room = sizes[1] - int(state.slot) + int(state.step) - 1
-        if max_new_tokens > room:
-            raise ValueError(f"decode: max_new_tokens={max_new_tokens}, but prefill made room for {room}")
-        fitting = (p.decode for b, p in self.programs.items() if p.decode and (b.batch_size, b.num_slots) == sizes)
-        program = next(fitting, None)
-        if program is None:
-            raise ValueError(f"decode: no program for a state of {sizes}: prefill it with max_new_tokens above 1")
-        return program(state, max_new_tokens)
+        return self._decode_program(state, max_new_tokens)(state, max_new_tokens)
 
-    def __call__(
-        self,
-        prompt_tokens: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        seed: int,
-        row_ids: Sequence[int] | None = None,
-        processor_states: Sequence | None = None,
-    ) -> Generation:
-        """Continue each prompt (token ids) by at most max_new_tokens.
-
-        Rows draw from the streams of their row_ids (0, 1, ... by default). Each processor starts from its state in
-        processor_states, whose rows are the prompts; unset, from what its `init` returns.
-
-        Raises:
-          ValueError: a prompt is empty, has an unknown token, or does not fit the model's context; states do not fit.
-        """
-        options = {"max_new_tokens": max_new_tokens, "row_ids": row_ids, "processor_states": processor_states}
-        state = self.prefill(prompt_tokens, seed=seed, **options)
-        state = self.decode(state, max_new_tokens)
-        arrays = (state.tokens.cpu().numpy(), state.lengths.cpu().numpy())
-        return Generation(*prompts.continuations(prompt_tokens, *arrays))
+    def _to_host(self, x: Tensor) -> np.ndarray:
+        return x.cpu().numpy()
 
     def _prefill(self, num_slots, tokens, lengths, finished, key, row_ids, states) -> DecodeState:
         index = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
@@ -270,17 +195,9 @@ class Generator:
         hidden, cache = self._model.features(tokens, positions)
         last = hidden[torch.arange(tokens.shape[0]), lengths - 1]
         tokens = F.pad(tokens, (0, num_slots - tokens.shape[1]))
-        state = DecodeState(
-            cache.padded(num_slots, dtype=self._cache_dtype),
-            tokens,
-            lengths,
-            finished,
-            key=key,
-            row_ids=row_ids,
-            processor_states=states,
-            step=0,
-            slot=int(lengths.max()),
-        )
+        step, slot = 0, int(lengths.max())
+        cache = cache.padded(num_slots, dtype=self._cache_dtype)
+        state = DecodeState(cache, tokens, lengths, finished, step, slot, key, row_ids, states)
         return self._append(state, self._model.logits(last[:, None])[:, 0], self._shared)
 
     def _decode(self, state: DecodeState, limit: int) -> DecodeState:
@@ -303,7 +220,7 @@ class Generator:
         context = (state.tokens, state.lengths, state.step)
         states = list(state.processor_states)
         for i, processor in enumerate(self._processors):
-            states[i], logits = processor.apply(_with_shared(shared[i], states[i]), logits, *context)
+            states[i], logits = processor.apply(self._seen(i, states, shared), logits, *context)
         where = {"key": state.key, "step": state.step, "row_ids": state.row_ids}
         if not self._drawing:
             token = draw(logits, self._sampling, **where)
@@ -311,7 +228,7 @@ class Generator:
             logits, sample = filter_logits(logits, self._sampling), OrdinaryDraw(**where)
             token = torch.full_like(state.lengths, -1)
             for i in self._drawing:
-                given = (_with_shared(shared[i], states[i]), logits, *context, sample)
+                given = (self._seen(i, states, shared), logits, *context, sample)
                 states[i], drawn = self._processors[i].draw(*given)
                 token = torch.where(token < 0, drawn.to(token.dtype), token)
             token = _fill(token, state.finished, lambda: sample(logits))
@@ -324,10 +241,6 @@ class Generator:
             step=state.step + 1,
             processor_states=tuple(states),
         )
-
-
-def _with_shared(shared: Any, state: Any) -> Any:
-    return state if shared is None else (shared, state)
 
 
 def _fill(token: Int[Tensor, " B"], finished: Bool[Tensor, " B"], sample: Callable[[], Tensor]) -> Int[Tensor, " B"]:

@@ -44,10 +44,7 @@ def loss_of(output: Float[Tensor, "B T V"], batch: Batch) -> Float[Tensor, ""]:
 
 
 def loss_fn(model: Any, batch: Batch, *, dropout: tuple[Tensor, Tensor | int] | None = None) -> Float[Tensor, ""]:
-    """Training loss of a model on a batch, in nats per token; dropout is (Philox key, step), None = off.
-
-    Where layers hand on a loss of their own, such as that of a bank's compression, it is added.
-    """
+    """Training loss of a model on a batch, in nats per token, layers' own losses added, as jaxbench.train.loss_fn."""
     if not model.auxiliary_weight:
         return loss_of(predict(model, batch, dropout=dropout), batch)
     hidden, cache = model.features(batch.tokens, batch.positions, segments=batch.segments, dropout=dropout)

@@ -1,15 +1,12 @@
 """The decoder of the Llama, Qwen3 and GPT-2 families in PyTorch.
 
 Twins: jaxbench/transformer.py, jaxbench/eqx/transformer.py.
-
-Data's way through one call: tokens [B T] -> embed -> blocks (norm, attention, norm, MLP; residual) -> norm -> logits.
-Keys and values of the call come back as a KVCache; padded and handed in again, the next tokens continue from it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from jaxbench import philox, rotary
+from jaxbench import extension, philox, rotary
 from jaxbench.config import Compute, TransformerConfig
 from torch_ref import functional, nn
 from torch_ref.attention import Context, KVCache, Spans, attention
@@ -117,19 +114,13 @@ class Block(torch.nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, Tensor]]:
         """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         mixed, cached = self._mix(self.attention_norm(x), context, cached)
-        x = x + self._drop(mixed, context, sites[0])
-        x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
+        x = x + functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
+        x = x + functional.dropout(self.mlp(self.mlp_norm(x)), self.dropout, context.dropout, site=sites[1])
         return x, cached
 
     def _mix(self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None) -> tuple[Tensor, tuple]:
         """Attention output, and the layer's entry of the cache."""
         return self.attention(x, context, cached)
-
-    def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
-        if context.dropout is None or self.dropout == 0.0:
-            return x
-        key, step = context.dropout
-        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(torch.nn.Module):
@@ -201,28 +192,15 @@ class Transformer(torch.nn.Module):
         else:
             hidden = hidden + self.position(torch.clamp(positions, min=0))
         context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
-        cached = [None] * len(self.layers) if cache is None else _by_layer(cache)
+        cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
         for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
-        keys, values, *memory = _by_kind(cached)
+        keys, values, *memory = extension.by_kind(cached)
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Logits of hidden states, by the head or the tied embedding."""
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
-
-
-def _by_layer(cache: KVCache) -> list[tuple]:
-    """Each layer's entry of the cache."""
-    return list(zip(cache.keys, cache.values, *([cache.memory] if cache.memory else [])))
-
-
-def _by_kind(cached: Sequence[tuple]) -> list[tuple]:
-    """Keys, values and, where a layer has it, memory of all layers, from each layer's entry of the cache."""
-    kinds = [tuple(each[i] for each in cached) for i in range(2)]
-    if all(len(each) == 2 for each in cached):
-        return kinds
-    return [*kinds, tuple(each[2] if len(each) > 2 else None for each in cached)]
 
 
 def build(
@@ -233,19 +211,7 @@ def build(
     device: str = "cpu",
     **compute: Any,
 ) -> Transformer:
-    """Decoder of a configuration holding `params`, cast to dtype.
-
-    Args:
-      config: its shape.
-      params: values by dotted name.
-      make_layer: make_layer(config, index, compute) makes the layers where some are of a workload's own kind
-        (extension.py). None = every layer is a Block.
-      compute: the fields of Compute, such as dtype and implementation.
-
-    Raises:
-      ValueError: a parameter is missing, unused or misshapen, all names are listed; make_layer is missing; or layers
-        that differ would run in a scan.
-    """
+    """Decoder of a configuration holding `params`, on a device: as jaxbench.transformer.build."""
     with torch.device("meta"):
         model = Transformer(config, Compute(**compute), make_layer)
     return nn.load_params(model, params, device=device)

@@ -141,7 +141,8 @@ class Launch:
                 self._append_mfu(arm, load, answers, ready[arm, load]["device_kind"])
         self._append_tokens(loads)
         for arm in self._alive(quietly=True):
-            self._append_memory(arm, stage)
+            for metric, size in (self._ask(arm, "memory") or {}).items():
+                self._append(arm, metric, stage, [size])
             self._ask(arm, "unload")
 
     def _prepare(self, arm: str, load: Workload) -> dict | None:
@@ -231,13 +232,6 @@ class Launch:
             values = [work * rate / peak for rate in rates(load, answers)["train_tokens_per_s"]]
             detail = {"peak_flops_per_s": peak, "peak": "data sheet" if known else "measured", "flops_per_token": work}
             self._append(arm, metric, load, values, **detail)
-
-    def _append_memory(self, arm: str, stage: Workload) -> None:
-        answer = self._ask(arm, "memory")
-        if answer is not None:
-            self._append(arm, "peak_memory_bytes", stage, [answer["peak_bytes"]])
-            if "device_peak_bytes" in answer:
-                self._append(arm, "device_peak_bytes", stage, [answer["device_peak_bytes"]])
 
     def _append_tokens(self, loads: list[Workload]) -> None:
         """Record the digest of each arm's output and where it first differs from the baseline's."""

@@ -116,7 +116,12 @@ def random_decoder(model: str) -> TransformerConfig | None:
     """Shape of a model with random weights: tiny, or that of a training configuration; None for others."""
     if model == "tiny":
         return TINY
-    return _decoder_of(model) if model.endswith(".yaml") else None
+    if not model.endswith(".yaml"):
+        return None
+    decoder = config.load(model, (), TrainConfig).model
+    if decoder.vocab_size is None:
+        raise ValueError(f"compare: --model={model} leaves model.vocab_size to its tokenizer; name a size in it")
+    return decoder.resolved(decoder.vocab_size)
 
 
 def find_model(suite: Suite, workdir: Path) -> Model:
@@ -137,14 +142,6 @@ def find_model(suite: Suite, workdir: Path) -> Model:
         return Model(checkpoint.config, folder, sha256, path)
     values = json.loads((folder / "config.json").read_text())
     return Model(families.config_from_hf(values, folder), folder, sha256, path)
-
-
-def _decoder_of(path: str) -> TransformerConfig:
-    """Decoder of a training configuration."""
-    model = config.load(path, (), TrainConfig).model
-    if model.vocab_size is None:
-        raise ValueError(f"compare: --model={path} leaves model.vocab_size to its tokenizer; name a size in it")
-    return model.resolved(model.vocab_size)
 
 
 def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -> Model:

@@ -41,7 +41,7 @@ class TrainStep(Base):
     """One AdamW step of a shallow model of the default model's width (never the full depth: time and memory).
 
     Two forms: "plain" is AdamW alone, weights and moments in dtype; "run" is the step of experiments/train.py, weights
-    and moments in float32, products in dtype, gradients clipped (bench/arms/run_step.py), and its MFU is reported too.
+    and moments in float32, products in dtype, gradients clipped (bench/arms/twin_arm.py), and its MFU is reported too.
     """
 
     enabled: bool = True

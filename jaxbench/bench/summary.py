@@ -36,13 +36,13 @@ class Row(NamedTuple):
     value: float | None  # median over launches of the launch medians; None when every launch failed or was skipped
     unit: str
     launches: tuple[float, ...]  # launch medians, in order
-    ratio: tuple[float, float, float] | None  # (point, low, high) to the baseline, > 1 is better; None = not compared
-    log_ratios: tuple[float, ...]  # one a launch, > 0 is better
-    verdict: str  # faster, slower, undecided, baseline, or "" (not compared)
-    holm: bool  # the verdict also holds after Holm's correction over the whole table
-    launches_needed: int | None  # an undecided row: launches that would decide it, None = unknown or more than 200
     share_of_roofline: float | None  # 0..1, of the rate the machine allows; None where there is no bound
     reason: str  # why there is no value
+    verdict: str  # faster, slower, undecided, baseline, or "" (not compared)
+    ratio: tuple[float, float, float] | None = None  # (point, low, high) to the baseline, > 1 is better; None = none
+    log_ratios: tuple[float, ...] = ()  # one a launch, > 0 is better
+    holm: bool = False  # the verdict also holds after Holm's correction over the whole table
+    launches_needed: int | None = None  # an undecided row: those that would decide it, None = unknown or more than 200
 
 
 def rows(records: Sequence[Record], rules: Verdicts) -> list[Row]:
@@ -83,13 +83,9 @@ def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Rec
         value=verdicts.median(values) if values else None,
         unit=last.unit,
         launches=values,
-        ratio=None,
-        log_ratios=(),
-        verdict="baseline" if arm == rules.baseline and metric in COMPARED else "",
-        holm=False,
-        launches_needed=None,
         share_of_roofline=verdicts.median(shares) if shares else None,
         reason="" if values else last.reason,
+        verdict="baseline" if arm == rules.baseline and metric in COMPARED else "",
     )
     if metric not in COMPARED or arm == rules.baseline:
         return row, None

@@ -14,7 +14,6 @@ the chips that share them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 
 import pydantic
@@ -70,26 +69,19 @@ def compile_topology(config: TransformerConfig, topology: chips.Topology, settin
     shallow = config.model_copy(
         update={"num_layers": min(settings.train_layers or config.num_layers, config.num_layers)}
     )
-    batches = (settings.prefill_batch, settings.decode_batch, settings.train_batch)
-    prefill_batch, decode_batch, train_batch = (-(-batch // rows) * rows for batch in batches)
-    abstract = functools.partial(mesh_programs.abstract_model, dtype=settings.dtype, scan_layers=settings.scan_layers)
-    plan = functools.partial(mesh_programs.make_plan, devices=devices, model_axis=settings.model_axis)
-
-    def prefill() -> mesh_programs.Program:
-        placed = plan(config, batch=prefill_batch, tokens=settings.prefill_tokens)
-        return mesh_programs.prefill(abstract(config), placed, batch=prefill_batch, tokens=settings.prefill_tokens)
-
-    def decode() -> mesh_programs.Program:
-        placed = plan(config, batch=decode_batch, tokens=1)
-        return mesh_programs.decode(abstract(config), placed, batch=decode_batch, length=settings.decode_length)
-
-    def train() -> mesh_programs.Program:
-        placed = plan(shallow, batch=train_batch, tokens=settings.train_tokens, is_split=True)
-        return mesh_programs.train(abstract(shallow), placed, batch=train_batch, tokens=settings.train_tokens)
-
-    for used, make in ((config, prefill), (config, decode), (shallow, train)):
-        program = make()
-        yield _compile_program(program, used, topology, settings)
+    programs = (
+        (mesh_programs.prefill, config, settings.prefill_batch, {"tokens": settings.prefill_tokens}),
+        (mesh_programs.decode, config, settings.decode_batch, {"length": settings.decode_length}),
+        (mesh_programs.train, shallow, settings.train_batch, {"tokens": settings.train_tokens}),
+    )
+    for make, used, batch, size in programs:
+        batch = -(-batch // rows) * rows
+        plan = mesh_programs.make_plan(
+            used, batch=batch, tokens=size.get("tokens", 1), is_split=make is mesh_programs.train, devices=devices,
+            model_axis=settings.model_axis,
+        )  # fmt: skip
+        model = mesh_programs.abstract_model(used, dtype=settings.dtype, scan_layers=settings.scan_layers)
+        yield _compile_program(make(model, plan, batch=batch, **size), used, topology, settings)
 
 
 def _compile_program(program, config: TransformerConfig, topology: chips.Topology, settings: Settings) -> list[Record]:

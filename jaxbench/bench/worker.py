@@ -57,7 +57,7 @@ class Session:
 
     def memory(self) -> dict:
         """Peak memory since the weights were loaded, in bytes."""
-        answer = {"peak_bytes": max(worker.peak_bytes() - self.level_bytes, 0)}
+        answer = {"peak_memory_bytes": max(worker.peak_bytes() - self.level_bytes, 0)}
         device = self.arm.device_memory()
         return answer | ({} if device is None else {"device_peak_bytes": device})
 

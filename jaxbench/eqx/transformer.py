@@ -1,9 +1,6 @@
 """The decoder of the Llama, Qwen3 and GPT-2 families in Equinox.
 
 Twins: jaxbench/transformer.py, torch_ref/transformer.py.
-
-Data's way through one call: tokens [B T] -> embed -> blocks (norm, attention, norm, MLP; residual) -> norm -> logits.
-Keys and values of the call come back as a KVCache; padded and handed in again, the next tokens continue from it.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxbench import functional, libtpu, philox, rotary
+from jaxbench import extension, functional, libtpu, philox, rotary
 from jaxbench.attention import Context, KVCache, Spans, attention
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.eqx import nn
@@ -137,15 +134,9 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
         """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         mixed, cached = self.attention(self.attention_norm(x), context, cached)
-        x = x + self._drop(mixed, context, sites[0])
-        x = x + self._drop(self.mlp(self.mlp_norm(x)), context, sites[1])
+        x = x + functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
+        x = x + functional.dropout(self.mlp(self.mlp_norm(x)), self.dropout, context.dropout, site=sites[1])
         return x, cached
-
-    def _drop(self, x: Array, context: Context, site: int | Array) -> Array:
-        if context.dropout is None or self.dropout == 0.0:
-            return x
-        key, step = context.dropout
-        return functional.dropout(x, self.dropout, key=key, step=step, site=site)
 
 
 class Transformer(eqx.Module):
@@ -232,11 +223,10 @@ class Transformer(eqx.Module):
         return self.embed.attend(hidden) if self.head is None else self.head(hidden)
 
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
-        cached = [None] * len(self.layers) if cache is None else list(zip(cache.keys, cache.values))
+        cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
         for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
-        keys, values = zip(*cached)
-        return hidden, keys, values
+        return hidden, *extension.by_kind(cached)
 
     def _scan(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         """Run one compiled body over the stacked layers: compile time no longer grows with depth."""
@@ -259,18 +249,10 @@ def build(
     make_layer: Callable[..., Block] | None = None,
     **compute: Any,
 ) -> Transformer:
-    """Decoder of a configuration holding `params`, cast to dtype.
-
-    Args:
-      config: its shape.
-      params: values by dotted name.
-      make_layer: make_layer(config, index, compute) makes the layers; what they cache is keys and values alone.
-        None = every layer is a Block.
-      compute: the fields of Compute, such as dtype and implementation.
+    """Decoder of a configuration holding `params`, as jaxbench.transformer.build; layers cache keys and values alone.
 
     Raises:
-      ValueError: a parameter is missing, unused or misshapen, all names are listed; or the configuration has layers
-        that this twin has not.
+      ValueError: as there; or the configuration has layers that this twin has not.
     """
     libtpu.leave_out_if_absent()
     model = eqx.filter_eval_shape(lambda: Transformer(config, Compute(**compute), make_layer))

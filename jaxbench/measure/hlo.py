@@ -91,23 +91,23 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
         elif line.rstrip() == "}":  # a kernel's metadata may go over several lines, one of which begins so too
             current = None
         elif match := _INSTRUCTION.match(line):
-            shape, opcode = _split_instruction(match.group(2))
-            computations[current].append(_Instruction(opcode, shape, line))
+            shape = next(_split(match.group(2), " "))
+            opcode = re.match(r"\s*([a-z][a-z0-9\-]*)\(", match.group(2)[len(shape) :])
+            computations[current].append(_Instruction(opcode.group(1) if opcode else "", shape, line))
     if not entry:
         raise ValueError(f"hlo: no ENTRY computation in a text of {len(text)} characters")
     return computations, entry
 
 
-def _split_instruction(rest: str) -> tuple[str, str]:
-    """Split `shape opcode(operands)...`; a tuple shape is in balanced parentheses, layouts hold more of them."""
-    depth, end = 0, len(rest)
-    for index, character in enumerate(rest):
+def _split(text: str, separator: str) -> Iterator[str]:
+    """Yield the parts of a text between separators that no bracket encloses."""
+    depth, start = 0, 0
+    for index, character in enumerate(text):
         depth += (character in "({[") - (character in ")}]")
-        if depth == 0 and character == " ":
-            end = index
-            break
-    opcode = re.match(r"\s*([a-z][a-z0-9\-]*)\(", rest[end:])
-    return rest[:end], opcode.group(1) if opcode else ""
+        if depth == 0 and character == separator:
+            yield text[start:index]
+            start = index + 1
+    yield text[start:]
 
 
 def _walk(
@@ -147,25 +147,13 @@ def _chain(line: str) -> tuple[str, str] | None:
 
 
 def _result_bytes(instruction: _Instruction) -> int:
-    """Bytes of the result; a start's tuple is (operands, results, contexts): the larger half counts."""
-    sizes = shape_bytes(instruction.shape)
-    if not instruction.opcode.endswith("-start") or not instruction.shape.startswith("("):
-        return sum(sizes)
-    if instruction.opcode == "all-reduce-start":
-        return sum(sizes)  # its shape is the result's alone, a tuple only when several arrays are reduced together
-    inner = _tuple_parts(instruction.shape)
-    return sum(shape_bytes(inner[1])) if len(inner) > 1 else sum(sizes)
-
-
-def _tuple_parts(shape: str) -> list[str]:
-    """Split a tuple shape at its top-level commas."""
-    parts, depth, start = [], 0, 1
-    for index, character in enumerate(shape):
-        depth += (character in "({[") - (character in ")}]")
-        if (character == "," and depth == 1) or (depth == 0 and index):
-            parts.append(shape[start:index])
-            start = index + 1
-    return parts
+    """Bytes of the result; a start's tuple is (operands, results, contexts)."""
+    result = instruction.shape
+    # An all-reduce's shape is the result's alone, a tuple only when several arrays are reduced together.
+    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start" and result.startswith("("):
+        parts = list(_split(result[1:-1], ","))
+        result = parts[1] if len(parts) > 1 else result
+    return sum(shape_bytes(result))
 
 
 def _group_size(line: str, num_chips: int) -> int:

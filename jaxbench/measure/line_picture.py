@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import NamedTuple
 
-from jaxbench.measure.svg_card import GAP, MARGIN, WIDTH, card
+from jaxbench.measure.svg_card import GAP, MARGIN, WIDTH, card, element
 
 HEIGHT = 300  # of a panel, with HEAD above for its title and FOOT below for its axis
 HEAD, FOOT = 30, 46
 LABEL = 52  # width left of a panel's lines, for numbers
 LEGEND = 22  # height of a row of names
 GRID = "  .grid { stroke: #8b949e; stroke-opacity: 0.3; }\n"
-DASHES = {False: "", True: ' stroke-dasharray="5 4"'}
 
 
 class Point(NamedTuple):
@@ -111,34 +109,24 @@ def _panel(panel: Panel, left: float, top: float, width: float) -> list[str]:
     def at_y(value: float) -> float:
         return below - panel.y.share(value) * (below - above)
 
-    elements = [f'<text class="head" x="{left:.0f}" y="{top + 14}">{escape(panel.title)}</text>']
+    elements = [element("text", panel.title, class_="head", x=round(left), y=top + 14)]
     for value, label in panel.y.ticks.items():
         y = at_y(value)
-        elements.append(f'<line class="grid" x1="{start:.1f}" x2="{end:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        elements.append(
-            f'<text class="note" x="{start - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>'
-        )
+        elements.append(element("line", class_="grid", x1=start, x2=end, y1=y, y2=y))
+        elements.append(element("text", label, class_="note", x=start - 8, y=y + 4, text_anchor="end"))
     for value, label in panel.x.ticks.items():
-        elements.append(
-            f'<text class="note" x="{at_x(value):.1f}" y="{below + 18}" text-anchor="middle">{escape(label)}</text>'
-        )
+        elements.append(element("text", label, class_="note", x=at_x(value), y=below + 18, text_anchor="middle"))
     middle = (start + end) / 2
-    elements.append(
-        f'<text class="note" x="{middle:.1f}" y="{below + 38}" text-anchor="middle">{escape(panel.x.title)}</text>'
-    )
+    elements.append(element("text", panel.x.title, class_="note", x=middle, y=below + 38, text_anchor="middle"))
     for line in panel.lines:
         places = [(at_x(point.x), at_y(point.y)) for point in line.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        elements.append(
-            f'<polyline points="{path}" fill="none" stroke="{line.color}" stroke-width="2"{DASHES[line.is_dashed]}/>'
-        )
+        elements.append(element("polyline", points=path, fill="none", **_stroke(line)))
         for point, (x, y) in zip(line.points, places, strict=True):
             if point.low is not None and point.high is not None:
-                elements.append(
-                    f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{at_y(point.low):.1f}" y2="{at_y(point.high):.1f}" '
-                    f'stroke="{line.color}" stroke-opacity="0.5"/>'
-                )
-            elements.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.color}"/>')
+                low, high = at_y(point.low), at_y(point.high)
+                elements.append(element("line", x1=x, x2=x, y1=low, y2=high, stroke=line.color, stroke_opacity=0.5))
+            elements.append(element("circle", cx=x, cy=y, r=3, fill=line.color))
     return elements
 
 
@@ -147,9 +135,10 @@ def _legend(lines: Sequence[Line], top: float) -> list[str]:
     column, elements = (WIDTH - 2 * MARGIN) / 4, []
     for index, line in enumerate(lines):
         x, y = MARGIN + index % 4 * column, top + LEGEND * (index // 4)
-        elements.append(
-            f'<line x1="{x:.1f}" x2="{x + 24:.1f}" y1="{y}" y2="{y}" stroke="{line.color}" stroke-width="2"'
-            f"{DASHES[line.is_dashed]}/>"
-        )
-        elements.append(f'<text class="arm" x="{x + 32:.1f}" y="{y + 4}">{escape(line.name)}</text>')
+        elements.append(element("line", x1=x, x2=x + 24, y1=y, y2=y, **_stroke(line)))
+        elements.append(element("text", line.name, class_="arm", x=x + 32, y=y + 4))
     return elements
+
+
+def _stroke(line: Line) -> dict[str, float | str]:
+    return {"stroke": line.color, "stroke_width": 2} | ({"stroke_dasharray": "5 4"} if line.is_dashed else {})

@@ -40,7 +40,8 @@ def render(
     Args:
       title: its heading.
       sections: in order; those that are not there are left out of the contents and of the template's `sections`.
-      figures: id of a chart -> what it draws. The shell alone shows the chart `chart-NAME` in each section.
+      figures: id of a chart -> what it draws. The shell alone shows the chart `chart-NAME` in each section, and the
+        value `lead` above them.
       name: the browser's title (unset: the heading).
       template: of the page; unset: the shell.
       filters: the template's own.

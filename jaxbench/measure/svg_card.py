@@ -25,11 +25,17 @@ STYLE = """
 """
 
 
+def element(tag: str, words: str = "", **attributes: float | str) -> str:
+    """One SVG element; words are escaped, floats shown to a tenth, and `_` in an attribute's name stands for `-`."""
+    shown = {name: f"{value:.1f}" if isinstance(value, float) else value for name, value in attributes.items()}
+    named = " ".join(f'{name.strip("_").replace("_", "-")}="{value}"' for name, value in shown.items())
+    return f"<{tag} {named}>{escape(words)}</{tag}>" if words else f"<{tag} {named}/>"
+
+
 def card(title: str, note: str, body: Sequence[str], *, height: float, style: str = "") -> str:
     """A whole SVG file: title and note on a card of WIDTH x `height`, and the elements of `body`."""
-    lines = [f'<text class="title" x="{MARGIN}" y="44">{escape(title)}</text>']
-    lines.append(f'<text class="note" x="{MARGIN}" y="66">{escape(note)}</text>')
-    content = "\n".join([*lines, *body])
+    heading = element("text", title, class_="title", x=MARGIN, y=44)
+    content = "\n".join([heading, element("text", note, class_="note", x=MARGIN, y=66), *body])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'role="img" aria-label="{escape(title, quote=True)}">\n<style>{STYLE}{style}</style>\n'

@@ -103,11 +103,9 @@ def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
     """
     p = np.asarray(p_values, np.float64)
     order = np.argsort(p, axis=-1, kind="stable")
-    factors = np.arange(p.shape[-1], 0, -1, dtype=np.float64).reshape((1,) * (p.ndim - 1) + (-1,))
+    factors = np.arange(p.shape[-1], 0, -1, dtype=np.float64)
     stepped = np.maximum.accumulate(np.minimum(1.0, np.take_along_axis(p, order, axis=-1) * factors), axis=-1)
-    out = np.empty_like(p)
-    np.put_along_axis(out, order, stepped, axis=-1)
-    return out
+    return np.take_along_axis(stepped, np.argsort(order, axis=-1), axis=-1)
 
 
 def launches_needed(log_ratios: Sequence[float], *, confidence: float = 0.95, margin: float = 0.0) -> int | None:

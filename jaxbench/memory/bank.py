@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 from jaxbench import functional, nn
 from jaxbench.memory import layout
 from jaxbench.memory.bank_config import BankConfig
-from jaxbench.memory.target import Batch, mean_squared_error
 
 
 class BankState(NamedTuple):
@@ -44,6 +43,11 @@ class BankState(NamedTuple):
     pending: Float[Array, "B C D"]  # tokens of an unfinished block
     count: Int[Array, " B"]  # number of pending tokens, 0 to C - 1
     compressed: Int[Array, " B"]  # tokens compressed so far
+
+    @property
+    def penalised(self) -> tuple[Float[Array, "..."], ...]:
+        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        return (self.slots,)
 
 
 def attend(
@@ -177,8 +181,7 @@ class Bank(nnx.Module):
 
     def reset(self, state: BankState, is_reset: Bool[Array, " B"]) -> BankState:
         """Reset some rows of a state to empty banks."""
-        empty = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.select_rows, is_reset), empty, state)
+        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
 
     def _check(self, state: BankState, batch_size: int) -> None:
         wanted = [(batch_size, n, self.d_model) for n in (*self.capacities, self.block_size)]
@@ -294,7 +297,7 @@ class Bank(nnx.Module):
             cosine=jnp.where(is_compressed, cosine, state.cosine),
             compressed=state.compressed + jnp.where(is_compressed, size, 0),
         )
-        state = layout.tree_map(functools.partial(layout.select_rows, is_full), written, state)
+        state = layout.select_rows(is_full, written, state)
         loss_sum = jnp.sum(jnp.where(is_compressed, loss, jnp.zeros((), loss.dtype)))
         return state, jnp.stack([loss_sum, jnp.sum(is_compressed).astype(loss.dtype)])
 
@@ -356,29 +359,6 @@ class Bank(nnx.Module):
             jnp.maximum(lengths, jnp.finfo(fixed_target.dtype).tiny)
         )
         return loss, jnp.mean(cosine, axis=(1, 2))
-
-
-# Training on a target: the task of the parity cases
-
-
-def predict(
-    model: Bank, batch: Batch, *, dropout: Any = None
-) -> tuple[Float[Array, "B T D"], BankState, Float[Array, ""]]:
-    """Outputs of the bank on a batch, the state behind it and the reconstruction loss; there is no dropout."""
-    return model(batch.x.astype(model.dtype), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Array, "B T D"], BankState, Float[Array, ""]], batch: Batch) -> Float[Array, ""]:
-    """Mean squared error at tokens, plus the reconstruction loss, plus the mean square of the slots."""
-    memory_out, state, loss = output
-    error = mean_squared_error(memory_out, batch)
-    slots = jnp.mean(jnp.square(state.slots.astype(error.dtype)))
-    return error + loss.astype(error.dtype) + slots
-
-
-def loss_fn(model: Bank, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: BankConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> Bank:

@@ -76,13 +76,10 @@ def parameter_shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a block's parameters by dotted name; kernels are (in, out)."""
     name, source, memory = _memory(config)
     shapes = {f"{name}.{inner}": shape for inner, shape in source.parameter_shapes(memory).items()}
-    return _attention_shapes(config) | shapes | {f"{norm}.scale": (config.d_model,) for norm in norm_names(config)}
-
-
-def norm_names(config: BlockConfig) -> tuple[str, ...]:
-    """Names of a block's norms: of the attention's and the memory's outputs, or of the attention's input."""
-    names = {"mac": ("answer_norm", "memory_norm"), "mag": ("answer_norm", "memory_norm"), "mal": ("input_norm",)}
-    return names.get(config.kind, ())
+    # Norms of the attention's and the memory's outputs, or of the attention's input.
+    norms = {"mac": ("answer_norm", "memory_norm"), "mag": ("answer_norm", "memory_norm"), "mal": ("input_norm",)}
+    shapes |= {f"{norm}.scale": (config.d_model,) for norm in norms.get(config.kind, ())}
+    return _attention_shapes(config) | shapes
 
 
 def _attention_shapes(config: BlockConfig) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from jaxbench.memory.bank import Bank, BankState
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.neural import NeuralMemory, NeuralState
 from jaxbench.memory.sliding_window import LocalAttention, LocalState
-from jaxbench.memory.target import Batch, mean_squared_error
 
 Stream = Float[Array, "B T D"]
 IsToken = Bool[Array, "B T"] | None  # False = padding; None = no padding
@@ -41,6 +40,14 @@ class BlockState(NamedTuple):
     local: LocalState | None  # keys and values of the sliding window
     memory: NeuralState | BankState
     tail: Float[Array, "B K-1 C"] | None  # memory as context: last inputs of the recall's convolutions
+
+    @property
+    def penalised(self) -> tuple[Float[Array, "..."], ...]:
+        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        return tuple(x for x in jax.tree.leaves(self) if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+Answer = tuple[Stream, BlockState]  # a block's output, and the state behind it
 
 
 class Block(nnx.Module):
@@ -95,8 +102,7 @@ class Block(nnx.Module):
 
     def reset(self, state: BlockState, is_reset: Bool[Array, " B"]) -> BlockState:
         """Reset some rows of a state to the initial state."""
-        initial = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.select_rows, is_reset), initial, state)
+        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
 
     def _check(self, state: BlockState) -> None:
         """Refuse the state of another kind of block; attention and memory check its sizes."""
@@ -111,23 +117,19 @@ class Block(nnx.Module):
     def _parts(self, state: BlockState | None) -> tuple[LocalState | None, NeuralState | BankState | None]:
         return (None, None) if state is None else (state.local, state.memory)
 
-    def _alone(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> tuple[Stream, BlockState]:
+    def _alone(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """The memory alone (Titans, section 4.3)."""
         memory_out, memory = self.memory(x, self._parts(state)[1], is_token=is_token, learn=learn)
         return memory_out, BlockState(None, memory, None)
 
-    def _as_gate(
-        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
-    ) -> tuple[Stream, BlockState]:
+    def _as_gate(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """Memory as gate (Titans, eq. 26 to 28): sliding-window attention, gated by the memory's output."""
         local, memory = self._parts(state)
         attention_out, local = self.attention(x, local, is_token=is_token)
         memory_out, memory = self.memory(x, memory, is_token=is_token, learn=learn)
         return self._gated(self.answer_norm(attention_out), memory_out), BlockState(local, memory, None)
 
-    def _as_layer(
-        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
-    ) -> tuple[Stream, BlockState]:
+    def _as_layer(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """Memory as layer (Titans, eq. 29 to 31): attention to the memory's outputs plus its inputs (section 4.4)."""
         local, memory = self._parts(state)
         memory_out, memory = self.memory(x, memory, is_token=is_token, learn=learn)
@@ -150,9 +152,7 @@ class Block(nnx.Module):
         wide = jnp.promote_types(attention_out.dtype, jnp.float32)
         return attention_out * jax.nn.sigmoid(self.memory_norm(memory_out).astype(wide)).astype(attention_out.dtype)
 
-    def _as_context(
-        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
-    ) -> tuple[Stream, BlockState]:
+    def _as_context(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """Memory as context (Titans, eq. 21 to 25), segment after segment."""
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
@@ -207,35 +207,9 @@ class Block(nnx.Module):
         local = attention.advance(local, is_new)
         # Where the memory did not learn all of a segment, its chunk ends with the segment all the same.
         is_done = local.count == 0
-        anchor = layout.tree_map(functools.partial(layout.select_rows, is_done), memory.weights, memory.anchor)
+        anchor = layout.select_rows(is_done, memory.weights, memory.anchor)
         memory = memory._replace(anchor=anchor, count=jnp.where(is_done, 0, memory.count))
         return BlockState(local, memory, before.tail), self._gated(attention_out, memory_out)
-
-
-# Training on a target: the task of the parity cases
-
-
-def predict(
-    model: Block, batch: Batch, *, dropout: Any = None
-) -> tuple[Float[Array, "B T D"], BlockState, Float[Array, ""]]:
-    """Outputs of the block on a batch, the state behind it and the reconstruction loss; there is no dropout."""
-    return model(batch.x.astype(model.dtype), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Array, "B T D"], BlockState, Float[Array, ""]], batch: Batch) -> Float[Array, ""]:
-    """Mean squared error at tokens, plus the reconstruction loss, plus mean squares of the state's arrays."""
-    block_out, state, loss = output
-    error = mean_squared_error(block_out, batch)
-    loss = loss.astype(error.dtype) + error
-    for leaf in jax.tree.leaves(state):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            loss = loss + jnp.mean(jnp.square(leaf.astype(error.dtype)))
-    return loss
-
-
-def loss_fn(model: Block, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: BlockConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> Block:

@@ -29,9 +29,7 @@ class NeuralMemoryConfig(Base):
     activation: Literal["gelu", "gelu_erf", "silu"] = "gelu"  # between its layers; gelu is the tanh approximation
     residual_norm: bool = False  # M(x) = LayerNorm(network(x)) (1 + gain) + x, of Sun et al. 2024; the paper is silent
     loss_reduction: Literal["sum", "mean"] = "sum"  # over the head's width; mean = a learning rate / head_dim
-    read: Literal["token", "before", "chunk"] = (
-        "token"  # weights that read out token t: M_t, M_(t-1), M before its chunk
-    )
+    read: Literal["token", "before", "chunk"] = "token"  # token t is read out at M_t, M_(t-1), M before its chunk
     momentum: bool = True  # False: eta = 0
     forgetting: bool = True  # False: alpha = 0
     max_theta: float = Field(default=1.0, gt=0)  # theta lies in (0, max_theta)

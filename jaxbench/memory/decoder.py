@@ -15,13 +15,16 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import transformer
+from jaxbench import parameters, transformer
 from jaxbench.attention import Context
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
-from jaxbench.memory import bank_config, blocks, layout, placement, watch
+from jaxbench.memory import bank_config, blocks, layout, placement
+from jaxbench.memory.bank import BankState
 from jaxbench.memory.blocks import BlockState
 from jaxbench.memory.decoder_config import DecoderMemory, MemoryTransformerConfig
+from jaxbench.training import optimizer_step, precision
+from jaxbench.training.step_config import StepConfig
 
 
 class LayerMemory(NamedTuple):
@@ -97,9 +100,21 @@ def build(config: TransformerConfig, params: Mapping[str, np.ndarray], **compute
     return transformer.build(config, params, make_layer=make_layer if config.layer_kind else None, **compute)
 
 
+def bank_states(
+    params: Mapping[str, Array], batch: Any, *, graph: Any, step_config: StepConfig
+) -> dict[int, BankState]:
+    """States of a decoder's banks behind a batch's rows, by layer; each row is read as one document."""
+    model = parameters.merge(graph, optimizer_step._narrow(params, precision.POLICIES[step_config.precision]))
+    is_token = batch.positions >= 0
+    positions = jnp.where(is_token, jnp.cumsum(is_token, axis=1) - 1, -1).astype(jnp.int32)
+    _, cache = model.features(batch.tokens, positions)
+    states = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
+    return {i: state for i, state in states.items() if isinstance(state, BankState)}
+
+
 def extension(memory: DecoderMemory | None) -> Extension:
     """What a decoder with this memory adds to the core's programs; nothing where memory is None."""
     if memory is None:
         return Extension()
-    watched = {} if memory.bank is None else {"watch": watch.bank_states, "scalars": bank_config.scalars}
+    watched = {} if memory.bank is None else {"watch": bank_states, "scalars": bank_config.scalars}
     return Extension(make_layer=make_layer, add_rules=placement.with_memory, **watched)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pydantic
@@ -31,11 +31,6 @@ class DecoderMemory(Base):
     max_documents: int = Field(default=1, ge=1)  # in a row; each has a memory of its own, and costs as much as a row
     loss_weight: float = Field(default=1.0, ge=0)  # of the loss that trains a bank's compression
     learn: bool = True  # False: neural memories answer from their first weights; a bank goes on keeping what it reads
-
-    def block(self, **sizes: Any) -> BlockConfig:
-        """Shape of a layer's block in a decoder of these sizes."""
-        shared = {name: getattr(self, name) for name in ("kind", "num_persistent", "neural", "bank")}
-        return BlockConfig(**shared, **sizes, window=self.window or 1)
 
 
 class MemoryTransformerConfig(TransformerConfig):
@@ -70,7 +65,8 @@ class MemoryTransformerConfig(TransformerConfig):
     def block(self) -> BlockConfig:
         """Shape of every memory layer's block."""
         sizes = ("d_model", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "norm_eps")
-        return self.memory.block(**{name: getattr(self, name) for name in sizes})
+        own = {name: getattr(self.memory, name) for name in ("kind", "num_persistent", "neural", "bank")}
+        return BlockConfig(**{name: getattr(self, name) for name in sizes}, **own, window=self.memory.window or 1)
 
     @property
     def layer_kind(self) -> str:

@@ -28,11 +28,9 @@ def gathered(x: Shaped[Array, "B T ..."], index: Int[Array, "B S"]) -> Shaped[Ar
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def select_rows(
-    condition: Bool[Array, " E"], new: Shaped[Array, "E ..."], old: Shaped[Array, "E ..."]
-) -> Shaped[Array, "E ..."]:
-    """Select `new` in the rows (axis 0) where the condition holds, else `old`."""
-    return jnp.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+def select_rows(condition: Bool[Array, " E"], new: Any, old: Any) -> Any:
+    """Select `new` in the rows (axis 0) where the condition holds, else `old`: trees of arrays [E ...]."""
+    return tree_map(lambda new, old: jnp.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old), new, old)
 
 
 def left_align(
@@ -87,7 +85,6 @@ def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks:
     """Scan `carry, output = read(carry, chunk)` over the leading axis, with rematerialisation.
 
     Args:
-      read: one step of the scan.
       carry: tree of arrays before the first chunk.
       chunks: tree of arrays [L ...].
 

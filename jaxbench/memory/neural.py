@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jaxbench import nn
 from jaxbench.memory import chunk, layout
 from jaxbench.memory.chunk import Rule, Tokens, Weights
 from jaxbench.memory.config import NeuralMemoryConfig, gate_names
-from jaxbench.memory.target import Batch, mean_squared_error
 
 QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2norm
 
@@ -38,6 +37,11 @@ class NeuralState(NamedTuple):
     anchor: Weights  # weights A at the start of the current chunk, where its gradients are taken
     count: Int[Array, " B"]  # tokens of the current chunk read so far
     tail: Float[Array, "B J C"]  # last inputs of the convolutions
+
+    @property
+    def penalised(self) -> tuple[Float[Array, "..."], ...]:
+        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        return (*self.weights.kernels, *self.momentum.kernels)
 
 
 def _norms(gain: Float[Array, "B N H"] | nnx.Param | None) -> str:
@@ -164,8 +168,7 @@ class NeuralMemory(nnx.Module):
 
     def reset(self, state: NeuralState, is_reset: Bool[Array, " B"]) -> NeuralState:
         """Reset some rows of a state to the initial state."""
-        initial = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.select_rows, is_reset), initial, state)
+        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
 
     def _blank(self, batch_size: int) -> NeuralState:
         weights = self.memory.weights(batch_size)
@@ -266,7 +269,7 @@ class NeuralMemory(nnx.Module):
 
         def read(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Array, "E C H"]]:
             (weights, momentum, anchor), (tokens, is_begun, coeffs) = carry, inputs
-            anchor = layout.tree_map(functools.partial(layout.select_rows, is_begun), weights, anchor)
+            anchor = layout.select_rows(is_begun, weights, anchor)
             output, weights, momentum = chunk.learn(anchor, weights, momentum, tokens, self.rule, coeffs)
             return (weights, momentum, anchor), output
 
@@ -275,7 +278,7 @@ class NeuralMemory(nnx.Module):
         read_out = layout.tokens_first(layout.join_chunks(outputs), self.num_heads)
         weights, momentum, anchor = self._split_heads(*carry)
         count = (state.count + num_tokens.astype(jnp.int32)) % self.chunk_size
-        anchor = layout.tree_map(functools.partial(layout.select_rows, count == 0), weights, anchor)
+        anchor = layout.select_rows(count == 0, weights, anchor)
         read_out = layout.gathered(read_out, jnp.arange(length)[None, :] + offset[:, None])
         return read_out, NeuralState(weights, momentum, anchor, count, state.tail)
 
@@ -330,28 +333,6 @@ class NeuralMemory(nnx.Module):
             normal = self.out_norm(flat.reshape(len(flat), -1, self.head_dim))
             flat = normal.reshape(flat.shape) * gate
         return self.o_proj(flat)
-
-
-# Training on a target: the task of the parity cases
-
-
-def predict(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> tuple[Float[Array, "B T D"], NeuralState]:
-    """Outputs of the memory on a batch and the state behind it; there is no dropout."""
-    return model(batch.x.astype(model.dtype), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Array, "B T D"], NeuralState], batch: Batch) -> Float[Array, ""]:
-    """Mean squared error at tokens plus the mean squares of the last weights and momentum."""
-    memory_out, state = output
-    loss = mean_squared_error(memory_out, batch)
-    for kernel in (*state.weights.kernels, *state.momentum.kernels):
-        loss = loss + jnp.mean(jnp.square(kernel)).astype(loss.dtype)
-    return loss
-
-
-def loss_fn(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(config: NeuralMemoryConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> NeuralMemory:

@@ -19,16 +19,9 @@ def with_memory(
     Heads of a memory are split like those of attention; what no memory of this kind has is left out, and so are the
     rules of an attention that every layer has given away. Axes: `sharding.decoder_table`.
     """
-    names = initial.parameter_shapes(config)
-    rules = (*rules, *memory_table(stored=stored, heads=heads, width=width))
-    return tuple(rule for rule in rules if any(re.fullmatch(rule[0], name) for name in names))
-
-
-def memory_table(*, stored: Axes, heads: Axes, width: Axes) -> tuple[Rule, ...]:
-    """Rules of every kind of memory layer."""
     layer, rows = r"layers\.\d+\.", sharding.joined(width, stored)
     block = layer + r"block\."
-    return (
+    own = (
         (layer + "gate", P(width)),
         (block + r"(attention|memory|bank)\.(q|k|v|g)_proj\.kernel", P(rows, heads)),
         (block + r"(attention|memory|bank)\.o_proj\.kernel", P(heads, rows)),
@@ -43,3 +36,5 @@ def memory_table(*, stored: Axes, heads: Axes, width: Axes) -> tuple[Rule, ...]:
         (block + r"bank\.compress\.kernel", P(rows)),
         (block + r"bank\.gate", P(heads)),
     )
+    names = initial.parameter_shapes(config)
+    return tuple(rule for rule in (*rules, *own) if any(re.fullmatch(rule[0], name) for name in names))

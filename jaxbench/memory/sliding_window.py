@@ -149,11 +149,6 @@ class LocalAttention(nnx.Module):
         none = jnp.zeros((batch_size, self.window, self.num_kv_heads, self.head_dim), self.dtype)
         return LocalState(none, none, none, none, jnp.zeros(batch_size, bool), jnp.zeros(batch_size, jnp.int32))
 
-    def reset(self, state: LocalState, is_reset: Bool[Array, " B"]) -> LocalState:
-        """Reset some rows of a state to the initial state."""
-        initial = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.select_rows, is_reset), initial, state)
-
     def check(self, state: LocalState, batch_size: int) -> None:
         """Refuse the state of another model or batch size with a ValueError."""
         wanted = (batch_size, self.window, self.num_kv_heads, self.head_dim)
@@ -189,10 +184,8 @@ class LocalAttention(nnx.Module):
         """Count new tokens; where the current block is full, it becomes the other block."""
         count = state.count + jnp.sum(is_new, axis=1).astype(jnp.int32)
         is_full = count == self.window
-        other_keys, other_values = (
-            layout.select_rows(is_full, new, old)
-            for new, old in ((state.keys, state.other_keys), (state.values, state.other_values))
-        )
+        current, other = (state.keys, state.values), (state.other_keys, state.other_values)
+        other_keys, other_values = layout.select_rows(is_full, current, other)
         return state._replace(
             other_keys=other_keys,
             other_values=other_values,

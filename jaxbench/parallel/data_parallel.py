@@ -13,18 +13,18 @@ the scale, and multiplies by it where the gradient begins: a model in float16 wo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from jaxbench import parameters, sharding, train
 from jaxbench.mesh import DATA, FSDP, ROWS
+from jaxbench.parallel.step_plan import Plan
 
 
 def dim_of(spec: P, axis: str) -> int | None:
@@ -74,38 +74,25 @@ def _summed(grad: Float[Array, "..."], spec: P, axes: tuple[str, ...]) -> Float[
 
 
 def make_loss(
-    mesh: Mesh,
-    *,
-    gradient_type: str,
-    stored: Mapping[str, NamedSharding],
-    gradients: Mapping[str, NamedSharding],
-    loss_fn: Callable[..., Array] = train.loss_fn,
-    plain_loss: Callable[..., Array] = train.loss_fn,
-    scale: Array | None = None,
+    plan: Plan, *, loss_fn: Callable[..., Array], plain_loss: Callable[..., Array], scale: Array | None
 ) -> Callable[..., Array]:
-    """Loss as loss(model, batch, dropout=None), whose gradient is summed over data and fsdp in gradient_type.
+    """Loss as loss(model, batch, dropout=None), whose gradient is summed over data and fsdp in the gradient_type.
 
     Args:
-      mesh: on which only data and fsdp are larger than 1.
-      gradient_type: full, bfloat16 or float16.
-      stored: where each parameter lives; with ZeRO stage 3 they are gathered once a step.
-      gradients: where the optimiser reads each gradient.
+      plan: of a mesh on which only data and fsdp are larger than 1; with ZeRO stage 3 parameters are gathered once a
+        step.
       loss_fn: loss of (model, batch), a mean over the targets of batch.mask; its gradient is taken.
       plain_loss: the same loss under jit's partitioner, for a caller that takes no gradient.
       scale: loss scale of the step, None = 1.
 
-    Raises (the loss):
-      ValueError: dropout is given.
+    Decoders with dropout are refused where the plan is made (mesh_checks.py).
     """
 
-    def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, ""]:
-        if dropout is not None:
-            rate = model.layers[0].dropout
-            raise ValueError(f"data_parallel: dropout={rate} is not supported with gradient_type={gradient_type}")
+    def loss(model: Any, batch: train.Batch, *, dropout: None = None) -> Float[Array, ""]:
         graph, params = parameters.split(model)
-        merged = functools.partial(parameters.merge, graph)
-        run = functools.partial(_loss_and_gradients, mesh, gradient_type, stored, gradients, merged, loss_fn)
-        return differentiated(run, lambda params, batch: plain_loss(merged(params), batch))(params, batch, scale)
+        by_params = lambda loss: lambda params, batch: loss(parameters.merge(graph, params), batch)
+        run = functools.partial(_loss_and_gradients, plan, by_params(loss_fn))
+        return differentiated(run, by_params(plain_loss))(params, batch, scale)
 
     return loss
 
@@ -134,27 +121,29 @@ def differentiated(loss_and_gradients: Callable[..., Any], loss: Callable[..., A
     return by_hand
 
 
+def over_mesh(plan: Plan, local: Callable[..., tuple], stored: Any, gradients: Any) -> Callable[..., tuple]:
+    """Loss and gradients as run(weights, batch, scale); a device computes local(weights, batch, num_targets, scale).
+
+    stored, gradients: PartitionSpecs of the weights and of their gradients; every device has its rows of the batch.
+    """
+    run = jax.shard_map(
+        local, mesh=plan.mesh, in_specs=(stored, P(ROWS), P(), P()), out_specs=(P(), gradients), check_vma=False
+    )
+    return lambda weights, batch, scale: run(weights, batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
+
+
 def _loss_and_gradients(
-    mesh: Mesh,
-    gradient_type: str,
-    stored: Mapping[str, NamedSharding],
-    gradients: Mapping[str, NamedSharding],
-    merged: Callable[[Mapping[str, Array]], Any],
-    loss_fn: Callable[..., Array],
-    params: dict[str, Array],
-    batch: train.Batch,
-    scale: Float[Array, ""],
+    plan: Plan, loss_fn: Callable[..., Array], params: dict[str, Array], batch: train.Batch, scale: Float[Array, ""]
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Loss in nats per token, and gradients of loss * scale by dotted name; each device computes those of its rows."""
-    specs = {name: stored[name].spec for name in params}
-    gradient_specs = {name: gradients[name].spec for name in params}
+    specs, gradient_specs = ({name: where[name].spec for name in params} for where in (plan.params, plan.gradients))
 
     def local(
         params: dict[str, Array], batch: train.Batch, num_targets: Array, scale: Array
     ) -> tuple[Array, dict[str, Array]]:
         def at(params: dict[str, Array]) -> tuple[Array, Array]:
             with sharding.activations({}):
-                mean = loss_fn(merged(params), batch)
+                mean = loss_fn(params, batch)
             share = mean * (jnp.sum(batch.mask).astype(mean.dtype) / num_targets.astype(mean.dtype))
             return share * scale.astype(share.dtype), share
 
@@ -162,16 +151,9 @@ def _loss_and_gradients(
         (_, share), grads = jax.value_and_grad(at, has_aux=True)(used)
         wide = {name: grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) for name, grad in grads.items()}
         return lax.psum(share, ROWS), {
-            name: reduced(grad, gradient_specs[name], (DATA, FSDP), gradient_type=gradient_type)
+            name: reduced(grad, gradient_specs[name], (DATA, FSDP), gradient_type=plan.config.gradient_type)
             for name, grad in wide.items()
         }
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(specs, P(ROWS), P(), P()),
-        out_specs=(P(), gradient_specs),
-        check_vma=False,
-    )
-    loss, grads = run(params, batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
+    loss, grads = over_mesh(plan, local, specs, gradient_specs)(params, batch, scale)
     return loss, {name: grads[name].astype(value.dtype) for name, value in params.items()}

@@ -48,7 +48,9 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
         ) from error
     if jax.process_count() == 1:
         return ALONE
-    return Processes(jax.process_index(), jax.process_count(), _gather)
+    from jax.experimental import multihost_utils
+
+    return Processes(jax.process_index(), jax.process_count(), multihost_utils.process_allgather)
 
 
 def place(value: Any, sharding: NamedSharding) -> Shaped[Array, "*shape"]:
@@ -86,10 +88,3 @@ def whole(value: Shaped[Array, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
         everywhere = NamedSharding(value.sharding.mesh, P())
         value = jax.jit(lambda x: x, out_shardings=everywhere)(value)
     return np.asarray(value)
-
-
-def _gather(own: np.ndarray) -> np.ndarray:
-    """All-gather of a numpy array over the processes, [count, ..]."""
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(own)

@@ -1,21 +1,20 @@
 """One training step over a mesh: which device holds what, and the compiled step.
 
-The mathematics is update.train_step's. A Plan says where parameters, gradients, optimiser state, batch and activations
-live; `make_step` compiles the step with these placements in and out and the state donated. The pipeline (stage > 1, or
-micro-batches) brings its own loss, jaxbench/parallel/pipeline.py, whose gradient is the schedule's.
+The mathematics is optimizer_step.train_step's. A Plan (step_plan.py) says where parameters, gradients, optimiser state,
+batch and activations live; `make_step` compiles the step with these placements in and out and the state donated. The
+pipeline (stage > 1, or micro-batches) brings its own loss, pipeline.py, whose gradient is the schedule's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
@@ -24,29 +23,9 @@ from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import FSDP, MODEL, MODEL_X, MODEL_Y, ROWS, SEQUENCE, STAGE, ParallelConfig
 from jaxbench.parallel import data_parallel, distributed, mesh_checks, offload, pipeline, ring_attention
+from jaxbench.parallel.step_plan import Plan, Shardings
 
-Shardings = Mapping[str, NamedSharding]
 State = TypeVar("State")  # of training: a pytree of arrays, training/optimizer_step.py's
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Where everything of one training run lives."""
-
-    mesh: Mesh
-    config: ParallelConfig
-    model: TransformerConfig
-    params: Shardings  # parameters between steps, by dotted name
-    used: Shardings  # parameters as the model computes with them
-    gradients: Shardings  # gradients as the optimiser gets them
-    moments: Shardings  # optimiser state of each parameter's shape
-    batch: NamedSharding  # every array [B T] of a batch
-    points: Mapping[str, NamedSharding]  # activations at named points
-
-    @property
-    def is_pipelined(self) -> bool:
-        """True where the step runs a pipeline schedule."""
-        return self.mesh.shape[STAGE] > 1 or self.config.micro_batches > 1
 
 
 def make_plan(
@@ -61,13 +40,9 @@ def make_plan(
     """Plan of a training run: where everything lives, for batches of `batch` rows of `tokens` tokens.
 
     Args:
-      model: the decoder.
-      parallel: mesh axes and what they split.
       batch: rows of a micro-batch of the step, over all devices.
-      tokens: of a row.
       devices: those of the mesh; None = all.
-
-    extension: what a workload adds to the decoder.
+      extension: what a workload adds to the decoder.
 
     Raises:
       ValueError: the mesh does not fit the devices, the model or the batch; the message names the values.
@@ -134,17 +109,13 @@ def state_shardings(plan: Plan, state: Any) -> Any:
     shapes = initial.parameter_shapes(plan.model)
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
-        on_device = place_on_device(path, leaf)
-        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-        return offload.host_sharding(on_device) if kind == sharding.PINNED_HOST else on_device
-
-    def place_on_device(path: tuple, leaf: Any) -> NamedSharding:
-        words = parameters.dotted(path).split(".")
+        words, on_device = parameters.dotted(path).split("."), NamedSharding(plan.mesh, P())
         endings = (".".join(words[start:]) for start in range(len(words)))
         name = next((ending for ending in endings if ending in shapes), None)
-        if name is None or tuple(leaf.shape) != shapes[name]:
-            return NamedSharding(plan.mesh, P())
-        return (plan.params if words[0] == "params" else plan.moments)[name]
+        if name is not None and tuple(leaf.shape) == shapes[name]:
+            on_device = (plan.params if words[0] == "params" else plan.moments)[name]
+        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+        return offload.host_sharding(on_device) if kind == sharding.PINNED_HOST else on_device
 
     return jax.tree_util.tree_map_with_path(place, state)
 
@@ -173,7 +144,6 @@ def make_step(
     """Jitted training step over a mesh: run(state, batch, extras) -> (state, metrics); the state is donated.
 
     Args:
-      plan: where everything lives.
       state: the state, or its shapes.
       step: the step's mathematics, called as step(state, batch, loss_fn=..., **extras).
       loss_fn, loss_of: the loss to descend, see `loss_on`.
@@ -205,7 +175,6 @@ def loss_on(
     jit's partitioner makes of it. In a pipeline, the loss alone is computed without it, every stage on its rows.
 
     Args:
-      plan: where everything lives.
       loss_fn: loss_fn(model, batch, dropout=...), a mean over the targets of batch.mask.
       loss_of: the same of (logits, batch), instead of loss_fn; this is what a pipeline's last stage can compute.
       scale: loss scale of the step, None = 1: losses whose gradients are computed by hand need it there.
@@ -224,29 +193,10 @@ def loss_on(
         loss_fn = lambda model, batch, dropout=None: loss_of(train.predict(model, batch, dropout=dropout), batch)
     by_partitioner = partitioned(plan, loss_fn)
     if plan.is_pipelined:
-        return pipeline.make_loss(
-            plan.mesh,
-            schedule=plan.config.schedule,
-            micro_batches=plan.config.micro_batches,
-            stored=plan.params,
-            gradients=plan.gradients,
-            is_attention_split=plan.config.heads == "split",
-            gradient_type=plan.config.gradient_type,
-            loss_fn=by_partitioner,
-            loss_of=loss_of or train.loss_of,
-            scale=scale,
-        )
+        return pipeline.make_loss(plan, loss_fn=by_partitioner, loss_of=loss_of or train.loss_of, scale=scale)
     if plan.config.gradient_type == "full":
         return by_partitioner
-    return data_parallel.make_loss(
-        plan.mesh,
-        gradient_type=plan.config.gradient_type,
-        stored=plan.params,
-        gradients=plan.gradients,
-        loss_fn=loss_fn,
-        plain_loss=by_partitioner,
-        scale=scale,
-    )
+    return data_parallel.make_loss(plan, loss_fn=loss_fn, plain_loss=by_partitioner, scale=scale)
 
 
 def partitioned(plan: Plan, loss_fn: Callable[..., Array]) -> Callable[..., Array]:
@@ -284,7 +234,6 @@ def make_evaluation(
     """Jitted evaluation over a mesh: run(params, batch) -> sums over the batch, on every device.
 
     Args:
-      plan: where everything lives.
       evaluate: the mathematics, called as evaluate(params, batch, count=..., loss_fn=...).
       loss_fn: the loss that it sums over `count` micro-batches, one after another.
       accumulation: micro-batches of the step; a pipeline's rounds come on top, so that no device holds the activations
@@ -347,7 +296,6 @@ def used_params(plan: Plan, params: Any, *, within: str = "", leave: str | None 
     """Parameters placed as the model computes with them; their gradients go where the optimiser reads them.
 
     Args:
-      plan: where everything lives.
       params: parameters as a tree whose paths are their dotted names.
       within: what stands before these names in the plan, such as "layers.0.".
       leave: those whose name begins so stay as they are.

@@ -7,7 +7,6 @@ of chips compiles on a laptop. The same programs run on real arrays of the same 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +21,9 @@ from jaxbench import train as train_module
 from jaxbench.attention import KVCache
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
-from jaxbench.mesh import MeshConfig, ParallelConfig
+from jaxbench.mesh import ROWS, MeshConfig, ParallelConfig
 from jaxbench.parallel import mesh_plan
+from jaxbench.parallel.step_plan import Plan
 from jaxbench.transformer import Transformer
 
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
@@ -46,7 +46,6 @@ class Abstract(NamedTuple):
 
     params: dict[str, jax.ShapeDtypeStruct]
     merge: Callable[[dict[str, jax.Array]], Transformer]
-    extension: Extension
 
 
 def abstract_model(
@@ -58,7 +57,7 @@ def abstract_model(
     """
     compute = Compute(dtype=dtype, scan_layers=scan_layers)
     graph, params = parameters.split(nnx.eval_shape(lambda: Transformer(config, compute, extension.make_layer)))
-    return Abstract(params, functools.partial(parameters.merge, graph), extension)
+    return Abstract(params, functools.partial(parameters.merge, graph))
 
 
 def make_plan(
@@ -70,14 +69,12 @@ def make_plan(
     model_axis: int = 1,
     is_split: bool = False,
     extension: Extension = Extension(),
-) -> mesh_plan.Plan:
+) -> Plan:
     """Plan of a program: the batch split over all chips but those of the model axis.
 
     Args:
-      config: the decoder.
       devices: the chips, a multiple of model_axis.
       batch: rows over all chips.
-      tokens: of a row.
       model_axis: chips that split feed-forward width and vocabulary; each computes the whole attention.
       is_split: the chips that split the batch store a part of every kernel each (fsdp), as training does.
       extension: what a workload adds to the decoder.
@@ -87,11 +84,11 @@ def make_plan(
     """
     rows = len(devices) // model_axis
     mesh = MeshConfig(data=1, fsdp=rows, model=model_axis) if is_split else MeshConfig(data=rows, model=model_axis)
-    how = ParallelConfig(mesh=mesh, zero=3, heads="replicated")
-    return mesh_plan.make_plan(config, how, batch=batch, tokens=tokens, devices=devices, extension=extension)
+    parallel = ParallelConfig(mesh=mesh, zero=3, heads="replicated")
+    return mesh_plan.make_plan(config, parallel, batch=batch, tokens=tokens, devices=devices, extension=extension)
 
 
-def prefill(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> Program:
+def prefill(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:
     """Prefill program: it fills a cache from whole prompts; the head runs at the last position only."""
 
     def run(params: dict, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, KVCache]:
@@ -99,14 +96,13 @@ def prefill(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -
         hidden, cache = transformer.features(token_ids, positions)
         return transformer.logits(hidden[:, -1:])[:, 0], cache
 
-    params, rows = _placed_params(model, plan), NamedSharding(plan.mesh, P(mesh_plan.ROWS))
+    params, rows = _placed_params(model, plan), NamedSharding(plan.mesh, P(ROWS))
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=plan.batch)
-    made = jax.eval_shape(run, params, ids, ids) if plan.model.layer_kind else None
-    jitted = jax.jit(run, out_shardings=rows if made is None else _by_rows(made, rows))
-    return Program("prefill", jitted, (params, ids, ids), batch, tokens, *_elements_per_chip(model, plan))
+    jitted = jax.jit(run, out_shardings=_by_rows(jax.eval_shape(run, params, ids, ids), rows))
+    return Program("prefill", jitted, (params, ids, ids), batch, tokens, *plan.elements_per_chip())
 
 
-def decode(model: Abstract, plan: mesh_plan.Plan, *, batch: int, length: int) -> Program:
+def decode(model: Abstract, plan: Plan, *, batch: int, length: int) -> Program:
     """Decode program: one greedy step over a donated cache of `length` slots."""
 
     def run(params: dict, cache: KVCache, token_ids: jax.Array, positions: jax.Array, slot: jax.Array):
@@ -114,28 +110,20 @@ def decode(model: Abstract, plan: mesh_plan.Plan, *, batch: int, length: int) ->
         hidden, cache = transformer.features(token_ids, positions, cache=cache, slot=slot)
         return jnp.argmax(transformer.logits(hidden), axis=-1).astype(jnp.int32), cache
 
-    params, config = _placed_params(model, plan), plan.model
-    rows, everywhere = NamedSharding(plan.mesh, P(mesh_plan.ROWS)), NamedSharding(plan.mesh, P())
-    dtype = params["embed.embedding"].dtype
+    def first_cache(params: dict, token_ids: jax.Array) -> KVCache:
+        """The generator's state behind prompts of one token."""
+        cache = model.merge(params).features(token_ids, token_ids)[1]
+        return cache.padded(length, dtype=str(params["embed.embedding"].dtype))
+
+    params = _placed_params(model, plan)
+    rows, everywhere = NamedSharding(plan.mesh, P(ROWS)), NamedSharding(plan.mesh, P())
     ids = jax.ShapeDtypeStruct((batch, 1), jnp.int32, sharding=plan.batch)
     slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    placed: Any = rows
-    if config.layer_kind is None:
-        heads = batch * config.num_kv_heads
-        keys = (jax.ShapeDtypeStruct((heads, config.head_dim, length), dtype, sharding=rows),) * config.num_layers
-        values = (jax.ShapeDtypeStruct((heads, length, config.head_dim), dtype, sharding=rows),) * config.num_layers
-        cache = KVCache(keys, values, jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=rows))
-    else:
-        cache = jax.eval_shape(lambda params, ids: _first_cache(model, params, ids, length), params, ids)
-        placed = (rows, _by_rows(cache, rows))
-        cache = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, placed[1])
-    jitted = jax.jit(run, out_shardings=placed, donate_argnums=1)
-    return Program("decode", jitted, (params, cache, ids, ids, slot), batch, length, *_elements_per_chip(model, plan))
-
-
-def _first_cache(model: Abstract, params: dict, ids: jax.Array, length: int) -> KVCache:
-    """The generator's state behind prompts of these tokens, in shapes."""
-    return model.merge(params).features(ids, ids)[1].padded(length, dtype=str(params["embed.embedding"].dtype))
+    cache = jax.eval_shape(first_cache, params, ids)
+    placed = _by_rows(cache, rows)
+    cache = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, placed)
+    jitted = jax.jit(run, out_shardings=(rows, placed), donate_argnums=1)
+    return Program("decode", jitted, (params, cache, ids, ids, slot), batch, length, *plan.elements_per_chip())
 
 
 def _by_rows(tree: Any, rows: NamedSharding) -> Any:
@@ -144,7 +132,7 @@ def _by_rows(tree: Any, rows: NamedSharding) -> Any:
     return jax.tree.map(lambda x: rows if x.ndim else everywhere, tree)
 
 
-def train(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> Program:
+def train(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:
     """Training program: one AdamW step on the mean next-token loss; moments are float32, everything donated."""
     params, placed = _placed_params(model, plan), dict(plan.params)
 
@@ -172,7 +160,7 @@ def train(model: Abstract, plan: mesh_plan.Plan, *, batch: int, tokens: int) -> 
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     jitted = jax.jit(run, out_shardings=(placed, placed, placed, everywhere, everywhere), donate_argnums=(0, 1, 2, 3))
     arguments = (params, moments, moments, step, ids, ids, ids)
-    return Program("train", jitted, arguments, batch, tokens, *_elements_per_chip(model, plan))
+    return Program("train", jitted, arguments, batch, tokens, *plan.elements_per_chip())
 
 
 def _adamw(param, grad, first, second, step, *, learning_rate: float = 3e-4):
@@ -186,17 +174,8 @@ def _adamw(param, grad, first, second, step, *, learning_rate: float = 3e-4):
     return (wide - learning_rate * (direction + WEIGHT_DECAY * wide)).astype(param.dtype), first, second
 
 
-def _placed_params(model: Abstract, plan: mesh_plan.Plan) -> dict[str, jax.ShapeDtypeStruct]:
+def _placed_params(model: Abstract, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     """Abstract parameters where the plan stores them."""
     return {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.params[name]) for name, x in model.params.items()
     }
-
-
-def _elements_per_chip(model: Abstract, plan: mesh_plan.Plan) -> tuple[int, int]:
-    """Elements of parameters that one chip stores, and that it uses once they are gathered."""
-    stored, used = (
-        sum(math.prod(where[name].shard_shape(x.shape)) for name, x in model.params.items())
-        for where in (plan.params, plan.used)
-    )
-    return stored, used

@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import functional, parameters, sharding, train
 from jaxbench.attention import Context, Spans
-from jaxbench.mesh import DATA, FSDP, MODEL, ROWS, STAGE
-from jaxbench.parallel.data_parallel import differentiated, dim_of, reduced, whole
+from jaxbench.mesh import DATA, FSDP, MODEL, STAGE, ParallelConfig
+from jaxbench.parallel.data_parallel import differentiated, dim_of, over_mesh, reduced, whole
 from jaxbench.parallel.pipeline_schedule import timing
+from jaxbench.parallel.step_plan import Plan
 
 ENDS = ("embed", "position", "final_norm", "head")  # what the first and the last stage have beside their layers
 # Weights that every head uses: where heads are split over `model`, each device has a part of their gradient.
@@ -49,45 +49,32 @@ class Pipeline(NamedTuple):
     frequencies: tuple[float, ...] | None  # rotary; None with learned positions
     dtype: str  # of activations
     d_model: int
+    loss_of: Callable[[Array, Any], Array]  # loss of (logits, batch): a mean over batch.mask
+    config: ParallelConfig  # its micro-batches, schedule and gradient_type
     is_attention_split: bool  # over model
     stages: int
-    micro_batches: int
     model: int  # devices that share a stage's layers
-    loss_of: Callable[[Array, Any], Array]  # loss of (logits, batch): a mean over batch.mask
-    schedule: str  # gpipe or 1f1b
-    gradient_type: str  # full, bfloat16 or float16, in which gradients are added up
 
 
 # One stage's work, on the local parts of everything
 
 
-@functools.partial(jax.custom_vjp)
-def _copied(x: Hidden) -> Hidden:
-    """Megatron's operator f: identity; its gradient is summed over `model`."""
-    return x
+def _operator(value: Callable[[Hidden], Hidden], gradient: Callable[[Hidden], Hidden]) -> Callable[[Hidden], Hidden]:
+    """Function of given value, whose gradient by its input is a function of that by its output alone."""
+    operator = jax.custom_vjp(value)
+    operator.defvjp(lambda x: (value(x), None), lambda _, grad: (gradient(grad),))
+    return operator
 
 
-_copied.defvjp(lambda x: (x, None), lambda _, grad: (lax.psum(grad, MODEL),))
+def _on_first(x: Hidden) -> Hidden:
+    """The array on the first device of `model`, zeros on the others."""
+    return jnp.where(lax.axis_index(MODEL) == 0, x, jnp.zeros_like(x))
 
 
-@functools.partial(jax.custom_vjp)
-def _summed(x: Hidden) -> Hidden:
-    """Megatron's operator g: sum over `model`; the gradient passes unchanged."""
-    return lax.psum(x, MODEL)
-
-
-_summed.defvjp(lambda x: (lax.psum(x, MODEL), None), lambda _, grad: (grad,))
-
-
-@functools.partial(jax.custom_vjp)
-def _counted_once(x: Hidden) -> Hidden:
-    """Identity whose gradient only the first device of `model` keeps: a later sum over `model` counts it once."""
-    return x
-
-
-_counted_once.defvjp(
-    lambda x: (x, None), lambda _, grad: (jnp.where(lax.axis_index(MODEL) == 0, grad, jnp.zeros_like(grad)),)
-)
+_identity, _sum_over_model = lambda x: x, lambda x: lax.psum(x, MODEL)
+_copied = _operator(_identity, _sum_over_model)  # Megatron's operator f
+_summed = _operator(_sum_over_model, _identity)  # Megatron's operator g
+_counted_once = _operator(_identity, _on_first)  # a later sum over `model` counts the gradient once
 
 
 def _embedded(pipeline: Pipeline, ends: dict[str, Array], micro: train.Batch) -> Hidden:
@@ -158,7 +145,7 @@ def _next_micro(pipeline: Pipeline, stream: train.Batch, arrived: train.Batch, t
 
     The first stage takes the front of the stream [M/S B T]; the others the one that came with their activations.
     """
-    slot = tick % (pipeline.micro_batches // pipeline.stages)
+    slot = tick % (pipeline.config.micro_batches // pipeline.stages)
     front = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), stream)
     is_first = lax.axis_index(STAGE) == 0
     micro = jax.tree.map(lambda a, b: jnp.where(is_first, a, b), front, arrived)
@@ -186,14 +173,15 @@ def _run_schedule(
     In a tick, a stage runs one micro-batch forward and one backward, where the schedule has them for it.
     """
     stage = lax.axis_index(STAGE)
-    offset, num_slots = timing(pipeline.schedule, pipeline.stages, pipeline.micro_batches)
+    micro_batches = pipeline.config.micro_batches
+    offset, num_slots = timing(pipeline.config.schedule, pipeline.stages, micro_batches)
     run = functools.partial(_run_stage, pipeline, num_targets=num_targets)
 
     def tick(carry: _Carry, tick: Int[Array, ""]) -> tuple[_Carry, None]:
         micro, stream = _next_micro(pipeline, carry.stream, carry.micro, tick)
         forward, backward = tick - stage, tick - (offset - stage)  # which micro-batches: outside [0, M), none
-        has_forward = (forward >= 0) & (forward < pipeline.micro_batches)
-        has_backward = (backward >= 0) & (backward < pipeline.micro_batches)
+        has_forward = (forward >= 0) & (forward < micro_batches)
+        has_backward = (backward >= 0) & (backward < micro_batches)
         store = functools.partial(_stored, forward % num_slots, has_forward)
         stash = jax.tree.map(store, carry.stash, (carry.received, micro))
         output = lax.cond(
@@ -207,10 +195,11 @@ def _run_schedule(
         received, micro = _shift((output, micro), 1, pipeline.stages)
         return _Carry(received, micro, _shift(input_grad, -1, pipeline.stages), stream, stash, loss, grads), None
 
-    nothing = _zeros(pipeline, stream)
+    micro = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stream)
+    nothing = (jnp.zeros((*micro.tokens.shape, pipeline.d_model), pipeline.dtype), micro)  # a stage's input
     stash = jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), nothing)
     grads = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), weights)
-    ticks = jnp.arange(offset + pipeline.micro_batches, dtype=jnp.int32)
+    ticks = jnp.arange(offset + micro_batches, dtype=jnp.int32)
     start = _Carry(*nothing, nothing[0], stream, stash, jnp.zeros((), _wide(pipeline.dtype)), grads)
     end, _ = lax.scan(tick, start, ticks)
     return end.loss, end.grads
@@ -223,12 +212,6 @@ def _pull_back(run: Callable, weights: Weights, stash: Any, slot: Array, output_
     (_, share), vjp = jax.vjp(lambda weights, received: run(weights, received, micro), weights, received)
     weight_grads, input_grad = vjp((output_grad, scale.astype(share.dtype)))
     return input_grad, loss + share, jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, weight_grads)
-
-
-def _zeros(pipeline: Pipeline, stream: train.Batch) -> tuple[Hidden, train.Batch]:
-    """Zeros of a stage's input and of a micro-batch."""
-    micro = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), stream)
-    return jnp.zeros((*micro.tokens.shape, pipeline.d_model), pipeline.dtype), micro
 
 
 def _stored(slot: Int[Array, ""], is_new: Bool[Array, ""], kept: Array, value: Array) -> Array:
@@ -252,57 +235,29 @@ def _merged(graph: nnx.GraphDef, named: Mapping[str, Array]) -> Any:
 
 
 def make_loss(
-    mesh: Mesh,
-    *,
-    schedule: str,
-    micro_batches: int,
-    stored: Mapping[str, NamedSharding],
-    gradients: Mapping[str, NamedSharding],
-    is_attention_split: bool,
-    gradient_type: str = "full",
-    loss_fn: Callable[..., Array] = train.loss_fn,
-    loss_of: Callable[[Array, Any], Array] = train.loss_of,
-    scale: Array | None = None,
+    plan: Plan, *, loss_fn: Callable[..., Array], loss_of: Callable[[Array, Any], Array], scale: Array | None
 ) -> Callable[..., Array]:
     """Loss of a pipeline as loss(model, batch, dropout=None), whose gradient is what the schedule computes.
 
     Args:
-      mesh: with the axes stage, data, fsdp, sequence (1) and model.
-      schedule: gpipe or 1f1b.
-      micro_batches: parts of the batch, a multiple of the stages.
-      stored: where each parameter lives.
-      gradients: where the optimiser reads each gradient.
-      is_attention_split: heads are split over model.
-      gradient_type: in which gradients are added up over the mesh, see data_parallel.reduced.
+      plan: of a mesh with the axes stage, data, fsdp, sequence (1) and model.
       loss_fn: the same loss without a pipeline, for a caller that takes no gradient.
       loss_of: loss of (logits, batch) in nats per token, a mean over the targets of batch.mask.
       scale: loss scale of the step, None = 1; see data_parallel.py.
 
-    Raises (the loss):
-      ValueError: the model has dropout.
+    Decoders with dropout are refused where the plan is made (mesh_checks.py).
     """
 
     def loss(model: Any, batch: train.Batch, *, dropout: tuple[Array, Array] | None = None) -> Scalar:
-        if dropout is not None and any(layer.dropout for layer in model.layers):
-            raise ValueError(f"pipeline: dropout={model.layers[0].dropout} is not supported over micro-batches, use 0")
         layer, _ = nnx.split(model.layers[0])
         ends, _ = nnx.split(nnx.Dict({name: getattr(model, name) for name in ENDS}))
+        sizes = plan.mesh.shape
         pipeline = Pipeline(
-            layer=layer,
-            ends=ends,
-            frequencies=model.frequencies,
-            dtype=model.dtype,
-            d_model=model.embed.embedding.shape[1],
-            is_attention_split=is_attention_split,
-            stages=mesh.shape[STAGE],
-            micro_batches=micro_batches,
-            model=mesh.shape[MODEL],
-            loss_of=loss_of,
-            schedule=schedule,
-            gradient_type=gradient_type,
-        )
+            layer, ends, model.frequencies, model.dtype, model.embed.embedding.shape[1], loss_of, plan.config,
+            is_attention_split=plan.config.heads == "split", stages=sizes[STAGE], model=sizes[MODEL],
+        )  # fmt: skip
         graph, params = parameters.split(model)
-        run = functools.partial(_loss_and_gradients, pipeline, mesh, stored, gradients)
+        run = functools.partial(_loss_and_gradients, pipeline, plan)
         plain = lambda params, batch: loss_fn(parameters.merge(graph, params), batch)
         return differentiated(run, plain)(params, batch, scale)
 
@@ -310,26 +265,20 @@ def make_loss(
 
 
 def _loss_and_gradients(
-    pipeline: Pipeline,
-    mesh: Mesh,
-    stored: Mapping[str, NamedSharding],
-    gradients: Mapping[str, NamedSharding],
-    params: dict[str, Array],
-    batch: train.Batch,
-    scale: Scalar,
+    pipeline: Pipeline, plan: Plan, params: dict[str, Array], batch: train.Batch, scale: Scalar
 ) -> tuple[Scalar, dict[str, Array]]:
     """Loss in nats per token, and gradients of loss * scale by dotted name: the schedule run on the whole mesh."""
     layers, ends = _stacked(params)
     layer_specs, layer_gradients = (
-        {n: P(None, *where[f"layers.0.{n}"].spec) for n in layers} for where in (stored, gradients)
+        {n: P(None, *where[f"layers.0.{n}"].spec) for n in layers} for where in (plan.params, plan.gradients)
     )
-    end_specs, end_gradients = ({name: where[name].spec for name in ends} for where in (stored, gradients))
+    end_specs, end_gradients = ({name: where[name].spec for name in ends} for where in (plan.params, plan.gradients))
 
     def local(weights: Weights, batch: train.Batch, num_targets: Array, scale: Array) -> tuple[Array, Weights]:
         layers, ends = weights
         layers = {name: _of_stage(pipeline, value, layer_specs[name]) for name, value in layers.items()}
         ends = {name: whole(value, end_specs[name], (STAGE, FSDP, MODEL)) for name, value in ends.items()}
-        each = pipeline.micro_batches // pipeline.stages
+        each = plan.config.micro_batches // pipeline.stages
         stream = jax.tree.map(lambda x: x.reshape(each, x.shape[0] // each, *x.shape[1:]), batch)
         weights = (_with_biases_once(pipeline, layers), ends)
         loss, (layers, ends) = _run_schedule(pipeline, weights, stream, num_targets, scale)
@@ -337,19 +286,13 @@ def _loss_and_gradients(
         # Embedding and head lie whole on every device of `model`, each of which saw a part of the tokens.
         over = {name: (STAGE, DATA, FSDP) if "norm" in name else (MODEL, STAGE, DATA, FSDP) for name in ends}
         ends = {
-            name: reduced(grad, end_gradients[name], over[name], gradient_type=pipeline.gradient_type)
+            name: reduced(grad, end_gradients[name], over[name], gradient_type=plan.config.gradient_type)
             for name, grad in ends.items()
         }
         return lax.psum(loss, (STAGE, DATA, FSDP, MODEL)), (layers, ends)
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=((layer_specs, end_specs), P(ROWS), P(), P()),
-        out_specs=(P(), (layer_gradients, end_gradients)),
-        check_vma=False,
-    )
-    loss, (layers, ends) = run((layers, ends), batch, jnp.maximum(jnp.sum(batch.mask), 1), scale)
+    run = over_mesh(plan, local, (layer_specs, end_specs), (layer_gradients, end_gradients))
+    loss, (layers, ends) = run((layers, ends), batch, scale)
     split = {name: name.split(".", 2) for name in params if name not in ends}  # "layers", index, name within the layer
     grads = ends | {name: layers[inner][int(index)] for name, (_, index, inner) in split.items()}
     return loss, {name: grads[name].astype(value.dtype) for name, value in params.items()}
@@ -374,7 +317,7 @@ def _to_owners(pipeline: Pipeline, grad: Float[Array, "own_layers ..."], spec: P
         grad = lax.all_to_all(grad, STAGE, split_axis=dim, concat_axis=0, tiled=True)
     else:
         grad = lax.all_gather(grad, STAGE, axis=0, tiled=True)
-    return reduced(grad, spec, (DATA, FSDP), gradient_type=pipeline.gradient_type)
+    return reduced(grad, spec, (DATA, FSDP), gradient_type=pipeline.config.gradient_type)
 
 
 def _stacked(params: Mapping[str, Array]) -> Weights:
@@ -392,6 +335,4 @@ def _with_biases_once(pipeline: Pipeline, layers: dict[str, Array]) -> dict[str,
     added = {"mlp.down_proj.bias"} | ({"attention.o_proj.bias"} if pipeline.is_attention_split else set())
     if pipeline.model == 1:
         return layers
-    is_first = lax.axis_index(MODEL) == 0
-    once = {name: jnp.where(is_first, layers[name], jnp.zeros_like(layers[name])) for name in added & layers.keys()}
-    return layers | once
+    return layers | {name: _on_first(layers[name]) for name in added & layers.keys()}

@@ -99,7 +99,8 @@ def check_place(coordinator: str | None, count: int | None, index: int | None) -
     given = {"coordinator": coordinator, "num_processes": count, "process_id": index}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
-        raise ValueError(f"--{' and --'.join(missing)} are missing beside {_spelled(given)}; give all three or none")
+        spelled = ", ".join(f"--{name}={value}" for name, value in given.items() if value is not None)
+        raise ValueError(f"--{' and --'.join(missing)} are missing beside {spelled}; give all three or none")
     if missing:
         return
     host, colon, port = coordinator.rpartition(":")
@@ -107,7 +108,3 @@ def check_place(coordinator: str | None, count: int | None, index: int | None) -
         raise ValueError(f"--coordinator={coordinator} is not host:port of the first process")
     if not 0 <= index < count:
         raise ValueError(f"--process_id={index} is not from 0 to num_processes - 1 = {count - 1}")
-
-
-def _spelled(given: dict) -> str:
-    return ", ".join(f"--{name}={value}" for name, value in given.items() if value is not None)

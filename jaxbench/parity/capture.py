@@ -54,11 +54,6 @@ class Local(NamedTuple):
     error: float  # relative 2-norm, the largest of its tensors
 
 
-def module_name(path: Iterable[Any]) -> str:
-    """Dotted name of a module's path, "model" for the empty one."""
-    return ".".join(map(str, path)) or ROOT
-
-
 def enclosing_module(name: str, modules: Mapping[str, Any]) -> str:
     """Name of the nearest module around a module, "model" for the outermost ones."""
     parent = name.rpartition(".")[0]

@@ -90,7 +90,7 @@ def _llama(
 def _memory(name: str, *, seed: int = 0, length: int = 18, **update: Any) -> Case:
     """Case of a neural memory; 18 tokens leave the last chunk half full, odd seeds have padding."""
     config = NeuralMemoryConfig(d_model=20, num_heads=2, head_dim=8, chunk_size=4, **update)
-    path = {"module": "memory.neural", "task": "memory.neural", "data": "memory.config"}
+    path = {"module": "memory.neural", "task": "memory.target", "data": "memory.config"}
     return Case(f"memory/{name}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",))
 
 
@@ -104,7 +104,7 @@ def _block(kind: str, *, seed: int = 0, length: int = 10, depth: int = 2) -> Cas
         learned = 0 if kind == "mac" or not depth else 2
         neural = NeuralMemoryConfig(**shape, num_heads=2, chunk_size=4, depth=depth, num_persistent=learned)
         config = BlockConfig(kind=kind, **shape, **parts, window=4, num_persistent=2, neural=neural)
-    path = {"module": "memory.blocks", "task": "memory.blocks", "data": "memory.block_config"}
+    path = {"module": "memory.blocks", "task": "memory.target", "data": "memory.block_config"}
     return Case(f"memory/{kind}", config, **path, length=length, prompt=0, seed=seed, backends=("flax",),
                 is_closed=kind == "mac")  # fmt: skip
 
@@ -159,10 +159,10 @@ CASES: tuple[Case, ...] = (
             max_theta=0.1),
     _memory("neural-before", seed=1, read="before", activation="gelu_erf"),
     Case("memory/bank", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2),
-         module="memory.bank", task="memory.bank", data="memory.bank_config", length=22, prompt=0, seed=1,
+         module="memory.bank", task="memory.target", data="memory.bank_config", length=22, prompt=0, seed=1,
          backends=("flax",)),
     Case("memory/bank-learned", BankConfig(d_model=20, num_heads=2, head_dim=8, block_size=4, memory_slots=4, ratio=2,
-         compression="learned"), module="memory.bank", task="memory.bank", data="memory.bank_config", length=18,
+         compression="learned"), module="memory.bank", task="memory.target", data="memory.bank_config", length=18,
          prompt=0, backends=("flax",)),
     Case("transformer/memory-gate", GATED, module="memory.decoder", length=12, prompt=7, sampled=True,
          backends=("flax",)),

@@ -23,34 +23,58 @@ class Entry(NamedTuple):
     name: str
     error: float  # relative 2-norm; inf where a value is not finite or a shape differs
     tolerance: float  # largest error that passes
-    worst_index: tuple[int, ...]  # element with the largest absolute difference
-    worst_difference: float  # its absolute difference
 
     @property
     def passed(self) -> bool:
         """True where the error is within the tolerance."""
         return self.error <= self.tolerance
 
+    @property
+    def badness(self) -> float:
+        """What the worst tensor has most of: the error."""
+        return self.error
 
-class Comparison(NamedTuple):
-    """Distances of every tensor of one kind, in the order of computation."""
 
-    kind: str
-    entries: tuple[Entry, ...]
+class RatioEntry(NamedTuple):
+    """Errors of two backends against one float64 reference."""
+
+    name: str
+    error: float  # of the first backend, relative 2-norm
+    other_error: float  # of the second
+    slack: float  # c * eps, absolute
 
     @property
     def passed(self) -> bool:
-        """True where every tensor is within its tolerance."""
+        """True where neither error is more than ERROR_RATIO times the other plus the slack."""
+        low, high = sorted((self.error, self.other_error))
+        return bool(high <= ERROR_RATIO * low + self.slack)
+
+    @property
+    def badness(self) -> float:
+        """What the worst tensor has most of: its larger error over the one that the smaller allows."""
+        low, high = sorted((self.error, self.other_error))
+        return high / max(ERROR_RATIO * low + self.slack, np.finfo(float).tiny)
+
+
+class Comparison(NamedTuple):
+    """Every tensor of one kind, in the order of computation: distances, or errors of two backends."""
+
+    kind: str
+    entries: tuple[Entry, ...] | tuple[RatioEntry, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True where every tensor passes."""
         return all(entry.passed for entry in self.entries)
 
     @property
-    def worst(self) -> Entry | None:
-        """Tensor with the largest error, None where there is no tensor."""
-        return max(self.entries, key=lambda entry: entry.error, default=None)
+    def worst(self) -> Entry | RatioEntry | None:
+        """The worst tensor, None where there is no tensor."""
+        return max(self.entries, key=lambda entry: entry.badness, default=None)
 
     @property
-    def first_failure(self) -> Entry | None:
-        """First tensor over its tolerance, None where all pass."""
+    def first_failure(self) -> Entry | RatioEntry | None:
+        """First tensor that does not pass, None where all do."""
         return next((entry for entry in self.entries if not entry.passed), None)
 
 
@@ -81,14 +105,9 @@ def compare(
     tolerance: float = TOLERANCE_FLOAT64,
     widen: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """Distances of tensors of one kind from their references, by name.
+    """Distances of tensors of one kind from their references, by name, in the references' order.
 
-    Args:
-      values: tensors by name.
-      reference: theirs, under the same names, in the order of computation.
-      kind: what they are, for the report.
-      tolerance: largest relative error that passes.
-      widen: what is added to a tensor's tolerance, its own repeat error; 0 for those it does not name.
+    widen: what is added to a tensor's tolerance, its own repeat error; 0 for those it does not name.
 
     Raises:
       ValueError: the names differ; the message lists them.
@@ -98,51 +117,8 @@ def compare(
     entries = []
     for name, wanted in reference.items():
         allowed = tolerance + (widen or {}).get(name, 0.0)
-        error = relative_error(values[name], wanted, floor=floor)
-        entries.append(Entry(name, error, allowed, *_worst_element(values[name], wanted)))
+        entries.append(Entry(name, relative_error(values[name], wanted, floor=floor), allowed))
     return Comparison(kind, tuple(entries))
-
-
-class RatioEntry(NamedTuple):
-    """Errors of two backends against one float64 reference."""
-
-    name: str
-    error: float  # of the first backend, relative 2-norm
-    other_error: float  # of the second
-    slack: float  # c * eps, absolute
-
-    @property
-    def passed(self) -> bool:
-        """True where neither error is more than ERROR_RATIO times the other plus the slack."""
-        low, high = sorted((self.error, self.other_error))
-        return bool(high <= ERROR_RATIO * low + self.slack)
-
-
-class RatioComparison(NamedTuple):
-    """Errors of two backends for every tensor of one kind, in the order of computation."""
-
-    kind: str
-    entries: tuple[RatioEntry, ...]
-
-    @property
-    def passed(self) -> bool:
-        """True where every tensor's two errors are alike."""
-        return all(entry.passed for entry in self.entries)
-
-    @property
-    def first_failure(self) -> RatioEntry | None:
-        """First tensor whose errors are not alike, None where all are."""
-        return next((entry for entry in self.entries if not entry.passed), None)
-
-    @property
-    def worst(self) -> RatioEntry | None:
-        """Tensor whose larger error exceeds the allowed one by most."""
-
-        def excess(entry: RatioEntry) -> float:
-            low, high = sorted((entry.error, entry.other_error))
-            return high / max(ERROR_RATIO * low + entry.slack, np.finfo(float).tiny)
-
-        return max(self.entries, key=excess, default=None)
 
 
 def compare_errors(
@@ -153,7 +129,7 @@ def compare_errors(
     kind: str,
     dtype: str,
     slack_epsilons: float,
-) -> RatioComparison:
+) -> Comparison:
     """Compare two backends' errors against a float64 reference: each at most ERROR_RATIO x the other + c * eps.
 
     A tensor that counts as zero (norm under the floor, such as the gradient of a key bias) holds nothing but rounding
@@ -170,10 +146,10 @@ def compare_errors(
         errors = (relative_error(each[name], wanted, floor=floor) for each in (values, other_values))
         is_zero = float(np.linalg.norm(_wide(wanted).ravel())) < floor
         entries.append(RatioEntry(name, *errors, slack / FLOOR if is_zero else slack))
-    return RatioComparison(kind, tuple(entries))
+    return Comparison(kind, tuple(entries))
 
 
-def averaged(draws: Sequence[RatioComparison]) -> RatioComparison:
+def averaged(draws: Sequence[Comparison]) -> Comparison:
     """Geometric means of the errors of several draws (batches), tensor by tensor; kind and slack are the first's.
 
     The rounding error of one batch's gradient is a single draw where few terms enter a tensor: two exact twins then
@@ -185,7 +161,7 @@ def averaged(draws: Sequence[RatioComparison]) -> RatioComparison:
         errors = np.array([(row.error, row.other_error) for row in rows])
         means = np.exp(np.mean(np.log(np.where(errors > 0, errors, rows[0].slack)), axis=0))
         entries.append(RatioEntry(rows[0].name, *means.tolist(), rows[0].slack))
-    return RatioComparison(draws[0].kind, tuple(entries))
+    return Comparison(draws[0].kind, tuple(entries))
 
 
 def check_names(values: Mapping[str, Any], reference: Mapping[str, Any], *, kind: str) -> None:
@@ -202,13 +178,3 @@ def check_names(values: Mapping[str, Any], reference: Mapping[str, Any], *, kind
 
 def _wide(value: Any) -> np.ndarray:
     return np.asarray(value).astype(np.float64, copy=False)
-
-
-def _worst_element(value: Any, reference: Any) -> tuple[tuple[int, ...], float]:
-    wide, wide_reference = _wide(value), _wide(reference)
-    if wide.shape != wide_reference.shape or not wide.size:
-        return (), float("inf") if wide.shape != wide_reference.shape else 0.0
-    difference = np.abs(wide - wide_reference)
-    difference = np.where(np.isnan(difference), np.inf, difference)
-    index = np.unravel_index(int(np.argmax(difference)), difference.shape)
-    return tuple(int(i) for i in index), float(difference[index])

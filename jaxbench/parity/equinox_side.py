@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from jaxbench.parity import flax_side
 
-NAME = "equinox"
-
 
 class Side(flax_side.Side):
     """One case's model in one dtype. Float64 needs `jax.enable_x64(True)` around every call."""
 
-    name = NAME
+    name = "equinox"
     package = "jaxbench.eqx"
     is_captured = False

@@ -50,14 +50,8 @@ def training_steps(case: Case, config: TransformerConfig) -> list[cases.Arrays]:
 def gather(side: Any, case: Case, config: TransformerConfig, *, gradients: bool, is_quick: bool = False) -> Evidence:
     """Evidence of one side of a case in float64.
 
-    Dropout is on in traces and training. Training comes last, because it moves PyTorch's weights.
-
-    Args:
-      side: flax_side.Side, equinox_side.Side or torch_side.Side of the case.
-      case: what to run.
-      config: its configuration.
-      gradients: take them in traces.
-      is_quick: no sampling and no training.
+    Dropout is on in traces and training. Training comes last, because it moves PyTorch's weights. is_quick leaves out
+    sampling and training.
     """
     arrays = cases.arrays(case, config)
     trace = side.trace(arrays, gradients=gradients, seed=SEED)

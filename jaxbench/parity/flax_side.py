@@ -24,13 +24,11 @@ from jaxbench.training import optimizer_step, precision
 from jaxbench.training.intercept import intercepted
 from jaxbench.training.step_config import StepConfig
 
-NAME = "flax"
-
 
 class Side:
     """One case's model in one dtype. Float64 needs `jax.enable_x64(True)` around every call."""
 
-    name = NAME
+    name = "flax"
     package = "jaxbench"
 
     def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
@@ -182,11 +180,8 @@ class Side:
 
 def _outputs(captured: nnx.State) -> dict[str, Any]:
     """First floating tensor of each module's call, out of nnx.capture's state."""
-    outputs = {}
-    for path, leaf in nnx.to_flat_state(captured):
-        if path[-1] == "__call__":
-            outputs[capture.module_name(path[:-1])] = _floating(leaf.get_value())[0]
-    return outputs
+    calls = [(path[:-1], leaf) for path, leaf in nnx.to_flat_state(captured) if path[-1] == "__call__"]
+    return {".".join(map(str, path)) or capture.ROOT: _floating(leaf.get_value())[0] for path, leaf in calls}
 
 
 def _is_floating(x: Any) -> bool:

@@ -46,7 +46,7 @@ def from_comparison(gate_id: str, comparison: distance.Comparison, *, what: str 
     return Gate(gate_id, what or comparison.kind, comparison.passed, error, limit, where)
 
 
-def from_ratio(comparison: distance.RatioComparison, *, what: str) -> Gate:
+def from_ratio(comparison: distance.Comparison, *, what: str) -> Gate:
     """Gate P2 of one error-ratio comparison."""
     shown = comparison.first_failure or comparison.worst
     if shown is None:

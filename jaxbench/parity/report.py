@@ -104,13 +104,17 @@ def _layer_table(result: dict[str, Any]) -> Any:
     table.add_column("module", overflow="fold")
     for title in titles.values():
         table.add_column(title, justify="right", no_wrap=True)
-    blamed = (result["blame"] or {}).get("module")
     for row in layer_rows(result):
-        is_first = row["module"] == result["first_divergence"]
-        marks = [mark for mark, holds in (("starts here", is_first), ("cause", row["module"] == blamed)) if holds]
+        marks = _marks(result, row["module"])
         name = Text(" <- ".join([row["module"], *marks]), style="bold red" if marks else "")
         table.add_row(name, *(_number(row.get(key)) for key in titles))
     return table
+
+
+def _marks(result: dict[str, Any], module: str) -> list[str]:
+    blamed = (result["blame"] or {}).get("module")
+    marks = {"starts here": result["first_divergence"], "cause": blamed}
+    return [mark for mark, name in marks.items() if name == module]
 
 
 def _number(value: float | None) -> str:
@@ -124,13 +128,8 @@ def heat_map(result: dict[str, Any]) -> page.Figure:
     """A plotly figure: modules down in order of computation, kinds of error across, colour = log10."""
     titles, rows = columns(result), result["layers"]
     errors = [[row.get(key) for key in titles] for row in rows]
-    blamed = (result["blame"] or {}).get("module")
-    names = []
-    for row in rows:
-        name, marks = row["module"], []
-        marks += ["starts here"] if name == result["first_divergence"] else []
-        marks += ["cause"] if name == blamed else []
-        names.append(f"<b>{name}</b> ({', '.join(marks)})" if marks else name)
+    marked = [(row["module"], _marks(result, row["module"])) for row in rows]
+    names = [f"<b>{name}</b> ({', '.join(marks)})" if marks else name for name, marks in marked]
     trace = {
         "type": "heatmap", "x": [title.replace("\n", "<br>") for title in titles.values()], "y": names,
         "z": [[None if e is None else math.log10(min(max(e, 1e-17), 1.0)) for e in line] for line in errors],

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import os
 import sys
 import time
@@ -122,7 +123,6 @@ def run(
     """Result of a case as plain values: gates, errors of every layer, first divergence and blame.
 
     Args:
-      case: what to run.
       backend: flax or equinox; PyTorch is the other side.
       quick: float64 outputs, blame, weights and decoding only.
       gradients: compare them; None follows the case.
@@ -150,15 +150,23 @@ def _exact(case: Case, backend: str) -> dict[str, Any]:
     with pinned("float64") as settings:
         rows = importlib.import_module(f"jaxbench.parity.{case.exact}").gates_of(case)
     failed = next((gate for gate in rows if not gate.passed), None)
+    first = {} if failed is None else {failed.what: failed.where}
+    return _outcome(case, backend, rows, settings, worst=max(gate.error for gate in rows), first=first)
+
+
+def _outcome(
+    case: Case, backend: str, rows: list[gates.Gate], settings: dict[str, Any], *, worst: float, first: dict[str, str]
+) -> dict[str, Any]:
+    """Result of a case as plain values, for JSON; first: where each kind of tensor begins to differ."""
     return {
         "case": case.id,
         "backend": backend,
-        "passed": failed is None,
-        "worst": max(gate.error for gate in rows),
+        "passed": all(gate.passed for gate in rows),
+        "worst": worst,
         "gates": [gate._asdict() for gate in rows],
-        "first_divergence": None,
-        "first_divergence_backward": None,
-        "first_divergence_by_kind": {} if failed is None else {failed.what: failed.where},
+        "first_divergence": first.get("outputs"),
+        "first_divergence_backward": first.get("output_gradients"),
+        "first_divergence_by_kind": first,
         "blame": None,
         "layers": [],
         "parameters": [],
@@ -173,7 +181,7 @@ def _ratio(
     *,
     kind: str,
     dtype: str,
-) -> distance.RatioComparison:
+) -> distance.Comparison:
     """Errors of both sides against float64, with the gate's slack."""
     slack = gates.SLACK_EPSILONS[kind, dtype]
     return distance.compare_errors(values, others, wanted, kind=kind, dtype=dtype, slack_epsilons=slack)
@@ -254,9 +262,7 @@ class _Work:
             if dtype == "float32" and self.case.steps:
                 self._train_float32(side, other)
 
-    def _over_batches(
-        self, first: distance.RatioComparison, side: Any, other: Any, dtype: str
-    ) -> distance.RatioComparison:
+    def _over_batches(self, first: distance.Comparison, side: Any, other: Any, dtype: str) -> distance.Comparison:
         """Gradients' errors averaged over NUM_DRAWS batches, the first included: one draw decides nothing."""
         draws = [first]
         with pinned("float64"):
@@ -270,7 +276,7 @@ class _Work:
             draws.append(_ratio(*draw, kind="gradients", dtype=dtype))
         return distance.averaged(draws)
 
-    def _record_ratio(self, ratio: distance.RatioComparison, dtype: str, over: str = "") -> None:
+    def _record_ratio(self, ratio: distance.Comparison, dtype: str, over: str = "") -> None:
         self.comparisons[f"{ratio.kind}_{dtype}"] = ratio
         self.gates.append(gates.from_ratio(ratio, what=f"{ratio.kind}, {dtype}{over}"))
 
@@ -291,24 +297,14 @@ class _Work:
         return sides(self.case, self.config, self.params, dtype=dtype, backend=self.backend)
 
     def result(self) -> dict[str, Any]:
-        """Result as plain values, for JSON: gates, errors of every layer, first divergence and blame."""
+        """Gates, errors of every layer, first divergence and blame."""
         culprit = capture.blame(self.local, tolerance=distance.TOLERANCE_FLOAT64)
-        failures = {kind: self.comparisons[kind].first_failure for kind in self.comparisons}
+        failures = {kind: comparison.first_failure for kind, comparison in self.comparisons.items()}
         first = {kind: failure.name for kind, failure in failures.items() if failure is not None}
-        return {
-            "case": self.case.id,
-            "backend": self.backend,
-            "passed": all(gate.passed for gate in self.gates),
-            "worst": self.comparisons["outputs"].worst.error,
-            "gates": [gate._asdict() for gate in self.gates],
-            "first_divergence": first.get("outputs"),
-            "first_divergence_backward": first.get("output_gradients"),
-            "first_divergence_by_kind": first,
-            "blame": None if culprit is None else culprit._asdict(),
-            "layers": self._layers(),
-            "parameters": self._parameters(),
-            "settings": self.settings,
-        }
+        worst = self.comparisons["outputs"].worst.error
+        outcome = _outcome(self.case, self.backend, self.gates, self.settings, worst=worst, first=first)
+        blame = None if culprit is None else culprit._asdict()
+        return outcome | {"blame": blame, "layers": self._layers(), "parameters": self._parameters()}
 
     def _layers(self) -> list[dict[str, Any]]:
         columns = {"float64": self._errors("outputs"), "gradient": self._errors("output_gradients")}
@@ -326,17 +322,13 @@ class _Work:
             {"parameter": name} | {key: c.get(name) for key, c in columns.items()} for name in self.params if columns
         ]
 
-    def _errors(self, kind: str) -> dict[str, float]:
-        return {entry.name: entry.error for entry in self.comparisons[kind].entries} if kind in self.comparisons else {}
+    def _errors(self, kind: str, field: str = "error") -> dict[str, float]:
+        entries = self.comparisons[kind].entries if kind in self.comparisons else ()
+        return {entry.name: getattr(entry, field) for entry in entries}
 
     def _reduced_errors(self, pattern: str) -> dict[str, dict[str, float]]:
-        columns: dict[str, dict[str, float]] = {}
-        for dtype in REDUCED:
-            kind = pattern.format(dtype)
-            entries = self.comparisons[kind].entries if kind in self.comparisons else ()
-            columns[dtype] = {entry.name: entry.error for entry in entries}
-            columns[f"{dtype}_torch"] = {entry.name: entry.other_error for entry in entries}
-        return columns
+        fields = itertools.product(REDUCED, (("", "error"), ("_torch", "other_error")))
+        return {dtype + side: self._errors(pattern.format(dtype), field) for dtype, (side, field) in fields}
 
 
 def define_flags() -> None:

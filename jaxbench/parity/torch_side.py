@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,13 +19,11 @@ from jaxbench.training.step_config import StepConfig
 from torch_ref import nn, prng
 from torch_ref.training import optimizer_step
 
-NAME = "torch"
-
 
 class Side:
     """One case's model in one dtype."""
 
-    name = NAME
+    name = "torch"
 
     def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
         self.case, self.dtype = case, dtype
@@ -113,33 +112,22 @@ def _hooked(
     """Record every module's call and, where `gradients` is given, the gradient of its first output."""
     inputs: dict[str, tuple] = {}
 
-    def before(name: str) -> Any:
-        def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            inputs[name] = _floating((args, kwargs))
+    def before(name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        inputs[name] = _floating((args, kwargs))
 
-        return hook
+    def after(name: str, module: torch.nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
+        outputs = _floating(result)[:1]
+        calls[name] = capture.Call(inputs.pop(name), outputs)
+        if gradients is not None:
+            outputs[0].register_hook(lambda gradient: gradients.__setitem__(name, _numpy(gradient)))
 
-    def after(name: str) -> Any:
-        def hook(module: torch.nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
-            outputs = _floating(result)[:1]
-            calls[name] = capture.Call(inputs.pop(name), outputs)
-            if gradients is not None:
-                outputs[0].register_hook(lambda gradient: gradients.__setitem__(name, _numpy(gradient)))
-
-        return hook
-
-    handles = []
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList):
-            continue
-        name = path or capture.ROOT
-        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
-        handles.append(module.register_forward_hook(after(name), with_kwargs=True))
-    try:
+    with contextlib.ExitStack() as handles:
+        for path, module in model.named_modules():
+            if not isinstance(module, torch.nn.ModuleList):
+                hooks = [functools.partial(hook, path or capture.ROOT) for hook in (before, after)]
+                handles.callback(module.register_forward_pre_hook(hooks[0], with_kwargs=True).remove)
+                handles.callback(module.register_forward_hook(hooks[1], with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _floating(tree: Any) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxbench import initial, sample, transformer
 from jaxbench.parity import cases, gates
-from jaxbench.watermark import detect, logits_processor, reference, statistics
+from jaxbench.watermark import detect, logits_processor, reference, significance
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
 
@@ -31,7 +31,7 @@ def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.
     in_numpy = reference.evidence(
         scheme, KEYS, tokens, lengths, vocab_size=vocab_size, prompt_lengths=prompts, green_lists=lists
     )
-    wanted = statistics.score(scheme, in_numpy, vocab_size=vocab_size)
+    wanted = significance.score(scheme, in_numpy, vocab_size=vocab_size)
     found = []
     for name, library in (("flax", detect), ("torch", torch_detect)):
         detector = library.Detector(scheme, vocab_size=vocab_size, green_lists=lists)
@@ -42,7 +42,7 @@ def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.
             pairs.append((evidence.second_words, in_numpy.second_words))
         mine, theirs = (np.stack([np.where(in_numpy.scored, pair[i], 0) for pair in pairs]) for i in (0, 1))
         found.append(_equal(f"{name}: words of scored tokens", mine, theirs))
-        scores = statistics.score(scheme, evidence, vocab_size=vocab_size)
+        scores = significance.score(scheme, evidence, vocab_size=vocab_size)
         found.append(_equal(f"{name}: counts", scores.num_scored, wanted.num_scored))
         for field in ("statistic", "score", "p_value", "mid_p", "randomized_p"):
             found.append(_close(f"{name}: {field}", getattr(scores, field), getattr(wanted, field)))
@@ -78,11 +78,6 @@ def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
     return [gates.sampling(drawn)._replace(what="generated tokens, float32")]
 
 
-def is_detection_only(scheme: Any) -> bool:
-    """True for lists per candidate, which nobody can generate with at once."""
-    return scheme.key_field is not None and scheme.is_detection_only
-
-
 def texts(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Random tokens [B T] that repeat themselves, lengths [B] from 0 on, and prompt lengths [B]; all int32."""
     random = np.random.default_rng(seed)
@@ -96,7 +91,7 @@ def texts(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def gates_of(case: cases.Case) -> list[gates.Gate]:
     """Gates of a case, whose configuration is the scheme."""
     found = gates_of_evidence(case.config, vocab_size=cases.LLAMA.vocab_size, seed=case.seed)
-    return found if is_detection_only(case.config) else found + gates_of_generation(case.config, seed=case.seed)
+    return found if case.config.is_detection_only else found + gates_of_generation(case.config, seed=case.seed)
 
 
 def _equal(what: str, value: np.ndarray, reference: np.ndarray) -> gates.Gate:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxbench import outputs
 from jaxbench.config import TransformerConfig, shown
-from jaxbench.initial import parameter_shapes
+from jaxbench.initial import mismatches, parameter_shapes
 from jaxbench.pretrained import assets, families, gguf_file
 from jaxbench.pretrained.families import Family, Rule
 
@@ -73,17 +73,14 @@ def resolve(spec: str | Path | None = None) -> Path:
     """
     if spec in (None, "default"):
         return assets.fetch_default_model()
+    wanted = "pass a GGUF file, a Hugging Face folder, a hub id or `default`"
     if not str(spec):
-        raise ValueError(
-            f"model: {spec!r} names nothing; pass a GGUF file, a Hugging Face folder, a hub id or `default`"
-        )
+        raise ValueError(f"model: {spec!r} names nothing; {wanted}")
     path = Path(spec).expanduser()
     if path.exists():
         return path
     if not re.fullmatch(HUB_ID, str(spec)) or str(spec).endswith((".gguf", ".safetensors", ".json")):
-        raise ValueError(
-            f"model: {spec} does not exist; pass a GGUF file, a Hugging Face folder, a hub id or `default`"
-        )
+        raise ValueError(f"model: {spec} does not exist; {wanted}")
     import huggingface_hub
 
     try:
@@ -102,12 +99,8 @@ def save_checkpoint(
 ) -> Path:
     """Write a Hugging Face folder that transformers and load_checkpoint read; all of it appears at once or nothing.
 
-    Args:
-      folder: its name; it must not exist, or be empty.
-      config: the decoder.
-      params: its parameters by dotted name.
-      tokenizer: of text to its ids, written beside it; its ids of beginning and end stand in config.json and
-        generation_config.json (null where there are none: transformers would take its own otherwise).
+    The tokenizer's ids of beginning and end stand in config.json and generation_config.json, null where there are none:
+    transformers would take its own otherwise.
 
     Raises:
       ValueError: the folder has content, parameters do not fit the configuration, or no architecture matches it.
@@ -121,7 +114,7 @@ def save_checkpoint(
         raise ValueError(f"save: memory.kind={config.layer_kind}: no Hugging Face architecture has memory layers")
     values = families.config_to_hf(config)
     shapes = {name: np.shape(value) for name, value in params.items()}
-    _raise_problems("save", _compare(parameter_shapes(config), shapes))
+    _raise_problems("save", mismatches(parameter_shapes(config), shapes))
     tensors = {}
     for rule, layer in _rows(families.HF_FAMILIES[values["model_type"]], config):
         for part, ours in _parts(rule, layer, params).items():
@@ -249,7 +242,7 @@ def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> di
             expected[theirs] = shape[::-1] if rule.kind in ("linear", "interleaved") else shape
             jobs.append((rule, theirs, ours, widths))
     in_file = {name: tensors.shapes[own] for name, own in own_names.items()}
-    _raise_problems(str(tensors.source), _compare(expected, in_file))
+    _raise_problems(str(tensors.source), mismatches(expected, in_file))
 
     def work(job: tuple) -> tuple[str | None, dict[str, np.ndarray]]:
         rule, theirs, ours, widths = job
@@ -289,20 +282,6 @@ def _rotate_half_rows(value: np.ndarray, head_dim: int) -> np.ndarray:
     """Undo llama.cpp's order of rows: pairs side by side -> first halves, then second halves, in each head."""
     pairs = value.reshape(-1, head_dim // 2, 2, *value.shape[1:])
     return pairs.swapaxes(1, 2).reshape(value.shape)
-
-
-def _compare(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Names that are missing, unused, or of another shape."""
-    both = [name for name in wanted if name in found]
-    return {
-        "missing": [name for name in wanted if name not in found],
-        "unused": [name for name in found if name not in wanted],
-        "misshapen": [
-            f"{name} is {tuple(found[name])}, wanted {tuple(wanted[name])}"
-            for name in both
-            if tuple(found[name]) != tuple(wanted[name])
-        ],
-    }
 
 
 def _raise_problems(source: str, problems: dict[str, list[str]]) -> None:

@@ -12,7 +12,6 @@ hosts nor on where it was interrupted. Axis letters: B rows of a batch, T tokens
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import json
@@ -27,6 +26,7 @@ from jaxtyping import Bool, Int, Int32, Int64
 
 from jaxbench import outputs, philox, process_environment
 from jaxbench.pretrained import assets, small_tokenizers
+from jaxbench.text import packing
 from jaxbench.text.packing import DOCUMENT_SEPARATOR, SUFFIXES, text_sha256
 
 TOKEN_SUFFIXES = (".npy", ".bin")  # one-dimensional integers; .bin is little-endian uint16, as nanoGPT writes it
@@ -91,7 +91,11 @@ def prepare(
     key = hashlib.sha256(json.dumps([FORMAT, sha256, name, _kind(path)]).encode()).hexdigest()[:24]
     folder = (process_environment.cache_dir() / "tokens" if cache is None else Path(cache)) / key
     if not _is_whole(folder):
-        _build(folder, path, tokenizer, progress)
+        try:
+            _build(folder, path, tokenizer, progress)
+        except OSError:
+            if not _is_whole(folder):  # else another process has made it meanwhile
+                raise
     return _open(folder, tokenizer, sha256)
 
 
@@ -121,12 +125,7 @@ def split(corpus: Corpus, fraction: float) -> tuple[Corpus, Corpus]:
 
 
 def check(corpus: Corpus, *, vocab_size: int, what: str) -> None:
-    """Check that a decoder of this vocabulary can learn from a corpus, or be measured on it.
-
-    Args:
-      corpus: the documents.
-      vocab_size: ids are 0 to vocab_size - 1.
-      what: stands in the message, such as "the held-out part of books.txt".
+    """Check that a decoder of this vocabulary can learn from a corpus, or be measured on it; `what` names it in errors.
 
     Raises:
       ValueError: an id lies outside the vocabulary, or no token follows another.
@@ -159,21 +158,17 @@ def documents(path: Path | None, progress: Progress | None = None) -> Iterator[s
         stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         offset = 0
         try:
-            for line_number, content in enumerate(stream if has_lines else _whole(stream), start=1):
+            for line_number, content in enumerate(stream if has_lines else iter([stream.read()]), start=1):
                 text = _decoded(path, content, line_number, offset)
                 offset += len(content)
                 if has_lines and text.strip():
-                    yield _json_text(path, line_number, text)
+                    yield packing.json_text(text, f"dataset: {path} line {line_number}")
                 elif not has_lines:
                     yield from (part for part in text.split(DOCUMENT_SEPARATOR) if part.strip())
                 if progress is not None:
                     progress(min(raw.tell(), size), size)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"dataset: cannot read {path} past byte {offset} ({error})") from error
-
-
-def _whole(stream: Any) -> Iterator[bytes]:
-    yield stream.read()
 
 
 def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
@@ -186,17 +181,6 @@ def _decoded(path: Path, content: bytes, line: int, offset: int) -> str:
             f"dataset: {path} line {line} is not UTF-8 (byte {content[error.start]:#04x} at offset "
             f"{offset + error.start}); convert it, for example with iconv -t UTF-8"
         ) from error
-
-
-def _json_text(path: Path, line: int, text: str) -> str:
-    """The "text" of one line of a .jsonl file; lines count from 1."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"dataset: {path} line {line} is not JSON ({error})") from error
-    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise ValueError(f'dataset: {path} line {line} has no "text" string: {text[:60].strip()}')
-    return value["text"]
 
 
 def _load_tokenizer(spec: Any) -> Any:
@@ -228,7 +212,7 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
     """Tokenise a text into a folder that appears whole or not at all."""
     if tokenizer == "character":
         tokenizer = small_tokenizers.CharacterTokenizer("".join(sorted(set().union(*map(set, documents(path))))) or " ")
-    with _first_wins(folder), outputs.whole_folder(folder) as made:
+    with outputs.whole_folder(folder) as made:
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
         end = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
         starts = [0]
@@ -247,16 +231,6 @@ def _build(folder: Path, path: Path | None, tokenizer: Any, progress: Progress |
         (made / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         if folder.exists() and not _is_whole(folder):
             shutil.rmtree(folder)  # damaged, or of a build that a crash cut off
-
-
-@contextlib.contextmanager
-def _first_wins(folder: Path) -> Iterator[None]:
-    """Pass over an error where another process has made the whole folder meanwhile."""
-    try:
-        yield
-    except OSError:
-        if not _is_whole(folder):
-            raise
 
 
 def _open(folder: Path, tokenizer: Any, sha256: str) -> Corpus:

@@ -60,8 +60,8 @@ def find(pattern: str) -> list[str]:
     """
     if Path(pattern).is_dir():
         raise ValueError(f"input: {pattern} is a folder; name its files, as in '{pattern.rstrip('/')}/*.jsonl'")
-    found = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
-    paths = [path for path in found if not Path(path).is_dir()]
+    names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+    paths = [path for path in names if not Path(path).is_dir()]
     if not paths:
         raise ValueError(f"input: {pattern} names no file")
     for path in paths:
@@ -81,7 +81,7 @@ def chunks(path: str, file: int = 0) -> Iterator[Chunk]:
       ValueError: the file is damaged; the message names the last line that could be read.
     """
     packed = path.endswith(".gz")
-    held, lines, size, first, offset, number, seen = [], 0, 0, 1, 0, 0, 0
+    held, lines, size, first, offset, index, seen = [], 0, 0, 1, 0, 0, 0
     with open(path, "rb") as raw:
         stream = gzip.GzipFile(fileobj=raw) if packed else raw
         while True:
@@ -91,11 +91,9 @@ def chunks(path: str, file: int = 0) -> Iterator[Chunk]:
                 raise ValueError(f"input: {path} is damaged after line {first + lines - 1} ({error})") from error
             if lines and (not line or lines >= CHUNK_LINES or size + len(line) > CHUNK_BYTES):
                 position = raw.tell() if packed else offset + size
-                yield Chunk(
-                    path, file, number, first, offset, size, b"".join(held) if packed else None, position - seen
-                )
+                yield Chunk(path, file, index, first, offset, size, b"".join(held) if packed else None, position - seen)
                 seen = position
-                first, offset, number = first + lines, offset + size, number + 1
+                first, offset, index = first + lines, offset + size, index + 1
                 held, lines, size = [], 0, 0
             if not line:
                 return
@@ -119,28 +117,28 @@ def read(chunk: Chunk, *, field: str = "text", prompt_field: str | None = None) 
     records, bad = [], []
     is_json = ".jsonl" in Path(chunk.path).suffixes
     lines = data.split(b"\n")
-    for number, line in enumerate(lines, chunk.first_line):
-        if number == 1:
+    for line_number, line in enumerate(lines, chunk.first_line):
+        if line_number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
             continue
         try:
             text = line.decode("utf-8")
-            records.append(_record(number, text, field, prompt_field) if is_json else _plain(number, text))
+            records.append(_record(line_number, text, field, prompt_field) if is_json else _plain(line_number, text))
         except UnicodeDecodeError as error:
-            bad.append(Bad(number, f"not UTF-8 (byte {line[error.start]:#04x} at {error.start})"))
+            bad.append(Bad(line_number, f"not UTF-8 (byte {line[error.start]:#04x} at {error.start})"))
         except ValueError as error:
-            bad.append(Bad(number, str(error)))
+            bad.append(Bad(line_number, str(error)))
         except RecursionError:
-            bad.append(Bad(number, f"not JSON that can be read: {len(line):,} bytes nested too deeply"))
+            bad.append(Bad(line_number, f"not JSON that can be read: {len(line):,} bytes nested too deeply"))
     return records, bad
 
 
-def _plain(number: int, text: str) -> Record:
-    return Record(number, None, text.removesuffix("\r"), 0)
+def _plain(line_number: int, text: str) -> Record:
+    return Record(line_number, None, text.removesuffix("\r"), 0)
 
 
-def _record(number: int, text: str, field: str, prompt_field: str | None) -> Record:
+def _record(line_number: int, text: str, field: str, prompt_field: str | None) -> Record:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -158,7 +156,7 @@ def _record(number: int, text: str, field: str, prompt_field: str | None) -> Rec
     own = None if own is None else str(own)
     if own is not None and _is_broken(own):
         raise ValueError(f"key 'id' holds a lone surrogate, which is no Unicode text: {own[:60]!a}")
-    return Record(number, own, content, prompt)
+    return Record(line_number, own, content, prompt)
 
 
 def _is_broken(text: str) -> bool:

@@ -50,7 +50,8 @@ def load_text(path: str | Path | None = None) -> list[str]:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"data: {path} line {line} is not UTF-8 (byte {content[error.start]:#04x})") from error
     if ".jsonl" in path.suffixes:
-        documents = [_json_text(path, i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+        lines = enumerate(text.split("\n"), start=1)
+        documents = [json_text(line, f"data: {path} line {i}") for i, line in lines if line.strip()]
     else:
         documents = text.split(DOCUMENT_SEPARATOR)
     documents = [document for document in documents if document.strip()]
@@ -83,14 +84,14 @@ def real_prompts(tokenizer: Encoder, lengths: Sequence[int], documents: Sequence
     return prompts
 
 
-def _json_text(path: Path, number: int, line: str) -> str:
-    """The "text" of one line of a .jsonl file; lines count from 1."""
+def json_text(line: str, place: str) -> str:
+    """The "text" of one line of a .jsonl file; `place`, such as "data: books.jsonl line 3", opens the error message."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"data: {path} line {number} is not JSON ({error})") from error
+        raise ValueError(f"{place} is not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise ValueError(f'data: {path} line {number} has no "text" string: {line[:60]}')
+        raise ValueError(f'{place} has no "text" string: {line[:60].strip()}')
     return value["text"]
 
 

@@ -1,6 +1,6 @@
 """The largest batch that fits, by the compiled step's and evaluation's memory: nothing runs out of it to find out.
 
-Works wherever the step compiles, TPU topologies without a TPU included.
+Steps are compiled from shapes alone: `abstract_state` also serves slices that are not attached (tpu_train.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.parallel import offload
 from jaxbench.training import optimizer_step, precision
-from jaxbench.training.step_config import StepConfig
+from jaxbench.training.step_config import OffloadConfig, StepConfig
+from jaxbench.training.train_config import TrainConfig
 
 
 class LargestBatch(NamedTuple):
@@ -64,69 +65,52 @@ def find_optimal_batch_size(bytes_of: Callable[[int], int], *, limit_bytes: int,
     return LargestBatch(low * multiple, tried[low * multiple], limit_bytes, tried)
 
 
-def run_bytes(config: TransformerConfig, step_config: StepConfig, batch_size: int, **sizes: Any) -> int:
-    """Bytes of device memory that a run needs at once: its step, or an evaluation while the state stays.
+def run_bytes(settings: TrainConfig, config: TransformerConfig, *, extension: Extension = Extension()) -> int:
+    """Bytes of one device's memory that a run needs at once: its step, or an evaluation while the state stays.
 
-    Arguments as for `compiled`; sizes may hold all but `is_evaluation`.
+    extension: what a workload adds to the decoder `config`.
     """
-    step, evaluation = (
-        compiled(config, step_config, batch_size, is_evaluation=is_evaluation, **sizes).memory_analysis()
-        for is_evaluation in (False, True)
-    )
+    step, evaluation = (each.memory_analysis() for each in _compiled(settings, config, extension))
     kept = step.output_size_in_bytes - step.alias_size_in_bytes
     needed = step.temp_size_in_bytes + kept, evaluation.temp_size_in_bytes + evaluation.output_size_in_bytes
     return int(step.argument_size_in_bytes + max(needed))
 
 
-def compiled(
-    config: TransformerConfig,
-    step_config: StepConfig,
-    batch_size: int,
-    *,
-    seq_len: int,
-    implementation: str = "dense",
-    block_size: int = 128,
-    scan_layers: bool = False,
-    fused_projections: bool = False,
-    device: jax.Device | None = None,
-    is_evaluation: bool = False,
-    extension: Extension = Extension(),
-) -> Any:
-    """Compiled step, or evaluation, of one device (the first where None); from shapes, no array is made.
+def _compiled(settings: TrainConfig, config: TransformerConfig, extension: Extension) -> tuple[Any, Any]:
+    """Compiled step and evaluation of the first device; from shapes, no array is made."""
+    step_config, place = settings.step, jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    The device may be one of a topology that is not attached (jax.experimental.topologies). extension: what a workload
-    adds to the decoder of `config`.
-    """
-    dtype = precision.policy(step_config.precision).compute
-    compute = Compute(dtype, implementation, block_size, scan_layers, projection_groups=int(fused_projections))
-    place = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
-    shapes = initial.parameter_shapes(config)
-    shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
-    on_device = step_config.model_copy(update={"offload": type(step_config.offload)()})
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or place), tree
+        )
 
-    def state_of(params: dict) -> optimizer_step.TrainState:
-        model = transformer.Transformer(config, compute, extension.make_layer)
-        return optimizer_step.init_state(model, params, on_device)
-
-    def placed(tree: Any, *, is_host: bool = False) -> Any:
-        def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-            sharding = offload.host_sharding(place) if is_host and leaf.ndim else place
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        return jax.tree.map(abstract, tree)
-
-    state = jax.eval_shape(state_of, shapes)
-    moments = placed(state.moments, is_host=step_config.offload.optimizer)
-    state = dataclasses.replace(placed(state), moments=moments)
-    ids, mask = (jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for dtype in (jnp.int32, bool))
-    batch = train.Batch(ids, ids, ids, mask, ids)
-    if is_evaluation:
-        evaluate = functools.partial(optimizer_step.eval_step, graph=state.graph, step_config=step_config)
-        return jax.jit(evaluate).lower(state.params, placed(batch)).compile()
+    compute = settings.compute(precision.POLICIES[step_config.precision].compute)
+    state = placed(abstract_state(config, compute, step_config, host=place, extension=extension))
+    shape = (settings.batch_size, settings.data.seq_len)
+    ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool))
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if config.dropout else None
-    arguments = placed((batch, jax.ShapeDtypeStruct((), "float32"), key))
+    batch, rate, key = placed((train.Batch(ids, ids, ids, mask, ids), jax.ShapeDtypeStruct((), "float32"), key))
+    evaluate = functools.partial(optimizer_step.eval_step, graph=state.graph, step_config=step_config)
     step = jax.jit(functools.partial(optimizer_step.train_step, step_config=step_config), donate_argnums=0)
-    return step.lower(state, *arguments).compile()
+    return step.lower(state, batch, rate, key).compile(), jax.jit(evaluate).lower(state.params, batch).compile()
+
+
+def abstract_state(
+    config: TransformerConfig, compute: Compute, step_config: StepConfig, *, host: jax.sharding.Sharding,
+    extension: Extension,
+) -> optimizer_step.TrainState:  # fmt: skip
+    """Shapes of a training state, no array being made; offloaded moments carry the sharding `host` in pinned memory."""
+    shapes = initial.parameter_shapes(config).items()
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes}
+    on_device = step_config.model_copy(update={"offload": OffloadConfig()})
+    decoder = functools.partial(transformer.Transformer, config, compute, extension.make_layer)
+    state = jax.eval_shape(lambda params: optimizer_step.init_state(decoder(), params, on_device), params)
+    if not step_config.offload.optimizer:
+        return state
+    pinned = functools.partial(jax.ShapeDtypeStruct, sharding=offload.host_sharding(host))
+    moments = jax.tree.map(lambda leaf: pinned(leaf.shape, leaf.dtype) if leaf.ndim else leaf, state.moments)
+    return dataclasses.replace(state, moments=moments)
 
 
 def device_bytes() -> int:

@@ -52,16 +52,9 @@ class Checkpoints:
         """Open or make the folder.
 
         Args:
-          folder: where the checkpoints lie.
           keep: how many of the newest stay; the one with the lowest metric stays too.
           say: takes a sentence when a damaged checkpoint is passed over.
-          processes: those of the run.
-
-        Raises:
-          ValueError: keep is below 1.
         """
-        if keep < 1:
-            raise ValueError(f"checkpoint: keep={keep} must be at least 1")
         self.folder, self.keep, self.say, self.processes = Path(folder).absolute(), keep, say, processes
         self.folder.mkdir(parents=True, exist_ok=True)
         self._open()
@@ -97,7 +90,6 @@ class Checkpoints:
         """Start to save the state after a step; returns when the arrays are copied, the rest happens in a thread.
 
         Args:
-          step: its number.
           arrays: state by name; arrays are copied, so they may change or be donated afterwards.
           meta: what can be written as JSON.
           loss: metric of the best checkpoint, lowest wins; None = not measured at this step.
@@ -179,7 +171,8 @@ class Checkpoints:
                 continue
             owners: dict[tuple, Any] = {}
             for device, index in value.sharding.devices_indices_map(value.shape).items():
-                owners.setdefault(_bounds(index, value.shape), device)
+                bounds = tuple(part.indices(size)[:2] for part, size in zip(index, value.shape))
+                owners.setdefault(bounds, device)
             here = {shard.device: shard.data for shard in value.addressable_shards}
             owned += [_sum(np.asarray(here[device])) if device in here else 0 for device in owners.values()]
             sums[name] = list(owners)
@@ -251,13 +244,10 @@ class Checkpoints:
             code = getattr(error, "errno", None) or next((c for sign, c in signs.items() if sign in message), None)
             if code is None:
                 raise
-            kept = [step for step in self._finished() if step >= 0]
-            last = f"the last good checkpoint is step {kept[-1]}" if kept else "no checkpoint was finished"
+            # Orbax gives a folder its step's number when it is whole.
+            kept = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+            last = f"the last good checkpoint is step {max(kept)}" if kept else "no checkpoint was finished"
             raise OSError(code, f"{os.strerror(code)}, {last}", str(self.folder)) from error
-
-    def _finished(self) -> list[int]:
-        """Steps whose folder is there: Orbax renames it when it is whole."""
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
 
 def _copy(value: Any) -> Any:
@@ -266,11 +256,6 @@ def _copy(value: Any) -> Any:
         return np.array(value)
     is_host = next(iter(value.sharding.device_set)).platform == "cpu"
     return value.copy() if is_host else value  # on a CPU, Orbax's copy is the array itself, which the step donates
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Start and stop of an index in each dim."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
 
 
 def _differs(value: np.ndarray, wanted: Any) -> bool:

@@ -19,11 +19,12 @@ import numpy as np
 from jaxbench import parameters, prng, train, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
+from jaxbench.measure import worker
 from jaxbench.mesh import ParallelConfig
-from jaxbench.parallel import distributed, offload
+from jaxbench.parallel import distributed, mesh_plan, offload
 from jaxbench.training import optimizer_step, precision
 from jaxbench.training.intercept import intercepted
-from jaxbench.training.step_config import StepConfig
+from jaxbench.training.train_config import TrainConfig
 
 GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
 
@@ -31,66 +32,59 @@ GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine'
 class Engine:
     """One model in training."""
 
-    name = "flax"
-
     def __init__(
         self,
+        settings: TrainConfig,
         config: TransformerConfig,
         params: Mapping[str, np.ndarray],
-        step_config: StepConfig,
         *,
-        batch_size: int,
-        seq_len: int,
-        seed: int,
-        implementation: str = "dense",
-        block_size: int = 128,
-        scan_layers: bool = False,
-        fused_projections: bool = False,
-        parallel: ParallelConfig | None = None,
         extension: Extension = Extension(),
     ):
-        """Place the parameters and compile the step; extension: what a workload adds to the decoder of `config`.
+        """Place the parameters of the decoder `config` and compile the step of a run.
+
+        extension: what a workload adds to the decoder.
 
         Raises:
           ValueError: sizes, mesh, optimiser or rematerialisation do not fit each other; the message names the values.
         """
-        self.step_config, self.policy = step_config, precision.policy(step_config.precision)
+        self.step_config = step_config = settings.step
+        self.policy, parallel = precision.POLICIES[step_config.precision], settings.parallel
         offload.check(step_config.on_host(), jax.local_devices()[0])
-        model = transformer.build(
-            config, params, make_layer=extension.make_layer, dtype=self.policy.compute, implementation=implementation,
-            block_size=block_size, scan_layers=scan_layers,
-            projection_groups=_groups(parallel) if fused_projections else 0,
-        )  # fmt: skip
+        groups = 1
+        if parallel is not None and settings.fused_projections:
+            groups = mesh_plan.projection_groups(parallel, len(jax.devices()))
+        compute = settings.compute(self.policy.compute, groups)
+        model = transformer.build(config, params, make_layer=extension.make_layer, **compute._asdict())
         self.state = optimizer_step.init_state(model, params, step_config)
-        self.dropout_key = prng.key_from_seed(seed) if config.dropout else None
-        self.extension = extension
-        self.plan, self.batch_size, self.rows, self.num_devices = None, batch_size, (0, batch_size), 1
+        self.dropout_key = prng.key_from_seed(settings.seed) if config.dropout else None
+        self.extension, self.plan, self.num_devices = extension, None, 1
+        self.batch_size, self.rows = settings.batch_size, (0, settings.batch_size)
+        shape = (settings.batch_size, settings.data.seq_len)
         step = functools.partial(optimizer_step.train_step, step_config=step_config)
+        evaluate = functools.partial(optimizer_step.eval_step, graph=self.state.graph, step_config=step_config)
         if parallel is None and jax.process_count() > 1:
             raise ValueError(f"engine: {jax.process_count()} processes need parallel.mesh, got parallel={parallel}")
         if parallel is None:
             jitted = jax.jit(lambda state, batch, extras: step(state, batch, **extras), donate_argnums=0)
+            self._eval = jax.jit(evaluate)
         else:
-            jitted = self._on_mesh(config, parallel, step, batch_size, seq_len)
-        shape = (batch_size, seq_len)
+            self._place_on_mesh(config, parallel, shape)
+            jitted = mesh_plan.make_step(self.plan, self.state, step=step)
+            self._eval = mesh_plan.make_evaluation(
+                self.plan, evaluate, loss_fn=optimizer_step.held_out_loss, accumulation=step_config.accumulation
+            )
         ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
         started = time.perf_counter()
         self._step = jitted.lower(self.state, train.Batch(ids, ids, ids, mask, ids), self._extras(0.0)).compile()
         self.compile_seconds = time.perf_counter() - started
-        evaluate = functools.partial(optimizer_step.eval_step, graph=self.state.graph, step_config=step_config)
-        self._eval = jax.jit(evaluate) if self.plan is None else self._evaluation(evaluate)
         self._watch = None
         if extension.watch is not None:
             self._watch = jax.jit(functools.partial(extension.watch, graph=self.state.graph, step_config=step_config))
 
-    def _on_mesh(
-        self, config: TransformerConfig, parallel: ParallelConfig, step: Any, batch_size: int, seq_len: int
-    ) -> Any:
-        """Place the state on a mesh and return the step jitted for it."""
-        from jaxbench.parallel.mesh_plan import make_plan, make_step, place_state
-
-        shape = {"batch": batch_size // self.step_config.accumulation, "tokens": seq_len}
-        self.plan = make_plan(config, parallel, **shape, extension=self.extension)
+    def _place_on_mesh(self, config: TransformerConfig, parallel: ParallelConfig, shape: tuple[int, int]) -> None:
+        """Make the plan for a step's batch of rows and tokens, and place the state."""
+        micro = {"batch": shape[0] // self.step_config.accumulation, "tokens": shape[1]}
+        self.plan = mesh_plan.make_plan(config, parallel, **micro, extension=self.extension)
         is_gathered = parallel.zero == 3 and self.plan.mesh.shape["fsdp"] > 1
         if self.policy.is_float8 and (self.plan.is_pipelined or parallel.gradient_type != "full" or is_gathered):
             raise ValueError(
@@ -98,17 +92,8 @@ class Engine:
                 f"sequence and model, got stage={parallel.mesh.stage}, micro_batches={parallel.micro_batches}, "
                 f"zero={parallel.zero}, gradient_type={parallel.gradient_type}"
             )
-        self.state, self.num_devices = place_state(self.plan, self.state), self.plan.mesh.size
-        self.rows = distributed.rows_of(self.plan.batch, (batch_size, seq_len))
-        return make_step(self.plan, self.state, step=step)
-
-    def _evaluation(self, evaluate: Any) -> Any:
-        """Evaluation jitted for the mesh."""
-        from jaxbench.parallel.mesh_plan import make_evaluation
-
-        return make_evaluation(
-            self.plan, evaluate, loss_fn=optimizer_step.held_out_loss, accumulation=self.step_config.accumulation
-        )
+        self.state, self.num_devices = mesh_plan.place_state(self.plan, self.state), self.plan.mesh.size
+        self.rows = distributed.rows_of(self.plan.batch, shape)
 
     def _extras(self, learning_rate: float) -> dict[str, Any]:
         """Learning rate and dropout key of a step, on every device."""
@@ -173,15 +158,9 @@ class Engine:
 
     def matmul_rate(self) -> float:
         """Rate of a square matrix product in the compute type, FLOP/s, measured."""
-        x = jnp.ones((GEMM_SIZE, GEMM_SIZE), self.policy.compute)
-        product = jax.jit(jnp.matmul)
-        product(x, x).block_until_ready()
-        seconds = []
-        for _ in range(GEMM_REPEATS):
-            started = time.perf_counter()
-            product(x, x).block_until_ready()
-            seconds.append(time.perf_counter() - started)
-        return 2 * GEMM_SIZE**3 / min(seconds)
+        x, product = jnp.ones((GEMM_SIZE, GEMM_SIZE), self.policy.compute), jax.jit(jnp.matmul)
+        times = worker.timed(lambda: product(x, x).block_until_ready(), GEMM_REPEATS)
+        return 2 * GEMM_SIZE**3 / min(times["seconds"])
 
     def diagnose(self, batch: Any, step: int) -> str:
         """Name what is first not finite in a step: a parameter, a module's output, or a gradient.
@@ -228,12 +207,3 @@ class Engine:
             return arrays
         sharding, rows = self.plan.batch, self.batch_size
         return jax.tree.map(lambda x: distributed.place_rows(x, sharding, first=first, rows=rows), arrays)
-
-
-def _groups(parallel: ParallelConfig | None) -> int:
-    """Number of interleaved parts of fused projections' kernels."""
-    if parallel is None:
-        return 1
-    from jaxbench.parallel.mesh_plan import projection_groups
-
-    return projection_groups(parallel, len(jax.devices()))

@@ -38,13 +38,6 @@ class Row(NamedTuple):
     mfu_causal: float | None  # attention counted by half
 
 
-def configurations(settings: TrainConfig, kernel: str) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield the name of each of SAVINGS and the run's configuration with it; kernel is the attention without scores."""
-    for name, is_flash, remat, offload in SAVINGS:
-        step = settings.step.model_copy(update={"remat": remat, "offload": offload})
-        yield name, settings.model_copy(update={"implementation": kernel if is_flash else "dense", "step": step})
-
-
 def measure(
     settings: TrainConfig,
     model: TransformerConfig,
@@ -58,7 +51,6 @@ def measure(
 
     Args:
       settings: the run; its own implementation, step.remat and step.offload do not matter.
-      model: its decoder.
       make_engine: returns the Engine of a configuration, its step compiled.
       batches: the first warms up, the others are timed.
       kernel: the attention without scores: fused, or blocked where there is no kernel.
@@ -70,8 +62,10 @@ def measure(
     if len(batches) < 2:
         raise ValueError(f"memory ladder: {len(batches)} batches, wanted one to warm up and one to time at least")
     tokens = settings.batch_size * settings.data.seq_len
-    for name, changed in configurations(settings, kernel):
-        engine = make_engine(changed)
+    for name, is_flash, remat, offload in SAVINGS:
+        step = settings.step.model_copy(update={"remat": remat, "offload": offload})
+        implementation = kernel if is_flash else "dense"
+        engine = make_engine(settings.model_copy(update={"implementation": implementation, "step": step}))
         step_bytes = engine.memory()["step"]
         if step_bytes > limit_bytes:
             yield Row(name, step_bytes, fits=False, tokens_per_s=None, mfu=None, mfu_causal=None)
@@ -82,8 +76,8 @@ def measure(
         engine.fetch(metrics[-1])
         rate = len(metrics) * tokens / (time.perf_counter() - started)
         peak = observe.peak_of(engine, settings.logging.peak_tflops)
-        work = [observe.flops_per_token(model, settings.data.seq_len, is_causal=causal) for causal in (False, True)]
-        yield Row(name, step_bytes, True, rate, *(rate * flops / peak for flops in work))
+        shares = observe.utilisation(model, settings.data.seq_len, tokens_per_s=rate, peak=peak)
+        yield Row(name, step_bytes, True, rate, **shares)
         del engine, metrics  # before the next one's state is made
 
 

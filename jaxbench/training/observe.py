@@ -96,6 +96,13 @@ def flops_per_token(config: TransformerConfig, seq_len: int, *, is_causal: bool)
     return 6 * multiplied + attention / (2 if is_causal else 1)
 
 
+def utilisation(config: TransformerConfig, seq_len: int, *, tokens_per_s: float, peak: float) -> dict[str, float]:
+    """Model FLOPs utilisation of a peak rate in FLOP/s: `mfu`, attention counted whole, and `mfu_causal`, by half."""
+    conventions = {"mfu": False, "mfu_causal": True}
+    work = {name: flops_per_token(config, seq_len, is_causal=causal) for name, causal in conventions.items()}
+    return {name: tokens_per_s * flops / peak for name, flops in work.items()}
+
+
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Dense peak rate of a known device in FLOP/s; None where it is not known."""
     rates = next((rates for name, rates in PEAK_TFLOPS.items() if name in device_kind), {})
@@ -128,11 +135,10 @@ class Board:
 
         self._writer = SummaryWriter(str(folder), purge_step=start, write_to_disk=is_written)
 
-    def add(self, step: int, values: Mapping[str, float | int | None]) -> None:
-        """Write the scalars of a step; None is left out."""
+    def add(self, step: int, values: Mapping[str, float | int]) -> None:
+        """Write the scalars of a step."""
         for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write out and close."""

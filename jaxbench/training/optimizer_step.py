@@ -10,6 +10,7 @@ Models are pytrees whose leaves are their parameters, so the step is the same fo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -63,22 +64,19 @@ def init_state(
     Args:
       model: built in the policy's compute type; its parameters' values are not used.
       params: initial values by name, stored in the policy's parameter type.
-      step_config: the step's configuration.
       policy: the number types, in place of those that step_config.precision names.
 
     Raises:
       ValueError: parameters do not fit the model, remat does not, or float64 is off.
     """
-    policy = precision.policy(step_config.precision) if policy is None else policy
+    policy = precision.POLICIES[step_config.precision] if policy is None else policy
     if policy.parameter == "float64" and not jax.config.jax_enable_x64:
         raise ValueError(f"update: precision={policy.parameter} needs JAX's 64-bit types; set JAX_ENABLE_X64=1")
     model = float8.apply(model) if policy.is_float8 else model
     if step_config.remat.policy != "none":
         from jaxbench import remat  # which is of Flax's layers
 
-        model = remat.apply(
-            model, policy=step_config.remat.policy, group=step_config.remat.group, names=step_config.remat.names
-        )
+        model = remat.apply(model, **step_config.remat.model_dump())
     graph, abstract = parameters.split(model)
     shapes = {name: leaf.shape for name, leaf in abstract.items() if not name.endswith(float8.SCALES)}
     initial.check_params(shapes, params)
@@ -86,19 +84,12 @@ def init_state(
     moments = jax.tree.map(jnp.array, optimizers.transform(step_config.optimizer, 0.0, placed).init(placed))
     moments = offload.to_host(moments) if step_config.offload.optimizer else moments
     scale = step_config.loss_scaling.initial if policy.is_scaled else 1.0
-    counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
+    amax = float8.init_history(placed, step_config.delayed_scaling.history) if policy.is_float8 else {}
+    zero = functools.partial(jnp.zeros, (), jnp.int32)  # an array for each counter: the step donates its state
     return TrainState(
-        placed,
-        moments,
-        counters[0],
-        jnp.array(scale, jnp.float32),
-        counters[1],
-        counters[2],
-        jnp.zeros((), bool),
-        float8.init_history(placed, step_config.delayed_scaling.history) if policy.is_float8 else {},
-        graph,
-        policy,
-    )
+        placed, moments, step=zero(), scale=jnp.array(scale, jnp.float32), good_steps=zero(), skipped=zero(),
+        is_halted=jnp.zeros((), bool), amax=amax, graph=graph, policy=policy,
+    )  # fmt: skip
 
 
 def train_step(
@@ -117,11 +108,8 @@ def train_step(
     are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
 
     Args:
-      state: before the step.
       batch: arrays [B T]; B is a multiple of step_config.accumulation.
-      learning_rate: of this step.
       dropout_key: of prng.py; None = no dropout.
-      step_config: the step's configuration.
       loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
       is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
         computed for clipping only (else it is NaN), so that the program is AdamW and nothing else.
@@ -207,11 +195,10 @@ def eval_step(
     Args:
       params, graph: the model.
       batch: its rows, a multiple of `count`.
-      step_config: the step's configuration.
       count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
       loss_fn: the loss, a mean over the targets of batch.mask.
     """
-    policy = precision.policy(step_config.precision)
+    policy = precision.POLICIES[step_config.precision]
     model = parameters.merge(graph, _narrow(params, policy))
 
     def body(carry: tuple[Array, Array], micro: Any) -> tuple[tuple[Array, Array], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,8 +47,9 @@ def _transform(
 ) -> optax.GradientTransformation:
     c = config
     decays = {name: c.decays(name) for name in params}
+    adamw = functools.partial(optax.adamw, learning_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay)
     if c.kind == "adamw":
-        return optax.adamw(learning_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=decays)
+        return adamw(mask=decays)
     if c.kind == "lion":
         return optax.lion(learning_rate, c.b1, c.b2, weight_decay=c.weight_decay, mask=decays)
     if c.kind == "sgd":
@@ -57,15 +59,12 @@ def _transform(
         # Factored second moments, updates relative to the parameter's scale, clipped at root mean square 1.
         return optax.chain(
             optax.adafactor(learning_rate, multiply_by_parameter_scale=True, clipping_threshold=1.0),
-            _decoupled_decay(learning_rate, c.weight_decay, decays),
+            optax.add_decayed_weights(-(learning_rate * c.weight_decay), decays),  # decoupled: after the scaling
         )
     return optax.partition(
         {
             "muon": optax.contrib.muon(learning_rate * c.muon_ratio, beta=c.momentum, weight_decay=c.weight_decay),
-            "adamw": optax.adamw(
-                learning_rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay,
-                mask=lambda tree: {name: decays[name] for name in tree},
-            ),
+            "adamw": adamw(mask=lambda tree: {name: decays[name] for name in tree}),
         },
         {name: "muon" if _is_hidden_kernel(name, value) else "adamw" for name, value in params.items()},
     )  # fmt: skip
@@ -77,18 +76,3 @@ def _is_hidden_kernel(name: str, value: Any) -> bool:
     A memory's first weights are a matrix for each head; optax would hand them to an Adam without weight decay.
     """
     return name.startswith("layers.") and is_matrix(name) and len(value.shape) == 2
-
-
-def _decoupled_decay(
-    learning_rate: Array | float, weight_decay: float, decays: Mapping[str, bool]
-) -> optax.GradientTransformation:
-    """Decoupled weight decay: updates less learning_rate * weight_decay * parameter, after their own scaling."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        decayed = {
-            name: value - learning_rate * weight_decay * params[name] if decays[name] else value
-            for name, value in updates.items()
-        }
-        return decayed, state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -51,14 +51,3 @@ class DelayedScaling(Base):
 def uniform(dtype: str) -> Policy:
     """The policy of a step that keeps, computes and adds up everything in one type; losses are at least float32."""
     return Policy(dtype, dtype, dtype, "float64" if dtype == "float64" else "float32", False)
-
-
-def policy(name: str) -> Policy:
-    """Number types of a precision by its name, a key of POLICIES.
-
-    Raises:
-      ValueError: there is none of this name.
-    """
-    if name not in POLICIES:
-        raise ValueError(f"precision: {name!r} is unknown, wanted one of {', '.join(POLICIES)}")
-    return POLICIES[name]

@@ -28,7 +28,6 @@ def learning_rate(schedule: ScheduleConfig, step: int, *, peak: float, steps: in
     """Learning rate of a step, the first being 0.
 
     Args:
-      schedule: its kind and lengths.
       step: 0 <= step.
       peak: the highest rate, > 0.
       steps: length of the run.

@@ -17,16 +17,18 @@ what stands in a branch counts as taken in every round of its loop.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxbench import initial
-from jaxbench.config import Compute, TransformerConfig
+from absl import flags
+
+from jaxbench import cli
+from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
-from jaxbench.measure import chips, flops, tpu_compile
+from jaxbench.measure import chips, tpu_compile
+from jaxbench.measure.flops import dtype_bytes
 from jaxbench.measure.records import Record, RecordFile, Workload
 from jaxbench.mesh import MODEL, STAGE
 from jaxbench.parallel.pipeline_schedule import timetable
@@ -73,57 +75,28 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
 
     from jaxbench import prng, train
     from jaxbench.parallel import mesh_plan
-    from jaxbench.training import optimizer_step
+    from jaxbench.training import batch_size, optimizer_step
 
     if settings.parallel is None:
         raise ValueError(f"tpu_train: parallel is unset, the {topology.num_chips} chips need parallel.mesh")
-    model, how = model_of(settings), settings.step
+    model, step_config = model_of(settings), settings.step
     shape = (settings.batch_size, settings.data.seq_len)
     plan = mesh_plan.make_plan(
-        model, settings.parallel, batch=shape[0] // how.accumulation, tokens=shape[1],
+        model, settings.parallel, batch=shape[0] // step_config.accumulation, tokens=shape[1],
         devices=tpu_compile.devices(topology), extension=extension,
     )  # fmt: skip
-    shapes = initial.parameter_shapes(model)
-    shapes = {name: jax.ShapeDtypeStruct(leaf, "float32") for name, leaf in shapes.items()}
-    state = _abstract_state(settings, model, shapes, plan.mesh, extension)
+    groups = mesh_plan.projection_groups(settings.parallel, plan.mesh.size) if settings.fused_projections else 0
+    compute = settings.compute(precision.POLICIES[step_config.precision].compute, groups)
+    if settings.implementation == "fused":  # asks for the kernel of JAX's own platform, not of the one compiled for
+        compute = compute._replace(implementation="splash")
+    everywhere = jax.sharding.NamedSharding(plan.mesh, jax.sharding.PartitionSpec())
+    state = batch_size.abstract_state(model, compute, step_config, host=everywhere, extension=extension)
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
     key = jax.eval_shape(lambda: prng.key_from_seed(0)) if model.dropout else None
     extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}
-    step = mesh_plan.make_step(plan, state, step=functools.partial(optimizer_step.train_step, step_config=how))
-    stored, used = (
-        sum(math.prod(where[name].shard_shape(leaf.shape)) for name, leaf in shapes.items())
-        for where in (plan.params, plan.used)
-    )
+    step = mesh_plan.make_step(plan, state, step=functools.partial(optimizer_step.train_step, step_config=step_config))
     lowered = step.lower(state, train.Batch(ids, ids, ids, mask, ids), extras)
-    return Lowered(lowered, dict(plan.mesh.shape), stored, used)
-
-
-def _abstract_state(
-    settings: TrainConfig, model: TransformerConfig, shapes: Mapping[str, Any], mesh: Any, extension: Extension
-) -> Any:
-    """Shapes of the training state; moments in the host's memory carry their sharding."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from jaxbench import transformer
-    from jaxbench.parallel import mesh_plan, offload
-    from jaxbench.training import optimizer_step
-
-    how, dtype = settings.step, precision.policy(settings.step.precision).compute
-    groups = mesh_plan.projection_groups(settings.parallel, mesh.size) if settings.fused_projections else 0
-    # "fused" asks for the kernel of the platform that JAX runs on, which is not the one compiled for.
-    implementation = "splash" if settings.implementation == "fused" else settings.implementation
-    compute = Compute(dtype, implementation, settings.block_size, settings.scan_layers, groups)
-    on_device = how.model_copy(update={"offload": type(how.offload)()})
-    decoder = functools.partial(transformer.Transformer, model, compute, extension.make_layer)
-    state = jax.eval_shape(lambda params: optimizer_step.init_state(decoder(), params, on_device), shapes)
-    if not how.offload.optimizer:
-        return state
-    host = offload.host_sharding(NamedSharding(mesh, PartitionSpec()))
-    moments = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host) if leaf.ndim else leaf, state.moments
-    )
-    return dataclasses.replace(state, moments=moments)
+    return Lowered(lowered, dict(plan.mesh.shape), *plan.elements_per_chip())
 
 
 def compile_step(settings: TrainConfig, topology: chips.Topology, extension: Extension = Extension()) -> list[Record]:
@@ -171,7 +144,7 @@ def roofline(settings: TrainConfig, topology: chips.Topology, step: Lowered, *, 
     ends = model.vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
     used = step.used if stages == 1 else (step.used - ends) / stages + ends
     logits = 4 * 4 * tokens * model.vocab_size / topology.num_chips
-    width = flops.dtype_bytes(precision.policy(settings.step.precision).compute)
+    width = dtype_bytes(precision.POLICIES[settings.step.precision].compute)
     traffic = repeats * micro * width * used + OPTIMIZER_BYTES * step.stored + logits
     times, bound = chips.least_seconds(chip, flops=longest, traffic=traffic, sent=sent_bytes)
     seconds = times[f"{bound}_s"]
@@ -251,10 +224,6 @@ def describe(records: list[Record]) -> str:
 
 def define_flags(path: str) -> None:
     """Define the command's flags; path: the configuration that it takes by default."""
-    from absl import flags
-
-    from jaxbench import cli
-
     cli.define_config(path)
     flags.DEFINE_string("topology", "v5e:4x4", "slice to compile for")
     flags.DEFINE_string("output", None, "file that records are appended to")
@@ -262,17 +231,11 @@ def define_flags(path: str) -> None:
 
 def main() -> int:
     """Compile the configuration's step; return the exit code."""
-    from jaxbench import cli
-
     return report(cli.load_config(TrainConfig))
 
 
 def report(settings: TrainConfig, extension: Extension = Extension()) -> int:
     """Compile a step for --topology and print what was found; --output keeps the records as JSON lines."""
-    from absl import flags
-
-    from jaxbench import cli
-
     values = flags.FLAGS
     topology = chips.parse_topology(values.topology)
     records = compile_step(settings, topology, extension)
@@ -284,7 +247,5 @@ def report(settings: TrainConfig, extension: Extension = Extension()) -> int:
 
 if __name__ == "__main__":
     tpu_compile.start_anew()
-    from jaxbench import cli
-
     define_flags("configs/lm/tpu_1b.yaml")
     cli.run(main, about=__doc__)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from jaxbench.config import Base, TransformerConfig
+from jaxbench.config import Base, Compute, TransformerConfig
 from jaxbench.mesh import ParallelConfig
 from jaxbench.training import schedules
 from jaxbench.training.schedules import ScheduleConfig
@@ -118,6 +118,11 @@ class TrainConfig(Base):
           ValueError: as DecoderConfig.resolved, or a workload's layers do not fit the decoder.
         """
         return self.model.resolved(vocab_size)
+
+    def compute(self, dtype: str, projection_groups: int = 1) -> Compute:
+        """How the decoder is computed; projection_groups are the parts of fused kernels, where they are fused."""
+        groups = projection_groups if self.fused_projections else 0
+        return Compute(dtype, self.implementation, self.block_size, self.scan_layers, groups)
 
     def identity(self) -> dict[str, Any]:
         """Settings that stay the same from one start of a run to the next, as JSON."""

@@ -52,9 +52,7 @@ def run(
     """Train, evaluate, save and export; continues what the folder holds.
 
     Args:
-      settings: the run.
       make_engine: Engine, with the device bound where it has one.
-      workdir: folder for everything that is written.
       backend: its name, kept with the checkpoint.
       data_path: text instead of settings.data.path.
       profile_steps: (a, b) writes a trace of steps a + 1 to b into profile/.
@@ -68,12 +66,7 @@ def run(
     workdir = Path(workdir)
     data, model, params = train_inputs.prepare(settings, data_path)  # bad data leaves no folder behind
     with held(workdir, processes):
-        engine = make_engine(
-            model, params, settings.step, batch_size=settings.batch_size,
-            seq_len=settings.data.seq_len, seed=settings.seed, implementation=settings.implementation,
-            block_size=settings.block_size, scan_layers=settings.scan_layers,
-            fused_projections=settings.fused_projections, parallel=settings.parallel,
-        )  # fmt: skip
+        engine = make_engine(settings, model, params)
         trainer = _Trainer(settings, engine, model, data, workdir, backend, processes)
         try:
             return trainer.run(profile_steps or (-1, -1))
@@ -91,6 +84,7 @@ class _Trainer:
         self.settings, self.engine, self.model, self.data = settings, engine, model, data
         self.workdir, self.backend, self.processes = workdir, backend, processes
         self.records = observe.Records(workdir / RECORDS, is_written=processes.is_first)
+        self.num_parameters = initial.num_parameters(model)
         self.progress = {"best_loss": None, "best_step": 0, "without_gain": 0}
         self.throughput = observe.Throughput()
         self.validation: dict[str, float] = {}
@@ -136,7 +130,7 @@ class _Trainer:
         """Take the steps that are left, and trace some of them."""
         s, batch = self.settings, self.settings.batch_size
         self.display.say(
-            f"{self.backend} on {self.engine.device_kind()}: {self._size() / 1e6:.2f} M parameters, "
+            f"{self.backend} on {self.engine.device_kind()}: {self.num_parameters / 1e6:.2f} M parameters, "
             f"{self.data.train.num_tokens} tokens, {s.steps} steps of {batch} x {s.data.seq_len}; "
             f"compiled in {self.engine.compile_seconds:.1f} s; starts at step {self.start}"
         )
@@ -197,19 +191,17 @@ class _Trainer:
         rate, memory = self.throughput.rate, self.engine.memory()
         mfu = self._mfu(rate)
         self.board.add(done, {"speed/tokens_per_s": rate} | {f"speed/{name}": share for name, share in mfu.items()})
-        self.board.add(done, {"memory/device_live_bytes": memory["live"], "memory/step_bytes": memory["step"]})
-        self.board.add(done, {"memory/host_bytes": observe.host_bytes()})
+        sizes = {"device_live_bytes": memory["live"], "step_bytes": memory["step"], "host_bytes": observe.host_bytes()}
+        self.board.add(done, {f"memory/{name}": size for name, size in sizes.items()})
         shown = f" held-out {self.validation['loss']:.4f}" if self.validation else ""
         self.display.update(
             done, f"loss {records[-1]['loss']:.4f}{shown} {rate:,.0f} tokens/s MFU {100 * mfu['mfu']:.1f} %"
         )
 
     def _mfu(self, rate: float) -> dict[str, float]:
-        """Model FLOPs utilisation at a rate of tokens/s, by both conventions: attention counted whole, and by half."""
-        peak, seq_len = self.peak * self.engine.num_devices, self.settings.data.seq_len
-        shares = {"mfu": False, "mfu_causal": True}
-        work = {k: observe.flops_per_token(self.model, seq_len, is_causal=causal) for k, causal in shares.items()}
-        return {name: rate * flops / peak for name, flops in work.items()}
+        """Model FLOPs utilisation of all devices at a rate of tokens/s, by both conventions."""
+        peak = self.peak * self.engine.num_devices
+        return observe.utilisation(self.model, self.settings.data.seq_len, tokens_per_s=rate, peak=peak)
 
     def _stop(self, step: int, metrics: Any) -> None:
         """End a run whose loss or gradient is not finite; nothing of it was taken over or is saved."""
@@ -277,7 +269,7 @@ class _Trainer:
         loss, size = self.validation.get("loss", math.nan), self.validation.get("bits_per_byte")
         result = Result(done, loss, size, self.throughput.mean)
         summary = result._asdict() | self._mfu(result.tokens_per_s)
-        summary |= {"backend": self.backend, "parameters": self._size()} | self.progress
+        summary |= {"backend": self.backend, "parameters": self.num_parameters} | self.progress
         if self.processes.is_first:
             outputs.write_json(self.workdir / SUMMARY, summary)
         exported = f", {self._export()}" if self.settings.checkpoints.export else ""
@@ -299,9 +291,6 @@ class _Trainer:
         except ValueError as error:  # no Hugging Face architecture is this decoder
             return f"not exported ({error})"
         return f"{EXPORT}/"
-
-    def _size(self) -> int:
-        return sum(math.prod(shape) for shape in initial.parameter_shapes(self.model).values())
 
     def close(self) -> None:
         """Stop the display and free the threads of the checkpoints."""

@@ -7,6 +7,7 @@ of their own script, joiners in emoji and in scripts that need them, accents, ty
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import unicodedata
 from typing import NamedTuple
@@ -52,13 +53,12 @@ def canonicalize(text: str) -> Canonical:
     """
     if text.isascii() or _suspicious().isdisjoint(_not_ascii.findall(text)):
         return Canonical(text, 0, 0, 0)
-    text, invisible = _invisible.subn("", text)
-    text, joined = _remove_joiners(text)
-    text, spaces = _spaces.subn(" ", text)
-    styled = sum(len(letters) for letters in _styled.findall(text))
-    text = _styled.sub(lambda match: unicodedata.normalize("NFKC", match.group()), text)
-    text, homoglyphs = _latinize(text)
-    return Canonical(text, homoglyphs, invisible + joined, spaces + styled)
+    visible = _joiners.sub(_kept_joiners, _invisible.sub("", text))
+    spaced, spaces = _spaces.subn(" ", visible)
+    styled = sum(len(letters) for letters in _styled.findall(spaced))
+    plain = _styled.sub(lambda match: unicodedata.normalize("NFKC", match.group()), spaced)
+    latin = _latinize(plain)
+    return Canonical(latin, sum(map(operator.ne, plain, latin)), len(text) - len(visible), spaces + styled)
 
 
 @functools.cache
@@ -87,23 +87,17 @@ def _suspicious() -> frozenset[str]:
     return frozenset(letters) | frozenset(look_alikes())
 
 
-def _remove_joiners(text: str) -> tuple[str, int]:
-    removed = 0
-
-    def replace(match: re.Match[str]) -> str:
-        nonlocal removed
-        before = text[match.start() - 1] if match.start() else "a"
-        if ord(before) >= LATIN_END and before not in look_alikes():
-            return match.group()
-        removed += len(match.group())
-        return ""
-
-    return _joiners.sub(replace, text), removed
+def _kept_joiners(match: re.Match[str]) -> str:
+    before = match.string[match.start() - 1] if match.start() else "a"
+    return match.group() if ord(before) >= LATIN_END and before not in look_alikes() else ""
 
 
-def _latinize(text: str) -> tuple[str, int]:
+def _latinize(text: str) -> str:
+    """Text of equal length with look-alikes replaced in words that are meant as Latin."""
     table = look_alikes()
-    changed = 0
+
+    def replaced(word: str) -> str:
+        return "".join(table.get(letter, letter) for letter in word)
 
     def mixed(match: re.Match[str]) -> str:
         word = match.group()
@@ -114,13 +108,8 @@ def _latinize(text: str) -> tuple[str, int]:
         is_symbol = len(word) == 1 and unicodedata.name(word).startswith("GREEK")
         return replaced(word) if all(letter in table for letter in word) and not is_symbol else word
 
-    def replaced(word: str) -> str:
-        nonlocal changed
-        changed += sum(letter in table for letter in word)
-        return "".join(table.get(letter, letter) for letter in word)
-
     # Mixed words first: what they turn into tells whether the text is Latin, however many letters were replaced.
     text = _word.sub(mixed, text)
     letters = [letter for letter in text if letter.isalpha()]
     is_latin = sum(ord(letter) < LATIN_END for letter in letters) >= LATIN_SHARE * len(letters)
-    return (_word.sub(whole, text) if is_latin else text), changed
+    return _word.sub(whole, text) if is_latin else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -51,9 +52,11 @@ def check_where(*read: str | None) -> None:
     if not 0 < VALUES.level < 1:
         raise ValueError(f"--level={VALUES.level}: wanted a p-value between 0 and 1")
     if given == ["input"]:
-        from jaxbench.watermark import run
+        from jaxbench.text import lines
+        from jaxbench.watermark.bulk import part_files
 
-        run.check_score_files(VALUES.input, VALUES.output, overwrite=VALUES.overwrite, inputs=read)
+        part_files.kind_of(Path(VALUES.output))
+        outputs.check_file(VALUES.output, [*lines.find(VALUES.input), *read], overwrite=VALUES.overwrite)
     check_device()
 
 
@@ -64,8 +67,8 @@ def check_vocab_size(model: str | None, candidates: tuple[Any, ...]) -> None:
     from jaxbench.watermark.texts import check_sizes
 
     if VALUES.vocab_size is not None:
-        for one in candidates:
-            checked_scheme(one.scheme, VALUES.vocab_size)
+        for candidate in candidates:
+            checked_scheme(candidate.scheme, VALUES.vocab_size)
         check_sizes(load_tokenizer(model).vocab_size, VALUES.vocab_size)
 
 

@@ -77,11 +77,9 @@ def check_generates(scheme: Any, place: str, *, lists: bool = True) -> None:
       place: what the message begins with.
       lists: whether schemes of green lists, whose key is a field of theirs, are taken.
     """
-    if scheme.key_field is None:
-        return
     if scheme.is_detection_only:
         raise ValueError(f"{place}: scheme {scheme!r} has a list for each candidate token, which is for detection only")
-    if not lists:
+    if scheme.key_field is not None and not lists:
         raise ValueError(f"{place}: scheme {scheme.scheme} has one key, a field of its own, wanted one that takes keys")
 
 

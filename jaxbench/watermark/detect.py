@@ -19,7 +19,7 @@ from jaxbench import devices, libtpu
 from jaxbench.watermark import detection, prf, reference
 from jaxbench.watermark.device.marks import mark_of
 from jaxbench.watermark.keys import Key
-from jaxbench.watermark.statistics import Detections
+from jaxbench.watermark.significance import Detections
 
 Words = tuple[Array, ...]  # uint32 [T B] each
 SLABS, SLAB_TOKENS = 4, 2**14  # large batches cut the triangle of earlier positions into slabs: a third less work
@@ -68,7 +68,7 @@ class Detector(detection.NumpyDetector):
         self._device = jax.local_devices(backend={"cpu": "cpu", "gpu": "cuda"}.get(device, device))[0]
 
     def _compute(self, key: Any, tokens: Any, lengths: Any, prompt: Any, payload: Any) -> reference.Evidence:
-        tokens, lengths, prompt = detection.checked(tokens, lengths, prompt, vocab_size=self.vocab_size)
+        tokens, lengths, prompt = reference.checked(tokens, lengths, prompt, vocab_size=self.vocab_size)
         if self.scheme.key_field is not None or tokens.shape[1] > detection.MAX_DEVICE_LENGTH:
             return super()._compute(key, tokens, lengths, prompt, payload)
         rows, columns = tokens.shape

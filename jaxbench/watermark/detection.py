@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxbench.watermark import reference, statistics
+from jaxbench.watermark import reference, significance
 from jaxbench.watermark.config import num_payloads, parse_scheme
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
@@ -89,17 +89,17 @@ def as_ids(texts_or_ids: Any, tokenizer: Any, *, vocab_size: int, canonicalize: 
     if getattr(texts_or_ids, "ndim", 0) == 2:
         return Ragged.from_array(_whole(texts_or_ids))
     texts_or_ids = list(texts_or_ids)
-    if any(isinstance(one, str) for one in texts_or_ids):
+    if any(isinstance(item, str) for item in texts_or_ids):
         if tokenizer is None:
             raise ValueError(
                 f"detect: {len(texts_or_ids)} texts came without a tokenizer; pass tokenizer= or token ids"
             )
-        if not all(isinstance(one, str) for one in texts_or_ids):
-            kinds = sorted({type(one).__name__ for one in texts_or_ids})
+        if not all(isinstance(item, str) for item in texts_or_ids):
+            kinds = sorted({type(item).__name__ for item in texts_or_ids})
             raise ValueError(f"detect: got {' and '.join(kinds)} in one list, wanted texts or lists of token ids")
         encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
         return encoder.encode(texts_or_ids).ids
-    return Ragged.from_lists([_whole(one) for one in texts_or_ids])
+    return Ragged.from_lists([_whole(item) for item in texts_or_ids])
 
 
 def detect(
@@ -109,13 +109,13 @@ def detect(
     *,
     prompt_lengths: np.ndarray | int | None = None,
     payload: int | None = None,
-) -> statistics.Detections:
+) -> significance.Detections:
     """Scores and p-values of N texts under one key or one each; texts of similar length share a batch.
 
     Args:
       payload: the message, where it is known before the texts are seen. Unset, every message that the scheme can carry
         is tried: the likeliest is returned, with p-values of `some message is there`, corrected for all that were tried
-        (statistics.any_of); statistic and z-score are that message's own.
+        (significance.any_of); statistic and z-score are that message's own.
 
     Raises:
       ValueError: the scheme has no such payload.
@@ -131,7 +131,7 @@ def detect(
             parts.append(_any_payload(detector, keys, tokens, lengths, prompt[rows]))
         else:
             evidence = detector.evidence(tokens, lengths, keys, prompt_lengths=prompt[rows], payload=payload or 0)
-            scores = statistics.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
+            scores = significance.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
             parts.append(scores if limit == 1 else scores._replace(payload=np.full(len(rows), payload, np.int64)))
         places.append(rows)
     return join(parts, places)
@@ -154,19 +154,19 @@ def _any_payload(detector: NumpyDetector, key: Any, tokens: Any, lengths: Any, p
             np.tile(tokens, (size, 1)), np.tile(lengths, size), key if isinstance(key, Key) else list(key) * size,
             prompt_lengths=np.tile(prompt, size), payload=np.repeat(payloads, len(rows)),
         )  # fmt: skip
-        scores = statistics.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
+        scores = significance.score(detector.scheme, evidence, vocab_size=detector.vocab_size)
         scores = scores._replace(payload=np.repeat(payloads, len(rows)))
         candidates.append(_likeliest(scores, size))
-    best = _likeliest(statistics.Detections(*map(np.concatenate, zip(*candidates))), len(candidates))
+    best = _likeliest(significance.Detections(*map(np.concatenate, zip(*candidates))), len(candidates))
     names = ("p_value", "mid_p", "randomized_p")
-    return best._replace(**{name: statistics.any_of(getattr(best, name), limit) for name in names})
+    return best._replace(**{name: significance.any_of(getattr(best, name), limit) for name in names})
 
 
-def _likeliest(scores: statistics.Detections, size: int) -> statistics.Detections:
+def _likeliest(scores: significance.Detections, size: int) -> significance.Detections:
     """Of `size` sets of the same texts, end to end, each text's with the smallest p, the first where they tie."""
-    table = statistics.Detections(*(column.reshape(size, -1) for column in scores))
+    table = significance.Detections(*(column.reshape(size, -1) for column in scores))
     at = table.p_value.argmin(axis=0)
-    best = statistics.Detections(*(np.take_along_axis(column, at[None], axis=0)[0] for column in table))
+    best = significance.Detections(*(np.take_along_axis(column, at[None], axis=0)[0] for column in table))
     return best._replace(randomized_p=table.randomized_p.min(axis=0))
 
 
@@ -192,14 +192,14 @@ def _groups(padded: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
             held = np.zeros(0, np.int64)
 
 
-def join(parts: Sequence[statistics.Detections], places: Sequence[np.ndarray]) -> statistics.Detections:
+def join(parts: Sequence[significance.Detections], places: Sequence[np.ndarray]) -> significance.Detections:
     """Detections of all rows in order; places are the rows of each part."""
     if not parts:
         none = np.zeros(0)
         whole = none.astype(np.int64)
-        return statistics.Detections(none, whole, whole, whole, none, none, none, none, none.astype(object))
+        return significance.Detections(none, whole, whole, whole, none, none, none, none, none.astype(object))
     order = np.argsort(np.concatenate(places), kind="stable")
-    return statistics.Detections(*(np.concatenate(column)[order] for column in zip(*parts)))
+    return significance.Detections(*(np.concatenate(column)[order] for column in zip(*parts)))
 
 
 # What the backends share
@@ -231,24 +231,6 @@ def _whole(ids: Any) -> np.ndarray:
     return array.astype(np.int32, copy=False)
 
 
-def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """Tokens [B T], lengths [B], prompt lengths [B] as int32, and zeros behind each text's end.
-
-    Raises:
-      ValueError: shapes do not fit, or a token lies outside the vocabulary.
-    """
-    tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
-    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
-        raise ValueError(f"evidence: tokens {tokens.shape} and lengths {lengths.shape}, wanted [B T] and [B]")
-    if lengths.size and (lengths.min() < 0 or lengths.max() > tokens.shape[1]):
-        raise ValueError(f"evidence: lengths {lengths.min()}..{lengths.max()} do not fit {tokens.shape[1]} columns")
-    prompt = np.broadcast_to(np.asarray(0 if prompt_lengths is None else prompt_lengths, np.int32), lengths.shape)
-    if lengths.size and lengths.min() < tokens.shape[1]:
-        tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
-    reference.check_tokens(tokens, vocab_size)
-    return tokens, lengths, prompt
-
-
 def padded_lengths(lengths: np.ndarray, *, steps: int = 8) -> np.ndarray:
     """Program length of each text: `steps` sizes from each power of two to the next, at least 16 apart."""
     lengths = np.maximum(np.asarray(lengths, np.int64), 1)
@@ -267,6 +249,6 @@ def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int = 0)
     if len(keys) not in (1, rows):
         raise ValueError(f"evidence: {len(keys)} keys for {rows} texts, wanted one key or one for each text")
     is_dual = reference.is_dual_key(scheme)
-    pairs = [reference.generation_keys(scheme, one) if is_dual else (one,) for one in keys]
-    halves = np.array([[one.halves for one in pair] for pair in pairs], np.uint32).transpose(1, 2, 0)
+    pairs = [reference.generation_keys(scheme, key) if is_dual else (key,) for key in keys]
+    halves = np.array([[key.halves for key in pair] for pair in pairs], np.uint32).transpose(1, 2, 0)
     return np.pad(np.broadcast_to(halves, (*halves.shape[:2], rows)), ((0, 0), (0, 0), (0, extra)))

@@ -24,7 +24,7 @@ from jaxbench.text import packing
 from jaxbench.watermark import identity, logits_processor
 from jaxbench.watermark.config import Scheme, check_generates, num_payloads
 from jaxbench.watermark.green_lists import lists_of
-from jaxbench.watermark.keys import Key, read_key_file
+from jaxbench.watermark.keys import Key, key_of
 from jaxbench.watermark.study import evaluate_models
 
 
@@ -42,6 +42,11 @@ class Mark(Base):
         if self.payload >= limit:
             raise ValueError(f"mark {self.name!r}: payload={self.payload}, wanted below {limit} for its payload_bits")
         return self
+
+    def read_key(self) -> Key | None:
+        """Key of the mark, None where it has no scheme."""
+        missing = f"generate: mark {self.name!r} names no key_file; make one with `watermark.py keygen`"
+        return None if self.scheme is None else key_of(self.scheme, self.key_file, missing=missing)
 
 
 class SamplingConfig(Base):
@@ -113,17 +118,18 @@ def run(
       ValueError: a key is missing, prompts do not fit the model, or the file is an input or holds something else than
         rows of this very run.
     """
-    output = Path(output)
-    keys = [_key(mark) for mark in settings.marks] if keys is None else list(keys)
+    output, record = Path(output), Path(f"{output}.run.json")
+    keys = [mark.read_key() for mark in settings.marks] if keys is None else list(keys)
     if [key is not None for key in keys] != [mark.scheme is not None for mark in settings.marks]:
         raise ValueError(f"generate: {len(keys)} keys for {len(settings.marks)} marks, wanted one for each scheme")
-    check_output(settings, output)
+    if not output.name.endswith(".jsonl"):
+        raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
+    read = [settings.prompts, settings.model, *(mark.key_file for mark in settings.marks)]
+    outputs.check_file(output, read, overwrite=True)
     wanted = _describe(settings, f"{backend.transformer.__name__} on {device}")
     run_id = wanted["run"]
     used = [key for key in keys if key is not None]
-    if not overwrite:
-        _check_same(output, wanted, used)
-    done = 0 if overwrite else _finished(output, run_id)
+    done = 0 if overwrite else _finished(output, record, wanted, used)
     tokenizer = load_tokenizer(settings.model)
     prompts = read_prompts(settings, tokenizer)
     if done >= len(prompts):
@@ -140,7 +146,7 @@ def run(
         lines = [_record(settings, tokenizer, run_id, row, prompts[row], ids) for row, ids in zip(rows, continuations)]
         if start == 0:  # whatever cannot be generated has failed by now
             output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
-            identity.write(record_of(output), wanted, used)
+            identity.write(record, wanted, used)
         store.append(output, lines)
         say(f"{rows.stop} of {len(prompts)} rows")
     return output
@@ -202,29 +208,6 @@ def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
     return [tokenizer.encode(text)[: settings.prompt_tokens] for text in texts]
 
 
-def _key(mark: Mark) -> Key | None:
-    if mark.scheme is None:
-        return None
-    if mark.key_file is None and mark.scheme.key_field is not None:
-        return Key(0)  # unused: their key is a field of the scheme
-    if mark.key_file is None:
-        raise ValueError(f"generate: mark {mark.name!r} names no key_file; make one with `watermark.py keygen`")
-    return read_key_file(mark.key_file)
-
-
-def check_output(settings: GenerateConfig, output: str | Path) -> None:
-    """Raise a ValueError where texts may not be written: no .jsonl file, or one that the run reads."""
-    if not str(output).endswith(".jsonl"):
-        raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
-    read = [settings.prompts, settings.model, *(mark.key_file for mark in settings.marks)]
-    outputs.check_file(output, read, overwrite=True)
-
-
-def record_of(output: Path) -> Path:
-    """File beside an output that says what its rows were made with."""
-    return Path(f"{output}.run.json")
-
-
 def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
     """Everything that decides the texts but the keys, by name, so that a message can say what differs."""
     marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its place
@@ -238,11 +221,10 @@ def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
     return {**whole, "run": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
-def _check_same(output: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> None:
-    """Raise a ValueError where a file holds anything but rows of this very run."""
+def _finished(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> int:
+    """How many rows of this very run a file holds, after cutting off what follows its last whole line."""
     if not output.exists() or not output.stat().st_size:
-        return
-    record = record_of(output)
+        return 0
     if not record.is_file():
         raise ValueError(
             f"generate: {output} exists, and {record.name}, which would say what its rows were made with, does not; "
@@ -254,11 +236,7 @@ def _check_same(output: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> No
             f"generate: {output} holds rows made with other {' and '.join(differing)}; name another file, or pass "
             "--overwrite"
         )
-
-
-def _finished(output: Path, run_id: str) -> int:
-    """How many rows a file holds, after cutting off what follows its last whole line."""
-    rows = store.rows(output)
+    rows, run_id = store.rows(output), wanted["run"]
     for place, line in enumerate(rows, 1):
         try:
             other = json.loads(line).get("run")

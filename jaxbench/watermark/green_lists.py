@@ -19,8 +19,6 @@ schemes/kgw_transformers.py.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,18 +26,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, UInt8, UInt32
 
-from jaxbench import philox, process_environment
+from jaxbench import outputs, philox, process_environment
+from jaxbench.watermark import reference
 
 VERSION = 1  # of the cached files
 LARGEST = (2**32 - 1) // 20  # torch.randperm uses another algorithm from here on
-CHUNK_ROWS = 512
 SPOT_CHECKS = 3  # rows computed anew when a cached table is opened
 
 
 class ListRule(NamedTuple):
     """How contexts select lists, as a scheme with lists of its own says it (`list_rule` of its file)."""
 
-    gamma: float  # share of green tokens
     bias: float  # added to green logits, nats
     combine: Literal["time", "additive", "skip", "min"]
     lag: int  # how far back `skip` looks
@@ -49,11 +46,6 @@ class ListRule(NamedTuple):
     hashed: Int[np.ndarray, " V"] | None = None  # a combined context's factor of the row, and
     candidate_factors: Int[np.ndarray, " V"] | None = None  # each candidate's: row = their product mod V
     candidate_seeds: Callable[[np.ndarray], np.ndarray] | None = None  # tokens [B T] to seeds, where there are no rows
-
-    @property
-    def per_candidate(self) -> bool:
-        """True where each candidate token has its own list (window scheme self, selfhash): detection only."""
-        return self.candidate_factors is not None or self.candidate_seeds is not None
 
 
 class GreenLists:
@@ -68,8 +60,7 @@ class GreenLists:
         """Prepare the lists of a `MarkLlmKgw` or `TransformersKgw` scheme; computes no list yet.
 
         Raises:
-          ValueError: another scheme, an f_scheme, window or seeding scheme that is unknown, a share of green tokens
-            outside (0, 1), or a vocabulary size outside [2, 214748364).
+          ValueError: another scheme, or a vocabulary size outside [2, 214748364).
         """
         if getattr(scheme, "key_field", None) is None:
             name = getattr(scheme, "scheme", scheme)
@@ -78,9 +69,7 @@ class GreenLists:
             raise ValueError(f"tables: vocab_size={vocab_size} is outside [2, {LARGEST})")
         self.scheme, self.vocab_size, self.width = scheme, vocab_size, scheme.context_length
         self.rule = scheme.list_rule(vocab_size)
-        if not 0 < self.rule.gamma < 1:
-            raise ValueError(f"tables: the share of green tokens is {self.rule.gamma}, wanted strictly between 0 and 1")
-        self.list_size = int(vocab_size * self.rule.gamma)
+        self.list_size = int(vocab_size * scheme.gamma)
         self._shuffle = Shuffle(vocab_size, self.list_size)
         self._table: UInt8[np.ndarray, "R W"] | None = None
         self._is_known = np.zeros(vocab_size, bool)
@@ -94,7 +83,8 @@ class GreenLists:
         rule = self.rule
         if rule.row_seeds is None:
             raise ValueError(f"tables: seeding_scheme={self.scheme.seeding_scheme} has 2**32 lists, so it has no rows")
-        tokens = self._checked(tokens)
+        tokens = np.asarray(tokens, np.int64)
+        reference.check_tokens(tokens, self.vocab_size)
         values = self._combined(tokens)
         if rule.candidate_factors is None:
             rows = rule.rows[values]
@@ -108,7 +98,7 @@ class GreenLists:
         Equal (seed, token) is equal evidence.
         """
         if self.rule.row_seeds is None:
-            return self.rule.candidate_seeds(self._checked(tokens))
+            return self.rule.candidate_seeds(tokens)
         index = self.row_index(tokens)
         return np.where(index < 0, -1, self.rule.row_seeds[index])
 
@@ -118,35 +108,18 @@ class GreenLists:
         Raises:
           ValueError: a token lies outside the vocabulary.
         """
-        tokens = self._checked(tokens)
+        tokens = np.asarray(tokens, np.int64)
+        reference.check_tokens(tokens, self.vocab_size)
         if self.rule.row_seeds is None:
             return self._green_of_seeds(self.seeds(tokens), tokens)
         index = self.row_index(tokens)
         table = self._rows(np.unique(index[index >= 0]))
         return (table[index, tokens >> 3] >> (tokens & 7).astype(np.uint8) & 1).astype(bool) & (index >= 0)
 
-    def green_lists(self, contexts: Int[np.ndarray, "B h"]) -> Bool[np.ndarray, "B V"]:
-        """Green list that follows each context of `width` tokens.
-
-        With a list per candidate this takes a list for each distinct seed: for small vocabularies and for tests.
-        """
-        contexts = np.asarray(contexts, np.int64).reshape(-1, self.width)
-        candidates = np.arange(self.vocab_size)
-        if not self.rule.per_candidate:
-            index = self.row_index(np.pad(contexts, ((0, 0), (0, 1))))[:, -1]
-            packed = self._rows(np.unique(index))[index]
-            return np.unpackbits(packed, axis=1, count=self.vocab_size, bitorder="little").astype(bool)
-        shape = (self.vocab_size, self.width)
-        texts = (np.column_stack([np.broadcast_to(context, shape), candidates]) for context in contexts)
-        return np.stack([self.green(text)[:, -1] for text in texts])
-
-    def bits(self, *, show: Callable[[int, int], None] | None = None) -> UInt8[np.ndarray, "R W"]:
+    def bits(self) -> UInt8[np.ndarray, "R W"]:
         """All rows as packed bits: token v of row r is green iff bits[r, v >> 3] >> (v & 7) & 1.
 
         The table is built once (49,152 tokens: 302 MB, tens of seconds) and memory-mapped from the cache afterwards.
-
-        Args:
-          show: called with (rows finished, rows in all) while the table is built.
 
         Raises:
           ValueError: transformers' selfhash has no table.
@@ -154,19 +127,9 @@ class GreenLists:
         if self.rule.row_seeds is None:
             raise ValueError(f"tables: seeding_scheme={self.scheme.seeding_scheme} has 2**32 lists: detection only")
         if not self._is_known.all():
-            self._table = _cached(self.rule.row_seeds, self._shuffle, show)
+            self._table = _cached(self.rule.row_seeds, self._shuffle)
             self._is_known[:] = True
         return self._table
-
-    def _checked(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
-        tokens = np.asarray(tokens, np.int64)
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            wrong = int(tokens.max() if tokens.max() >= self.vocab_size else tokens.min())
-            raise ValueError(
-                f"tables: token {wrong} is outside the vocabulary of {self.vocab_size}; "
-                "detect with the tokenizer and vocabulary size that generated"
-            )
-        return tokens
 
     def _combined(self, tokens: Int[np.ndarray, "B T"]) -> Int[np.ndarray, "B T"]:
         """Number below V that the context of each token is combined to, -1 without context."""
@@ -269,11 +232,6 @@ class Shuffle:
         return np.packbits(self.is_early(seed), bitorder="little")
 
 
-def green_list(seed: int, vocab_size: int, list_size: int) -> Bool[np.ndarray, " V"]:
-    """Which tokens are among the first `list_size` of torch.randperm(vocab_size) under a seed."""
-    return Shuffle(vocab_size, list_size).is_early(seed)
-
-
 def permutation(seed: int, size: int) -> Int[np.ndarray, " n"]:
     """Torch.randperm(size) of a CPU generator under a seed, entry for entry."""
     shuffle = Shuffle(size, size)
@@ -286,12 +244,6 @@ def permutation(seed: int, size: int) -> Int[np.ndarray, " n"]:
     return np.where(before < 0, targets.astype(np.int64), origins[before])
 
 
-def check_name(field: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise a ValueError where a field of a list scheme has a value that is unknown."""
-    if value not in known:
-        raise ValueError(f"tables: {field}={value!r} is unknown, wanted one of {', '.join(known)}")
-
-
 # The cache
 
 
@@ -301,28 +253,15 @@ def table_path(seeds: Int[np.ndarray, " R"], vocab_size: int, list_size: int) ->
     return process_environment.cache_dir() / "watermark" / f"green-{vocab_size}-{list_size}-{digest[:12]}.npy"
 
 
-def _cached(
-    seeds: Int[np.ndarray, " R"], shuffle: Shuffle, show: Callable[[int, int], None] | None
-) -> UInt8[np.ndarray, "R W"]:
+def _cached(seeds: Int[np.ndarray, " R"], shuffle: Shuffle) -> UInt8[np.ndarray, "R W"]:
     if (found := _sound_table(seeds, shuffle)) is not None:
         return found
-    path = table_path(seeds, shuffle.size, shuffle.steps)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".npy")
-    os.close(handle)
-    try:
-        shape = (len(seeds), -(-shuffle.size // 8))
+    path, shape = table_path(seeds, shuffle.size, shuffle.steps), (len(seeds), -(-shuffle.size // 8))
+    with outputs.whole(path) as temporary:
         table = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
         for row, seed in enumerate(seeds):
             table[row] = shuffle.packed(int(seed))
-            if show is not None and (row % CHUNK_ROWS == CHUNK_ROWS - 1 or row == len(seeds) - 1):
-                show(row + 1, len(seeds))
         table.flush()
-        del table
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
     return np.load(path, mmap_mode="r")
 
 

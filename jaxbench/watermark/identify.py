@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench.measure.verdicts import holm
-from jaxbench.watermark import detection, statistics
+from jaxbench.watermark import detection, significance
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
 
-CORRECTIONS = {"bonferroni": statistics.bonferroni, "holm": holm}
+CORRECTIONS = {"bonferroni": significance.bonferroni, "holm": holm}
 
 
 class Candidate(NamedTuple):

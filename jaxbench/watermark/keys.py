@@ -10,6 +10,7 @@ import stat
 import string
 import warnings
 from pathlib import Path
+from typing import Any
 
 from jaxbench import philox
 
@@ -23,8 +24,10 @@ class Key:
     __slots__ = ("_value",)
 
     def __init__(self, value: int):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
-            raise ValueError(f"key: wanted an integer in [0, 2**64), got one of another {_kind(value)} (not shown)")
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not 0 <= value < 2**64:
+            other = "size" if is_whole else f"type, {type(value).__name__}"
+            raise ValueError(f"key: wanted an integer in [0, 2**64), got one of another {other} (not shown)")
         self._value = value
 
     @property
@@ -64,6 +67,9 @@ class Key:
 
     def __repr__(self) -> str:
         return "Key(hidden)"
+
+
+PUBLIC_KEY = Key(0)  # of schemes whose own field is their key
 
 
 def ask_passphrase() -> Key:
@@ -107,6 +113,19 @@ def read_key_file(path: str | Path) -> Key:
     return Key(int(digits, 16))
 
 
+def key_of(scheme: Any, path: str | None, *, missing: str) -> Key:
+    """Key of a key file; list schemes carry theirs in their own fields and need none.
+
+    Raises:
+      ValueError: `missing`, where a scheme needs a key and no file is named; or see read_key_file.
+    """
+    if path is not None:
+        return read_key_file(path)
+    if scheme.key_field is None:
+        raise ValueError(missing)
+    return PUBLIC_KEY
+
+
 def write_key_file(path: str | Path, key: Key) -> None:
     """Write a key to a new file that only its owner may read.
 
@@ -121,7 +140,3 @@ def write_key_file(path: str | Path, key: Key) -> None:
         raise ValueError(f"key file: {path} cannot be made: {error.strerror}") from error
     with os.fdopen(handle, "w") as file:
         file.write(f"jaxbench-key {high:08x}{low:08x}\n")
-
-
-def _kind(value: object) -> str:
-    return "size" if isinstance(value, int) and not isinstance(value, bool) else f"type, {type(value).__name__}"

@@ -7,27 +7,19 @@ one of them. What a scheme does to logits is in device/.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
 
-from jaxbench.sample import OrdinaryDraw
-from jaxbench.watermark import config, states
-from jaxbench.watermark.device.marks import Position, State, mark_of
+from jaxbench.watermark.device.marks import mark_of
 from jaxbench.watermark.green_lists import GreenLists
-from jaxbench.watermark.keys import Key
+from jaxbench.watermark.watermark_base import WatermarkBase
 
 
-class Watermark:
-    """A logits processor that marks text with one scheme.
-
-    Attributes:
-      draws: True where it replaces the draw of tokens (gumbel, synthid, dip).
-      shared: the bit table of kgw_markllm and kgw_transformers.
-    """
+class Watermark(WatermarkBase):
+    """A logits processor that marks text with one scheme."""
 
     def __init__(self, scheme: Any, *, vocab_size: int, green_lists: GreenLists | None = None):
         """Prepare a scheme (a name, a mapping or a configuration) for logits of vocab_size tokens.
@@ -35,78 +27,7 @@ class Watermark:
         Raises:
           ValueError: the scheme is unknown or detection only, or its green lists are missing or of another vocabulary.
         """
-        self.scheme, self.vocab_size = config.parse_scheme(scheme), vocab_size
-        self.draws = self.scheme.draws
-        states.check_generation(self.scheme, vocab_size, green_lists)
-        self._mark = mark_of(self.scheme, vocab_size=vocab_size, green_lists=green_lists)
-        if self.scheme.key_field is not None:
-            self.shared = self._mark.shared
+        super().__init__(scheme, vocab_size=vocab_size, green_lists=green_lists, mark_of=mark_of)
 
-    def state(
-        self,
-        keys: Sequence[Key | None],
-        *,
-        payloads: Sequence[int] | None = None,
-        seed: int = 0,
-        row_ids: Sequence[int] | None = None,
-        batch_size: int = 0,
-    ) -> State:
-        """State of a batch before its first token: arrays with a row for each key, None = not marked.
-
-        Args:
-          payloads: the message of each row, 0 <= payload < 2**payload_bits.
-          seed, row_ids: of the ordinary randomness that chooses between the two keys of a dual-key scheme.
-          batch_size: fill up with unmarked rows to this many.
-
-        Raises:
-          ValueError: there is no row, or a payload does not fit the scheme.
-        """
-        keys = [*keys, *[None] * (batch_size - len(keys))]
-        options = {"vocab_size": self.vocab_size, "payloads": payloads, "seed": seed, "row_ids": row_ids}
-        arrays = states.generation_state(self.scheme, keys, **options)
-        state = {name: jnp.asarray(array) for name, array in arrays.items()}
-        return self._mark.first_state(state)
-
-    def init(self, batch_size: int) -> State:
-        """Raise: a batch has no keys of its own.
-
-        Raises:
-          ValueError: always; pass states.
-        """
-        raise ValueError(
-            f"watermark {self.scheme.scheme}: {batch_size} rows have no keys; pass "
-            "processor_states=[watermark.state(keys)] to the generator"
-        )
-
-    def apply(
-        self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
-    ) -> tuple[State, Float[Array, "B V"]]:
-        """State and logits that make green tokens more likely; a scheme that draws changes nothing here."""
-        return (state, logits) if self.draws else self._mark.apply(state, logits, Position(tokens, length, step))
-
-    def draw(
-        self,
-        state: State,
-        logits: Float[Array, "B V"],
-        tokens: Int[Array, "B W"],
-        length: Int[Array, " B"],
-        step: Array,
-        sample: OrdinaryDraw,
-    ) -> tuple[State, Int[Array, " B"]]:
-        """Next state, and tokens of rows with a key, -1 for others and for steps that mark no row.
-
-        Logits are those after temperature and filters. Where some rows are marked and some have nothing to be marked
-        with (a known context, a text too short), the latter get their ordinary token from the same draw: a second one
-        would double what the watermark costs.
-        """
-        return self._mark.draw(state, logits, Position(tokens, length, step), sample)
-
-    def reweight(
-        self, state: Any, logits: Float[Array, "B V"], tokens: Int[Array, "B W"], length: Int[Array, " B"], step: Array
-    ) -> tuple[State, Float[Array, "B V"]]:
-        """Next state and logits whose ordinary draw is marked: `apply` and `draw` for other decoding loops.
-
-        Where the draw itself is keyed (gumbel), all tokens but the drawn one are -inf.
-        """
-        change = self._mark.reweight if self.draws else self._mark.apply
-        return change(state, logits, Position(tokens, length, step))
+    def _on_device(self, array: np.ndarray) -> Array:
+        return jnp.asarray(array)

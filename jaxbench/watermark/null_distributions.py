@@ -42,16 +42,10 @@ def binomial(count: np.ndarray, trials: np.ndarray, probability: float) -> Tail:
 def hypergeometric(count: np.ndarray, draws: np.ndarray, *, population: int, successes: int) -> Tail:
     """Tail of the number of successes in draws [N] without replacement, at count [N]."""
 
-    def pair(x: np.ndarray, n: np.ndarray) -> Tail:
-        found = np.empty((2, len(x)))
-        for number in np.unique(n):
-            rows = n == number
-            table = _hypergeometric_table(int(number), population, successes)
-            found[0, rows] = table[np.clip(x[rows], 0, number + 1)]
-            found[1, rows] = table[np.clip(x[rows] + 1, 0, number + 1)]
-        return Tail(*found)
+    def upper(x: np.ndarray, number: int) -> np.ndarray:
+        return _hypergeometric_table(number, population, successes)[np.clip(x, 0, number + 1)]
 
-    return _floored(_on_unique(pair, count, draws))
+    return _floored(_on_unique(functools.partial(_number_by_number, upper), count, draws))
 
 
 def gamma(total: np.ndarray, number: np.ndarray) -> Tail:
@@ -60,27 +54,18 @@ def gamma(total: np.ndarray, number: np.ndarray) -> Tail:
     return _floored(Tail(value, value))
 
 
-def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float, *, method: str = "exact") -> Tail:
+def dual_gamma(total: np.ndarray, number: np.ndarray, alpha: float) -> Tail:
     """Tail of (1 - alpha) A + alpha B at total [N]; A, B are independent sums of number [N] exponentials.
 
-    exact: the heavier sum is a negative-binomial mixture of gammas of the lighter one's scale, so that the tail is
-    P(Poisson(x / light) < 2 number + NegativeBinomial(number, light / heavy)), a series of positive terms.
-    vllm: one gamma with equal mean and variance, as vLLM's detector computes it.
-
-    Raises:
-      ValueError: unknown method.
+    The heavier sum is a negative-binomial mixture of gammas of the lighter one's scale, so that the tail is
+    P(Poisson(x / light) < 2 number + NegativeBinomial(number, light / heavy)), a series of positive terms. vLLM's
+    detector takes one gamma of equal mean and variance instead, which is slightly over-confident.
     """
-    if method not in ("exact", "vllm"):
-        raise ValueError(f"dual_gamma: method={method!r} is unknown, wanted exact or vllm")
     light, heavy = sorted((alpha, 1.0 - alpha))
     if light == 0.0:
         return gamma(total, number)
     n, x = np.maximum(number, 1), np.maximum(total, 0.0)
-    if method == "vllm" or light == heavy:
-        share = light**2 + heavy**2
-        value = special.gammaincc(n / share, x / share)
-    else:
-        value = np.array([_mixture_tail(float(a), int(b), light, heavy) for a, b in zip(x, n)])
+    value = np.array([_mixture_tail(float(a), int(b), light, heavy) for a, b in zip(x, n)])
     value = np.where(number > 0, value, 1.0)
     return _floored(Tail(value, value))
 
@@ -93,11 +78,7 @@ def lattice(total: np.ndarray, trials: np.ndarray, weights: tuple[int, ...]) -> 
     """
 
     def pair(x: np.ndarray, n: np.ndarray) -> Tail:
-        upper, above = np.empty(len(x)), np.empty(len(x))
-        for number in np.unique(n):
-            rows = n == number
-            upper[rows] = _lattice_upper(x[rows], int(number), weights)
-            above[rows] = _lattice_upper(x[rows] + 1, int(number), weights)
+        upper, above = _number_by_number(functools.partial(_lattice_upper, weights=weights), x, n)
         most = n * sum(weights)
         deep = (upper < LATTICE_EXACT) & (x <= most)
         if deep.any():
@@ -136,6 +117,15 @@ def _on_unique(function, x: np.ndarray, n: np.ndarray) -> Tail:
     codes, back = np.unique(n * span + (x - least), return_inverse=True)
     found = function(codes % span + least, codes // span)
     return Tail(found.upper[back], found.above[back])
+
+
+def _number_by_number(upper, x: np.ndarray, n: np.ndarray) -> Tail:
+    """Tail of whole numbers from upper(x, number) = P(X >= x), which takes one number n at a time."""
+    found = np.empty((2, len(x)))
+    for number in np.unique(n):
+        rows = n == number
+        found[:, rows] = upper(x[rows], int(number)), upper(x[rows] + 1, int(number))
+    return Tail(*found)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,12 +32,6 @@ class Text(NamedTuple):
     fixed_lists: tuple[Bool[Array, "K V"], Int[Array, " B"]] | None  # lists of the keys, and which one each text has
 
 
-def halves(key: UInt32[Array, "B 2"], ndim: int) -> Halves:
-    """Low and high word of each row's key, shaped [B 1 ..] with ndim axes."""
-    shape = (key.shape[0],) + (1,) * (ndim - 1)
-    return key[:, 0].reshape(shape), key[:, 1].reshape(shape)
-
-
 def random_blocks(counter: tuple[Any, ...], key: Halves) -> Lanes:
     """Four words of each counter, whose arrays have the key's rank and whose constants are integers."""
     ones = (1,) * key[0].ndim
@@ -132,12 +126,6 @@ def token_words(
     return pick_word(
         random_blocks((shifted >> 2, seeds[..., 0], seeds[..., 1], reference.site_of(scheme)), key), shifted
     )
-
-
-def text_words(scheme: Any, key: Halves, text: Text, *, vocab_size: int) -> tuple[Words, Seeds]:
-    """Words and seeds of the tokens of texts, for a scheme whose context rule and `token_words` decide them."""
-    seeds = text_seeds(scheme.context, key, text.tokens)
-    return token_words(scheme, key, seeds, text.tokens, vocab_size=vocab_size, payload=text.payload), seeds
 
 
 def lanes(key: Halves, seeds: UInt32[Array, "B 2"], *, site: int, num_elements: int) -> Lanes:

@@ -164,13 +164,6 @@ def token_words(
     return pick_word(philox.philox4x32(counter, key), shifted)
 
 
-def text_words(scheme: Any, key: Keys, text: Text) -> tuple[Words, Seeds]:
-    """Words and seeds of the tokens of texts, for a scheme whose context rule and `token_words` decide them."""
-    seeds, pair = context_seeds(scheme.context, key, text.tokens), halves(key, 2)
-    words = token_words(scheme, pair, seeds, text.tokens, vocab_size=text.vocab_size, payload=text.payload)
-    return words, seeds
-
-
 def pick_word(words: tuple[np.ndarray, ...], tokens: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
     """Word token & 3 of each Philox block."""
     place = tokens & np.uint32(3)
@@ -206,23 +199,37 @@ def evidence(
       deduplicate: False scores repeated positions too, which no test here allows for: to show what that costs.
 
     Raises:
-      ValueError: a token lies outside the vocabulary, or a scheme of lists comes without its green lists.
+      ValueError: see `checked`; or a scheme of lists comes without its green lists.
     """
-    tokens = np.asarray(tokens)
-    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
-    prompt = np.broadcast_to(0 if prompt_lengths is None else prompt_lengths, lengths.shape)
+    tokens, lengths, prompt = checked(tokens, lengths, prompt_lengths, vocab_size=vocab_size)
     place = np.arange(tokens.shape[1])[None, :]
-    in_text = place < lengths[:, None]
-    tokens = np.where(in_text, tokens, 0)
-    check_tokens(tokens, vocab_size)
-    valid = in_text & (place >= np.maximum(prompt, scheme.context_length)[:, None])
+    valid = (place < lengths[:, None]) & (place >= np.maximum(prompt, scheme.context_length)[:, None])
 
     text = Text(tokens, prompt, vocab_size, payload, green_lists)
-    pairs = [generation_keys(scheme, one) for one in ([key] if isinstance(key, Key) else key)]
+    pairs = [generation_keys(scheme, each) for each in ([key] if isinstance(key, Key) else key)]
     words, seeds = scheme.text_words([first for first, _ in pairs], text)
     scored = is_first(seeds, tokens, valid) if deduplicate else valid
     second_words = scheme.text_words([second for _, second in pairs], text)[0] if is_dual_key(scheme) else None
     return Evidence(words, scored, second_words)
+
+
+def checked(tokens: Any, lengths: Any, prompt_lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, ...]:
+    """Tokens [B T], lengths [B], prompt lengths [B] as int32, and zeros behind each text's end.
+
+    Raises:
+      ValueError: shapes do not fit, or a token lies outside the vocabulary.
+    """
+    tokens = np.asarray(tokens)
+    lengths = np.asarray([tokens.shape[1]] * len(tokens) if lengths is None else lengths, np.int32)
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"evidence: tokens {tokens.shape} and lengths {lengths.shape}, wanted [B T] and [B]")
+    if lengths.size and (lengths.min() < 0 or lengths.max() > tokens.shape[1]):
+        raise ValueError(f"evidence: lengths {lengths.min()}..{lengths.max()} do not fit {tokens.shape[1]} columns")
+    prompt = np.broadcast_to(np.asarray(0 if prompt_lengths is None else prompt_lengths, np.int32), lengths.shape)
+    if lengths.size and lengths.min() < tokens.shape[1]:
+        tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+    check_tokens(tokens, vocab_size)
+    return tokens.astype(np.int32, copy=False), lengths, prompt
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
@@ -252,8 +259,3 @@ def is_first(seeds: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> np.nda
 def count(mask: Bool[np.ndarray, "N T"]) -> Int[np.ndarray, " N"]:
     """Number of True in each row."""
     return np.bitwise_count(np.packbits(mask, axis=1)).sum(axis=1, dtype=np.int64)
-
-
-def null_words(random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-    """Words of tokens under a key that has nothing to do with them: independent and uniform."""
-    return random.integers(0, 2**32, shape, dtype=np.uint32)

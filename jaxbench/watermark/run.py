@@ -11,16 +11,15 @@ import numpy as np
 
 from jaxbench import config, outputs
 from jaxbench.text import lines
-from jaxbench.watermark import detection, identify, localize, statistics
+from jaxbench.watermark import detection, identify, localize, significance
 from jaxbench.watermark.attack import attacks
-from jaxbench.watermark.bulk import bulk_detection, part_files
+from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import num_payloads, parse_scheme
-from jaxbench.watermark.keys import Key, read_key_file
+from jaxbench.watermark.keys import PUBLIC_KEY, read_key_file
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
 SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters: no terminal obeys
 LONGEST_CHARACTER = 4  # tokens: each is at least one byte of UTF-8
-PUBLIC_KEY = Key(0)  # for schemes whose own field is the key
 
 
 def read_scheme(given: str, changes: Sequence[str] = ()) -> Any:
@@ -46,22 +45,9 @@ def _marked(marks: Any, path: str) -> list[dict[str, Any]]:
     """Schemes of a generating configuration's marks."""
     listed = marks if isinstance(marks, list) else [marks]
     schemes = [mark.get("scheme") if isinstance(mark, dict) else mark for mark in listed]
-    if listed is not marks or not all(one is None or isinstance(one, dict) for one in schemes):
+    if listed is not marks or not all(scheme is None or isinstance(scheme, dict) for scheme in schemes):
         raise ValueError(f"scheme: {path} has marks: {str(marks)[:60]}, wanted a list of mappings with a scheme each")
-    return [one for one in schemes if one]
-
-
-def read_key(scheme: Any, path: str | None) -> Key:
-    """Key of a key file; list schemes carry theirs in their own fields and need none.
-
-    Raises:
-      ValueError: no key file for a scheme that needs one, or one that cannot be read.
-    """
-    if path is not None:
-        return read_key_file(path)
-    if scheme.key_field is not None:
-        return PUBLIC_KEY
-    raise ValueError(f"--key_file is missing: scheme {scheme.scheme} needs the key that the texts were marked with")
+    return [scheme for scheme in schemes if scheme]
 
 
 def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identify.Candidate, ...]:
@@ -76,28 +62,21 @@ def candidates(schemes: Sequence[Any], key_files: Sequence[str]) -> tuple[identi
         raise ValueError(f"--schemes is empty and --key_files names {len(key_files)}; wanted at least one of each")
     kinds = [scheme.scheme for scheme in schemes]
     labels = [kind if kinds.count(kind) == 1 else f"{kind}{kinds[:i].count(kind) + 1}" for i, kind in enumerate(kinds)]
-    found = []
+    named = []
     stems = [Path(path).stem for path in key_files]
     names = stems if len(set(stems)) == len(stems) else list(key_files)  # files of one name in several folders
     for label, scheme in zip(labels, schemes):
         if scheme.key_field is not None:
-            found.append(identify.Candidate(label, scheme, PUBLIC_KEY))
+            named.append(identify.Candidate(label, scheme, PUBLIC_KEY))
             continue
-        found += [
-            identify.Candidate(f"{label}/{name}", scheme, read_key(scheme, path))
-            for name, path in zip(names, key_files)
+        named += [
+            identify.Candidate(f"{label}/{name}", scheme, read_key_file(path)) for name, path in zip(names, key_files)
         ]
-    if not found:
+    if not named:
         raise ValueError(f"--key_files names {len(key_files)} files, and {', '.join(kinds)} need a key; name one")
     if len(set(key_files)) < len(key_files):
         raise ValueError(f"--key_files={','.join(key_files)} names a file twice")
-    return tuple(found)
-
-
-def check_score_files(pattern: str, output: str, *, overwrite: bool = False, inputs: Sequence[str | None] = ()) -> None:
-    """Raise a ValueError where the texts of a pattern cannot be scored into an output (`inputs`: other files read)."""
-    part_files.kind_of(Path(output))
-    outputs.check_file(output, [*lines.find(pattern), *inputs], overwrite=overwrite)
+    return tuple(named)
 
 
 def detect_file(
@@ -151,29 +130,25 @@ def _found(output: str, level: float) -> int:
 
 def detect_text(
     text: str,
-    scheme: Any,
-    key: Key,
+    job: bulk_detection.Job,
     *,
     tokenizer: Any,
-    vocab_size: int | None,
-    make_detector: Any,
-    canonicalize: bool,
-    level: float,
-    prompt_tokens: int,
     console: Any,
+    level: float,
+    prompt_tokens: int = 0,
     neural: str | None = None,
-) -> statistics.Detections:
-    """Test one text and print its p-values (the trained detector's, too), its tokens in colours, spans."""
-    vocab_size = vocab_size or tokenizer.vocab_size
-    encoder = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=canonicalize)
-    encoded = encoder.encode([text])
+) -> significance.Detections:
+    """Test one text for the job's one candidate; print its p-values (the trained detector's, too), tokens, spans."""
+    (candidate,) = job.candidates
+    scheme, key, vocab_size = candidate.scheme, candidate.key, job.vocab_size or tokenizer.vocab_size
+    encoded = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=job.canonicalize).encode([text])
     judge = None
     if neural is not None:
         from jaxbench.watermark.detector import neural_detection
 
         judge = neural_detection.NeuralTest(neural, vocab_size=vocab_size)
         judge.check(scheme)
-    detector = make_detector(scheme, vocab_size=vocab_size)
+    detector = job.make_detector(scheme, vocab_size=vocab_size)
     found = detection.detect(detector, encoded.ids, key, prompt_lengths=prompt_tokens)
     ids, payload, number = encoded.ids.text(0), max(0, int(found.payload[0])), num_payloads(scheme)
     evidence = detector.evidence(ids[None], np.array([len(ids)]), key, prompt_lengths=prompt_tokens, payload=payload)
@@ -192,12 +167,12 @@ def detect_text(
     return found
 
 
-def _print_scores(found: statistics.Detections, num_tokens: int, num_changed: int, console: Any) -> None:
+def _print_scores(detections: significance.Detections, num_tokens: int, num_changed: int, console: Any) -> None:
     changed = f", {num_changed} characters canonicalised" if num_changed else ""
-    green = f", {found.num_green[0]} green" if found.num_green[0] >= 0 else ""
-    console.print(f"{num_tokens} tokens, {found.num_scored[0]} scored{green}{changed}")
-    line = f"p = {found.p_value[0]:.3g}   mid-p = {found.mid_p[0]:.3g}   z = {found.score[0]:.2f}"
-    console.print(line + (f"   ({found.reason[0]})" if found.reason[0] else ""), style="bold")
+    green = f", {detections.num_green[0]} green" if detections.num_green[0] >= 0 else ""
+    console.print(f"{num_tokens} tokens, {detections.num_scored[0]} scored{green}{changed}")
+    line = f"p = {detections.p_value[0]:.3g}   mid-p = {detections.mid_p[0]:.3g}   z = {detections.score[0]:.2f}"
+    console.print(line + (f"   ({detections.reason[0]})" if detections.reason[0] else ""), style="bold")
 
 
 def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spans: Sequence[Any]) -> Any:
@@ -231,18 +206,18 @@ def identify_text(
     vocab_size = job.vocab_size or tokenizer.vocab_size
     ids: Ragged = TextEncoder(tokenizer, vocab_size=vocab_size, canonicalize=job.canonicalize).encode([text]).ids
 
-    found = identify.identify(
+    identification = identify.identify(
         job.candidates, ids, vocab_size=vocab_size, make_detector=job.make_detector, correction=job.correction
     )
-    carries = bool((found.payloads >= 0).any())
+    carries = bool((identification.payloads >= 0).any())
     table = Table("candidate", *(["payload"] if carries else []), "p", f"p ({job.correction})", "")
-    for i in np.argsort(found.p_values[0], kind="stable"):
-        verdict = "found" if found.corrected[0, i] <= level else ""
-        payload = [str(found.payloads[0, i]) if found.payloads[0, i] >= 0 else ""] if carries else []
-        p_values = f"{found.p_values[0, i]:.3g}", f"{found.corrected[0, i]:.3g}"
-        table.add_row(Text(found.names[i]), *payload, *p_values, verdict)
+    for i in np.argsort(identification.p_values[0], kind="stable"):
+        verdict = "found" if identification.corrected[0, i] <= level else ""
+        payload = [str(identification.payloads[0, i]) if identification.payloads[0, i] >= 0 else ""] if carries else []
+        p_values = f"{identification.p_values[0, i]:.3g}", f"{identification.corrected[0, i]:.3g}"
+        table.add_row(Text(identification.names[i]), *payload, *p_values, verdict)
     console.print(table)
-    return found
+    return identification
 
 
 def read_attacks(given: Sequence[str], *, strength: float, changes: Sequence[str] = ()) -> Any:
@@ -251,14 +226,14 @@ def read_attacks(given: Sequence[str], *, strength: float, changes: Sequence[str
     Raises:
       ValueError: as attacks.parse_attack.
     """
-    found = []
+    parsed = []
     for name in given:
         named, _, own = name.partition(":")
         content: dict[str, Any] = {"attack": named, "strength": own or strength}
         for change in changes:
             config.override(content, change)
-        found.append(attacks.parse_attack(content))
-    return found[0] if len(found) == 1 else attacks.compose(found)
+        parsed.append(attacks.parse_attack(content))
+    return parsed[0] if len(parsed) == 1 else attacks.compose(parsed)
 
 
 def attack_tools(attack: Any, *, human: str | None, model: str | None) -> attacks.Tools:

@@ -41,20 +41,15 @@ class Ragged:
     def from_lists(cls, lists: Sequence[Sequence[int]]) -> Ragged:
         """Lists or arrays of ids end to end."""
         offsets = np.zeros(len(lists) + 1, np.int64)
-        np.cumsum([len(one) for one in lists], out=offsets[1:])
-        parts = [np.asarray(one, np.int32).reshape(-1) for one in lists]
+        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+        parts = [np.asarray(ids, np.int32).reshape(-1) for ids in lists]
         return cls(np.concatenate(parts) if parts else np.zeros(0, np.int32), offsets)
 
     @classmethod
-    def from_array(cls, tokens: np.ndarray, lengths: np.ndarray | None = None) -> Ragged:
-        """Rows of tokens [N T], cut to their lengths [N] if given."""
+    def from_array(cls, tokens: np.ndarray) -> Ragged:
+        """Rows of tokens [N T]."""
         rows, columns = tokens.shape
-        if lengths is None:
-            return cls(
-                np.ascontiguousarray(tokens, np.int32).reshape(-1), np.arange(rows + 1, dtype=np.int64) * columns
-            )
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        return cls(tokens[np.arange(columns) < np.asarray(lengths)[:, None]].astype(np.int32), offsets)
+        return cls(np.ascontiguousarray(tokens, np.int32).reshape(-1), np.arange(rows + 1, dtype=np.int64) * columns)
 
     def text(self, row: int) -> np.ndarray:
         """Ids of one text."""
@@ -105,9 +100,9 @@ class TextEncoder:
         """Ids of texts."""
         changed = np.zeros(len(texts), np.int64)
         if self.canonicalize:
-            found = [canonical.canonicalize(text) for text in texts]
-            texts = [one.text for one in found]
-            changed[:] = [one.num_changed for one in found]
+            canonical_texts = [canonical.canonicalize(text) for text in texts]
+            texts = [each.text for each in canonical_texts]
+            changed[:] = [each.num_changed for each in canonical_texts]
         if self._fast is None:
             return Encoded(Ragged.from_lists(self._encode_batch(list(texts))), changed)
         return Encoded(_encode_fast(self._fast, texts), changed)

@@ -53,7 +53,7 @@ class StandIn:
             token = 7 if fault == "differs" else 1
             return {"first_s": 0.25, "rest_s": 2.0, "tokens": [[1] * (new - 1) + [token]] * rows}
         return {
-            "load": {"seconds": 0.1}, "memory": {"peak_bytes": 99},
+            "load": {"seconds": 0.1}, "memory": {"peak_memory_bytes": 99},
             "prepare": {"compile_s": 3.0, "flops": 100.0, "temp_bytes": 5, "device_kind": self.device_kind},
             "logits": {"logits": self.logits.get(self.arm)},
             "unload": {}, "read": {"seconds": [1.0, 0.5]}, "gemm": {"seconds": [1e-6]},

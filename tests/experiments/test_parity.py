@@ -13,7 +13,8 @@ INJECTED = """
 import runpy, sys
 from jaxbench.parity import mutation
 sys.argv = ["parity.py", "--case=transformer/llama-grouped", "--quick", "--workdir={workdir}"]
-with mutation.injected("rope-base"):
+[bug] = [bug for bug in mutation.MUTATIONS if bug.name == "rope-base"]
+with bug.injected():
     runpy.run_path("experiments/parity.py", run_name="__main__")
 """
 

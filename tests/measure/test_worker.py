@@ -39,6 +39,6 @@ def test_warm_up_calls_are_not_among_the_times(warmup):
 
 def test_peers_find_the_loop_without_any_package_of_jaxbench():
     """Isolated from site-packages, as in a peer's environment, which has none of jaxbench's."""
-    modules = ("jaxbench.memory.study.speed_worker", "jaxbench.watermark.study.markllm_worker")
+    modules = ("jaxbench.memory.study.speed_worker", "jaxbench.watermark.study.peer_worker")
     code = f"import sys; sys.path.insert(0, {str(process.ROOT)!r})\n" + "\n".join(f"import {name}" for name in modules)
     subprocess.run([sys.executable, "-S", "-c", code], check=True, env={})

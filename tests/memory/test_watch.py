@@ -10,6 +10,7 @@ from jaxbench import train as jax_train
 from jaxbench.memory import bank_config, decoder, decoder_config
 from jaxbench.training import optimizer_step
 from jaxbench.training.step_config import StepConfig
+from jaxbench.training.train_config import TrainConfig
 from torch_ref import train
 from torch_ref.memory import decoder as torch_decoder
 from torch_ref.training import engine
@@ -33,7 +34,9 @@ def batch(kind, is_token):
 def run(params, how):
     """Return the PyTorch engine of a run."""
     extension = torch_decoder.extension(DECODER.memory)
-    return engine.Engine(DECODER, params, how, batch_size=2, seq_len=32, seed=0, extension=extension)
+    model = DECODER.model_dump(exclude={"memory"})
+    settings = TrainConfig(model=model, step=how, batch_size=2, steps=1, learning_rate=1e-3, data={"seq_len": 32})
+    return engine.Engine(settings, DECODER, params, extension=extension)
 
 
 def test_the_banks_of_a_decoder_in_training_are_shown_by_layer():

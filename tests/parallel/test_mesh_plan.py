@@ -15,6 +15,7 @@ from jaxbench import initial, remat, sharding, train, transformer
 from jaxbench.measure import hlo
 from jaxbench.mesh import MeshConfig, ParallelConfig
 from jaxbench.parallel import mesh_plan
+from jaxbench.parallel.step_plan import Plan
 from jaxbench.parity import distance, memory_meshes, meshes
 from jaxbench.training import optimizer_step, precision
 
@@ -109,7 +110,7 @@ def test_proof_batches_have_packed_documents_and_uncounted_targets():
 # Who holds what
 
 
-def plan_of(config=LLAMA, *, batch=32, tokens=8, **settings) -> mesh_plan.Plan:
+def plan_of(config=LLAMA, *, batch=32, tokens=8, **settings) -> Plan:
     """Return the plan of mesh sizes and fields of ParallelConfig."""
     return mesh_plan.make_plan(config, meshes.form("here", **settings).parallel, batch=batch, tokens=tokens)
 
@@ -153,7 +154,7 @@ def test_the_state_is_used_up_and_stays_where_it_was():
     assert moved.sharding.shard_shape(moved.shape) == (4, 16)
 
 
-def compiled_step(plan: mesh_plan.Plan, config=LLAMA):
+def compiled_step(plan: Plan, config=LLAMA):
     """Return the compiled step, from shapes alone."""
     params = initial.initial_params(config, 0)
     fresh = lambda: optimizer_step.init_state(transformer.build(config, params), params, meshes.STEP)

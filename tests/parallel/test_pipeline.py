@@ -65,11 +65,6 @@ def test_one_forward_one_backward_takes_no_more_ticks_of_work_than_gpipe():
     assert spans["1f1b"] <= spans["gpipe"] == 10 + 22
 
 
-def test_an_unknown_schedule_is_named():
-    with pytest.raises(ValueError, match="schedule='zigzag' is not one of gpipe, 1f1b"):
-        timing("zigzag", 2, 2)
-
-
 @functools.cache
 def compiled_gradient(schedule: str, micro_batches: int):
     """Return the compiled gradient program of a 4-stage pipeline with two rows a micro-batch."""

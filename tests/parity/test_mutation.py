@@ -53,12 +53,6 @@ def test_the_thirteen_published_bugs_are_in_the_table():
     assert len({m.name for m in mutation.MUTATIONS}) == len(mutation.MUTATIONS)
 
 
-def test_an_unknown_mutation_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'rope' is not one of rms-norm-eps"):
-        with mutation.injected("rope"):
-            pass
-
-
 BLAMED = [m for m in mutation.MUTATIONS if m.module]
 
 
@@ -81,7 +75,7 @@ def test_teacher_forcing_blames_the_module_that_has_the_bug(bug, flax_sides):
     case = cases.find(bug.case)
     config, params = cases.load(case)
     arrays = cases.arrays(case, config)
-    with mutation.injected(bug.name), run.pinned("float64"):
+    with bug.injected(), run.pinned("float64"):
         _, other = run.sides(case, config, params, dtype="float64", backend="flax")
         calls = other.calls(arrays, seed=evidence.SEED)
         forced = flax_sides[bug.case].forced(arrays, calls, seed=evidence.SEED)

@@ -126,7 +126,8 @@ def test_the_default_model_is_equal_in_float64_in_its_own_process(tmp_path):
 
 
 def test_a_broken_twin_fails_its_gates_and_the_module_is_named():
-    with mutation.injected("attention-scale-3-percent-in-one-layer"):
+    [bug] = [bug for bug in mutation.MUTATIONS if bug.name == "attention-scale-3-percent-in-one-layer"]
+    with bug.injected():
         found = run.run(cases.find("transformer/llama-grouped"), quick=True)
     assert not found["passed"]
     # The output projection is the first module to return something else; the attention around it is the cause.

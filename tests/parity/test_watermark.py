@@ -8,7 +8,7 @@ import pytest
 import torch_ref.watermark.detect
 import torch_ref.watermark.logits_processor
 from jaxbench.parity import cases, report, run, watermark
-from jaxbench.watermark import config, statistics
+from jaxbench.watermark import config, significance
 
 EXACT = [case.id for case in cases.CASES if case.exact == "watermark"]
 
@@ -28,7 +28,7 @@ def test_numpy_jax_and_torch_agree(case_id):
     assert failures(found) == [] and found["passed"]
     whats = {gate["what"] for gate in found["gates"]}
     assert {"flax: words of scored tokens", "torch: scored positions", "torch: p_value"} <= whats
-    is_detection_only = watermark.is_detection_only(cases.find(case_id).config)
+    is_detection_only = cases.find(case_id).config.is_detection_only
     assert ("generated tokens, float32" in whats) == (not is_detection_only)
 
 
@@ -55,14 +55,14 @@ def test_one_wrong_bit_is_found_and_shown(monkeypatch):
 
 
 def test_a_p_value_that_is_off_in_the_eleventh_digit_is_found(monkeypatch):
-    calls, original = [], statistics.score
+    calls, original = [], significance.score
 
     def broken(*arguments, **how):
         found = original(*arguments, **how)
         calls.append(1)
         return found._replace(p_value=found.p_value * (1 + 1e-11)) if len(calls) == 3 else found
 
-    monkeypatch.setattr(statistics, "score", broken)
+    monkeypatch.setattr(significance, "score", broken)
     found = watermark.gates_of_evidence(cases.find("watermark/kgw").config, vocab_size=64, seed=0)
     assert [gate.what for gate in found if not gate.passed] == ["torch: p_value"]
 

@@ -179,7 +179,7 @@ try:
     checkpoints.wait()
 except OSError as error:
     print("OSError", error)
-print(checkpoints.steps() if 2 not in checkpoints._finished() else "written")
+print(checkpoints.steps() if not (checkpoints.folder / "2").is_dir() else "written")
 """
 
 
@@ -191,8 +191,3 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path):
     again = Checkpoints(tmp_path / "c", keep=2)
     assert again.steps() == [1] and again.restore({"a": np.zeros((200, 200))}, check_meta=accept).step == 1
     again.close()
-
-
-def test_keep_must_be_at_least_one(tmp_path):
-    with pytest.raises(ValueError, match="keep=0"):
-        Checkpoints(tmp_path, keep=0)

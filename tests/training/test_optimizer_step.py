@@ -14,6 +14,7 @@ from jaxbench.memory import decoder_config
 from jaxbench.parity import cases, distance, gates, memory_meshes, meshes
 from jaxbench.training import engine, optimizer_step, optimizers, precision, schedules
 from jaxbench.training.step_config import OptimizerConfig, RematConfig, StepConfig
+from jaxbench.training.train_config import TrainConfig
 from tests import curves
 from torch_ref import prng as torch_prng
 from torch_ref import train as torch_train
@@ -44,7 +45,7 @@ class Flax:
 
     def __init__(self, how, loss_fn=train.loss_fn):
         config, params = cases.load(CASE)
-        model = transformer.build(config, params, dtype=precision.policy(how.precision).compute)
+        model = transformer.build(config, params, dtype=precision.POLICIES[how.precision].compute)
         self.library, self.state = optimizer_step, optimizer_step.init_state(model, params, how)
         self._step = jax.jit(functools.partial(optimizer_step.train_step, step_config=how, loss_fn=loss_fn))
 
@@ -64,7 +65,7 @@ class Torch:
 
     def __init__(self, how, loss_fn=torch_train.loss_fn):
         config, params = cases.load(CASE)
-        model = torch_transformer.build(config, params, dtype=precision.policy(how.precision).parameter)
+        model = torch_transformer.build(config, params, dtype=precision.POLICIES[how.precision].parameter)
         self.library, self.state = torch_update, torch_update.init_state(model, params, how)
         self._options = {"step_config": how, "loss_fn": loss_fn}
 
@@ -136,14 +137,19 @@ def test_a_float32_step_errs_as_little_on_either_backend(x64):
         assert kind == "outputs" or found.worst.error > 1e-9, "float32 must differ from float64"
 
 
+def settings_of(model, step, seed=0):
+    """Return the settings of an engine of two rows."""
+    run = {"batch_size": 2, "steps": 1, "learning_rate": 1e-3, "data": {"seq_len": CASE.length}}
+    return TrainConfig(model=model.model_dump(), step=step, seed=seed, **run)
+
+
 def curves_of(flax_step=StepConfig(), steps=300):
     """Return the curves of a one-layer model; flax_step is the configuration that Flax is given."""
     torch.set_num_threads(1)  # on a busy machine threads that wait for each other take minutes
     config = CASE.config.model_copy(update={"num_layers": 1, "d_model": 16, "d_ff": 24, "num_heads": 2, "dropout": 0.0})
-    how = {"batch_size": 2, "seq_len": CASE.length, "seed": 0}
     makers = {
-        "flax": lambda params: engine.Engine(config, params, flax_step, **how),
-        "torch": lambda params: torch_engine.Engine(config, params, StepConfig(), **how),
+        "flax": lambda params: engine.Engine(settings_of(config, flax_step), config, params),
+        "torch": lambda params: torch_engine.Engine(settings_of(config, StepConfig()), config, params),
     }
     batches = [cases.arrays(CASE, config, step=step) for step in range(8)]
     rows = [x._replace(segments=np.where(x.positions >= 0, 1, 0).astype(np.int32)) for x in batches]
@@ -172,10 +178,9 @@ def test_a_compiled_torch_step_is_the_eager_one_in_two_programs(monkeypatch):
     torch_dynamo.counters.clear()
     config = CASE.config.model_copy(update={"num_layers": 1})
     params = initial.initial_params(config, 0, distinct=True)
-    how = {"batch_size": 2, "seq_len": CASE.length, "seed": 7}
     eager, compiled = (
-        torch_engine.Engine(config, params, StepConfig(accumulation=2, torch_compile=is_compiled), **how)
-        for is_compiled in (False, True)
+        torch_engine.Engine(settings_of(config, step, seed=7), config, params)
+        for step in (StepConfig(accumulation=2, torch_compile=is_compiled) for is_compiled in (False, True))
     )
     assert eager.compile_seconds == 0 < compiled.compile_seconds
     for step in range(3):

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jaxbench.training import precision, schedules
+from jaxbench.training import schedules
 from jaxbench.training.schedules import ScheduleConfig
 
 
@@ -64,8 +64,3 @@ def test_the_peak_scales_with_the_batch():
     assert schedules.scaled_peak(0.1, "none", batch=64, base_batch=None) == 0.1
     with pytest.raises(ValueError, match="'linear' with base_batch=None"):
         schedules.scaled_peak(0.1, "linear", batch=64, base_batch=None)
-
-
-def test_an_unknown_precision_is_named():
-    with pytest.raises(ValueError, match="'fp8' is unknown, wanted one of float64, float32, bfloat16, float16"):
-        precision.policy("fp8")

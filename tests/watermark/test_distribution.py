@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from jaxbench import philox
 from jaxbench.sample import OrdinaryDraw
-from jaxbench.watermark import config, logits_processor, reference, vllm_prf
+from jaxbench.watermark import config, logits_processor, reference
 from jaxbench.watermark.device import marks
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import dip, synthid
@@ -51,7 +50,7 @@ def test_gumbels_mean_score_of_a_token_is_the_harmonic_number_of_one_over_its_pr
     texts = np.concatenate([CONTEXTS, tokens[:, None]], axis=1)
     scheme = config.parse_scheme({"scheme": "gumbel", "prf": prf})
     words = reference.evidence(scheme, key, texts, np.full(ROWS, 5), vocab_size=97).words[:, 4]
-    uniforms = vllm_prf.uniform(words) if prf == "vllm" else philox.uniform(words)
+    uniforms = scheme.shade(words)
     scores, p = -np.log1p(-uniforms), special.softmax(logits.astype(np.float64))
     assert stats.chisquare(np.bincount(tokens, minlength=VOCAB), p * ROWS).pvalue > 1e-5
     for token in np.flatnonzero(p > 0.01):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import torch_ref.watermark.logits_processor
-from jaxbench.watermark import green_lists, logits_processor, reference, statistics
+from jaxbench.watermark import green_lists, logits_processor, reference, significance
 from jaxbench.watermark.config import Gumbel, MarkLlmKgw, TransformersKgw
 from jaxbench.watermark.keys import Key
+from tests.watermark import vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "watermark" / "golden"
@@ -92,7 +93,7 @@ def test_markllm_detects_what_is_marked_with_its_lists_here():
     lists, random = green_lists.GreenLists(scheme, vocab_size=size), np.random.default_rng(0)
     marked, human = [int(random.integers(1, size))], random.integers(0, size, 120).tolist()
     while len(marked) < 120:  # a green token in three of four places
-        green = lists.green_lists(np.array([[marked[-1]]]))[0]
+        green = vocabulary.words(scheme, Key(0), [[marked[-1]]], vocab_size=size, green_lists=lists)[0] == 0
         marked.append(int(random.choice(np.flatnonzero(green) if random.random() < 0.75 else np.arange(1, size))))
     code = (
         "import json, sys; sys.path.insert(0, 'tests/watermark/golden'); import make_markllm, torch\n"
@@ -109,7 +110,7 @@ def test_markllm_detects_what_is_marked_with_its_lists_here():
     found = reference.evidence(
         scheme, Key(0), tokens, np.full(2, 120), vocab_size=size, green_lists=lists, deduplicate=False
     )
-    ours = statistics.score(scheme, found, vocab_size=size)
+    ours = significance.score(scheme, found, vocab_size=size)
     assert ours.num_green.tolist() == [green for _, green in theirs]
     assert ours.score == pytest.approx([z for z, _ in theirs], abs=1e-12)
     assert theirs[0][0] > 4 and theirs[1][0] < 4 and ours.p_value[0] < 1e-6 < ours.p_value[1]

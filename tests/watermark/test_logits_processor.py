@@ -38,7 +38,6 @@ class Lists:
     def __init__(self, combine, width, bias=6.0):
         self.width, self.vocab_size, random = width, VOCAB, np.random.default_rng(0)
         self.rule = green_lists.ListRule(
-            gamma=0.5,
             bias=bias,
             combine=combine,
             lag=width,

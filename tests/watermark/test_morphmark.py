@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
-from jaxbench.watermark import config, logits_processor, reference, statistics
+from jaxbench.watermark import config, logits_processor, reference, significance
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import morphmark
 from tests.watermark import vocabulary
@@ -83,5 +83,5 @@ def test_marked_texts_of_200_tokens_are_found_and_others_are_not():
         texts = np.column_stack([texts, np.minimum(drawn, VOCAB - 1)])
     tested = [key or Key(99) for key in keys]
     found = reference.evidence(scheme, tested, texts, np.full(rows, 201), vocab_size=VOCAB)
-    p_values = statistics.score(scheme, found, vocab_size=VOCAB).p_value
+    p_values = significance.score(scheme, found, vocab_size=VOCAB).p_value
     assert (p_values[1::2] < 1e-5).all() and (p_values[0::2] > 1e-3).all()

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxbench import philox
-from jaxbench.watermark import config, prf, reference, vllm_prf
+from jaxbench.watermark import config, prf, reference
 from jaxbench.watermark.device import dip, gumbel, kgw
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import dip as in_numpy
+from jaxbench.watermark.schemes import gumbel as numpy_gumbel
 from torch_ref.watermark import prf as torch_prf
 from torch_ref.watermark.device import dip as torch_dip
 from torch_ref.watermark.device import gumbel as torch_gumbel
@@ -28,6 +29,11 @@ RULES = [(kind, width) for kind in ("left", "skip", "min", "self") for width in 
 
 def arrays(keys):
     return np.array([key.halves for key in keys], np.uint32)
+
+
+def halves(key):
+    """Return low and high word of each row's key, [B 1] each."""
+    return key[:, :1], key[:, 1:]
 
 
 def in_jax(function, *inputs):
@@ -45,30 +51,28 @@ def jitted(name, *options):
         if name == "seeds":
             rule = reference.ContextRule(kind=options[0], width=options[1])
             if module is prf:  # texts are columns there
-                columns = lambda key, tokens: prf.text_seeds(rule, tuple(h.T for h in prf.halves(key, 2)), tokens.T)
+                columns = lambda key, tokens: prf.text_seeds(rule, tuple(h.T for h in halves(key)), tokens.T)
                 return lambda key, tokens: columns(key, tokens).swapaxes(0, 1)
-            return lambda key, tokens: module.text_seeds(rule, module.halves(key, 2), tokens)
+            return lambda key, tokens: module.text_seeds(rule, halves(key), tokens)
         if name == "words":
             scheme = config.parse_scheme(options[0])
             if options[0] == "dip":
                 words_of = (dip if module is prf else torch_dip).token_words
-                return lambda key, seeds, tokens, payload: words_of(
-                    module.halves(key, 2), seeds, tokens, vocab_size=VOCAB
-                )
+                return lambda key, seeds, tokens, payload: words_of(halves(key), seeds, tokens, vocab_size=VOCAB)
             return lambda key, seeds, tokens, payload: module.token_words(
-                scheme, module.halves(key, 2), seeds, tokens, vocab_size=VOCAB, payload=payload
+                scheme, halves(key), seeds, tokens, vocab_size=VOCAB, payload=payload
             )
         if name == "vllm":
             mark = gumbel if module is prf else torch_gumbel
             return lambda key, contexts, tokens: mark.vllm_token_words(
-                mark.vllm_state(contexts, module.halves(key, 2)), tokens, module.halves(key, 2)
+                mark.vllm_state(contexts, halves(key)), tokens, halves(key)
             )
         if name == "order":
             order = dip if module is prf else torch_dip
             return lambda keys, values: order.permute(values, keys, options[0])
         assert name == "lanes"
         return lambda key, seeds: module.interleave(
-            module.lanes(module.halves(key, 2), seeds, site=77, num_elements=VOCAB), VOCAB
+            module.lanes(halves(key), seeds, site=77, num_elements=VOCAB), VOCAB
         )
 
     return jax.jit(of(prf)), of(torch_prf)
@@ -124,7 +128,7 @@ def test_vllms_words_are_equal_in_bits(width, keys, tokens, seed):
     tokens = np.array(tokens, np.int32)
     contexts = np.random.default_rng(seed).integers(-1, VOCAB, (BATCH, TOKENS, width), dtype=np.int32)
     pair = reference.halves(keys, 2)
-    expected = vllm_prf.token_words(vllm_prf.state(contexts, pair), tokens, pair)
+    expected = numpy_gumbel.vllm_token_words(numpy_gumbel.vllm_state(contexts, pair), tokens, pair)
     one, other = jitted("vllm", width)
     np.testing.assert_array_equal(in_jax(one, arrays(keys), contexts, tokens), expected)
     np.testing.assert_array_equal(in_torch(other, arrays(keys), contexts, tokens), expected)
@@ -146,7 +150,7 @@ def test_the_keyed_order_is_equal_in_bits(keys, seed):
 def test_own_lanes_are_the_words_of_a_token_with_itself(module, convert):
     key = convert(np.array([[5, 6]], np.uint32 if module is prf else np.int64))
     mark = kgw if module is prf else torch_kgw
-    lanes = np.asarray(mark.own_lanes(module.halves(key, 2), num_elements=VOCAB))
+    lanes = np.asarray(mark.own_lanes(halves(key), num_elements=VOCAB))
     tokens = np.arange(104, dtype=np.uint32)
     expected = reference.pair_words(tokens, tokens, (np.uint32(5), np.uint32(6)))
     np.testing.assert_array_equal(lanes[0].T.reshape(-1), expected)

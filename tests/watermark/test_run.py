@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from jaxbench import process_environment
-from jaxbench.watermark import detection, identify, localize, run, statistics
+from jaxbench.watermark import detection, identify, localize, run, significance
 from jaxbench.watermark.attack import attacks
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import parse_scheme
-from jaxbench.watermark.keys import Key, write_key_file
+from jaxbench.watermark.keys import PUBLIC_KEY, Key, write_key_file
 from jaxbench.watermark.reference import Evidence
 from jaxbench.watermark.texts import Ragged
 from tests.structure import ROOT
@@ -158,7 +158,7 @@ def test_the_number_found_is_read_from_every_kind_of_output(tmp_path):
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     scheme = parse_scheme("kgw_transformers")
     detector = detection.NumpyDetector(scheme, vocab_size=101)
-    p_values = detection.detect(detector, Ragged.from_lists(rows), run.PUBLIC_KEY).p_value
+    p_values = detection.detect(detector, Ragged.from_lists(rows), PUBLIC_KEY).p_value
     for kind in ("parquet", "jsonl", "csv"):
         job = bulk_detection.Job(run.candidates([scheme], []), vocab_size=101)
         out, screen = str(tmp_path / f"o.{kind}"), Console(file=io.StringIO(), width=100)
@@ -178,13 +178,11 @@ class Numbers:
         return f"{ids[0]} "
 
 
-def shown(text: str, scheme, key: Key = Key(5)) -> tuple[statistics.Detections, str]:
+def shown(text: str, scheme, key: Key = Key(5)) -> tuple[significance.Detections, str]:
     """Return what detect_text finds, and the screen with its styles."""
     screen = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard", highlight=False)
-    options = {"vocab_size": None, "canonicalize": False, "level": 0.01, "prompt_tokens": 0}
-    found = run.detect_text(
-        text, scheme, key, tokenizer=Numbers(), make_detector=detection.NumpyDetector, console=screen, **options
-    )
+    job = bulk_detection.Job((identify.Candidate("one", scheme, key),), canonicalize=False)
+    found = run.detect_text(text, job, tokenizer=Numbers(), console=screen, level=0.01)
     return found, screen.file.getvalue()
 
 

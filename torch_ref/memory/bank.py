@@ -1,12 +1,6 @@
 """A bank of recent and compressed states with a gated read, in PyTorch. Twin: jaxbench/memory/bank.py.
 
-Every block of C tokens attends to the bank as it was before the block. Then the block is written: it joins the recent
-blocks, and the oldest recent block is compressed into C / ratio slots, which push out the oldest slots; with
-min_surprise, only states that differ from those before them get a slot of their own. Blocks are counted in a row's own
-tokens; a state carries an unfinished one. Sources: Rae et al. 2019, arXiv:1911.05507, sections 3 and 3.1 (recent and
-compressed memory, compression functions, attention-reconstruction loss); Chen et al. 2024, arXiv:2410.03156 (sigmoid
-gate of each head and width). Differs from the former: within a call gradients flow through what was written.
-Axis letters: R recent states, M slots, S = R + M entries, C tokens of a block, K slots it becomes, P = K of a page.
+How it works, its sources and axis letters: the twin's opening.
 """
 
 from __future__ import annotations
@@ -14,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +18,6 @@ from torch import Tensor
 from jaxbench.memory.bank_config import BankConfig
 from torch_ref import functional, nn
 from torch_ref.memory import layout
-from torch_ref.memory.target import Batch, mean_squared_error
 
 
 class BankState(NamedTuple):
@@ -42,6 +35,11 @@ class BankState(NamedTuple):
     pending: Float[Tensor, "B C D"]  # tokens of an unfinished block
     count: Int[Tensor, " B"]  # number of pending tokens, 0 to C - 1
     compressed: Int[Tensor, " B"]  # tokens compressed so far
+
+    @property
+    def penalised(self) -> tuple[Float[Tensor, "..."], ...]:
+        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        return (self.slots,)
 
 
 def attend(
@@ -119,20 +117,7 @@ class Bank(torch.nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], BankState, Float[Tensor, ""]]:
         """Read the bank at each token and write the tokens into it, block by block.
 
-        Args:
-          x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = an empty bank, whose read-outs are zeros.
-          attention_out: heads of the tokens' own attention, None = zeros; the output projection gets
-            gate * read-out + (1 - gate) * attention_out, with gate in (0, 1).
-          is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
-
-        Returns:
-          The output at each token, the state behind the last one, and the attention-reconstruction loss: the mean
-          squared difference between attention to a compressed block and attention to the block itself, whose gradient
-          reaches the compression alone (Rae et al. 2019, algorithm 2).
-
-        Raises:
-          ValueError: the state is of another model or batch size.
+        Arguments, results and errors are the twin's.
         """
         batch_size, length, _ = x.shape
         if state is not None:
@@ -170,8 +155,7 @@ class Bank(torch.nn.Module):
 
     def reset(self, state: BankState, is_reset: Bool[Tensor, " B"]) -> BankState:
         """Reset some rows of a state to empty banks."""
-        empty = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.select_rows, is_reset), empty, state)
+        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
 
     def _check(self, state: BankState, batch_size: int) -> None:
         wanted = [(batch_size, n, self.d_model) for n in (*self.capacities, self.block_size)]
@@ -287,7 +271,7 @@ class Bank(torch.nn.Module):
             cosine=torch.where(is_compressed, cosine, state.cosine),
             compressed=state.compressed + is_compressed.to(torch.int32) * size,
         )
-        state = layout.tree_map(functools.partial(layout.select_rows, is_full), written, state)
+        state = layout.select_rows(is_full, written, state)
         loss_sum = torch.where(is_compressed, loss, loss.new_zeros(())).sum()
         return state, torch.stack([loss_sum, is_compressed.sum().to(loss.dtype)])
 
@@ -352,34 +336,10 @@ class Bank(torch.nn.Module):
         return loss, cosine.mean(dim=(1, 2))
 
 
-# Training on a target: the task of the parity cases
-
-
-def predict(
-    model: Bank, batch: Batch, *, dropout: Any = None
-) -> tuple[Float[Tensor, "B T D"], BankState, Float[Tensor, ""]]:
-    """Outputs of the bank on a batch, the state behind it and the reconstruction loss; there is no dropout."""
-    return model(batch.x.to(model.gate.dtype), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Tensor, "B T D"], BankState, Float[Tensor, ""]], batch: Batch) -> Float[Tensor, ""]:
-    """Mean squared error at tokens, plus the reconstruction loss, plus the mean square of the slots."""
-    memory_out, state, loss = output
-    error = mean_squared_error(memory_out, batch)
-    slots = torch.square(state.slots.to(error.dtype)).mean()
-    return error + loss.to(error.dtype) + slots
-
-
-def loss_fn(model: Bank, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
-
-
 def build(config: BankConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu") -> Bank:
     """Build the bank of a configuration from parameters by name, cast to dtype.
 
-    Raises:
-      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    Arguments, results and errors are the twin's.
     """
     with torch.device("meta"):
         model = Bank(config, dtype=dtype)

@@ -1,25 +1,19 @@
 """Blocks of attention and memory (Titans, section 4; attention with a bank), in PyTorch.
 
-Twin: jaxbench/memory/blocks.py.
-
-A block takes the normalised residual stream [B T D], and its output is added to the stream. All have one interface:
-`output, state, loss = block(x, state)`; the state has one size and goes on at any token, the loss trains a bank's
-compression and is 0 elsewhere. docs/memory.md draws a segment's way through memory as context. Source: Behrouz
-et al. 2024, arXiv:2501.00663. Differs from it: in `mac` a segment's token sees only its own and earlier
-tokens' recalled states, and reads the memory as it is behind itself, so that no token depends on a later one; in `mal`
-the memory's outputs are added to its inputs and normalised before the attention (eq. 30 hands on the outputs alone).
+Twin: jaxbench/memory/blocks.py. What blocks are, and how they differ from the paper: the twin's opening.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from jaxbench.memory.block_config import BlockConfig
 from torch_ref import nn
@@ -27,7 +21,6 @@ from torch_ref.memory import layout, sliding_window
 from torch_ref.memory.bank import Bank, BankState
 from torch_ref.memory.neural import NeuralMemory, NeuralState
 from torch_ref.memory.sliding_window import LocalAttention, LocalState
-from torch_ref.memory.target import Batch, mean_squared_error
 
 Stream = Float[Tensor, "B T D"]
 IsToken = Bool[Tensor, "B T"] | None  # False = padding; None = no padding
@@ -39,6 +32,14 @@ class BlockState(NamedTuple):
     local: LocalState | None  # keys and values of the sliding window
     memory: NeuralState | BankState
     tail: Float[Tensor, "B K-1 C"] | None  # memory as context: last inputs of the recall's convolutions
+
+    @property
+    def penalised(self) -> tuple[Float[Tensor, "..."], ...]:
+        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        return tuple(x for x in pytree.tree_leaves(self) if x is not None and x.is_floating_point())
+
+
+Answer = tuple[Stream, BlockState]  # a block's output, and the state behind it
 
 
 class Block(torch.nn.Module):
@@ -66,17 +67,7 @@ class Block(torch.nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]]:
         """Output of the block at each token, which is added to the residual stream.
 
-        Args:
-          x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = nothing was read.
-          is_token: False = padding, whose outputs are zeros and which changes no state; None = no padding.
-          learn: False = a neural memory is read only; a bank is written all the same.
-
-        Returns:
-          The output, the state behind the last token, and the bank's reconstruction loss, 0 without a bank.
-
-        Raises:
-          ValueError: the state is of another model or batch size.
+        Arguments, results and errors are the twin's.
         """
         if state is not None:
             self._check(state)
@@ -94,8 +85,7 @@ class Block(torch.nn.Module):
 
     def reset(self, state: BlockState, is_reset: Bool[Tensor, " B"]) -> BlockState:
         """Reset some rows of a state to the initial state."""
-        initial = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.select_rows, is_reset), initial, state)
+        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
 
     def _check(self, state: BlockState) -> None:
         """Refuse the state of another kind of block; attention and memory check its sizes."""
@@ -110,23 +100,19 @@ class Block(torch.nn.Module):
     def _parts(self, state: BlockState | None) -> tuple[LocalState | None, NeuralState | BankState | None]:
         return (None, None) if state is None else (state.local, state.memory)
 
-    def _alone(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> tuple[Stream, BlockState]:
+    def _alone(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """The memory alone (Titans, section 4.3)."""
         memory_out, memory = self.memory(x, self._parts(state)[1], is_token=is_token, learn=learn)
         return memory_out, BlockState(None, memory, None)
 
-    def _as_gate(
-        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
-    ) -> tuple[Stream, BlockState]:
+    def _as_gate(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """Memory as gate (Titans, eq. 26 to 28): sliding-window attention, gated by the memory's output."""
         local, memory = self._parts(state)
         attention_out, local = self.attention(x, local, is_token=is_token)
         memory_out, memory = self.memory(x, memory, is_token=is_token, learn=learn)
         return self._gated(self.answer_norm(attention_out), memory_out), BlockState(local, memory, None)
 
-    def _as_layer(
-        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
-    ) -> tuple[Stream, BlockState]:
+    def _as_layer(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """Memory as layer (Titans, eq. 29 to 31): attention to the memory's outputs plus its inputs (section 4.4)."""
         local, memory = self._parts(state)
         memory_out, memory = self.memory(x, memory, is_token=is_token, learn=learn)
@@ -151,9 +137,7 @@ class Block(torch.nn.Module):
         wide = torch.promote_types(attention_out.dtype, torch.float32)
         return attention_out * torch.sigmoid(self.memory_norm(memory_out).to(wide)).to(attention_out.dtype)
 
-    def _as_context(
-        self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool
-    ) -> tuple[Stream, BlockState]:
+    def _as_context(self, x: Stream, state: BlockState | None, is_token: IsToken, learn: bool) -> Answer:
         """Memory as context (Titans, eq. 21 to 25), segment after segment."""
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
@@ -181,11 +165,7 @@ class Block(torch.nn.Module):
     ) -> tuple[BlockState, Float[Tensor, "B T D"]]:
         """Memory as context for one segment of each row (Titans, eq. 21 to 25), S^(t) = x.
 
-        Args:
-          x: the tokens of all slots of the segment, T = C, or the next token alone, T = 1.
-          is_new: which of the segment's slots hold tokens of this call.
-          persistent: keys and values of the attention's persistent tokens.
-          learn: False = the memory is read only.
+        Arguments, results and errors are the twin's.
         """
         attention, memory = self.attention, state.memory
         is_token = is_new if x.shape[1] > 1 else is_new.any(dim=1, keepdim=True)
@@ -206,37 +186,9 @@ class Block(torch.nn.Module):
         local = attention.advance(local, is_new)
         # Where the memory did not learn all of a segment, its chunk ends with the segment all the same.
         is_done = local.count == 0
-        anchor = layout.tree_map(functools.partial(layout.select_rows, is_done), memory.weights, memory.anchor)
+        anchor = layout.select_rows(is_done, memory.weights, memory.anchor)
         memory = memory._replace(anchor=anchor, count=torch.where(is_done, 0, memory.count))
         return BlockState(local, memory, before.tail), self._gated(attention_out, memory_out)
-
-
-# Training on a target: the task of the parity cases
-
-
-def predict(
-    model: Block, batch: Batch, *, dropout: Any = None
-) -> tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]]:
-    """Outputs of the block on a batch, the state behind it and the reconstruction loss; there is no dropout."""
-    return model(batch.x.to(getattr(torch, model.dtype)), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Tensor, "B T D"], BlockState, Float[Tensor, ""]], batch: Batch) -> Float[Tensor, ""]:
-    """Mean squared error at tokens, plus the reconstruction loss, plus mean squares of the state's arrays."""
-    block_out, state, loss = output
-    error = mean_squared_error(block_out, batch)
-    loss = loss.to(error.dtype) + error
-    leaves: list[Tensor] = []
-    layout.tree_map(leaves.append, state)
-    for leaf in leaves:
-        if leaf.is_floating_point():
-            loss = loss + torch.square(leaf.to(error.dtype)).mean()
-    return loss
-
-
-def loss_fn(model: Block, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
 
 
 def build(
@@ -244,8 +196,7 @@ def build(
 ) -> Block:
     """Build the block of a configuration from parameters by name, cast to dtype.
 
-    Raises:
-      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    Arguments, results and errors are the twin's.
     """
     with torch.device("meta"):
         model = Block(config, dtype=dtype)

@@ -1,20 +1,6 @@
 """One chunk of Titans' neural memory in closed form: pure functions of arrays. Twin: jaxbench/memory/chunk.py.
 
-A memory is a network M_W: one matrix, or layers with an activation between them. Each token moves its weights by the
-gradient of the associative loss ||M_W(k) - v||^2, taken at the weights A of the chunk's start (Titans, eq. 16):
-
-    u_t = grad loss(A; k_t, v_t)      S_t = eta_t S_(t-1) - theta_t u_t      W_t = (1 - alpha_t) W_(t-1) + S_t
-
-and token t reads y_t = M_(W_t)(q_t). Unrolled, with beta_t = prod (1 - alpha), P_t = prod eta, and
-
-    E[t, i] = eta_(i+1) ... eta_t    R[t, j] = beta_t / beta_j (j <= t)    C = R E    f = R P
-
-    W_t = beta_t W_0 + f_t S_0 - sum_i C[t, i] theta_i u_i          S_t = P_t S_0 - sum_i E[t, i] theta_i u_i
-
-A token's gradient by a kernel is a_i delta_i^T (the layer's input, and the gradient at its output), so the sums at the
-chunk's end are two weighted products of the same a and delta, and a read at W_t is an attention over the chunk's
-tokens in every layer: no W_t is formed. docs/memory.md derives this. Axis letters: E memories, a row's heads side by
-side (B * N); T tokens of the chunk; I and O a kernel's in and out.
+The formulas, whose names the code has, and the axis letters: the twin's opening.
 """
 
 from __future__ import annotations
@@ -215,14 +201,7 @@ def learn(
 ) -> tuple[Float[Tensor, "E T H"], Weights, Weights]:
     """Write a chunk's tokens into their memories (Titans, eq. 13, 14 and 16) and read each token out (eq. 15).
 
-    Args:
-      anchor: weights A at the start of the chunk, where all gradients are taken.
-      weights: W_0, before the first of these tokens, which may lie inside the chunk.
-      momentum: S_0, likewise.
-      coeffs: the tokens' coefficients; None = computed here.
-
-    Returns:
-      Each token's read-out, and the weights and the momentum behind the last token.
+    Arguments, results and errors are the twin's.
     """
     gradients, squared_norm = surprise(anchor, tokens.key, tokens.value, rule)
     coeffs = coefficients(tokens, read=rule.read) if coeffs is None else coeffs

@@ -18,10 +18,14 @@ from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.memory import bank_config
 from jaxbench.memory.decoder_config import DecoderMemory, MemoryTransformerConfig
+from jaxbench.training import precision
+from jaxbench.training.step_config import StepConfig
 from torch_ref import transformer
 from torch_ref.attention import Context
-from torch_ref.memory import blocks, layout, watch
+from torch_ref.memory import blocks, layout
+from torch_ref.memory.bank import BankState
 from torch_ref.memory.blocks import BlockState
+from torch_ref.training import optimizer_step
 
 
 class LayerMemory(NamedTuple):
@@ -98,9 +102,23 @@ def build(config: TransformerConfig, params: Mapping[str, np.ndarray], **compute
     return transformer.build(config, params, make_layer=make_layer if config.layer_kind else None, **compute)
 
 
+@torch.no_grad()
+def bank_states(params: Any, batch: Any, *, graph: Any, step_config: StepConfig) -> dict[int, BankState]:
+    """States of a decoder's banks behind a batch's rows, by layer; each row is read as one document.
+
+    params is the model, graph is unused.
+    """
+    is_token = batch.positions >= 0
+    positions = torch.where(is_token, torch.cumsum(is_token, dim=1) - 1, -1).to(torch.int32)
+    with optimizer_step._autocast(params, precision.POLICIES[step_config.precision]):
+        _, cache = params.features(batch.tokens, positions)
+    states = {i: layer.state.memory for i, layer in enumerate(cache.memory) if layer is not None}
+    return {i: state for i, state in states.items() if isinstance(state, BankState)}
+
+
 def extension(memory: DecoderMemory | None) -> Extension:
     """What a decoder with this memory adds to the core's programs; nothing where memory is None."""
     if memory is None:
         return Extension()
-    watched = {} if memory.bank is None else {"watch": watch.bank_states, "scalars": bank_config.scalars}
+    watched = {} if memory.bank is None else {"watch": bank_states, "scalars": bank_config.scalars}
     return Extension(make_layer=make_layer, **watched)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 NESTED_FROM = 32  # chunks from which on rematerialisation is nested: groups of chunks, chunks of a group
@@ -34,11 +35,9 @@ def gathered(x: Shaped[Tensor, "B T ..."], index: Int[Tensor, "B S"]) -> Shaped[
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
-def select_rows(
-    condition: Bool[Tensor, " E"], new: Shaped[Tensor, "E ..."], old: Shaped[Tensor, "E ..."]
-) -> Shaped[Tensor, "E ..."]:
-    """Select `new` in the rows (axis 0) where the condition holds, else `old`."""
-    return torch.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+def select_rows(condition: Bool[Tensor, " E"], new: Any, old: Any) -> Any:
+    """Select `new` in the rows (axis 0) where the condition holds, else `old`: trees of arrays [E ...]."""
+    return tree_map(lambda new, old: torch.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old), new, old)
 
 
 def left_align(
@@ -92,19 +91,9 @@ def join_chunks(x: Shaped[Tensor, "L E C ..."]) -> Shaped[Tensor, "E T ..."]:
 def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
     """Scan `carry, output = read(carry, chunk)` over the leading axis, with rematerialisation.
 
-    Args:
-      read: one step of the scan.
-      carry: tree of arrays before the first chunk.
-      chunks: tree of arrays [L ...].
-
-    Returns:
-      The last carry, and the outputs of all chunks [L ...].
-
-    The backward pass keeps the carry before each chunk and recomputes what lies inside a chunk. From NESTED_FROM chunks
-    on it keeps the carry before each of about sqrt(L) groups and goes through a group twice (Chen et al. 2016,
-    arXiv:1604.06174, section 4).
+    Arguments, results and errors are the twin's.
     """
-    num_chunks = _length(chunks)
+    num_chunks = len(pytree.tree_leaves(chunks)[0])
     if num_chunks < NESTED_FROM:
         return _scan(read, carry, chunks)
     group = group_size(num_chunks)
@@ -117,15 +106,9 @@ def scan_chunks(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks:
     return carry, torch.cat(outputs)
 
 
-def _length(tree: Any) -> int:
-    while isinstance(tree, tuple):
-        tree = tree[0]
-    return len(tree)
-
-
 def _scan(read: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any) -> tuple[Any, Any]:
     outputs = []
-    for i in range(_length(chunks)):
+    for i in range(len(pytree.tree_leaves(chunks)[0])):
         carry, output = rematerialised(read, carry, tree_map(lambda x, i=i: x[i], chunks))
         outputs.append(output)
     return carry, torch.stack(outputs)

@@ -1,18 +1,13 @@
 """Titans' neural memory as a layer, in PyTorch. Twin: jaxbench/memory/neural.py.
 
-From x come queries, keys and values (projection, depthwise causal convolution, SiLU; q and k of length 1) and the gates
-eta, theta and alpha of every token and head; chunk.py writes and reads chunk after chunk; read-outs are normalised,
-gated and projected. Chunks are counted in a row's own tokens, so padding and batch neighbours change nothing, and a
-state carries an unfinished chunk from call to call. Source: Behrouz et al. 2024, arXiv:2501.00663, sections 3.1, 3.2
-and 4.4. Axis letters: chunk.py's, C channels of the convolutions (q, k, v), K their taps, J = K - 1, P persistent
-tokens.
+How it works, its source and axis letters: the twin's opening.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +19,6 @@ from jaxbench.memory.config import NeuralMemoryConfig, gate_names
 from torch_ref import nn
 from torch_ref.memory import chunk, layout
 from torch_ref.memory.chunk import Rule, Tokens, Weights
-from torch_ref.memory.target import Batch, mean_squared_error
 
 QK_EPS = 1e-6  # added to a squared length, as in flash-linear-attention's l2norm
 
@@ -37,6 +31,11 @@ class NeuralState(NamedTuple):
     anchor: Weights  # weights A at the start of the current chunk, where its gradients are taken
     count: Int[Tensor, " B"]  # tokens of the current chunk read so far
     tail: Float[Tensor, "B J C"]  # last inputs of the convolutions
+
+    @property
+    def penalised(self) -> tuple[Float[Tensor, "..."], ...]:
+        """Arrays whose mean squares join the loss of the parity cases (target.py), so that gradients reach them."""
+        return (*self.weights.kernels, *self.momentum.kernels)
 
 
 def _norms(gain: Float[Tensor, "B N H"] | torch.nn.Parameter | None) -> str:
@@ -132,15 +131,7 @@ class NeuralMemory(torch.nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], NeuralState]:
         """Write each token into the memory and read it out (Titans, eq. 13 to 16): outputs, and the state behind them.
 
-        Args:
-          x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = nothing was read but the persistent tokens.
-          is_token: False = padding, whose outputs are zeros and which writes nothing; None = no padding.
-          learn: False = read only, the weights stay as they are.
-          within_chunk: True = the caller knows that no row goes past the end of its chunk, which costs one chunk less.
-
-        Raises:
-          ValueError: the state is of another model or batch size.
+        Arguments, results and errors are the twin's.
         """
         if state is not None:
             self._check(state, len(x))
@@ -166,8 +157,7 @@ class NeuralMemory(torch.nn.Module):
 
     def reset(self, state: NeuralState, is_reset: Bool[Tensor, " B"]) -> NeuralState:
         """Reset some rows of a state to the initial state."""
-        initial = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.select_rows, is_reset), initial, state)
+        return layout.select_rows(is_reset, self.init_state(len(is_reset)), state)
 
     def _blank(self, batch_size: int) -> NeuralState:
         weights = self.memory.weights(batch_size)
@@ -270,7 +260,7 @@ class NeuralMemory(torch.nn.Module):
 
         def read(carry: tuple, inputs: tuple) -> tuple[tuple, Float[Tensor, "E C H"]]:
             (weights, momentum, anchor), (tokens, is_begun, coeffs) = carry, inputs
-            anchor = layout.tree_map(functools.partial(layout.select_rows, is_begun), weights, anchor)
+            anchor = layout.select_rows(is_begun, weights, anchor)
             output, weights, momentum = chunk.learn(anchor, weights, momentum, tokens, self.rule, coeffs)
             return (weights, momentum, anchor), output
 
@@ -279,7 +269,7 @@ class NeuralMemory(torch.nn.Module):
         read_out = layout.tokens_first(layout.join_chunks(outputs), self.num_heads)
         weights, momentum, anchor = self._split_heads(*carry)
         count = (state.count + num_tokens.to(torch.int32)) % self.chunk_size
-        anchor = layout.tree_map(functools.partial(layout.select_rows, count == 0), weights, anchor)
+        anchor = layout.select_rows(count == 0, weights, anchor)
         read_out = layout.gathered(read_out, torch.arange(length, device=num_tokens.device)[None, :] + offset[:, None])
         return read_out, NeuralState(weights, momentum, anchor, count, state.tail)
 
@@ -344,35 +334,12 @@ def _zeros(*shape: int, dtype: str) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype)))
 
 
-# Training on a target: the task of the parity cases
-
-
-def predict(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> tuple[Float[Tensor, "B T D"], NeuralState]:
-    """Outputs of the memory on a batch and the state behind it; there is no dropout."""
-    return model(batch.x.to(model.o_proj.kernel.dtype), is_token=batch.is_token)
-
-
-def loss_of(output: tuple[Float[Tensor, "B T D"], NeuralState], batch: Batch) -> Float[Tensor, ""]:
-    """Mean squared error at tokens plus the mean squares of the last weights and momentum."""
-    memory_out, state = output
-    loss = mean_squared_error(memory_out, batch)
-    for kernel in (*state.weights.kernels, *state.momentum.kernels):
-        loss = loss + torch.square(kernel).mean().to(loss.dtype)
-    return loss
-
-
-def loss_fn(model: NeuralMemory, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
-    """Training loss on a batch: `loss_of` of `predict`."""
-    return loss_of(predict(model, batch, dropout=dropout), batch)
-
-
 def build(
     config: NeuralMemoryConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
 ) -> NeuralMemory:
     """Build the memory of a configuration from parameters by name, cast to dtype.
 
-    Raises:
-      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    Arguments, results and errors are the twin's.
     """
     with torch.device("meta"):
         model = NeuralMemory(config, dtype=dtype)

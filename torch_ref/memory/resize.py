@@ -17,8 +17,7 @@ from torch_ref.memory.bank import BankState
 def grow_slots(state: BankState, number: int) -> BankState:
     """Add `number` empty slots to a bank's state, whose read-outs do not change by a bit.
 
-    Raises:
-      ValueError: number is negative.
+    Arguments, results and errors are the twin's.
     """
     if number < 0:
         raise ValueError(f"grow_slots: number={number} is negative; shrink_slots takes slots away")
@@ -33,10 +32,7 @@ def grow_slots(state: BankState, number: int) -> BankState:
 def shrink_slots(state: BankState, number: int) -> BankState:
     """Remove `number` slots from a bank's state: empty ones first, then those with the least attention mass.
 
-    While only empty ones are removed, its read-outs do not change by a bit.
-
-    Raises:
-      ValueError: number is negative or not below the number of slots.
+    Arguments, results and errors are the twin's.
     """
     capacity = state.slots.shape[1]
     if not 0 <= number < capacity:

@@ -1,10 +1,6 @@
 """Sliding-window attention with a state of one size, in PyTorch. Twin: jaxbench/memory/sliding_window.py.
 
-A row's tokens come in blocks of C = window. A query in slot i attends to the persistent tokens, to slots 0 .. i of its
-own block, and to one other block in the state: to slots i + 1 .. C - 1 of the previous block, which makes a sliding
-window of C tokens, or to slots 0 .. i of what a memory recalled (blocks.py). A state carries an unfinished block; keys
-are kept as projected and rotated where they are used. Axis letters: WORKSPACE.md's; C slots of a block, P persistent
-tokens.
+How blocks, windows and the state lie, and the axis letters: the twin's opening.
 """
 
 from __future__ import annotations
@@ -65,18 +61,7 @@ def scan_blocks(
 ) -> tuple[Any, Float[Tensor, "B T ..."]]:
     """Scan `state, output = read(state, (tokens, is_new))` over the blocks of rows that may begin inside a block.
 
-    Args:
-      read: one step: gets the block's slots [B C ...] and which of them hold new tokens [B C]; a call of one token gets
-        the token [B 1 ...] and the slot that it takes [B C].
-      state: the state before the first block.
-      tokens: arrays whose rows begin with their tokens.
-      num_begun: tokens of each row's unfinished block, 0 to C - 1.
-      num_tokens: tokens of each row in this call.
-      size: C, slots of a block.
-      is_fresh: True = no row has an unfinished block.
-
-    Returns:
-      The state behind the last block, and the output at each token.
+    Arguments, results and errors are the twin's.
     """
     length = tokens[0].shape[1]
     place = torch.arange(size, device=num_begun.device)[None, :]
@@ -118,13 +103,7 @@ class LocalAttention(torch.nn.Module):
     ) -> tuple[Float[Tensor, "B T ..."], LocalState]:
         """Attention output at each token: projected [B T D], or the heads [B T N H] beside a bank.
 
-        Args:
-          x: the residual stream, normalised.
-          state: the state behind earlier tokens; None = there are none. The one behind the last token is returned.
-          is_token: False = padding, whose outputs are zeros and which changes no state; None = no padding.
-
-        Raises:
-          ValueError: the state is of another model or batch size.
+        Arguments, results and errors are the twin's.
         """
         is_fresh = state is None
         state = self.init_state(len(x)) if is_fresh else state
@@ -152,11 +131,6 @@ class LocalAttention(torch.nn.Module):
         none = like.new_zeros((batch_size, self.window, self.num_kv_heads, self.head_dim))
         has_other = torch.zeros(batch_size, dtype=torch.bool, device=like.device)
         return LocalState(none, none, none, none, has_other, has_other.to(torch.int32))
-
-    def reset(self, state: LocalState, is_reset: Bool[Tensor, " B"]) -> LocalState:
-        """Reset some rows of a state to the initial state."""
-        initial = self.init_state(len(is_reset))
-        return layout.tree_map(functools.partial(layout.select_rows, is_reset), initial, state)
 
     def check(self, state: LocalState, batch_size: int) -> None:
         """Refuse the state of another model or batch size with a ValueError."""
@@ -192,10 +166,8 @@ class LocalAttention(torch.nn.Module):
         """Count new tokens; where the current block is full, it becomes the other block."""
         count = state.count + is_new.sum(dim=1).to(torch.int32)
         is_full = count == self.window
-        other_keys, other_values = (
-            layout.select_rows(is_full, new, old)
-            for new, old in ((state.keys, state.other_keys), (state.values, state.other_values))
-        )
+        current, other = (state.keys, state.values), (state.other_keys, state.other_values)
+        other_keys, other_values = layout.select_rows(is_full, current, other)
         return state._replace(
             other_keys=other_keys,
             other_values=other_values,
@@ -213,12 +185,7 @@ class LocalAttention(torch.nn.Module):
     ) -> Float[Tensor, "B T N H"]:
         """Attention output of the current block's queries: those of all slots, T = C, or that of the next slot, T = 1.
 
-        Args:
-          query: projected queries, not yet rotated.
-          state: keys and values, those of the queries' own tokens included.
-          persistent: keys and values of the persistent tokens; None = there are none.
-          is_recalled: True = the other block holds what a memory recalled for this block's tokens, one a slot;
-            False = it is the previous block.
+        Arguments, results and errors are the twin's.
         """
         batch_size, length = query.shape[:2]
         slots = torch.arange(self.window, device=query.device)[None, :].expand(batch_size, -1)

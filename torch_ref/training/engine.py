@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from jaxbench import philox
 from jaxbench.config import TransformerConfig
 from jaxbench.extension import Extension
-from jaxbench.mesh import ParallelConfig
+from jaxbench.measure import worker
 from jaxbench.training import precision
-from jaxbench.training.step_config import StepConfig
+from jaxbench.training.train_config import TrainConfig
 from torch_ref import prng, train, transformer
 from torch_ref.training import optimizer_step
 
@@ -31,46 +31,32 @@ GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine'
 class Engine:
     """One model in training."""
 
-    name = "torch"
-
     def __init__(
         self,
+        settings: TrainConfig,
         config: TransformerConfig,
         params: Mapping[str, np.ndarray],
-        step_config: StepConfig,
         *,
-        batch_size: int,
-        seq_len: int,
-        seed: int,
-        implementation: str = "dense",
-        block_size: int = 128,
-        scan_layers: bool = False,
-        fused_projections: bool = False,
-        parallel: ParallelConfig | None = None,
         extension: Extension = Extension(),
         device: str = "cpu",
     ):
-        """Place the parameters, and compile where asked; scan_layers matters to the JAX twin only.
-
-        extension: what a workload adds to the decoder of `config`.
+        """Place the parameters, and compile where asked; settings.scan_layers matters to the JAX twin only.
 
         Raises:
           ValueError: a mesh, optimiser or rematerialisation that this twin does not have.
         """
-        if parallel is not None:
+        if (parallel := settings.parallel) is not None:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
-        self.step_config, self.policy, self.device = step_config, precision.policy(step_config.precision), device
-        model = transformer.build(
-            config, params, make_layer=extension.make_layer, device=device, dtype=self.policy.parameter,
-            implementation=implementation, block_size=block_size, scan_layers=scan_layers,
-            projection_groups=int(fused_projections),
-        )  # fmt: skip
+        self.step_config = step_config = settings.step
+        self.policy, self.device = precision.POLICIES[step_config.precision], device
+        compute = settings.compute(self.policy.parameter)._asdict()
+        model = transformer.build(config, params, make_layer=extension.make_layer, device=device, **compute)
         self.state = optimizer_step.init_state(model, params, step_config)
-        self.dropout_key = prng.key_from_seed(seed).to(device) if config.dropout else None
+        self.dropout_key = prng.key_from_seed(settings.seed).to(device) if config.dropout else None
         self.extension = extension
-        self.rows, self.num_devices = (0, batch_size), 1
+        self.rows, self.num_devices = (0, settings.batch_size), 1
         self._loss = _CompiledLoss() if step_config.torch_compile else train.loss_fn
-        self.compile_seconds = self._compile(batch_size, seq_len) if step_config.torch_compile else 0.0
+        self.compile_seconds = self._compile(settings) if step_config.torch_compile else 0.0
 
     def step(self, batch: Any, learning_rate: float) -> optimizer_step.Metrics:
         """Run one step."""
@@ -146,12 +132,8 @@ class Engine:
     def matmul_rate(self) -> float:
         """Rate of a square matrix product in the compute type, FLOP/s, measured."""
         x = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, self.policy.compute), device=self.device)
-        seconds = []
-        for _ in range(GEMM_REPEATS + 1):
-            started = time.perf_counter()
-            (x @ x).sum().item()
-            seconds.append(time.perf_counter() - started)
-        return 2 * GEMM_SIZE**3 / min(seconds[1:])
+        times = worker.timed(lambda: (x @ x).sum().item(), GEMM_REPEATS)
+        return 2 * GEMM_SIZE**3 / min(times["seconds"])
 
     def diagnose(self, batch: Any, step: int) -> str:
         """Name what is first not finite in a step: a parameter, a module's output, or a gradient.
@@ -197,10 +179,11 @@ class Engine:
         Path(folder).mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(Path(folder) / "trace.json"))
 
-    def _compile(self, batch_size: int, seq_len: int) -> float:
+    def _compile(self, settings: TrainConfig) -> float:
         """Compile by computing one gradient, torch.compile having no other way; return the seconds it took."""
         started, model = time.perf_counter(), self.state.params
-        ids = torch.zeros(batch_size // self.step_config.accumulation, seq_len, dtype=torch.int32, device=self.device)
+        shape = (settings.batch_size // settings.step.accumulation, settings.data.seq_len)
+        ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
         ones = torch.ones_like(ids, dtype=torch.bool)
         # Four tensors of ids: one tensor given twice would compile to another program.
         batch = train.Batch(ids, ids.clone(), ids.clone(), ones, ids.clone())

@@ -55,13 +55,12 @@ def init_state(
     Args:
       model: built in the policy's parameter type; its parameters' values are replaced.
       params: initial values by name.
-      step_config: the step's configuration.
       policy: the number types, in place of those that step_config.precision names.
 
     Raises:
       ValueError: parameters do not fit the model, or this twin lacks the optimiser or remat.
     """
-    policy = precision.policy(step_config.precision) if policy is None else policy
+    policy = precision.POLICIES[step_config.precision] if policy is None else policy
     if policy.is_float8:
         raise ValueError(f"update: precision={step_config.precision} is not in torch_ref; use --backend=flax")
     if step_config.offload.optimizer or step_config.offload.gradients:
@@ -93,21 +92,7 @@ def train_step(
     loss_fn: Callable[..., Tensor] = train.loss_fn,
     is_guarded: bool = True,
 ) -> tuple[TrainState, Metrics]:
-    """One optimiser step: the state after it, and its metrics.
-
-    Micro-batch k of n takes rows k, k + n, ... and weighs as many targets as it has, so that the loss and its gradient
-    are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
-
-    Args:
-      state: before the step.
-      batch: arrays [B T]; B is a multiple of step_config.accumulation.
-      learning_rate: of this step.
-      dropout_key: of prng.py; None = no dropout.
-      step_config: the step's configuration.
-      loss_fn: loss_fn(model, batch, dropout=...) in nats per token, a mean over the targets of batch.mask.
-      is_guarded: a step that is not finite changes nothing. False: every step is taken, and the gradient's norm is
-        computed for clipping only (else it is NaN), so that the step is AdamW and nothing else.
-    """
+    """One optimiser step: the state after it, and its metrics. Arguments, results and errors are the twin's."""
     scale = state.scaler.get_scale()
     state.moments.zero_grad(set_to_none=True)
     loss = _accumulate(state, batch, dropout_key, step_config, loss_fn)
@@ -150,16 +135,11 @@ def eval_step(
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Sum of the losses of a batch's targets in nats, and the number of its targets.
 
-    Args:
-      params: the model; graph is unused.
-      batch: its rows, a multiple of `count`.
-      step_config: the step's configuration.
-      count: micro-batches, one after another; None = the step's, so that an evaluation needs no more memory than it.
-      loss_fn: the loss, a mean over the targets of batch.mask.
+    params is the model, graph is unused; the other arguments are the twin's.
     """
     total = 0.0
     for micro in _micro_batches(batch, step_config.accumulation if count is None else count):
-        with _autocast(params, precision.policy(step_config.precision)):
+        with _autocast(params, precision.POLICIES[step_config.precision]):
             mean = loss_fn(params, micro)
         total = total + mean * micro.mask.sum()
     return total, batch.mask.sum()

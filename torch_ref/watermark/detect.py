@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jaxbench.watermark import detection, reference
 from jaxbench.watermark.keys import Key
-from jaxbench.watermark.statistics import Detections
+from jaxbench.watermark.significance import Detections
 from torch_ref import devices
 from torch_ref.watermark import prf
 from torch_ref.watermark.device.marks import mark_of
@@ -54,7 +54,7 @@ class Detector(detection.NumpyDetector):
 
     @torch.no_grad()
     def _compute(self, key: Any, tokens: Any, lengths: Any, prompt: Any, payload: Any) -> reference.Evidence:
-        tokens, lengths, prompt = detection.checked(tokens, lengths, prompt, vocab_size=self.vocab_size)
+        tokens, lengths, prompt = reference.checked(tokens, lengths, prompt, vocab_size=self.vocab_size)
         if self.scheme.key_field is not None:
             return super()._compute(key, tokens, lengths, prompt, payload)
         keys = detection.key_arrays(self.scheme, key, len(tokens)).astype(np.int64)

@@ -47,7 +47,7 @@ class Arm:
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
         """Load the checkpoint in `dtype`, the first `num_layers` layers only where given, with AdamW where `train`.
 
-        train["form"] says which step: "plain" (PLAIN_STEP, all in dtype) or "run" (run_step.py).
+        train["form"] says which step: "plain" (PLAIN_STEP, all in dtype) or "run" (twin_arm.py).
         """
         raise NotImplementedError(f"{self.name}: load {dtype}")
 

@@ -2,72 +2,53 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
 import time
 
 import numpy as np
 from jaxtyping import Float
 
-from jaxbench.bench.arms import contract, run_step
+from jaxbench.bench.arms import contract, twin_arm
 from jaxbench.measure import worker
 from jaxbench.measure.records import Workload
 
 
-class JaxArm(contract.Arm):
+class JaxArm(twin_arm.TwinArm):
     """What both share: all but the model itself."""
 
-    package = ""  # where transformer lives
+    functions = "jaxbench"
 
     def start(self) -> str:
         """Import JAX and the model's modules, and make the backend."""
         import jax
 
-        self.transformer = importlib.import_module(f"{self.package}.transformer")
-        self.sample = importlib.import_module("jaxbench.sample")
-        self.train = importlib.import_module("jaxbench.train")
-        self.update = importlib.import_module("jaxbench.training.optimizer_step")
-        self.model = self.generator = self.state = self.step = self.run_step = None
+        self._import()
         self.jax, backend = jax, jax.default_backend()
         return "" if backend == self.device else f"JAX runs on {backend} here, not on {self.device}"
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Read the checkpoint and build the model; the train step's state too where asked."""
-        from jaxbench.pretrained import weights
-        from jaxbench.training import precision
-
-        self.dtype = dtype
-        checkpoint = weights.load_checkpoint(self.checkpoint)
-        if train is not None and train["form"] == "run":
-            self.run_step = run_step.RunStep(self.package, checkpoint, dtype, train | {"num_layers": num_layers})
-            return
-        config, params = contract.shallow(checkpoint.config, checkpoint.params, num_layers)
-        self.model = self.transformer.build(config, params, dtype=dtype)
-        if train is None:
-            self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.SamplingParams())
-        else:
-            self.learning_rate, policy = train["learning_rate"], precision.uniform(dtype)
-            self.state = self.update.init_state(self.model, params, contract.PLAIN_STEP, policy=policy)
+        """Load as every twin does; a state in training holds the model's arrays itself."""
+        super().load(dtype, num_layers=num_layers, train=train)
+        if train is not None:
             self.model = None
-        self.jax.block_until_ready(self.jax.tree.leaves((self.model, self.state)))
 
     def prepare(self, workload: Workload) -> dict:
         """Compile the workload's programs ahead of time and read the compiler's own counts."""
-        if self.run_step is not None:
-            return self.run_step.prepare()
-        if workload.kind == "train":
-            return self._prepare_step(workload)
+        if self.run_settings is not None:
+            return self._make_engine()
         start = time.perf_counter()
-        programs = self.generator.compile(workload.batch, workload.prompt_tokens, max(workload.new_tokens, 1))
-        seconds = time.perf_counter() - start
-        program = programs.prefill if workload.kind == "prefill" else programs.decode
-        return {"compile_s": seconds, **compiler_counts(program)}
+        if workload.kind == "train":
+            batch = self._batch(np.zeros((workload.batch, workload.prompt_tokens + 1), np.int32))
+            program = self.step = self.jax.jit(self.step, donate_argnums=0).lower(self.state, batch).compile()
+        else:
+            programs = self.generator.compile(workload.batch, workload.prompt_tokens, max(workload.new_tokens, 1))
+            program = programs.prefill if workload.kind == "prefill" else programs.decode
+        return {"compile_s": time.perf_counter() - start, **compiler_counts(program)}
 
     def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
         """One run: host token ids in, host token ids out."""
         if workload.kind == "train":
-            return self._run_step(inputs)
+            return self._step(inputs)
         return contract.generate(self.generator, inputs, workload, np.asarray, limit=limit)
 
     def logits(self, tokens: list[int]) -> Float[np.ndarray, " V"]:
@@ -77,8 +58,12 @@ class JaxArm(contract.Arm):
 
     def unload(self) -> None:
         """Drop weights and programs."""
-        self.model = self.generator = self.state = self.step = self.run_step = None
+        self._drop()
         self.jax.clear_caches()
+
+    def synchronize(self) -> None:
+        """Wait for the arrays that are still computed."""
+        self.jax.block_until_ready(self.jax.tree.leaves((self.model, self.state)))
 
     def device_memory(self) -> int | None:
         """The allocator's peak in bytes, None on the CPU, whose allocator keeps no count."""
@@ -108,25 +93,6 @@ class JaxArm(contract.Arm):
     def _batch(self, inputs: list):
         tokens, targets, positions = contract.targets(inputs)
         return self.train.Batch(tokens, targets, positions, np.ones(tokens.shape, bool))
-
-    def _prepare_step(self, workload: Workload) -> dict:
-        rows = np.zeros((workload.batch, workload.prompt_tokens + 1), np.int32)
-        start = time.perf_counter()
-        step = functools.partial(
-            self.update.train_step, learning_rate=self.learning_rate, step_config=contract.PLAIN_STEP, is_guarded=False
-        )
-        self.step = self.jax.jit(step, donate_argnums=0).lower(self.state, self._batch(rows)).compile()
-        return {"compile_s": time.perf_counter() - start, **compiler_counts(self.step)}
-
-    def _run_step(self, inputs: list) -> dict:
-        if self.run_step is not None:
-            return self.run_step.measure(inputs)
-        batch = self._batch(inputs)
-        start = time.perf_counter()
-        self.state, metrics = self.step(self.state, batch)
-        value = float(metrics.loss)
-        self.jax.block_until_ready(self.jax.tree.leaves(self.state))
-        return {"step_s": time.perf_counter() - start, "loss": value}
 
 
 class FlaxArm(JaxArm):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import time
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from jaxbench.bench.arms import contract, run_step
+from jaxbench.bench.arms import contract, twin_arm
 from jaxbench.measure import worker
 from jaxbench.measure.records import Workload
 
@@ -89,55 +89,32 @@ class TorchBase(contract.Arm):
         """Inputs, targets and positions [B T] of the train step, as tensors."""
         return (self.torch.from_numpy(each.copy()).to(self.torch_device) for each in contract.targets(inputs))
 
-    def _step(self, inputs: list) -> dict:
-        raise NotImplementedError(f"{self.name}: train step of {len(inputs)} rows")
-
     def _generate(self, workload: Workload, inputs: list, limit: int | None) -> dict:
         raise NotImplementedError(f"{self.name}: generate {workload.label()} up to {limit}")
 
 
-class EagerArm(TorchBase):
+class EagerArm(TorchBase, twin_arm.TwinArm):
     """The twin in torch_ref, run eagerly."""
 
     name = "torch_eager"
+    package = functions = "torch_ref"
     is_compiled = False
 
     def start(self) -> str:
         """Import the twin's modules."""
         reason = super().start()
-        self.transformer = importlib.import_module("torch_ref.transformer")
-        self.sample = importlib.import_module("torch_ref.sample")
-        self.train = importlib.import_module("torch_ref.train")
-        self.update = importlib.import_module("torch_ref.training.optimizer_step")
-        self.generator = self.state = self.run_step = None
+        self._import()
         return reason
 
-    def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Read the checkpoint and build the twin; the optimiser too where asked."""
-        from jaxbench.pretrained import weights
-        from jaxbench.training import precision
-
-        self.dtype = dtype
-        checkpoint = weights.load_checkpoint(self.checkpoint)
-        if train is not None and train["form"] == "run":
-            self.run_step = run_step.RunStep(
-                "torch_ref", checkpoint, dtype, train | {"num_layers": num_layers},
-                torch_compile=self.is_compiled, device=self.torch_device,
-            )  # fmt: skip
-            return
-        config, params = contract.shallow(checkpoint.config, checkpoint.params, num_layers)
-        self.model = self.transformer.build(config, params, dtype=dtype).to(self.torch_device)
-        if train is None:
-            self.model.eval().requires_grad_(False)
-            self.generator = self.sample.Generator(self.model, eos_id=None, sampling=self.sample.SamplingParams())
-        else:
-            self.learning_rate, policy = train["learning_rate"], precision.uniform(dtype)
-            self.state = self.update.init_state(self.model, params, contract.PLAIN_STEP, policy=policy)
-        self.synchronize()
+    def _build(self, config: Any, params: dict[str, np.ndarray], *, is_trained: bool) -> Any:
+        model = super()._build(config, params, is_trained=is_trained).to(self.torch_device)
+        return model if is_trained else model.eval().requires_grad_(False)
 
     def prepare(self, workload: Workload) -> dict:
         """Make the engine of a run's step; other eager code has nothing to compile."""
-        return {} if self.run_step is None else self.run_step.prepare()
+        if self.run_settings is None:
+            return {}
+        return self._make_engine(torch_compile=self.is_compiled, device=self.torch_device)
 
     def logits(self, tokens: list[int]) -> Float[np.ndarray, " V"]:
         """Logits of the token after one row, without a cache."""
@@ -149,7 +126,7 @@ class EagerArm(TorchBase):
 
     def unload(self) -> None:
         """Drop model, generator and optimiser."""
-        self.generator = self.state = self.run_step = None
+        self._drop()
         super().unload()
 
     def _batch(self, inputs: list):
@@ -158,18 +135,6 @@ class EagerArm(TorchBase):
 
     def _generate(self, workload: Workload, inputs: list, limit: int | None) -> dict:
         return contract.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy(), limit=limit)
-
-    def _step(self, inputs: list) -> dict:
-        if self.run_step is not None:
-            return self.run_step.measure(inputs, self.synchronize)
-        batch = self._batch(inputs)
-        start = time.perf_counter()
-        self.state, metrics = self.update.train_step(
-            self.state, batch, self.learning_rate, step_config=contract.PLAIN_STEP, is_guarded=False
-        )
-        value = float(metrics.loss)
-        self.synchronize()
-        return {"step_s": time.perf_counter() - start, "loss": value}
 
 
 class CompiledArm(EagerArm):
@@ -195,15 +160,15 @@ class CompiledArm(EagerArm):
         self.torch._dynamo.reset()
         self.torch._dynamo.config.recompile_limit = 64  # one program a shape, as the JAX arms have
         super().load(dtype, num_layers=num_layers, train=train)
-        if self.run_step is not None:
+        if self.run_settings is not None:
             return
         for layer in self.model.layers:
             layer.compile(dynamic=False)
 
     def prepare(self, workload: Workload) -> dict:
         """Compile by running: torch.compile has no ahead-of-time call; the time is the compiler's own count."""
-        if self.run_step is not None:
-            return self.run_step.prepare()
+        if self.run_settings is not None:
+            return super().prepare(workload)
         width = workload.prompt_tokens + (1 if workload.kind == "train" else 0)
         inputs = [[1 + (row + column) % 64 for column in range(width)] for row in range(workload.batch)]
         before = compiler_seconds()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,9 +71,7 @@ def gather(records: Sequence[Record], suite: Suite, workdir: Path) -> View:
 def find(view: View, metrics: Sequence[str]) -> list[Row]:
     """Rows of these metrics, ordered by metric, then workload, then arm."""
     order = {name: index for index, name in enumerate(view.arms)}
-    places: dict[tuple, int] = {}
-    for row in view.rows:
-        places.setdefault((row.metric, row.workload), len(places))
+    places = {group: index for index, group in enumerate(by_workload(view.rows))}
     return sorted(
         (row for row in view.rows if row.metric in metrics and row.arm in order),
         key=lambda row: (metrics.index(row.metric), places[row.metric, row.workload], order[row.arm]),
@@ -103,13 +102,11 @@ def tpu_rows(view: View) -> list[TpuRow]:
     return list(groups.values())
 
 
-def verdict_counts(view: View, metrics: Sequence[str] = summary.SPEED) -> dict[str, int]:
+def verdict_counts(view: View) -> dict[str, int]:
     """Number of speed rows in which jaxbench's own arms were faster, slower or undecided against the baseline."""
-    counts, own = {"faster": 0, "slower": 0, "undecided": 0}, arm_table.names("is_judged")
-    for row in view.rows:
-        if row.metric in metrics and row.arm in own and row.verdict in counts:
-            counts[row.verdict] += 1
-    return counts
+    own = arm_table.names("is_judged")
+    counts = collections.Counter(row.verdict for row in view.rows if row.metric in summary.SPEED and row.arm in own)
+    return {verdict: counts[verdict] for verdict in ("faster", "slower", "undecided")}
 
 
 def missing(view: View) -> list[Row]:

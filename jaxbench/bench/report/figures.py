@@ -6,6 +6,7 @@ short, and the height grows with the number of rows.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ ZERO_ERROR = 1e-17  # exactly equal tensors are drawn as this, below float64's 1
 class Layout(NamedTuple):
     """Where rows go: a y of each row, tick positions and labels with headings, and the height."""
 
-    y: list[list[float]]  # of every section's rows
+    y: list[float]  # of the rows of all sections
     ticks: list[float]
     labels: list[str]
     height: int
@@ -39,8 +40,9 @@ def sections(groups: Sequence[tuple[str, Sequence[str]]]) -> Layout:
     for heading, names in groups:
         ticks.append(place)
         labels.append(f"<b>{heading}</b>")
-        y.append([place - 1 - index for index in range(len(names))])
-        ticks += y[-1]
+        own = [place - 1 - index for index in range(len(names))]
+        y += own
+        ticks += own
         labels += names
         place -= len(names) + 1.4
     return Layout(y, ticks, labels, int(ROW_HEIGHT * (1 - place)) + 90)
@@ -48,24 +50,23 @@ def sections(groups: Sequence[tuple[str, Sequence[str]]]) -> Layout:
 
 def forest(view: View) -> Figure | None:
     """Ratios to the baseline with intervals, coloured by verdict; right of 1 is better."""
-    groups = _by_workload([row for row in contents.find(view, FOREST) if row.ratio])
-    if not groups:
+    rows = [row for row in contents.find(view, FOREST) if row.ratio]
+    if not rows:
         return None
-    layout = sections([(heading, [labels.arm(row.arm) for row in rows]) for heading, rows in groups])
+    placed, layout = _place(rows)
     traces: dict[str, Figure] = {}
-    for (_, rows), places in zip(groups, layout.y, strict=True):
-        for row, y in zip(rows, places, strict=True):
-            trace = traces.setdefault(row.verdict, _verdict_trace(row.verdict))
-            point, low, high = row.ratio
-            bounded = verdicts.is_informative(low, high)
-            trace["x"].append(point)
-            trace["y"].append(y)
-            trace["error_x"]["array"].append(high - point if bounded else 0)
-            trace["error_x"]["arrayminus"].append(point - low if bounded else 0)
-            trace["customdata"].append(f"{labels.arm(row.arm)}: {labels.ratio(row.ratio)}, {row.verdict}")
+    for row, y in placed:
+        trace = traces.setdefault(row.verdict, _verdict_trace(row.verdict))
+        point, low, high = row.ratio
+        bounded = verdicts.is_informative(low, high)
+        trace["x"].append(point)
+        trace["y"].append(y)
+        trace["error_x"]["array"].append(high - point if bounded else 0)
+        trace["error_x"]["arrayminus"].append(point - low if bounded else 0)
+        trace["customdata"].append(f"{labels.arm(row.arm)}: {labels.ratio(row.ratio)}, {row.verdict}")
     data = [traces[name] for name in ("faster", "undecided", "slower") if name in traces]
-    points = [row.ratio[0] for _, rows in groups for row in rows] + [1.0]
-    ends = [end for _, rows in groups for row in rows for end in row.ratio[1:]]
+    points = [row.ratio[0] for row in rows] + [1.0]
+    ends = [end for row in rows for end in row.ratio[1:]]
     # Two launches can give intervals of any width: what lies beyond twice the points' own range is cut off.
     axis = _log_axis(points + [end for end in ends if min(points) / 2 <= end <= max(points) * 2])
     axis["title"] = {"text": f"ratio to {labels.arm(view.baseline)} (right is better)"}
@@ -100,12 +101,11 @@ def tpu(view: View) -> Figure | None:
         return None
     parts = (("compute_s", "compute", "#3b82f6"), ("memory_s", "memory", "#0d9f8c"),
              ("interconnect_s", "interconnect", "#e5722a"))  # fmt: skip
-    groups = [(f"{row.topology}: {row.label}", [name for _, name, _ in parts]) for row in rows]
-    layout = sections(groups)
+    layout = sections([(f"{row.topology}: {row.label}", [name for _, name, _ in parts]) for row in rows])
     data = []
     for index, (key, name, color) in enumerate(parts):
         times = [row.details["roofline_s"][key] * 1e3 for row in rows]
-        data.append(_bar_trace(name, color, times, [y[index] for y in layout.y], [f"{t:.3g} ms" for t in times]))
+        data.append(_bar_trace(name, color, times, layout.y[index :: len(parts)], [f"{t:.3g} ms" for t in times]))
     axis = {"title": {"text": "least milliseconds a step at the chip's published rate"}, "rangemode": "tozero"}
     return _rows_figure(data, layout, axis)
 
@@ -143,9 +143,11 @@ def heat_map(parity: dict[str, Any] | None, column: str = "float64") -> Figure |
     return {"data": [trace], "layout": layout}
 
 
-def _by_workload(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows by metric and workload, each group under its heading."""
-    return [(heading(*group), own) for group, own in contents.by_workload(rows).items()]
+def _place(rows: Sequence[Row]) -> tuple[list[tuple[Row, float]], Layout]:
+    """Rows with their y, and the layout: a section for each metric and workload."""
+    groups = contents.by_workload(rows)
+    layout = sections([(heading(*group), [labels.arm(row.arm) for row in own]) for group, own in groups.items()])
+    return list(zip(itertools.chain(*groups.values()), layout.y, strict=True)), layout
 
 
 def heading(metric: str, load: Workload) -> str:
@@ -158,14 +160,11 @@ def _bars(rows: Sequence[Row], value: Callable[[Row], float], text: Callable[[Ro
     """Horizontal bars of rows in their arm's colour, a trace an arm; None without rows."""
     if not rows:
         return None
-    groups = _by_workload(rows)
-    layout = sections([(heading, [labels.arm(row.arm) for row in rows]) for heading, rows in groups])
-    traces: dict[str, tuple[list, list, list]] = {}
-    for (_, rows), places in zip(groups, layout.y, strict=True):
-        for row, y in zip(rows, places, strict=True):
-            for column, cell in zip(traces.setdefault(row.arm, ([], [], [])), (value(row), y, text(row)), strict=True):
-                column.append(cell)
-    data = [_bar_trace(labels.arm(name), labels.color(name), *columns) for name, columns in traces.items()]
+    placed, layout = _place(rows)
+    cells: dict[str, list[tuple[float, float, str]]] = {}
+    for row, y in placed:
+        cells.setdefault(row.arm, []).append((value(row), y, text(row)))
+    data = [_bar_trace(labels.arm(name), labels.color(name), *map(list, zip(*own))) for name, own in cells.items()]
     return _rows_figure(data, layout, {"title": {"text": axis}, "rangemode": "tozero"})
 
 

@@ -26,7 +26,9 @@ def render(view: View) -> str:
         "chart-tpu": figures.tpu(view),
     } | {f"chart-parity-{arm}": figures.heat_map(detail) for arm, detail in view.parity.items()}
     drawn = {name: figure for name, figure in drawn.items() if figure}
-    undecided, absent, table, slices = _undecided(view), _absent(view), _table(view), _slices(view)
+    undecided, missing, table, slices = contents.undecided(view), contents.missing(view), _table(view), _slices(view)
+    broken = [r for r in view.records if r.metric in ("parity", "profile") and r.status == "error"]
+    rates = [r for r in view.records if r.metric in ("read_bandwidth_bytes_per_s", "gemm_flops_per_s") and r.value]
     sections = (
         Section("ratios", "Which backend is faster where", "chart-ratios" in drawn),
         Section("table", "All measurements", bool(table)),
@@ -35,20 +37,20 @@ def render(view: View) -> str:
         Section("memory", "Memory", "chart-memory" in drawn),
         Section("tpu", "On a TPU slice", bool(slices)),
         Section("parity", "Proof of equality", bool(view.parity)),
-        Section("open", "Undecided and not measured", bool(undecided or absent)),
+        Section("open", "Undecided and not measured", bool(undecided or missing or broken)),
         Section("settings", "Settings and environment"),
     )
     title = f"{view.model} on {', '.join(map(labels.arm, view.arms)) or 'no arm'}"
     filters = {
         "arm": labels.arm, "value": labels.value, "ratio": labels.ratio, "significant": labels.significant,
-        "error": _error, "outside": _outside,
+        "error": _error, "outside": _outside, "row": _row,
         "short": lambda reason: reason if len(reason) <= 24 else reason[:22] + "…",
     }  # fmt: skip
     return page.render(
         title, sections, drawn, name=f"jaxbench: {title}", template=Path(__file__).with_suffix(".html"),
         filters=filters, view=view, where=_where(view), cards=contents.headline(view), table=table,
-        notes=contents.program_notes(view), rates=_rates(view), slices=slices, sources=_sources(slices),
-        undecided=undecided, absent=absent, about=_about(view),
+        notes=contents.program_notes(view), rates=rates, slices=slices, sources=_sources(slices),
+        undecided=undecided, missing=missing, broken=broken, about=_about(view),
     )  # fmt: skip
 
 
@@ -72,15 +74,6 @@ def _table(view: View) -> dict[str, dict[str, dict[str, Row]]]:
     return table
 
 
-def _rates(view: View) -> list[str]:
-    return [
-        f"{'read bandwidth' if record.workload.kind == 'read' else 'matrix products, ' + record.workload.dtype}: "
-        f"{labels.value(record.value, record.unit)} (launch {record.launch})"
-        for record in view.records
-        if record.metric in ("read_bandwidth_bytes_per_s", "gemm_flops_per_s") and record.value
-    ]
-
-
 def _slices(view: View) -> dict[str, list[contents.TpuRow]]:
     slices: dict[str, list[contents.TpuRow]] = {}
     for row in contents.tpu_rows(view):
@@ -93,25 +86,8 @@ def _sources(slices: dict[str, list[contents.TpuRow]]) -> list[str]:
     return list(dict.fromkeys(f"{detail['chip']}: {detail['source']}" for detail in details if detail))
 
 
-def _undecided(view: View) -> list[str]:
-    return [
-        f"{figures.heading(row.metric, row.workload)}, {labels.arm(row.arm)}: {labels.ratio(row.ratio)}"
-        + (f", about {row.launches_needed} launches would decide" if row.launches_needed else "")
-        + (", one launch has no interval" if len(row.log_ratios) == 1 else "")
-        for row in contents.undecided(view)
-    ]
-
-
-def _absent(view: View) -> list[str]:
-    absent = [
-        f"{figures.heading(row.metric, row.workload)}, {labels.arm(row.arm)}: {row.reason}"
-        for row in contents.missing(view)
-    ]
-    return absent + [
-        f"{record.metric}, {labels.arm(record.arm)}: {record.reason}"
-        for record in view.records
-        if record.metric in ("parity", "profile") and record.status == "error"
-    ]
+def _row(row: Row) -> str:
+    return f"{figures.heading(row.metric, row.workload)}, {labels.arm(row.arm)}"
 
 
 def _about(view: View) -> dict[str, Any]:

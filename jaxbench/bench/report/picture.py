@@ -5,14 +5,12 @@ Drawn by hand on the card of measure/svg_card.py, which says why.
 
 from __future__ import annotations
 
-from html import escape
-
 from jaxbench.bench import labels
 from jaxbench.bench.report import contents
 from jaxbench.bench.report.contents import View
 from jaxbench.bench.summary import Row
 from jaxbench.measure.records import Workload
-from jaxbench.measure.svg_card import GAP, MARGIN, card
+from jaxbench.measure.svg_card import GAP, MARGIN, card, element
 
 METRICS = ("prefill_tokens_per_s", "decode_tokens_per_s")
 PANEL_WIDTH = 288
@@ -30,7 +28,7 @@ def draw(view: View) -> str:
             lines += _panel(load, rows, MARGIN + index * (PANEL_WIDTH + GAP), top)
         top += TITLE + STEP * max(len(rows) for _, rows in row) + GAP
     if not panels:
-        lines.append(f'<text class="note" x="{MARGIN}" y="{top + 20}">no rates were measured</text>')
+        lines.append(element("text", "no rates were measured", class_="note", x=MARGIN, y=top + 20))
         top += 40
     return card(f"{view.model}: tokens per second, more is better", _note(view), lines, height=top)
 
@@ -41,26 +39,23 @@ def _panels(view: View) -> list[tuple[Workload, list[Row]]]:
     return sorted(((load, own) for (_, load), own in groups.items()), key=lambda panel: panel[0].dtype != "float32")
 
 
-def _panel(load: Workload, rows: list[Row], left: float, top: float) -> list[str]:
+def _panel(load: Workload, rows: list[Row], left: int, top: int) -> list[str]:
     """Draw one workload: a bar an arm, its rate at the bar's end."""
     label, room = 112, 62
     largest = max(row.value for row in rows)
     tokens = f"{load.prompt_tokens} + {load.new_tokens}" if load.new_tokens else f"{load.prompt_tokens}"
     lines = [
-        f'<text class="head" x="{left}" y="{top + 22}">{escape(load.kind.capitalize())}, batch {load.batch}</text>',
-        f'<text class="note" x="{left}" y="{top + 40}">{escape(load.dtype)}, {tokens} tokens</text>',
+        element("text", f"{load.kind.capitalize()}, batch {load.batch}", class_="head", x=left, y=top + 22),
+        element("text", f"{load.dtype}, {tokens} tokens", class_="note", x=left, y=top + 40),
     ]
     for index, row in enumerate(rows):
         y = top + TITLE - 8 + index * STEP
         width = max(2.0, (PANEL_WIDTH - label - room) * row.value / largest)
         middle = y + BAR / 2 + 4
-        lines.append(f'<text class="arm" x="{left}" y="{middle:.1f}">{escape(labels.arm(row.arm))}</text>')
-        lines.append(
-            f'<rect x="{left + label}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3" '
-            f'fill="{labels.color(row.arm)}"/>'
-        )
-        rate = escape(labels.significant(row.value))
-        lines.append(f'<text class="number" x="{left + label + width + 6:.1f}" y="{middle:.1f}">{rate}</text>')
+        color, rate = labels.color(row.arm), labels.significant(row.value)
+        lines.append(element("text", labels.arm(row.arm), class_="arm", x=left, y=middle))
+        lines.append(element("rect", x=left + label, y=y, width=width, height=BAR, rx=3, fill=color))
+        lines.append(element("text", rate, class_="number", x=left + label + width + 6, y=middle))
     return lines
 
 

@@ -84,7 +84,7 @@ class Trials:
         s, task, steps = self.settings, self.settings.tasks[run.task], self.settings.steps_of(run.task)
         model = s.model(run.arm, task.vocab_size)
         params = initial.initial_params(model, run.seed, std=s.decoder.initial_std)
-        policy = precision.policy(self.step_config.precision)
+        policy = precision.POLICIES[self.step_config.precision]
         built = decoder.build(model, params, dtype=policy.compute)
         state = optimizer_step.init_state(built, params, self.step_config)
         schedule = ScheduleConfig(kind="cosine", warmup_steps=min(s.warmup_steps, steps), final_fraction=0.1)
@@ -154,7 +154,7 @@ def _scores(
     step_config: StepConfig,
 ) -> Shaped[Array, "B T"]:
     """Score of each prediction: whether the argmax is the target, or with is_text the target's surprisal in bits."""
-    narrow = optimizer_step._narrow(params, precision.policy(step_config.precision))
+    narrow = optimizer_step._narrow(params, precision.POLICIES[step_config.precision])
     model = parameters.merge(graph, narrow)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     logits = model(tokens, positions).astype(jnp.float32)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pydantic
 from pydantic import Field
 
@@ -20,18 +21,20 @@ from jaxbench.config import Base
 from jaxbench.measure import environment, line_picture, page, verdicts
 from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.measure.page import Section
+from jaxbench.memory import block_config
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
 from jaxbench.memory.study.fields import Length, Several
 
-LAYERS = ("naive", "blocked", "bank", "neural")
+ATTENTION = {"naive": "dense", "blocked": "blocked"}  # layer -> implementation
 TITLES = {
     "naive": "naive attention",
     "blocked": "blocked attention",
     "bank": "window and memory bank",
     "neural": "neural memory",
 }
+LAYERS = tuple(TITLES)
 BACKENDS = ("flax", "torch")
 COLORS = {"naive": "#d6336c", "blocked": "#e5722a", "bank": "#3b82f6", "neural": "#0d9f8c"}
 
@@ -62,13 +65,14 @@ class LayerShape(Base):
             num_kv_heads=self.num_heads, head_dim=self.head_dim, window=self.window,
         )  # fmt: skip
 
-    @property
-    def kernels(self) -> dict[str, tuple[int, int]]:
-        """Shapes of the attention's projections by name."""
-        width = self.num_heads * self.head_dim
-        return {f"{name}_proj.kernel": (self.d_model, width) for name in "qkv"} | {
-            "o_proj.kernel": (width, self.d_model)
-        }
+    def initial_params(self, layer: str) -> dict[str, np.ndarray]:
+        """Initial values of a layer's parameters by name."""
+        if layer not in ATTENTION:
+            return block_config.initial_params(self.block(layer), seed=0)
+        random, width = np.random.default_rng(0), self.num_heads * self.head_dim
+        shapes = {f"{name}_proj.kernel": (self.d_model, width) for name in "qkv"}
+        shapes |= {"o_proj.kernel": (width, self.d_model)}
+        return {name: 0.02 * random.standard_normal(shape) for name, shape in shapes.items()}
 
 
 class Cost(Base):

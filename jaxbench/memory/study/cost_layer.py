@@ -18,8 +18,8 @@ from jaxtyping import Float
 from jaxbench import nn
 from jaxbench.attention import Spans, attention
 from jaxbench.measure import worker
-from jaxbench.memory import block_config, blocks
-from jaxbench.memory.study.cost import LayerShape, Measured
+from jaxbench.memory import blocks
+from jaxbench.memory.study.cost import ATTENTION, LayerShape, Measured
 
 
 class Attention(nnx.Module):
@@ -46,13 +46,10 @@ class Attention(nnx.Module):
 
 def build(layer: str, shape: LayerShape) -> Attention | blocks.Block:
     """Build the module of a layer: naive, blocked, bank or neural."""
-    if layer in ("naive", "blocked"):
-        module = Attention(shape, implementation="dense" if layer == "naive" else "blocked")
-        random = np.random.default_rng(0)
-        values = {name: 0.02 * random.standard_normal(size) for name, size in shape.kernels.items()}
-        return nn.load_params(module, values)
-    config = shape.block(layer)
-    return blocks.build(config, block_config.initial_params(config, seed=0))
+    params = shape.initial_params(layer)
+    if layer in ATTENTION:
+        return nn.load_params(Attention(shape, implementation=ATTENTION[layer]), params)
+    return blocks.build(shape.block(layer), params)
 
 
 def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measured:
@@ -82,7 +79,7 @@ def _program(layer: str, shape: LayerShape, length: int, segment: int) -> tuple[
     """Compile the forward pass; also its first arguments, and the bytes of the state behind the sequence."""
     model = build(layer, shape)
     graph, params = nnx.split(model)
-    if layer in ("naive", "blocked"):
+    if layer in ATTENTION:
         x = jax.ShapeDtypeStruct((1, length, shape.d_model), jnp.float32)
         program = jax.jit(lambda params, x: nnx.merge(graph, params)(x)).lower(params, x).compile()
         return program, (params,), 2 * length * shape.num_heads * shape.head_dim * x.dtype.itemsize

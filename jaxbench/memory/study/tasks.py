@@ -73,13 +73,7 @@ class TaskBatch(NamedTuple):
 
 
 def batch(config: TaskConfig, *, seed: int, step: int, batch_size: int) -> TaskBatch:
-    """Rows of a task; a row is the same in batches of any size.
-
-    Raises:
-      ValueError: batch_size is below 1.
-    """
-    if batch_size < 1:
-        raise ValueError(f"tasks: batch_size={batch_size} must be at least 1")
+    """Rows of a task; a row is the same in batches of any size."""
     make = {
         "recall": _recall,
         "copy": _copy,

@@ -29,8 +29,6 @@ def compile_programs(
     """Yield what the compiler says about prefill, decode and the training step of a decoder, per chip.
 
     Args:
-      model: the decoder.
-      topology: the slice.
       batch: rows, over all chips; a multiple of their number.
       tokens: of a prompt, a cache and a training row.
 
@@ -48,12 +46,11 @@ def compile_programs(
         mesh_programs.make_plan(model, devices, **size, is_split=is_split, extension=extension)
         for is_split in (False, True)
     )
-    for make in (
-        lambda: mesh_programs.prefill(abstract, serve, **size),
-        lambda: mesh_programs.decode(abstract, serve, batch=batch, length=tokens),
-        lambda: mesh_programs.train(abstract, fit, **size),
+    for program in (
+        mesh_programs.prefill(abstract, serve, **size),
+        mesh_programs.decode(abstract, serve, batch=batch, length=tokens),
+        mesh_programs.train(abstract, fit, **size),
     ):
-        program = make()
         compiled = tpu_compile.compile_program(lambda p=program: p.jitted.lower(*p.arguments), topology)
         yield {
             "program": program.name,

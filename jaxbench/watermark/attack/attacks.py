@@ -190,8 +190,8 @@ def apply(
     changed = list(texts)
     for place, step in enumerate(steps):
         changed = _step(step, changed, numbers, seed=seed, place=place, tools=tools)
-    words = [edit_rate(one.split(), other.split()) for one, other in zip(texts, changed)]
-    characters = [edit_rate(one, other) for one, other in zip(texts, changed)]
+    words = [edit_rate(text.split(), other.split()) for text, other in zip(texts, changed)]
+    characters = [edit_rate(text, other) for text, other in zip(texts, changed)]
     return Attacked(changed, np.array(words), np.array(characters))
 
 
@@ -202,8 +202,8 @@ def _step(attack: Any, texts: list[str], numbers: list[int], *, seed: int, place
             raise ValueError(f"attack {attack.attack!r} needs a language model: give Tools(rewrite=Rewriter(...))")
         return tools.rewrite(attack, texts, seed=seed, indices=numbers)
     out = []
-    for text, number in zip(texts, numbers):
-        draws = Draws(seed, step=place, site=SITE + attack.attack, row=number)
+    for text, row in zip(texts, numbers):
+        draws = Draws(seed, step=place, site=SITE + attack.attack, row=row)
         out.append(_edit(attack, text, draws, tools) if text.strip() else text)
     return out
 
@@ -234,24 +234,24 @@ def edit_rate(original: Sequence, changed: Sequence) -> float:
     if not len(original):
         return 0.0
     codes: dict = {}
-    one, other = (np.array([codes.setdefault(item, len(codes)) for item in items], np.int64)
+    codes_before, codes_after = (np.array([codes.setdefault(item, len(codes)) for item in items], np.int64)
                   for items in (original, changed))  # fmt: skip
-    start = _common(one, other)
-    one, other = one[start:], other[start:]
-    end = _common(one[::-1], other[::-1])
-    one, other = one[: len(one) - end], other[: len(other) - end]
-    ramp = np.arange(len(other) + 1)
+    start = _common(codes_before, codes_after)
+    codes_before, codes_after = codes_before[start:], codes_after[start:]
+    end = _common(codes_before[::-1], codes_after[::-1])
+    codes_before, codes_after = codes_before[: len(codes_before) - end], codes_after[: len(codes_after) - end]
+    ramp = np.arange(len(codes_after) + 1)
     row = ramp.copy()
-    for item in one:
-        best = np.minimum(row + 1, np.concatenate([row[:1] + 1, row[:-1] + (other != item)]))
+    for item in codes_before:
+        best = np.minimum(row + 1, np.concatenate([row[:1] + 1, row[:-1] + (codes_after != item)]))
         row = np.minimum.accumulate(best - ramp) + ramp  # insertions, left to right
     return float(row[-1]) / len(original)
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def _common(first: np.ndarray, second: np.ndarray) -> int:
     """How many leading items are equal."""
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(one[:size] != other[:size])
+    size = min(len(first), len(second))
+    differs = np.flatnonzero(first[:size] != second[:size])
     return int(differs[0]) if len(differs) else size
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import numpy as np
 
-from jaxbench.watermark.attack.random_draws import Draws
+from jaxbench.watermark.attack.random_draws import Draws, replace_matches
 
 KEY_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # each row is half a key right of the one above
 # Latin letters and their Cyrillic or Greek look-alikes; Unicode Technical Standard 39, confusables.txt
@@ -40,18 +39,11 @@ def typo(text: str, strength: float, draws: Draws) -> str:
 
     A slip is one of: a neighbouring key instead of the right one, a letter left out, doubled, or swapped with the next.
     """
-    words = list(re.finditer(r"[A-Za-z]{3,}", text))
-    chosen, numbers = draws.uniform(len(words)) < strength, draws.uniform(3 * len(words)).reshape(-1, 3)
-    out, last = [], 0
-    for match, is_chosen, (kind, place, pick) in zip(words, chosen, numbers):
-        if is_chosen:
-            out += [text[last : match.start()], _slip(match.group(), int(kind * 4), place, pick)]
-            last = match.end()
-    return "".join(out) + text[last:]
+    return replace_matches(r"[A-Za-z]{3,}", text, strength, draws, _slip, num_picks=3)
 
 
-def _slip(word: str, kind: int, place: float, pick: float) -> str:
-    i = int(place * len(word))
+def _slip(word: str, kind: float, place: float, pick: float) -> str:
+    kind, i = int(kind * 4), int(place * len(word))
     if kind == 0:
         near = NEIGHBOURS[word[i].lower()]
         key = near[int(pick * len(near))]
@@ -66,16 +58,12 @@ def _slip(word: str, kind: int, place: float, pick: float) -> str:
 
 def case(text: str, strength: float, draws: Draws) -> str:
     """Change the case of each word with probability `strength`: to lower, upper or swapped, whichever changes it."""
-    words = list(re.finditer(r"[^\W\d_]+", text))
-    chosen, picks = draws.uniform(len(words)) < strength, draws.uniform(len(words))
-    out, last = [], 0
-    for match, is_chosen, pick in zip(words, chosen, picks):
-        if is_chosen:
-            word = match.group()
-            forms = [form for form in dict.fromkeys((word.lower(), word.upper(), word.swapcase())) if form != word]
-            out += [text[last : match.start()], forms[int(pick * len(forms))] if forms else word]
-            last = match.end()
-    return "".join(out) + text[last:]
+
+    def changed(word: str, pick: float) -> str:
+        forms = [form for form in dict.fromkeys((word.lower(), word.upper(), word.swapcase())) if form != word]
+        return forms[int(pick * len(forms))] if forms else word
+
+    return replace_matches(r"[^\W\d_]+", text, strength, draws, changed)
 
 
 def homoglyph(text: str, strength: float, draws: Draws) -> str:

@@ -1,6 +1,9 @@
-"""The random numbers of one text under one attack, out of Philox (S file)."""
+"""The random numbers of one text under one attack, out of Philox, and the edit that most attacks are (S file)."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,3 +27,18 @@ class Draws:
     def integers(self, count: int, limit: int) -> np.ndarray:
         """`count` integers in [0, limit)."""
         return np.floor(self.uniform(count) * limit).astype(np.int64)
+
+
+def replace_matches(
+    pattern: str, text: str, strength: float, draws: Draws, replacement: Callable[..., str], *, num_picks: int = 1
+) -> str:
+    """Replace each match of a pattern, with probability `strength`, by replacement(match, *num_picks uniforms)."""
+    count = len(re.findall(pattern, text))
+    chosen = iter(draws.uniform(count) < strength)
+    picks = iter(draws.uniform(num_picks * count).reshape(-1, num_picks))
+
+    def edited(match: re.Match) -> str:
+        own = next(picks)
+        return replacement(match.group(), *own) if next(chosen) else match.group()
+
+    return re.sub(pattern, edited, text)

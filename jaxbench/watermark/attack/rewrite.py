@@ -7,6 +7,7 @@ realised edit rate, which every attack reports, says how much. No twin: an attac
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,18 +27,10 @@ GROWTH = 1.5  # a reply may have this many times the tokens of its block
 class Rewriter:
     """A model that rewrites texts; loaded at its first use and kept."""
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        dtype: str = "float32",
-        batch_size: int = 16,
-    ):
+    def __init__(self, model: str | Path | None, *, dtype: str = "float32", batch_size: int = 16):
         """Keep the settings: a model as weights.load_checkpoint takes it, and how many blocks it rewrites at once."""
         self._spec, self._dtype, self._batch_size = model, dtype, batch_size
-        self._model: transformer.Transformer | None = None
-        self._tokenizer: Any = None
-        self._generators: dict[float, sample.Generator] = {}
+        self._generator = functools.cache(self._new_generator)
 
     def __call__(
         self, attack: Rewrite, texts: Sequence[str], *, seed: int, indices: Sequence[int] | None = None
@@ -67,13 +60,12 @@ class Rewriter:
         self, prompts: list[str], originals: list[str], row_ids: list[int], *, seed: int, temperature: float
     ) -> list[str]:
         """The model's replies, cleaned; prompts of like length share a batch."""
-        self._load()
+        generator = self._generator(temperature)
         messages = [self._tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
         ids = [self._tokenizer.encode(message, add_special=False) for message in messages]
         lengths = [len(own) for own in self._tokenizer.encode_batch(originals, add_special=False)]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         replies = [""] * len(ids)
-        generator = self._generator(temperature)
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
             limit = 16 * -(-int(GROWTH * max(lengths[i] for i in batch) + 1) // 16)
@@ -87,19 +79,18 @@ class Rewriter:
                 replies[i] = clean(self._tokenizer.decode(tokens[:length], skip_special=True))
         return replies
 
-    def _load(self) -> None:
-        if self._model is None:
-            checkpoint = weights.load_checkpoint(self._spec)
-            self._tokenizer = tokenizer.load_tokenizer(self._spec)
-            self._model = transformer.build(checkpoint.config, checkpoint.params, dtype=self._dtype)
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return tokenizer.load_tokenizer(self._spec)
 
-    def _generator(self, temperature: float) -> sample.Generator:
-        if temperature not in self._generators:
-            sampling = sample.SamplingParams(temperature=temperature)
-            self._generators[temperature] = sample.Generator(
-                self._model, eos_id=self._tokenizer.eos_id, sampling=sampling
-            )
-        return self._generators[temperature]
+    @functools.cached_property
+    def _model(self) -> transformer.Transformer:
+        checkpoint = weights.load_checkpoint(self._spec)
+        return transformer.build(checkpoint.config, checkpoint.params, dtype=self._dtype)
+
+    def _new_generator(self, temperature: float) -> sample.Generator:
+        sampling = sample.SamplingParams(temperature=temperature)
+        return sample.Generator(self._model, eos_id=self._tokenizer.eos_id, sampling=sampling)
 
 
 def blocks(text: str, words: int) -> list[str]:

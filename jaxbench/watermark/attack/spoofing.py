@@ -68,14 +68,13 @@ def learn(marked: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], *, wi
     """
     if width < 1:
         raise ValueError(f"learn: width={width}, wanted at least 1")
-    ours, theirs = _count(marked, width), _count(plain, width)
+    (ours, totals_ours), (theirs, totals_theirs) = _count(marked, width), _count(plain, width)
     if not ours:
         raise ValueError(f"learn: none of {len(marked)} marked samples has more than {width} tokens")
-    totals_ours, totals_theirs = _totals(ours), _totals(theirs)
     following: dict[tuple[int, ...], list[tuple[int, float]]] = {}
     for (*context, token), count in ours.items():
         place = tuple(context)
-        in_plain = (theirs.get((*context, token), 0) + 1) / (totals_theirs.get(place, 0) + 2)
+        in_plain = (theirs[*context, token] + 1) / (totals_theirs[place] + 2)
         score = math.log((count + 1) / (totals_ours[place] + 2) / in_plain)
         following.setdefault(place, []).append((token, score + 0.1 * math.log(count)))
     for options in following.values():
@@ -103,16 +102,12 @@ def forge(learnt: Learnt, *, num_tokens: int, seed: int, index: int = 0) -> list
     return tokens[:num_tokens]
 
 
-def _count(samples: Sequence[Sequence[int]], width: int) -> Counter:
-    found: Counter = Counter()
+def _count(samples: Sequence[Sequence[int]], width: int) -> tuple[Counter, Counter]:
+    """Occurrences of each context with its next token, and of each context that has one."""
+    grams: Counter = Counter()
+    contexts: Counter = Counter()
     for ids in samples:
         ids = [int(token) for token in ids]
-        found.update(tuple(ids[i : i + width + 1]) for i in range(len(ids) - width))
-    return found
-
-
-def _totals(grams: Counter) -> dict[tuple[int, ...], int]:
-    totals: dict[tuple[int, ...], int] = {}
-    for gram, count in grams.items():
-        totals[gram[:-1]] = totals.get(gram[:-1], 0) + count
-    return totals
+        grams.update(tuple(ids[i : i + width + 1]) for i in range(len(ids) - width))
+        contexts.update(tuple(ids[i : i + width]) for i in range(len(ids) - width))
+    return grams, contexts

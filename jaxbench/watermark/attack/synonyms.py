@@ -66,12 +66,12 @@ class Thesaurus:
         if len(lower) < MIN_LETTERS or lower in self._stopwords or not lower.isascii() or not lower.isalpha():
             return ()
         senses = [sense for part in PARTS for sense in self._senses(lower, part)]
-        senses.sort(key=lambda found: (-found.count, PARTS.index(found.part)))
+        senses.sort(key=lambda sense: (-sense.count, PARTS.index(sense.part)))
         for sense in senses:
             lemmas = [lemma for offset in sense.offsets[:SENSES] for lemma in self._lemmas(sense.part, offset)]
             forms = [inflect(lemma, sense.ending) for lemma in lemmas if self._can_inflect(lemma, sense)]
-            if found := tuple(_match_case(word, form) for form in dict.fromkeys(forms) if form != lower):
-                return found
+            if replacements := tuple(_match_case(word, form) for form in dict.fromkeys(forms) if form != lower):
+                return replacements
         return ()
 
     def _can_inflect(self, lemma: str, sense: Sense) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxbench.watermark.attack import synonyms
-from jaxbench.watermark.attack.random_draws import Draws
+from jaxbench.watermark.attack.random_draws import Draws, replace_matches
 
 WORD = re.compile(r"(\s*)(\S+)")
 
@@ -48,42 +48,24 @@ def swap(items: Sequence[Any], strength: float, draws: Draws) -> list[Any]:
 
 def edit_text(name: str, text: str, strength: float, draws: Draws, *, human: Sequence[str] = ()) -> str:
     """Edit the words of a text; white space stays where it is, and new words come from human texts or the text."""
-    found = WORD.findall(text)
-    spaces, words = [space for space, _ in found], [word for _, word in found]
+    pairs = WORD.findall(text)
+    spaces, words = [space for space, _ in pairs], [word for _, word in pairs]
+    tail = text[len(text.rstrip()) :]
     pool = [word for other in human for word in other.split()] if name in ("insert", "substitute") else []
     pool = pool or words
     if name in ("substitute", "swap"):
         changed = edit(name, words, strength, draws, pool=pool)
-        return "".join(space + word for space, word in zip(spaces, changed)) + _tail(text)
-    units = [space + word for space, word in found]
-    return "".join(edit(name, units, strength, draws, pool=_Spaced(pool))) + _tail(text)
-
-
-class _Spaced:
-    """A pool whose words come with a space in front."""
-
-    def __init__(self, words: Sequence[str]):
-        self._words = words
-
-    def __len__(self) -> int:
-        return len(self._words)
-
-    def __getitem__(self, index: int) -> str:
-        return " " + self._words[index]
-
-
-def _tail(text: str) -> str:
-    return text[len(text.rstrip()) :]
+        return "".join(space + word for space, word in zip(spaces, changed)) + tail
+    units = [space + word for space, word in pairs]
+    return "".join(edit(name, units, strength, draws, pool=[" " + word for word in pool])) + tail
 
 
 def synonyms_for(text: str, strength: float, draws: Draws) -> str:
     """Replace each word that has a synonym, with probability `strength`, by one of its synonyms."""
     thesaurus = synonyms.load()
-    words = list(re.finditer(r"[A-Za-z]+", text))
-    chosen, picks = draws.uniform(len(words)) < strength, draws.uniform(len(words))
-    out, last = [], 0
-    for match, is_chosen, pick in zip(words, chosen, picks):
-        if is_chosen and (found := thesaurus.synonyms(match.group())):
-            out += [text[last : match.start()], found[int(pick * len(found))]]
-            last = match.end()
-    return "".join(out) + text[last:]
+
+    def synonym(word: str, pick: float) -> str:
+        found = thesaurus.synonyms(word)
+        return found[int(pick * len(found))] if found else word
+
+    return replace_matches(r"[A-Za-z]+", text, strength, draws, synonym)

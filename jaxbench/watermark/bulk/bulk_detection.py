@@ -15,13 +15,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxbench import outputs
+from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify
 from jaxbench.watermark.bulk import part_files
@@ -40,9 +41,7 @@ class Job:
     """What is done with every text; one candidate is tested alone, several as a family."""
 
     candidates: tuple[identify.Candidate, ...]  # a scheme with payloads is tested for all of them
-    make_detector: Callable[..., detection.NumpyDetector] = (
-        detection.NumpyDetector
-    )  # a backend's detect.Detector; pickled
+    make_detector: Callable[..., Any] = detection.NumpyDetector  # or a backend's detect.Detector; pickled
     model: str | None = None  # whose tokenizer splits the texts
     vocab_size: int | None = None  # unset: that of the model
     canonicalize: bool = True
@@ -52,11 +51,11 @@ class Job:
 
 
 class Worker:
-    """Scores chunks; made once in each process."""
+    """Scores chunks; each process works with a copy of its own."""
 
-    def __init__(self, job: Job, folder: str, kind: str):
-        self.job, self.folder, self.kind = job, Path(folder), kind
-        self.vocab_size = job.vocab_size or model_vocab_size(job.model)
+    def __init__(self, job: Job, folder: Path, kind: str):
+        self.job, self.folder, self.kind = job, folder, kind
+        self.vocab_size = job.vocab_size or load_tokenizer(job.model).vocab_size
         self._encoder: TextEncoder | None = None
         self._detectors: dict[str, Any] = {}
 
@@ -89,32 +88,27 @@ class Worker:
     def _encode(self, records: list[lines.Record]) -> tuple[list[lines.Record], list[lines.Bad], Encoded]:
         """Records with ids inside the vocabulary, the others as bad lines, and the ids."""
         texts = [i for i, record in enumerate(records) if isinstance(record.content, str)]
-        found: list[Any] = [record.content for record in records]
+        contents: list[Any] = [record.content for record in records]
         changed = np.zeros(len(records), np.int64)
         if texts:
-            self._encoder = self._encoder or self._make_encoder()
+            self._encoder = self._encoder or TextEncoder(
+                load_tokenizer(self.job.model), vocab_size=self.vocab_size, canonicalize=self.job.canonicalize
+            )
             encoded = self._encoder.encode([records[i].content for i in texts])
             if len(texts) == len(records):
                 return records, [], encoded
             changed[texts] = encoded.num_changed
             for row, i in enumerate(texts):
-                found[i] = encoded.ids.text(row)
-        largest = [max(ids, default=0) if isinstance(ids, list) else 0 for ids in found]
+                contents[i] = encoded.ids.text(row)
+        largest = [max(ids, default=0) if isinstance(ids, list) else 0 for ids in contents]
         kept = [i for i, token in enumerate(largest) if token < self.vocab_size]
         outside = [
             lines.Bad(records[i].line, f"token {token} is outside the vocabulary of {self.vocab_size}")
             for i, token in enumerate(largest)
             if token >= self.vocab_size
         ]
-        ids = Ragged.from_lists([found[i] for i in kept])
+        ids = Ragged.from_lists([contents[i] for i in kept])
         return [records[i] for i in kept], outside, Encoded(ids, changed[kept])
-
-    def _make_encoder(self) -> TextEncoder:
-        from jaxbench.pretrained import tokenizer
-
-        return TextEncoder(
-            tokenizer.load_tokenizer(self.job.model), vocab_size=self.vocab_size, canonicalize=self.job.canonicalize
-        )
 
     def _detector(self, scheme: Any, *, vocab_size: int, green_lists: Any) -> Any:
         name = f"{scheme}"
@@ -125,28 +119,21 @@ class Worker:
     def _scores(self, ids: Ragged, prompt: np.ndarray) -> dict[str, np.ndarray]:
         candidates = self.job.candidates
         if len(candidates) == 1:
-            one = candidates[0]
-            detector = self._detector(one.scheme, vocab_size=self.vocab_size, green_lists=one.green_lists)
-            return dict(detection.detect(detector, ids, one.key, prompt_lengths=prompt)._asdict())
-        found = identify.identify(
+            candidate = candidates[0]
+            detector = self._detector(candidate.scheme, vocab_size=self.vocab_size, green_lists=candidate.green_lists)
+            return dict(detection.detect(detector, ids, candidate.key, prompt_lengths=prompt)._asdict())
+        identified = identify.identify(
             candidates, ids, vocab_size=self.vocab_size, make_detector=self._detector,
             correction=self.job.correction, prompt_lengths=prompt,
         )  # fmt: skip
-        columns = {f"p_{name}": found.p_values[:, i] for i, name in enumerate(found.names)}
-        columns |= {f"corrected_p_{name}": found.corrected[:, i] for i, name in enumerate(found.names)}
+        columns = {f"p_{name}": identified.p_values[:, i] for i, name in enumerate(identified.names)}
+        columns |= {f"corrected_p_{name}": identified.corrected[:, i] for i, name in enumerate(identified.names)}
         columns |= {
-            f"payload_{one.name}": found.payloads[:, i]
-            for i, one in enumerate(candidates)
-            if num_payloads(one.scheme) > 1
+            f"payload_{candidate.name}": identified.payloads[:, i]
+            for i, candidate in enumerate(candidates)
+            if num_payloads(candidate.scheme) > 1
         }
-        return {"best": np.array(found.names, object)[found.best], "p_value": found.p_value} | columns
-
-
-def model_vocab_size(model: str | None) -> int:
-    """Vocabulary size of a model's tokenizer."""
-    from jaxbench.pretrained import tokenizer
-
-    return tokenizer.load_tokenizer(model).vocab_size
+        return {"best": np.array(identified.names, object)[identified.best], "p_value": identified.p_value} | columns
 
 
 def run(
@@ -157,7 +144,7 @@ def run(
     processes: int = 1,
     overwrite: bool = False,
     say: Callable[[dict[str, Any], int], None] = lambda report, total_bytes: None,
-    engine: Callable[..., Iterator[dict[str, Any]]] | None = None,
+    engine: Callable[..., Iterable[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
     """Score every text of the files that a pattern names into one file; return the run's report.
 
@@ -166,7 +153,7 @@ def run(
       processes: on this machine, each with one thread.
       overwrite: replace an output, or parts of another run, that are there already; never an input.
       say: called with each chunk's report as it is done, and the bytes of all files.
-      engine: runs a Worker over chunks in another way, see ray_engine.py.
+      engine: runs a Worker over files in another way, see ray_engine.py.
 
     Raises:
       ValueError: bad input, an output that exists or is an input, parts of another run, or no usable text at all.
@@ -178,7 +165,7 @@ def run(
     paths = [path for path in lines.find(pattern) if parts not in Path(path).absolute().parents]
     outputs.check_file(out, paths, overwrite=overwrite)
     outputs.check_file(f"{out}.report.json", paths, overwrite=overwrite or parts.exists())
-    keys = [one.key for one in job.candidates]
+    keys = [candidate.key for candidate in job.candidates]
     folder = part_files.open_parts(out, paths, describe(job), keys, overwrite=overwrite)
     done = part_files.finished(folder)
     total_bytes = sum(os.path.getsize(path) for path in paths)
@@ -186,7 +173,7 @@ def run(
         say(report, total_bytes)
     work = engine or (local_engine if processes > 1 else serial_engine)
     try:
-        for report in work(paths, job, str(folder), kind, processes=processes, skip=frozenset(done)):
+        for report in work(Worker(job, folder, kind), paths, processes=processes, skip=frozenset(done)):
             done[report["name"]] = report
             say(report, total_bytes)
     except BaseException:
@@ -207,7 +194,7 @@ def run(
 
 def _summary(reports: list[dict[str, Any]], paths: list[str], seconds: float) -> dict[str, Any]:
     totals = {name: sum(report[name] for report in reports) for name in ("texts", "bad", "changed", "tokens")}
-    listed = [one for report in reports for one in report["first_bad"]][: part_files.LISTED]
+    listed = [problem for report in reports for problem in report["first_bad"]][: part_files.LISTED]
     work = sum(report["seconds"] for report in reports)
     return totals | {"files": len(paths), "seconds": seconds, "work_seconds": work, "first_bad": listed}
 
@@ -215,23 +202,17 @@ def _summary(reports: list[dict[str, Any]], paths: list[str], seconds: float) ->
 # Engines: chunks in, reports out
 
 
-def serial_engine(
-    paths: list[str], job: Job, folder: str, kind: str, *, processes: int, skip: frozenset[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the reports of all chunks, done in this process."""
-    worker = Worker(job, folder, kind)
-    for chunk in todo(paths, skip):
-        yield worker(chunk)
+def serial_engine(worker: Worker, paths: list[str], *, processes: int, skip: frozenset[str]) -> Iterable[dict]:
+    """Reports of all chunks, done in this process one after the other."""
+    return map(worker, todo(paths, skip))
 
 
-def local_engine(
-    paths: list[str], job: Job, folder: str, kind: str, *, processes: int, skip: frozenset[str]
-) -> Iterator[dict[str, Any]]:
+def local_engine(worker: Worker, paths: list[str], *, processes: int, skip: frozenset[str]) -> Iterator[dict]:
     """Yield the reports of all chunks, done by processes of one thread each on this machine."""
     kept = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(ONE_THREAD)  # the processes read it as they start
     context = multiprocessing.get_context("spawn")
-    arguments = (job, folder, kind, os.getpid())
+    arguments = (worker, os.getpid())
     try:
         with concurrent.futures.ProcessPoolExecutor(processes, context, _start, arguments) as pool:
             waiting: set[concurrent.futures.Future] = set()
@@ -243,8 +224,7 @@ def local_engine(
                         yield from (future.result() for future in done)
                 yield from (future.result() for future in concurrent.futures.as_completed(waiting))
             finally:
-                for future in waiting:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
     finally:
         for name, value in kept.items():
             if value is None:
@@ -262,10 +242,10 @@ def todo(paths: list[str], skip: frozenset[str]) -> Iterator[lines.Chunk]:
 _worker: Worker | None = None
 
 
-def _start(job: Job, folder: str, kind: str, parent: int) -> None:
+def _start(worker: Worker, parent: int) -> None:
     global _worker
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _worker = Worker(job, folder, kind)
+    _worker = worker
 
 
 def _end_with(parent: int) -> None:
@@ -285,5 +265,5 @@ def describe(job: Job) -> str:
     fields = {
         field.name: getattr(job, field.name) for field in dataclasses.fields(job) if field.name != "make_detector"
     }
-    fields["candidates"] = [[one.name, one.scheme.model_dump(mode="json")] for one in job.candidates]
+    fields["candidates"] = [[candidate.name, candidate.scheme.model_dump(mode="json")] for candidate in job.candidates]
     return json.dumps(fields, sort_keys=True)

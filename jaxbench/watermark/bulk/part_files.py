@@ -38,9 +38,11 @@ def write_part(path: Path, columns: dict[str, np.ndarray], kind: str) -> None:
     """Write the columns of one chunk, whole or not at all."""
     with outputs.whole(path) as temporary:
         if kind == "parquet":
+            import pyarrow as pa
             import pyarrow.parquet as pq
 
-            pq.write_table(_table(columns), temporary)
+            texts = {name: pa.array(column, pa.string()) for name, column in columns.items() if column.dtype == object}
+            pq.write_table(pa.table(columns | texts), temporary)
             return
         rows = zip(*(column.tolist() for column in columns.values()))
         with open(temporary, "w", encoding="utf-8", newline="") as file:
@@ -62,7 +64,11 @@ def merge(folder: Path, names: list[str], output: Path, kind: str) -> None:
     parts = [folder / f"{name}.{kind}" for name in names]
     with outputs.whole(output) as temporary:
         if kind == "parquet":
-            _merge_parquet(parts, temporary)
+            import pyarrow.parquet as pq
+
+            with pq.ParquetWriter(temporary, pq.read_schema(parts[0])) as writer:
+                for part in parts:
+                    writer.write_table(pq.read_table(part))
             return
         with open(temporary, "wb") as file:
             if kind == "csv":
@@ -110,26 +116,3 @@ def parts_of(output: Path) -> Path:
 
 def _names(folder: Path) -> Path:
     return folder / "columns.names"
-
-
-def _table(columns: dict[str, np.ndarray]) -> Any:
-    import pyarrow as pa
-
-    return pa.table({
-        name: pa.array(column, type=pa.string()) if column.dtype == object else pa.array(column)
-        for name, column in columns.items()
-    })  # fmt: skip
-
-
-def _merge_parquet(parts: list[Path], target: Path) -> None:
-    import pyarrow.parquet as pq
-
-    writer = None
-    try:
-        for part in parts:
-            table = pq.read_table(part)
-            writer = writer or pq.ParquetWriter(target, table.schema)
-            writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()

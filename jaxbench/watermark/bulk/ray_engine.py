@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,7 @@ LONGEST_FOLDER = 40
 
 
 def engine(
-    paths: list[str], job: bulk_detection.Job, folder: str, kind: str, *, processes: int, skip: frozenset[str]
+    worker: bulk_detection.Worker, paths: list[str], *, processes: int, skip: frozenset[str]
 ) -> Iterator[dict[str, Any]]:
     """Yield the reports of all chunks, done by `processes` Ray actors; give it to bulk.run as its engine.
 
@@ -35,10 +36,10 @@ def engine(
     except ImportError as error:
         raise ValueError(f"engine: ray cannot be imported ({error}); pip install 'jaxbench[ray]'") from error
     if not ray.is_initialized():
-        how = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         if len(tempfile.gettempdir()) > LONGEST_FOLDER:
-            how["_temp_dir"] = "/tmp/ray"  # where Ray itself puts them on a system that names no folder
-        ray.init(num_cpus=processes, **how)
+            options["_temp_dir"] = "/tmp/ray"  # where Ray itself puts them on a system that names no folder
+        ray.init(num_cpus=processes, **options)
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     pieces = list(_pieces(paths, skip))
@@ -47,7 +48,7 @@ def engine(
     blocks = ray.data.from_items(pieces, override_num_blocks=len(pieces))
     reports = blocks.map_batches(
         _Actor,
-        fn_constructor_args=(job, folder, kind, skip),
+        fn_constructor_args=(worker, skip),
         batch_size=1,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(size=processes),
@@ -60,19 +61,16 @@ def engine(
 class _Actor:
     """One process of one thread that scores pieces."""
 
-    def __init__(self, job: bulk_detection.Job, folder: str, kind: str, skip: frozenset[str]):
-        import os
-
+    def __init__(self, worker: bulk_detection.Worker, skip: frozenset[str]):
         os.environ.update(bulk_detection.ONE_THREAD)
-        self._skip = skip
-        self._worker = bulk_detection.Worker(job, folder, kind)
+        self._worker, self._skip = worker, skip
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         reports = []
         for piece in batch["piece"]:
             chunk = lines.Chunk(*json.loads(piece))
             whole = lines.chunks(chunk.path, chunk.file) if chunk.size < 0 else [chunk]
-            reports += [json.dumps(self._worker(one)) for one in whole if one.name not in self._skip]
+            reports += [json.dumps(self._worker(chunk)) for chunk in whole if chunk.name not in self._skip]
         return {"report": reports}
 
 

@@ -66,15 +66,6 @@ def evidence(scheme: Any, found: Evidence) -> Float[np.ndarray, "B T"]:
     return np.where(found.scored, np.clip(value, SMALLEST, 1.0 - SMALLEST), NO_EVIDENCE)
 
 
-def table_rows(tokens: np.ndarray, num_rows: int) -> np.ndarray:
-    """Row of the token table that each token reads: tokens below num_rows / 2 their own, others share.
-
-    Ids of a byte-pair vocabulary are in the order of its merges, so frequent tokens are the small ones.
-    """
-    half = num_rows // 2
-    return np.where(tokens < half, np.maximum(tokens, 0), half + np.maximum(tokens, 0) % (num_rows - half))
-
-
 # Parameters
 
 
@@ -139,7 +130,7 @@ def save(
         with outputs.whole(folder / "calibration.npy") as temporary, open(temporary, "wb") as file:
             np.save(file, calibration)
     values = {"config": config.model_dump(mode="json"), "sha256": assets.sha256_file(weights), **record}
-    outputs.write_text(folder / "detector.json", json.dumps(values, indent=1) + "\n")
+    outputs.write_json(folder / "detector.json", values)
     return weights
 
 

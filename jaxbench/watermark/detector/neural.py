@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import nn
@@ -75,7 +75,10 @@ class NeuralDetector(nnx.Module):
 
 
 def table_rows(tokens: Int[Array, "B T"], num_rows: int) -> Int[Array, "B T"]:
-    """Row of the token table that each token reads, as features.table_rows; padding reads row 0."""
+    """Row of the token table that each token reads: below num_rows / 2 its own, above one it shares; padding row 0.
+
+    Ids of a byte-pair vocabulary are in the order of its merges, so frequent tokens are the small ones.
+    """
     half, tokens = num_rows // 2, jnp.maximum(tokens, 0)
     return jnp.where(tokens < half, tokens, half + tokens % (num_rows - half))
 
@@ -90,11 +93,8 @@ def token_features(evidence: Float[Array, "B T"], scored: Bool[Array, "B T"], *,
 
 def shifted(x: Float[Array, "B T D"], places: int) -> Float[Array, "B T D"]:
     """x moved to later places (to earlier ones where negative), with zeros moved in."""
-    length = x.shape[1]
-    count = min(abs(places), length)
-    zeros = jnp.zeros((x.shape[0], count, x.shape[2]), x.dtype)
-    kept = x[:, : length - count] if places > 0 else x[:, count:]
-    return jnp.concatenate([zeros, kept] if places > 0 else [kept, zeros], axis=1)
+    places = max(-x.shape[1], min(places, x.shape[1]))
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (places, -places, 0), (0, 0, 0)))
 
 
 def pool(x: Float[Array, "B T P"], scored: Bool[Array, "B T"]) -> Float[Array, "B Q"]:
@@ -140,5 +140,5 @@ def build(config: NeuralConfig, params: Mapping[str, np.ndarray], *, dtype: str 
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
-    model = NeuralDetector(**{name: getattr(config, name) for name in type(config).model_fields}, dtype=dtype)
+    model = NeuralDetector(**dict(config), dtype=dtype)
     return nn.load_params(model, params)

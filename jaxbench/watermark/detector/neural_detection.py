@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxbench import prompts
 from jaxbench.watermark import config
 from jaxbench.watermark.detector import features, neural, training_data
 from jaxbench.watermark.reference import Evidence
@@ -37,16 +38,13 @@ class Scorer:
 
     def __call__(self, arrays: features.Arrays) -> np.ndarray:
         """Logits [N] (float64) of texts, SCORING_ROWS at a time."""
-        found, rows = [], len(arrays.tokens)
-        for start in range(0, rows, SCORING_ROWS):
-            part = [field[start : start + SCORING_ROWS] for field in arrays]
-            missing = SCORING_ROWS - len(part[0])
-            part = [np.pad(field, [(0, missing)] + [(0, 0)] * (field.ndim - 1)) for field in part]
-            part[1] = np.asarray(part[1], np.float32)
-            found.append(
-                np.asarray(self._program(self._state, neural.Batch(*part)), np.float64)[: SCORING_ROWS - missing]
-            )
-        return np.concatenate(found) if found else np.zeros(0)
+        arrays, found = arrays._replace(evidence=arrays.evidence.astype(np.float32)), [np.zeros(0)]
+        for start in range(0, len(arrays.tokens), SCORING_ROWS):
+            parts = [field[start : start + SCORING_ROWS] for field in arrays]
+            count = len(parts[0])
+            batch = neural.Batch(*(prompts.fill_rows(part, count, SCORING_ROWS) for part in parts))
+            found.append(np.asarray(self._program(self._state, batch), np.float64)[:count])
+        return np.concatenate(found)
 
 
 def conformal_p(scores: np.ndarray, null: np.ndarray) -> np.ndarray:

@@ -8,7 +8,6 @@ training. What the detector's p-value promises: neural_detection.py.
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from jaxbench.pretrained import tokenizer, weights
 from jaxbench.text import packing, passages
 from jaxbench.training import optimizer_step
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
-from jaxbench.watermark import config, reference, statistics
+from jaxbench.watermark import config, reference, significance
 from jaxbench.watermark.detector import features, neural, training_data
 from jaxbench.watermark.detector.neural_detection import Scorer, conformal_p, null_scores
 from jaxbench.watermark.keys import Key
@@ -181,7 +180,7 @@ def evidence(
     found = reference.evidence(scheme, keys, tokens, vocab_size=vocab_size)
     value = features.evidence(scheme, found).astype(np.float32)
     arrays = features.Arrays(tokens, value, found.scored, np.zeros(len(tokens), np.float32))
-    return arrays, statistics.score(scheme, found, vocab_size=vocab_size).p_value
+    return arrays, significance.score(scheme, found, vocab_size=vocab_size).p_value
 
 
 def run(
@@ -221,16 +220,11 @@ def run(
         store.claim(workdir / part / "chunks", config_id(plan, exclude=("bars", "levels", "num_texts"), extra=extra))
         for name in schemes:
             tokens = power.generate(plan, name, given, model=model, workdir=workdir / part, say=say)
-            root = Key.from_passphrase(plan.passphrase)
-            made[part, name] = tokens, [power.text_key(root, name, i) for i in range(len(tokens))]
-    marked = [
-        training_data.marked_pool(scheme, *made["train", name], vocab_size=vocab_size)
-        for name, scheme in settings.train_schemes.items()
-    ]
-    plain = [
-        training_data.human_pool(scheme, human.train, vocab_size=vocab_size)
-        for scheme in settings.train_schemes.values()
-    ]
+            made[part, name] = tokens, power.text_keys(plan, name, len(tokens))
+    marked, plain = [], []
+    for name, scheme in settings.train_schemes.items():
+        marked.append(training_data.marked_pool(scheme, *made["train", name], vocab_size=vocab_size))
+        plain.append(training_data.human_pool(scheme, human.train, vocab_size=vocab_size))
     params, losses = fit(settings, marked, plain, say=say)
     record = {"training": settings.model_dump(mode="json"), "config_id": config_id(settings, extra=extra), **extra}
     features.save(workdir, settings.detector, params, record, human.calibration)
@@ -238,7 +232,7 @@ def run(
     for name in settings.test_schemes:
         rows += judge(settings, scorer, name, *made["test", name], human, vocab_size=vocab_size)
     result = {**record, "cpu_s": round(time.process_time() - begun, 1), "losses": losses, "rows": rows}
-    outputs.write_text(workdir / "neural.json", json.dumps(result, indent=1) + "\n")
+    outputs.write_json(workdir / "neural.json", result)
     for row in rows:
         say(line(row))
     return result

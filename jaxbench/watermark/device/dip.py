@@ -9,7 +9,8 @@ from jaxtyping import Float, Int, UInt32
 
 from jaxbench import philox
 from jaxbench.watermark import prf
-from jaxbench.watermark.device.marks import KeyedStep, ReweightingMark, State
+from jaxbench.watermark.device.contract import KeyedStep, State
+from jaxbench.watermark.device.marks import ReweightingMark
 from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, order_bits
 
 

@@ -10,19 +10,16 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxbench import philox, prng
 from jaxbench.sample import OrdinaryDraw, largest_sum
-from jaxbench.watermark import prf, reference, vllm_prf
+from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.marks import KeyedStep, Position, State
+from jaxbench.watermark.device.contract import KeyedStep, Position, State, active_rows, first_key
+from jaxbench.watermark.schemes.gumbel import CONTEXT_DOMAIN, TOKEN_DOMAIN
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
 
 class Mark(marks.Mark):
     """Gumbel on a device."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        super().__init__(scheme, vocab_size=vocab_size)
-        self._is_vllm = scheme.prf == "vllm"
 
     def first_state(self, state: State) -> State:
         """State, which remembers contexts where they are deduplicated."""
@@ -38,9 +35,9 @@ class Mark(marks.Mark):
         state, keyed = self._keyed_step(state, at)
         # Outside of the branch: what a branch is given is stored, and not chosen anew at every block.
         stream = self._stream(state, keyed)
-        stream = stream if self._is_vllm else stream.where(keyed.is_active, sample)
+        stream = stream if self.scheme.is_vllm else stream.where(keyed.is_active, sample)
         noisy = marks.draw_if_any(keyed.is_active, lambda: largest_sum(logits, self._noise(stream, str(logits.dtype))))
-        return state, jnp.where(keyed.is_active if self._is_vllm else state["marked"], noisy, -1)
+        return state, jnp.where(keyed.is_active if self.scheme.is_vllm else state["marked"], noisy, -1)
 
     def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Next state and logits that are -inf for all tokens but the drawn one."""
@@ -52,8 +49,8 @@ class Mark(marks.Mark):
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
-        if not self._is_vllm:
-            return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+        if not self.scheme.is_vllm:
+            return super().text_words(key, text)
         place, distance = jnp.arange(tokens.shape[0], dtype=jnp.int32), jnp.arange(-rule.width, 0)
         places = place[:, None, None] + distance[None, None, :]
         is_inside = places >= jnp.maximum(text.prompt, 0)[None, :, None]
@@ -65,10 +62,10 @@ class Mark(marks.Mark):
         """Next state and the step; a context is remembered by its seed under the first key."""
         key = self._key_of_step(state, at.step)
         seeds = self._context_seeds(key, at)
-        is_active = marks.active_rows(self.scheme, state, at)
+        is_active = active_rows(self.scheme, state, at)
         if self.scheme.deduplicate:
             is_dual = reference.is_dual_key(self.scheme)
-            names = self._context_seeds(marks.first_key(state), at) if is_dual else seeds
+            names = self._context_seeds(first_key(state), at) if is_dual else seeds
             state, is_active = marks.remember(state, names[:, :2], is_active, at.step)
         return state, KeyedStep(key, seeds, is_active)
 
@@ -76,7 +73,7 @@ class Mark(marks.Mark):
         """Seed of each row's context; prompt tokens count as missing for vLLM's function."""
         rule, flat = self.scheme.context, (key[0][:, 0], key[1][:, 0])
         contexts = marks.last_tokens(at, rule.width)
-        if not self._is_vllm:
+        if not self.scheme.is_vllm:
             return prf.seeds_after(rule, flat, contexts, None)
         is_inside = marks.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
         return vllm_state(jnp.where(is_inside, contexts, -1), flat)
@@ -85,7 +82,7 @@ class Mark(marks.Mark):
         """Key [B 1] of each row at this step: with two keys, the second in a share alpha of the steps."""
         keys = state["keys"]
         if not reference.is_dual_key(self.scheme):
-            return marks.first_key(state)
+            return first_key(state)
         low, high, row = state["route"].T
         counter = (jnp.zeros_like(row), row, jnp.full_like(row, step), jnp.full_like(row, ROUTE_SITE))
         word = prng.philox4x32(counter, (low, high))[0]
@@ -101,7 +98,7 @@ class Mark(marks.Mark):
     def _noise(self, stream: Stream, dtype: str) -> prf.Lanes:
         """Keyed Gumbel noise -log(-log u) of every token, in lanes."""
         size = {"num_elements": self.vocab_size}
-        if self._is_vllm:
+        if self.scheme.is_vllm:
             words = vllm_lanes(stream.seeds, stream.key, **size)
             return tuple(-jnp.log(_vllm_exponential(w, dtype)) for w in words)
         words = prf.lanes(stream.key, stream.seeds, site=stream.site, **size)
@@ -137,9 +134,9 @@ class Stream(NamedTuple):
 
 
 def vllm_state(contexts: Int[Array, "*shape h"], key: prf.Halves) -> UInt32[Array, "*shape 4"]:
-    """State of contexts, -1 where the text has not started (see vllm_prf.py)."""
+    """State of contexts, -1 where the text has not started (see schemes/gumbel.py)."""
     contexts, width = contexts.astype(jnp.uint32), contexts.shape[-1]
-    words: Any = tuple(jnp.full_like(key[0], word) for word in (vllm_prf.CONTEXT_DOMAIN, width, 0, 0))
+    words: Any = tuple(jnp.full_like(key[0], word) for word in (CONTEXT_DOMAIN, width, 0, 0))
     for offset in range(0, width, 4):
         block = [
             contexts[..., offset + i] if offset + i < width else jnp.full_like(key[0], philox.MASK32 - i)
@@ -154,13 +151,13 @@ def vllm_token_words(
 ) -> UInt32[Array, "*shape"]:
     """Word of each token at its context's state."""
     tokens = tokens.astype(jnp.uint32)
-    pair = (key[0] ^ states[..., 3], key[1] ^ jnp.uint32(vllm_prf.TOKEN_DOMAIN))
+    pair = (key[0] ^ states[..., 3], key[1] ^ jnp.uint32(TOKEN_DOMAIN))
     return prf.pick_word(prf.random_blocks((tokens >> 2, states[..., 0], states[..., 1], states[..., 2]), pair), tokens)
 
 
 def vllm_lanes(states: UInt32[Array, "B 4"], key: prf.Halves, *, num_elements: int) -> prf.Lanes:
     """Words of tokens 0..num_elements-1 at each row's state, in lanes."""
-    pair = (key[0] ^ states[:, 3:], key[1] ^ jnp.uint32(vllm_prf.TOKEN_DOMAIN))
+    pair = (key[0] ^ states[:, 3:], key[1] ^ jnp.uint32(TOKEN_DOMAIN))
     counter = (prf.block_numbers(num_elements), states[:, :1], states[:, 1:2], states[:, 2:3])
     return prf.random_blocks(counter, pair)
 

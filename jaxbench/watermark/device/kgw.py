@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Int, UInt32
 
 from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.marks import Position, State
+from jaxbench.watermark.device.contract import Position, State, active_rows, first_key
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 
@@ -18,25 +16,21 @@ from jaxbench.watermark.schemes import green_count
 class Mark(marks.Mark):
     """KGW on a device."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
-        super().__init__(scheme, vocab_size=vocab_size)
-        self._has_list_per_candidate = scheme.context.kind == "self"
-
     def first_state(self, state: State) -> State:
         """State, under the rule `self` with the words P(v, v), which depend on the key alone."""
-        if not self._has_list_per_candidate:
+        if self.scheme.context.kind != "self":
             return state
-        return state | {"own": own_lanes(marks.first_key(state), num_elements=self.vocab_size)}
+        return state | {"own": own_lanes(first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
         """Tokens that are green after the contexts of rows that are marked here; none in other rows."""
         threshold = jnp.uint32(green_count.threshold(self.scheme.gamma))
-        rule, key = self.scheme.context, marks.first_key(state)
+        rule, key = self.scheme.context, first_key(state)
         contexts = marks.last_tokens(at, rule.length)
-        is_active = marks.active_rows(self.scheme, state, at)
+        is_active = active_rows(self.scheme, state, at)
 
         def bits() -> Array:
-            if self._has_list_per_candidate:
+            if rule.kind == "self":
                 words = self._candidate_lanes(state, contexts, key)
             else:
                 seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
@@ -49,7 +43,7 @@ class Mark(marks.Mark):
         packed = lax.cond(jnp.any(is_active), bits, lambda: jnp.zeros(shape, jnp.uint8))
         green = (packed[:, :, None] >> jnp.arange(4, dtype=jnp.uint8)[None, None, :]) & 1
         green = green.reshape(shape[0], -1)[:, : self.vocab_size] != 0
-        if self._has_list_per_candidate or "payload" not in state:
+        if rule.kind == "self" or "payload" not in state:
             return green
         return prf.shift(green, state["payload"])
 

@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.marks import Position, State
+from jaxbench.watermark.device.contract import Position, State, active_rows
 from jaxbench.watermark.green_lists import GreenLists
 
 
@@ -30,7 +30,7 @@ class Mark(marks.Mark):
     ) -> tuple[State, Float[Array, "B V"]]:
         """State and the logits with the scheme's bias added to those of green tokens."""
         shared, state = state
-        is_active = marks.active_rows(self.scheme, state, at)
+        is_active = active_rows(self.scheme, state, at)
         is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self._lists.rule.bias, logits.dtype)
 

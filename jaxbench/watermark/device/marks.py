@@ -7,7 +7,7 @@ that a row used before is drawn with ordinary randomness: drawn with its key aga
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,36 +15,10 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxbench.sample import OrdinaryDraw
 from jaxbench.watermark import prf
+from jaxbench.watermark.device.contract import BaseMark, KeyedStep, Position, State, active_rows, first_key
 from jaxbench.watermark.schemes.contract import Scheme
 
 HISTORY = 1024  # contexts of a row that are remembered
-State = dict[str, Array]
-
-
-class Position(NamedTuple):
-    """Where the rows of a batch are: the next token of row b follows tokens[b, :length[b]]."""
-
-    tokens: Int[Array, "B W"]
-    length: Int[Array, " B"]
-    step: Array  # tokens generated
-
-
-class KeyedStep(NamedTuple):
-    """What the rows of a batch draw their next token with."""
-
-    key: prf.Halves  # [B 1] each
-    seeds: UInt32[Array, "B S"]  # of their contexts
-    is_active: Bool[Array, " B"]  # rows that are drawn with their key
-
-
-def first_key(state: State) -> prf.Halves:
-    """First key [B 1] of each row."""
-    return prf.halves(state["keys"][:, :2], 2)
-
-
-def active_rows(scheme: Any, state: State, at: Position) -> Bool[Array, " B"]:
-    """Which rows have a key and a full context."""
-    return state["marked"] & (at.length >= scheme.context_length)
 
 
 def last_places(length: Int[Array, " B"], width: int) -> Int[Array, "B n"]:
@@ -88,42 +62,19 @@ def draw_if_any(is_active: Bool[Array, " B"], draw: Any) -> Int[Array, " B"]:
     return lax.cond(jnp.any(is_active), draw, lambda: jnp.full(is_active.shape, -1, jnp.int32))
 
 
-class Mark:
-    """One scheme on a device, for one vocabulary.
-
-    A state has a row for each text: marked bool [B], keys uint32 [B 4] (both halves of the first and of the second
-    key), and what states.generation_state and `first_state` add. Logits [B V] are those of the next token.
-
-    Attributes:
-      shared: arrays that all rows read, only where the scheme has lists of its own; `apply` then gets (shared, state).
-    """
-
-    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: Any = None):
-        self.scheme, self.vocab_size = scheme, vocab_size
-
-    def first_state(self, state: State) -> State:
-        """State before the first token: with what this scheme carries from token to token."""
-        return state
-
-    def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
-        """Tokens that are green in rows that are marked here, none in other rows (schemes that do not draw)."""
+class Mark(BaseMark):
+    """One scheme on a device: what most schemes do."""
 
     def apply(self, state: Any, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
         """Next state, and logits with `delta` added to those of green tokens (schemes that do not draw)."""
         is_green = self.green_tokens(state, at)
         return state, logits + is_green.astype(logits.dtype) * jnp.asarray(self.scheme.delta, logits.dtype)
 
-    def draw(
-        self, state: State, logits: Float[Array, "B V"], at: Position, sample: OrdinaryDraw
-    ) -> tuple[State, Int[Array, " B"]]:
-        """Next state, and tokens, -1 for rows that it leaves to others (schemes that draw)."""
-
-    def reweight(self, state: State, logits: Float[Array, "B V"], at: Position) -> tuple[State, Float[Array, "B V"]]:
-        """Next state, and logits whose ordinary draw is marked (schemes that draw)."""
-
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words and seeds of the tokens of texts (schemes without lists of their own)."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+        scheme, tokens = self.scheme, text.tokens
+        seeds = prf.text_seeds(scheme.context, key, tokens)
+        return prf.token_words(scheme, key, seeds, tokens, vocab_size=self.vocab_size, payload=text.payload), seeds
 
 
 class ReweightingMark(Mark):

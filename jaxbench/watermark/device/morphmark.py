@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxbench.watermark.device import kgw
-from jaxbench.watermark.device.marks import Position, State
+from jaxbench.watermark.device.contract import Position, State
 
 
 class Mark(kgw.Mark):

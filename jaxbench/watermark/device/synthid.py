@@ -11,7 +11,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
 from jaxbench.watermark import prf, reference
-from jaxbench.watermark.device.marks import KeyedStep, ReweightingMark, State
+from jaxbench.watermark.device.contract import KeyedStep, State
+from jaxbench.watermark.device.marks import ReweightingMark
 from jaxbench.watermark.schemes.synthid import HEAD_BLOCK
 
 LAYERS = 5  # of a tournament, computed from one stored distribution

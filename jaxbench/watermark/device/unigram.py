@@ -8,7 +8,7 @@ from jaxtyping import Bool
 
 from jaxbench.watermark import prf, reference
 from jaxbench.watermark.device import marks
-from jaxbench.watermark.device.marks import Position, State
+from jaxbench.watermark.device.contract import Position, State, active_rows
 
 
 class Mark(marks.Mark):
@@ -16,7 +16,7 @@ class Mark(marks.Mark):
 
     def green_tokens(self, state: State, at: Position) -> Bool[Array, "B V"]:
         """Tokens on the list of each row that is marked here, none in other rows."""
-        return state["green"] & marks.active_rows(self.scheme, state, at)[:, None]
+        return state["green"] & active_rows(self.scheme, state, at)[:, None]
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words of the tokens of texts; there is one seed for all, so none is named."""

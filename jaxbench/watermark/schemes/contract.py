@@ -30,6 +30,7 @@ class Scheme(Base):
     device: ClassVar[str]  # module of ../device/ (and torch_ref's) that marks logits and reads words on a device
     word_fields: ClassVar[tuple[str, ...]] = ("context",)  # what its words depend on; detection is compiled for these
     key_field: ClassVar[str | None] = None  # a field that is its only key, of another toolkit's lists; None: takes keys
+    is_detection_only: ClassVar[bool] = False  # True: each candidate token has a list of its own
     has_fixed_list: ClassVar[bool] = False  # one list for all contexts, `green_list(key, vocab_size)`, bool [V]
 
     @pydantic.model_validator(mode="after")
@@ -46,14 +47,16 @@ class Scheme(Base):
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words of the tokens of texts, and the seeds that, with the token, decide them (equal: the same evidence)."""
-        return reference.text_words(self, key, text)
+        seeds, pair = reference.context_seeds(self.context, key, text.tokens), reference.halves(key, 2)
+        options = {"vocab_size": text.vocab_size, "payload": text.payload}
+        return reference.token_words(self, pair, seeds, text.tokens, **options), seeds
 
     def statistic(self, vocab_size: int) -> Statistic:
         """What detection adds up over the scored positions, and how that sum is distributed without a mark."""
 
     def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
-        """Words of tokens under a key that has nothing to do with them."""
-        return reference.null_words(random, shape)
+        """Words of tokens under a key that has nothing to do with them: independent and uniform."""
+        return random.integers(0, 2**32, shape, dtype=np.uint32)
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
         """Evidence in (0, 1) for the neural detector: mean 1/2 without a mark, larger with one (features.py)."""
@@ -87,6 +90,3 @@ class Statistic:
     def reported(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
         """The total in the unit that the field's literature reports."""
         return total.astype(np.float64)
-
-    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Simulated scores of positions with distinct inputs under the null (WinMax)."""

@@ -45,7 +45,7 @@ class ListScheme(GreenScheme):
 
     def null_words(self, random: np.random.Generator, shape: tuple[int, ...]) -> UInt32[np.ndarray, "*shape"]:
         """Words of tokens under another key."""
-        return list_words(reference.null_words(random, shape) < threshold(self.gamma))
+        return list_words(super().null_words(random, shape) < threshold(self.gamma))
 
 
 class ToolkitScheme(ListScheme):
@@ -92,10 +92,6 @@ class GreenCount(Statistic):
     def tail(self, total: Int[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
         """The tail of Binomial(n, gamma)."""
         return null_distributions.binomial(total, num_scored, self.share)
-
-    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Independent 0s and 1s."""
-        return (reference.null_words(random, shape) < np.uint32(self.share * 2**32)).astype(np.float64)
 
 
 def threshold(gamma: float) -> int:

@@ -16,9 +16,11 @@ from jaxtyping import Float, Int, UInt32
 from pydantic import Field
 
 from jaxbench import philox
-from jaxbench.watermark import null_distributions, reference, vllm_prf
-from jaxbench.watermark.reference import ContextRule, Keys, Seeds, Text, Words
+from jaxbench.watermark import null_distributions, reference
+from jaxbench.watermark.reference import ContextRule, Halves, Keys, Seeds, Text, Words
 from jaxbench.watermark.schemes.contract import Scheme, Statistic
+
+CONTEXT_DOMAIN, TOKEN_DOMAIN = 0x574D4358, 0x574D544B  # of vLLM's function
 
 
 class Gumbel(Scheme):
@@ -37,7 +39,7 @@ class Gumbel(Scheme):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Gumbel:
-        if self.prf == "vllm" and (self.context.kind != "left" or self.payload_bits):
+        if self.is_vllm and (self.context.kind != "left" or self.payload_bits):
             raise ValueError(
                 f"gumbel: prf=vllm knows context.kind=left and payload_bits=0, got context.kind={self.context.kind}, "
                 f"payload_bits={self.payload_bits}"
@@ -45,30 +47,35 @@ class Gumbel(Scheme):
         return self
 
     @property
+    def is_vllm(self) -> bool:
+        """Whether its words are those of vLLM's function."""
+        return self.prf == "vllm"
+
+    @property
     def context_length(self) -> int:
         """Tokens that must precede a marked position: none for vLLM's function, which marks the first one too."""
-        return 0 if self.prf == "vllm" else self.context.length
+        return 0 if self.is_vllm else self.context.length
 
     def text_words(self, key: Keys, text: Text) -> tuple[Words, Seeds]:
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
-        if self.prf == "jaxbench":
-            return reference.text_words(self, key, text)
+        if not self.is_vllm:
+            return super().text_words(key, text)
         pair, width, tokens = reference.halves(key, 2), self.context.width, text.tokens
         contexts = reference.windows(tokens, width, fill=-1)
         place = np.arange(tokens.shape[1])[:, None] + np.arange(-width, 0)[None, :]
-        states = vllm_prf.state(np.where(place[None] >= text.prompt[:, None, None], contexts, -1), pair)
-        return vllm_prf.token_words(states, tokens, pair), states
+        states = vllm_state(np.where(place[None] >= text.prompt[:, None, None], contexts, -1), pair)
+        return vllm_token_words(states, tokens, pair), states
 
     def complements(self, words: UInt32[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
         """1 - u of words, exact in float64, with u as the function `prf` defines it."""
         k = (words >> np.uint32(8)).astype(np.float64)
-        if self.prf == "vllm":
+        if self.is_vllm:
             return (2.0**24 - k) / (2.0**24 + 1.0)
         return (2.0**24 - 0.5 - k) * 2.0**-24
 
-    def statistic(self, vocab_size: int, *, dual_key_method: Literal["exact", "vllm"] = "exact") -> ExponentialSum:
-        """The sum of -log(1 - u); with two keys, `vllm` is the moment-matched tail of vLLM's detector."""
-        return ExponentialSum(self, dual_key_method)
+    def statistic(self, vocab_size: int) -> ExponentialSum:
+        """The sum of -log(1 - u)."""
+        return ExponentialSum(self)
 
     def neural_evidence(self, words: UInt32[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
         """The word's uniform, of a dual key the first key's."""
@@ -84,7 +91,6 @@ class ExponentialSum(Statistic):
     """The sum of -log(1 - u), of two keys (1 - alpha) A + alpha B: gamma, or two gammas, under the null."""
 
     scheme: Gumbel
-    dual_key_method: Literal["exact", "vllm"] = "exact"
     is_continuous: ClassVar[bool] = True
 
     def token_scores(self, evidence: reference.Evidence) -> Float[np.ndarray, "N T"]:
@@ -115,18 +121,30 @@ class ExponentialSum(Statistic):
         return 1.0, (1.0 - alpha) ** 2 + alpha**2
 
     def tail(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> null_distributions.Tail:
-        """Tail of the gamma distribution, or of the sum of two.
+        """Tail of the gamma distribution, or of the sum of two."""
+        return null_distributions.dual_gamma(total, num_scored, self.scheme.dual_key_alpha)
 
-        Raises:
-          ValueError: an unknown dual_key_method.
-        """
-        if reference.is_dual_key(self.scheme):
-            alpha, method = self.scheme.dual_key_alpha, self.dual_key_method
-            return null_distributions.dual_gamma(total, num_scored, alpha, method=method)
-        return null_distributions.gamma(total, num_scored)
 
-    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Scores of independent uniform words."""
-        words, second = (reference.null_words(random, shape) for _ in range(2))
-        is_dual = reference.is_dual_key(self.scheme)
-        return self.token_scores(reference.Evidence(words, np.ones(shape, bool), second if is_dual else None))
+# vLLM's function philox4x32-10-v1 (vLLM 0.33, vllm/v1/watermarking/prfs/philox.py): h tokens of context, -1 where the
+# text has not started, are folded, four at a time, into a state of four words that starts as (CONTEXT_DOMAIN, h, 0, 0);
+# a token's word comes from the block of four it lies in. The uniform of a word w is ((w >> 8) + 1) / (2**24 + 1).
+
+
+def vllm_state(contexts: np.ndarray, key: Halves) -> np.ndarray:
+    """State [.. 4] (uint32) of contexts [.. h], oldest token first, under a key's halves (broadcast)."""
+    contexts = np.asarray(contexts).astype(np.uint32)
+    width, (low, high) = contexts.shape[-1], key
+    words = tuple(np.full(contexts.shape[:-1], word, np.uint32) for word in (CONTEXT_DOMAIN, width, 0, 0))
+    for offset in range(0, width, 4):
+        places = range(offset, offset + 4)
+        block = [contexts[..., i] if i < width else np.uint32(philox.MASK32 - i % 4) for i in places]
+        words = philox.philox4x32(tuple(w ^ b for w, b in zip(words, block)), (low ^ np.uint32(offset), high))
+    return np.stack(np.broadcast_arrays(*words), axis=-1)
+
+
+def vllm_token_words(states: np.ndarray, tokens: np.ndarray, key: Halves) -> np.ndarray:
+    """Word (uint32) of each token [..] at its context's state [.. 4]."""
+    tokens, (low, high) = np.asarray(tokens).astype(np.uint32), key
+    counter = (tokens >> 2, states[..., 0], states[..., 1], states[..., 2])
+    words = philox.philox4x32(counter, (low ^ states[..., 3], high ^ np.uint32(TOKEN_DOMAIN)))
+    return reference.pick_word(words, tokens)

@@ -41,12 +41,9 @@ class MarkLlmKgw(ToolkitScheme):
 
     def list_rule(self, vocab_size: int) -> green_lists.ListRule:
         """How contexts select lists; the file's opening lines have the source."""
-        green_lists.check_name("f_scheme", self.f_scheme, ("time", "additive", "skip", "min"))
-        green_lists.check_name("window_scheme", self.window_scheme, ("left", "self"))
         numbers, images = np.arange(vocab_size), green_lists.permutation(self.hash_key, vocab_size)
         hashed = numbers if self.f_scheme == "min" else images  # MarkLLM's _f of a combined context
         return green_lists.ListRule(
-            gamma=self.gamma,
             bias=self.delta,
             combine=self.f_scheme,
             lag=self.prefix_length,

@@ -50,13 +50,11 @@ class TransformersKgw(ToolkitScheme):
 
     def list_rule(self, vocab_size: int) -> green_lists.ListRule:
         """How contexts select lists; the file's opening lines have the source."""
-        green_lists.check_name("seeding_scheme", self.seeding_scheme, ("lefthash", "selfhash"))
         numbers, seeds = np.arange(vocab_size), None
         if not self.is_detection_only:
             products = (self.hashing_key * token % (2**64 - 1) & philox.MASK32 for token in range(vocab_size))
             seeds = np.fromiter(products, np.int64, vocab_size)
         return green_lists.ListRule(
-            gamma=self.greenlist_ratio,
             bias=self.bias,
             combine="skip",
             lag=1,

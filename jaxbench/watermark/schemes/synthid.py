@@ -98,11 +98,6 @@ class BitSum(Statistic):
             return total / BAYESIAN_STEPS_PER_NAT + num_scored * constant
         return np.where(num_scored > 0, total / np.maximum(1, num_scored * sum(self.weights)), 0.0)
 
-    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """Scores of independent uniform words."""
-        words = reference.null_words(random, shape)
-        return self.token_scores(reference.Evidence(words, np.ones(shape, bool))).astype(np.float64)
-
 
 def weights(depth: int, kind: Literal["weighted", "mean", "bayesian"]) -> tuple[int, ...]:
     """Integer weight of each layer's bits: weighted (10 to 1, Dathathri et al. 2024) or bayesian."""

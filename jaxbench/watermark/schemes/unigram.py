@@ -76,11 +76,3 @@ class DistinctGreenCount(GreenCount):
             raise ValueError(f"unigram: {most} distinct tokens in a vocabulary of vocab_size={self.vocab_size}")
         drawn_from = {"population": self.vocab_size, "successes": self.list_size}
         return null_distributions.hypergeometric(total, num_scored, **drawn_from)
-
-    def null_scores(self, random: np.random.Generator, shape: tuple[int, int]) -> Float[np.ndarray, "N T"]:
-        """0s and 1s drawn without replacement."""
-        scores, left = np.zeros(shape), np.full(shape[0], self.list_size, np.float64)
-        for i in range(shape[1]):
-            scores[:, i] = random.random(shape[0]) * (self.vocab_size - i) < left
-            left -= scores[:, i]
-        return scores

@@ -28,7 +28,7 @@ from jaxbench.text import packing
 from jaxbench.watermark.config import Count, Scheme
 from jaxbench.watermark.study import benchmark_report
 
-WORKER = "jaxbench.watermark.study.benchmark_worker"  # the module of every engine but MarkLLM
+PEERS = ("transformers", "markllm")
 MARKLLM_KGW = {
     "algorithm_name": "KGW",
     "gamma": 0.5,
@@ -155,13 +155,12 @@ class _Run:
 
     def worker(self, arm: str, *, threads: int) -> Worker | None:
         """Start an arm's process; None where a peer is not installed."""
-        module, python = WORKER, sys.executable
-        if arm == "markllm":
-            try:
-                module, python = "jaxbench.watermark.study.markllm_worker", process.peer_python(arm)
-            except ValueError as error:
-                self.missing[arm] = str(error)
-                return None
+        try:
+            python = process.peer_python(arm) if arm == "markllm" else sys.executable
+        except ValueError as error:
+            self.missing[arm] = str(error)
+            return None
+        module = f"jaxbench.watermark.study.{'peer' if arm in PEERS else 'benchmark'}_worker"
         environment, log = process.environment("cpu", threads=threads), self.workdir / "logs" / f"{arm}.log"
         limits = {"threads": threads, "timeout_s": TIMEOUT_S}
         return Worker(arm, module, environment=environment, log=log, python=python, **limits)
@@ -197,7 +196,7 @@ class _Run:
     def detection_launch(self, number: int) -> list[dict]:
         """Start every arm, measure every case in alternating order, and return the records."""
         wanted = self.settings.detection
-        arms = process.turn([*wanted.engines, "transformers", "markllm"], number)
+        arms = process.turn([*wanted.engines, *PEERS], number)
         path, rows = self.inputs(), []
         live = {arm: started for arm in arms if (started := self.worker(arm, threads=1)) is not None}
         try:
@@ -226,15 +225,11 @@ class _Run:
         return rows
 
     def _start(self, live: dict[str, Worker], arm: str, path: str) -> None:
+        tokenizer = self.tokenizer_folder() if arm in PEERS else self.settings.model
         try:
-            if arm == "markllm":
-                live[arm].request("start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
-                live[arm].request("load", path=path)
-            else:
-                model = self.tokenizer_folder() if arm == "transformers" else self.settings.model
-                live[arm].request("start", model=model, vocab_size=self.vocab_size, path=path)
+            live[arm].request("start", tokenizer=tokenizer, vocab_size=self.vocab_size, path=path)
         except WorkerError as error:
-            if arm not in ("markllm", "transformers"):
+            if arm not in PEERS:
                 raise
             self.missing[arm] = str(error)
             live.pop(arm).close()
@@ -248,9 +243,7 @@ class _Run:
             self._generation = self.worker("generation", threads=environment.usable_cores())
             self._generation.request("start", model=self.settings.model)
         prompts = packing.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, packing.load_text())
-        names = ("new_tokens", "rounds", "loop_steps", "loop_rounds")
-        arguments = {name: getattr(wanted, name) for name in names}
-        prompts = [[int(token) for token in prompt] for prompt in prompts]
+        arguments = wanted.model_dump(include={"new_tokens", "rounds", "loop_steps", "loop_rounds"})
         answer = self._generation.request("overhead", scheme=scheme, prompts=prompts, **arguments)
         return [{"kind": "generation", "scheme": scheme, "batch_size": batch_size, **answer}]
 
@@ -268,36 +261,28 @@ class _Run:
         peer = self.worker("markllm", threads=1)
         if peer is None:
             return [{"kind": "verdict", "missing": self.missing["markllm"]}]
-        ours = self.worker("numpy", threads=1)
-        maker = self.worker("generation", threads=environment.usable_cores())
-        texts = packing.real_prompts(self.tokenizer, [32 + wanted.new_tokens] * wanted.texts, packing.load_text())
-        human = [[int(token) for token in text] for text in texts]
+        human = packing.real_prompts(self.tokenizer, [32 + wanted.new_tokens] * wanted.texts, packing.load_text())
         prompts = {"prompts": [text[:32] for text in human], "new_tokens": wanted.new_tokens, "seed": 0}
-        try:
+        maker = self.worker("generation", threads=environment.usable_cores())
+        with peer, self.worker("numpy", threads=1) as ours, maker:
             peer.request("start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
-            ours.request("start", model=self.settings.model, vocab_size=self.vocab_size)
+            ours.request("start", tokenizer=self.settings.model, vocab_size=self.vocab_size)
             maker.request("start", model=self.settings.model)
             by_peer = peer.request("generate", scheme=MARKLLM_KGW, model=self.model_folder(), **prompts)["ids"]
             by_us = maker.request("generate", scheme=scheme, **prompts)["ids"]
             ids = by_peer + by_us + human
             theirs = peer.request("detect", scheme=MARKLLM_KGW, ids=ids)["detections"]
             own = ours.request("detect", scheme=scheme, ids=ids)["detections"]
-        finally:
-            for worker in (peer, ours, maker):
-                worker.close()
         authors = ["markllm"] * len(by_peer) + ["jaxbench"] * len(by_us) + ["human"] * len(human)
         return [{"kind": "verdict", "author": a, "theirs": t, "ours": o} for a, t, o in zip(authors, theirs, own)]
 
 
 def cases(arm: str, wanted: Detection) -> list[dict]:
     """Cases of an arm: what its worker's `measure` takes."""
-    if arm == "markllm":
-        kgw = [{"scheme": MARKLLM_KGW, "part": part, "count": wanted.slow_peer_texts} for part in ("ids", "text")]
-        return kgw + [
-            {"scheme": MARKLLM_UNIGRAM, "part": part, "count": wanted.fast_peer_texts} for part in ("ids", "text")
-        ]
-    if arm == "transformers":
-        return [{"scheme": TRANSFORMERS_KGW, "part": part, "count": wanted.slow_peer_texts} for part in ("ids", "text")]
+    if arm in PEERS:
+        slow, fast = wanted.slow_peer_texts, wanted.fast_peer_texts
+        given = [(MARKLLM_KGW, slow), (MARKLLM_UNIGRAM, fast)] if arm == "markllm" else [(TRANSFORMERS_KGW, slow)]
+        return [{"scheme": own, "part": part, "count": count} for own, count in given for part in ("ids", "text")]
     listed = []
     for index, scheme in enumerate(wanted.schemes):
         case = {"scheme": scheme.model_dump(mode="json"), "count": wanted.texts, "batch_size": wanted.texts}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -132,7 +131,7 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
     """Write summary.json, benchmark.csv and report.html, each whole or not at all, and print the tables."""
     from rich.console import Console
 
-    outputs.write_text(workdir / "summary.json", json.dumps(summary, indent=1) + "\n")
+    outputs.write_json(workdir / "summary.json", summary)
     rows = [{"table": name, **row} for name in SHOWN for row in summary[name]]
     outputs.write_csv(workdir / "benchmark.csv", rows, () if rows else ("table",))
     page = Console(record=True, width=140, file=io.StringIO())
@@ -145,8 +144,8 @@ def write(summary: dict[str, Any], workdir: Path) -> None:
 
 def tables(summary: dict[str, Any]) -> list[Any]:
     """Tables that a reader sees, as rich renderables."""
-    shown = [_table(of.title, [_cells(row, of) for row in summary[name]]) for name, of in SHOWN.items()]
-    shown = [table for table in shown if table is not None]
+    named = [(of.title, [_cells(row, of) for row in summary[name]]) for name, of in SHOWN.items()]
+    shown = [_table(title, rows) for title, rows in named if rows]
     if summary["about"].get("tokenizers"):
         shown.append(f"jaxbench splits text with {', '.join(summary['about']['tokenizers'])}, peers with tokenizers")
     return shown + [f"{peer} was left out: {why}" for peer, why in summary["about"].get("missing", {}).items()]
@@ -266,14 +265,12 @@ def _cells(row: dict[str, Any], shown: Shown) -> dict[str, Any]:
 
 
 def _table(title: str, rows: list[dict]) -> Any:
-    """A rich table of dictionaries with equal keys, None without rows."""
+    """A rich table of dictionaries with equal keys."""
     from rich.table import Table
 
-    if not rows:
-        return None
     table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
+    for name, value in rows[0].items():
+        table.add_column(name, justify="left" if isinstance(value, str) else "right")
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+        table.add_row(*map(str, row.values()))
     return table

@@ -1,8 +1,7 @@
 """A worker of the watermark benchmark: detection by one engine, or generation.
 
-Started as `python -m jaxbench.watermark.study.benchmark_worker ENGINE THREADS`. Engines: numpy, jax and torch are
-jaxbench's own; transformers is its WatermarkDetector; generation measures what a watermark adds to a decode step. The
-protocol is that of measure/worker.py; detection runs on one core.
+Started as `python -m jaxbench.watermark.study.benchmark_worker ENGINE THREADS`. Engines: numpy, jax and torch, which
+detect on one core; generation measures what a watermark adds to a decode step. The protocol: measure/worker.py.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench.measure import environment, worker
+from jaxbench.measure import worker
 from jaxbench.pretrained.tokenizer import load_tokenizer
-from jaxbench.watermark import config, detection, green_lists, identify, reference, statistics, texts
+from jaxbench.watermark import config, detection, green_lists, identify, reference, significance, texts
 from jaxbench.watermark.detector import features
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.texts import Ragged
@@ -34,10 +33,8 @@ def session_of(engine: str, _: int) -> Any:
         from jaxbench.watermark.study.decode_overhead import Generation
 
         return Generation()
-    if engine == "transformers":
-        return Transformers()
     if engine not in ("numpy", "jax", "torch"):
-        raise ValueError(f"worker: engine={engine!r} is unknown, wanted numpy, jax, torch, transformers or generation")
+        raise ValueError(f"worker: engine={engine!r} is unknown, wanted numpy, jax, torch or generation")
     return Ours(engine)
 
 
@@ -47,17 +44,17 @@ class Ours:
     def __init__(self, engine: str):
         self.engine = engine
 
-    def start(self, *, model: str, vocab_size: int, path: str | None = None) -> dict:
+    def start(self, *, tokenizer: str, vocab_size: int, path: str | None = None) -> dict:
         """Import the engine, load the tokenizer and read the texts, if there are any."""
         self.vocab_size = vocab_size
-        self.encoder = texts.TextEncoder(load_tokenizer(model), vocab_size=vocab_size)
-        self.plain_encoder = texts.TextEncoder(load_tokenizer(model), vocab_size=vocab_size, canonicalize=False)
+        self.encoder = texts.TextEncoder(load_tokenizer(tokenizer), vocab_size=vocab_size)
+        self.plain_encoder = texts.TextEncoder(load_tokenizer(tokenizer), vocab_size=vocab_size, canonicalize=False)
         if path is not None:
             with open(path) as file:
                 content = json.load(file)
             self.texts, self.ids = content["texts"], content["ids"]
         self.detectors: dict[str, Any] = {}
-        return {"versions": environment.versions()}
+        return {}
 
     def measure(self, *, scheme: dict, part: str, count: int, batch_size: int, repeats: int, keys: int = 1) -> dict:
         """Time one part of detection over the first `count` texts in calls of `batch_size`.
@@ -78,7 +75,7 @@ class Ours:
                 detector.scheme, KEY, tokens, length, vocab_size=self.vocab_size, green_lists=detector.green_lists,
                 deduplicate=False,
             )  # fmt: skip
-            repeated = statistics.score(detector.scheme, evidence, vocab_size=self.vocab_size)
+            repeated = significance.score(detector.scheme, evidence, vocab_size=self.vocab_size)
             values = (repeated.score[0], repeated.num_green[0], repeated.num_scored[0], p_value)
             rows.append(dict(zip(("z", "green", "scored", "p_value"), map(float, values))))
         return {"detections": rows}
@@ -99,7 +96,7 @@ class Ours:
             return lambda: [detector.evidence(tokens, lengths, KEY) for tokens, lengths in batches]
         if part == "statistics":
             evidence = [detector.evidence(tokens, lengths, KEY) for tokens, lengths in batches]
-            return lambda: [statistics.score(detector.scheme, text, vocab_size=self.vocab_size) for text in evidence]
+            return lambda: [significance.score(detector.scheme, text, vocab_size=self.vocab_size) for text in evidence]
         if part == "identify":
             family = [identify.Candidate(f"key {i}", detector.scheme, Key(NUMBER + i)) for i in range(keys)]
             options = {"vocab_size": self.vocab_size, "make_detector": self._make()}
@@ -140,58 +137,6 @@ class Ours:
 
             torch.set_num_threads(1)
         return Detector
-
-
-class Transformers:
-    """transformers' WatermarkDetector, lefthash, one text a call (it wants equal lengths in a batch)."""
-
-    def start(self, *, model: str, vocab_size: int, path: str) -> dict:
-        """Import transformers, load the tokenizer folder and read the texts."""
-        import torch
-        import transformers
-
-        torch.set_num_threads(1)
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        self.vocab_size = vocab_size
-        with open(path) as file:
-            content = json.load(file)
-        self.texts, self.ids = content["texts"], content["ids"]
-        return {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
-
-    def measure(self, *, scheme: dict, part: str, count: int, repeats: int, **_: Any) -> dict:
-        """Time the detector over the first `count` texts; part: text or ids."""
-        import torch
-
-        detector = self._detector(scheme)
-
-        def of_texts() -> None:
-            for text in self.texts[:count]:
-                detector(self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"])
-
-        rows = [torch.tensor([ids]) for ids in self.ids[:count]]
-        call = of_texts if part == "text" else lambda: [detector(row) for row in rows]
-        return {**worker.timed(call, repeats), "texts": count}
-
-    def detect(self, *, scheme: dict, ids: list) -> dict:
-        """z, green tokens and scored tokens of texts given as ids."""
-        import torch
-
-        detector, rows = self._detector(scheme), []
-        for text in ids:
-            found = detector(torch.tensor([text]), return_dict=True)
-            values = (found.z_score, found.num_green_tokens, found.num_tokens_scored)
-            rows.append(dict(zip(("z", "green", "scored"), (float(value[0]) for value in values))))
-        return {"detections": rows}
-
-    def _detector(self, scheme: dict) -> Any:
-        from types import SimpleNamespace
-
-        from transformers import WatermarkDetector, WatermarkingConfig
-
-        names = ("greenlist_ratio", "bias", "hashing_key", "seeding_scheme", "context_width")
-        watermarking = WatermarkingConfig(**{name: scheme[name] for name in names if name in scheme})
-        model = SimpleNamespace(vocab_size=self.vocab_size, bos_token_id=-1, is_encoder_decoder=False)
-        return WatermarkDetector(model, "cpu", watermarking)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,10 @@ from scipy import stats
 
 from jaxbench import outputs, store
 from jaxbench.config import Base, config_id
+from jaxbench.measure import page
+from jaxbench.measure.page import Section
 from jaxbench.text import packing, passages
-from jaxbench.watermark import config, green_lists, reference, statistics
+from jaxbench.watermark import config, green_lists, reference, significance
 from jaxbench.watermark.keys import Key
 
 LARGEST_HASH_KEY = 2**31 - 1
@@ -122,7 +124,7 @@ def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: in
         keyed = under(scheme, key)
         lists = green_lists.lists_of(keyed, vocab_size=vocab_size)
         evidence = reference.evidence(keyed, key, tokens, vocab_size=vocab_size, green_lists=lists, **how)
-        scored = statistics.score(keyed, evidence, vocab_size=vocab_size)
+        scored = significance.score(keyed, evidence, vocab_size=vocab_size)
         values.append((scored.p_value, scored.mid_p))
     return np.moveaxis(np.array(values, np.float64), 0, -1)
 
@@ -145,7 +147,7 @@ def judge(name: str, values: np.ndarray, *, level: float, confidence: float) -> 
 
 
 def rows(
-    settings: Calibration, tokens: np.ndarray, *, vocab_size: int, folder: Path | None = None, **how: Any
+    settings: Calibration, tokens: np.ndarray, *, vocab_size: int, folder: Path, **how: Any
 ) -> Iterator[tuple[Row, bool]]:
     """Yield the rows of every scheme and level for passages, and whether each was measured before.
 
@@ -162,11 +164,7 @@ def rows(
         return [_to_json(row._replace(seconds=time.monotonic() - start)) for row in judged]
 
     for name, scheme in settings.schemes.items():
-        compute, is_kept = functools.partial(measured, name, scheme), False
-        if folder is None:
-            values = compute()
-        else:
-            values, is_kept = store.kept(folder / f"{config_id(scheme)}.json", compute)
+        values, is_kept = store.kept(folder / f"{config_id(scheme)}.json", functools.partial(measured, name, scheme))
         yield from ((_from_json(name, value), is_kept) for value in values)
 
 
@@ -224,7 +222,7 @@ def run(
         "rows": [_to_json(row) for row in measured],
     }
     outputs.write_json(workdir / "calibration.json", result)
-    outputs.write_text(workdir / "calibration.html", page(measured, result))
+    outputs.write_text(workdir / "calibration.html", charts(measured, result))
     return result
 
 
@@ -241,52 +239,42 @@ def line(row: Row) -> str:
     )
 
 
-def page(measured: list[Row], result: dict[str, Any]) -> str:
+def charts(measured: list[Row], result: dict[str, Any]) -> str:
     """Page: for each level, the band, the spread over keys and both rates of every scheme."""
     levels = sorted({row.level for row in measured}, reverse=True)
-    charts = [figure([row for row in measured if row.level == level]) for level in levels]
-    bodies = [chart.to_html(full_html=False, include_plotlyjs=i == 0) for i, chart in enumerate(charts)]
-    head = (
+    sections = [Section(f"level-{i}", f"Nominal {level:g}") for i, level in enumerate(levels)]
+    figures = {
+        f"chart-{part.name}": figure([row for row in measured if row.level == level])
+        for part, level in zip(sections, levels)
+    }
+    lead = (
         f"{result['num_outside']} of {len(measured)} rows outside their band, {result['expected_outside']} expected by "
-        f"chance; {result['num_texts']} passages of {result['config']['num_tokens']} tokens of human text"
+        f"chance; {result['num_texts']} passages of {result['config']['num_tokens']} tokens of human text."
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Calibration</title></head>'
-        '<body style="font: 15px system-ui, sans-serif; max-width: 1100px; margin: 2em auto">'
-        f"<h1>Realised false-positive rates</h1><p>{head}.</p>{''.join(bodies)}</body></html>\n"
-    )
+    return page.render("Realised false-positive rates", sections, figures, name="Calibration", lead=lead)
 
 
-def figure(measured: list[Row]) -> Any:
-    """A plotly figure of one level's rows."""
-    import plotly.graph_objects as go
+def figure(measured: list[Row]) -> page.Figure:
+    """One level's rows as plotly draws them; the line is the level."""
+    names, spread = [row.name for row in measured], [row.key_rates for row in measured]
 
-    names = [row.name for row in measured]
-
-    def bars(low: list[float], high: list[float], label: str, width: float, colour: str) -> Any:
+    def bars(low: list[float], high: list[float], label: str, width: float, colour: str) -> page.Figure:
         spans = [b - a for a, b in zip(low, high)]
-        return go.Bar(
-            y=names, x=spans, base=low, orientation="h", width=width, marker_color=colour, name=label, hoverinfo="skip"
-        )
+        own = {"type": "bar", "orientation": "h", "y": names, "x": spans, "base": low, "width": width, "name": label}
+        return own | {"marker": {"color": colour}, "hoverinfo": "skip"}
 
-    def dots(values: list[float], label: str, symbol: str, colour: str) -> Any:
-        return go.Scatter(
-            y=names, x=values, mode="markers", name=label, marker={"symbol": symbol, "color": colour, "size": 9}
-        )
+    def dots(values: list[float], label: str, symbol: str, colour: str) -> page.Figure:
+        marker = {"symbol": symbol, "color": colour, "size": 9}
+        return {"type": "scatter", "mode": "markers", "y": names, "x": values, "name": label, "marker": marker}
 
-    spread = [row.key_rates for row in measured]
-    chart = go.Figure(
-        [
-            bars([s[0] for s in spread], [s[2] for s in spread], "single keys, least to greatest", 0.2, "#c9ced6"),
-            bars([r.band.low for r in measured], [r.band.high for r in measured], "band", 0.6, "rgba(13,159,140,.35)"),
-            dots([r.rate for r in measured], "exact test", "circle", "#1f2328"),
-            dots([r.randomized_rate for r in measured], "randomised test", "line-ns-open", "#c93a3a"),
-        ]
-    )
-    level = measured[0].level
-    chart.add_vline(x=level, line_dash="dot", line_color="#59636e")
-    chart.update_layout(
-        title=f"nominal {level:g}", barmode="overlay", height=160 + 24 * len(names), margin={"l": 220},
-        yaxis={"autorange": "reversed"}, xaxis={"title": "realised false-positive rate"},
-    )  # fmt: skip
-    return chart
+    data = [
+        bars([s[0] for s in spread], [s[2] for s in spread], "single keys, least to greatest", 0.2, "#c9ced6"),
+        bars([r.band.low for r in measured], [r.band.high for r in measured], "band", 0.6, "rgba(13,159,140,.35)"),
+        dots([r.rate for r in measured], "exact test", "circle", "#3b82f6"),
+        dots([r.randomized_rate for r in measured], "randomised test", "line-ns-open", "#c93a3a"),
+    ]
+    layout = {
+        "barmode": "overlay", "height": 160 + 24 * len(names), "margin": {"l": 220, "t": 30},
+        "yaxis": {"autorange": "reversed"}, "xaxis": {"title": {"text": "realised false-positive rate"}},
+    }  # fmt: skip
+    return {"data": data, "layout": layout, "line": measured[0].level}

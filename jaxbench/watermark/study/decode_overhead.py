@@ -33,13 +33,11 @@ class Generation:
 
     def start(self, *, model: str) -> dict:
         """Load the model in float32."""
-        from jaxbench.measure import environment
-
         checkpoint = weights.load_checkpoint(model)
         self.vocab_size = checkpoint.config.vocab_size
         self.model = build(checkpoint.config, checkpoint.params, dtype="float32")
         self.plain = self._generator(())
-        return {"versions": environment.versions()}
+        return {}
 
     def overhead(
         self, *, scheme: dict, prompts: list, new_tokens: int, rounds: int, loop_steps: int, loop_rounds: int

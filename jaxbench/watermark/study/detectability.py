@@ -36,6 +36,11 @@ def detected(p_values: Sequence[float], fpr: float) -> Rate:
     return rate(int((p <= fpr).sum()), p.size)
 
 
+def rates(p_values: Sequence[float], fprs: Sequence[float]) -> dict[str, dict]:
+    """`detected` at every level, as JSON."""
+    return {str(fpr): detected(p_values, fpr)._asdict() for fpr in fprs}
+
+
 def auroc(marked: Sequence[float], human: Sequence[float]) -> float:
     """P(p of a marked text < p of a human text), ties half (Mann and Whitney 1947); nan without texts."""
     from scipy import stats

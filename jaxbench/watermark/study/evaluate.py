@@ -55,15 +55,6 @@ class Evaluation:
                 columns.setdefault(key, []).extend(values)
         return columns
 
-    def plan(self) -> int:
-        """How many stages there are."""
-        s, rows = self.settings, self.settings.generate.prompts
-        batches = -(-rows // s.generate.batch_size)
-        parts = sum(-(-rows // REWRITE_ROWS) if attacks.rewrites(attack) else 1 for attack in s.attacks)
-        judged = 1 + len(s.attacks) * s.quality.attacked
-        of_a_scheme = batches + parts + 3 + judged + s.spoofing  # detect, show, generation quality
-        return 1 + batches + 2 + 1 + len(s.schemes) * of_a_scheme
-
     def run(self) -> dict[str, Any]:
         """Run every stage and return all results."""
         s = self.settings
@@ -150,13 +141,13 @@ class Evaluation:
         cut = self.settings.attack_tokens
         for place, name in (("marked", arm), (UNMARKED, UNMARKED)):
             ids = bench.encode(texts[name]["text"])
-            scores[place] = _json(bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), lengths, cut=cut))
+            scores[place] = bench.at_lengths(ids, self.parts.row_keys(arm, len(ids)), lengths, cut=cut)
         for slug, changed in attacked.items():
             ids = bench.encode(changed)
             keys = self.parts.row_keys(arm, len(ids))
-            scores["attacks"][slug] = _json(bench.at_lengths(ids, keys, [], cut=max(map(len, ids), default=1)))
+            scores["attacks"][slug] = bench.at_lengths(ids, keys, [], cut=max(map(len, ids), default=1))
         ids = bench.encode(self.material.human)
-        scores["human"] = [_json(bench.at_lengths(ids, key, lengths, cut=cut)) for key in self.parts.keys[arm]]
+        scores["human"] = [bench.at_lengths(ids, key, lengths, cut=cut) for key in self.parts.keys[arm]]
         return scores
 
     def _show(self, arm: str, texts: list[str]) -> list[dict[str, Any]]:
@@ -232,8 +223,8 @@ class Evaluation:
             size, seed = self.settings.attack_tokens, self.settings.seed
             made = [spoofing.forge(learnt, num_tokens=size, seed=seed, index=i) for i in range(FORGED)]
             p = bench.score(made, key).p_value
-            rates = {str(fpr): detectability.detected(p, fpr)._asdict() for fpr in self.settings.detect.fprs}
-            forged |= {"texts": FORGED, "p_values": p.tolist(), "accepted": rates}
+            accepted = detectability.rates(p, self.settings.detect.fprs)
+            forged |= {"texts": FORGED, "p_values": p.tolist(), "accepted": accepted}
         return {"guesses": [guess._asdict() for guess in guesses], "forged": forged}
 
     def _short(self, texts: list[str]) -> list[str]:
@@ -265,11 +256,20 @@ def run(
         with tempfile.TemporaryDirectory() as place:  # where a tiny model may be made
             Evaluation(settings, Path(place)).read_material()  # data that do not fit leave nothing in the workdir
     prepare(settings, workdir, resume=resume)
-    with evaluate_report.Progress(console) as progress:
-        evaluation = Evaluation(settings, workdir, on_stage=progress.stage)
-        progress.start(evaluation.plan())
+    with evaluate_report.progress(num_stages(settings), console) as on_stage:
+        evaluation = Evaluation(settings, workdir, on_stage=on_stage)
         results = evaluation.run()
     return evaluate_report.write(settings, evaluation.material, results, workdir, console=console)
+
+
+def num_stages(s: Evaluate) -> int:
+    """How many stages an evaluation has."""
+    rows = s.generate.prompts
+    batches = -(-rows // s.generate.batch_size)
+    parts = sum(-(-rows // REWRITE_ROWS) if attacks.rewrites(attack) else 1 for attack in s.attacks)
+    judged = 1 + len(s.attacks) * s.quality.attacked
+    of_a_scheme = batches + parts + 3 + judged + s.spoofing  # detect, show, generation quality
+    return 1 + batches + 2 + 1 + len(s.schemes) * of_a_scheme
 
 
 def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
@@ -311,7 +311,3 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         found.append("" if is_open else whole[len(before) :])
         before = before if is_open else whole
     return found
-
-
-def _json(scores: evaluate_parts.LengthScores) -> dict[str, list]:
-    return {key: values.tolist() for key, values in scores._asdict().items()}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from jaxbench.measure.page import Figure
 
-Figure = dict[str, Any]
 COLORS = ("#3b82f6", "#e5722a", "#0d9f8c", "#a855f7", "#d6336c", "#8a8d0f", "#64748b", "#0ea5e9")
 DASHES = ("solid", "dash", "dot", "dashdot")
 

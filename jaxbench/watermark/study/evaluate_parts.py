@@ -8,15 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from jaxbench import sample, transformer
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
-from jaxbench.watermark import canonical, detect, reference, statistics
+from jaxbench.watermark import canonical, detect, reference, significance
 from jaxbench.watermark.attack.rewrite import Rewriter
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.logits_processor import Watermark
@@ -85,14 +84,6 @@ class Parts:
         return transformer.build(checkpoint.config, checkpoint.params, dtype=dtype)
 
 
-class LengthScores(NamedTuple):
-    """What the detector says about N texts at each length, and in a last column about all of each text."""
-
-    p_values: Float[np.ndarray, "N L"]  # nan where a text is shorter than the length
-    mid_p: Float[np.ndarray, "N L"]  # likewise
-    num_scored: Int[np.ndarray, "N L"]  # likewise, 0 there
-
-
 class Bench:
     """One scheme's detector over texts or token ids."""
 
@@ -113,9 +104,9 @@ class Bench:
         ids = Ragged.from_lists(token_ids)
         return self._detector.evidence(ids.take(np.arange(len(ids))), ids.lengths.astype(np.int32), key)
 
-    def score(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> statistics.Detections:
+    def score(self, token_ids: Sequence[Sequence[int]], key: Key | Sequence[Key]) -> significance.Detections:
         """Scores and p-values of texts under one key, or each under its own."""
-        return statistics.score(self.scheme, self.evidence(token_ids, key), vocab_size=self.vocab_size)
+        return significance.score(self.scheme, self.evidence(token_ids, key), vocab_size=self.vocab_size)
 
     def at_lengths(
         self,
@@ -124,21 +115,22 @@ class Bench:
         lengths: Sequence[int],
         *,
         cut: int,
-    ) -> LengthScores:
+    ) -> dict[str, list[list[Any]]]:
         """Test the beginning of each text at each length, and in a last column all of it up to `cut` tokens.
 
-        A position's evidence depends on what precedes it only, so that one pass serves every length.
+        A position's evidence depends on what precedes it only, so that one pass serves every length. The rows [N L] of
+        p_values and mid_p have nan, those of num_scored 0, where a text is shorter than the length.
         """
         sizes = np.array([len(ids) for ids in token_ids])
-        columns = np.full((3, len(token_ids), len(lengths) + 1), np.nan)
-        columns[2] = 0
+        missing = np.full((len(token_ids), len(lengths) + 1), np.nan)
+        columns = {"p_values": missing, "mid_p": missing.copy(), "num_scored": np.zeros(missing.shape, np.int64)}
         if len(sizes):
             longest = max([cut, *lengths])
             whole = self.evidence([ids[:longest] for ids in token_ids], key)
             for column, length in enumerate([*lengths, cut]):
                 part = reference.Evidence(*(None if x is None else x[:, :length] for x in whole))
-                result = statistics.score(self.scheme, part, vocab_size=self.vocab_size)
+                result = significance.score(self.scheme, part, vocab_size=self.vocab_size)
                 kept = sizes >= (length if column < len(lengths) else 0)
-                for values, new in zip(columns, (result.p_value, result.mid_p, result.num_scored)):
+                for values, new in zip(columns.values(), (result.p_value, result.mid_p, result.num_scored)):
                     values[kept, column] = new[kept]
-        return LengthScores(columns[0], columns[1], columns[2].astype(np.int64))
+        return {name: values.tolist() for name, values in columns.items()}

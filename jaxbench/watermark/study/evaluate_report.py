@@ -1,49 +1,44 @@
-"""Progress of an evaluation, and its results as JSON, CSV, HTML and a table on the terminal (S file)."""
+"""Progress of an evaluation, and its results as JSON, CSV, a page and a table on the terminal (S file).
+
+The page is the jinja2 template of this name, in the shell of all pages.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxbench import outputs, terminal
-from jaxbench.measure import environment
-from jaxbench.watermark.study import evaluate_page, evaluate_summary
+from jaxbench.measure import environment, page
+from jaxbench.measure.page import Section
+from jaxbench.watermark.study import evaluate_figures, evaluate_summary
 from jaxbench.watermark.study.evaluate_config import CLEAN, Evaluate
 
+SECTIONS = {
+    "tradeoff": "Detectability against quality", "power": "Detection", "robustness": "Robustness",
+    "quality": "Quality", "spoofing": "Guessed keys and forged text", "tokens": "Token by token",
+    "settings": "Settings and environment",
+}  # fmt: skip
 
-class Progress:
-    """A bar over the stages; use it as a context."""
 
-    def __init__(self, console: Any = None):
-        """Make the bar on a rich console (unset: standard error)."""
-        from rich import progress
+@contextlib.contextmanager
+def progress(total: int, console: Any = None) -> Iterator[Callable[[str, bool], None]]:
+    """Draw a bar over the stages on a rich console (unset: standard error); yield what counts them: (name, is_new)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-        )
-        self._bar = progress.Progress(*columns, console=console or terminal.console(stderr=True), transient=False)
-        self._task: Any = None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console or terminal.console(stderr=True)) as bar:
+        task = bar.add_task("evaluation", total=total)
 
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
+        def count(name: str, is_new: bool) -> None:
+            state = "" if is_new else " (kept)"
+            bar.update(task, advance=1, description=f"{name}{state}"[:60].ljust(44))
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def start(self, total: int) -> None:
-        """Say how many stages there are."""
-        self._task = self._bar.add_task("evaluation", total=total)
-
-    def stage(self, name: str, is_new: bool) -> None:
-        """Count a stage; those found finished count too."""
-        state = "" if is_new else " (kept)"
-        self._bar.update(self._task, advance=1, description=f"{name}{state}"[:60].ljust(44))
+        yield count
 
 
 def write(
@@ -64,7 +59,7 @@ def write(
     outputs.write_text(workdir / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     rows = evaluate_summary.rows(content["summary"], content["config_id"])
     outputs.write_csv(workdir / "results.csv", rows, evaluate_summary.CSV_COLUMNS)
-    outputs.write_text(workdir / "report.html", evaluate_page.render(content, shown))
+    outputs.write_text(workdir / "report.html", render(content, shown))
     show(content, workdir, console=console)
     return content
 
@@ -96,3 +91,65 @@ def show(content: dict[str, Any], workdir: Path, *, console: Any = None) -> None
 def _cell(rates: dict[str, dict], levels: list[str]) -> str:
     values = [rates[level]["value"] for level in levels]
     return " / ".join("-" if value is None else f"{100 * value:.0f}" for value in values)
+
+
+# The page
+
+
+def render(content: dict[str, Any], shown: dict[str, list[dict]]) -> str:
+    """The page as text, from what results.json holds, and from texts of each scheme with tokens and shades."""
+    settings, summary = content["settings"], content["summary"]
+    fprs = [str(fpr) for fpr in settings["detect"]["fprs"]]
+    middle, levels = fprs[len(fprs) // 2], [_level(fpr) for fpr in fprs]  # headline and heat map: the middle level
+    charts = {
+        "chart-pareto": evaluate_figures.pareto(summary), "chart-length": evaluate_figures.by_length(summary),
+        "chart-roc": evaluate_figures.roc(summary), "chart-robustness": evaluate_figures.robustness(summary, middle),
+    }  # fmt: skip
+    spoofed = {name: own["spoof"] for name, own in summary["schemes"].items() if own["spoof"]}
+    shown = {name: texts for name, texts in shown.items() if texts}
+    is_there = {"spoofing": spoofed, "tokens": shown}
+    filters = {
+        "colour": _colour, "level": _level, "number": _number, "percent": _percent,
+        "short": lambda fpr: f"{float(fpr):g}",
+    }  # fmt: skip
+    title = f"Watermarks: {', '.join(summary['schemes'])}"
+    return page.render(
+        title, [Section(name, heading, bool(is_there.get(name, True))) for name, heading in SECTIONS.items()], charts,
+        name=f"jaxbench: {title}", template=Path(__file__).with_suffix(".html"), filters=filters,
+        content=content, shown=shown, spoofed=spoofed, middle=middle, levels=levels, zip=zip,
+        settings=settings, summary=summary,
+        found_at=[f"found at {level}" for level in levels],
+        accepted_at=[f"forgeries accepted at {level}" for level in levels],
+        arms=[("human", summary["human"]), ("unmarked", summary["unmarked"]), *summary["schemes"].items()],
+        about=_about(content), whole=json.dumps(settings, indent=1),
+    )  # fmt: skip
+
+
+def _about(content: dict[str, Any]) -> dict[str, str]:
+    facts = content["environment"]
+    return {
+        "command": content["command"],
+        "configuration": content["config_id"],
+        "commit": facts.get("commit") or "-",
+        "processor": f"{facts.get('cpu', '-')}, {facts.get('cores', '-')} cores",
+        "versions": ", ".join(f"{name} {number}" for name, number in facts.get("versions", {}).items()) or "-",
+        "data": f"{content['data']['source']}, sha256 {content['data']['sha256']}",
+        "models": ", ".join(f"{name}: sha256 {digest}" for name, digest in content["models"].items()),
+    }
+
+
+def _colour(shade: float) -> str:
+    hue, strength = (140, 2 * shade - 1) if shade >= 0.5 else (0, 1 - 2 * shade)
+    return f"hsla({hue},60%,45%,{0.45 * strength:.2f})"
+
+
+def _level(fpr: str) -> str:
+    return f"{float(fpr):.0e}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.3g} %"
+
+
+def _number(value: float | None, digits: int, missing: str = "-") -> str:
+    return missing if value is None else f"{value:.{digits}f}"

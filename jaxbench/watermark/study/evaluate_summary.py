@@ -42,9 +42,9 @@ def _scheme(settings: Evaluate, name: str, results: dict[str, Any]) -> dict[str,
     for i, length in enumerate(detect["lengths"]):
         p, null = present(marked[:, i]), present(human[:, :, i])
         lengths[str(length)] = {
-            "tpr": _rates(p, fprs),
+            "tpr": detectability.rates(p, fprs),
             "human_fpr": {str(f): _spread(human[:, :, i], f) for f in fprs},
-            "unmarked_fpr": _rates(present(unmarked[:, i]), fprs),
+            "unmarked_fpr": detectability.rates(present(unmarked[:, i]), fprs),
             "auroc": detectability.auroc(p, null),
             "median_log10_p": _median(np.log10(p)),
             "texts": int(p.size),
@@ -76,7 +76,7 @@ def _attack(settings: Evaluate, name: str, slug: str, results: dict[str, Any], h
         "label": "no attack" if attack is None else attacks.label(attack),
         "attack": None if attack is None else attack.attack,
         "strength": 0.0 if attack is None else attack.strength,
-        "tpr": _rates(p, settings.detect.fprs),
+        "tpr": detectability.rates(p, settings.detect.fprs),
         "auroc": detectability.auroc(p, present(human)),
         "median_log10_p": _median(np.log10(p)),
         "word_edits": mean(realised.get("word_edits", [0.0])),
@@ -84,10 +84,6 @@ def _attack(settings: Evaluate, name: str, slug: str, results: dict[str, Any], h
         "scored_tokens": mean(array(part["num_scored"])[:, -1]),
         "quality": None if judged is None else _quality(judged),
     }
-
-
-def _rates(p_values: np.ndarray, fprs: Sequence[float]) -> dict[str, dict]:
-    return {str(fpr): detectability.detected(p_values, fpr)._asdict() for fpr in fprs}
 
 
 def _spread(p_values: np.ndarray, fpr: float) -> dict[str, Any]:

@@ -12,7 +12,6 @@ takes up those of a smaller one.
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from jaxbench import outputs, philox, sample, store, transformer
 from jaxbench.config import Base, config_id
 from jaxbench.pretrained import tokenizer, weights
 from jaxbench.text import packing, passages
-from jaxbench.watermark import config, green_lists, logits_processor, reference, statistics
+from jaxbench.watermark import config, green_lists, logits_processor, reference, significance
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.study import detectability
 
@@ -80,9 +79,10 @@ class Cell(NamedTuple):
     bar: float | None  # what the lower end must reach
 
 
-def text_key(passphrase_key: Key, scheme: str, text: int) -> Key:
-    """Key of one text of one scheme."""
-    return passphrase_key.derive(f"{scheme} {text}")
+def text_keys(settings: Power, name: str, num_texts: int) -> list[Key]:
+    """Keys of the texts of one scheme."""
+    root = Key.from_passphrase(settings.passphrase)
+    return [root.derive(f"{name} {text}") for text in range(num_texts)]
 
 
 def prompts(settings: Power, encoder: Any, path: str | Path | None) -> np.ndarray:
@@ -102,7 +102,8 @@ def generate(
     say: Callable[[str], None] = lambda line: None,
 ) -> np.ndarray:  # fmt: skip
     """Continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
-    scheme, root, chunks = settings.schemes[name], Key.from_passphrase(settings.passphrase), []
+    scheme, keys, chunks = settings.schemes[name], text_keys(settings, name, len(given)), []
+    slug = "".join(c if c.isalnum() else "-" for c in name)
 
     @functools.cache
     def programs() -> tuple[logits_processor.Watermark, sample.Generator]:
@@ -115,7 +116,7 @@ def generate(
     def continued(rows: range) -> np.ndarray:
         processor, generator = programs()
         begun = time.monotonic()
-        state = processor.state([text_key(root, name, i) for i in rows], seed=settings.seed)
+        state = processor.state(keys[rows.start : rows.stop], seed=settings.seed)
         output = generator(
             [given[i].tolist() for i in rows],
             max_new_tokens=max(settings.lengths),
@@ -129,7 +130,7 @@ def generate(
 
     for start in range(0, len(given), settings.batch_size):
         rows = range(start, min(start + settings.batch_size, len(given)))
-        path = workdir / "chunks" / f"{slug(name)}-{start:06d}-{len(rows)}.npy"
+        path = workdir / "chunks" / f"{slug}-{start:06d}-{len(rows)}.npy"
         chunks.append(store.kept(path, functools.partial(continued, rows), read=np.load, write=_save)[0])
     return np.concatenate(chunks)
 
@@ -141,9 +142,8 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vocab_size: int) -> Iterator[Cell]:
     """Yield the rates of one scheme at every length and level, with and without the prompt as context."""
-    scheme, root = settings.schemes[name], Key.from_passphrase(settings.passphrase)
+    scheme, keys = settings.schemes[name], text_keys(settings, name, len(made))
     lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
-    keys = [text_key(root, name, i) for i in range(len(made))]
     for sees_prompt in (True, False):
         prompt = given if sees_prompt else given[:, :0]
         for length in settings.lengths:
@@ -151,7 +151,7 @@ def cells(settings: Power, name: str, given: np.ndarray, made: np.ndarray, *, vo
             evidence = reference.evidence(
                 scheme, keys, tokens, vocab_size=vocab_size, prompt_lengths=prompt.shape[1], green_lists=lists
             )
-            scores = statistics.score(scheme, evidence, vocab_size=vocab_size)
+            scores = significance.score(scheme, evidence, vocab_size=vocab_size)
             for level in settings.levels:
                 bar = next(
                     (b.rate for b in settings.bars if (b.scheme, b.num_tokens, b.level) == (name, length, level)), None
@@ -198,7 +198,7 @@ def run(
         "config": settings.model_dump(mode="json"),
         "cells": [cell._asdict() | {"rate": cell.rate._asdict()} for cell in measured],
     }
-    outputs.write_text(workdir / "power.json", json.dumps(result, indent=1) + "\n")
+    outputs.write_json(workdir / "power.json", result)
     for cell in measured:
         say(line(cell))
     return result
@@ -219,18 +219,10 @@ def is_missed(cell: Cell) -> bool:
 
 def line(cell: Cell) -> str:
     """One cell as text."""
-    bar = (
-        ""
-        if cell.bar is None or not cell.sees_prompt
-        else f"  bar {cell.bar:g} {'MISSED' if is_missed(cell) else 'reached'}"
-    )
+    has_bar = cell.bar is not None and cell.sees_prompt
+    bar = f"  bar {cell.bar:g} {'MISSED' if is_missed(cell) else 'reached'}" if has_bar else ""
     sight = "prompt as context" if cell.sees_prompt else "continuation only"
     return (
         f"{cell.scheme:<22} {cell.num_tokens:>4} tokens, {sight}, {cell.num_scored:5.1f} scored, FPR {cell.level:<6g} "
         f"TPR {cell.rate.value:.3f} [{cell.rate.low:.3f}, {cell.rate.high:.3f}]{bar}"
     )
-
-
-def slug(name: str) -> str:
-    """A name as part of a file name."""
-    return "".join(c if c.isalnum() else "-" for c in name)

@@ -39,11 +39,6 @@ class Scores(NamedTuple):
     num_scored: np.ndarray
 
     @property
-    def perplexity(self) -> np.ndarray:
-        """Exp(nll)."""
-        return np.exp(self.nll)
-
-    @property
     def excess(self) -> np.ndarray:
         """Nll - entropy: 0 in expectation for text that the model drew at temperature 1."""
         return self.nll - self.entropy
@@ -79,7 +74,7 @@ class Scorer:
 
         Args:
           processor: a logits processor with `apply`: also measure its divergence.
-          states: states(rows) gives the processor's state for these texts; unset, from its `init`.
+          states: states(rows) gives the processor's state for these texts.
           temperature: of the draw, for the divergence.
 
         Raises:
@@ -95,8 +90,7 @@ class Scorer:
             tokens, lengths, first = self._pad([token_ids[i] for i in rows], [starts[i] for i in rows])
             sums = np.array(self._score(self._leaves, tokens, lengths, first), np.float64)
             if processor is not None:
-                state = states(rows) if states else processor.init(len(rows))
-                state = _fill(state, len(rows), self._batch_size)
+                state = _fill(states(rows), len(rows), self._batch_size)
                 shared = getattr(processor, "shared", None)
                 arrays = (self._leaves, tokens, lengths, first, shared, state, np.float32(temperature))
                 sums[2] = np.asarray(self._diverge(processor, *arrays), np.float64)

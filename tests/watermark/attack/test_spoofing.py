@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxbench.watermark import config, keys, reference, statistics
+from jaxbench.watermark import config, keys, reference, significance
 from jaxbench.watermark.attack import spoofing
 
 VOCAB = 200
@@ -28,7 +28,7 @@ def p_values(texts, key):
     texts = np.asarray(texts, np.int32)
     lengths = np.full(len(texts), texts.shape[1], np.int32)
     evidence = reference.evidence(SCHEME, key, texts, lengths, vocab_size=VOCAB)
-    return statistics.score(SCHEME, evidence, vocab_size=VOCAB).p_value
+    return significance.score(SCHEME, evidence, vocab_size=VOCAB).p_value
 
 
 @pytest.fixture(scope="module")

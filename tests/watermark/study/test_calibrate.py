@@ -32,18 +32,18 @@ def human():
     return found.tokens
 
 
-def rows(tokens, **how):
-    return [row for row, _ in calibrate.rows(SETTINGS, tokens, vocab_size=49152, **how)]
+def rows(tokens, folder, **how):
+    return [row for row, _ in calibrate.rows(SETTINGS, tokens, vocab_size=49152, folder=folder, **how)]
 
 
-def test_every_scheme_keeps_its_level_on_human_text(human):
-    found = rows(human)
+def test_every_scheme_keeps_its_level_on_human_text(human, tmp_path):
+    found = rows(human, tmp_path)
     assert len(found) == 2 * len(SCHEMES)
     assert [calibrate.line(row) for row in found if not row.passed] == []
 
 
-def test_the_same_gate_rejects_when_repeated_positions_are_scored(human):
-    failed = {row.name for row in rows(human, deduplicate=False) if not row.passed}
+def test_the_same_gate_rejects_when_repeated_positions_are_scored(human, tmp_path):
+    failed = {row.name for row in rows(human, tmp_path, deduplicate=False) if not row.passed}
     assert {"kgw left", "unigram", "kgw self"} <= failed
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from jaxbench import config
 from jaxbench.pretrained import tokenizer
-from jaxbench.watermark.study import evaluate, evaluate_data, evaluate_models, evaluate_page, evaluate_summary
+from jaxbench.watermark.study import evaluate, evaluate_data, evaluate_models, evaluate_report, evaluate_summary
 from jaxbench.watermark.study.evaluate_config import Evaluate
 from tests.structure import ROOT
 
@@ -87,7 +87,7 @@ def test_the_plan_counts_the_stages(finished):
     seen = []
     evaluation = evaluate.Evaluation(settings(), workdir, on_stage=lambda name, is_new: seen.append((name, is_new)))
     evaluation.run()
-    assert len(seen) == evaluation.plan() == len(set(seen)) and not any(is_new for _, is_new in seen)
+    assert len(seen) == evaluate.num_stages(settings()) == len(set(seen)) and not any(is_new for _, is_new in seen)
 
 
 def test_marked_text_is_found_and_human_text_is_not(finished):
@@ -141,7 +141,7 @@ def test_the_report_opens_offline_and_shows_every_part(finished):
 def test_the_token_view_shades_scored_tokens_and_escapes_them(finished):
     shown = {"kind": "marked", "text": 0, "p_value": 1e-5, "num_scored": 2, "tokens": ["<b>", " a", "&"],
              "shades": [1.0, 0.0, None]}  # fmt: skip
-    page = evaluate_page.render(finished[1], {"kgw": [shown]})
+    page = evaluate_report.render(finished[1], {"kgw": [shown]})
     html = page[page.index('<div class="text"><b>marked text 1: ') :].partition("</details>")[0]
     assert "&lt;b&gt;" in html and "<b>, " not in html and html.endswith("&amp;</div>")
     assert html.count("<i ") == 2 and "hsla(140" in html and "hsla(0," in html and "p = 1e-05" in html

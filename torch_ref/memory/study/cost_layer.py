@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from jaxbench.measure import worker
-from jaxbench.memory import block_config
-from jaxbench.memory.study.cost import LayerShape, Measured
+from jaxbench.memory.study.cost import ATTENTION, LayerShape, Measured
 from torch_ref import nn
 from torch_ref.attention import Spans, attention
 from torch_ref.memory import blocks
@@ -72,20 +71,17 @@ class _LiveBytes(TorchDispatchMode):
 
 def build(layer: str, shape: LayerShape) -> Attention | blocks.Block:
     """Build the module of a layer: naive, blocked, bank or neural."""
-    if layer in ("naive", "blocked"):
-        module = Attention(shape, implementation="dense" if layer == "naive" else "blocked")
-        random = np.random.default_rng(0)
-        values = {name: 0.02 * random.standard_normal(size) for name, size in shape.kernels.items()}
-        return nn.load_params(module, values)
-    config = shape.block(layer)
-    return blocks.build(config, block_config.initial_params(config, seed=0))
+    params = shape.initial_params(layer)
+    if layer in ATTENTION:
+        return nn.load_params(Attention(shape, implementation=ATTENTION[layer]), params)
+    return blocks.build(shape.block(layer), params)
 
 
 def measure(layer: str, shape: LayerShape, length: int, segment: int) -> Measured:
     """Peak of bytes alive, bytes of a sequence's state, and FLOPs, counted on the meta device."""
     model = build(layer, shape).requires_grad_(False).to("meta")
     counter, live = FlopCounterMode(display=False), _LiveBytes()
-    is_attention = layer in ("naive", "blocked")
+    is_attention = layer in ATTENTION
     size = length if is_attention else min(segment, length)
     # Every segment is like the first: the state has one size.
     with torch.no_grad(), torch.device("meta"):
@@ -106,7 +102,7 @@ def seconds(layer: str, shape: LayerShape, length: int, segment: int, repeats: i
 
     @torch.no_grad()
     def forward() -> None:
-        if layer in ("naive", "blocked"):
+        if layer in ATTENTION:
             model(x)
             return
         state = model.init_state(1)

@@ -1,9 +1,6 @@
 """A small trained detector on per-token evidence and token ids, in PyTorch.
 
-Twin: jaxbench/watermark/detector/neural.py.
-Data's way: token vector + linear map of the token's evidence -> residual layers (norm, convolution with three taps,
-GELU) -> P numbers a token -> their sum over scored tokens divided by sqrt(n), their mean and their log-mean-exp -> one
-hidden layer -> logit, large for marked text. Axis letters: P numbers pooled.
+Twin: jaxbench/watermark/detector/neural.py, which has the data's way. Axis letters: P numbers pooled.
 """
 
 from __future__ import annotations
@@ -74,7 +71,7 @@ class NeuralDetector(torch.nn.Module):
 
 
 def table_rows(tokens: Int[Tensor, "B T"], num_rows: int) -> Int[Tensor, "B T"]:
-    """Row of the token table that each token reads, as features.table_rows; padding reads row 0."""
+    """Row of the token table that each token reads; padding reads row 0."""
     half, tokens = num_rows // 2, tokens.clamp(min=0)
     return torch.where(tokens < half, tokens, half + tokens % (num_rows - half))
 
@@ -91,11 +88,8 @@ def token_features(
 
 def shifted(x: Float[Tensor, "B T D"], places: int) -> Float[Tensor, "B T D"]:
     """x moved to later places (to earlier ones where negative), with zeros moved in."""
-    length = x.shape[1]
-    count = min(abs(places), length)
-    zeros = torch.zeros((x.shape[0], count, x.shape[2]), dtype=x.dtype, device=x.device)
-    kept = x[:, : length - count] if places > 0 else x[:, count:]
-    return torch.cat([zeros, kept] if places > 0 else [kept, zeros], dim=1)
+    places = max(-x.shape[1], min(places, x.shape[1]))
+    return F.pad(x, (0, 0, places, -places))
 
 
 def pool(x: Float[Tensor, "B T P"], scored: Bool[Tensor, "B T"]) -> Float[Tensor, "B Q"]:
@@ -143,7 +137,6 @@ def build(
     Raises:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
-    fields = {name: getattr(config, name) for name in type(config).model_fields}
     with torch.device("meta"):
-        model = NeuralDetector(**fields, dtype=dtype)
+        model = NeuralDetector(**dict(config), dtype=dtype)
     return nn.load_params(model, params, device=device)

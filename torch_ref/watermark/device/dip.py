@@ -7,9 +7,10 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
+from jaxbench.watermark.device.contract import KeyedStep, State
 from jaxbench.watermark.schemes.dip import FEISTEL_ROUNDS, MIX_MULTIPLIERS, order_bits
 from torch_ref.watermark import prf
-from torch_ref.watermark.device.marks import KeyedStep, ReweightingMark, State
+from torch_ref.watermark.device.marks import ReweightingMark
 
 
 class Mark(ReweightingMark):
@@ -36,11 +37,7 @@ def token_words(
 
 
 def _moved(p: Float[Tensor, "B V"], keys: Int64[Tensor, "B 8"], alpha: float) -> Float[Tensor, "B V"]:
-    """schemes.dip.reweight of each row, in the order that the round keys give.
-
-    A token keeps p from the place on where the mass of the order passes alpha, and gets p again where it passes
-    1 - alpha. The two places are found bit by bit: a sum a bit is cheaper than to put the tokens in order.
-    """
+    """schemes.dip.reweight of each row, in the order that the round keys give, as in the twin."""
     bits = order_bits(p.shape[1])
     places = permute(torch.arange(p.shape[1], device=p.device)[None, :], keys[:, None, :], bits)
 

@@ -9,22 +9,19 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
-from jaxbench.watermark import reference, vllm_prf
+from jaxbench.watermark import reference
+from jaxbench.watermark.device.contract import KeyedStep, Position, State, active_rows, first_key
+from jaxbench.watermark.schemes.gumbel import CONTEXT_DOMAIN, TOKEN_DOMAIN
 from torch_ref import prng
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import marks
-from torch_ref.watermark.device.marks import KeyedStep, Position, State
 
 ROUTE_SITE = philox.site_id("watermark/route")
 
 
 class Mark(marks.Mark):
     """Gumbel on a device."""
-
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        super().__init__(scheme, vocab_size=vocab_size)
-        self._is_vllm = scheme.prf == "vllm"
 
     def first_state(self, state: State) -> State:
         """State, which remembers contexts where they are deduplicated."""
@@ -33,19 +30,16 @@ class Mark(marks.Mark):
     def draw(
         self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
     ) -> tuple[State, Int[Tensor, " B"]]:
-        """Next state and the token of each row with the largest sum of logit and keyed noise.
-
-        Rows with a key whose context gives no mark get their ordinary token from the same draw (vLLM's function: -1).
-        """
+        """Next state and the token of each row with the largest sum of logit and keyed noise, as in the twin."""
         state, keyed = self._keyed_step(state, at)
 
         def largest_sum() -> Int[Tensor, " B"]:
             stream = self._stream(state, keyed)
-            stream = stream if self._is_vllm else stream.where(keyed.is_active, sample)
+            stream = stream if self.scheme.is_vllm else stream.where(keyed.is_active, sample)
             return torch.argmax(logits + self._noise(stream, logits.dtype), dim=-1)
 
         drawn = marks.draw_if_any(keyed.is_active, largest_sum)
-        return state, torch.where(keyed.is_active if self._is_vllm else state["marked"], drawn, -1)
+        return state, torch.where(keyed.is_active if self.scheme.is_vllm else state["marked"], drawn, -1)
 
     def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
         """Next state and logits that are -inf for all tokens but the drawn one."""
@@ -57,8 +51,8 @@ class Mark(marks.Mark):
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words and seeds of the tokens of texts; contexts of vLLM's function start with the continuation."""
         rule, tokens = self.scheme.context, text.tokens
-        if not self._is_vllm:
-            return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+        if not self.scheme.is_vllm:
+            return super().text_words(key, text)
         place = torch.arange(tokens.shape[1], device=tokens.device)
         distance = torch.arange(-rule.width, 0, device=tokens.device)
         places = place[None, :, None] + distance[None, None, :]
@@ -71,10 +65,10 @@ class Mark(marks.Mark):
         """Next state and the step; a context is remembered by its seed under the first key."""
         key = self._key_of_step(state, at.step)
         seeds = self._context_seeds(key, at)
-        is_active = marks.active_rows(self.scheme, state, at)
+        is_active = active_rows(self.scheme, state, at)
         if self.scheme.deduplicate:
             is_dual = reference.is_dual_key(self.scheme)
-            names = self._context_seeds(marks.first_key(state), at) if is_dual else seeds
+            names = self._context_seeds(first_key(state), at) if is_dual else seeds
             state, is_active = marks.remember(state, names[:, :2], is_active, at.step)
         return state, KeyedStep(key, seeds, is_active)
 
@@ -82,7 +76,7 @@ class Mark(marks.Mark):
         """Seed of each row's context; prompt tokens count as missing for vLLM's function."""
         rule, flat = self.scheme.context, (key[0][:, 0], key[1][:, 0])
         contexts = marks.last_tokens(at, rule.width)
-        if not self._is_vllm:
+        if not self.scheme.is_vllm:
             return prf.seeds_after(rule, flat, contexts, None)
         is_inside = marks.last_places(at.length, rule.width) >= (at.length - at.step)[:, None]
         return vllm_state(torch.where(is_inside, contexts, -1), flat)
@@ -91,7 +85,7 @@ class Mark(marks.Mark):
         """Key [B 1] of each row at this step: with two keys, the second in a share alpha of the steps."""
         keys = state["keys"]
         if not reference.is_dual_key(self.scheme):
-            return marks.first_key(state)
+            return first_key(state)
         low, high, row = state["route"].T
         counter = (torch.zeros_like(row), row, torch.full_like(row, step), torch.full_like(row, ROUTE_SITE))
         word = prng.philox4x32(counter, (low, high))[0]
@@ -107,7 +101,7 @@ class Mark(marks.Mark):
     def _noise(self, stream: Stream, dtype: torch.dtype) -> Float[Tensor, "B V"]:
         """Keyed Gumbel noise -log(-log u) of every token."""
         name, size = str(dtype).removeprefix("torch."), {"num_elements": self.vocab_size}
-        if self._is_vllm:
+        if self.scheme.is_vllm:
             words = vllm_lanes(stream.seeds, stream.key, **size)
             return prf.interleave([-torch.log(_vllm_exponential(w, dtype)) for w in words], self.vocab_size)
         words = prf.lanes(stream.key, stream.seeds, site=stream.site, **size)
@@ -139,9 +133,9 @@ class Stream(NamedTuple):
 
 
 def vllm_state(contexts: Int[Tensor, "*shape h"], key: prf.Halves) -> Int64[Tensor, "*shape 4"]:
-    """State of contexts, -1 where the text has not started (see vllm_prf.py)."""
+    """State of contexts, -1 where the text has not started (see schemes/gumbel.py)."""
     contexts, width = contexts.to(torch.int64) & philox.MASK32, contexts.shape[-1]
-    words: Any = tuple(torch.full_like(key[0], word) for word in (vllm_prf.CONTEXT_DOMAIN, width, 0, 0))
+    words: Any = tuple(torch.full_like(key[0], word) for word in (CONTEXT_DOMAIN, width, 0, 0))
     for offset in range(0, width, 4):
         block = [
             contexts[..., offset + i] if offset + i < width else torch.full_like(key[0], philox.MASK32 - i)
@@ -156,13 +150,13 @@ def vllm_token_words(
 ) -> Int64[Tensor, "*shape"]:
     """Word of each token at its context's state."""
     tokens = tokens.to(torch.int64) & philox.MASK32
-    pair = (key[0] ^ states[..., 3], key[1] ^ vllm_prf.TOKEN_DOMAIN)
+    pair = (key[0] ^ states[..., 3], key[1] ^ TOKEN_DOMAIN)
     return prf.pick_word(prf.random_blocks((tokens >> 2, states[..., 0], states[..., 1], states[..., 2]), pair), tokens)
 
 
 def vllm_lanes(states: Int64[Tensor, "B 4"], key: prf.Halves, *, num_elements: int) -> prf.Lanes:
     """Words of tokens 0..num_elements-1 at each row's state, in lanes."""
-    pair = (key[0] ^ states[:, 3:], key[1] ^ vllm_prf.TOKEN_DOMAIN)
+    pair = (key[0] ^ states[:, 3:], key[1] ^ TOKEN_DOMAIN)
     return prf.random_blocks(
         (prf.block_numbers(num_elements, device=key[0].device), states[:, :1], states[:, 1:2], states[:, 2:3]), pair
     )

@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from jaxbench import philox
 from jaxbench.watermark import reference
+from jaxbench.watermark.device.contract import Position, State, active_rows, first_key
 from jaxbench.watermark.reference import SELF_SITE
 from jaxbench.watermark.schemes import green_count
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import marks
-from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(marks.Mark):
     """KGW on a device."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        super().__init__(scheme, vocab_size=vocab_size)
-        self._has_list_per_candidate = scheme.context.kind == "self"
-
     def first_state(self, state: State) -> State:
         """State, under the rule `self` with the words P(v, v), which depend on the key alone."""
-        if not self._has_list_per_candidate:
+        if self.scheme.context.kind != "self":
             return state
-        return state | {"own": own_lanes(marks.first_key(state), num_elements=self.vocab_size)}
+        return state | {"own": own_lanes(first_key(state), num_elements=self.vocab_size)}
 
     def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
         """Tokens that are green after the contexts of rows that are marked here; none in other rows."""
-        is_active = marks.active_rows(self.scheme, state, at)
+        is_active = active_rows(self.scheme, state, at)
         if not is_active.any():
             return torch.zeros((at.tokens.shape[0], self.vocab_size), dtype=torch.bool, device=at.tokens.device)
-        rule, key = self.scheme.context, marks.first_key(state)
+        rule, key = self.scheme.context, first_key(state)
         contexts = marks.last_tokens(at, rule.length)
-        if self._has_list_per_candidate:
+        if rule.kind == "self":
             words = self._candidate_lanes(state, contexts, key)
         else:
             seeds = prf.seeds_after(rule, (key[0][:, 0], key[1][:, 0]), contexts, None)
             words = prf.lanes(key, seeds, site=reference.site_of(self.scheme), num_elements=self.vocab_size)
         threshold = green_count.threshold(self.scheme.gamma)
         green = prf.interleave([word < threshold for word in words], self.vocab_size) & is_active[:, None]
-        if self._has_list_per_candidate or "payload" not in state:
+        if rule.kind == "self" or "payload" not in state:
             return green
         return prf.shift(green, state["payload"])
 

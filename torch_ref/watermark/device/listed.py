@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from jaxbench.watermark.device.contract import Position, State, active_rows
 from jaxbench.watermark.green_lists import GreenLists
 from torch_ref.watermark.device import marks
-from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(marks.Mark):
@@ -29,7 +29,7 @@ class Mark(marks.Mark):
     ) -> tuple[State, Float[Tensor, "B V"]]:
         """State and the logits with the scheme's bias added to those of green tokens."""
         shared, state = state
-        is_active = marks.active_rows(self.scheme, state, at)
+        is_active = active_rows(self.scheme, state, at)
         is_green = self._green_tokens(shared, at) & is_active[:, None]
         return state, logits + is_green.to(logits.dtype) * self._lists.rule.bias
 

@@ -7,44 +7,18 @@ that a row used before is drawn with ordinary randomness: drawn with its key aga
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
+from jaxbench.watermark.device.contract import BaseMark, KeyedStep, Position, State, active_rows, first_key
 from jaxbench.watermark.schemes.contract import Scheme
 from torch_ref.sample import OrdinaryDraw
 from torch_ref.watermark import prf
 
 HISTORY = 1024  # contexts of a row that are remembered
-State = dict[str, Tensor]
-
-
-class Position(NamedTuple):
-    """Where the rows of a batch are: the next token of row b follows tokens[b, :length[b]]."""
-
-    tokens: Int[Tensor, "B W"]
-    length: Int[Tensor, " B"]
-    step: int  # tokens generated
-
-
-class KeyedStep(NamedTuple):
-    """What the rows of a batch draw their next token with."""
-
-    key: prf.Halves  # [B 1] each
-    seeds: Int64[Tensor, "B S"]  # of their contexts
-    is_active: Bool[Tensor, " B"]  # rows that are drawn with their key
-
-
-def first_key(state: State) -> prf.Halves:
-    """First key [B 1] of each row."""
-    return prf.halves(state["keys"][:, :2], 2)
-
-
-def active_rows(scheme: Any, state: State, at: Position) -> Bool[Tensor, " B"]:
-    """Which rows have a key and a full context."""
-    return state["marked"] & (at.length >= scheme.context_length)
 
 
 def last_places(length: Int[Tensor, " B"], width: int) -> Int[Tensor, "B n"]:
@@ -89,42 +63,19 @@ def draw_if_any(is_active: Bool[Tensor, " B"], draw: Any) -> Int[Tensor, " B"]:
     return draw() if is_active.any() else torch.full(is_active.shape, -1, device=is_active.device)
 
 
-class Mark:
-    """One scheme on a device, for one vocabulary.
-
-    A state has a row for each text: marked bool [B], keys int64 [B 4] (both halves of the first and of the second
-    key), and what states.generation_state and `first_state` add. Logits [B V] are those of the next token.
-
-    Attributes:
-      shared: arrays that all rows read, only where the scheme has lists of its own; `apply` then gets (shared, state).
-    """
-
-    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
-        self.scheme, self.vocab_size = scheme, vocab_size
-
-    def first_state(self, state: State) -> State:
-        """State before the first token: with what this scheme carries from token to token."""
-        return state
-
-    def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
-        """Tokens that are green in rows that are marked here, none in other rows (schemes that do not draw)."""
+class Mark(BaseMark):
+    """One scheme on a device: what most schemes do."""
 
     def apply(self, state: Any, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
         """Next state, and logits with `delta` added to those of green tokens (schemes that do not draw)."""
         is_green = self.green_tokens(state, at)
         return state, logits + is_green.to(logits.dtype) * self.scheme.delta
 
-    def draw(
-        self, state: State, logits: Float[Tensor, "B V"], at: Position, sample: OrdinaryDraw
-    ) -> tuple[State, Int[Tensor, " B"]]:
-        """Next state, and tokens, -1 for rows that it leaves to others (schemes that draw)."""
-
-    def reweight(self, state: State, logits: Float[Tensor, "B V"], at: Position) -> tuple[State, Float[Tensor, "B V"]]:
-        """Next state, and logits whose ordinary draw is marked (schemes that draw)."""
-
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words and seeds of the tokens of texts (schemes without lists of their own)."""
-        return prf.text_words(self.scheme, key, text, vocab_size=self.vocab_size)
+        scheme, tokens = self.scheme, text.tokens
+        seeds = prf.text_seeds(scheme.context, key, tokens)
+        return prf.token_words(scheme, key, seeds, tokens, vocab_size=self.vocab_size, payload=text.payload), seeds
 
 
 class ReweightingMark(Mark):

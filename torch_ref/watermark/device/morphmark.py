@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from jaxbench.watermark.device.contract import Position, State
 from torch_ref.watermark.device import kgw
-from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(kgw.Mark):

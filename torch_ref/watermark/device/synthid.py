@@ -7,9 +7,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from jaxbench.watermark import reference
+from jaxbench.watermark.device.contract import KeyedStep, State
 from jaxbench.watermark.schemes.synthid import HEAD_BLOCK
 from torch_ref.watermark import prf
-from torch_ref.watermark.device.marks import KeyedStep, ReweightingMark, State
+from torch_ref.watermark.device.marks import ReweightingMark
 
 
 class Mark(ReweightingMark):

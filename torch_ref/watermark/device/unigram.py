@@ -7,9 +7,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from jaxbench.watermark import reference
+from jaxbench.watermark.device.contract import Position, State, active_rows
 from torch_ref.watermark import prf
 from torch_ref.watermark.device import marks
-from torch_ref.watermark.device.marks import Position, State
 
 
 class Mark(marks.Mark):
@@ -17,7 +17,7 @@ class Mark(marks.Mark):
 
     def green_tokens(self, state: State, at: Position) -> Bool[Tensor, "B V"]:
         """Tokens on the list of each row that is marked here, none in other rows."""
-        return state["green"] & marks.active_rows(self.scheme, state, at)[:, None]
+        return state["green"] & active_rows(self.scheme, state, at)[:, None]
 
     def text_words(self, key: prf.Halves, text: prf.Text) -> tuple[prf.Words, prf.Seeds]:
         """Words of the tokens of texts; there is one seed for all, so none is named."""

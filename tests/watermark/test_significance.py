@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from jaxbench.watermark import null_distributions, reference, statistics
+from jaxbench.watermark import null_distributions, reference, significance
 from jaxbench.watermark.config import parse_scheme
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.schemes import synthid
@@ -41,7 +41,7 @@ def scored(request, texts):
     scheme = SCHEMES[request.param]
     keys = [Key(1000003 * i + 17) for i in range(len(texts))]
     evidence = reference.evidence(scheme, keys, texts, np.full(len(texts), texts.shape[1]), vocab_size=VOCAB)
-    return scheme, evidence, statistics.score(scheme, evidence, vocab_size=VOCAB)
+    return scheme, evidence, significance.score(scheme, evidence, vocab_size=VOCAB)
 
 
 def test_randomised_p_is_uniform_and_the_exact_one_above_it_for_texts_without_a_mark(scored):
@@ -56,7 +56,7 @@ def test_scoring_repeated_inputs_again_is_not_calibrated(texts):
     keys = [Key(1000003 * i + 17) for i in range(len(texts))]
     evidence = reference.evidence(scheme, keys, texts, np.full(len(texts), 50), vocab_size=VOCAB)
     every = evidence._replace(scored=np.broadcast_to(np.arange(50) >= 1, texts.shape))
-    found = statistics.score(scheme, every, vocab_size=VOCAB)
+    found = significance.score(scheme, every, vocab_size=VOCAB)
     assert stats.kstest(found.randomized_p, "uniform").pvalue < 1e-3
 
 
@@ -81,7 +81,7 @@ def test_the_randomised_p_is_the_same_in_every_run_and_any_padding(scored):
         np.pad(evidence.scored, pad),
         None if second is None else np.pad(second, pad),
     )
-    again = statistics.score(scheme, wider, vocab_size=VOCAB)
+    again = significance.score(scheme, wider, vocab_size=VOCAB)
     for one, other in zip(found, again):
         if one.dtype == np.float64:
             np.testing.assert_allclose(one, other, rtol=1e-12)
@@ -94,7 +94,7 @@ def test_the_randomised_p_is_the_same_in_every_run_and_any_padding(scored):
 def test_a_text_too_short_has_p_one_and_a_reason():
     scheme = SCHEMES["gumbel"]
     evidence = reference.evidence(scheme, Key(1), np.ones((3, 6), int), np.array([0, 4, 5]), vocab_size=VOCAB)
-    found = statistics.score(scheme, evidence, vocab_size=VOCAB)
+    found = significance.score(scheme, evidence, vocab_size=VOCAB)
     assert found.num_scored.tolist() == [0, 0, 1]
     for values in (found.p_value, found.mid_p, found.randomized_p):
         assert values[:2].tolist() == [1.0, 1.0] and values[2] < 1.0
@@ -104,7 +104,7 @@ def test_a_text_too_short_has_p_one_and_a_reason():
 def test_kgw_counts_green_tokens_and_tests_them_with_the_binomial():
     words = np.array([[0, 2**30 - 1, 2**30, 2**32 - 1]], np.uint32)
     evidence = reference.Evidence(words, np.array([[True, True, True, False]]))
-    found = statistics.score(SCHEMES["kgw"], evidence, vocab_size=VOCAB)
+    found = significance.score(SCHEMES["kgw"], evidence, vocab_size=VOCAB)
     assert (found.num_green[0], found.num_scored[0]) == (2, 3)
     assert found.p_value[0] == pytest.approx(stats.binom.sf(1, 3, 0.25), rel=1e-14)
     assert found.mid_p[0] == pytest.approx(stats.binom.sf(1, 3, 0.25) - stats.binom.pmf(2, 3, 0.25) / 2, rel=1e-14)
@@ -113,16 +113,16 @@ def test_kgw_counts_green_tokens_and_tests_them_with_the_binomial():
 
 def test_unigram_is_tested_without_replacement():
     words = np.array([[0, 0, reference.RED]], np.uint32)
-    found = statistics.score(SCHEMES["unigram"], reference.Evidence(words, np.ones((1, 3), bool)), vocab_size=10)
+    found = significance.score(SCHEMES["unigram"], reference.Evidence(words, np.ones((1, 3), bool)), vocab_size=10)
     assert found.p_value[0] == pytest.approx(stats.hypergeom.sf(1, 10, 5, 3), rel=1e-13)
     with pytest.raises(ValueError, match="3 distinct tokens in a vocabulary of vocab_size=2"):
-        statistics.score(SCHEMES["unigram"], reference.Evidence(words, np.ones((1, 3), bool)), vocab_size=2)
+        significance.score(SCHEMES["unigram"], reference.Evidence(words, np.ones((1, 3), bool)), vocab_size=2)
 
 
 def test_synthid_reports_the_weighted_mean_of_its_bits():
     scheme = SCHEMES["synthid shallow"]  # weights 10, 5.5, 1
     assert synthid.weights(3, "weighted") == (20, 11, 2)
-    found = statistics.score(
+    found = significance.score(
         scheme, reference.Evidence(np.array([[0b001, 0b111]], np.uint32), np.ones((1, 2), bool)), vocab_size=VOCAB
     )
     assert found.statistic[0] == pytest.approx((20 + 33) / 66)
@@ -132,7 +132,7 @@ def test_synthid_reports_the_weighted_mean_of_its_bits():
 def test_the_bayesian_statistic_is_a_log_likelihood_ratio():
     scheme = parse_scheme({"scheme": "synthid", "score": "bayesian", "depth": 2})
     evidence = reference.Evidence(np.array([[0b01]], np.uint32), np.ones((1, 1), bool))
-    found = statistics.score(scheme, evidence, vocab_size=VOCAB)
+    found = significance.score(scheme, evidence, vocab_size=VOCAB)
     first, second = synthid.TWO_LEAVES[:2]
     wanted = np.log((1 + first / 2) * (1 - second / 2))
     assert found.statistic[0] == pytest.approx(wanted, abs=0.02)  # log-odds are rounded to 1/64 nat
@@ -143,19 +143,19 @@ def test_the_bayesian_statistic_is_a_log_likelihood_ratio():
 
 @given(st.floats(1e-300, 1.0), st.integers(1, 65536))
 def test_any_of_lies_between_p_and_bonferroni(p, family):
-    found = float(statistics.any_of(np.array([p]), family)[0])
+    found = float(significance.any_of(np.array([p]), family)[0])
     assert max(p, null_distributions.FLOOR) * (1 - 1e-12) <= found <= min(1.0, family * p) * (1 + 1e-9)
 
 
 def test_any_of_keeps_small_p_values_exact():
-    assert statistics.any_of(np.array([1e-30]), 256)[0] == pytest.approx(256e-30, rel=1e-12)
-    assert statistics.any_of(np.array([0.5, 1.0]), 2).tolist() == [0.75, 1.0]
+    assert significance.any_of(np.array([1e-30]), 256)[0] == pytest.approx(256e-30, rel=1e-12)
+    assert significance.any_of(np.array([0.5, 1.0]), 2).tolist() == [0.75, 1.0]
 
 
 def test_identities_differ_where_texts_do_and_the_randomiser_is_uniform():
     tokens = np.random.default_rng(0).integers(0, 9, (2000, 6)).astype(np.uint32)
-    identity = statistics.text_identity(tokens, np.ones(tokens.shape, bool))
+    identity = significance.text_identity(tokens, np.ones(tokens.shape, bool))
     distinct = np.unique(tokens, axis=0)
     assert len(np.unique(identity)) == len(distinct)
     first = np.unique(identity)
-    assert stats.kstest(statistics.randomizer(first), "uniform").pvalue > 1e-3
+    assert stats.kstest(significance.randomizer(first), "uniform").pvalue > 1e-3

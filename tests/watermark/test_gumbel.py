@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import special
 
-from jaxbench.watermark import reference, statistics, vllm_prf
+from jaxbench.watermark import reference, significance
 from jaxbench.watermark.config import Gumbel
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.reference import ContextRule
+from jaxbench.watermark.schemes import gumbel
 from tests.watermark import vocabulary
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "vllm.json").read_text())
@@ -30,15 +32,20 @@ def first_contexts(tokens: list[int]) -> np.ndarray:
     return np.array([first])
 
 
-def detect(row: dict, *, by_context: bool) -> statistics.Detections:
+def detect(row: dict, *, by_context: bool) -> significance.Detections:
     fields = {} if row["alpha"] is None else {"dual_key_alpha": row["alpha"]}
     tokens = np.array([row["tokens"]])
     lengths = np.array([tokens.shape[1]])
     found = reference.evidence(scheme(**fields), Key(row["key"]), tokens, lengths, vocab_size=VOCAB_SIZE)
     if by_context:
         found = found._replace(scored=first_contexts(row["tokens"]))
-    own = scheme(**fields).statistic(VOCAB_SIZE, dual_key_method="vllm")
-    return statistics.score(scheme(**fields), found, vocab_size=VOCAB_SIZE, statistic=own)
+    return significance.score(scheme(**fields), found, vocab_size=VOCAB_SIZE)
+
+
+def vllms_p_value(found: significance.Detections, alpha: float | None) -> float:
+    """Return the tail of one gamma; with two keys, of the one whose mean and variance are those of the sum."""
+    share = 1.0 if alpha is None else (1 - alpha) ** 2 + alpha**2
+    return special.gammaincc(found.num_scored[0] / share, found.statistic[0] / share)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +59,16 @@ def detect(row: dict, *, by_context: bool) -> statistics.Detections:
 )
 def test_words_are_the_known_answers(context, token, word):
     key = reference.halves(Key(42), 1)
-    found = vllm_prf.token_words(vllm_prf.state(np.array([context]), key), np.array([token]), key)
+    found = gumbel.vllm_token_words(gumbel.vllm_state(np.array([context]), key), np.array([token]), key)
     assert found.tolist() == [word]
 
 
 @pytest.mark.parametrize("row", GOLDEN["uniforms"], ids=lambda row: f"width{len(row['contexts'][0])}")
 def test_uniforms_are_those_of_vllm_for_every_width(row):
     key = reference.halves(Key(row["key"]), 1)
-    words = vllm_prf.token_words(vllm_prf.state(np.array(row["contexts"]), key), np.array(row["tokens"]), key)
+    words = gumbel.vllm_token_words(gumbel.vllm_state(np.array(row["contexts"]), key), np.array(row["tokens"]), key)
     wanted = np.array(row["uniforms"], np.float32)  # vLLM rounds the same float64 to float32
-    assert np.array_equal(vllm_prf.uniform(words).astype(np.float32), wanted)
+    assert np.array_equal(scheme().shade(words).astype(np.float32), wanted)
 
 
 def test_words_of_a_whole_vocabulary_are_the_words_of_its_tokens():
@@ -69,7 +76,7 @@ def test_words_of_a_whole_vocabulary_are_the_words_of_its_tokens():
     words = vocabulary.words(scheme(), Key(42), contexts, vocab_size=41)
     key = reference.halves(Key(42), 1)
     for token in (0, 1, 39, 40):
-        one = vllm_prf.token_words(vllm_prf.state(contexts, key), np.full(2, token), key)
+        one = gumbel.vllm_token_words(gumbel.vllm_state(contexts, key), np.full(2, token), key)
         assert np.array_equal(words[:, token], one)
 
 
@@ -78,7 +85,7 @@ def test_the_draw_is_the_draw_of_vllm():
     logits = (tokens * tokens * 37 % 101) / 25
     for row in GOLDEN["samples"]:
         words = vocabulary.words(scheme(), Key(row["key"]), np.array(row["contexts"]), vocab_size=499)
-        drawn = np.argmax(logits - np.log(-np.log(vllm_prf.uniform(words))), axis=1)
+        drawn = np.argmax(logits - np.log(-np.log(scheme().shade(words))), axis=1)
         assert drawn.tolist() == row["tokens"]
 
 
@@ -87,7 +94,10 @@ def test_scores_and_p_values_are_those_of_vllms_detector(row):
     found = detect(row, by_context=True)
     assert found.num_scored.tolist() == [row["num_scored"]]
     assert found.statistic[0] == pytest.approx(row["score"], rel=1e-6)  # vLLM's uniforms are float32
-    assert found.p_value[0] == pytest.approx(row["p_value"], rel=2e-5)
+    theirs = vllms_p_value(found, row["alpha"])
+    assert theirs == pytest.approx(row["p_value"], rel=2e-5)
+    if row["alpha"] is None:
+        assert found.p_value[0] == pytest.approx(theirs, rel=1e-12)
 
 
 def test_texts_that_vllm_marked_are_detected_and_others_are_not():

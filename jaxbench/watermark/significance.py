@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, UInt32, UInt64
 from jaxbench import philox
 from jaxbench.watermark import null_distributions
 from jaxbench.watermark.reference import Evidence, count
-from jaxbench.watermark.schemes.contract import Scheme, Statistic
+from jaxbench.watermark.schemes.contract import Scheme
 
 IDENTITY_SEED = 0x6A61786265  # any fixed number: the multipliers of the text's hash
 
@@ -42,27 +42,20 @@ def score(
     evidence: Evidence,
     *,
     vocab_size: int,
-    identity: UInt64[np.ndarray, " N"] | None = None,
-    statistic: Statistic | None = None,
 ) -> Detections:
-    """Scores and p-values of evidence about N texts.
-
-    Args:
-      identity: what the randomised p-value's random number is keyed by; unset: the scored words.
-      statistic: another one than the scheme's own, such as gumbel's with the approximation of vLLM's detector.
+    """Scores and p-values of evidence about N texts; the randomised p-value is keyed by the scored words.
 
     Raises:
       ValueError: the vocabulary does not fit a unigram list.
     """
-    statistic = scheme.statistic(vocab_size) if statistic is None else statistic
+    statistic = scheme.statistic(vocab_size)
     num_scored, total = count(evidence.scored), statistic.total(evidence)
     tail = statistic.tail(total, num_scored)
     if statistic.is_continuous:
         p_values = (tail.upper,) * 3
     else:
-        identity = text_identity(evidence.words, evidence.scored) if identity is None else identity
-        equal = tail.upper - tail.above
-        p_values = tail.upper, tail.above + 0.5 * equal, tail.above + randomizer(identity) * equal
+        equal, uniform = tail.upper - tail.above, randomizer(text_identity(evidence.words, evidence.scored))
+        p_values = tail.upper, tail.above + 0.5 * equal, tail.above + uniform * equal
     deviation, variance = total - num_scored * statistic.moments()[0], statistic.variance(num_scored)
     z = np.where(variance > 0, deviation / np.sqrt(np.where(variance > 0, variance, 1.0)), 0.0)
     none = np.full(len(num_scored), -1, np.int64)
@@ -70,15 +63,10 @@ def score(
     too_short = num_scored == 0
     p_values = [np.where(too_short, 1.0, p) for p in p_values]
     reported = statistic.reported(total, num_scored).astype(np.float64)
-    return Detections(reported, num_scored, green, none, z, *p_values, _reasons(scheme, too_short))
-
-
-def _reasons(scheme: Scheme, too_short: Bool[np.ndarray, " N"]) -> np.ndarray:
-    """Why a text was not tested, "" where it was."""
-    reasons, length = np.full(len(too_short), "", object), scheme.context_length
+    reasons, length = np.full(len(num_scored), "", object), scheme.context_length
     needed = f"{length} tokens before it" if length else "a token"
     reasons[too_short] = f"too short: {scheme.scheme} scores a position that has {needed} and lies behind the prompt"
-    return reasons
+    return Detections(reported, num_scored, green, none, z, *p_values, reasons)
 
 
 def text_identity(words: UInt32[np.ndarray, "N T"], mask: Bool[np.ndarray, "N T"]) -> UInt64[np.ndarray, " N"]:
