@@ -3,18 +3,16 @@
 For any pair of models: `compare`, `assert_same_function`, `Pair`, `Rule` and `tap`, see docs/your_own_pair.md.
 """
 
-from typing import Any
-
 _PAIR = {
     "compare": "compare",
     "assert_same_function": "compare",
-    "Pair": "compare",
+    "Pair": "contract",
     "Rule": "rules",
     "tap": "jax_model",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """A name of jaxbench.pair, imported when it is first used: the command lines start without it."""
     import importlib
 

@@ -1,4 +1,4 @@
-"""The program `jaxbench`, also as `python -m jaxbench`: commands for models that are not jaxbench's own."""
+"""The program `jaxbench`, also as `python -m jaxbench`: commands for models that are not jaxbench's own (S file)."""
 
 from __future__ import annotations
 

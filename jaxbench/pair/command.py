@@ -1,4 +1,4 @@
-"""The command `jaxbench pair FILE`: compare the pair of models that a Python file describes (no JAX at import).
+"""The command `jaxbench pair FILE`: compare the pair of models that a Python file describes (S file).
 
 The file defines a function `pair` that takes nothing and returns a `jaxbench.Pair`.
 """
@@ -34,7 +34,7 @@ def load(path: str | None) -> Any:
       ValueError: there is no such file, it fails, or it defines no function `pair` that returns a jaxbench.Pair.
     """
     if path is None:
-        raise ValueError("--file is missing: name a Python file that defines pair()")
+        raise ValueError(f"--file={path}: name a Python file that defines pair()")
     if not Path(path).is_file():
         raise ValueError(f"--file={path}: no such file")
     try:
@@ -43,7 +43,7 @@ def load(path: str | None) -> Any:
         raise ValueError(f"--file={path}: {type(error).__name__}: {error}") from error
     if not callable(names.get("pair")):
         raise ValueError(f"--file={path}: defines no function pair()")
-    from jaxbench.pair.compare import Pair
+    from jaxbench.pair.contract import Pair
 
     pair = names["pair"]()
     if not isinstance(pair, Pair):
@@ -59,7 +59,7 @@ def main() -> int:
     process_environment.ensure("cpu")
     from jaxbench import outputs
     from jaxbench.pair import proof, report
-    from jaxbench.pair.compare import checked
+    from jaxbench.pair.contract import checked
 
     name, folder = Path(values.file).stem, cli.workdir("out/pair")
     result = proof.run(checked(load(values.file)))

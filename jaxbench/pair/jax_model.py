@@ -21,7 +21,6 @@ from jaxbench.parity.capture import ROOT
 
 Handler = Callable[[str, Callable[..., Any], tuple, dict], Any]
 Arrays = dict[str, Any]
-REVERSED = ("kernel", "w")  # last names of weights stored [*window, in, out]: Flax's and Haiku's, not Equinox's
 
 _handler: contextvars.ContextVar[Handler | None] = contextvars.ContextVar("jaxbench_tap", default=None)
 

@@ -9,15 +9,18 @@ import numpy as np
 import torch
 
 from jaxbench.pair import alignment, causes
-from jaxbench.pair.compare import TARGET_SEED, TOLERANCE, Pair, Result, leaves_of, precise, sources_of
+from jaxbench.pair.contract import Pair, Result
 from jaxbench.pair.jax_model import JaxModel, Options, open_model
 from jaxbench.pair.jax_side import JaxSide
+from jaxbench.pair.leaves import leaves_of, sources_of
 from jaxbench.pair.matching import Leaf, Matching, match
 from jaxbench.pair.rules import to_torch
 from jaxbench.pair.torch_side import Run, TorchSide
 from jaxbench.parity import capture, distance, gates
+from jaxbench.parity.run import pinned
 
 STATISTICS = (torch.nn.modules.batchnorm._NormBase,)
+TARGET_SEED = 0  # of the outputs that the objective asks for
 MAX_CAUSES = 8  # modules for which a cause is looked for
 DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
 
@@ -25,13 +28,13 @@ DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
 def run(pair: Pair) -> Result:
     """Every gate of a pair."""
     work = _Work(pair)
-    with precise("float64"):
+    with pinned("float64"):
         work.open()
         for mode in work.modes():
             work.float64(mode)
     is_equal = all(gate.passed for gate in work.gates)  # narrower types say nothing of two functions
     for dtype in pair.dtypes if is_equal and not pair.quick else ():
-        with precise(dtype):
+        with pinned(dtype):
             try:
                 work.reduced(dtype)
             except (NotImplementedError, TypeError) as error:  # an operation without this type
@@ -206,7 +209,7 @@ class _Work:
         if self.blamed:
             return  # by an earlier mode
         self.local = local
-        self.blamed = [entry for entry in local if not entry.error <= TOLERANCE]
+        self.blamed = [entry for entry in local if not entry.error <= distance.TOLERANCE_FLOAT64]
         for entry in self._distinct()[:MAX_CAUSES]:
             words = causes.likely(entry, twin, forced, self.twin, reference, is_training=is_training)
             if words:
@@ -247,7 +250,7 @@ class _Work:
 
     def _compare(
         self, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any], *, gate: str = "P1",
-        tolerance: float = TOLERANCE,
+        tolerance: float = distance.TOLERANCE_FLOAT64,
     ) -> str | None:  # fmt: skip
         """Record a comparison and its gate; name of the first that differs."""
         comparison = distance.compare(values, wanted, kind=kind, tolerance=tolerance)

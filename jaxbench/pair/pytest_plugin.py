@@ -1,4 +1,4 @@
-"""pytest: `same_function(jax_side, torch_module, inputs)` as a fixture, and a readable section where it fails.
+"""pytest: `same_function(jax_side, torch_module, inputs)` as a fixture, and a readable section where it fails (S file).
 
 The plugin is found where jaxbench is installed (entry point pytest11); it imports neither framework by itself.
 """

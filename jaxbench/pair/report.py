@@ -1,4 +1,4 @@
-"""A pair's result in words, on a terminal and as a page; gates and modules are shown as those of jaxbench/parity."""
+"""A pair's result in words, on a terminal and as a page; gates and modules as jaxbench/parity shows them (S file)."""
 
 from __future__ import annotations
 

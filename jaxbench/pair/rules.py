@@ -1,6 +1,6 @@
 """How one array of a JAX model is made of PyTorch tensors: transposed, split, joined, reshaped (S file).
 
-Everything here uses the operators that numpy, JAX and PyTorch arrays share, so that a rule can be differentiated: the
+Everything here uses what numpy's and JAX's arrays share, so that a rule can be differentiated: the
 gradient of a JAX model by PyTorch's tensors needs no rule of its own.
 """
 
@@ -24,12 +24,12 @@ class Arrangement(NamedTuple):
 
     def apply(self, x: Any) -> Any:
         """The JAX array's values."""
-        return _transposed(x, self.axes).reshape(self.shape)
+        return x.transpose(self.axes).reshape(self.shape)
 
     def invert(self, x: Any, shape: Shape) -> Any:
         """The PyTorch tensor's values, of its shape."""
         moved = tuple(shape[axis] for axis in self.axes)
-        return _transposed(x.reshape(moved), tuple(np.argsort(self.axes).tolist()))
+        return x.reshape(moved).transpose(tuple(np.argsort(self.axes).tolist()))
 
     def text(self) -> str:
         """Words for it, empty where the values stay as they are."""
@@ -50,9 +50,11 @@ class Rule(NamedTuple):
     joined: int | None = None  # axis of the JAX array
 
     def apply(self, tensors: Mapping[str, Any]) -> Any:
-        """The JAX array; tensors are numpy, JAX or PyTorch arrays by name."""
+        """The JAX array; tensors are numpy's or JAX's arrays by name."""
         pieces = [self._piece(tensors[name]) for name in self.sources]
-        return pieces[0] if self.joined is None else _joined(pieces, self.joined)
+        if self.joined is None:
+            return pieces[0]
+        return pieces[0].__array_namespace__().concat(pieces, axis=self.joined)
 
     def _piece(self, x: Any) -> Any:
         if self.part is not None:
@@ -103,23 +105,6 @@ def _regroups(source: Shape, target: Shape) -> bool:
     """True where one shape only splits axes of the other: (12, 64) and (3, 4, 64)."""
     ends = [set(itertools.accumulate(shape, lambda a, b: a * b)) for shape in (source, target)]
     return ends[0] <= ends[1] or ends[1] <= ends[0]
-
-
-def _transposed(x: Any, axes: tuple[int, ...]) -> Any:
-    return x.permute(axes) if hasattr(x, "permute") else x.transpose(axes)
-
-
-def _joined(pieces: list[Any], axis: int) -> Any:
-    """Concatenation in the arrays' own framework."""
-    if isinstance(pieces[0], np.ndarray):
-        return np.concatenate(pieces, axis=axis)
-    if hasattr(pieces[0], "permute"):
-        import torch
-
-        return torch.cat(pieces, dim=axis)
-    import jax.numpy as jnp
-
-    return jnp.concatenate(pieces, axis=axis)
 
 
 def to_torch(rules: Mapping[str, Rule], arrays: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]) -> dict:

@@ -14,6 +14,7 @@ import torch
 from flax import linen, nnx
 
 import jaxbench
+from jaxbench.pair import contract, proof
 
 RANDOM = np.random.default_rng(0)
 
@@ -338,6 +339,4 @@ PAIRS: dict[str, tuple[Callable[[str], jaxbench.Pair], tuple[Bug, ...]]] = {
 @functools.cache
 def outcome(pair: str, bug: str) -> Any:
     """Result of a pair with a bug."""
-    from jaxbench.pair import compare, proof
-
-    return proof.run(compare.checked(PAIRS[pair][0](bug)._replace(quick=True, modes=("eval",))))
+    return proof.run(contract.checked(PAIRS[pair][0](bug)._replace(quick=True, modes=("eval",))))
