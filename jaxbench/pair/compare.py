@@ -28,13 +28,7 @@ def compare(
       inputs: one array, or a tuple of arguments of both sides: numpy arrays and trees of them.
       names: what the weights' matching is told by hand: {JAX array: PyTorch tensor, Rule or function of all tensors},
         {PyTorch tensor: None} where JAX has none; and {JAX module: PyTorch module}.
-      **options: see Pair's fields. weights: "torch" (JAX gets PyTorch's), "jax" (PyTorch gets JAX's) or "own" (both
-        keep theirs, which are then compared too). jax_inputs: function of the inputs giving JAX's. jax_outputs,
-        torch_outputs: functions that choose what is compared. jax_call: function of (model, *inputs). jax_modes:
-        keyword arguments of the JAX call in {"eval": .., "train": ..}. per_example: the JAX model takes no batch axis.
-        modes: eval, train or both (default: train too where the module has batch statistics). optimizers: an optax
-        transformation and a function of the parameters giving a torch optimiser, run for num_steps. dtypes: narrower
-        types, compared by their error against float64. quick: outputs, modules and causes only.
+      **options: the further fields of contract.Pair.
 
     Raises:
       ValueError: weights without a counterpart, outputs that cannot be compared, an unknown option's value.

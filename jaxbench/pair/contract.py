@@ -14,24 +14,26 @@ WEIGHTS, MODES, DTYPES = ("torch", "jax", "own"), ("eval", "train"), ("float32",
 
 
 class Pair(NamedTuple):
-    """Two models and how each is called; see compare.compare for the fields."""
+    """Two models and how each is called."""
 
-    jax_side: Any
-    torch_module: Any
-    inputs: Any  # a tuple of arguments, or the only one
+    jax_side: Any  # a model of NNX, Linen, Equinox or Haiku, or a function; with its parameters or alone
+    torch_module: Any  # any torch.nn.Module; it is copied, never changed
+    inputs: Any  # a tuple of arguments of both sides, or the only one: numpy arrays and trees of them
+    # What the weights' matching is told by hand: {JAX array: PyTorch tensor, Rule or function of all tensors}, {PyTorch
+    # tensor: None} where JAX has none; and {JAX module or tap: PyTorch module}
     names: Mapping[str, str | Rule | Given | None] = {}
-    weights: str = "torch"
-    jax_inputs: Callable[..., tuple] | None = None
-    jax_outputs: Callable[[Any], Any] | None = None
-    torch_outputs: Callable[[Any], Any] | None = None
-    jax_call: Callable[..., Any] | None = None
-    jax_modes: Mapping[str, Mapping[str, Any]] = {}
-    per_example: bool = False
-    modes: tuple[str, ...] | None = None
-    optimizers: tuple[Any, Callable[[Any], Any]] | None = None
-    num_steps: int = 5
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    quick: bool = False
+    weights: str = "torch"  # JAX gets PyTorch's; "jax": PyTorch gets JAX's; "own": compared, functions on PyTorch's
+    jax_inputs: Callable[..., tuple] | None = None  # function of the inputs that gives JAX's own
+    jax_outputs: Callable[[Any], Any] | None = None  # function of the outputs that chooses what is compared
+    torch_outputs: Callable[[Any], Any] | None = None  # likewise
+    jax_call: Callable[..., Any] | None = None  # function of (model, *inputs), for models that are not simply called
+    jax_modes: Mapping[str, Mapping[str, Any]] = {}  # keyword arguments of the JAX call in "eval" and "train"
+    per_example: bool = False  # the JAX model takes no batch axis
+    modes: tuple[str, ...] | None = None  # eval, train or both; None = train too where there are batch statistics
+    optimizers: tuple[Any, Callable[[Any], Any]] | None = None  # of optax, and parameters -> one of PyTorch
+    num_steps: int = 5  # of the optimisers
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # narrower types, compared by their error against float64
+    quick: bool = False  # outputs, modules and causes only
 
 
 class Result(NamedTuple):

@@ -165,7 +165,7 @@ class _Work:
     def _counts(self, names: list[str], reference: Run) -> dict[str, int]:
         """Values that each batch statistic is taken over: those of the module's input in one channel."""
         inputs = {call.module: call.call.inputs[0] for call in reference.calls.values() if call.call.inputs}
-        modules = {name: self.matching.rules[name].sources[0].rpartition(".")[0] for name in names}
+        modules = {name: self.matching.rules[name].sources[0].rpartition(".")[0] or capture.ROOT for name in names}
         return {name: inputs[m].size // inputs[m].shape[1] for name, m in modules.items() if m in inputs}
 
     def _targets(self, reference: Run) -> tuple[np.ndarray, ...]:
