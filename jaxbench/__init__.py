@@ -1,1 +1,21 @@
-"""jaxbench: LLM research systems in JAX/Flax, proven equal to a PyTorch reference and compared with it."""
+"""jaxbench: LLM research systems in JAX/Flax, proven equal to a PyTorch reference and compared with it.
+
+For any pair of models: `compare`, `assert_same_function`, `Pair`, `Rule` and `tap`, see docs/your_own_pair.md.
+"""
+
+_PAIR = {
+    "compare": "compare",
+    "assert_same_function": "compare",
+    "Pair": "contract",
+    "Rule": "rules",
+    "tap": "jax_model",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A name of jaxbench.pair, imported when it is first used: the command lines start without it."""
+    import importlib
+
+    if name not in _PAIR:
+        raise AttributeError(f"module 'jaxbench' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jaxbench.pair.{_PAIR[name]}"), name)

@@ -1,0 +1,312 @@
+"""Why one module computes something else: known kinds of bugs, each tried on the PyTorch twin of the module.
+
+A cause is named only where the twin with that change computes what the JAX module does; the twin's own numbers in a
+narrower type are the measure for a cast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from jaxbench.pair import alignment
+from jaxbench.pair.torch_side import Run, TorchCall, TorchSide, as_numpy, copied, floating, is_floating_tensor
+from jaxbench.parity import capture, distance
+from jaxbench.parity.capture import map_floating
+
+EPSILONS = (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3)
+CLOSE = 1e-9  # relative error at which a changed twin computes what JAX does
+MOMENTA = (0.1, 0.01, 0.001, 0.003, 0.05, 0.2, 0.5)  # of running statistics, as PyTorch counts them
+CAST_SHARE, CAST_EXCESS = 30.0, 1.5  # a cast of a part of the module errs by less than the twin, all of it in that type
+ACTIVATIONS = {
+    "relu": F.relu, "gelu (erf)": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
+    "quick gelu": lambda x: x * torch.sigmoid(1.702 * x), "tanh": torch.tanh, "sigmoid": torch.sigmoid, "elu": F.elu,
+    "softplus": F.softplus, "leaky relu (0.01)": F.leaky_relu, "leaky relu (0.2)": lambda x: F.leaky_relu(x, 0.2),
+    "none": lambda x: x,
+}  # fmt: skip
+Trial = tuple[str, Callable[[torch.nn.Module], None]]  # words, change of the module in place
+
+
+def likely(
+    culprit: capture.Local, twin: alignment.Aligned, forced: dict[str, capture.Call], side: TorchSide, reference: Run,
+    *, is_training: bool,
+) -> str:  # fmt: skip
+    """Likely cause in words; empty where no known change of the PyTorch module explains what the JAX module does.
+
+    Where a module hands something else to one inside it, that is what a change must explain.
+    """
+    child = culprit.part.removeprefix("input of ") if culprit.part != "output" else None
+    name = twin.torch_names.get(culprit.module, culprit.module)  # a function's root is no call in JAX
+    if name not in reference.calls:
+        return ""
+    call = reference.calls[name]
+    pick = side.pick if call.module == capture.ROOT else lambda outputs: outputs
+    module = side.module if call.module == capture.ROOT else side.module.get_submodule(call.module)
+    inner = None
+    if child is not None:
+        path = reference.calls[twin.torch_names[child]].module
+        inner = path.removeprefix(f"{call.module}.") if call.module != capture.ROOT else path
+    mine = forced[child].inputs if child else forced[culprit.module].outputs
+    wanted = [np.asarray(x, np.float64) for x in mine]
+    explains = lambda change: _error(_called(module, call, change, is_training, inner, pick), wanted) <= CLOSE
+    if child is not None and explains(lambda module: None):
+        return "the same values, handed over in another order"
+    proven = {reference.calls[other].module for other in twin.torch_names.values()} - {call.module}
+    for words, change in _trials(module, is_training, call.module, proven):
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # a change that does not fit
+            if explains(change):
+                return words
+    for words, patch in _patches():
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError), patch():
+            if explains(lambda module: None):
+                return words
+    return _cast(module, call, culprit.error, is_training, inner, pick)
+
+
+def of_state(
+    mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], before: dict[str, np.ndarray], counts: dict[str, int]
+) -> str:
+    """Likely cause of batch statistics that differ after a call, all by JAX's name; empty where none is known.
+
+    Args:
+      mine: after the call in JAX.
+      theirs: after the call in PyTorch.
+      before: before it.
+      counts: values that each statistic is taken over.
+    """
+    moves = {name: (mine[name] - before[name], theirs[name] - before[name]) for name in mine}
+    for name, (move, other) in moves.items():
+        factor = float(np.vdot(move, other) / max(np.vdot(other, other), np.finfo(float).tiny))
+        if abs(factor - 1.0) > CLOSE and distance.relative_error(move, factor * other) <= CLOSE:
+            return f"momentum: {name} moves {factor:.4g} times as far in JAX"
+    for name in mine:
+        if counts.get(name, 0) > 1 and name.rpartition(".")[2] in ("var", "variance"):
+            for momentum in MOMENTA:
+                batch = (theirs[name] - (1 - momentum) * before[name]) / momentum
+                biased = (1 - momentum) * before[name] + momentum * batch * (1 - 1 / counts[name])
+                if distance.relative_error(mine[name], biased) <= CLOSE:
+                    n = counts[name]
+                    return f"running variance: divided by n={n} in JAX, by n-1 in PyTorch ({name})"
+    return ""
+
+
+def _called(
+    module: torch.nn.Module, call: TorchCall, change: Callable[[torch.nn.Module], None], is_training: bool,
+    inner: str | None, pick: Callable[[Any], Any],
+) -> list[np.ndarray]:  # fmt: skip
+    """First output of a changed copy of the module on the recorded arguments, or what it hands to one inside it."""
+    twin = copy.deepcopy(module).train(is_training)
+    change(twin)
+    handed: list[np.ndarray] = []
+    if inner is not None:
+        keep = lambda m, args, kwargs: handed.extend(as_numpy(x) for x in floating((args, kwargs)))
+        twin.get_submodule(inner).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
+    with torch.no_grad():
+        result = twin(*copied(call.args), **copied(call.kwargs))
+    return [as_numpy(floating(pick(result))[0])] if inner is None else handed
+
+
+def _error(values: list[np.ndarray], wanted: list[np.ndarray]) -> float:
+    """Error of the best fitting value for every wanted one; the largest of them."""
+    errors = []
+    for each in wanted:
+        fits = [y for y in (alignment.in_layout(x.astype(np.float64), each) for x in values) if y is not None]
+        errors.append(min((distance.relative_error(y, each) for y in fits), default=np.inf))
+    return max(errors, default=np.inf)
+
+
+def _set(name: str, value: Any) -> Callable[[torch.nn.Module], None]:
+    return lambda module: setattr(module, name, value)
+
+
+def _trials(module: torch.nn.Module, is_training: bool, path: str, proven: set[str]) -> Iterator[Trial]:
+    """Changes of one module's own settings and weights, and of those inside it that were not compared by themselves."""
+    for name, child in module.named_modules():
+        if (name if path == capture.ROOT else f"{path}.{name}") in proven:
+            continue
+        where, at = (f" of {name}" if name else ""), _inside(name)
+        if hasattr(child, "eps"):
+            for eps in EPSILONS:
+                if eps != child.eps:
+                    yield f"eps{where}: {eps:g} in JAX, {child.eps:g} in PyTorch", at(_set("eps", eps))
+        if isinstance(child, torch.nn.modules.batchnorm._NormBase):
+            mode = "the running statistics" if is_training else "the batch's own statistics (norm in training mode)"
+            yield f"JAX normalises by {mode}", at(lambda m, flag=not is_training: m.train(flag))
+        if isinstance(child, torch.nn.GELU):
+            other = "none" if child.approximate == "tanh" else "tanh"
+            names = {"none": "erf", "tanh": "tanh"}
+            words = f"GELU{where}: {names[other]} form in JAX, {names[child.approximate]} in PyTorch"
+            yield words, at(_set("approximate", other))
+        elif not any(True for _ in child.parameters()) and not any(True for _ in child.children()):
+            for other, function in ACTIVATIONS.items():
+                words = f"activation{where}: {other} in JAX, {type(child).__name__} in PyTorch"
+                yield words, at(lambda m, function=function: setattr(m, "forward", function))
+        if isinstance(child, torch.nn.Softmax | torch.nn.LogSoftmax):
+            for dim in range(-4, 0):
+                yield f"softmax{where} over axis {dim} in JAX, {child.dim} in PyTorch", at(_set("dim", dim))
+        yield from _weight_trials(child, where, at)
+        yield from _padding_trials(child, where, at)
+
+
+def _inside(name: str) -> Callable[[Callable], Callable[[torch.nn.Module], None]]:
+    """A change of the module of this name inside another."""
+    return lambda change: lambda module: change(module.get_submodule(name) if name else module)
+
+
+def _weight_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Trial]:
+    """Kernels transposed or flipped, biases left out, gates in another order."""
+    for name, p in child.named_parameters(recurse=False):
+        if p.ndim == 2 and p.shape[0] == p.shape[1]:
+            yield f"{name}{where} is transposed in JAX", at(_weight(name, lambda x: x.T))
+        if p.ndim > 2:
+            axes = tuple(range(2, p.ndim))
+            yield f"{name}{where} is flipped in JAX (convolution against correlation)", at(_flipped(name, axes))
+            if p.shape[2] == p.shape[-1]:
+                yield f"height and width of {name}{where} are swapped in JAX", at(_weight(name, lambda x: x.mT))
+            if p.shape[0] == p.shape[1]:
+                yield f"inputs and outputs of {name}{where} are swapped", at(_weight(name, lambda x: x.transpose(0, 1)))
+        if "bias" in name:
+            yield f"{name}{where} is missing in JAX", at(_weight(name, torch.zeros_like))
+    if isinstance(child, torch.nn.RNNBase | torch.nn.RNNCellBase):
+        gates = child.weight_ih.shape[0] // child.hidden_size if hasattr(child, "weight_ih") else 4
+        for name in ("weight_ih", "weight_hh"):
+            halves = lambda x: torch.cat([part.T for part in x.chunk(gates)])
+            yield f"every gate's {name}{where} is transposed in JAX", at(_weight(name, halves))
+        for order in itertools.permutations(range(gates)):
+            if order != tuple(range(gates)):
+                yield f"gates{where} in the order {order} of PyTorch's in JAX", at(_gates(order))
+
+
+def _weight(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.nn.Module], None]:
+    def apply(module: torch.nn.Module) -> None:
+        p = module.get_parameter(name)
+        p.data = change(p.data).contiguous()
+
+    return apply
+
+
+def _flipped(name: str, axes: tuple[int, ...]) -> Callable[[torch.nn.Module], None]:
+    return _weight(name, lambda x: x.flip(axes))
+
+
+def _gates(order: tuple[int, ...]) -> Callable[[torch.nn.Module], None]:
+    def apply(module: torch.nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            parts = p.data.chunk(len(order))
+            p.data = torch.cat([parts[i] for i in order])
+
+    return apply
+
+
+def _padding_trials(child: torch.nn.Module, where: str, at: Any) -> Iterator[Trial]:
+    """Other paddings of convolutions and pools."""
+    if isinstance(child, torch.nn.modules.conv._ConvNd) and not child.transposed:
+        for padding in itertools.product(range(4), repeat=2):
+            words = f"padding{where} is {padding} on each axis in JAX, {child.padding} in PyTorch"
+            yield words, at(lambda m, padding=padding: _pad_first(m, padding))
+        words = f"padding{where} is 'SAME' in JAX, {child.padding} in PyTorch"
+        yield words, at(_pad_same)
+    if isinstance(child, torch.nn.AvgPool2d):
+        flag = not child.count_include_pad
+        yield f"count_include_pad{where} is {flag} in JAX", at(_set("count_include_pad", flag))
+    if hasattr(child, "ceil_mode"):
+        yield f"ceil_mode{where} is {not child.ceil_mode} in JAX", at(_set("ceil_mode", not child.ceil_mode))
+
+
+def _pad_first(module: Any, padding: tuple[int, int]) -> None:
+    """Pad every axis by (before, after) in place of the convolution's own padding."""
+    axes = module.weight.ndim - 2
+    module.padding = (0,) * axes if not isinstance(module.padding, str) else "valid"
+    module.register_forward_pre_hook(lambda m, args: (F.pad(args[0], padding * axes), *args[1:]))
+
+
+def _pad_same(module: Any) -> None:
+    """Pad as XLA and TensorFlow do for 'SAME': the odd element behind."""
+    axes = module.weight.ndim - 2
+    module.padding = (0,) * axes
+
+    def pad(m: Any, args: tuple) -> tuple:
+        widths = []
+        for axis in reversed(range(axes)):
+            size, stride = args[0].shape[2 + axis], m.stride[axis]
+            reach = (m.kernel_size[axis] - 1) * m.dilation[axis] + 1
+            total = max((-(-size // stride) - 1) * stride + reach - size, 0)
+            widths += [total // 2, total - total // 2]
+        return (F.pad(args[0], widths), *args[1:])
+
+    module.register_forward_pre_hook(pad)
+
+
+def _patches() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Changes of torch.nn.functional, for modules that call it."""
+    from unittest import mock
+
+    gelu, softmax, attention, norm = F.gelu, F.softmax, F.scaled_dot_product_attention, F.layer_norm
+
+    def patched(name: str, function: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: mock.patch.object(F, name, function)
+
+    yield (
+        "GELU: the other form (tanh against erf)",
+        patched("gelu", lambda x, approximate="none": gelu(x, approximate="none" if approximate == "tanh" else "tanh")),
+    )
+    for name in ("relu", "silu", "gelu"):
+        for other in ("relu", "silu", "gelu"):
+            if name != other:
+                yield f"activation: {other} in JAX, {name} in PyTorch", patched(name, getattr(F, other))
+    for owner, name in ((F, "relu"), (F, "gelu"), (F, "silu"), (torch, "tanh"), (torch, "sigmoid")):
+        identity = lambda x, *args, **options: x
+        yield f"{name} is missing in JAX", lambda o=owner, n=name, f=identity: mock.patch.object(o, n, f)
+    for kind, other in (("avg", "max"), ("max", "avg")):
+        for name in ("adaptive_{}_pool2d", "adaptive_{}_pool1d"):
+            function = getattr(F, name.format(other))
+            yield f"{other} pool in JAX, {kind} pool in PyTorch", patched(name.format(kind), function)
+    for dim in range(-4, 0):
+        yield f"softmax over axis {dim} in JAX", patched("softmax", lambda x, d=None, dim_=dim, **o: softmax(x, dim_))
+    for eps in EPSILONS:
+        yield f"eps of the layer norm: {eps:g} in JAX", patched("layer_norm", lambda *a, e=eps, **o: norm(*a[:4], e))
+    for words, change in (
+        ("attention scores are not scaled in JAX", lambda o, d: o | {"scale": 1.0}),
+        ("attention scores are divided by the head size, not its root", lambda o, d: o | {"scale": 1.0 / d}),
+        (
+            "attention is causal on one side only",
+            lambda o, d: o | {"is_causal": not o.get("is_causal"), "attn_mask": None},
+        ),
+    ):
+        yield (
+            words,
+            patched(
+                "scaled_dot_product_attention",
+                lambda q, k, v, *a, change=change, **o: attention(q, k, v, **change(_named(a, o), q.shape[-1])),
+            ),
+        )
+
+
+def _named(args: tuple, options: dict) -> dict:
+    return dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | options
+
+
+def _cast(
+    module: torch.nn.Module, call: TorchCall, error: float, is_training: bool, inner: str | None,
+    pick: Callable[[Any], Any],
+) -> str:  # fmt: skip
+    """A cast to a narrower type, where the error is of the size that the twin makes in that type."""
+    exact = _called(module, call, lambda m: None, is_training, inner, pick)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        narrow = lambda x, dtype=dtype: x.to(dtype)
+        args, kwargs = map_floating((call.args, call.kwargs), narrow, is_floating=is_floating_tensor)
+        narrow_call = call._replace(args=args, kwargs=kwargs)
+        with contextlib.suppress(RuntimeError):
+            values = _called(module, narrow_call, lambda m, dtype=dtype: m.to(dtype), is_training, inner, pick)
+            own = _error(values, exact)
+            if own / CAST_SHARE <= error <= own * CAST_EXCESS:
+                name = str(dtype).removeprefix("torch.")
+                return f"a cast to {name} (the PyTorch module errs {own:.0e} in it)"
+    return ""

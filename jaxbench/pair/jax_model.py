@@ -1,0 +1,304 @@
+"""A JAX model of any kind as one pure function of named arrays: Flax NNX and Linen, Equinox, Haiku, plain functions.
+
+Calls of its modules can be routed through a handler, as handler(name, call, args, kwargs), without a change to the
+model; functions without modules mark places with `tap`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbench.parity.capture import ROOT
+
+Handler = Callable[[str, Callable[..., Any], tuple, dict], Any]
+Arrays = dict[str, Any]
+
+_handler: contextvars.ContextVar[Handler | None] = contextvars.ContextVar("jaxbench_tap", default=None)
+
+
+def tap(name: str, x: Any) -> Any:
+    """The value itself; marks a place of a function without modules, on either side, for `jaxbench.compare`.
+
+    The same name on both sides, or the name of a PyTorch module, says that both compute the same there.
+    """
+    handler = _handler.get()
+    return x if handler is None else handler(name, lambda value: value, (x,), {})
+
+
+@contextlib.contextmanager
+def tapped(handler: Handler | None) -> Iterator[None]:
+    """Route every tap through a handler while the context is open."""
+    token = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
+
+
+class JaxModel(NamedTuple):
+    """A JAX model taken apart."""
+
+    framework: str
+    params: Arrays  # floating arrays by dotted name
+    state: Arrays  # batch statistics and the like
+    # (params, state, inputs, is_training, handler or None) -> (outputs, state after the call)
+    apply: Callable[[Arrays, Arrays, tuple, bool, Handler | None], tuple[Any, Arrays]]
+
+
+class Options(NamedTuple):
+    """How a JAX model is called; the defaults call it on the inputs as they are."""
+
+    call: Callable[..., Any] | None = None  # (model, *inputs) -> outputs, for modules that are no plain callables
+    by_mode: Mapping[str, Mapping[str, Any]] = {}  # keyword arguments in "eval" and "train"
+    key: int = 0  # seed of the random key that initialisers and dropout get
+
+
+def open_model(side: Any, inputs: tuple, options: Options) -> JaxModel:
+    """Take a JAX model apart.
+
+    Args:
+      side: a Flax NNX or Equinox module; a Linen module, or (module, variables); a Haiku transformed function, or
+        (transformed, params) or (transformed, params, state); (function, params); or a function alone.
+      inputs: arguments of one call, for models whose parameters are yet to be made.
+      options: how it is called.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    model, *rest = side if isinstance(side, tuple) and not hasattr(side, "_fields") else (side,)
+    for framework, base, take in (
+        ("flax.nnx", "Module", _nnx),
+        ("flax.linen", "Module", _linen),
+        ("equinox", "Module", _equinox),
+    ):
+        if framework in sys.modules and isinstance(model, getattr(sys.modules[framework], base)):
+            return take(model, *rest, inputs=inputs, options=options)
+    if type(model).__name__ in ("Transformed", "TransformedWithState"):
+        return _haiku(model, *rest, inputs=inputs, options=options)
+    if callable(model):
+        return _function(model, *rest, options=options)
+    raise TypeError(f"jax_side={type(model).__name__}: not a Flax, Equinox or Haiku model, nor (function, params)")
+
+
+def _nnx(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
+    from flax import nnx
+
+    from jaxbench.training.intercept import intercepted
+
+    graph, params, random, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
+
+    def named(tree: Any) -> Arrays:
+        return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(tree)}
+
+    def filled(tree: Any, arrays: Arrays) -> Any:
+        pairs = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(tree)]
+        return nnx.from_flat_state(pairs)
+
+    def drawn(variable: Any) -> Any:
+        """A random stream's variable of this call, from the key that the options name."""
+        value = variable.get_value()
+        is_key = isinstance(variable, nnx.RngKey) and options.key
+        return variable.replace(jax.random.fold_in(value, options.key) if is_key else jnp.asarray(value))
+
+    def apply(params_: Arrays, state_: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
+        streams = nnx.from_flat_state([(path, drawn(leaf)) for path, leaf in nnx.to_flat_state(random)])
+        module = nnx.merge(graph, filled(params, params_), streams, filled(state, state_))
+        module.train() if is_training else module.eval()
+        watched = intercepted(module, handler, root=ROOT) if handler else contextlib.nullcontext()
+        with watched, tapped(handler):
+            result = (options.call or _call)(module, *inputs, **_keywords(options, is_training))
+        return result, named(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
+
+    return JaxModel("flax.nnx", named(params), named(state), apply)
+
+
+def _linen(model: Any, variables: Any = None, *, inputs: tuple, options: Options) -> JaxModel:
+    from flax import linen
+
+    keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(options.key)), strict=True))
+    if variables is None:
+        variables = model.init(keys, *inputs, **_keywords(options, is_training=False))
+    collections = {name: dict(_leaves(tree)) for name, tree in variables.items()}
+    trees = {name: jax.tree.structure(tree) for name, tree in variables.items()}
+    state = {f"{kind}:{name}": x for kind, each in collections.items() if kind != "params" for name, x in each.items()}
+
+    def apply(params: Arrays, state_: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
+        filled = {"params": jax.tree.unflatten(trees["params"], [params[name] for name in collections["params"]])}
+        for kind in collections.keys() - {"params"}:
+            values = [state_[f"{kind}:{name}"] for name in collections[kind]]
+            filled[kind] = jax.tree.unflatten(trees[kind], values)
+
+        def interceptor(next_call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+            if context.method_name != "__call__":
+                return next_call(*args, **kwargs)
+            return handler(".".join(context.module.path) or ROOT, next_call, args, kwargs)
+
+        mutable = [kind for kind in collections if kind != "params"] or False
+        watched = linen.intercept_methods(interceptor) if handler else contextlib.nullcontext()
+        with watched, tapped(handler):
+            method = options.call and {"method": options.call}
+            result = model.apply(
+                filled, *inputs, rngs=keys, mutable=mutable, **(method or {}), **_keywords(options, is_training)
+            )
+        result, moved = result if mutable else (result, {})
+        after = {f"{kind}:{name}": x for kind, tree in moved.items() for name, x in _leaves(tree)}
+        return result, state_ | after
+
+    return JaxModel("flax.linen", collections.get("params", {}), state, apply)
+
+
+def _equinox(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
+    import equinox as eqx
+
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    tree, names = jax.tree.structure(arrays), [name for name, _ in _leaves(arrays)]
+
+    def apply(params: Arrays, state: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
+        module = eqx.combine(jax.tree.unflatten(tree, [params[name] for name in names]), rest)
+        module = eqx.nn.inference_mode(module, value=not is_training)
+        with _equinox_calls(module, handler), tapped(handler):
+            return (options.call or _call)(module, *inputs, **_keywords(options, is_training)), state
+
+    return JaxModel("equinox", dict(_leaves(arrays)), {}, apply)
+
+
+@contextlib.contextmanager
+def _equinox_calls(model: Any, handler: Handler | None) -> Iterator[None]:
+    """Route the calls of an Equinox model's modules through a handler, by their place in the tree."""
+    import equinox as eqx
+
+    if handler is None:
+        yield
+        return
+    modules = {id(module): name for name, module in _equinox_modules(model, eqx.Module)}
+    owners = {_owner(type(module)) for _, module in _equinox_modules(model, eqx.Module)} - {None}
+    originals, active = {owner: owner.__dict__["__call__"] for owner in owners}, set()
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(original, self)
+            if id(self) not in modules or id(self) in active:
+                return run(*args, **kwargs)
+            active.add(id(self))
+            try:
+                return handler(modules[id(self)], run, args, kwargs)
+            finally:
+                active.discard(id(self))
+
+        return call
+
+    try:
+        for owner, original in originals.items():
+            owner.__call__ = wrapped(original)
+        yield
+    finally:
+        for owner, original in originals.items():
+            owner.__call__ = original
+
+
+def _equinox_modules(model: Any, base: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, module) of a module and of those inside it."""
+    if isinstance(model, base):
+        yield prefix or ROOT, model
+        children: Any = vars(model).items()
+    elif isinstance(model, dict):
+        children = model.items()
+    elif isinstance(model, list | tuple):
+        children = enumerate(model)
+    else:
+        return
+    for name, child in children:
+        yield from _equinox_modules(child, base, f"{prefix}.{name}" if prefix else str(name))
+
+
+def _owner(cls: type) -> type | None:
+    """Class in which a class's __call__ is defined."""
+    return next((base for base in cls.__mro__ if "__call__" in vars(base)), None)
+
+
+def _haiku(model: Any, params: Any = None, state: Any = None, *, inputs: tuple, options: Options) -> JaxModel:
+    import haiku as hk
+
+    key = jax.random.key(options.key)
+    has_state = type(model).__name__ == "TransformedWithState"
+    if params is None:
+        made = model.init(key, *inputs, **_keywords(options, is_training=True))
+        params, state = made if has_state else (made, {})
+    flat, flat_state = (
+        {_haiku_name(f"{m}/{n}"): (m, n) for m, n, _ in _haiku_leaves(t)} for t in (params, state or {})
+    )
+
+    def nested(names: Mapping[str, tuple[str, str]], arrays: Arrays) -> dict:
+        tree: dict[str, dict] = {}
+        for name, (module, leaf) in names.items():
+            tree.setdefault(module, {})[leaf] = arrays[name]
+        return tree
+
+    def named(names: Mapping[str, tuple[str, str]], tree: Any) -> Arrays:
+        return {name: tree[module][leaf] for name, (module, leaf) in names.items()}
+
+    def apply(params_: Arrays, state_: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
+        def interceptor(next_call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+            if context.method_name != "__call__":
+                return next_call(*args, **kwargs)
+            return handler(_haiku_name(context.module.module_name), next_call, args, kwargs)
+
+        given = (nested(flat, params_), *((nested(flat_state, state_),) if has_state else ()))
+        watched = hk.intercept_methods(interceptor) if handler else contextlib.nullcontext()
+        with watched, tapped(handler):
+            result = model.apply(*given, key, *inputs, **_keywords(options, is_training))
+        return (result[0], named(flat_state, result[1])) if has_state else (result, state_)
+
+    return JaxModel("haiku", named(flat, params), named(flat_state, state), apply)
+
+
+def _haiku_leaves(tree: Any) -> Iterator[tuple[str, str, Any]]:
+    for module, leaves in tree.items():
+        for name, value in leaves.items():
+            yield module, name, value
+
+
+def _haiku_name(name: str) -> str:
+    """Dotted name; what a norm keeps in modules of its own, norm/~/mean_ema/average, is the norm's: norm.mean."""
+    name = name.replace("/~/", ".").replace("/", ".")
+    return name.replace("_ema.average", "").replace("_ema.", "_")
+
+
+def _function(function: Callable[..., Any], params: Any = None, *, options: Options) -> JaxModel:
+    tree, arrays = jax.tree.structure(params), dict(_leaves(params))
+
+    def apply(params_: Arrays, state: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
+        given = () if params is None else (jax.tree.unflatten(tree, [params_[name] for name in arrays]),)
+        with tapped(handler):
+            return function(*given, *inputs, **_keywords(options, is_training)), state
+
+    return JaxModel("function", arrays, {}, apply)
+
+
+def _leaves(tree: Any) -> Sequence[tuple[str, Any]]:
+    """(dotted name, leaf) of a tree."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in paths]
+
+
+def _call(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+    return model(*inputs, **keywords)
+
+
+def _keywords(options: Options, is_training: bool) -> dict[str, Any]:
+    return dict(options.by_mode.get("train" if is_training else "eval", {}))
+
+
+def is_floating(x: Any) -> bool:
+    """True for a floating array of JAX or numpy."""
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)

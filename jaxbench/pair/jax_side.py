@@ -1,0 +1,223 @@
+"""The JAX side of a pair, as a function of PyTorch's tensors: outputs, module calls, gradients and optimiser steps.
+
+The weights' rules are part of the function, so its gradients are by PyTorch's tensors and need no rules of their own.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbench.pair.jax_model import Handler, JaxModel, is_floating
+from jaxbench.parity.capture import ROOT, Call, map_floating
+
+
+class JaxSide:
+    """A JAX model in one number type. Float64 needs `jax.enable_x64(True)` around every call.
+
+    Args:
+      model: taken apart by jax_model.open_model.
+      to_arrays: the model's arrays out of PyTorch's tensors, by name.
+      dtype: float64, float32 or bfloat16, of parameters, state and inputs.
+      to_inputs: function of the shared inputs that gives the JAX model's own, such as another layout of an image.
+      pick: function of the model's outputs that chooses what is compared.
+      per_example: the model takes one example without a batch axis; the calls are those of every example in turn.
+    """
+
+    def __init__(
+        self,
+        model: JaxModel,
+        to_arrays: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        *,
+        dtype: str,
+        to_inputs: Callable[..., tuple] | None = None,
+        pick: Callable[[Any], Any] | None = None,
+        per_example: bool = False,
+    ):
+        self.model, self.to_arrays, self.dtype = model, to_arrays, jnp.dtype(dtype)
+        self.to_inputs = to_inputs or (lambda *inputs: inputs)
+        self.pick = pick or (lambda outputs: outputs)
+        self.per_example = per_example
+
+    def cast(self, tree: Any) -> Any:
+        """Nested arrays with the floating ones in this side's type."""
+        return map_floating(tree, lambda x: jnp.asarray(x, self.dtype), is_floating=is_floating)
+
+    def run(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> tuple[tuple, dict]:
+        """Floating outputs from left to right, and the state after the call."""
+        return self._eagerly(tensors, inputs, is_training, lambda example: None)
+
+    def calls(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> dict[str, Call]:
+        """Floating inputs and first output of every module's call, and of every tap."""
+        examples: list[dict[str, Call]] = []
+
+        def recorder(example: int | None) -> Handler:
+            calls, key = {}, _counted()
+            examples.append(calls)
+
+            def record(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+                given = floating((args, kwargs))
+                result = call(*args, **kwargs)
+                first = floating(result)[:1]
+                if first and not _is_traced((given, first)):
+                    calls[key(name)] = Call(given, first)
+                return result
+
+            return record
+
+        outputs, _ = self._eagerly(tensors, inputs, is_training, recorder)
+        return self._stacked(examples, outputs)
+
+    def forced(
+        self, tensors: Mapping[str, np.ndarray], inputs: tuple, given: Mapping[str, Call], *, is_training: bool
+    ) -> dict[str, Call]:
+        """Calls made on the twin's tensors (teacher forcing), by name: what each was handed, and its own output.
+
+        Args:
+          tensors: PyTorch's parameters and buffers.
+          inputs: of the whole model.
+          given: the twin's inputs and first output by call, in this model's layout; None for an input that the twin
+            lacks, no output where the shapes differ.
+          is_training: training mode.
+        """
+        examples: list[dict[str, Call]] = []
+
+        def forcer(example: int | None) -> Handler:
+            calls, key = {}, _counted()
+            examples.append(calls)
+            here = lambda x: x if example is None or x is None else x[example]
+
+            def force(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+                handed = floating((args, kwargs))
+                if name == ROOT or _is_traced(handed) or (name := key(name)) not in given:
+                    return call(*args, **kwargs)
+                values = zip(handed, map(here, given[name].inputs), strict=True)
+                forced_to = [own if x is None else self.cast(x) for own, x in values]
+                args, kwargs = _replaced((args, kwargs), forced_to)
+                result = call(*args, **kwargs)
+                first, *rest = floating(result)
+                calls[name] = Call(handed, (first,))
+                if not given[name].outputs:
+                    return result
+                return _replaced(result, [self.cast(here(given[name].outputs[0])), *rest])
+
+            return force
+
+        outputs, _ = self._eagerly(tensors, inputs, is_training, forcer)
+        return self._stacked(examples, outputs)
+
+    def _eagerly(
+        self, tensors: Mapping[str, np.ndarray], inputs: tuple, is_training: bool,
+        handler_of: Callable[[int | None], Handler | None],
+    ) -> tuple[tuple, dict]:  # fmt: skip
+        """Call the model op by op: loops are unrolled, nothing is compiled, a handler sees every module's numbers."""
+        with jax.disable_jit():
+            return self._apply(self.cast(dict(tensors)), self.cast(inputs), is_training, handler_of)
+
+    def _stacked(self, examples: list[dict[str, Call]], outputs: tuple) -> dict[str, Call]:
+        """Calls of all examples as calls of the batch; the model's own output is what the pair compares."""
+        stack = lambda parts: tuple(jnp.stack(each) for each in zip(*parts, strict=True))
+        calls = {
+            name: Call(*(stack([getattr(calls[name], field) for calls in examples]) for field in Call._fields))
+            for name in (examples[0] if self.per_example else ())
+        }
+        return (calls or examples[0]) | {ROOT: Call((), outputs[:1])}
+
+    def gradients(
+        self, tensors: Mapping[str, np.ndarray], inputs: tuple, targets: tuple[np.ndarray, ...], *,
+        to_targets: Callable[[tuple], tuple], is_training: bool,
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[np.ndarray, ...]]:  # fmt: skip
+        """Loss, and its gradients by PyTorch's tensors and by floating inputs; to_targets arranges the outputs."""
+        objective = functools.partial(self._objective, targets=targets, to_targets=to_targets, is_training=is_training)
+        given = floating(self.cast(inputs))
+        loss_fn = lambda tensors, given: objective(tensors, _replaced(inputs, given))
+        loss, (grads, by_input) = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1)))(self.cast(dict(tensors)), given)
+        return np.asarray(loss), as_numpy(grads), tuple(np.asarray(x, np.float64) for x in by_input)
+
+    def steps(
+        self, tensors: Mapping[str, np.ndarray], trained: frozenset[str], inputs: tuple,
+        targets: tuple[np.ndarray, ...], optimizer: Any, *, to_targets: Callable[[tuple], tuple], num_steps: int,
+        is_training: bool,
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
+        """Losses of optimiser steps (an optax transformation) on one batch, and the trained tensors after the last."""
+        import optax
+
+        objective = functools.partial(self._objective, targets=targets, to_targets=to_targets, is_training=is_training)
+        tensors = self.cast(dict(tensors))
+        fixed = {name: x for name, x in tensors.items() if name not in trained}
+        params = {name: x for name, x in tensors.items() if name in trained}
+        inputs = self.cast(inputs)
+
+        @jax.jit
+        def step(params: Any, state: Any) -> tuple[Any, Any, Any]:
+            loss, grads = jax.value_and_grad(lambda params: objective(params | fixed, inputs))(params)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        state, losses = optimizer.init(params), []
+        for _ in range(num_steps):
+            params, state, loss = step(params, state)
+            losses.append(np.asarray(loss))
+        return np.array(losses), as_numpy(params)
+
+    def _objective(self, tensors: Any, inputs: tuple, *, targets: Any, to_targets: Any, is_training: bool) -> Any:
+        outputs, _ = self._apply(tensors, inputs, is_training, lambda example: None)
+        pairs = zip(to_targets(outputs), targets, strict=True)
+        return sum(jnp.mean((y - jnp.asarray(t, y.dtype)) ** 2) / 2 for y, t in pairs)
+
+    def _apply(
+        self, tensors: Any, inputs: tuple, is_training: bool, handler_of: Callable[[int | None], Handler | None]
+    ) -> tuple[tuple, dict]:
+        arrays = self.cast(dict(self.to_arrays(tensors)))
+        params = {name: arrays[name] for name in self.model.params}
+        state = {name: arrays.get(name, value) for name, value in self.model.state.items()}
+        given = self.to_inputs(*inputs)
+        if not self.per_example:
+            result, after = self.model.apply(params, state, given, is_training, handler_of(None))
+            return floating(self.pick(result)), after
+        results = []
+        for i in range(len(jax.tree.leaves(given)[0])):
+            example = jax.tree.map(lambda x: x[i], given)  # noqa: B023
+            result, _ = self.model.apply(params, state, example, is_training, handler_of(i))
+            results.append(floating(self.pick(result)))
+        return tuple(jnp.stack(parts) for parts in zip(*results, strict=True)), state
+
+
+def _is_traced(arrays: Any) -> bool:
+    """True inside a transformation such as vmap, whose numbers nobody outside can see."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+
+
+def _counted() -> Callable[[str], str]:
+    """Function that names the calls of one module apart: name, name#1, name#2."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def key(name: str) -> str:
+        counts[name] += 1
+        return name if counts[name] == 1 else f"{name}#{counts[name] - 1}"
+
+    return key
+
+
+def floating(tree: Any) -> tuple[Any, ...]:
+    """Floating arrays of nested tuples, lists and dictionaries, from left to right."""
+    arrays: list[Any] = []
+    map_floating(tree, arrays.append, is_floating=is_floating)
+    return tuple(arrays)
+
+
+def _replaced(tree: Any, values: Any) -> Any:
+    """Tree with its floating arrays replaced by others, from left to right."""
+    rest = iter(values)
+    return map_floating(tree, lambda _: next(rest), is_floating=is_floating)
+
+
+def as_numpy(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Arrays by name in float64."""
+    return {name: np.asarray(x, np.float64) for name, x in tree.items()}

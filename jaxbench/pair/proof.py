@@ -1,0 +1,323 @@
+"""The proof for one pair: weights, outputs, gradients, state and optimiser steps in float64, then narrower types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from jaxbench.pair import alignment, causes
+from jaxbench.pair.contract import Pair, Result
+from jaxbench.pair.jax_model import JaxModel, Options, open_model
+from jaxbench.pair.jax_side import JaxSide
+from jaxbench.pair.leaves import leaves_of, sources_of
+from jaxbench.pair.matching import Leaf, Matching, match
+from jaxbench.pair.rules import to_torch
+from jaxbench.pair.torch_side import Run, TorchSide
+from jaxbench.parity import capture, distance, gates
+from jaxbench.parity.run import pinned
+
+STATISTICS = (torch.nn.modules.batchnorm._NormBase,)
+TARGET_SEED = 0  # of the outputs that the objective asks for
+MAX_CAUSES = 8  # modules for which a cause is looked for
+DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
+
+
+def run(pair: Pair) -> Result:
+    """Every gate of a pair."""
+    work = _Work(pair)
+    with pinned("float64"):
+        work.open()
+        for mode in work.modes():
+            work.float64(mode)
+    is_equal = all(gate.passed for gate in work.gates)  # narrower types say nothing of two functions
+    for dtype in pair.dtypes if is_equal and not pair.quick else ():
+        with pinned(dtype):
+            try:
+                work.reduced(dtype)
+            except (NotImplementedError, TypeError) as error:  # an operation without this type
+                work.notes.append(f"{dtype} was not compared: {error}")
+    return work.result()
+
+
+class _Work:
+    """Gates and findings of one run, as they come."""
+
+    def __init__(self, pair: Pair):
+        self.pair = pair
+        self.inputs = _wide(pair.inputs)
+        self.gates: list[gates.Gate] = []
+        self.comparisons: dict[str, Any] = {}
+        self.local: list[capture.Local] = []
+        self.blamed: list[capture.Local] = []
+        self.starts: str | None = None
+        self.causes: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def open(self) -> None:
+        """Take both models apart, match their weights and give both the same."""
+        pair = self.pair
+        self.twin = TorchSide(pair.torch_module, dtype="float64", pick=pair.torch_outputs)
+        self.model = _opened(pair, self.inputs, key=0)
+        self.reference = {"eval": self.twin.run(self.inputs, is_training=False)}
+        self.matching = self._matched()
+        if pair.weights == "jax":
+            arrays = {name: np.asarray(x, np.float64) for name, x in {**self.model.params, **self.model.state}.items()}
+            shapes = {name: x.shape for name, x in self.twin.tensors().items()}
+            self.twin.load(to_torch(self.matching.rules, arrays, shapes))
+            self.reference = {"eval": self.twin.run(self.inputs, is_training=False)}
+        if pair.weights == "own":
+            own = {name: np.asarray(x, np.float64) for name, x in {**self.model.params, **self.model.state}.items()}
+            theirs = {name: np.asarray(x) for name, x in self.matching.to_jax(self.twin.tensors()).items()}
+            self._compare("weights", own, theirs, gate="P5", tolerance=1e-6)
+        self.tensors = self.twin.tensors()
+        self.side = self._side("float64")
+
+    def _matched(self) -> Matching:
+        """The weights' matching; both models are called once, so that order of use can speak."""
+        with_values = self.pair.weights == "own"
+        arrays = {**self.model.params, **self.model.state}
+        calls = self._side("float64", self_made=arrays).calls({}, self.inputs, is_training=False)
+        mine = leaves_of(self.model, calls, with_values=with_values)
+        names = {
+            name: value for name, value in self.pair.names.items() if not _is_module(name, value, arrays, self.twin)
+        }
+        return match(mine, self._torch_leaves(with_values), names)
+
+    def _torch_leaves(self, with_values: bool) -> list[Leaf]:
+        """Leaves of the PyTorch module; buffers that no JAX array is may be left over."""
+        calls = self.reference["eval"].calls
+        order = {call.module: i for i, call in reversed(list(enumerate(calls.values())))}
+        sources = sources_of({name: call.call for name, call in calls.items()})
+        params = dict(self.twin.module.named_parameters())
+        modules = dict(self.twin.module.named_modules())
+        leaves = []
+        for i, (name, x) in enumerate(self.twin.tensors().items()):
+            owner = modules[name.rpartition(".")[0]]
+            is_reversed = type(owner).__name__ == "Conv1D"  # of transformers, [in, out] as Flax
+            place = order.get(name.rpartition(".")[0], len(order)) * 100_000 + i
+            value, source = x if with_values else None, sources.get(name.rpartition(".")[0], "")
+            leaves.append(
+                Leaf(name, x.shape, place, is_reversed, value, type(owner).__name__, source, name not in params)
+            )
+        return leaves
+
+    def _side(self, dtype: str, *, self_made: Mapping[str, Any] | None = None) -> JaxSide:
+        """The JAX side with PyTorch's weights, or with its own."""
+        pair = self.pair
+        to_jax = self.matching.to_jax if self_made is None else lambda tensors: self_made
+        return JaxSide(
+            self.model, to_jax, dtype=dtype, to_inputs=pair.jax_inputs, pick=pair.jax_outputs,
+            per_example=pair.per_example,
+        )  # fmt: skip
+
+    def modes(self) -> tuple[str, ...]:
+        """Modes to compare: evaluation, and training where the module behaves otherwise there."""
+        if self.pair.modes is not None:
+            return self.pair.modes
+        modules = list(self.twin.module.modules())
+        active = [m for m in modules if isinstance(m, DROPOUT) and m.p > 0]
+        has_statistics = any(isinstance(m, STATISTICS) and m.track_running_stats for m in modules)
+        if active:
+            note = f"training mode was not compared: dropout p={active[0].p} in {len(active)} modules draws at random"
+            self.notes.append(note + "; set it to 0 on both sides")
+        return ("eval", "train") if has_statistics and not active else ("eval",)
+
+    def float64(self, mode: str) -> None:
+        """Blame, outputs, gradients, state and optimiser steps of one mode."""
+        is_training = mode == "train"
+        reference = self.reference.get(mode) or self.twin.run(self.inputs, is_training=is_training)
+        self.reference[mode] = reference
+        outputs, state = self.side.run(self.tensors, self.inputs, is_training=is_training)
+        layouts = alignment.as_torch(outputs, reference.outputs)
+        to_targets = lambda values: tuple(fit.apply(y) for fit, y in zip(layouts, values, strict=True))
+        self._repeated(outputs, mode)
+        self._modules(reference, mode)
+        wanted = _numbered("output", reference.outputs)
+        self._compare(f"outputs, {mode}", _numbered("output", map(np.asarray, to_targets(outputs))), wanted)
+        if is_training and self.model.state:
+            after = {
+                n: x for n, x in self.matching.to_jax(reference.buffers | _missing(self.tensors, reference)).items()
+            }
+            names = [name for name in self.model.state if name in after]
+            mine, theirs = ({n: np.asarray(tree[n]) for n in names} for tree in (state, after))
+            if self._compare("state after a call, train", mine, theirs):
+                before = {n: np.asarray(x) for n, x in self.matching.to_jax(self.tensors).items()}
+                words = causes.of_state(mine, theirs, before, self._counts(names, reference))
+                self.causes |= {"state": words} if words else {}
+        self.layouts = layouts
+        if self.pair.quick:
+            return
+        targets = self._targets(reference)
+        exact = self.twin.gradients(self.inputs, targets, is_training=is_training)
+        loss, grads, by_input = self.side.gradients(
+            self.tensors, self.inputs, targets, to_targets=to_targets, is_training=is_training
+        )
+        names = [name for name in exact.tensors if name in grads]
+        order = sorted(names, reverse=True, key=lambda name: _order_of(name, reference))
+        self._compare(f"gradients, {mode}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
+        self._compare(f"input gradients, {mode}", _numbered("input", by_input), _numbered("input", exact.inputs))
+        if self.pair.optimizers is not None and mode == self.modes()[-1]:
+            self._steps(targets, to_targets, is_training)
+
+    def _counts(self, names: list[str], reference: Run) -> dict[str, int]:
+        """Values that each batch statistic is taken over: those of the module's input in one channel."""
+        inputs = {call.module: call.call.inputs[0] for call in reference.calls.values() if call.call.inputs}
+        modules = {name: self.matching.rules[name].sources[0].rpartition(".")[0] or capture.ROOT for name in names}
+        return {name: inputs[m].size // inputs[m].shape[1] for name, m in modules.items() if m in inputs}
+
+    def _targets(self, reference: Run) -> tuple[np.ndarray, ...]:
+        random = np.random.default_rng(TARGET_SEED)
+        return tuple(random.standard_normal(y.shape) for y in reference.outputs)
+
+    def _repeated(self, outputs: tuple, mode: str) -> None:
+        """Gate P10: the JAX side gives the same outputs for another random key; dropout left on shows here."""
+        side = self._side("float64")
+        side.model = _opened(self.pair, self.inputs, key=1)
+        again, _ = side.run(self.tensors, self.inputs, is_training=mode == "train")
+        error = max((distance.relative_error(a, b) for a, b in zip(again, outputs, strict=True)), default=0.0)
+        self.gates.append(
+            gates.Gate("P10", f"JAX repeats itself with another random key, {mode}", error == 0.0, error, 0.0)
+        )
+        if error:
+            self.causes[capture.ROOT] = f"random numbers in the JAX model in {mode} mode: dropout left on"
+
+    def _modules(self, reference: Run, mode: str) -> None:
+        """Blame by teacher forcing, and the first module whose output differs."""
+        is_training = mode == "train"
+        calls = self.side.calls(self.tensors, self.inputs, is_training=is_training)
+        theirs = {name: call.call for name, call in reference.calls.items()}
+        theirs[capture.ROOT] = capture.Call((), reference.outputs[:1])
+        modules = {a: b for a, b in self.pair.names.items() if _is_module(a, b, self.model.params, self.twin)}
+        names = alignment.modules(calls, theirs, self.matching, modules)
+        twin = alignment.aligned(calls, theirs, names)
+        self.modules = twin.torch_names
+        outputs = {name: np.asarray(calls[name].outputs[0]) for name in twin.calls}
+        wanted = {
+            name: call.outputs[0] if call.outputs else np.asarray(theirs[names[name]].outputs[0])
+            for name, call in twin.calls.items()
+        }
+        starts = self._compare(f"modules, {mode}", outputs, wanted)
+        if self.starts is None:
+            self.starts = starts
+        forced = self.side.forced(self.tensors, self.inputs, twin.calls, is_training=is_training)
+        local = _local_errors(forced, twin.calls)
+        if local:
+            self.gates.append(gates.blame(local)._replace(what=f"every module by itself, {mode}"))
+        if self.blamed:
+            return  # by an earlier mode
+        self.local = local
+        self.blamed = [entry for entry in local if not entry.error <= distance.TOLERANCE_FLOAT64]
+        for entry in self._distinct()[:MAX_CAUSES]:
+            words = causes.likely(entry, twin, forced, self.twin, reference, is_training=is_training)
+            if words:
+                self.causes.setdefault(entry.module, words)
+
+    def _distinct(self) -> list[capture.Local]:
+        """First thing to blame in every module."""
+        return list({entry.module: entry for entry in reversed(self.blamed)}.values())[::-1]
+
+    def _steps(self, targets: tuple, to_targets: Any, is_training: bool) -> None:
+        """Gate P7 and P1 of optimiser steps on one batch."""
+        transformation, optimizer = self.pair.optimizers
+        options = {"num_steps": self.pair.num_steps, "is_training": is_training}
+        wanted_losses, wanted = self.twin.steps(self.inputs, targets, optimizer, **options)
+        trained = frozenset(n for n, p in self.twin.module.named_parameters() if p.requires_grad)
+        losses, params = self.side.steps(
+            self.tensors, trained, self.inputs, targets, transformation, to_targets=to_targets, **options
+        )
+        self._compare(
+            "losses of optimiser steps", _numbered("step", losses), _numbered("step", wanted_losses), gate="P7"
+        )
+        kind = f"parameters after {self.pair.num_steps} steps"
+        self._compare(kind, params, {name: wanted[name] for name in params})
+
+    def reduced(self, dtype: str) -> None:
+        """Gate P2: both sides' errors against float64 are alike in a narrower type."""
+        twin = TorchSide(self.pair.torch_module, dtype=dtype, pick=self.pair.torch_outputs)
+        twin.load(self.tensors)
+        theirs = twin.run(self.inputs, is_training=False).outputs
+        outputs, _ = self._side(dtype).run(self.tensors, self.inputs, is_training=False)
+        mine = [np.asarray(fit.apply(y), np.float64) for fit, y in zip(self.layouts, outputs, strict=True)]
+        ratio = distance.compare_errors(
+            _numbered("output", mine), _numbered("output", theirs), _numbered("output", self.reference["eval"].outputs),
+            kind=f"outputs, {dtype}", dtype=dtype, slack_epsilons=gates.SLACK_EPSILONS["outputs", dtype],
+        )  # fmt: skip
+        self.comparisons[ratio.kind] = ratio
+        self.gates.append(gates.from_ratio(ratio, what=ratio.kind))
+
+    def _compare(
+        self, kind: str, values: Mapping[str, Any], wanted: Mapping[str, Any], *, gate: str = "P1",
+        tolerance: float = distance.TOLERANCE_FLOAT64,
+    ) -> str | None:  # fmt: skip
+        """Record a comparison and its gate; name of the first that differs."""
+        comparison = distance.compare(values, wanted, kind=kind, tolerance=tolerance)
+        self.comparisons[kind] = comparison
+        self.gates.append(gates.from_comparison(gate, comparison))
+        return comparison.first_failure and comparison.first_failure.name
+
+    def result(self) -> Result:
+        """What was found."""
+        return Result(
+            tuple(self.gates), self.matching, self.modules, self.comparisons, self.model.framework, tuple(self.local),
+            tuple(self.blamed), self.starts, self.causes, tuple(self.notes),
+        )  # fmt: skip
+
+
+def _wide(tree: Any) -> Any:
+    """Inputs as numpy, the floating ones in float64."""
+    if isinstance(tree, dict):
+        return {key: _wide(value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(_wide(value) for value in tree)
+    if isinstance(tree, torch.Tensor):
+        tree = tree.detach().cpu().numpy()
+    if hasattr(tree, "__array__") and not isinstance(tree, np.ndarray):
+        tree = np.asarray(tree)
+    is_floating = isinstance(tree, np.ndarray) and np.issubdtype(tree.dtype, np.floating)
+    return tree.astype(np.float64) if is_floating else tree
+
+
+def _numbered(name: str, values: Any) -> dict[str, Any]:
+    return {f"{name} {i}": value for i, value in enumerate(values)}
+
+
+def _is_module(name: str, value: Any, arrays: Mapping[str, Any], twin: TorchSide) -> bool:
+    """True for an entry of `names` that speaks of modules, or taps, and not of weights."""
+    modules = dict(twin.module.named_modules())
+    return isinstance(value, str) and name not in arrays and (value in modules or value == capture.ROOT)
+
+
+def _order_of(name: str, reference: Run) -> int:
+    """Place of a weight's module in the order of completion."""
+    order = {call.module: i for i, call in enumerate(reference.calls.values())}
+    return order.get(name.rpartition(".")[0], -1)
+
+
+def _missing(tensors: Mapping[str, np.ndarray], reference: Run) -> dict[str, np.ndarray]:
+    return {name: x for name, x in tensors.items() if name not in reference.buffers}
+
+
+def _local_errors(forced: Mapping[str, capture.Call], twin: Mapping[str, capture.Call]) -> list[capture.Local]:
+    """Each module's own error, and that of what it hands to the modules inside it, in the order of completion."""
+    mine, theirs = {}, {}
+    for name, wanted in twin.items():
+        if name in forced:
+            pairs = zip(forced[name].inputs, wanted.inputs, strict=True)
+            kept = [(a, b) for a, b in pairs if b is not None]
+            outputs = wanted.outputs or (np.full(1, np.nan),)  # of another shape: an infinite error
+            mine[name] = capture.Call(tuple(a for a, _ in kept), forced[name].outputs)
+            theirs[name] = capture.Call(tuple(b for _, b in kept), outputs)
+    return capture.local_errors(mine, theirs)
+
+
+def _opened(pair: Pair, inputs: tuple, *, key: int) -> JaxModel:
+    """The JAX model taken apart; its random draws start from a key."""
+    example = (pair.jax_inputs or (lambda *inputs: inputs))(*inputs)
+    if pair.per_example:
+        import jax
+
+        example = jax.tree.map(lambda x: x[0], example)
+    return open_model(pair.jax_side, example, Options(pair.jax_call, pair.jax_modes, key))

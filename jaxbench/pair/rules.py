@@ -1,0 +1,147 @@
+"""How one array of a JAX model is made of PyTorch tensors: transposed, split, joined, reshaped (S file).
+
+Everything here uses what numpy's and JAX's arrays share, so that a rule can be differentiated: the
+gradient of a JAX model by PyTorch's tensors needs no rule of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+class Arrangement(NamedTuple):
+    """Axes of a PyTorch tensor in a JAX array's order and shape."""
+
+    axes: tuple[int, ...]  # transposition, as numpy's
+    shape: Shape  # after it; splits and merges neighbouring axes only
+
+    def apply(self, x: Any) -> Any:
+        """The JAX array's values."""
+        return x.transpose(self.axes).reshape(self.shape)
+
+    def invert(self, x: Any, shape: Shape) -> Any:
+        """The PyTorch tensor's values, of its shape."""
+        moved = tuple(shape[axis] for axis in self.axes)
+        return x.reshape(moved).transpose(tuple(np.argsort(self.axes).tolist()))
+
+    def text(self) -> str:
+        """Words for it, empty where the values stay as they are."""
+        parts = [] if self.axes == tuple(range(len(self.axes))) else [f"axes {self.axes}"]
+        return ", ".join(parts + ([f"as {self.shape}"] if len(self.shape) != len(self.axes) else []))
+
+
+class Rule(NamedTuple):
+    """One JAX array of one or more PyTorch tensors.
+
+    A tensor may hold several JAX arrays one after the other along its first axis (`part`, as torch's fused query, key
+    and value projection); or several tensors stand in one array along `joined`.
+    """
+
+    sources: tuple[str, ...]  # PyTorch tensors
+    arrangement: Arrangement  # of each source, or of the part
+    part: tuple[int, int] | None = None  # (index, count) of equal parts along the tensor's first axis
+    joined: int | None = None  # axis of the JAX array
+
+    def apply(self, tensors: Mapping[str, Any]) -> Any:
+        """The JAX array; tensors are numpy's or JAX's arrays by name."""
+        pieces = [self._piece(tensors[name]) for name in self.sources]
+        if self.joined is None:
+            return pieces[0]
+        return pieces[0].__array_namespace__().concat(pieces, axis=self.joined)
+
+    def _piece(self, x: Any) -> Any:
+        if self.part is not None:
+            index, count = self.part
+            rows = x.shape[0] // count
+            x = x[index * rows : (index + 1) * rows]
+        return self.arrangement.apply(x)
+
+    def text(self) -> str:
+        """Words for it: the tensors and what is done to them."""
+        part = "" if self.part is None else f"part {self.part[0] + 1} of {self.part[1]}"
+        joined = "" if self.joined is None else f"joined along axis {self.joined}"
+        return ", ".join(text for text in (" + ".join(self.sources), part, self.arrangement.text(), joined) if text)
+
+
+# By hand: a function from PyTorch's tensors by name to the JAX array, written with the operators all arrays share.
+Given = Callable[[Mapping[str, Any]], Any]
+
+
+def arrangements(source: Shape, target: Shape, *, is_reversed: bool) -> list[Arrangement]:
+    """Every way to arrange a tensor as an array of another shape, the likeliest first; empty where there is none.
+
+    Args:
+      source: shape of the PyTorch tensor, or of the part of it.
+      target: shape of the JAX array.
+      is_reversed: the frameworks store this kind of weight the other way round: [out, in, *window] in PyTorch,
+        [*window, in, out] in JAX, so that of two transpositions that both fit, that one comes first.
+    """
+    if math.prod(source) != math.prod(target):
+        return []
+    identity = tuple(range(len(source)))
+    swapped = (*identity[2:], *identity[1::-1]) if is_reversed and len(source) > 1 else identity
+    found = []
+    for axes in dict.fromkeys((swapped, identity, *_permutations(identity))):
+        moved = tuple(source[axis] for axis in axes)
+        is_regrouped = axes in (swapped, identity) and _regroups(moved, target)
+        if moved == target or is_regrouped:
+            found.append(Arrangement(axes, target))
+    return found
+
+
+def _permutations(axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All orders of up to five axes."""
+    return itertools.permutations(axes) if len(axes) <= 5 else iter(())
+
+
+def _regroups(source: Shape, target: Shape) -> bool:
+    """True where one shape only splits axes of the other: (12, 64) and (3, 4, 64)."""
+    ends = [set(itertools.accumulate(shape, lambda a, b: a * b)) for shape in (source, target)]
+    return ends[0] <= ends[1] or ends[1] <= ends[0]
+
+
+def to_torch(rules: Mapping[str, Rule], arrays: Mapping[str, np.ndarray], shapes: Mapping[str, Shape]) -> dict:
+    """PyTorch's tensors out of a JAX model's arrays, by name; shapes are the tensors'.
+
+    Raises:
+      ValueError: a rule is a function by hand, which has no inverse, or a tensor is filled in part only.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    filled = dict.fromkeys(shapes, 0)
+    for name, rule in rules.items():
+        if not isinstance(rule, Rule):
+            raise ValueError(f"weights={name!r}: made by a function, which has no inverse: take PyTorch's weights")
+        for source, piece in _pieces(rule, arrays[name], shapes):
+            into = tensors.setdefault(source, np.empty(shapes[source], arrays[name].dtype))
+            index, count = rule.part or (0, 1)
+            rows = into.shape[0] // count if into.shape else 0
+            into[...] = piece if rule.part is None else into
+            if rule.part is not None:
+                into[index * rows : (index + 1) * rows] = piece
+            filled[source] += piece.size
+    partly = [name for name, size in filled.items() if 0 < size < math.prod(shapes[name])]
+    if partly:
+        raise ValueError(f"weights={partly}: only parts of these tensors are in the JAX model")
+    return tensors
+
+
+def _pieces(rule: Rule, array: np.ndarray, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, np.ndarray]]:
+    """What each source of a rule gets of an array."""
+    sizes = [math.prod(shapes[source]) for source in rule.sources]
+    if rule.joined is None:
+        shape = shapes[rule.sources[0]]
+        if rule.part is not None:
+            shape = (shape[0] // rule.part[1], *shape[1:])
+        yield rule.sources[0], rule.arrangement.invert(array, shape)
+        return
+    rest = array.size // array.shape[rule.joined]
+    stops = np.cumsum([size // rest for size in sizes])[:-1]
+    for source, piece in zip(rule.sources, np.split(array, stops, axis=rule.joined), strict=True):
+        yield source, Arrangement(rule.arrangement.axes, piece.shape).invert(piece, shapes[source])

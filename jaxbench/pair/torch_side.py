@@ -1,0 +1,202 @@
+"""The PyTorch side of a pair: a copy of any module in one type, run with hooks; the caller's stays as it is."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from jaxbench.pair.jax_model import tapped
+from jaxbench.parity.capture import ROOT, Call, map_floating
+
+
+class TorchCall(NamedTuple):
+    """One module's call, with all that it takes to make it again."""
+
+    module: str  # dotted name
+    args: tuple
+    kwargs: dict
+    call: Call  # floating tensors: inputs, and the first output
+
+
+class Run(NamedTuple):
+    """One call of the whole module."""
+
+    outputs: tuple[np.ndarray, ...]  # floating tensors, from left to right
+    calls: dict[str, TorchCall]  # by name, `name#1` for a module's second call; in order of completion
+    buffers: dict[str, np.ndarray]  # after it
+
+
+class Gradients(NamedTuple):
+    """Gradients of the objective."""
+
+    loss: np.ndarray
+    tensors: dict[str, np.ndarray]
+    inputs: tuple[np.ndarray, ...]  # by floating input, from left to right
+
+
+class TorchSide:
+    """A module in one number type.
+
+    Args:
+      module: what to run; copied.
+      dtype: float64, float32 or bfloat16, of parameters, buffers and inputs.
+      pick: function of the module's outputs that chooses what is compared; None = all of them.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, dtype: str, pick: Callable[[Any], Any] | None = None):
+        self.dtype = getattr(torch, dtype)
+        self.module = copy.deepcopy(module).to("cpu", self.dtype)
+        self.pick = pick or (lambda outputs: outputs)
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Floating parameters and buffers by name; tied ones once."""
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {name: as_numpy(x) for name, x in named if x.is_floating_point()}
+
+    def load(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Set parameters and buffers."""
+        named = dict([*self.module.named_parameters(), *self.module.named_buffers()])
+        with torch.no_grad():
+            for name, value in tensors.items():
+                named[name].copy_(torch.from_numpy(np.array(value)))
+
+    @contextlib.contextmanager
+    def _restored(self, is_training: bool) -> Iterator[None]:
+        """Mode of the module while the context is open; its parameters and buffers are restored at the end."""
+        before = {name: x.clone() for name, x in self.module.state_dict().items()}
+        modes = {module: module.training for module in self.module.modules()}
+        self.module.train(is_training)
+        try:
+            yield
+        finally:
+            self.module.load_state_dict(before)
+            for module, mode in modes.items():
+                module.training = mode
+
+    def run(self, inputs: tuple, *, is_training: bool) -> Run:
+        """One call, with the calls of every module inside."""
+        calls: dict[str, TorchCall] = {}
+        with torch.no_grad(), self._restored(is_training), recorded(self.module, calls):
+            result = self.module(*self._tensors_of(inputs))
+            buffers = {n: as_numpy(x) for n, x in self.module.named_buffers() if x.is_floating_point()}
+        return Run(tuple(as_numpy(x) for x in floating(self.pick(result))), calls, buffers)
+
+    def gradients(self, inputs: tuple, targets: tuple[np.ndarray, ...], *, is_training: bool) -> Gradients:
+        """Gradients of the objective by parameters and floating inputs."""
+        given = self._tensors_of(inputs, requires_grad=True)
+        self.module.zero_grad(set_to_none=True)
+        with self._restored(is_training):
+            loss = self._objective(self.pick(self.module(*given)), targets)
+            loss.backward()
+            grads = {
+                name: as_numpy(torch.zeros_like(p) if p.grad is None else p.grad)
+                for name, p in self.module.named_parameters()
+            }
+        self.module.zero_grad(set_to_none=True)
+        by_input = tuple(as_numpy(torch.zeros_like(x) if x.grad is None else x.grad) for x in floating(given))
+        return Gradients(as_numpy(loss), grads, by_input)
+
+    def steps(
+        self, inputs: tuple, targets: tuple[np.ndarray, ...], optimizer: Callable[[Any], torch.optim.Optimizer],
+        *, num_steps: int, is_training: bool,
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
+        """Losses of optimiser steps on one batch, and the parameters and buffers after the last."""
+        losses = []
+        with self._restored(is_training):
+            update = optimizer([p for p in self.module.parameters() if p.requires_grad])
+            for _ in range(num_steps):
+                update.zero_grad(set_to_none=True)
+                loss = self._objective(self.pick(self.module(*self._tensors_of(inputs))), targets)
+                loss.backward()
+                update.step()
+                losses.append(as_numpy(loss))
+            after = self.tensors()
+        return np.array(losses), after
+
+    def _objective(self, result: Any, targets: tuple[np.ndarray, ...]) -> torch.Tensor:
+        pairs = zip(floating(result), targets, strict=True)
+        return sum(((y - torch.from_numpy(t).to(y.dtype)) ** 2).mean() / 2 for y, t in pairs)
+
+    def _tensors_of(self, inputs: tuple, *, requires_grad: bool = False) -> tuple:
+        def tensor(x: np.ndarray) -> torch.Tensor:
+            return torch.tensor(x).to(self.dtype).requires_grad_(requires_grad)
+
+        given = map_floating(inputs, tensor, is_floating=is_floating_numpy)
+        return map_floating(given, torch.tensor, is_floating=lambda x: isinstance(x, np.ndarray))
+
+
+@contextlib.contextmanager
+def recorded(module: torch.nn.Module, calls: dict[str, TorchCall]) -> Iterator[None]:
+    """Record every call of a module and of those inside it, and every tap, while the context is open."""
+    counts: collections.Counter[str] = collections.Counter()
+    open_calls: list[tuple[str, Any, Any]] = []
+
+    def key(name: str) -> str:
+        counts[name] += 1
+        return name if counts[name] == 1 else f"{name}#{counts[name] - 1}"
+
+    def before(name: str) -> Any:
+        def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            open_calls.append((name, *copied((args, kwargs))))
+
+        return hook
+
+    def after(module: torch.nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
+        name, args, kwargs = open_calls.pop()
+        record(name, args, kwargs, result)
+
+    def record(name: str, args: tuple, kwargs: dict, result: Any) -> None:
+        numbers = tuple(as_numpy(x) for x in floating((args, kwargs)))
+        outputs = tuple(as_numpy(x) for x in floating(result)[:1])
+        if outputs:
+            calls[key(name)] = TorchCall(name, args, kwargs, Call(numbers, outputs))
+
+    def tap(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        record(name, args, kwargs, args[0])
+        return args[0]
+
+    handles = []
+    for path, child in module.named_modules():
+        if type(child).forward is not torch.nn.Module.forward and not isinstance(child, torch.nn.ModuleList):
+            handles.append(child.register_forward_pre_hook(before(path or ROOT), with_kwargs=True))
+            handles.append(child.register_forward_hook(after, with_kwargs=True))
+    try:
+        with tapped(tap):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def copied(tree: Any) -> Any:
+    """Nested arguments with their tensors copied, because modules may write into them."""
+    return map_floating(tree, lambda x: x.detach().clone(), is_floating=lambda x: isinstance(x, torch.Tensor))
+
+
+def floating(tree: Any) -> tuple[torch.Tensor, ...]:
+    """Floating tensors of nested tuples, lists and dictionaries, from left to right."""
+    tensors: list[torch.Tensor] = []
+    map_floating(tree, tensors.append, is_floating=is_floating_tensor)
+    return tuple(tensors)
+
+
+def is_floating_tensor(x: Any) -> bool:
+    """True for a tensor of floating numbers."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def is_floating_numpy(x: Any) -> bool:
+    """True for a numpy array of floating numbers."""
+    return isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.floating)
+
+
+def as_numpy(x: torch.Tensor) -> np.ndarray:
+    """Values of a tensor; bfloat16 as float32."""
+    x = x.detach()
+    return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy().copy()

@@ -1,0 +1,92 @@
+"""`jaxbench pair FILE`, the pytest plugin, and the files of experiments/pairs, as a user runs them."""
+
+import importlib.util
+import json
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from jaxbench.pair import contract, proof
+from tests.structure import ROOT
+from tests.test_cli import shell_environment
+
+PAIRS = ROOT / "experiments" / "pairs"
+RESULTS = {  # the same function, or words of the causes that must be named
+    "equinox_gru": (), "linen_lstm": (), "optax_ctc": (), "nnx_attention": ("cast to float32",),
+    "gpt2_block": ("eps: 1e-06", "gelu (erf)"), "haiku_encoder": (), "haiku_resnet18": ("padding is (2, 3)",),
+}  # fmt: skip
+NEEDS = {"haiku_encoder": ("haiku",), "haiku_resnet18": ("haiku", "torchvision")}
+
+pytest_plugins = ["pytester"]
+
+
+def command(*words, cwd):
+    line = [sys.executable, "-m", "jaxbench", *words]
+    environment = shell_environment() | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_a_file_is_compared_and_its_page_written(tmp_path):
+    result = command("pair", str(PAIRS / "optax_adamw.py"), "--workdir=out", cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert "NOT the same function: 2 of" in result.stdout and "kernel" in result.stdout
+    values = json.loads((tmp_path / "out" / "pair.json").read_text(encoding="utf-8"))
+    assert not values["passed"] and ["kernel", "weight, axes (1, 0)", "only one of its shape"] in values["weights"]
+    assert "NOT the same function" in (tmp_path / "out" / "pair.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        ("x = 1", "defines no function pair()"),
+        ("def pair(): return 3", "returns a int"),
+        ("raise RuntimeError('no')", "RuntimeError: no"),
+    ],
+)
+def test_a_file_that_describes_no_pair_is_one_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "mine.py").write_text(content, encoding="utf-8")
+    result = command("pair", "mine.py", cwd=tmp_path)
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_published_pairs_come_out_as_their_files_say(name):
+    missing = [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}, which jaxbench does not")
+    pair = runpy.run_path(str(PAIRS / f"{name}.py"))["pair"]()
+    result = proof.run(contract.checked(pair._replace(quick=True)))
+    assert result.passed == (not RESULTS[name])
+    for words in RESULTS[name]:
+        assert any(words in cause for cause in result.causes.values()), result.causes
+
+
+def test_the_fixture_shows_where_two_functions_part(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makepyfile(
+        """
+        import numpy as np, torch
+
+        def test_equal(same_function):
+            same_function(lambda x: x + 1.0, Add(1.0), np.ones(3), quick=True)
+
+        def test_other(same_function):
+            same_function(lambda x: x + 1.0, Add(2.0), np.ones(3), quick=True)
+
+        class Add(torch.nn.Module):
+            def __init__(self, value):
+                super().__init__()
+                self.value = value
+
+            def forward(self, x):
+                return x + self.value
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "jaxbench.pair.pytest_plugin", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*NOT the same function*", "*jaxbench: weights and modules*"])

@@ -1,0 +1,118 @@
+"""Pairs of every kind of JAX model, through the functions that a caller uses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import linen, nnx
+
+import jaxbench
+from tests.pair import bugs
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.standard_normal((3, 4))
+
+
+def mlp(activation=torch.nn.Tanh):
+    return bugs.scattered(torch.nn.Sequential(torch.nn.Linear(4, 6), activation(), torch.nn.Linear(6, 2)))
+
+
+def function(params, x):
+    hidden = jnp.tanh(jaxbench.tap("hidden", x @ params["up"]["w"] + params["up"]["b"][None]))
+    return hidden @ params["down"]["w"] + params["down"]["b"][None]
+
+
+PARAMS = {"up": {"w": np.ones((4, 6)), "b": np.ones(6)}, "down": {"w": np.ones((6, 2)), "b": np.ones(2)}}
+
+
+def test_every_gate_of_a_function_of_parameters():
+    decay = {"weight_decay": 0.1}
+    optimizers = (optax.adamw(1e-2, **decay), lambda params: torch.optim.AdamW(params, 1e-2, **decay))
+    result = jaxbench.compare((function, PARAMS), mlp(), X, {"hidden": "0"}, optimizers=optimizers)
+    assert result.passed, str(result)
+    assert result.modules == {"hidden": "0", "model": "model"}
+    kinds = {gate.what for gate in result.gates}
+    assert {"gradients, eval", "input gradients, eval", "parameters after 5 steps", "outputs, bfloat16"} <= kinds
+    assert str(result).startswith("the same function")
+
+
+def test_another_default_of_an_optimiser_shows_in_the_steps_alone():
+    optimizers = (optax.adamw(1e-2), lambda params: torch.optim.AdamW(params, 1e-2))
+    result = jaxbench.compare((function, PARAMS), mlp(), X, optimizers=optimizers)
+    assert {gate.what for gate in result.gates if not gate.passed} == {
+        "losses of optimiser steps",
+        "parameters after 5 steps",
+    }
+
+
+def test_the_test_helper_names_where_and_why():
+    with pytest.raises(AssertionError, match=r"(?s)NOT the same.*a cause is in model.*likely: activation of 1: tanh"):
+        jaxbench.assert_same_function((function, PARAMS), mlp(torch.nn.ReLU), X, quick=True)
+    jaxbench.assert_same_function((function, PARAMS), mlp(), X, quick=True)
+
+
+class Norm(linen.Module):
+    """Batch norm with PyTorch's momentum and eps."""
+
+    momentum: float = 0.9
+
+    @linen.compact
+    def __call__(self, x, train=False):
+        return linen.BatchNorm(not train, momentum=self.momentum, epsilon=1e-5)(x)
+
+
+@pytest.mark.parametrize(("momentum", "cause"), [(0.9, "divided by n=3 in JAX, by n-1"), (0.99, "momentum")])
+def test_statistics_after_a_call_in_training_mode_are_compared(momentum, cause):
+    modes = {"eval": {"train": False}, "train": {"train": True}}
+    twin = bugs.scattered(torch.nn.BatchNorm1d(4))
+    result = jaxbench.compare(Norm(momentum), twin, X, jax_modes=modes, dtypes=())
+    assert [gate.what for gate in result.gates if not gate.passed] == ["state after a call, train"]
+    assert cause in result.causes["state"]
+
+
+def test_dropout_in_training_mode_is_said_not_to_be_compared():
+    twin = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout(0.5))
+    result = jaxbench.compare(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), twin, X, quick=True)
+    assert result.passed and "dropout p=0.5 in 1 modules" in result.notes[0]
+
+
+def test_weights_go_to_pytorch_or_stay_and_are_compared():
+    layer, twin = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(4, 2)
+    kept = {name: x.detach().clone() for name, x in twin.named_parameters()}
+    assert jaxbench.compare(layer, twin, X, weights="jax", quick=True).passed
+    own = jaxbench.compare(layer, twin, X, weights="own", quick=True)
+    assert {gate.id for gate in own.gates if not gate.passed} == {"P5"}  # other weights, the same function
+    assert all(torch.equal(kept[name], x) for name, x in twin.named_parameters())  # the caller's module is not touched
+    with torch.no_grad():
+        twin.weight.copy_(torch.tensor(np.asarray(layer.kernel[...]).T))
+        twin.bias.copy_(torch.tensor(np.asarray(layer.bias[...])))
+    assert jaxbench.compare(layer, twin, X, weights="own", quick=True).passed
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weights": "mine"}, ValueError, "weights='mine'"),
+        ({"modes": ("testing",)}, ValueError, "modes="),
+        ({"num_steps": 0}, ValueError, "num_steps=0"),
+        ({"torch_outputs": lambda y: (y, y)}, ValueError, "1 floating arrays from JAX, 2 from PyTorch"),
+        ({"speed": True}, TypeError, "speed"),
+    ],
+)
+def test_wrong_settings_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        jaxbench.compare((function, PARAMS), mlp(), X, **{"quick": True} | options)
+
+
+def test_what_is_no_model_is_named():
+    with pytest.raises(TypeError, match="torch_module=function"):
+        jaxbench.compare((function, PARAMS), function, X)
+    with pytest.raises(TypeError, match="jax_side=int"):
+        jaxbench.compare(3, mlp(), X)
+
+
+def test_a_tap_outside_a_comparison_does_nothing():
+    assert jaxbench.tap("name", 3) == 3
+    assert jax.jit(lambda x: jaxbench.tap("name", x))(2.0) == 2.0
