@@ -116,3 +116,25 @@ def test_what_is_no_model_is_named():
 def test_a_tap_outside_a_comparison_does_nothing():
     assert jaxbench.tap("name", 3) == 3
     assert jax.jit(lambda x: jaxbench.tap("name", x))(2.0) == 2.0
+
+
+def test_haikus_norm_with_its_averages_is_the_norm_of_pytorch():
+    hk = pytest.importorskip("haiku")
+
+    def network(x, is_training):
+        x = hk.Conv2D(4, 3, with_bias=False)(x)
+        return hk.BatchNorm(True, True, 0.9, eps=1e-5)(x, is_training)
+
+    layers = (torch.nn.Conv2d(2, 4, 3, padding=1, bias=False), torch.nn.BatchNorm2d(4))
+    twin = bugs.scattered(torch.nn.Sequential(*layers))
+    image = RANDOM.standard_normal((2, 2, 6, 6))
+    result = jaxbench.compare(
+        hk.transform_with_state(network), twin, image, jax_inputs=lambda x: (x.transpose(0, 2, 3, 1),),
+        jax_modes={"eval": {"is_training": False}, "train": {"is_training": True}}, modes=("eval",), quick=True,
+    )  # fmt: skip
+    assert result.passed, str(result)
+    rules = result.weights.rules
+    assert rules["batch_norm.mean"].sources == ("1.running_mean",) and rules["batch_norm.scale"].sources == (
+        "1.weight",
+    )
+    assert any(name.endswith("counter") for name in result.weights.kept)  # PyTorch has none; it is said
