@@ -7,8 +7,6 @@ generators draw the same tokens from one model, marked and unmarked rows in one 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from jaxbench import initial, sample, transformer
@@ -16,13 +14,14 @@ from jaxbench.parity import cases, gates
 from jaxbench.watermark import detect, logits_processor, reference, significance
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes.contract import Scheme
 
 TOLERANCE = 1e-12  # of float64 scores and p-values, relative
 NUM_TEXTS, NUM_NEW = 12, 24
 KEYS = [Key.from_passphrase("parity").derive(str(i)) for i in range(NUM_TEXTS)]
 
 
-def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.Gate]:
+def gates_of_evidence(scheme: Scheme, *, vocab_size: int, seed: int) -> list[gates.Gate]:
     """Gates of words, scored positions, scores and p-values."""
     from torch_ref.watermark import detect as torch_detect
 
@@ -49,7 +48,7 @@ def gates_of_evidence(scheme: Any, *, vocab_size: int, seed: int) -> list[gates.
     return found
 
 
-def gates_of_generation(scheme: Any, *, seed: int) -> list[gates.Gate]:
+def gates_of_generation(scheme: Scheme, *, seed: int) -> list[gates.Gate]:
     """Gate of generated tokens: every second row is marked, each with its own key."""
     import torch_ref.transformer
     from torch_ref import sample as torch_sample

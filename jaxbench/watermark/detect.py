@@ -19,6 +19,7 @@ from jaxbench import devices, libtpu
 from jaxbench.watermark import detection, prf, reference
 from jaxbench.watermark.device.marks import mark_of
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes.contract import SchemeLike
 from jaxbench.watermark.significance import Detections
 
 Words = tuple[Array, ...]  # uint32 [T B] each
@@ -27,7 +28,7 @@ SLABS, SLAB_TOKENS = 4, 2**14  # large batches cut the triangle of earlier posit
 
 def detect_batch(
     texts_or_ids: Any,
-    scheme: Any,
+    scheme: SchemeLike,
     key: Key,
     *,
     vocab_size: int,
@@ -61,7 +62,7 @@ def detect_batch(
 class Detector(detection.NumpyDetector):
     """A scheme's evidence on one device. Programs are shared between detectors: keys and sizes are arguments."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
+    def __init__(self, scheme: SchemeLike, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
         super().__init__(scheme, vocab_size=vocab_size, green_lists=green_lists)
         libtpu.leave_out_if_absent()
         devices.check_device(device)

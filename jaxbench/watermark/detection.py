@@ -15,6 +15,7 @@ from jaxbench.watermark import reference, significance
 from jaxbench.watermark.config import num_payloads, parse_scheme
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes.contract import Scheme, SchemeLike
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
 MAX_DEVICE_LENGTH = 4096  # tokens; longer texts are sorted on the host instead of comparing all pairs
@@ -27,7 +28,7 @@ MAX_VOCAB = 2**24  # tokens: sixteen times the largest vocabularies; unigram's l
 class NumpyDetector:
     """A scheme's evidence by the reference: no compilation, no device. Detectors on a device are made from it."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None):
+    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: Any = None):
         self.scheme, self.vocab_size = checked_scheme(scheme, vocab_size), vocab_size
         self.green_lists = lists_of(self.scheme, vocab_size=vocab_size) if green_lists is None else green_lists
         self._fixed_lists: dict[Key, Bool[np.ndarray, " V"]] = {}
@@ -68,7 +69,7 @@ class NumpyDetector:
         return np.stack([lists[key] for key in distinct]), np.resize(index, rows)
 
 
-def compiled_form(scheme: Any) -> Any:
+def compiled_form(scheme: Scheme) -> Any:
     """Scheme with all fields that its words do not depend on (biases, scores) at their defaults.
 
     Programs are compiled for this form, so that schemes that differ in those fields share them.
@@ -205,7 +206,7 @@ def join(parts: Sequence[significance.Detections], places: Sequence[np.ndarray])
 # What the backends share
 
 
-def checked_scheme(scheme: Any, vocab_size: int) -> Any:
+def checked_scheme(scheme: SchemeLike, vocab_size: int) -> Any:
     """Scheme that a name, a mapping or a scheme stands for, fit for a vocabulary.
 
     Raises:
@@ -239,7 +240,7 @@ def padded_lengths(lengths: np.ndarray, *, steps: int = 8) -> np.ndarray:
     return -(-lengths // step) * step
 
 
-def key_arrays(scheme: Any, key: Key | Sequence[Key], rows: int, extra: int = 0) -> np.ndarray:
+def key_arrays(scheme: Scheme, key: Key | Sequence[Key], rows: int, extra: int = 0) -> np.ndarray:
     """Halves of each row's key as uint32 [K 2 B], `extra` zero rows behind; K = 2 for a dual-key scheme.
 
     Raises:

@@ -21,13 +21,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8, UInt32
 
 from jaxbench import outputs, philox, process_environment
 from jaxbench.watermark import reference
+from jaxbench.watermark.schemes.contract import Scheme
 
 VERSION = 1  # of the cached files
 LARGEST = (2**32 - 1) // 20  # torch.randperm uses another algorithm from here on
@@ -56,7 +57,7 @@ class GreenLists:
       rule, width: how contexts select lists; tokens that must precede a position.
     """
 
-    def __init__(self, scheme: Any, *, vocab_size: int):
+    def __init__(self, scheme: Scheme, *, vocab_size: int):
         """Prepare the lists of a `MarkLlmKgw` or `TransformersKgw` scheme; computes no list yet.
 
         Raises:
@@ -170,7 +171,7 @@ class GreenLists:
         return is_green.reshape(tokens.shape)
 
 
-def lists_of(scheme: Any, *, vocab_size: int) -> GreenLists | None:
+def lists_of(scheme: Scheme, *, vocab_size: int) -> GreenLists | None:
     """Green lists of a scheme that has lists of its own, None for others."""
     return None if scheme.key_field is None else GreenLists(scheme, vocab_size=vocab_size)
 

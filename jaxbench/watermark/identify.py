@@ -13,6 +13,7 @@ import numpy as np
 from jaxbench.measure.verdicts import holm
 from jaxbench.watermark import detection, significance
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Ragged
 
 CORRECTIONS = {"bonferroni": significance.bonferroni, "holm": holm}
@@ -22,7 +23,7 @@ class Candidate(NamedTuple):
     """One scheme under one key, with the name that the answer gives."""
 
     name: str
-    scheme: Any
+    scheme: Scheme
     key: Key
     green_lists: Any = None
 

@@ -7,11 +7,12 @@ Axis letters: N texts, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxbench.watermark.reference import Evidence
+from jaxbench.watermark.schemes.contract import Scheme
 
 SIZES = (25, 50, 100, 200, 400)  # scored positions in a window
 STRIDE = 8  # windows of one size start every size / STRIDE positions
@@ -36,7 +37,7 @@ class Localization(NamedTuple):
 
 
 def localize(
-    scheme: Any,
+    scheme: Scheme,
     evidence: Evidence,
     *,
     vocab_size: int,

@@ -7,21 +7,20 @@ one of them. What a scheme does to logits is in device/.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxbench.watermark.device.marks import mark_of
 from jaxbench.watermark.green_lists import GreenLists
+from jaxbench.watermark.schemes.contract import SchemeLike
 from jaxbench.watermark.watermark_base import WatermarkBase
 
 
 class Watermark(WatermarkBase):
     """A logits processor that marks text with one scheme."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: GreenLists | None = None):
+    def __init__(self, scheme: SchemeLike, *, vocab_size: int, green_lists: GreenLists | None = None):
         """Prepare a scheme (a name, a mapping or a configuration) for logits of vocab_size tokens.
 
         Raises:

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int, UInt32
 from jaxbench import prng
 from jaxbench.watermark import reference
 from jaxbench.watermark.reference import CONTEXT_SITE, MIN_SITE, NO_TOKEN, SELF_SITE, ContextRule
+from jaxbench.watermark.schemes.contract import Scheme
 
 Halves = tuple[Array, Array]
 Lanes = tuple[Array, Array, Array, Array]
@@ -117,7 +118,7 @@ def text_seeds(rule: ContextRule, key: Halves, tokens: UInt32[Array, "T B"]) -> 
 
 
 def token_words(
-    scheme: Any, key: Halves, seeds: UInt32[Array, "*shape 2"], tokens: Array, *, vocab_size: int, payload: Any = 0
+    scheme: Scheme, key: Halves, seeds: UInt32[Array, "*shape 2"], tokens: Array, *, vocab_size: int, payload: Any = 0
 ) -> UInt32[Array, "*shape"]:
     """Word of each token at its seed; a payload takes the word of token + payload mod V."""
     shifted = tokens.astype(jnp.uint32)

@@ -16,6 +16,7 @@ from jaxbench.watermark.attack import attacks
 from jaxbench.watermark.bulk import bulk_detection
 from jaxbench.watermark.config import num_payloads, parse_scheme
 from jaxbench.watermark.keys import PUBLIC_KEY, read_key_file
+from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Ragged, TextEncoder
 
 SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # control characters: no terminal obeys
@@ -175,7 +176,7 @@ def _print_scores(detections: significance.Detections, num_tokens: int, num_chan
     console.print(line + (f"   ({detections.reason[0]})" if detections.reason[0] else ""), style="bold")
 
 
-def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Any, evidence: Any, spans: Sequence[Any]) -> Any:
+def highlighted(tokenizer: Any, ids: np.ndarray, scheme: Scheme, evidence: Any, spans: Sequence[Any]) -> Any:
     """A text whose tokens are coloured: green speaks for the mark, red against, dim is not scored.
 
     A character of several tokens has the colour of its last one.

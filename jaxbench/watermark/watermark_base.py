@@ -16,6 +16,7 @@ from jaxbench.watermark import config, reference
 from jaxbench.watermark.device.contract import BaseMark, Position, State
 from jaxbench.watermark.green_lists import GreenLists
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes.contract import Scheme, SchemeLike
 
 UNMARKED = Key(0)  # stands in the arrays of rows without a key, where nothing reads it
 
@@ -29,7 +30,12 @@ class WatermarkBase:
     """
 
     def __init__(
-        self, scheme: Any, *, vocab_size: int, green_lists: GreenLists | None, mark_of: Callable[..., BaseMark]
+        self,
+        scheme: SchemeLike,
+        *,
+        vocab_size: int,
+        green_lists: GreenLists | None,
+        mark_of: Callable[..., BaseMark],
     ):
         self.scheme, self.vocab_size = config.parse_scheme(scheme), vocab_size
         self.draws = self.scheme.draws
@@ -194,7 +200,7 @@ class HostLoopBase:
             self._state = self._watermark.state(keys, payloads=payloads, seed=self._seed)
 
 
-def _check_generation(scheme: Any, vocab_size: int, green_lists: GreenLists | None) -> None:
+def _check_generation(scheme: Scheme, vocab_size: int, green_lists: GreenLists | None) -> None:
     """Check that a scheme can mark text with these green lists.
 
     Raises:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jaxbench.watermark import detection, reference
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes.contract import SchemeLike
 from jaxbench.watermark.significance import Detections
 from torch_ref import devices
 from torch_ref.watermark import prf
@@ -24,7 +25,7 @@ Words = tuple[Tensor, ...]  # int64 [B T] each
 
 def detect_batch(
     texts_or_ids: Any,
-    scheme: Any,
+    scheme: SchemeLike,
     key: Key,
     *,
     vocab_size: int,
@@ -47,7 +48,7 @@ def detect_batch(
 class Detector(detection.NumpyDetector):
     """A scheme's evidence on one device."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
+    def __init__(self, scheme: SchemeLike, *, vocab_size: int, green_lists: Any = None, device: str = "cpu"):
         super().__init__(scheme, vocab_size=vocab_size, green_lists=green_lists)
         devices.check_device(device)
         self._device = {"gpu": "cuda"}.get(device, device)

@@ -7,13 +7,13 @@ of one batch chain: a processor each, and each row marked in one of them. What a
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jaxbench.watermark.green_lists import GreenLists
+from jaxbench.watermark.schemes.contract import SchemeLike
 from jaxbench.watermark.watermark_base import WatermarkBase
 from torch_ref.watermark.device.marks import mark_of
 
@@ -21,7 +21,9 @@ from torch_ref.watermark.device.marks import mark_of
 class Watermark(WatermarkBase):
     """A logits processor that marks text with one scheme."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: GreenLists | None = None, device: str = "cpu"):
+    def __init__(
+        self, scheme: SchemeLike, *, vocab_size: int, green_lists: GreenLists | None = None, device: str = "cpu"
+    ):
         """Prepare a scheme as the twin does, for logits on a device."""
         self._device = device
         on_device = functools.partial(mark_of, device=device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from jaxbench import philox
 from jaxbench.watermark import reference
 from jaxbench.watermark.reference import CONTEXT_SITE, MIN_SITE, NO_TOKEN, SELF_SITE, ContextRule
+from jaxbench.watermark.schemes.contract import Scheme
 from torch_ref import prng
 
 Halves = tuple[Tensor, Tensor]
@@ -118,7 +119,7 @@ def text_seeds(rule: ContextRule, key: Halves, tokens: Int64[Tensor, "B T"]) -> 
 
 
 def token_words(
-    scheme: Any, key: Halves, seeds: Int64[Tensor, "*shape 2"], tokens: Tensor, *, vocab_size: int, payload: Any = 0
+    scheme: Scheme, key: Halves, seeds: Int64[Tensor, "*shape 2"], tokens: Tensor, *, vocab_size: int, payload: Any = 0
 ) -> Int64[Tensor, "*shape"]:
     """Word of each token at its seed; a payload takes the word of token + payload mod V."""
     shifted = tokens.to(torch.int64) & philox.MASK32

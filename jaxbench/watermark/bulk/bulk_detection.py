@@ -27,6 +27,7 @@ from jaxbench.text import lines
 from jaxbench.watermark import detection, identify
 from jaxbench.watermark.bulk import part_files
 from jaxbench.watermark.config import num_payloads
+from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Encoded, Ragged, TextEncoder
 
 IN_FLIGHT = 3  # chunks a process, waiting or worked on
@@ -110,7 +111,7 @@ class Worker:
         ids = Ragged.from_lists([contents[i] for i in kept])
         return [records[i] for i in kept], outside, Encoded(ids, changed[kept])
 
-    def _detector(self, scheme: Any, *, vocab_size: int, green_lists: Any) -> Any:
+    def _detector(self, scheme: Scheme, *, vocab_size: int, green_lists: Any) -> Any:
         name = f"{scheme}"
         if name not in self._detectors:
             self._detectors[name] = self.job.make_detector(scheme, vocab_size=vocab_size, green_lists=green_lists)

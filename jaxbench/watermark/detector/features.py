@@ -26,6 +26,7 @@ from jaxbench.config import Base
 from jaxbench.pretrained import assets
 from jaxbench.watermark.config import Count
 from jaxbench.watermark.reference import Evidence
+from jaxbench.watermark.schemes.contract import Scheme
 
 FEATURES = 3  # centred evidence, its exponential score, whether the token is scored
 NO_EVIDENCE = 0.5  # of a token that is not scored
@@ -60,7 +61,7 @@ class Arrays(NamedTuple):
         return np.where(self.tokens >= 0, place, -1)
 
 
-def evidence(scheme: Any, found: Evidence) -> Float[np.ndarray, "B T"]:
+def evidence(scheme: Scheme, found: Evidence) -> Float[np.ndarray, "B T"]:
     """Evidence e of what `reference.evidence` or a Detector found; 1/2 where not scored."""
     value = scheme.neural_evidence(found.words)
     return np.where(found.scored, np.clip(value, SMALLEST, 1.0 - SMALLEST), NO_EVIDENCE)

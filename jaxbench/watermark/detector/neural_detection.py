@@ -20,6 +20,7 @@ from jaxbench import prompts
 from jaxbench.watermark import config
 from jaxbench.watermark.detector import features, neural, training_data
 from jaxbench.watermark.reference import Evidence
+from jaxbench.watermark.schemes.contract import Scheme
 
 NUM_NULL = 4000
 SCORING_ROWS = 64  # texts of one call, which fit the cache; fewer are filled up
@@ -54,7 +55,7 @@ def conformal_p(scores: np.ndarray, null: np.ndarray) -> np.ndarray:
 
 
 def null_scores(
-    scorer: Scorer, scheme: Any, human: np.ndarray, *, length: int, count: int, vocab_size: int, seed: int
+    scorer: Scorer, scheme: Scheme, human: np.ndarray, *, length: int, count: int, vocab_size: int, seed: int
 ) -> np.ndarray:
     """Scores [count] of human passages [N T], cut to a length, under random keys of a scheme."""
     random = np.random.default_rng((seed, length))
@@ -86,7 +87,7 @@ class NeuralTest:
         self._vocab_size, self._scorer = vocab_size, Scorer(shape, params)
         self._human = features.load_calibration(folder)
 
-    def check(self, scheme: Any) -> None:
+    def check(self, scheme: Scheme) -> None:
         """Raise where the detector cannot judge a scheme.
 
         Raises:
@@ -95,7 +96,7 @@ class NeuralTest:
         if config.num_payloads(scheme) > 1:
             raise ValueError(f"neural: scheme {scheme.scheme} has payload_bits={scheme.payload_bits}, wanted 0")
 
-    def __call__(self, scheme: Any, tokens: np.ndarray, evidence: Evidence) -> NeuralVerdict:
+    def __call__(self, scheme: Scheme, tokens: np.ndarray, evidence: Evidence) -> NeuralVerdict:
         """Judge a text (ids [T]) by the evidence [1 T] that a Detector found under its key; errors as `check`."""
         self.check(scheme)
         length = min(len(tokens), self._human.shape[1])

@@ -28,6 +28,7 @@ from jaxbench.watermark import config, reference, significance
 from jaxbench.watermark.detector import features, neural, training_data
 from jaxbench.watermark.detector.neural_detection import Scorer, conformal_p, null_scores
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.study import detectability, power
 
 
@@ -174,7 +175,7 @@ def judge(
 
 
 def evidence(
-    scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: int
+    scheme: Scheme, tokens: np.ndarray, keys: list[Key], *, vocab_size: int
 ) -> tuple[features.Arrays, np.ndarray]:
     """Detector's inputs of texts [N T] with a key each, and the exact test's p-values [N]."""
     found = reference.evidence(scheme, keys, tokens, vocab_size=vocab_size)

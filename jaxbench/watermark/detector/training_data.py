@@ -11,19 +11,20 @@ human text has fresh words throughout. Test edits are made on the tokens, and th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxbench.watermark import reference
 from jaxbench.watermark.detector import features
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes.contract import Scheme
 
 
 class Pool(NamedTuple):
     """Texts of one scheme; words are those of the texts' own keys, None for human text."""
 
-    scheme: Any
+    scheme: Scheme
     tokens: np.ndarray  # int32 [N T]
     scored: np.ndarray  # bool [N T]
     words: np.ndarray | None  # uint32 [N T]
@@ -37,13 +38,13 @@ class Example(NamedTuple):
     pasted_share: float  # share of examples that are a passage inside human text
 
 
-def marked_pool(scheme: Any, tokens: np.ndarray, keys: Sequence[Key], *, vocab_size: int) -> Pool:
+def marked_pool(scheme: Scheme, tokens: np.ndarray, keys: Sequence[Key], *, vocab_size: int) -> Pool:
     """Pool of texts [N T] that were generated with one key each."""
     evidence = reference.evidence(scheme, keys, tokens, vocab_size=vocab_size)
     return Pool(scheme, tokens, evidence.scored, evidence.words)
 
 
-def human_pool(scheme: Any, tokens: np.ndarray, *, vocab_size: int) -> Pool:
+def human_pool(scheme: Scheme, tokens: np.ndarray, *, vocab_size: int) -> Pool:
     """Pool of human texts [N T] as one scheme scores them."""
     evidence = reference.evidence(scheme, Key(0), tokens, vocab_size=vocab_size)
     return Pool(scheme, tokens, evidence.scored, None)
@@ -103,7 +104,7 @@ def _example(
     return np.where(is_token, tokens, -1).astype(np.int32), value, scored, np.float32(is_marked)
 
 
-def _unedited(scheme: Any, length: int, example: Example, random: np.random.Generator) -> np.ndarray:
+def _unedited(scheme: Scheme, length: int, example: Example, random: np.random.Generator) -> np.ndarray:
     """Which tokens keep their evidence when a random share of the tokens is replaced, bool [T]."""
     is_edited = random.random(length) < random.uniform(0, example.max_edited) * (random.random() < 0.5)
     affected = is_edited.copy()

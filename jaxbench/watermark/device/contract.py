@@ -37,7 +37,7 @@ def first_key(state: State) -> tuple[Any, Any]:
     return state["keys"][:, :1], state["keys"][:, 1:2]
 
 
-def active_rows(scheme: Any, state: State, at: Position) -> Bool[Any, " B"]:
+def active_rows(scheme: Scheme, state: State, at: Position) -> Bool[Any, " B"]:
     """Which rows have a key and a full context."""
     return state["marked"] & (at.length >= scheme.context_length)
 

@@ -5,8 +5,6 @@ Detection reads the lists on the host (green_lists.py), so there is no `text_wor
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
@@ -14,12 +12,13 @@ from jaxtyping import Bool, Float
 from jaxbench.watermark.device import marks
 from jaxbench.watermark.device.contract import Position, State, active_rows
 from jaxbench.watermark.green_lists import GreenLists
+from jaxbench.watermark.schemes.contract import Scheme
 
 
 class Mark(marks.Mark):
     """A scheme with lists of its own on a device."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: GreenLists):
+    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: GreenLists):
         self.scheme, self.vocab_size, self._lists = scheme, vocab_size, green_lists
         rule = green_lists.rule
         self.shared = {"bits": jnp.asarray(green_lists.bits()), "values": jnp.asarray(rule.values, jnp.int32)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -11,6 +9,7 @@ from jaxtyping import Float
 
 from jaxbench.watermark.device import kgw
 from jaxbench.watermark.device.contract import Position, State
+from jaxbench.watermark.schemes.contract import Scheme
 
 
 class Mark(kgw.Mark):
@@ -26,7 +25,7 @@ class Mark(kgw.Mark):
         return state, jnp.where(r > 0, logits + jnp.where(is_green, raised, lowered), logits)
 
 
-def strength(green_probability: Float[Array, "B 1"], scheme: Any) -> Float[Array, "B 1"]:
+def strength(green_probability: Float[Array, "B 1"], scheme: Scheme) -> Float[Array, "B 1"]:
     """r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
     scaled = scheme.k * green_probability
     r = {"linear": lambda x: x, "exp": jnp.expm1, "log": jnp.log1p}[scheme.form](scaled)

@@ -6,7 +6,8 @@ Axis letters: B texts of a batch (N all texts), T tokens, V vocabulary, K keys o
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import pydantic
@@ -90,3 +91,6 @@ class Statistic:
     def reported(self, total: Float[np.ndarray, " N"], num_scored: Int[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
         """The total in the unit that the field's literature reports."""
         return total.astype(np.float64)
+
+
+SchemeLike = Scheme | Mapping[str, Any] | str  # what stands for a scheme: itself, its fields, or its name

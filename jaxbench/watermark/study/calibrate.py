@@ -46,6 +46,7 @@ from jaxbench.measure.page import Section
 from jaxbench.text import packing, passages
 from jaxbench.watermark import config, green_lists, reference, significance
 from jaxbench.watermark.keys import Key
+from jaxbench.watermark.schemes.contract import Scheme
 
 LARGEST_HASH_KEY = 2**31 - 1
 
@@ -117,7 +118,7 @@ def band(phi: np.ndarray, level: float, *, confidence: float = 0.99) -> Band:
     return Band(max(0.0, float(level - half)), float(level + half), float(effect))
 
 
-def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: int, **how: Any) -> np.ndarray:
+def p_values(scheme: Scheme, tokens: np.ndarray, keys: list[Key], *, vocab_size: int, **how: Any) -> np.ndarray:
     """Exact and mid p-values [2 N K] of passages [N T] under every key; how is passed on to the evidence."""
     values = []
     for key in keys:
@@ -129,7 +130,7 @@ def p_values(scheme: Any, tokens: np.ndarray, keys: list[Key], *, vocab_size: in
     return np.moveaxis(np.array(values, np.float64), 0, -1)
 
 
-def under(scheme: Any, key: Key) -> Any:
+def under(scheme: Scheme, key: Key) -> Any:
     """Scheme with its own key field set from a key, where it has one."""
     if scheme.key_field is None:
         return scheme
@@ -155,7 +156,7 @@ def rows(
     """
     root = Key.from_passphrase(settings.passphrase)
 
-    def measured(name: str, scheme: Any) -> list[dict[str, Any]]:
+    def measured(name: str, scheme: Scheme) -> list[dict[str, Any]]:
         start = time.monotonic()
         count = settings.num_keys if scheme.key_field is None else settings.num_list_keys
         keys = [root.derive(f"key {k}") for k in range(count)]

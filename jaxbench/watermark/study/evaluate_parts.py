@@ -19,6 +19,7 @@ from jaxbench.watermark import canonical, detect, reference, significance
 from jaxbench.watermark.attack.rewrite import Rewriter
 from jaxbench.watermark.keys import Key
 from jaxbench.watermark.logits_processor import Watermark
+from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.study import evaluate_models, quality
 from jaxbench.watermark.study.evaluate_config import UNMARKED, Evaluate
 from jaxbench.watermark.texts import Ragged
@@ -87,7 +88,7 @@ class Parts:
 class Bench:
     """One scheme's detector over texts or token ids."""
 
-    def __init__(self, scheme: Any, *, tokenizer: Any, vocab_size: int, canonicalize: bool = True):
+    def __init__(self, scheme: Scheme, *, tokenizer: Any, vocab_size: int, canonicalize: bool = True):
         """Make the detector."""
         self.scheme, self.vocab_size = scheme, vocab_size
         self._tokenizer, self._canonicalize = tokenizer, canonicalize

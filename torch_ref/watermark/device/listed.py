@@ -5,21 +5,20 @@ Detection reads the lists on the host (green_lists.py), so there is no `text_wor
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from jaxbench.watermark.device.contract import Position, State, active_rows
 from jaxbench.watermark.green_lists import GreenLists
+from jaxbench.watermark.schemes.contract import Scheme
 from torch_ref.watermark.device import marks
 
 
 class Mark(marks.Mark):
     """A scheme with lists of its own on a device."""
 
-    def __init__(self, scheme: Any, *, vocab_size: int, green_lists: GreenLists, device: str = "cpu"):
+    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: GreenLists, device: str = "cpu"):
         self.scheme, self.vocab_size, self._lists = scheme, vocab_size, green_lists
         arrays = {"bits": green_lists.bits(), "values": green_lists.rule.values, "rows": green_lists.rule.rows}
         self.shared = {name: torch.tensor(array, device=device) for name, array in arrays.items()}

@@ -49,7 +49,7 @@ def remember(
     return state | {"used": used}, is_new
 
 
-def keyed_step(scheme: Any, state: State, at: Position) -> tuple[State, KeyedStep]:
+def keyed_step(scheme: Scheme, state: State, at: Position) -> tuple[State, KeyedStep]:
     """Next state and the step of a scheme with a context rule, one key a row and remembered contexts."""
     key, rule = first_key(state), scheme.context
     contexts = last_tokens(at, rule.width)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from jaxbench.watermark.device.contract import Position, State
+from jaxbench.watermark.schemes.contract import Scheme
 from torch_ref.watermark.device import kgw
 
 
@@ -25,7 +24,7 @@ class Mark(kgw.Mark):
         return state, torch.where(r > 0, logits + torch.where(is_green, raised, lowered), logits)
 
 
-def strength(green_probability: Float[Tensor, "B 1"], scheme: Any) -> Float[Tensor, "B 1"]:
+def strength(green_probability: Float[Tensor, "B 1"], scheme: Scheme) -> Float[Tensor, "B 1"]:
     """r, the share of the red tokens' probability that the green ones get (schemes/morphmark.py)."""
     scaled = scheme.k * green_probability
     r = {"linear": lambda x: x, "exp": torch.expm1, "log": torch.log1p}[scheme.form](scaled)
