@@ -28,7 +28,7 @@ MAX_VOCAB = 2**24  # tokens: sixteen times the largest vocabularies; unigram's l
 class NumpyDetector:
     """A scheme's evidence by the reference: no compilation, no device. Detectors on a device are made from it."""
 
-    def __init__(self, scheme: Scheme, *, vocab_size: int, green_lists: Any = None):
+    def __init__(self, scheme: SchemeLike, *, vocab_size: int, green_lists: Any = None):
         self.scheme, self.vocab_size = checked_scheme(scheme, vocab_size), vocab_size
         self.green_lists = lists_of(self.scheme, vocab_size=vocab_size) if green_lists is None else green_lists
         self._fixed_lists: dict[Key, Bool[np.ndarray, " V"]] = {}
