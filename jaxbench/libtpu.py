@@ -1,4 +1,4 @@
-"""Keeps JAX, used as a library, from loading libtpu where no TPU is attached. The commands choose by launch.ensure."""
+"""Keeps JAX, used as a library, from loading libtpu where no TPU is; commands choose by process_environment.ensure."""
 
 from __future__ import annotations
 

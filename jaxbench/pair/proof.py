@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
+from jaxbench import libtpu
 from jaxbench.pair import alignment, causes
 from jaxbench.pair.contract import Pair, Result
 from jaxbench.pair.jax_model import JaxModel, Options, open_model
@@ -26,8 +28,14 @@ DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
 
 
 def run(pair: Pair) -> Result:
-    """Every gate of a pair."""
-    work = _Work(pair)
+    """Every gate of a pair, on the CPU."""
+    libtpu.leave_out_if_absent()
+    with jax.default_device(jax.devices("cpu")[0]):
+        return _run(_Work(pair))
+
+
+def _run(work: _Work) -> Result:
+    pair = work.pair
     with pinned("float64"):
         work.open()
         for mode in work.modes():
@@ -317,7 +325,5 @@ def _opened(pair: Pair, inputs: tuple, *, key: int) -> JaxModel:
     """The JAX model taken apart; its random draws start from a key."""
     example = (pair.jax_inputs or (lambda *inputs: inputs))(*inputs)
     if pair.per_example:
-        import jax
-
         example = jax.tree.map(lambda x: x[0], example)
     return open_model(pair.jax_side, example, Options(pair.jax_call, pair.jax_modes, key))
