@@ -67,7 +67,8 @@ def likely(
         with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError), patch():
             if explains(lambda module: None):
                 return words
-    return _cast(module, call, culprit.error, is_training, inner, pick)
+    plain = _called(module, call, lambda module: None, is_training, inner, pick)
+    return _factor(plain, wanted) or _cast(module, call, culprit.error, is_training, inner, pick)
 
 
 def of_state(
@@ -291,6 +292,14 @@ def _patches() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _named(args: tuple, options: dict) -> dict:
     return dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | options
+
+
+def _factor(values: list[np.ndarray], wanted: list[np.ndarray]) -> str:
+    """Constant by which the JAX side's tensor is PyTorch's, such as a forgotten scale; empty where there is none."""
+    if len(values) != 1 or len(wanted) != 1 or values[0].shape != wanted[0].shape:
+        return ""
+    factor = float(np.vdot(values[0], wanted[0]) / max(np.vdot(values[0], values[0]), np.finfo(float).tiny))
+    return f"{factor:.6g} times PyTorch's" if factor and _error([factor * values[0]], wanted) <= CLOSE else ""
 
 
 def _cast(
