@@ -16,8 +16,6 @@ from flax import linen, nnx
 import jaxbench
 from jaxbench.pair import contract, proof
 
-RANDOM = np.random.default_rng(0)
-
 
 class Bug(NamedTuple):
     """One bug: what is wrong, where, and a word of the cause that should be named; empty where none is known."""
@@ -146,7 +144,7 @@ class TorchBlock(torch.nn.Module):
 def block(bug: str = "") -> jaxbench.Pair:
     """Pair of transformer blocks."""
     twin = TorchBlock(SdpaAttention if bug in ("scale", "causal") else TorchAttention)
-    return jaxbench.Pair(Block(bug), scattered(twin), RANDOM.standard_normal((2, 6, 16)))
+    return jaxbench.Pair(Block(bug), scattered(twin), np.random.default_rng(0).standard_normal((2, 6, 16)))
 
 
 # A convolutional network in Flax Linen, images the other way round
@@ -217,7 +215,7 @@ def vision(bug: str = "") -> jaxbench.Pair:
         torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 5),
     )  # fmt: skip
     modes = {"eval": {"train": False}, "train": {"train": True}}
-    image = RANDOM.standard_normal((2, 3, 12, 12))
+    image = np.random.default_rng(0).standard_normal((2, 3, 12, 12))
     to_jax = lambda x: (x.transpose(0, 2, 3, 1),)
     model = Network(bug)
     return jaxbench.Pair(model, scattered(torch.nn.Sequential(*layers)), image, jax_inputs=to_jax, jax_modes=modes)
@@ -282,7 +280,7 @@ class Recurrent(eqx.Module):
 
     def __init__(self, bug: str):
         shapes = ((24, 4), (24, 6), (24,), (24,))
-        arrays = [jnp.asarray(RANDOM.standard_normal(shape), jnp.float32) for shape in shapes]
+        arrays = [jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32) for shape in shapes]
         self.norm = eqx.nn.LayerNorm(4, eps=1e-6 if bug == "eps" else 1e-5)
         self.cell = Cell(*arrays, bug)
         self.readout = Readout(jnp.ones((6, 6)), jnp.ones(6), bug)
@@ -314,7 +312,10 @@ class TorchRecurrent(torch.nn.Module):
 def cell(bug: str = "") -> jaxbench.Pair:
     """Pair of recurrent networks."""
     return jaxbench.Pair(
-        Recurrent(bug), scattered(TorchRecurrent()), RANDOM.standard_normal((2, 2, 4)), per_example=True
+        Recurrent(bug),
+        scattered(TorchRecurrent()),
+        np.random.default_rng(0).standard_normal((2, 2, 4)),
+        per_example=True,
     )
 
 
