@@ -149,6 +149,8 @@ def as_torch(outputs: Sequence[Any], references: Sequence[np.ndarray]) -> list[A
     Raises:
       ValueError: their numbers differ, or a shape cannot be arranged as the other.
     """
+    if not references:
+        raise ValueError(f"outputs: {len(references)} floating arrays from PyTorch, wanted one at least to compare")
     if len(outputs) != len(references):
         raise ValueError(
             f"outputs: {len(outputs)} floating arrays from JAX, {len(references)} from PyTorch: choose the same ones "

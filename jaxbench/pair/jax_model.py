@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -92,7 +91,7 @@ def open_model(side: Any, inputs: tuple, options: Options) -> JaxModel:
 def _nnx(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
     from flax import nnx
 
-    from jaxbench.training.intercept import intercepted
+    from jaxbench.training.intercept import intercepted, nnx_modules
 
     graph, params, random, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
 
@@ -113,7 +112,7 @@ def _nnx(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
         streams = nnx.from_flat_state([(path, drawn(leaf)) for path, leaf in nnx.to_flat_state(random)])
         module = nnx.merge(graph, filled(params, params_), streams, filled(state, state_))
         module.train() if is_training else module.eval()
-        watched = intercepted(module, handler, root=ROOT) if handler else contextlib.nullcontext()
+        watched = intercepted(nnx_modules(module, root=ROOT), handler) if handler else contextlib.nullcontext()
         with watched, tapped(handler):
             result = (options.call or _call)(module, *inputs, **_keywords(options, is_training))
         return result, named(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
@@ -159,51 +158,20 @@ def _linen(model: Any, variables: Any = None, *, inputs: tuple, options: Options
 def _equinox(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
     import equinox as eqx
 
+    from jaxbench.training.intercept import intercepted
+
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     tree, names = jax.tree.structure(arrays), [name for name, _ in _leaves(arrays)]
 
     def apply(params: Arrays, state: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
         module = eqx.combine(jax.tree.unflatten(tree, [params[name] for name in names]), rest)
         module = eqx.nn.inference_mode(module, value=not is_training)
-        with _equinox_calls(module, handler), tapped(handler):
+        modules = _equinox_modules(module, eqx.Module)
+        watched = intercepted(modules, handler) if handler else contextlib.nullcontext()
+        with watched, tapped(handler):
             return (options.call or _call)(module, *inputs, **_keywords(options, is_training)), state
 
     return JaxModel("equinox", dict(_leaves(arrays)), {}, apply)
-
-
-@contextlib.contextmanager
-def _equinox_calls(model: Any, handler: Handler | None) -> Iterator[None]:
-    """Route the calls of an Equinox model's modules through a handler, by their place in the tree."""
-    import equinox as eqx
-
-    if handler is None:
-        yield
-        return
-    modules = {id(module): name for name, module in _equinox_modules(model, eqx.Module)}
-    owners = {_owner(type(module)) for _, module in _equinox_modules(model, eqx.Module)} - {None}
-    originals, active = {owner: owner.__dict__["__call__"] for owner in owners}, set()
-
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            run = functools.partial(original, self)
-            if id(self) not in modules or id(self) in active:
-                return run(*args, **kwargs)
-            active.add(id(self))
-            try:
-                return handler(modules[id(self)], run, args, kwargs)
-            finally:
-                active.discard(id(self))
-
-        return call
-
-    try:
-        for owner, original in originals.items():
-            owner.__call__ = wrapped(original)
-        yield
-    finally:
-        for owner, original in originals.items():
-            owner.__call__ = original
 
 
 def _equinox_modules(model: Any, base: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -219,11 +187,6 @@ def _equinox_modules(model: Any, base: type, prefix: str = "") -> Iterator[tuple
         return
     for name, child in children:
         yield from _equinox_modules(child, base, f"{prefix}.{name}" if prefix else str(name))
-
-
-def _owner(cls: type) -> type | None:
-    """Class in which a class's __call__ is defined."""
-    return next((base for base in cls.__mro__ if "__call__" in vars(base)), None)
 
 
 def _haiku(model: Any, params: Any = None, state: Any = None, *, inputs: tuple, options: Options) -> JaxModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,14 @@ import numpy as np
 
 from jaxbench.pair.jax_model import Handler, JaxModel, is_floating
 from jaxbench.parity.capture import ROOT, Call, map_floating
+
+
+class Watched(NamedTuple):
+    """One call of the whole model."""
+
+    outputs: tuple[Any, ...]  # floating arrays, from left to right
+    state: dict[str, Any]  # after it
+    calls: dict[str, Call]  # of the modules inside, `name#1` for a module's second call, and of the model itself
 
 
 class JaxSide:
@@ -49,12 +57,12 @@ class JaxSide:
         """Nested arrays with the floating ones in this side's type."""
         return map_floating(tree, lambda x: jnp.asarray(x, self.dtype), is_floating=is_floating)
 
-    def run(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> tuple[tuple, dict]:
-        """Floating outputs from left to right, and the state after the call."""
-        return self._eagerly(tensors, inputs, is_training, lambda example: None)
+    def run(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> tuple[Any, ...]:
+        """Floating outputs from left to right."""
+        return self._eagerly(tensors, inputs, is_training, lambda example: None)[0]
 
-    def calls(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> dict[str, Call]:
-        """Floating inputs and first output of every module's call, and of every tap."""
+    def watched(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> Watched:
+        """One call with the floating inputs and first output of every module's call, and of every tap."""
         examples: list[dict[str, Call]] = []
 
         def recorder(example: int | None) -> Handler:
@@ -71,8 +79,8 @@ class JaxSide:
 
             return record
 
-        outputs, _ = self._eagerly(tensors, inputs, is_training, recorder)
-        return self._stacked(examples, outputs)
+        outputs, state = self._eagerly(tensors, inputs, is_training, recorder)
+        return Watched(outputs, state, self._stacked(examples, outputs))
 
     def forced(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, given: Mapping[str, Call], *, is_training: bool

@@ -16,7 +16,7 @@ from jaxbench.pair.jax_model import JaxModel, Options, open_model
 from jaxbench.pair.jax_side import JaxSide
 from jaxbench.pair.leaves import leaves_of, sources_of
 from jaxbench.pair.matching import Leaf, Matching, match
-from jaxbench.pair.rules import to_torch
+from jaxbench.pair.rules import Rule, to_torch
 from jaxbench.pair.torch_side import Run, TorchSide
 from jaxbench.parity import capture, distance, gates
 from jaxbench.parity.run import pinned
@@ -87,7 +87,7 @@ class _Work:
         """The weights' matching; both models are called once, so that order of use can speak."""
         with_values = self.pair.weights == "own"
         arrays = {**self.model.params, **self.model.state}
-        calls = self._side("float64", self_made=arrays).calls({}, self.inputs, is_training=False)
+        calls = self._side("float64", self_made=arrays).watched({}, self.inputs, is_training=False).calls
         mine = leaves_of(self.model, calls, with_values=with_values)
         names = {
             name: value for name, value in self.pair.names.items() if not _is_module(name, value, arrays, self.twin)
@@ -138,23 +138,16 @@ class _Work:
         is_training = mode == "train"
         reference = self.reference.get(mode) or self.twin.run(self.inputs, is_training=is_training)
         self.reference[mode] = reference
-        outputs, state = self.side.run(self.tensors, self.inputs, is_training=is_training)
+        mine = self.side.watched(self.tensors, self.inputs, is_training=is_training)
+        outputs = mine.outputs
         layouts = alignment.as_torch(outputs, reference.outputs)
         to_targets = lambda values: tuple(fit.apply(y) for fit, y in zip(layouts, values, strict=True))
         self._repeated(outputs, mode)
-        self._modules(reference, mode)
+        self._modules(mine.calls, reference, mode)
         wanted = _numbered("output", reference.outputs)
         self._compare(f"outputs, {mode}", _numbered("output", map(np.asarray, to_targets(outputs))), wanted)
         if is_training and self.model.state:
-            after = {
-                n: x for n, x in self.matching.to_jax(reference.buffers | _missing(self.tensors, reference)).items()
-            }
-            names = [name for name in self.model.state if name in after]
-            mine, theirs = ({n: np.asarray(tree[n]) for n in names} for tree in (state, after))
-            if self._compare("state after a call, train", mine, theirs):
-                before = {n: np.asarray(x) for n, x in self.matching.to_jax(self.tensors).items()}
-                words = causes.of_state(mine, theirs, before, self._counts(names, reference))
-                self.causes |= {"state": words} if words else {}
+            self._state(mine.state, reference)
         self.layouts = layouts
         if self.pair.quick:
             return
@@ -163,17 +156,33 @@ class _Work:
         loss, grads, by_input = self.side.gradients(
             self.tensors, self.inputs, targets, to_targets=to_targets, is_training=is_training
         )
-        names = [name for name in exact.tensors if name in grads]
-        order = sorted(names, reverse=True, key=lambda name: _order_of(name, reference))
+        self._compare(f"loss, {mode}", {"loss": loss}, {"loss": exact.loss})
+        order = sorted(self._trained(), reverse=True, key=lambda name: _order_of(name, reference))
         self._compare(f"gradients, {mode}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
         self._compare(f"input gradients, {mode}", _numbered("input", by_input), _numbered("input", exact.inputs))
         if self.pair.optimizers is not None and mode == self.modes()[-1]:
             self._steps(targets, to_targets, is_training)
 
+    def _trained(self) -> frozenset[str]:
+        """Parameters that PyTorch trains and that the JAX model has, as far as the caller says."""
+        without = {name for name, value in self.pair.names.items() if value is None}
+        return frozenset(n for n, p in self.twin.module.named_parameters() if p.requires_grad and n not in without)
+
+    def _state(self, state: Mapping[str, Any], reference: Run) -> None:
+        """Batch statistics after a call in training mode."""
+        after = self.matching.to_jax(self.tensors | reference.buffers)
+        names = [name for name in self.model.state if name in after]
+        mine, theirs = ({n: np.asarray(tree[n]) for n in names} for tree in (state, after))
+        if self._compare("state after a call, train", mine, theirs):
+            before = {n: np.asarray(x) for n, x in self.matching.to_jax(self.tensors).items()}
+            words = causes.of_state(mine, theirs, before, self._counts(names, reference))
+            self.causes |= {"state": words} if words else {}
+
     def _counts(self, names: list[str], reference: Run) -> dict[str, int]:
         """Values that each batch statistic is taken over: those of the module's input in one channel."""
         inputs = {call.module: call.call.inputs[0] for call in reference.calls.values() if call.call.inputs}
-        modules = {name: self.matching.rules[name].sources[0].rpartition(".")[0] or capture.ROOT for name in names}
+        rules = {name: self.matching.rules[name] for name in names if isinstance(self.matching.rules[name], Rule)}
+        modules = {name: rule.sources[0].rpartition(".")[0] or capture.ROOT for name, rule in rules.items()}
         return {name: inputs[m].size // inputs[m].shape[1] for name, m in modules.items() if m in inputs}
 
     def _targets(self, reference: Run) -> tuple[np.ndarray, ...]:
@@ -184,7 +193,7 @@ class _Work:
         """Gate P10: the JAX side gives the same outputs for another random key; dropout left on shows here."""
         side = self._side("float64")
         side.model = _opened(self.pair, self.inputs, key=1)
-        again, _ = side.run(self.tensors, self.inputs, is_training=mode == "train")
+        again = side.run(self.tensors, self.inputs, is_training=mode == "train")
         error = max((distance.relative_error(a, b) for a, b in zip(again, outputs, strict=True)), default=0.0)
         self.gates.append(
             gates.Gate("P10", f"JAX repeats itself with another random key, {mode}", error == 0.0, error, 0.0)
@@ -192,10 +201,9 @@ class _Work:
         if error:
             self.causes[capture.ROOT] = f"random numbers in the JAX model in {mode} mode: dropout left on"
 
-    def _modules(self, reference: Run, mode: str) -> None:
+    def _modules(self, calls: Mapping[str, capture.Call], reference: Run, mode: str) -> None:
         """Blame by teacher forcing, and the first module whose output differs."""
         is_training = mode == "train"
-        calls = self.side.calls(self.tensors, self.inputs, is_training=is_training)
         theirs = {name: call.call for name, call in reference.calls.items()}
         theirs[capture.ROOT] = capture.Call((), reference.outputs[:1])
         modules = {a: b for a, b in self.pair.names.items() if _is_module(a, b, self.model.params, self.twin)}
@@ -232,7 +240,7 @@ class _Work:
         transformation, optimizer = self.pair.optimizers
         options = {"num_steps": self.pair.num_steps, "is_training": is_training}
         wanted_losses, wanted = self.twin.steps(self.inputs, targets, optimizer, **options)
-        trained = frozenset(n for n, p in self.twin.module.named_parameters() if p.requires_grad)
+        trained = self._trained()
         losses, params = self.side.steps(
             self.tensors, trained, self.inputs, targets, transformation, to_targets=to_targets, **options
         )
@@ -247,7 +255,7 @@ class _Work:
         twin = TorchSide(self.pair.torch_module, dtype=dtype, pick=self.pair.torch_outputs)
         twin.load(self.tensors)
         theirs = twin.run(self.inputs, is_training=False).outputs
-        outputs, _ = self._side(dtype).run(self.tensors, self.inputs, is_training=False)
+        outputs = self._side(dtype).run(self.tensors, self.inputs, is_training=False)
         mine = [np.asarray(fit.apply(y), np.float64) for fit, y in zip(self.layouts, outputs, strict=True)]
         ratio = distance.compare_errors(
             _numbered("output", mine), _numbered("output", theirs), _numbered("output", self.reference["eval"].outputs),
@@ -302,10 +310,6 @@ def _order_of(name: str, reference: Run) -> int:
     """Place of a weight's module in the order of completion."""
     order = {call.module: i for i, call in enumerate(reference.calls.values())}
     return order.get(name.rpartition(".")[0], -1)
-
-
-def _missing(tensors: Mapping[str, np.ndarray], reference: Run) -> dict[str, np.ndarray]:
-    return {name: x for name, x in tensors.items() if name not in reference.buffers}
 
 
 def _local_errors(forced: Mapping[str, capture.Call], twin: Mapping[str, capture.Call]) -> list[capture.Local]:

@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxbench import parameters, sharding
-from jaxbench import train as train_module
 from jaxbench.attention import KVCache
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
 from jaxbench.mesh import ROWS, MeshConfig, ParallelConfig
 from jaxbench.parallel import mesh_plan
 from jaxbench.parallel.step_plan import Plan
+from jaxbench.train import Batch, loss_fn
 from jaxbench.transformer import Transformer
 
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.95, 1e-8, 0.1  # AdamW, Loshchilov and Hutter 2019, arXiv:1711.05101
@@ -136,7 +136,7 @@ def train(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:
     """Training program: one AdamW step on the mean next-token loss; moments are float32, everything donated."""
     params, placed = _placed_params(model, plan), dict(plan.params)
 
-    def loss_fn(params: dict, token_ids: jax.Array, targets: jax.Array, positions: jax.Array) -> jax.Array:
+    def step_loss(params: dict, token_ids: jax.Array, targets: jax.Array, positions: jax.Array) -> jax.Array:
         # Gathered where they are used, or the partitioner splits activations over the weights' axis instead. Two layers
         # of SmolLM2 compiled for v5e:2x2, batch 8 x 512: 1,186 MB sent a chip and 1,135 MiB of temporaries without,
         # 160 MB and 355 MiB with.
@@ -144,12 +144,10 @@ def train(model: Abstract, plan: Plan, *, batch: int, tokens: int) -> Program:
             name: sharding.place_both_ways(x, plan.used[name], plan.gradients[name]) for name, x in params.items()
         }
         everything = jnp.ones(token_ids.shape, bool)
-        return train_module.loss_fn(
-            model.merge(gathered), train_module.Batch(token_ids, targets, positions, everything)
-        )
+        return loss_fn(model.merge(gathered), Batch(token_ids, targets, positions, everything))
 
     def run(params, first, second, step, token_ids, targets, positions):
-        loss, grads = jax.value_and_grad(loss_fn)(params, token_ids, targets, positions)
+        loss, grads = jax.value_and_grad(step_loss)(params, token_ids, targets, positions)
         step = step + 1
         updated = {name: _adamw(params[name], grads[name], first[name], second[name], step) for name in params}
         return tuple({name: new[i] for name, new in updated.items()} for i in range(3)) + (step, loss)

@@ -21,7 +21,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.parity import capture
 from jaxbench.parity.cases import Arrays, Case
 from jaxbench.training import optimizer_step, precision
-from jaxbench.training.intercept import intercepted
+from jaxbench.training.intercept import intercepted, nnx_modules
 from jaxbench.training.step_config import StepConfig
 
 
@@ -98,7 +98,7 @@ class Side:
             logits, outputs = logits_and_outputs(model)
         else:
             run = nnx.capture(logits_and_outputs, nnx.Intermediate, method_outputs=nnx.Intermediate)
-            with intercepted(model, shift, root=capture.ROOT):
+            with intercepted(nnx_modules(model, root=capture.ROOT), shift):
                 (logits, _), captured = run(model)
             outputs = _outputs(captured)
         return self.task.loss_of(logits, batch), outputs
@@ -130,7 +130,7 @@ class Side:
                 calls[name] = capture.Call(handed, (first,))
                 return _replace(result, (*given[name].outputs, *rest), where=f"output of {name}")
 
-            with intercepted(model, force, root=capture.ROOT):
+            with intercepted(nnx_modules(model, root=capture.ROOT), force):
                 self.task.predict(model, batch, dropout=dropout)
             return calls
 

@@ -23,7 +23,7 @@ from jaxbench.measure import worker
 from jaxbench.mesh import ParallelConfig
 from jaxbench.parallel import distributed, mesh_plan, offload
 from jaxbench.training import optimizer_step, precision
-from jaxbench.training.intercept import intercepted
+from jaxbench.training.intercept import intercepted, nnx_modules
 from jaxbench.training.train_config import TrainConfig
 
 GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
@@ -186,7 +186,7 @@ class Engine:
         for k in range(count):
             micro = train.Batch(*(None if x is None else jnp.asarray(x[k::count]) for x in batch))
             dropout = None if self.dropout_key is None else (self.dropout_key, jnp.int32(step * count + k))
-            with intercepted(model, watch, root="model"):
+            with intercepted(nnx_modules(model, root="model"), watch):
                 loss = train.loss_fn(model, micro, dropout=dropout)
             if not found and not bool(jnp.isfinite(loss)):
                 found.append("every module is finite, the loss over model's logits is not")

@@ -1,10 +1,13 @@
-"""Calls of a Flax model's modules routed through a function of the caller's, without a change to the model."""
+"""Calls of a model's modules routed through a function of the caller's, without a change to the model.
+
+For modules that are plain Python objects with a method `__call__`: Flax NNX and Equinox.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flax import nnx
@@ -13,27 +16,44 @@ Handler = Callable[[str, Callable[..., Any], tuple, dict], Any]
 
 
 @contextlib.contextmanager
-def intercepted(model: nnx.Module, handler: Handler, *, root: str) -> Iterator[None]:
-    """Route every call of the model's modules through handler(name, call, args, kwargs) while the context is open.
+def intercepted(modules: Iterable[tuple[str, Any]], handler: Handler) -> Iterator[None]:
+    """Route every call of the named modules through handler(name, call, args, kwargs) while the context is open.
 
-    A module's name is its dotted path, `root` for the model itself.
+    A method that a class inherits counts as its own; what it calls of its parents' is part of the same call.
     """
-    names = {id(module): ".".join(map(str, path)) or root for path, module in nnx.iter_modules(model)}
-    classes = {type(module) for _, module in nnx.iter_modules(model) if "__call__" in vars(type(module))}
-    originals = {cls: vars(cls)["__call__"] for cls in classes}
+    modules = [(name, module) for name, module in modules if _owner(type(module))]
+    names, active = {id(module): name for name, module in modules}, set()
+    originals = {owner: vars(owner)["__call__"] for owner in {_owner(type(module)) for _, module in modules}}
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             call = functools.partial(original, self)
-            return handler(names[id(self)], call, args, kwargs) if id(self) in names else call(*args, **kwargs)
+            if id(self) not in names or id(self) in active:
+                return call(*args, **kwargs)
+            active.add(id(self))
+            try:
+                return handler(names[id(self)], call, args, kwargs)
+            finally:
+                active.discard(id(self))
 
         return wrapper
 
     try:
-        for cls, original in originals.items():
-            cls.__call__ = wrap(original)
+        for owner, original in originals.items():
+            owner.__call__ = wrap(original)
         yield
     finally:
-        for cls, original in originals.items():
-            cls.__call__ = original
+        for owner, original in originals.items():
+            owner.__call__ = original
+
+
+def nnx_modules(model: nnx.Module, *, root: str) -> Iterator[tuple[str, nnx.Module]]:
+    """(dotted name, module) of a Flax NNX model's modules, `root` for the model itself."""
+    for path, module in nnx.iter_modules(model):
+        yield ".".join(map(str, path)) or root, module
+
+
+def _owner(cls: type) -> type | None:
+    """Class in which a class's __call__ is defined."""
+    return next((base for base in cls.__mro__ if "__call__" in vars(base)), None)

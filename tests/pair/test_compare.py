@@ -138,3 +138,59 @@ def test_haikus_norm_with_its_averages_is_the_norm_of_pytorch():
         "1.weight",
     )
     assert any(name.endswith("counter") for name in result.weights.kept)  # PyTorch has none; it is said
+
+
+class Doubled(torch.nn.Linear):
+    """A linear layer with a parameter that its output needs and JAX does not have: a scale of 1."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_a_tensor_that_jax_is_said_not_to_have_has_no_gradient_to_compare():
+    optimizers = (optax.sgd(1e-2), lambda params: torch.optim.SGD(params, 1e-2))
+    result = jaxbench.compare(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), Doubled(), X, {"scale": None}, dtypes=())
+    assert result.passed, str(result)
+    moved = jaxbench.compare(
+        nnx.Linear(4, 2, rngs=nnx.Rngs(0)), Doubled(), X, {"scale": None}, dtypes=(), optimizers=optimizers
+    )
+    assert not moved.passed  # PyTorch's scale moves, and the loss with it
+
+
+def test_frozen_parameters_stay_and_the_others_are_trained_alike():
+    twin = mlp()
+    twin[0].requires_grad_(False)
+    optimizers = (optax.sgd(1e-2), lambda params: torch.optim.SGD(params, 1e-2))
+    result = jaxbench.compare((function, PARAMS), twin, X, dtypes=(), optimizers=optimizers)
+    assert result.passed, str(result)
+    assert {"loss, eval", "gradients, eval", "parameters after 5 steps"} <= {gate.what for gate in result.gates}
+
+
+def test_a_module_without_a_floating_output_is_refused():
+    class Argmax(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+
+    with pytest.raises(ValueError, match="0 floating arrays from PyTorch, wanted one at least"):
+        jaxbench.compare(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), Argmax(4, 2), X)
+
+
+class Child(nnx.Linear):
+    """Inherits its __call__."""
+
+
+def test_modules_that_inherit_their_call_are_compared_too():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.first, self.second = Child(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 2, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.second(jnp.tanh(self.first(x)))
+
+    layers = (torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    result = jaxbench.compare(Two(), torch.nn.Sequential(*layers), X, quick=True)
+    assert result.passed and {"first", "second"} <= result.modules.keys()

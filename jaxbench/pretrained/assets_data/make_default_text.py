@@ -17,7 +17,7 @@ CODE_MARKS = ("::=", ">>>", "...  ", "->", "==", "{", "}", "def ", "return ", " 
 
 
 def paragraph(block: str) -> str:
-    """Return a block of lines as one line of prose, or nothing where it is not prose."""
+    """One line of prose out of a block of lines, nothing where it is not prose."""
     text = " ".join(textwrap.dedent(block).split())
     text = re.sub(r"^(\*|\d+\.|-) ", "", text)  # list bullets
     text = re.sub(r"(?<![\w*])\*{1,2}(?=\S)([^*]+?)(?<=\S)\*{1,2}(?![\w*])", r"\1", text)  # emphasis
