@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
-from jaxbench.bench.arms.arm_table import ARMS
+from jaxbench.bench.arms.arm_table import AGAIN, ARMS
 from jaxbench.measure import verdicts
 from jaxbench.measure.records import Workload
 
-VERDICT_COLORS = {"faster": "#2c9a5b", "slower": "#d84c4c", "undecided": "#8b8f98", "baseline": "#8b8f98"}
+VERDICT_COLORS = {"faster": "#2c9a5b", "slower": "#d84c4c"} | dict.fromkeys(
+    ("undecided", "baseline", "same"), "#8b8f98"
+)
 METRICS = {
     "prefill_tokens_per_s": "prefill",
     "decode_tokens_per_s": "decode",
@@ -24,17 +26,19 @@ METRICS = {
     "argument_bytes": "compiled argument bytes",
     "flops": "compiled FLOPs",
 }
-SIGNS = {"faster": "▲", "slower": "▼", "undecided": "?", "baseline": "="}
+SIGNS = {"faster": "▲", "slower": "▼", "undecided": "?", "baseline": "=", "same": "="}
+VERDICTS = {name: name for name in SIGNS} | {"same": "programs equal to another arm's, not counted"}
 
 
 def arm(name: str) -> str:
     """Name of an arm as people know it."""
-    return ARMS[name].label if name in ARMS else name
+    kind = name.removesuffix(AGAIN)
+    return ARMS[kind].label + ", again" * (kind != name) if kind in ARMS else name
 
 
 def color(name: str) -> str:
     """Colour of an arm."""
-    return ARMS[name].color if name in ARMS else "#8b8f98"
+    return ARMS[kind].color if (kind := name.removesuffix(AGAIN)) in ARMS else "#8b8f98"
 
 
 def workload(load: Workload, *, with_kind: bool = True) -> str:
@@ -94,3 +98,12 @@ def ratio(triple: tuple[float, float, float]) -> str:
     if not verdicts.is_informative(low, high):
         return f"{point:.2f} \u2013"
     return f"{point:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def judged(verdict: str, triple: tuple[float, float, float], decidable: float | None) -> str:
+    """Verdict's sign and the ratio: `▲ 2.51 [2.40, 2.63]`; undecided, `? 1.07 [0.96, 1.19] ≥1.31`.
+
+    The last figure is the smallest ratio that these launches would have decided in nine of ten cases.
+    """
+    least = f" ≥{decidable:.2f}" if decidable is not None and decidable < verdicts.MOST_WIDTH else ""
+    return f"{SIGNS[verdict]} {ratio(triple)}{least}"

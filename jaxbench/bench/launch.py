@@ -1,21 +1,20 @@
 """One launch: fresh workers of all arms, run in turn, never two at once (S file).
 
-The order of the arms is rotated by launch and reversed every other round (ABBA), so that slow drift of the machine
-falls on every arm alike. A worker that fails becomes a record with its error; the other arms go on.
+The orders of the arms over launches are a Williams square, and every other round reverses its launch's order (ABBA), so
+that slow drift of the machine and what an arm leaves behind fall on every arm alike. A worker that fails becomes a
+record with its error; the other arms go on.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
-from jaxbench.bench import agreement
+from jaxbench.bench import agreement, visit
 from jaxbench.bench.arms import arm_table
 from jaxbench.bench.arms.arm_table import ARMS
 from jaxbench.bench.plan import Plan
@@ -26,16 +25,17 @@ from jaxbench.training import observe
 
 WORKER = "jaxbench.bench.worker"  # the module that an arm's process runs
 CACHE = "compile_cache"  # folder of a workdir
+PROGRAMS = "programs"  # folder in it: whole compiled programs of this run, which later launches load
 
 
 class Launch:
     """One set of workers and the records they give."""
 
-    def __init__(
-        self, plan: Plan, index: int, file: RecordFile, say: Callable[[str], None], *, limit_s: float = math.inf
-    ):
+    def __init__(self, plan: Plan, index: int, file: RecordFile, say: Callable[[str], None], *, num_rounds: int):
         self.plan, self.index, self.file, self.say = plan, index, file, say
-        self.order = process.turn(plan.suite.arms, index - 1)
+        fewer = plan.suite.rounds.fewer
+        self.order = process.turn([arm for arm in plan.suite.arms if index <= fewer.get(arm, index)], index - 1)
+        self.num_rounds = num_rounds
         self.workers: dict[str, Worker] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.lost: dict[str, str] = {}  # arm -> why it takes no further part
@@ -43,17 +43,19 @@ class Launch:
         self.rates = roofline.Rates(0.0, {})
         self.tokens: dict[Workload, dict[str, list]] = defaultdict(dict)
         self.failed: dict[tuple[str, Workload], str] = {}
-        self.limit_s = limit_s  # time this launch should take: rounds after the first of a stage give way to it
+        self.control = visit.Control(plan.suite.verdicts.control_drift)
         self.compile_s = 0.0  # spent compiling so far
 
     def run(self) -> None:
         """Run every stage and append its records as it ends; workers are closed whatever happens."""
         suite = self.plan.suite
-        begun, num_stages = time.monotonic(), len(suite.dtypes()) + len(suite.train_workloads())
-        self.stage_ends = [begun + self.limit_s * (i + 1) / num_stages for i in range(num_stages)]
         try:
+            if suite.roofline.enabled and self.plan.device != "cpu":
+                self._start()  # in processes of their own, whose arrays are in no arm's peak of device memory
+                self._roofline()
+                self._close()
             self._start()
-            if suite.roofline.enabled:
+            if suite.roofline.enabled and self.plan.device == "cpu":
                 self._roofline()
             for dtype in suite.dtypes():
                 self._stage(Workload(kind="inference", dtype=dtype), suite.inference(dtype))
@@ -62,8 +64,11 @@ class Launch:
                 self._stage(load, [load], num_layers=suite.train.num_layers, train=train)
             self.file.append(self._record(records.LAUNCH_DONE, value=float(self.index), unit="count"))
         finally:
-            for worker in self.workers.values():
-                worker.close()
+            self._close()
+
+    def _close(self) -> None:
+        for worker in self.workers.values():
+            worker.close()
 
     # Stages
 
@@ -76,7 +81,8 @@ class Launch:
             log = self.plan.workdir / "logs" / f"launch{self.index}-{arm}.log"
             log.unlink(missing_ok=True)
             self.workers[arm] = start_worker(self.plan, arm, log)
-            answer = self._ask(arm, "start", device=self.plan.device, checkpoint=str(self.plan.model.folder))
+            places = {"checkpoint": str(self.plan.model.folder), "programs": str(self.plan.workdir / CACHE / PROGRAMS)}
+            answer = self._ask(arm, "start", device=self.plan.device, **places)
             if answer is None:
                 continue
             self.versions[arm] = answer["versions"]
@@ -136,6 +142,7 @@ class Launch:
                     ready[arm, load] = facts
         samples = self._rounds(stage, loads, ready)
         for (arm, load), answers in samples.items():
+            answers = answers[visit.settled([sum(seconds_of(answer)) for answer in answers]) :]
             self._append_rates(arm, load, answers)
             if load.kind == "train" and self.plan.suite.train.form == "run":
                 self._append_mfu(arm, load, answers, ready[arm, load]["device_kind"])
@@ -170,29 +177,29 @@ class Launch:
 
     def _rounds(self, stage: Workload, loads: list[Workload], ready: dict) -> dict[tuple[str, Workload], list[dict]]:
         samples: dict[tuple[str, Workload], list[dict]] = defaultdict(list)
-        control, stage_end, longest = [], self.stage_ends.pop(0), 0.0
-        num_rounds = self.plan.suite.rounds.rounds
-        for index in range(num_rounds):
-            begun = time.monotonic()
-            if index and begun + longest > stage_end:
-                self.say(f"{stage.label()}: {index} of {num_rounds} rounds, to keep the budget")
-                break
-            self.say(f"{stage.label()}: round {index + 1} of {num_rounds}")
+        before, stalls = len(self.control.seconds), 0
+        self.control.is_calm()
+        for index in range(self.num_rounds):
+            self.say(f"{stage.label()}: round {index + 1} of {self.num_rounds}")
             order = self.order if index % 2 == 0 else self.order[::-1]
-            control.append(control_seconds())
             for load in loads:
                 for arm in order:
                     if (arm, load) not in ready or (arm, load) in self.failed or arm in self.lost:
                         continue
-                    answer = self._ask(arm, "measure", load, workload=load.model_dump(), inputs=self.plan.inputs[load])
-                    if answer is not None:
-                        samples[arm, load].append(answer)
-                        self._note_output(arm, load, answer)
-            longest = max(longest, time.monotonic() - begun)
+                    request = {"workload": load.model_dump(), "inputs": self.plan.inputs[load]}
+                    measure = functools.partial(self._ask, arm, "measure", load, **request)
+                    answers, repeats = visit.visit(measure, self.control, sample_s=self.plan.suite.rounds.sample_s)
+                    samples[arm, load] += answers
+                    stalls += repeats
+                    if answers:
+                        self._note_output(arm, load, answers[0])
         workload = Workload(kind="control", dtype=stage.dtype, batch=int(stage.kind == "train"))
-        median = verdicts.median(control)
-        self.file.append(self._record("control_s", workload, median, "s", samples=tuple(control)))
-        return samples
+        seconds = tuple(self.control.seconds[before:])
+        detail = {"visits_made_again": stalls} if stalls else {}
+        self.file.append(
+            self._record("control_s", workload, verdicts.median(seconds), "s", samples=seconds, detail=detail)
+        )
+        return {key: answers for key, answers in samples.items() if answers}
 
     # Records
 
@@ -330,6 +337,11 @@ def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
     return {"first_token_s": first, "decode_tokens_per_s": decode}
 
 
+def seconds_of(answer: dict) -> tuple[float, ...]:
+    """Times of one sample: a generation's first token and the others, or a training step's."""
+    return (answer["step_s"],) if "step_s" in answer else (answer["first_s"], answer["rest_s"])
+
+
 def main_metric(load: Workload) -> str:
     """Name of the rate that a workload is about."""
     return f"{load.kind}_tokens_per_s"
@@ -340,20 +352,3 @@ def unit_of(metric: str) -> str:
     if metric.startswith("train_mfu"):
         return "share"
     return {"flops": "FLOP", "per_s": "tokens/s", "bytes": "bytes"}.get(metric[-5:], "s")
-
-
-def control_seconds(repeats: int = 9) -> float:
-    """Best time of a fixed numpy loop that no backend touches, in seconds: when it moves, the machine moved.
-
-    The best of several, for one run of a few milliseconds says more about cold caches and sleeping threads.
-    """
-    matrix = np.full((256, 256), 1 / 256, np.float32)
-    long = np.ones(4_000_000, np.float32)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(8):
-            matrix = matrix @ matrix
-            long.sum()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)

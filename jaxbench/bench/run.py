@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ RUN_STEP = (
     "half of the second term, over a data sheet's rate or, without one, the faster matrix product of the launch. "
     "Compile time is the wall time of building the step; PyTorch's includes one gradient."
 )
+LEAST_LAUNCHES = 5  # what verdicts need; measured in docs/comparison_statistics.md
+SHORT = 0.7  # length of a launch of one round, of one of two
 REPORT_RESERVE_S = 15  # kept free of the budget for the report
 
 
@@ -85,8 +88,11 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
         "with its default mode (Inductor); transformers is `generate` with its own cache, as a user would call it.",
         "Compile time, load time and first token are metrics of their own and never part of a rate. Decode rates are "
         "over the steps after the first token. Peak memory is the resident set above the level after imports.",
-        "Ratios are per-launch log ratios to the baseline with a t-interval over launches (fresh processes); the order "
-        "of arms is rotated each launch and reversed each round.",
+        "Ratios are per-launch log ratios to the baseline with a moderated t-interval over launches (fresh processes); "
+        "verdicts hold after Holm's correction over all rates and first tokens. The orders of the arms are a Williams "
+        "square over launches, reversed every other round.",
+        "Samples are taken by time. The first ones of a process are left out while they are more than a tenth slower "
+        "than the median of those after them; a visit during which a control loop slowed down is made again.",
     ]
 
 
@@ -107,20 +113,26 @@ def run_launches(work: plan.Plan, file: RecordFile, *, started: float, say: Call
     missing = [index for index in range(1, rounds.launches + 1) if index not in done]
     if len(missing) < rounds.launches:
         say(f"{rounds.launches - len(missing)} of {rounds.launches} launches are already in {file.path.name}")
+    shutil.rmtree(work.workdir / launch.CACHE / launch.PROGRAMS, ignore_errors=True)  # of another state of the code
     expected = 0.0
     for index in missing:
         left = rounds.budget_s - (time.monotonic() - started) - REPORT_RESERVE_S
-        if expected and left < expected:
+        if expected and left < expected * SHORT:
             reason = f"the budget of {rounds.budget_s:.0f} s ends before launch {index} would; raise rounds.budget_s"
             say(reason)
             file.append(work.record("budget", status="skipped", reason=reason, launch=index))
             return
+        # Launches count for more than rounds: where the least number would not fit, each has a single round.
+        is_short = expected * max(1, min(LEAST_LAUNCHES, rounds.launches) - index + 1) > left
+        num_rounds = 1 if is_short else rounds.rounds
         begun, name = time.monotonic(), f"launch {index}/{rounds.launches}"
-        limit_s = left / (rounds.launches - index + 1)
-        single = launch.Launch(work, index, file, lambda text, name=name: say(f"{name} {text}"), limit_s=limit_s)
+        if num_rounds < rounds.rounds:
+            say(f"{name}: {num_rounds} of {rounds.rounds} rounds, to keep the budget")
+        single = launch.Launch(work, index, file, lambda text, name=name: say(f"{name} {text}"), num_rounds=num_rounds)
         single.run()
         took = time.monotonic() - begun
-        expected = took - (single.compile_s if index == 1 else 0.0)  # later launches find what launch 1 compiled
+        if num_rounds == rounds.rounds:
+            expected = took - (single.compile_s if index == 1 else 0.0)  # later launches load what launch 1 compiled
         say(f"{name}: {took:.0f} s")
 
 

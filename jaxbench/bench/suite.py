@@ -13,7 +13,7 @@ from jaxbench.config import Base
 from jaxbench.measure.records import Workload
 
 RUN_ARMS = arm_table.names("has_run_step")  # those that train.form=run has
-Arm = Literal[tuple(ARMS)]
+Arm = Literal[(*ARMS, *(name + arm_table.AGAIN for name in ARMS))]
 Dtype = Literal["float32", "bfloat16"]
 Batch = pydantic.PositiveInt
 GemmSize = tuple[pydantic.PositiveInt, pydantic.PositiveInt, pydantic.PositiveInt]  # (M, K, N)
@@ -71,10 +71,12 @@ class TrainStep(Base):
 class Rounds(Base):
     """How often a launch repeats each measurement. Each arm's workers live for one launch."""
 
-    launches: int = pydantic.Field(default=3, gt=0, le=10_000)  # sets of fresh processes: the unit of replication
-    rounds: int = pydantic.Field(default=2, gt=0)  # measurements a launch; odd rounds run the arms in reverse order
+    launches: int = pydantic.Field(default=8, gt=0, le=10_000)  # sets of fresh processes: the unit of replication
+    fewer: dict[Arm, pydantic.PositiveInt] = {}  # arms that take part in the first so many launches only
+    rounds: int = pydantic.Field(default=2, gt=0)  # visits of each arm a launch; odd rounds run the arms in reverse
+    sample_s: float = pydantic.Field(default=0.4, ge=0)  # seconds that a visit's samples take; one sample at least
     warmup: int = pydantic.Field(default=1, ge=0)  # unrecorded runs before the first round
-    budget_s: float = pydantic.Field(default=480, gt=0)  # no new launch starts that would pass it
+    budget_s: float = pydantic.Field(default=570, gt=0)  # no new launch starts that would pass it
     # one request to a worker; a compile is one request; epoll counts milliseconds in 31 bits
     worker_timeout_s: float = pydantic.Field(default=300, gt=0, lt=2**31 / 1e3)
 
@@ -83,7 +85,7 @@ class Verdicts(Base):
     """How ratios become verdicts."""
 
     baseline: Arm = "torch_eager"
-    confidence: float = pydantic.Field(default=0.95, gt=0.5, lt=1)  # of each interval before Holm's correction
+    confidence: float = pydantic.Field(default=0.95, gt=0.5, lt=1)  # of each interval, and of all verdicts together
     margin: float = pydantic.Field(default=0.0, ge=0, lt=1)  # the interval lies beyond this share, 0.05 = 5 %
     control_drift: float = pydantic.Field(default=0.25, gt=0)  # share the control loop may move between launches
 
@@ -151,7 +153,7 @@ class Suite(Base):
         if not (self.workloads() or self.roofline.enabled or self.parity or self.tpu.topologies or self.tpu.runs):
             dtypes = [list(grid.dtypes) for grid in (self.prefill, self.decode)]
             raise ValueError(f"suite: nothing to measure: dtypes of prefill and decode are {dtypes}, every part is off")
-        others = [arm for arm in self.arms if arm not in RUN_ARMS]
+        others = [arm for arm in self.arms if arm.removesuffix(arm_table.AGAIN) not in RUN_ARMS]
         if self.train.enabled and self.train.form == "run" and others:
             raise ValueError(f"suite: train.form=run with arms {others}, which have none; has {', '.join(RUN_ARMS)}")
         if self.verdicts.baseline not in self.arms:

@@ -1,14 +1,20 @@
-"""From records to rows of the result table: medians over launches, ratios with intervals, verdicts (S file)."""
+"""From records to rows of the result table: medians over launches, ratios with intervals, verdicts (S file).
+
+All rates and first tokens of a table are one family: their intervals share strength (measure/moderation.py), and a
+verdict is one that holds after Holm's correction over all of them. Times of loading and compiling are a second family,
+memory is a third. Two arms whose compiled programs have equal counts are one piece of evidence: the later one has a
+ratio and no verdict.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxbench.bench.arms import arm_table
 from jaxbench.bench.suite import Verdicts
-from jaxbench.measure import verdicts
+from jaxbench.measure import moderation, verdicts
 from jaxbench.measure.records import SUITE_ARM, Record, Workload
 
 # Metrics that are compared between arms: name -> whether more is better. Others are shown, never judged.
@@ -22,9 +28,12 @@ COMPARED = {
     "compile_warm_s": False,
     "peak_memory_bytes": False,
 }
+PROGRAM_COUNTS = ("flops", "temp_bytes", "argument_bytes")  # of a compiled program, exact
 NOT_ROWS = ("tokens", "parity", "profile")  # records of an arm that are no measurement
 # Rows that "not slower than torch_ref" is about: compile time has no counterpart in eager code.
 SPEED = ("prefill_tokens_per_s", "first_token_s", "decode_tokens_per_s", "train_tokens_per_s")
+# Metrics whose rows share strength and alpha: those whose launches vary alike.
+FAMILIES = (SPEED, ("load_s", "compile_cold_s", "compile_warm_s"), ("peak_memory_bytes",))
 
 
 class Row(NamedTuple):
@@ -38,29 +47,29 @@ class Row(NamedTuple):
     launches: tuple[float, ...]  # launch medians, in order
     share_of_roofline: float | None  # 0..1, of the rate the machine allows; None where there is no bound
     reason: str  # why there is no value
-    verdict: str  # faster, slower, undecided, baseline, or "" (not compared)
+    verdict: str  # faster, slower, undecided, baseline, same (as an arm of equal programs), or "" (not compared)
     ratio: tuple[float, float, float] | None = None  # (point, low, high) to the baseline, > 1 is better; None = none
     log_ratios: tuple[float, ...] = ()  # one a launch, > 0 is better
-    holm: bool = False  # the verdict also holds after Holm's correction over the whole table
-    launches_needed: int | None = None  # an undecided row: those that would decide it, None = unknown or more than 200
+    p_value: float | None = None  # after Holm's correction over the row's family; None = in no family
+    decidable: float | None = None  # an undecided row: the smallest ratio that its launches could have decided
 
 
 def rows(records: Sequence[Record], rules: Verdicts) -> list[Row]:
-    """Rows of the table in the order of the records, with Holm's correction over all compared ones."""
+    """Rows of the table in the order of the records, with the verdicts of each family."""
     groups: dict[tuple[str, Workload, str], dict[int, Record]] = defaultdict(dict)
     for record in records:
         if record.arm != SUITE_ARM and record.metric not in NOT_ROWS:
             groups[record.metric, record.workload, record.arm][record.launch] = record
-    table, p_values = [], {}
+    repeated = _repeated_programs(groups)
+    table = []
     for (metric, workload, arm), launches in groups.items():
         base = groups.get((metric, workload, rules.baseline), {})
-        row, p_value = _row(metric, workload, arm, launches, base, rules)
-        if p_value is not None:
-            p_values[len(table)] = p_value
-        table.append(row)
-    kept = verdicts.holm(list(p_values.values())) <= 1 - rules.confidence
-    for index, holds in zip(p_values, kept, strict=True):
-        table[index] = table[index]._replace(holm=bool(holds) and table[index].verdict != "undecided")
+        row = _row(metric, workload, arm, launches, base, rules)
+        table.append(row._replace(verdict="same") if (workload, arm) in repeated and row.log_ratios else row)
+    for metrics in FAMILIES:
+        family = [i for i, row in enumerate(table) if row.log_ratios and row.metric in metrics]
+        for i, row in zip(family, _judged([table[i] for i in family], rules), strict=True):
+            table[i] = row
     return table
 
 
@@ -70,8 +79,8 @@ def control_drift(records: Sequence[Record]) -> float:
     return verdicts.drift(control)
 
 
-def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Record], rules: Verdicts):
-    """One row and its p-value (None when it is not compared)."""
+def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Record], rules: Verdicts) -> Row:
+    """One row with its log ratios, not judged yet."""
     good = {n: r for n, r in sorted(launches.items()) if r.status == "ok" and r.value is not None}
     values = tuple(record.value for record in good.values())
     shares = [r.detail["share_of_roofline"] for r in good.values() if r.detail.get("share_of_roofline") is not None]
@@ -88,23 +97,41 @@ def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Rec
         verdict="baseline" if arm == rules.baseline and metric in COMPARED else "",
     )
     if metric not in COMPARED or arm == rules.baseline:
-        return row, None
+        return row
     pairs = [(good[n], base[n]) for n in good if n in base and base[n].value and base[n].status == "ok"]
-    pairs = [(a, b) for a, b in pairs if a.value > 0 and b.value > 0]
-    if not pairs:
-        return row, None
     better = COMPARED[metric]
     logs = tuple(
-        verdicts.log_ratio(a.samples or [a.value], b.samples or [b.value], higher_is_better=better) for a, b in pairs
+        verdicts.log_ratio(a.samples or [a.value], b.samples or [b.value], higher_is_better=better)
+        for a, b in pairs
+        if a.value > 0 and b.value > 0
     )
-    interval = verdicts.t_interval(logs, confidence=rules.confidence, margin=rules.margin)
-    decided = verdicts.verdict(interval, margin=rules.margin)
-    needed = None
-    if decided == "undecided":
-        needed = verdicts.launches_needed(logs, confidence=rules.confidence, margin=rules.margin)
-    return row._replace(
-        ratio=tuple(value if math.isfinite(value) else math.inf for value in interval.ratio()),
-        log_ratios=logs,
-        verdict=decided,
-        launches_needed=needed,
-    ), interval.p_value
+    return row._replace(log_ratios=logs)
+
+
+def _repeated_programs(groups: dict[tuple[str, Workload, str], dict[int, Record]]) -> set[tuple[Workload, str]]:
+    """(workload, arm) of jaxbench's own arms whose compiled FLOPs and bytes are those of an earlier one."""
+    counts: dict[tuple[Workload, str], list[float]] = defaultdict(list)
+    for (metric, workload, arm), launches in groups.items():
+        if metric in PROGRAM_COUNTS and arm in arm_table.names("is_judged"):
+            counts[workload, arm] += [record.value for record in launches.values() if record.value is not None][-1:]
+    seen: dict[Workload, list[list[float]]] = defaultdict(list)
+    repeated = set()
+    for (workload, arm), figures in counts.items():
+        if len(figures) == len(PROGRAM_COUNTS) and figures in seen[workload]:
+            repeated.add((workload, arm))
+        seen[workload].append(figures)
+    return repeated
+
+
+def _judged(family: list[Row], rules: Verdicts) -> list[Row]:
+    """Rows of one family with ratio, verdict and the least ratio that could have been decided."""
+    intervals = moderation.intervals(
+        [row.log_ratios for row in family], confidence=rules.confidence, margin=rules.margin
+    )
+    counted = [i for i, row in enumerate(family) if row.verdict != "same"]
+    judged = verdicts.judge([intervals[i] for i in counted], confidence=rules.confidence, margin=rules.margin)
+    rows = [row._replace(ratio=interval.ratio()) for row, interval in zip(family, intervals, strict=True)]
+    for i, (verdict, p_value, decidable) in zip(counted, judged, strict=True):
+        left = {"decidable": decidable} if verdict == "undecided" else {}
+        rows[i] = rows[i]._replace(verdict=verdict, p_value=p_value, **left)
+    return rows

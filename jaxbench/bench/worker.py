@@ -20,12 +20,13 @@ class Session:
         self.arm = None
         self.level_bytes = 0
 
-    def start(self, *, device: str, checkpoint: str) -> dict:
+    def start(self, *, device: str, checkpoint: str, programs: str) -> dict:
         """Import everything the arm needs, then take the resident set as the level that memory counts from."""
         from jaxbench.measure import environment
 
         start = time.perf_counter()
-        self.arm = arm_table.create(self.arm_name, device=device, threads=self.threads, checkpoint=checkpoint)
+        places = {"checkpoint": checkpoint, "programs": programs}
+        self.arm = arm_table.create(self.arm_name, device=device, threads=self.threads, **places)
         reason = self.arm.start()
         seconds = time.perf_counter() - start
         self.level_bytes = worker.resident_bytes()

@@ -164,6 +164,13 @@ def peer_python(peer: str) -> Path:
 
 
 def turn(names: Sequence[str], shift: int) -> list[str]:
-    """The names rotated by `shift`, so that over launches each one comes first as often as the others."""
-    first = shift % len(names)
-    return [*names[first:], *names[:first]]
+    """Order of the names in launch number `shift`, a row of a Williams square.
+
+    Over as many launches as names each comes first as often as the others; for an even number of names each also
+    follows each other once, for an odd number where half of the rounds run in reverse.
+
+    Source: Williams 1949, Australian Journal of Scientific Research A 2(2):149-168.
+    """
+    count = len(names)
+    zigzag = [(index + 1) // 2 if index % 2 else (count - index // 2) % count for index in range(count)]
+    return [names[(place + shift) % count] for place in zigzag]

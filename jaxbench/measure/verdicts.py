@@ -20,6 +20,7 @@ Verdict = Literal["faster", "slower", "undecided"]
 # Upper over lower end of a ratio's interval: what is wider allows both ten times faster and ten times slower, more than
 # any two arms here were ever apart.
 MOST_WIDTH = 100.0
+POWER = 0.9  # share of cases in which a ratio that is called decidable is decided
 
 
 class Interval(NamedTuple):
@@ -30,6 +31,8 @@ class Interval(NamedTuple):
     high: float
     p_value: float  # two-sided, of "the ratio lies within the margin"
     num_launches: int
+    df: float  # degrees of freedom of its standard error; 0 = one launch
+    error: float  # standard error of the mean
 
     def ratio(self) -> tuple[float, float, float]:
         """(point, low, high) as plain ratios."""
@@ -64,25 +67,51 @@ def t_interval(log_ratios: Sequence[float], *, confidence: float = 0.95, margin:
         raise ValueError(f"statistics: log ratios must be a non-empty list of finite numbers, got {log_ratios!r}")
     count, mean = len(values), float(values.mean())
     if count == 1:
-        return Interval(mean, -math.inf, math.inf, 1.0, 1)
+        return Interval(mean, -math.inf, math.inf, 1.0, 1, 0.0, math.inf)
     error = float(values.std(ddof=1)) / math.sqrt(count)
-    half = float(stats.t.ppf(0.5 + confidence / 2, count - 1)) * error
+    return interval(mean, error, count - 1, count, confidence=confidence, margin=margin)
+
+
+def interval(
+    mean: float, error: float, df: float, num_launches: int, *, confidence: float = 0.95, margin: float = 0.0
+) -> Interval:
+    """T-interval around a mean with its standard error and degrees of freedom."""
+    half = float(stats.t.ppf(0.5 + confidence / 2, df)) * error
     excess = max(abs(mean) - math.log1p(margin), 0.0)
     if error == 0:
         p_value = 0.0 if excess > 0 else 1.0
     else:
-        p_value = float(2 * stats.t.sf(excess / error, count - 1))
-    return Interval(mean, mean - half, mean + half, min(p_value, 1.0), count)
+        p_value = float(2 * stats.t.sf(excess / error, df))
+    return Interval(mean, mean - half, mean + half, min(p_value, 1.0), num_launches, float(df), error)
 
 
-def verdict(interval: Interval, *, margin: float = 0.0) -> Verdict:
-    """`faster` or `slower` when the whole interval lies beyond the margin, else `undecided`."""
-    limit = math.log1p(margin)
-    if interval.low > limit:
-        return "faster"
-    if interval.high < -limit:
-        return "slower"
-    return "undecided"
+class Judgement(NamedTuple):
+    """What a family of rows says about one of them."""
+
+    verdict: Verdict
+    p_value: float  # after Holm's correction
+    decidable: float  # smallest ratio above 1 that such launches decide in nine of ten cases; infinite from one launch
+
+
+def judge(intervals: Sequence[Interval], *, confidence: float = 0.95, margin: float = 0.0) -> list[Judgement]:
+    """Verdicts of a family of rows, of which with the given confidence all hold together (Holm)."""
+    alpha = 1 - confidence
+    p_values = holm([interval.p_value for interval in intervals])
+    share = alpha / max(1, int((p_values > alpha).sum()))  # of each row that is left when Holm stops
+    judged = []
+    for interval, p_value in zip(intervals, p_values, strict=True):
+        verdict: Verdict = "undecided"
+        if p_value <= alpha:
+            verdict = "faster" if interval.mean > 0 else "slower"
+        judged.append(Judgement(verdict, float(p_value), _decidable(interval, alpha=share, margin=margin)))
+    return judged
+
+
+def _decidable(interval: Interval, *, alpha: float, margin: float) -> float:
+    if interval.num_launches < 2:
+        return math.inf
+    steps = float(stats.t.ppf(1 - alpha / 2, interval.df) + stats.t.ppf(POWER, interval.df))
+    return _exp(math.log1p(margin) + steps * interval.error)
 
 
 def is_informative(low: float, high: float) -> bool:
@@ -106,19 +135,6 @@ def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
     factors = np.arange(p.shape[-1], 0, -1, dtype=np.float64)
     stepped = np.maximum.accumulate(np.minimum(1.0, np.take_along_axis(p, order, axis=-1) * factors), axis=-1)
     return np.take_along_axis(stepped, np.argsort(order, axis=-1), axis=-1)
-
-
-def launches_needed(log_ratios: Sequence[float], *, confidence: float = 0.95, margin: float = 0.0) -> int | None:
-    """Estimate how many launches in all would decide, the seen mean and spread given; None when 200 would not."""
-    values = np.asarray(log_ratios, dtype=np.float64)
-    if len(values) < 2:
-        return None
-    distance = abs(float(values.mean())) - math.log1p(margin)
-    spread = float(values.std(ddof=1))
-    for count in range(len(values), 201):
-        if float(stats.t.ppf(0.5 + confidence / 2, count - 1)) * spread / math.sqrt(count) < distance:
-            return count
-    return None
 
 
 def samples_for_percentile(share: float, *, confidence: float = 0.95) -> int:

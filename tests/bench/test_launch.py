@@ -15,10 +15,11 @@ SUITE = Suite.model_validate(
         "prefill": {"dtypes": ["float32"], "prompt_tokens": [32]},
         "decode": {"dtypes": ["float32"], "batches": [2], "prompt_tokens": [8], "new_tokens": 5},
         "train": {"num_layers": 1, "seq_len": 16},
-        "rounds": {"launches": 2, "rounds": 2, "warmup": 1},
+        "rounds": {"launches": 2, "rounds": 2, "sample_s": 0, "warmup": 1},
         "roofline": {"gemm_sizes": [[8, 8, 8]], "dtypes": ["float32"]},
         "tpu": {"topologies": []},
         "parity": [],
+        "verdicts": {"control_drift": 1e9},  # no visit is made again
     }
 )
 
@@ -73,10 +74,10 @@ def run_launch(tmp_path, monkeypatch, suite):
     work = plan.make_plan(suite, device="cpu", workdir=tmp_path)
     monkeypatch.setattr(launch, "Worker", StandIn)
 
-    def run(number=1, faults=None, limit_s=1e9):
+    def run(number=1, faults=None, num_rounds=2):
         StandIn.log, StandIn.faults, StandIn.closed = [], faults or {}, []
         file = RecordFile(tmp_path / "results.jsonl")
-        launch.Launch(work, number, file, lambda text: None, limit_s=limit_s).run()
+        launch.Launch(work, number, file, lambda text: None, num_rounds=num_rounds).run()
         return [record for record in file.read() if record.launch == number]
 
     return run
@@ -97,17 +98,25 @@ def test_rates_come_from_seconds_by_one_rule(run_launch):
     assert pick(found, records.LAUNCH_DONE, records.SUITE_ARM).value == 1
 
 
-def test_order_is_rotated_by_launch_and_reversed_by_round(run_launch):
+def test_order_changes_by_launch_and_is_reversed_by_round(run_launch):
     for number, first in ((1, ["flax", "equinox", "torch_eager"]), (2, ["equinox", "torch_eager", "flax"])):
         run_launch(number)
         order = [arm for arm, operation, kind in StandIn.log if (operation, kind) == ("measure", "decode")]
         assert order == first + first[::-1]  # round 1, round 2
 
 
-def test_rounds_after_the_first_give_way_to_the_time_limit(run_launch):
-    found = run_launch(limit_s=1e-9)
+def test_a_short_launch_has_one_visit_an_arm(run_launch):
+    found = run_launch(num_rounds=1)
     assert pick(found, "decode_tokens_per_s").samples == (4.0,)
     assert pick(found, records.LAUNCH_DONE, records.SUITE_ARM).value == 1
+
+
+@pytest.mark.parametrize(
+    "suite", [SUITE.model_copy(update={"rounds": SUITE.rounds.model_copy(update={"fewer": {"equinox": 1}})})]
+)
+def test_an_arm_of_fewer_launches_leaves_after_them(run_launch):
+    assert {r.arm for r in run_launch(1)} >= {"flax", "equinox", "torch_eager"}
+    assert "equinox" not in {r.arm for r in run_launch(2)}
 
 
 def test_launch_one_is_the_cold_compile(run_launch):

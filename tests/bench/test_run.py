@@ -28,12 +28,14 @@ class FakeLaunch:
     """Appends one record and the mark; `interrupt_at` raises instead of the mark."""
 
     begun: list[int] = []
+    num_rounds: list[int] = []
     interrupt_at = 0
     clock = [0.0]
     lasts_s = 10.0
 
-    def __init__(self, work, number, file, say, *, limit_s):
+    def __init__(self, work, number, file, say, *, num_rounds):
         self.compile_s = 0.0
+        FakeLaunch.num_rounds.append(num_rounds)
         self.work, self.number, self.file = work, number, file
 
     def run(self):
@@ -52,6 +54,7 @@ def compare(tmp_path, monkeypatch):
 
     def go(*, resume=False, interrupt_at=0, lasts_s=10.0, device="cpu", suite=None, say=lambda text: None):
         FakeLaunch.begun, FakeLaunch.interrupt_at, FakeLaunch.lasts_s = [], interrupt_at, lasts_s
+        FakeLaunch.num_rounds = []
         FakeLaunch.clock = [0.0]
         settings = SUITE.model_copy(update=suite or {})
         return run.compare(settings, device=device, workdir=tmp_path, resume=resume, say=say)
@@ -88,10 +91,18 @@ def test_a_fresh_run_moves_earlier_results_aside_and_deletes_nothing(compare, tm
 
 
 def test_no_launch_starts_that_would_pass_the_budget(compare):
-    found = compare(lasts_s=50.0)
+    found = compare(lasts_s=60.0)
     assert FakeLaunch.begun == [1]
     [note] = [r for r in found if r.metric == "budget"]
     assert note.status == "skipped" and "the budget of 100 s ends before launch 2" in note.reason
+
+
+def test_launches_are_shortened_before_there_are_too_few(compare):
+    rounds = SUITE.rounds.model_copy(update={"launches": 6})
+    compare(lasts_s=20.0, suite={"rounds": rounds})
+    assert FakeLaunch.num_rounds[:3] == [2, 1, 1]  # of 85 s, five of 20 s do not fit
+    compare(lasts_s=10.0, suite={"rounds": rounds})
+    assert FakeLaunch.num_rounds == [2] * 6
 
 
 def test_everything_that_was_asked_for_and_failed_is_named():

@@ -2,7 +2,9 @@
 
 import math
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from jaxbench.bench import summary
 from jaxbench.bench.suite import Verdicts
@@ -26,7 +28,7 @@ def row(records: list[Record], arm: str, verdicts: Verdicts = Verdicts()) -> sum
 
 def test_twice_the_rate_in_every_launch_is_faster_with_ratio_two():
     found = row(rate("torch_eager", [10, 11, 10.5]) + rate("flax", [20, 22.1, 20.9]), "flax")
-    assert found.verdict == "faster" and found.holm
+    assert found.verdict == "faster" and found.p_value < 0.01
     assert found.value == 20.9 and found.launches == (20, 22.1, 20.9)
     assert found.ratio[0] == pytest.approx(2.0, rel=0.01) and found.ratio[1] > 1.9
 
@@ -54,12 +56,40 @@ def test_the_baseline_and_unjudged_metrics_have_no_ratio():
 def test_one_launch_is_undecided_with_infinite_bounds():
     found = row(rate("torch_eager", [10]) + rate("flax", [30]), "flax")
     assert found.verdict == "undecided" and found.ratio == (pytest.approx(3), 0.0, math.inf)
-    assert found.launches_needed is None
+    assert found.decidable == math.inf
 
 
-def test_undecided_rows_say_how_many_launches_would_decide():
+def test_undecided_rows_say_from_which_ratio_on_they_would_be_decided():
     found = row(rate("torch_eager", [10, 10, 10]) + rate("flax", [10.5, 12, 10.2]), "flax")
-    assert found.verdict == "undecided" and found.launches_needed > 3
+    assert found.verdict == "undecided" and found.decidable > found.ratio[0]
+    again = row(
+        rate("torch_eager", [10, 10, 10]) + rate("flax", [v * found.decidable for v in (10.5, 12, 10.2)]), "flax"
+    )
+    assert again.verdict == "faster"
+
+
+def test_verdicts_hold_for_all_rates_together():
+    """A p-value of 0.03 decides a row that stands alone, and not one of many."""
+    records, logs = [], stats.t.ppf(1 - 0.015, 2) / math.sqrt(3) + np.array([-1.0, 0.0, 1.0])
+    for n in range(5):
+        load = DECODE.model_copy(update={"batch": n + 1})
+        values = np.exp(logs if n == 0 else logs - logs.mean())
+        records += [r.model_copy(update={"workload": load}) for r in rate("torch_eager", [1.0, 1.0, 1.0])]
+        records += [r.model_copy(update={"workload": load}) for r in rate("flax", values.tolist())]
+    alone = summary.rows([r for r in records if r.workload.batch == 1], Verdicts())
+    assert [r.verdict for r in alone] == ["baseline", "faster"]
+    assert {r.verdict for r in summary.rows(records, Verdicts())} == {"baseline", "undecided"}
+
+
+def test_an_arm_whose_programs_equal_another_s_is_no_evidence_of_its_own():
+    records = rate("torch_eager", [10, 11, 10.5]) + rate("flax", [20, 22.1, 20.9]) + rate("equinox", [20, 22.1, 20.9])
+    for arm in ("flax", "equinox"):
+        for metric, value in (("flops", 7.0), ("temp_bytes", 3.0), ("argument_bytes", 5.0)):
+            records += rate(arm, [value], metric=metric)
+    assert [row(records, arm).verdict for arm in ("flax", "equinox")] == ["faster", "same"]
+    assert row(records, "equinox").ratio[0] == pytest.approx(2.0, rel=0.01) and row(records, "equinox").p_value is None
+    other = [r.model_copy(update={"value": 8.0}) if (r.arm, r.metric) == ("equinox", "flops") else r for r in records]
+    assert row(other, "equinox").verdict == "faster"
 
 
 def test_a_failed_arm_keeps_its_reason_and_the_others_their_rows():

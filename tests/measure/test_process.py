@@ -1,5 +1,6 @@
 """The pipe to a worker: answers, errors, deaths and hangs, with a real process of the lightest arm."""
 
+import itertools
 import os
 import signal
 
@@ -19,7 +20,7 @@ def worker(tmp_path):
 
 
 def test_answers_errors_and_death(worker):
-    answer = worker.request("start", device="cpu", checkpoint="")
+    answer = worker.request("start", device="cpu", checkpoint="", programs="")
     assert answer["skip"] and answer["level_bytes"] > 2**20 and "numpy" in answer["versions"]
     with pytest.raises(WorkerError, match="llama_cpp: dance: ValueError: worker: unknown operation 'dance'") as caught:
         worker.request("dance")
@@ -39,7 +40,15 @@ def test_a_hanging_request_ends_the_worker(worker):
 
 
 def test_every_name_comes_first_as_often_as_the_others():
-    assert [process.turn("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+    orders = [process.turn("abcd", number) for number in range(4)]
+    assert orders[0] == list("abdc") and process.turn("abcd", 4) == orders[0] and process.turn("a", 3) == ["a"]
+    for place in range(4):
+        assert sorted(order[place] for order in orders) == list("abcd")
+    pairs = [pair for order in orders for pair in itertools.pairwise(order)]
+    assert sorted(pairs) == sorted(itertools.permutations("abcd", 2))  # each follows each other once
+    odd = [process.turn("abc", number) for number in range(3)]
+    pairs = [pair for order in odd for way in (order, order[::-1]) for pair in itertools.pairwise(way)]
+    assert sorted(pairs) == sorted([*itertools.permutations("abc", 2)] * 2)
 
 
 def test_a_peer_that_is_not_installed_is_named_with_the_cure():

@@ -34,7 +34,7 @@ def test_t_interval_is_scipys_paired_interval(values, confidence):
 def test_one_launch_is_always_undecided():
     interval = verdicts.t_interval([math.log(10)])
     assert interval.ratio() == (pytest.approx(10), 0.0, math.inf)
-    assert verdicts.verdict(interval) == "undecided"
+    assert verdicts.judge([interval])[0] == ("undecided", 1.0, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,9 @@ def test_one_launch_is_always_undecided():
         ([-0.030, -0.031, -0.029], 0.05, "undecided"),
     ],
 )
-def test_verdict_needs_the_whole_interval_beyond_the_margin(values, margin, wanted):
-    assert verdicts.verdict(verdicts.t_interval(values), margin=margin) == wanted
+def test_a_verdict_needs_a_difference_beyond_the_margin(values, margin, wanted):
+    interval = verdicts.t_interval(values, margin=margin)
+    assert verdicts.judge([interval], margin=margin)[0].verdict == wanted
 
 
 @given(st.floats(0.1, 10), st.lists(st.floats(-1, 1), min_size=2, max_size=6))
@@ -83,7 +84,7 @@ def test_false_alarms_stay_near_the_nominal_rate_when_processes_differ():
         offsets = generator.normal(0, 0.10, (2, launches, 1))
         times = np.exp(offsets + generator.normal(0, 0.30, (2, launches, rounds)))
         logs = [verdicts.log_ratio(times[0, n], times[1, n], higher_is_better=False) for n in range(launches)]
-        alarms += verdicts.verdict(verdicts.t_interval(logs)) != "undecided"
+        alarms += verdicts.judge([verdicts.t_interval(logs)])[0].verdict != "undecided"
         pooled_alarms += stats.ttest_ind(np.log(times[0]).ravel(), np.log(times[1]).ravel()).pvalue < 0.05
     assert alarms / runs == pytest.approx(0.05, abs=0.015)
     assert pooled_alarms / runs > 0.12  # the rule this design replaces
@@ -94,7 +95,7 @@ def test_a_real_difference_of_two_is_found_in_three_launches():
     found = 0
     for _ in range(300):
         logs = generator.normal(math.log(2), 0.07, 3)
-        found += verdicts.verdict(verdicts.t_interval(logs)) == "faster"
+        found += verdicts.judge([verdicts.t_interval(logs)])[0].verdict == "faster"
     assert found / 300 > 0.95
 
 
@@ -120,13 +121,23 @@ def test_percentiles_appear_only_where_their_bound_exists():
     assert verdicts.percentiles(list(range(299)))["p99"] == pytest.approx(295.02)
 
 
-def test_launches_needed_counts_until_the_interval_clears_the_margin():
-    logs = [0.10, 0.30, 0.20]
-    needed = verdicts.launches_needed(logs)
-    half = [stats.t.ppf(0.975, n - 1) * np.std(logs, ddof=1) / math.sqrt(n) for n in (needed - 1, needed)]
-    assert half[1] < 0.2 <= half[0] or needed == 3
-    assert verdicts.launches_needed([0.1]) is None
-    assert verdicts.launches_needed([0.001, -0.001, 0.5, -0.5]) is None
+def test_a_ratio_that_is_called_decidable_is_decided_nine_times_in_ten():
+    generator = np.random.default_rng(3)
+    interval = verdicts.interval(0.0, 0.05 / math.sqrt(5), 4, 5)
+    [judged] = verdicts.judge([interval])
+    assert judged.verdict == "undecided" and 1.1 < judged.decidable < 1.25
+    logs = generator.normal(math.log(judged.decidable), 0.05, (2000, 5))
+    decided = [verdicts.judge([verdicts.t_interval(row)])[0].verdict == "faster" for row in logs]
+    assert np.mean(decided) == pytest.approx(0.9, abs=0.03)
+
+
+def test_a_family_is_decided_together_and_says_in_which_direction():
+    intervals = [verdicts.interval(mean, 0.1, 10, 5) for mean in (1.0, -1.0, 0.25, 0.0)]
+    judged = verdicts.judge(intervals)
+    assert [row.verdict for row in judged] == ["faster", "slower", "undecided", "undecided"]
+    assert [row.p_value for row in judged] == verdicts.holm([each.p_value for each in intervals]).tolist()
+    assert verdicts.judge(intervals[2:3])[0].verdict == "faster"  # which alone it is
+    assert verdicts.judge([]) == []
 
 
 def test_drift_is_the_spread_of_launch_medians():

@@ -38,6 +38,10 @@ ARMS = {
 }  # fmt: skip
 
 
+# The same arm a second time, under a name of its own: what differs between the two is chance (bench/qualify.py).
+AGAIN = "_again"
+
+
 def names(quality: str) -> tuple[str, ...]:
     """Names of the arms whose row says True under `quality`, e.g. "is_judged", in the table's order."""
     return tuple(name for name, row in ARMS.items() if getattr(row, quality))
@@ -49,7 +53,7 @@ def create(name: str, **arguments: Any) -> contract.Arm:
     Raises:
       ValueError: there is no such arm.
     """
-    if name not in ARMS:
+    if (kind := name.removesuffix(AGAIN)) not in ARMS:
         raise ValueError(f"arms: unknown arm {name!r}, known: {', '.join(ARMS)}")
-    row = ARMS[name]
+    row = ARMS[kind]
     return getattr(importlib.import_module(row.module), row.attribute)(**arguments)

@@ -36,8 +36,9 @@ class Arm:
     name = "arm"
     packages: tuple[str, ...] = ("numpy",)  # whose versions its records carry
 
-    def __init__(self, *, device: str, threads: int, checkpoint: str):
+    def __init__(self, *, device: str, threads: int, checkpoint: str, programs: str = ""):
         self.device, self.threads, self.checkpoint = device, threads, checkpoint
+        self.programs = programs  # folder where compiled programs are kept for later launches; empty = nowhere
         self.dtype = ""
 
     def start(self) -> str:

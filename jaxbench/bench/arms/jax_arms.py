@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import pickle
 import time
 
 import numpy as np
 from jaxtyping import Float
 
+from jaxbench import outputs, prompts
 from jaxbench.bench.arms import contract, twin_arm
 from jaxbench.measure import worker
 from jaxbench.measure.records import Workload
@@ -33,17 +36,28 @@ class JaxArm(twin_arm.TwinArm):
             self.model = None
 
     def prepare(self, workload: Workload) -> dict:
-        """Compile the workload's programs ahead of time and read the compiler's own counts."""
+        """Compile the workload's programs ahead of time, or load those that an earlier process compiled.
+
+        The compiler's own counts come with the seconds of either.
+        """
         if self.run_settings is not None:
             return self._make_engine()
         start = time.perf_counter()
         if workload.kind == "train":
             batch = self._batch(np.zeros((workload.batch, workload.prompt_tokens + 1), np.int32))
             program = self.step = self.jax.jit(self.step, donate_argnums=0).lower(self.state, batch).compile()
+            return {"compile_s": time.perf_counter() - start, **compiler_counts(program)}
+        path = pathlib.Path(self.programs) / f"{self.name} {workload.label()}.pickle"
+        programs = read_programs(path) if path.exists() else None
+        if programs is None:
+            programs = self.generator.compile(*sizes(workload))
         else:
-            programs = self.generator.compile(workload.batch, workload.prompt_tokens, max(workload.new_tokens, 1))
-            program = programs.prefill if workload.kind == "prefill" else programs.decode
-        return {"compile_s": time.perf_counter() - start, **compiler_counts(program)}
+            self.generator.programs[prompts.bucket(*sizes(workload))] = programs
+        seconds = time.perf_counter() - start
+        if self.programs and not path.exists():
+            write_programs(path, programs)
+        program = programs.prefill if workload.kind == "prefill" else programs.decode
+        return {"compile_s": seconds, **compiler_counts(program)}
 
     def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
         """One run: host token ids in, host token ids out."""
@@ -107,6 +121,26 @@ class EquinoxArm(JaxArm):
 
     name, package = "equinox", "jaxbench.eqx"
     packages = ("jax", "jaxlib", "equinox", "optax", "numpy", "python")
+
+
+def sizes(workload: Workload) -> tuple[int, int, int]:
+    """Rows, prompt tokens and new tokens that a workload's programs are compiled for."""
+    return workload.batch, workload.prompt_tokens, max(workload.new_tokens, 1)
+
+
+def read_programs(path: pathlib.Path) -> prompts.Programs:
+    """Programs that another process of the same code on the same machine compiled."""
+    from jax.experimental.serialize_executable import deserialize_and_load
+
+    return prompts.Programs(*(each and deserialize_and_load(*each) for each in pickle.loads(path.read_bytes())))
+
+
+def write_programs(path: pathlib.Path, programs: prompts.Programs) -> None:
+    """Keep programs for later processes; None, which is not compiled, too."""
+    from jax.experimental.serialize_executable import serialize
+
+    with outputs.whole(path) as temporary:
+        temporary.write_bytes(pickle.dumps([each and serialize(each) for each in programs]))
 
 
 def compiler_counts(program) -> dict:

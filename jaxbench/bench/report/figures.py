@@ -63,8 +63,8 @@ def forest(view: View) -> Figure | None:
         trace["y"].append(y)
         trace["error_x"]["array"].append(high - point if bounded else 0)
         trace["error_x"]["arrayminus"].append(point - low if bounded else 0)
-        trace["customdata"].append(f"{labels.arm(row.arm)}: {labels.ratio(row.ratio)}, {row.verdict}")
-    data = [traces[name] for name in ("faster", "undecided", "slower") if name in traces]
+        trace["customdata"].append(f"{labels.arm(row.arm)}: {labels.ratio(row.ratio)}, {labels.VERDICTS[row.verdict]}")
+    data = [traces[name] for name in ("faster", "undecided", "slower", "same") if name in traces]
     points = [row.ratio[0] for row in rows] + [1.0]
     ends = [end for row in rows for end in row.ratio[1:]]
     # Two launches can give intervals of any width: what lies beyond twice the points' own range is cut off.
@@ -179,7 +179,7 @@ def _bar_trace(name: str, color: str, x: list[float], y: list[float], text: list
 def _verdict_trace(verdict: str) -> Figure:
     color = labels.VERDICT_COLORS[verdict]
     return {
-        "type": "scatter", "mode": "markers", "name": verdict, "x": [], "y": [], "customdata": [],
+        "type": "scatter", "mode": "markers", "name": labels.VERDICTS[verdict], "x": [], "y": [], "customdata": [],
         "error_x": {"type": "data", "symmetric": False, "array": [], "arrayminus": [], "thickness": 2, "width": 5},
         "marker": {"color": color, "size": 10}, "hovertemplate": "%{customdata}<extra></extra>",
     }  # fmt: skip

@@ -43,7 +43,8 @@ def render(view: View) -> str:
     title = f"{view.model} on {', '.join(map(labels.arm, view.arms)) or 'no arm'}"
     filters = {
         "arm": labels.arm, "value": labels.value, "ratio": labels.ratio, "significant": labels.significant,
-        "error": _error, "outside": _outside, "row": _row,
+        "error": _error, "outside": _outside, "row": row_name,
+        "judged": lambda row: labels.judged(row.verdict, row.ratio, row.decidable),
         "short": lambda reason: reason if len(reason) <= 24 else reason[:22] + "…",
     }  # fmt: skip
     return page.render(
@@ -86,7 +87,8 @@ def _sources(slices: dict[str, list[contents.TpuRow]]) -> list[str]:
     return list(dict.fromkeys(f"{detail['chip']}: {detail['source']}" for detail in details if detail))
 
 
-def _row(row: Row) -> str:
+def row_name(row: Row) -> str:
+    """A row for people: metric, workload, arm."""
     return f"{figures.heading(row.metric, row.workload)}, {labels.arm(row.arm)}"
 
 

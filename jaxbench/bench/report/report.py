@@ -22,7 +22,8 @@ from jaxbench.measure.records import Record, RecordFile
 
 CSV_COLUMNS = (
     "metric", "arm", "kind", "dtype", "batch", "prompt_tokens", "new_tokens", "device", "value", "unit", "ratio",
-    "ratio_low", "ratio_high", "verdict", "holm", "launches", "share_of_roofline", "reason", "config_id",
+    "ratio_low", "ratio_high", "verdict", "p_value", "decidable_ratio", "launches", "share_of_roofline",
+    "reason", "config_id",
 )  # fmt: skip
 TERMINAL_METRICS = tuple(name for name in page.TABLE_METRICS if name not in ("temp_bytes", "flops"))
 
@@ -55,7 +56,8 @@ def csv_rows(view: View) -> list[dict[str, Any]]:
     rows = []
     for row in view.rows:
         point, low, high = row.ratio or (None, None, None)
-        about = {"device": device, "holm": int(row.holm), "launches": len(row.launches), "config_id": view.config_id}
+        about = {"device": device, "launches": len(row.launches), "config_id": view.config_id}
+        about |= {"p_value": row.p_value, "decidable_ratio": row.decidable}
         about |= {"ratio": point, "ratio_low": low, "ratio_high": high}
         rows.append(row.workload.model_dump() | {name: getattr(row, name) for name in same} | about)
     same = ("metric", "arm", "device", "value", "unit", "reason", "config_id")
@@ -100,11 +102,12 @@ def show(view: View, *, console=None) -> None:
         console.print(f"tokens, {note}")
     if contents.tpu_rows(view):
         console.print(_tpu_table(view))
+    if slower := [row for row in view.rows if row.verdict == "slower" and row.metric in summary.SPEED]:
+        console.print(f"[red]slower than {labels.arm(view.baseline)}[/red]: {'; '.join(map(page.row_name, slower))}")
     undecided = contents.undecided(view)
     if undecided:
-        console.print(
-            f"[dim]{len(undecided)} rows are undecided; report.html lists them with the launches needed[/dim]"
-        )
+        least = "behind ≥ stands the smallest ratio that these launches decide in nine of ten cases"
+        console.print(f"[dim]{len(undecided)} rows are undecided; {least}[/dim]")
     if view.drift > view.suite.verdicts.control_drift:
         console.print(f"[yellow]the machine moved: the control loop changed by {100 * view.drift:.0f} %[/yellow]")
 
@@ -141,8 +144,8 @@ def _terminal_cell(row: summary.Row | None) -> str:
     if not row.ratio:
         return text
     style = {"faster": "green", "slower": "red"}.get(row.verdict, "dim")
-    shown = labels.ratio(row.ratio).replace("[", r"\[")
-    return f"{text}\n[{style}]{labels.SIGNS[row.verdict]} {shown}[/{style}]"
+    shown = labels.judged(row.verdict, row.ratio, row.decidable).replace("[", r"\[")
+    return f"{text}\n[{style}]{shown}[/{style}]"
 
 
 def _tpu_table(view: View):
