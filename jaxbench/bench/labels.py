@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from jaxbench.bench.arms.arm_table import AGAIN, ARMS
 from jaxbench.measure import verdicts
@@ -18,10 +19,12 @@ METRICS = {
     "train_mfu": "train step, MFU",
     "train_mfu_causal": "train step, MFU with half the attention",
     "first_token_s": "first token",
+    "token_s": "token after the first",
     "load_s": "load",
     "compile_cold_s": "compile, cold",
     "compile_warm_s": "compile, warm",
     "peak_memory_bytes": "peak memory",
+    "energy_j_per_token": "energy",
     "temp_bytes": "compiled temp bytes",
     "argument_bytes": "compiled argument bytes",
     "flops": "compiled FLOPs",
@@ -107,3 +110,8 @@ def judged(verdict: str, triple: tuple[float, float, float], decidable: float | 
     """
     least = f" ≥{decidable:.2f}" if decidable is not None and decidable < verdicts.MOST_WIDTH else ""
     return f"{SIGNS[verdict]} {ratio(triple)}{least}"
+
+
+def percentiles(shares: Sequence[tuple[str, float | None]]) -> str:
+    """Seconds by percentile: `p50 14.1 ms, p90 15.0 ms, p99 –`; a dash where there are too few samples for a bound."""
+    return ", ".join(f"{name} {value(seconds, 's') if seconds is not None else '–'}" for name, seconds in shares)

@@ -141,6 +141,8 @@ class Launch:
                 if facts is not None:
                     ready[arm, load] = facts
         samples = self._rounds(stage, loads, ready)
+        if self.plan.suite.decode.latency:
+            self._latencies([load for load in loads if load.kind == "decode"], ready)
         for (arm, load), answers in samples.items():
             answers = answers[visit.settled([sum(seconds_of(answer)) for answer in answers]) :]
             self._append_rates(arm, load, answers)
@@ -177,6 +179,7 @@ class Launch:
 
     def _rounds(self, stage: Workload, loads: list[Workload], ready: dict) -> dict[tuple[str, Workload], list[dict]]:
         samples: dict[tuple[str, Workload], list[dict]] = defaultdict(list)
+        joules: dict[tuple[str, Workload], list[float]] = defaultdict(list)
         before, stalls = len(self.control.seconds), 0
         self.control.is_calm()
         for index in range(self.num_rounds):
@@ -188,18 +191,31 @@ class Launch:
                         continue
                     request = {"workload": load.model_dump(), "inputs": self.plan.inputs[load]}
                     measure = functools.partial(self._ask, arm, "measure", load, **request)
-                    answers, repeats = visit.visit(measure, self.control, sample_s=self.plan.suite.rounds.sample_s)
-                    samples[arm, load] += answers
-                    stalls += repeats
-                    if answers:
-                        self._note_output(arm, load, answers[0])
+                    made = visit.visit(measure, self.control, sample_s=self.plan.suite.rounds.sample_s)
+                    samples[arm, load] += made.answers
+                    stalls += made.repeats
+                    if made.answers:
+                        self._note_output(arm, load, made.answers[0])
+                    if made.joules is not None:
+                        joules[arm, load].append(made.joules / (tokens_of(load) * len(made.answers)))
         workload = Workload(kind="control", dtype=stage.dtype, batch=int(stage.kind == "train"))
         seconds = tuple(self.control.seconds[before:])
         detail = {"visits_made_again": stalls} if stalls else {}
         self.file.append(
             self._record("control_s", workload, verdicts.median(seconds), "s", samples=seconds, detail=detail)
         )
+        for (arm, load), values in joules.items():
+            self._append(arm, "energy_j_per_token", load, values)
         return {key: answers for key, answers in samples.items() if answers}
+
+    def _latencies(self, loads: list[Workload], ready: dict) -> None:
+        """Seconds of every token of one generation an arm."""
+        for load in loads:
+            for arm in self.order:
+                if (arm, load) in ready and (arm, load) not in self.failed and arm not in self.lost:
+                    request = {"workload": load.model_dump(), "inputs": self.plan.inputs[load]}
+                    if answer := self._ask(arm, "token_seconds", load, **request):
+                        self._append(arm, "token_s", load, answer["seconds"])
 
     # Records
 
@@ -337,6 +353,11 @@ def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
     return {"first_token_s": first, "decode_tokens_per_s": decode}
 
 
+def tokens_of(load: Workload) -> int:
+    """Tokens of one sample: those trained on, those of the prompts, or those generated."""
+    return load.batch * (load.new_tokens or load.prompt_tokens)
+
+
 def seconds_of(answer: dict) -> tuple[float, ...]:
     """Times of one sample: a generation's first token and the others, or a training step's."""
     return (answer["step_s"],) if "step_s" in answer else (answer["first_s"], answer["rest_s"])
@@ -351,4 +372,4 @@ def unit_of(metric: str) -> str:
     """Unit of an arm's metric, which ends in it."""
     if metric.startswith("train_mfu"):
         return "share"
-    return {"flops": "FLOP", "per_s": "tokens/s", "bytes": "bytes"}.get(metric[-5:], "s")
+    return {"flops": "FLOP", "per_s": "tokens/s", "bytes": "bytes", "token": "J/token"}.get(metric[-5:], "s")

@@ -35,6 +35,7 @@ class DecodeGrid(Base):
     batches: tuple[Batch, ...] = (1, 8)
     prompt_tokens: tuple[pydantic.PositiveInt, ...] = (64,)
     new_tokens: int = pydantic.Field(default=32, ge=2)  # tokens generated a row, the end of sequence ignored
+    latency: bool = False  # also hand out one token at a time and keep the seconds of each, for their percentiles
 
 
 class TrainStep(Base):

@@ -50,6 +50,7 @@ class Row(NamedTuple):
     verdict: str  # faster, slower, undecided, baseline, same (as an arm of equal programs), or "" (not compared)
     ratio: tuple[float, float, float] | None = None  # (point, low, high) to the baseline, > 1 is better; None = none
     log_ratios: tuple[float, ...] = ()  # one a launch, > 0 is better
+    percentiles: tuple[tuple[str, float | None], ...] = ()  # of token_s: (name, value), None = too few
     p_value: float | None = None  # after Holm's correction over the row's family; None = in no family
     decidable: float | None = None  # an undecided row: the smallest ratio that its launches could have decided
 
@@ -96,6 +97,9 @@ def _row(metric, workload, arm, launches: dict[int, Record], base: dict[int, Rec
         reason="" if values else last.reason,
         verdict="baseline" if arm == rules.baseline and metric in COMPARED else "",
     )
+    if metric == "token_s":
+        pooled = [sample for record in good.values() for sample in record.samples]
+        return row._replace(percentiles=tuple(verdicts.percentiles(pooled, (0.5, 0.9, 0.99)).items()))
     if metric not in COMPARED or arm == rules.baseline:
         return row
     pairs = [(good[n], base[n]) for n in good if n in base and base[n].value and base[n].status == "ok"]

@@ -10,8 +10,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+from jaxbench.measure import energy
 
 MOST_SAMPLES = 50  # of one visit
 MOST_REPEATS = 1  # visits made again because of a stall; the last one counts whatever happened
@@ -47,8 +50,16 @@ class Control:
         return time.perf_counter() - start
 
 
-def visit(measure: Callable[[], dict | None], control: Control, *, sample_s: float) -> tuple[list[dict], int]:
-    """Answers of one visit, and how many visits before it were not used because the machine stalled.
+class Visit(NamedTuple):
+    """What one visit gave."""
+
+    answers: list[dict]  # one a sample
+    repeats: int  # visits before it that were not used because the machine stalled
+    joules: float | None  # that the machine took meanwhile; None where no counter can be read
+
+
+def visit(measure: Callable[[], dict | None], control: Control, *, sample_s: float) -> Visit:
+    """Samples of one visit.
 
     Args:
       measure: one sample; None where the arm failed, which ends the visit.
@@ -56,15 +67,16 @@ def visit(measure: Callable[[], dict | None], control: Control, *, sample_s: flo
       sample_s: seconds of sampling that are enough; one sample is made in any case.
     """
     for repeats in range(MOST_REPEATS + 1):
-        answers, start = [], time.monotonic()
+        answers, start, counters = [], time.monotonic(), energy.readings()
         while not answers or (time.monotonic() - start < sample_s and len(answers) < MOST_SAMPLES):
             answer = measure()
             if answer is None:
-                return answers, repeats
+                return Visit(answers, repeats, None)
             answers.append(answer)
+        joules = energy.spent(counters, energy.readings()) if counters else None
         if control.is_calm() or repeats == MOST_REPEATS:
             break
-    return answers, repeats
+    return Visit(answers, repeats, joules)
 
 
 def settled(seconds: Sequence[float]) -> int:

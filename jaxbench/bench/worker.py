@@ -52,6 +52,10 @@ class Session:
         """Run a workload once, by the clock."""
         return self.arm.measure(_workload(workload), inputs)
 
+    def token_seconds(self, *, workload: dict, inputs: list) -> dict:
+        """Run a decode workload once, one token at a time."""
+        return {"seconds": self.arm.token_seconds(_workload(workload), inputs)}
+
     def logits(self, *, tokens: list) -> dict:
         """Next-token logits [V] after these tokens."""
         return {"logits": [float(value) for value in self.arm.logits(tokens)]}

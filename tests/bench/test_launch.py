@@ -56,6 +56,7 @@ class StandIn:
         return {
             "load": {"seconds": 0.1}, "memory": {"peak_memory_bytes": 99},
             "prepare": {"compile_s": 3.0, "flops": 100.0, "temp_bytes": 5, "device_kind": self.device_kind},
+            "token_seconds": {"seconds": [0.1, 0.3, 0.2]},
             "logits": {"logits": self.logits.get(self.arm)},
             "unload": {}, "read": {"seconds": [1.0, 0.5]}, "gemm": {"seconds": [1e-6]},
         }[operation]  # fmt: skip
@@ -117,6 +118,15 @@ def test_a_short_launch_has_one_visit_an_arm(run_launch):
 def test_an_arm_of_fewer_launches_leaves_after_them(run_launch):
     assert {r.arm for r in run_launch(1)} >= {"flax", "equinox", "torch_eager"}
     assert "equinox" not in {r.arm for r in run_launch(2)}
+
+
+LATENCY = SUITE.model_copy(update={"decode": SUITE.decode.model_copy(update={"latency": True})})
+
+
+@pytest.mark.parametrize("suite", [LATENCY])
+def test_every_token_s_time_is_kept_where_the_suite_wants_latencies(run_launch):
+    found = pick(run_launch(), "token_s")
+    assert found.samples == (0.1, 0.3, 0.2) and found.value == 0.2 and found.workload.kind == "decode"
 
 
 def test_launch_one_is_the_cold_compile(run_launch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxbench.bench import summary
+from jaxbench.bench import labels, summary
 from jaxbench.bench.suite import Verdicts
 from jaxbench.measure.records import Record, Workload
 
@@ -105,6 +105,18 @@ def test_share_of_roofline_is_the_median_over_launches():
     records = [r.model_copy(update={"detail": {"share_of_roofline": s}})
                for r, s in zip(rate("flax", [1, 2, 3]), (0.5, 0.7, 0.6))]  # fmt: skip
     assert row(records, "flax").share_of_roofline == 0.6
+
+
+def test_percentiles_of_a_token_are_over_all_launches_and_only_where_they_have_a_bound():
+    seconds = [n / 1e3 for n in range(1, 121)]
+    records = [
+        Record(metric="token_s", value=0.06, unit="s", samples=seconds, arm="flax", workload=DECODE, launch=n)
+        for n in (1, 2, 3)
+    ]
+    assert [name for name, value in row(records, "flax").percentiles if value is not None] == ["p50", "p90", "p99"]
+    few = row(records[:1], "flax")
+    assert few.percentiles[2] == ("p99", None) and few.verdict == ""
+    assert labels.percentiles(few.percentiles) == "p50 60.5 ms, p90 108 ms, p99 –"
 
 
 def test_control_drift_compares_launches():

@@ -66,6 +66,10 @@ class Arm:
         """
         raise NotImplementedError(f"{self.name}: measure {workload.label()}")
 
+    def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
+        """Seconds of each token after the first, each read on the host before the next is made."""
+        raise NotImplementedError(f"{self.name}: token_seconds {workload.label()}")
+
     def warm(self, workload: Workload, inputs: list) -> dict:
         """Run the workload's programs once, a few tokens of decoding: touches memory and starts threads."""
         return self.measure(workload, inputs, limit=WARM_TOKENS)
@@ -119,6 +123,21 @@ def generate(
     width = workload.prompt_tokens
     generated = tokens[: workload.batch, width : width + new_tokens]
     return {"first_s": first - start, "rest_s": last - first, "tokens": generated.tolist()}
+
+
+def token_seconds(
+    generator: Any, inputs: list, workload: Workload, to_host: Callable[[Any], np.ndarray]
+) -> list[float]:
+    """Seconds of each token after the first of one run of a twin's Generator, a call of its decode program each."""
+    state = generator.prefill(inputs, max_new_tokens=workload.new_tokens, seed=0)
+    to_host(state.tokens)
+    seconds = []
+    for count in range(2, workload.new_tokens + 1):
+        start = time.perf_counter()
+        state = generator.decode(state, count)
+        to_host(state.tokens)
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def targets(rows: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], ...]:

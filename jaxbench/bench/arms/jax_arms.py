@@ -65,6 +65,10 @@ class JaxArm(twin_arm.TwinArm):
             return self._step(inputs)
         return contract.generate(self.generator, inputs, workload, np.asarray, limit=limit)
 
+    def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
+        """Seconds of each token after the first."""
+        return contract.token_seconds(self.generator, inputs, workload, np.asarray)
+
     def logits(self, tokens: list[int]) -> Float[np.ndarray, " V"]:
         """Logits of the token after one row, without a cache."""
         row = np.asarray([tokens], np.int32)

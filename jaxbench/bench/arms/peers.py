@@ -71,8 +71,14 @@ class TransformersArm(TorchBase):
         self.synchronize()
         return {"step_s": time.perf_counter() - start, "loss": value}
 
+    def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
+        """Seconds of each token after the first, by a clock among its stopping criteria."""
+        with self.torch.inference_mode():
+            self._generate(workload, inputs, None)
+        return [float(seconds) for seconds in np.diff(self.clock.stamps)]
+
     def _generate(self, workload: Workload, inputs: list, limit: int | None) -> dict:
-        clock = _Clock(self)
+        self.clock = clock = _Clock(self)
         tokens = self.torch.tensor(inputs, device=self.torch_device)
         new_tokens = min(max(workload.new_tokens, 1), limit or workload.new_tokens + 1)
         settings = self.transformers.GenerationConfig(
@@ -154,6 +160,18 @@ class LlamaCppArm(contract.Arm):
             self.model.eval(tokens[-1:])
             tokens.append(int(self.model.sample(temp=0.0)))
         return {"first_s": first - start, "rest_s": time.perf_counter() - first, "tokens": [tokens]}
+
+    def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
+        """Seconds of each token after the first."""
+        self.model.reset()
+        self.model.eval(inputs[0])
+        token, seconds = int(self.model.sample(temp=0.0)), []
+        for _ in range(workload.new_tokens - 1):
+            start = time.perf_counter()
+            self.model.eval([token])
+            token = int(self.model.sample(temp=0.0))
+            seconds.append(time.perf_counter() - start)
+        return seconds
 
     def unload(self) -> None:
         """Close the model."""

@@ -129,6 +129,11 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         self._drop()
         super().unload()
 
+    def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
+        """Seconds of each token after the first."""
+        with self.torch.inference_mode():
+            return contract.token_seconds(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy())
+
     def _batch(self, inputs: list):
         tokens, targets, positions = self._on_device(inputs)
         return self.train.Batch(tokens, targets, positions, self.torch.ones_like(tokens, dtype=self.torch.bool))

@@ -43,7 +43,7 @@ def render(view: View) -> str:
     title = f"{view.model} on {', '.join(map(labels.arm, view.arms)) or 'no arm'}"
     filters = {
         "arm": labels.arm, "value": labels.value, "ratio": labels.ratio, "significant": labels.significant,
-        "error": _error, "outside": _outside, "row": row_name,
+        "percentiles": labels.percentiles, "error": _error, "outside": _outside, "row": row_name,
         "judged": lambda row: labels.judged(row.verdict, row.ratio, row.decidable),
         "short": lambda reason: reason if len(reason) <= 24 else reason[:22] + "…",
     }  # fmt: skip

@@ -140,7 +140,7 @@ def _terminal_cell(row: summary.Row | None) -> str:
         return ""
     if row.value is None:
         return f"[dim]{row.reason[:24]}[/dim]"
-    text = labels.value(row.value, row.unit)
+    text = labels.percentiles(row.percentiles) or labels.value(row.value, row.unit)
     if not row.ratio:
         return text
     style = {"faster": "green", "slower": "red"}.get(row.verdict, "dim")

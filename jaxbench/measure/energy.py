@@ -1,0 +1,60 @@
+"""Energy counters of the machine: processor packages (RAPL) and NVIDIA GPUs (S file).
+
+Counters belong to the whole machine, so that a difference is one workload's energy only while nothing else runs. Where
+there is no counter, or it may not be read, there is no figure: never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+RAPL = Path("/sys/class/powercap")  # Linux; its counters are root's alone on many systems
+
+
+class Reading(NamedTuple):
+    """One counter."""
+
+    joules: float
+    wraps_at: float  # joules at which it begins again at 0
+
+
+def readings(rapl: Path = RAPL) -> dict[str, Reading]:
+    """Every counter that can be read, by name; parts of a package (cores, memory controller) are in their package's."""
+    found = {}
+    for folder in sorted(rapl.glob("intel-rapl:*")):  # AMD's processors have this name too
+        if folder.name.count(":") > 1:
+            continue
+        try:
+            used, limit = (int((folder / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
+        except (OSError, ValueError):
+            continue
+        found[folder.name] = Reading(used / 1e6, limit / 1e6)
+    return found | _gpus()
+
+
+def spent(before: Mapping[str, Reading], after: Mapping[str, Reading]) -> float | None:
+    """Joules between two readings, over the counters that both have; None without any."""
+    differences = [
+        (after[name].joules - start.joules) % start.wraps_at for name, start in before.items() if name in after
+    ]
+    return sum(differences) if differences else None
+
+
+def _gpus() -> dict[str, Reading]:
+    """Energy of NVIDIA GPUs since their driver was loaded (Volta and newer)."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # noqa: BLE001 - no package, no driver or no GPU: there is no counter
+        return {}
+    found = {}
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            millijoules = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(index))
+        except pynvml.NVMLError:
+            continue
+        found[f"gpu:{index}"] = Reading(millijoules / 1e3, 2**64 / 1e3)
+    return found
