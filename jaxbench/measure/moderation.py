@@ -26,6 +26,9 @@ from jaxbench.measure.verdicts import Interval
 LEAST_ROWS = 6  # fewer say too little about how variances are distributed: each row stands alone
 TAILS = (0.05, 0.1)  # shares of the smallest and the largest log variances that are drawn in, as Phipson et al. have it
 GRID = (np.arange(400) + 0.5) / 400  # probabilities at which a distribution's quantiles stand for it
+# Share of the fitted degrees of freedom that are counted, for the prior is itself estimated. Of 600 simulated tables of
+# 13 or 39 rows and 5 launches, 3 to 8 % held a false verdict with all of them, 3.5 to 5.7 % with this share.
+CAUTION = 0.7
 PRIOR_DFS = np.geomspace(0.2, 1e6, 200)  # degrees of freedom that a prior may be worth; the last is as good as infinite
 
 
@@ -82,7 +85,7 @@ def fit(variances: Float[np.ndarray, " R"], dfs: Float[np.ndarray, " R"]) -> Pri
     log_df = float(np.interp(-spread, -spreads, np.log(PRIOR_DFS)))
     prior_df = math.exp(log_df)
     variance = math.exp(mean - float(np.interp(log_df, np.log(PRIOR_DFS), means)))
-    return Prior(variance, _worth(variances / variance, dfs, prior_df))
+    return Prior(variance, CAUTION * _worth(variances / variance, dfs, prior_df))
 
 
 @functools.cache
