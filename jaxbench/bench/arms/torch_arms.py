@@ -107,7 +107,8 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         return reason
 
     def _build(self, config: Any, params: dict[str, np.ndarray], *, is_trained: bool) -> Any:
-        model = super()._build(config, params, is_trained=is_trained).to(self.torch_device)
+        how = {"dtype": self.dtype, "implementation": "fused"}  # PyTorch's own attention kernel
+        model = self.transformer.build(config, params, device=self.torch_device, **how)
         return model if is_trained else model.eval().requires_grad_(False)
 
     def prepare(self, workload: Workload) -> dict:
@@ -120,9 +121,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         """Logits of the token after one row, without a cache."""
         row = self.torch.tensor([tokens], device=self.torch_device)
         with self.torch.inference_mode():
-            return (
-                self.model(row, self.torch.arange(row.shape[1], device=row.device)[None])[0, -1].float().cpu().numpy()
-            )
+            return self.model(row, None)[0, -1].float().cpu().numpy()
 
     def unload(self) -> None:
         """Drop model, generator and optimiser."""
@@ -130,8 +129,8 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         super().unload()
 
     def _batch(self, inputs: list):
-        tokens, targets, positions = self._on_device(inputs)
-        return self.train.Batch(tokens, targets, positions, self.torch.ones_like(tokens, dtype=self.torch.bool))
+        tokens, targets, _ = self._on_device(inputs)
+        return self.train.Batch(tokens, targets, None, self.torch.ones_like(tokens, dtype=self.torch.bool))
 
     def _generate(self, workload: Workload, inputs: list, limit: int | None) -> dict:
         return contract.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy(), limit=limit)
