@@ -6,7 +6,8 @@ The same tokens are drawn as there: Gumbel-max over the Philox stream (seed, ste
 
 Eager code computes with the sizes it is given: prompts are padded to the longest of them, the cache has as many slots
 as tokens will come, and rows of equal length need no attention mask. A model built with torch_compile has programs of
-fixed sizes, so its batches are padded to buckets as the JAX twin's are.
+fixed sizes, so its batches are padded to buckets as the JAX twin's are; "step" compiles all of a decode step, with CUDA
+graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -140,13 +141,19 @@ class Generator(prompts.GeneratorBase):
         processors: Sequence[LogitsProcessor] = (),
     ):
         self._model, self._device = model, model.embed.embedding.device
-        self._sizes = prompts.exact
         super().__init__(model, self._device.type, eos_id=eos_id, sampling=sampling, processors=processors)
+        self._is_compiled, self._is_whole = bool(model.torch_compile), model.torch_compile == "step"
+        self._sizes = prompts.bucket if self._is_compiled else prompts.exact
+        self._caches: dict[tuple[int, int], KVCache] = {}  # of whole compiled steps, by rows and slots
+        if self._is_whole:
+            torch.compiler.assume_constant_result(philox.site_id)  # a checksum, which the compiler cannot trace
+            mode = "reduce-overhead" if self._device.type == "cuda" else "default"  # CUDA graphs
+            self._next = torch.compile(self._next, dynamic=False, mode=mode)
 
     def compile(
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
     ) -> Programs:
-        """Programs for these sizes; eager PyTorch has nothing to compile, torch.compile does so when called.
+        """Programs for these sizes; eager PyTorch has nothing to compile, torch.compile compiles when first called.
 
         For a single new token nothing is decoded, and `decode` is None. States have no influence.
         """
@@ -167,7 +174,7 @@ class Generator(prompts.GeneratorBase):
 
         return pytree.tree_map(fill, tuple(processor_states))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def prefill(
         self,
         prompt_tokens: Sequence[Sequence[int]],
@@ -177,7 +184,10 @@ class Generator(prompts.GeneratorBase):
         row_ids: Sequence[int] | None = None,
         processor_states: Sequence | None = None,
     ) -> DecodeState:
-        """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
+        """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache.
+
+        With torch_compile="step" the program owns the cache: a state is used up by the next prefill of its sizes.
+        """
         batch = self._pad(prompt_tokens, max_new_tokens, row_ids)
         programs = self.compile(*batch.tokens.shape, max_new_tokens)
         slot = int(batch.lengths.max())
@@ -186,9 +196,12 @@ class Generator(prompts.GeneratorBase):
         key = prng.key_from_seed(seed, device=str(self._device))
         states = self._padded_states(processor_states, len(prompt_tokens), len(tokens))
         lengths = lengths.to(torch.int64)
-        return programs.prefill(tokens, lengths, is_padding, key, row_ids, states, slot=slot, is_plain=is_plain)
+        state = programs.prefill(tokens, lengths, is_padding, key, row_ids, states, is_plain=is_plain)
+        if self._is_whole:
+            state = state._replace(cache=self._own_cache(state.cache, tuple(state.tokens.shape)))
+        return state._replace(slot=slot)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
         """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up.
 
@@ -202,24 +215,47 @@ class Generator(prompts.GeneratorBase):
     def _to_host(self, x: Tensor) -> np.ndarray:
         return x.cpu().numpy()
 
-    def _prefill(
-        self, num_slots, tokens, lengths, finished, key, row_ids, states, *, slot: int, is_plain: bool
-    ) -> DecodeState:
-        """First token of each row; is_plain: all rows are as long as the longest, so that positions need no mask."""
+    def _prefill(self, num_slots, tokens, lengths, finished, key, row_ids, states, *, is_plain: bool) -> DecodeState:
+        """First token of each row; is_plain: no row is padded, so that attention needs no mask. `slot` is left open."""
         index = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
         positions = None if is_plain else torch.where(index < lengths[:, None], index, -1)
         hidden, cache = self._model.features(tokens, positions)
         last = hidden[torch.arange(tokens.shape[0]), lengths - 1]
         tokens = F.pad(tokens, (0, num_slots - tokens.shape[1]))
+        if is_plain and self._is_compiled:  # its decode program reads all slots, whatever the prompts
+            cache = cache._replace(positions=index.expand(*lengths.shape, -1))
         cache = cache.padded(num_slots, dtype=self._cache_dtype)
-        state = DecodeState(cache, tokens, lengths, finished, 0, slot, key, row_ids, states)
+        state = DecodeState(cache, tokens, lengths, finished, 0, 0, key, row_ids, states)
         return self._append(state, self._model.logits(last[:, None])[:, 0], self._shared)
 
     def _decode(self, state: DecodeState, limit: int) -> DecodeState:
+        step, ahead = state.step, state.slot - state.step
+        if self._is_compiled:  # tensors, so that one program serves every step
+            step_and_slot = (torch.tensor(x, device=self._device) for x in (state.step, state.slot))
+            state = state._replace(**dict(zip(("step", "slot"), step_and_slot)))
         # Without an end token no row ends, and asking the device each step whether all have would only wait for it.
-        while state.step < limit and (self._eos_id is None or not state.finished.all()):
-            state = self._next(state)
-        return state
+        while step < limit and (self._eos_id is None or not state.finished.all()):
+            state, step = self._next(state), step + 1
+            state = self._kept(state) if self._is_whole else state
+        return state._replace(step=step, slot=ahead + step)
+
+    def _own_cache(self, cache: KVCache, sizes: tuple[int, int]) -> KVCache:
+        """The cache of the program of these sizes, holding what a prefill returned: a CUDA graph's stays in place."""
+        own = self._caches.get(sizes)
+        if own is None:
+            own = self._caches[sizes] = pytree.tree_map(torch.clone, cache)
+            pytree.tree_map(torch._dynamo.mark_static_address, own)
+        else:
+            pytree.tree_map(lambda mine, new: mine.copy_(new), own, cache)
+        return own
+
+    def _kept(self, state: DecodeState) -> DecodeState:
+        """State whose small tensors the next run of a CUDA graph does not write over; the cache is the program's."""
+        if self._device.type != "cuda":
+            return state
+        kept = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state._replace(cache=None))
+        torch.compiler.cudagraph_mark_step_begin()
+        return kept._replace(cache=state.cache)
 
     def _next(self, state: DecodeState) -> DecodeState:
         """One step: read each row's last token, draw the next."""

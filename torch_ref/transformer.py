@@ -142,6 +142,9 @@ class Transformer(torch.nn.Module):
             raise ValueError(f"transformer: memory.kind={kind} needs a make_layer, got {make_layer}")
         if kind is not None and compute.scan_layers:
             raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={kind}")
+        if compute.torch_compile not in ("", "layers", "step") or (kind is not None and compute.torch_compile):
+            wanted = "'', 'layers' or 'step', and layers that are alike"
+            raise ValueError(f"transformer: torch_compile={compute.torch_compile!r} and memory={kind}, wanted {wanted}")
         self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(config.max_seq_len, d_model, dtype=dtype) if config.position == "learned" else None
         layers = [
@@ -149,6 +152,8 @@ class Transformer(torch.nn.Module):
             for i in range(config.num_layers)
         ]
         self.layers = torch.nn.ModuleList(layers)
+        for layer in self.layers if compute.torch_compile else ():
+            layer.compile(dynamic=False)
         self.final_norm = nn.norm(config.norm, d_model, eps=config.norm_eps, dtype=dtype)
         head = functools.partial(nn.Linear, d_model, config.vocab_size, use_bias=False, dtype=dtype)
         self.head = None if config.tie_embeddings else head()
@@ -156,6 +161,7 @@ class Transformer(torch.nn.Module):
         if config.position == "rotary":
             self.frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
+        self.torch_compile = compute.torch_compile
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
 
     def forward(
