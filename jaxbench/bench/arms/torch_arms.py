@@ -108,6 +108,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
 
     name = "torch_eager"
     package = functions = "torch_ref"
+    attention = "fused"  # scaled_dot_product_attention
     torch_compile = ""  # Compute.torch_compile of its decoder
 
     def start(self) -> str:
@@ -117,7 +118,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         return reason
 
     def _build(self, config: Any, params: dict[str, np.ndarray], *, is_trained: bool) -> Any:
-        how = {"dtype": self.dtype, "implementation": "fused"}  # PyTorch's own attention kernel
+        how = {"dtype": self.dtype, "implementation": self.attention}
         how |= {"device": self.torch_device, "torch_compile": self.torch_compile}
         model = self.transformer.build(config, params, **how)
         return model if is_trained else model.eval().requires_grad_(False)
