@@ -109,6 +109,9 @@ class Compute(NamedTuple):
     # 0 = a product for every projection; n = one for query, key and value and one for gate and up, their kernels side
     # by side in n interleaved parts (nn.project).
     projection_groups: int = 0
+    # PyTorch, the JAX twins being compiled always: "" = eager, "layers" = the layers are, one program for all of them,
+    # "step" = the whole decode step is too (torch_ref/sample.py).
+    torch_compile: str = ""
 
 
 # Reading, writing and naming configurations

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int32, Shaped
 
-MIN_PROMPT = 16  # tokens; shorter prompts share one bucket
-SLOT_MULTIPLE = 64  # cache slots come in multiples of this
+# Sizes that programs are compiled for (docs/xla_cpu.md, "Buckets"): short prompts in steps of 16 tokens, longer ones
+# and cache slots in steps of 64; few rows exactly, more in steps of 4.
+PROMPT_STEP, LONG_PROMPT, LONG_STEP = 16, 128, 64
+EXACT_ROWS, ROW_STEP = 8, 4
 # Float32 tells logits apart to about a millionth of their size: below this a draw is the most probable token anyway,
 # and far below, logits over the temperature overflow and the token is nobody's.
 MIN_TEMPERATURE = 1e-6
@@ -30,8 +32,8 @@ class SamplingParams(NamedTuple):
 class Bucket(NamedTuple):
     """Padded sizes that one pair of compiled programs serves."""
 
-    batch_size: int  # rows, a power of two
-    prompt_length: int  # tokens, a power of two
+    batch_size: int  # rows
+    prompt_length: int  # tokens
     num_slots: int  # cache slots of each row
 
 
@@ -79,10 +81,19 @@ class Programs(NamedTuple):
 
 
 def bucket(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
-    """Bucket of a batch: powers of two for rows and prompt, a multiple of 64 for cache slots."""
-    prompt_length = 1 << (max(prompt_length, MIN_PROMPT) - 1).bit_length()
-    num_slots = -(-(prompt_length + max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
-    return Bucket(1 << (batch_size - 1).bit_length(), prompt_length, num_slots)
+    """Bucket of a batch: each size rounded up to one that programs are compiled for."""
+    batch_size = batch_size if batch_size <= EXACT_ROWS else _round_up(batch_size, ROW_STEP)
+    prompt_length = _round_up(prompt_length, PROMPT_STEP if prompt_length <= LONG_PROMPT else LONG_STEP)
+    return Bucket(batch_size, prompt_length, _round_up(prompt_length + max_new_tokens, LONG_STEP))
+
+
+def exact(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
+    """Sizes of a batch as they are, for code that nothing is compiled for."""
+    return Bucket(batch_size, prompt_length, prompt_length + max_new_tokens)
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def query_parts(length: int) -> list[tuple[int, int]]:
@@ -98,8 +109,9 @@ def pad(
     max_seq_len: int,
     vocab_size: int,
     row_ids: Sequence[int] | None,
+    sizes: Callable[[int, int, int], Bucket] = bucket,
 ) -> Batch:
-    """Batch of prompts padded to their bucket.
+    """Batch of prompts padded to the sizes that `sizes` gives rows, longest prompt and new tokens.
 
     Raises:
       ValueError: there is no prompt, one is empty, has a token outside the vocabulary, or is too long for the context.
@@ -122,7 +134,7 @@ def pad(
             )
     if row_ids is not None and len(row_ids) != len(prompts):
         raise ValueError(f"prompts: {len(row_ids)} row_ids for {len(prompts)} prompts")
-    size = bucket(len(prompts), max(map(len, prompts)), max_new_tokens)
+    size = sizes(len(prompts), max(map(len, prompts)), max_new_tokens)
     tokens = np.zeros((size.batch_size, size.prompt_length), np.int32)
     lengths = np.ones(size.batch_size, np.int32)
     for row, prompt in enumerate(prompts):
@@ -194,6 +206,8 @@ class GeneratorBase:
     A backend adds `prefill` (its first program, which draws one token), `decode` (the second) and `_to_host`.
     """
 
+    _sizes = staticmethod(bucket)  # of a batch; a backend without compiled programs takes `exact`
+
     def __init__(
         self, model: Any, platform: str, *, eos_id: int | None, sampling: SamplingParams, processors: Sequence
     ):
@@ -238,12 +252,17 @@ class GeneratorBase:
 
     def _pad(self, prompt_tokens: Sequence[Sequence[int]], max_new_tokens: int, row_ids: Sequence[int] | None) -> Batch:
         limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
-        return pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, **limits)
+        return pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, sizes=self._sizes, **limits)
 
     @staticmethod
     def _seen(i: int, states: Sequence, shared: Sequence) -> Any:
         """What processor i is called with: its state, and what all rows read where it has that."""
         return states[i] if shared[i] is None else (shared[i], states[i])
+
+    def _decode_of(self, batch_size: int, num_slots: int) -> Callable | None:
+        """The decode program of these sizes, whatever the prompts' length; None = there is none yet."""
+        fitting = (p.decode for b, p in self.programs.items() if (b.batch_size, b.num_slots) == (batch_size, num_slots))
+        return next(filter(None, fitting), None)
 
     def _decode_program(self, state: Any, max_new_tokens: int) -> Callable:
         """Program that continues a DecodeState; ValueError where its cache has no room for that many tokens."""
@@ -251,8 +270,7 @@ class GeneratorBase:
         room = sizes[1] - int(state.slot) + int(state.step) - 1
         if max_new_tokens > room:
             raise ValueError(f"decode: max_new_tokens={max_new_tokens}, but prefill made room for {room}")
-        fitting = (p.decode for b, p in self.programs.items() if p.decode and (b.batch_size, b.num_slots) == sizes)
-        program = next(fitting, None)
+        program = self._decode_of(*sizes)
         if program is None:
             raise ValueError(f"decode: no program for a state of {sizes}: prefill it with max_new_tokens above 1")
         return program

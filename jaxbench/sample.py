@@ -159,7 +159,7 @@ class Generator(prompts.GeneratorBase):
     def _compile(self, bucket: prompts.Bucket, states: tuple, *, decodes: bool) -> Programs:
         known = self.programs.get(bucket, Programs(None, None))
         prefill, arguments = jax.jit(functools.partial(self._prefill, bucket.num_slots)), self._shapes(bucket, states)
-        decode = known.decode
+        decode = known.decode or self._decode_of(bucket.batch_size, bucket.num_slots)
         if decode is None and decodes:
             state, limit = jax.eval_shape(prefill, *arguments), jax.ShapeDtypeStruct((), jnp.int32)
             decode = jax.jit(self._decode, donate_argnums=1).lower(self._weights, state, limit).compile()

@@ -130,6 +130,27 @@ def temp_bytes(implementation: str, length: int, *, with_gradient: bool) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.parametrize("implementation", ["dense", "blocked", "fused"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("num_queries", [T, 5, 1])
+def test_torch_needs_no_key_positions_where_nothing_is_padded(implementation, window, num_queries):
+    arrays = inputs(3, T, T)
+    expected = definition(**arrays | {"segments": np.zeros((B, T), int)}, window=window)[:, -num_queries:]
+    query, key, value, positions, _ = (torch.from_numpy(x) for x in arrays.values())
+    spans = torch_attention.Spans(positions[:, -num_queries:], None)
+    how = {"sliding_window": window, "implementation": implementation, "block_size": BLOCK}
+    found = torch_attention.attention(query[:, -num_queries:], key, value, spans, **how)
+    np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
+
+
+def test_a_torch_key_lies_in_memory_as_a_value_does():
+    keys, values = torch.zeros(4, 5, 8).transpose(1, 2), torch.zeros(4, 5, 8)
+    cache = torch_attention.KVCache((keys, None), (values, None), None).padded(9, dtype="float64")
+    assert cache.keys[0].shape == (4, 8, 9) and cache.keys[0].transpose(1, 2).is_contiguous()
+    assert cache.values[0].shape == (4, 9, 8) and cache.values[0].dtype == cache.keys[0].dtype == torch.float64
+    assert cache.keys[1] is None and cache.positions is None
+
+
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_blocked_attention_memory_grows_linearly_with_length(with_gradient):
     short, long = (temp_bytes("blocked", n, with_gradient=with_gradient) for n in (1024, 4096))

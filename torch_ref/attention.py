@@ -1,6 +1,7 @@
 """Attention with grouped heads, in one place for every kernel. Twin: jaxbench/attention.py.
 
-Keys are "B K H S" and values "B K S H", as the cache stores them.
+Keys are "B K H S" and values "B K S H", as the twin has them, but here a key lies in memory as a value does, head by
+head: scaled_dot_product_attention then reads both as they lie, and a step's new key is one short write.
 """
 
 from __future__ import annotations
@@ -24,26 +25,29 @@ class KVCache(NamedTuple):
 
     keys: tuple[Float[Tensor, "E H S"] | None, ...]  # None = the layer keeps none
     values: tuple[Float[Tensor, "E S H"] | None, ...]
-    positions: Int[Tensor, "B S"]
+    positions: Int[Tensor, "B S"] | None  # None = rows without padding: slot s holds the token at position s
     memory: tuple[Any, ...] = ()  # what each layer keeps besides, with its auxiliary `loss`; None: nothing
 
     def padded(self, length: int, *, dtype: str) -> KVCache:
         """Cache with empty slots appended, `length` slots in all, its keys and values kept as dtype."""
-        extra = length - self.positions.shape[1]
 
-        def pad(x: Tensor | None, *widths: int) -> Tensor | None:
-            return None if x is None else F.pad(x.to(getattr(torch, dtype)), widths)
+        def pad(x: Float[Tensor, "E S H"]) -> Float[Tensor, "E length H"]:
+            return F.pad(x.to(getattr(torch, dtype)), (0, 0, 0, length - x.shape[1]))
 
-        keys = tuple(pad(key, 0, extra) for key in self.keys)
-        values = tuple(pad(value, 0, 0, 0, extra) for value in self.values)
-        return KVCache(keys, values, F.pad(self.positions, (0, extra), value=-1), self.memory)
+        keys = tuple(None if key is None else pad(key.transpose(1, 2)).transpose(1, 2) for key in self.keys)
+        values = tuple(None if value is None else pad(value) for value in self.values)
+        positions = self.positions
+        if positions is not None:
+            positions = F.pad(positions, (0, length - positions.shape[1]), value=-1)
+        return KVCache(keys, values, positions, self.memory)
 
 
 class Spans(NamedTuple):
     """Positions and segments of queries and keys, from which the attention mask follows."""
 
     query_positions: Int[Tensor, "B T"]
-    key_positions: Int[Tensor, "B S"]
+    # None = no padding and one document a row: key s is at position s, and the queries are those of the last keys.
+    key_positions: Int[Tensor, "B S"] | None
     query_segments: Int[Tensor, "B T"] | None = None
     key_segments: Int[Tensor, "B S"] | None = None
 
@@ -81,7 +85,8 @@ def attention(
 ) -> Float[Tensor, "B T N H"]:
     """Attention output of grouped key-value heads, as jaxbench.attention.attention.
 
-    `fused`, and the JAX twin's kernels by name, are scaled_dot_product_attention.
+    `fused`, and the JAX twin's kernels by name, are scaled_dot_product_attention; without key positions it gets no
+    mask, but is told that it is causal.
 
     Raises:
       ValueError: N is not a multiple of K, or the implementation is unknown.
@@ -94,12 +99,16 @@ def attention(
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.to(key.dtype)
+    is_fused, is_plain = implementation not in ("dense", "blocked"), spans.key_positions is None
+    if is_plain and not (is_fused and sliding_window is None and length in (1, key.shape[3])):
+        index = torch.arange(key.shape[3], dtype=spans.query_positions.dtype, device=key.device)
+        spans, is_plain = spans._replace(key_positions=index[None].expand(batch, -1)), False
     if implementation == "blocked" and key.shape[3] > block_size:
         mixed = _blocked(grouped, key, value, spans, sliding_window, block_size)
+    elif is_fused:
+        mixed = _fused(grouped, key, value, None if is_plain else attention_mask(spans, sliding_window))
     else:
-        mask = attention_mask(spans, sliding_window)
-        dense = _ordered if is_ordered else _dense
-        mixed = (dense if implementation in ("dense", "blocked") else _fused)(grouped, key, value, mask)
+        mixed = (_ordered if is_ordered else _dense)(grouped, key, value, attention_mask(spans, sliding_window))
     return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
@@ -147,10 +156,25 @@ def _ordered(
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    flat = query.flatten(1, 2)
-    mixed = F.scaled_dot_product_attention(flat, key.transpose(2, 3), value, attn_mask=mask[:, None], enable_gqa=True)
-    return torch.nan_to_num(mixed).reshape(query.shape)  # a fully masked row is NaN in some kernels
+def _fused(
+    query: Float[Tensor, "B K G T H"],
+    key: Float[Tensor, "B K H S"],
+    value: Float[Tensor, "B K S H"],
+    mask: Bool[Tensor, "B T S"] | None,
+) -> Float[Tensor, "B K G T H"]:
+    """PyTorch's own kernel; without a mask, queries are those of all keys, or a single one that sees them all.
+
+    A single token's heads go in as the queries of their key-value head: no key is then read once for each of them.
+    """
+    is_single = query.shape[3] == 1
+    mixed = F.scaled_dot_product_attention(
+        query[:, :, :, 0] if is_single else query.flatten(1, 2), key.transpose(2, 3), value,
+        attn_mask=None if mask is None else mask[:, None], is_causal=mask is None and not is_single,
+        enable_gqa=not is_single and query.shape[2] > 1,
+    )  # fmt: skip
+    if mask is not None:
+        mixed = torch.nan_to_num(mixed)  # a row that may attend to nothing is NaN in some kernels
+    return mixed.reshape(query.shape)
 
 
 def _blocked(

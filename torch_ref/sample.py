@@ -3,6 +3,11 @@
 Twin: jaxbench/sample.py.
 
 The same tokens are drawn as there: Gumbel-max over the Philox stream (seed, step, "sample", row, vocabulary id).
+
+Eager code computes with the sizes it is given: prompts are padded to the longest of them, the cache has as many slots
+as tokens will come, and rows of equal length need no attention mask. A model built with torch_compile has programs of
+fixed sizes, so its batches are padded to buckets as the JAX twin's are; "step" compiles all of a decode step, with CUDA
+graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -35,8 +40,8 @@ class DecodeState(NamedTuple):
     tokens: Int[Tensor, "B W"]  # prompt and continuation of each row, from index 0
     lengths: Int[Tensor, " B"]  # tokens in each row
     finished: Bool[Tensor, " B"]
-    step: int  # tokens generated
-    slot: int  # the next free slot of the cache
+    step: int | Int[Tensor, ""]  # tokens generated; a tensor inside compiled programs
+    slot: int | Int[Tensor, ""]  # the next free slot of the cache
     key: Tensor  # Philox key
     row_ids: Int[Tensor, " B"]
     processor_states: tuple
@@ -84,7 +89,12 @@ def _nucleus_threshold(logits: Float[Tensor, "B V"], top_p: float) -> Float[Tens
 
 
 def draw(
-    logits: Float[Tensor, "B V"], sampling: SamplingParams, *, key: Tensor, step: int, row_ids: Int[Tensor, " B"]
+    logits: Float[Tensor, "B V"],
+    sampling: SamplingParams,
+    *,
+    key: Tensor,
+    step: int | Tensor,
+    row_ids: Int[Tensor, " B"],
 ) -> Int[Tensor, " B"]:
     """Token of each row: the most probable one, or a Gumbel-max sample of the filtered distribution."""
     if sampling.temperature == 0.0:
@@ -93,7 +103,7 @@ def draw(
 
 
 def gumbel_max(
-    logits: Float[Tensor, "B V"], *, key: Tensor, step: int, row_ids: Int[Tensor, " B"]
+    logits: Float[Tensor, "B V"], *, key: Tensor, step: int | Tensor, row_ids: Int[Tensor, " B"]
 ) -> Int[Tensor, " B"]:
     """Token of each row drawn from softmax(logits), as the largest sum of logit and Gumbel noise."""
     words = prng.lanes(key, step=step, site=philox.site_id("sample"), rows=row_ids, num_elements=logits.shape[1])
@@ -105,7 +115,7 @@ class OrdinaryDraw(NamedTuple):
     """The draw of a step without a watermark: called with logits [B V] it returns a token of each row."""
 
     key: Tensor  # Philox key
-    step: int
+    step: int | Tensor
     row_ids: Int[Tensor, " B"]
 
     def __call__(self, logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
@@ -132,15 +142,22 @@ class Generator(prompts.GeneratorBase):
     ):
         self._model, self._device = model, model.embed.embedding.device
         super().__init__(model, self._device.type, eos_id=eos_id, sampling=sampling, processors=processors)
+        self._is_compiled, self._is_whole = bool(model.torch_compile), model.torch_compile == "step"
+        self._sizes = prompts.bucket if self._is_compiled else prompts.exact
+        self._caches: dict[tuple[int, int], KVCache] = {}  # of whole compiled steps, by rows and slots
+        if self._is_whole:
+            torch.compiler.assume_constant_result(philox.site_id)  # a checksum, which the compiler cannot trace
+            mode = "reduce-overhead" if self._device.type == "cuda" else "default"  # CUDA graphs
+            self._next = torch.compile(self._next, dynamic=False, mode=mode)
 
     def compile(
         self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
     ) -> Programs:
-        """Programs for these sizes; eager PyTorch has nothing to compile, torch.compile does so when called.
+        """Programs for these sizes; eager PyTorch has nothing to compile, torch.compile compiles when first called.
 
         For a single new token nothing is decoded, and `decode` is None. States have no influence.
         """
-        bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)
+        bucket = self._sizes(batch_size, prompt_length, max_new_tokens)
         known = self.programs.get(bucket, Programs(None, None))
         prefill = known.prefill or functools.partial(self._prefill, bucket.num_slots)
         self.programs[bucket] = Programs(prefill, self._decode if max_new_tokens > 1 else known.decode)
@@ -157,7 +174,7 @@ class Generator(prompts.GeneratorBase):
 
         return pytree.tree_map(fill, tuple(processor_states))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def prefill(
         self,
         prompt_tokens: Sequence[Sequence[int]],
@@ -167,15 +184,24 @@ class Generator(prompts.GeneratorBase):
         row_ids: Sequence[int] | None = None,
         processor_states: Sequence | None = None,
     ) -> DecodeState:
-        """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
+        """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache.
+
+        With torch_compile="step" the program owns the cache: a state is used up by the next prefill of its sizes.
+        """
         batch = self._pad(prompt_tokens, max_new_tokens, row_ids)
-        programs = self.compile(len(prompt_tokens), batch.tokens.shape[1], max_new_tokens)
+        programs = self.compile(*batch.tokens.shape, max_new_tokens)
+        slot = int(batch.lengths.max())
+        is_plain = not batch.is_padding.any() and bool((batch.lengths == batch.tokens.shape[1]).all())
         tokens, lengths, is_padding, row_ids = (torch.from_numpy(x).to(self._device) for x in batch)
         key = prng.key_from_seed(seed, device=str(self._device))
         states = self._padded_states(processor_states, len(prompt_tokens), len(tokens))
-        return programs.prefill(tokens, lengths.to(torch.int64), is_padding, key, row_ids, states)
+        lengths = lengths.to(torch.int64)
+        state = programs.prefill(tokens, lengths, is_padding, key, row_ids, states, is_plain=is_plain)
+        if self._is_whole:
+            state = state._replace(cache=self._own_cache(state.cache, tuple(state.tokens.shape)))
+        return state._replace(slot=slot)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
         """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up.
 
@@ -189,27 +215,56 @@ class Generator(prompts.GeneratorBase):
     def _to_host(self, x: Tensor) -> np.ndarray:
         return x.cpu().numpy()
 
-    def _prefill(self, num_slots, tokens, lengths, finished, key, row_ids, states) -> DecodeState:
+    def _prefill(self, num_slots, tokens, lengths, finished, key, row_ids, states, *, is_plain: bool) -> DecodeState:
+        """First token of each row; is_plain: no row is padded, so that attention needs no mask. `slot` is left open."""
         index = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
-        positions = torch.where(index < lengths[:, None], index, -1)
+        positions = None if is_plain else torch.where(index < lengths[:, None], index, -1)
         hidden, cache = self._model.features(tokens, positions)
         last = hidden[torch.arange(tokens.shape[0]), lengths - 1]
         tokens = F.pad(tokens, (0, num_slots - tokens.shape[1]))
-        step, slot = 0, int(lengths.max())
+        if is_plain and self._is_compiled:  # its decode program reads all slots, whatever the prompts
+            cache = cache._replace(positions=index.expand(*lengths.shape, -1))
         cache = cache.padded(num_slots, dtype=self._cache_dtype)
-        state = DecodeState(cache, tokens, lengths, finished, step, slot, key, row_ids, states)
+        state = DecodeState(cache, tokens, lengths, finished, 0, 0, key, row_ids, states)
         return self._append(state, self._model.logits(last[:, None])[:, 0], self._shared)
 
     def _decode(self, state: DecodeState, limit: int) -> DecodeState:
-        rows = torch.arange(state.tokens.shape[0])
-        while state.step < limit and not state.finished.all():
-            last = (state.lengths - 1)[:, None]
-            tokens = state.tokens[rows[:, None], last]
-            slot = torch.tensor(state.slot, device=self._device)  # a tensor, so that torch.compile sees no new constant
-            hidden, cache = self._model.features(tokens, last, cache=state.cache, slot=slot)
-            state = state._replace(cache=cache, slot=state.slot + 1)
-            state = self._append(state, self._model.logits(hidden)[:, 0], self._shared)
-        return state
+        step, ahead = state.step, state.slot - state.step
+        if self._is_compiled:  # tensors, so that one program serves every step
+            step_and_slot = (torch.tensor(x, device=self._device) for x in (state.step, state.slot))
+            state = state._replace(**dict(zip(("step", "slot"), step_and_slot)))
+        # Without an end token no row ends, and asking the device each step whether all have would only wait for it.
+        while step < limit and (self._eos_id is None or not state.finished.all()):
+            state, step = self._next(state), step + 1
+            state = self._kept(state) if self._is_whole else state
+        return state._replace(step=step, slot=ahead + step)
+
+    def _own_cache(self, cache: KVCache, sizes: tuple[int, int]) -> KVCache:
+        """The cache of the program of these sizes, holding what a prefill returned: a CUDA graph's stays in place."""
+        own = self._caches.get(sizes)
+        if own is None:
+            own = self._caches[sizes] = pytree.tree_map(torch.clone, cache)
+            pytree.tree_map(torch._dynamo.mark_static_address, own)
+        else:
+            pytree.tree_map(lambda mine, new: mine.copy_(new), own, cache)
+        return own
+
+    def _kept(self, state: DecodeState) -> DecodeState:
+        """State whose small tensors the next run of a CUDA graph does not write over; the cache is the program's."""
+        if self._device.type != "cuda":
+            return state
+        kept = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state._replace(cache=None))
+        torch.compiler.cudagraph_mark_step_begin()
+        return kept._replace(cache=state.cache)
+
+    def _next(self, state: DecodeState) -> DecodeState:
+        """One step: read each row's last token, draw the next."""
+        last = (state.lengths - 1)[:, None]
+        positions = None if state.cache.positions is None else last
+        tokens = torch.gather(state.tokens, 1, last)
+        hidden, cache = self._model.features(tokens, positions, cache=state.cache, slot=state.slot)
+        state = state._replace(cache=cache, slot=state.slot + 1)
+        return self._append(state, self._model.logits(hidden)[:, 0], self._shared)
 
     def _append(self, state: DecodeState, logits: Float[Tensor, "B V"], shared: tuple) -> DecodeState:
         """Turn logits into the next token of every unfinished row."""

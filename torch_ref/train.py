@@ -14,7 +14,7 @@ class Batch(NamedTuple):
 
     tokens: Int[Tensor, "B T"]
     targets: Int[Tensor, "B T"]  # the token that follows
-    positions: Int[Tensor, "B T"]  # -1 = padding
+    positions: Int[Tensor, "B T"] | None  # -1 = padding; None = 0, 1, ... in every row, one document each
     mask: Bool[Tensor, "B T"]  # True where the target counts
     segments: Int[Tensor, "B T"] | None = None  # packed documents; None = one document a row
 

@@ -53,15 +53,17 @@ class Attention(torch.nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if context.angles is not None:
             query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
-        key = key.permute(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
-        value = value.permute(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
+        key = key.transpose(1, 2).reshape(batch * self.num_kv_heads, length, self.head_dim).transpose(1, 2)
+        value = value.transpose(1, 2).reshape(batch * self.num_kv_heads, length, self.head_dim)
+        filled = None  # slots to attend to, None = all
         if cached is not None:
             key = _write(cached[0], key, context.slot, dim=2)
             value = _write(cached[1], value, context.slot, dim=1)
+            filled = None if context.spans.key_positions is not None else context.slot + length
         mixed = attention(
             query,
-            key.reshape(batch, self.num_kv_heads, self.head_dim, -1),
-            value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
+            key.reshape(batch, self.num_kv_heads, self.head_dim, -1)[..., :filled],
+            value.reshape(batch, self.num_kv_heads, -1, self.head_dim)[:, :, :filled],
             context.spans,
             sliding_window=self.sliding_window,
             is_ordered=cached is None,
@@ -73,6 +75,9 @@ class Attention(torch.nn.Module):
 
 def _write(cached: Tensor, new: Tensor, slot: Tensor | int, *, dim: int) -> Tensor:
     """Write `new` into the slots from `slot` on: in place, as the JAX program does with its donated cache."""
+    if isinstance(slot, int):
+        cached.narrow(dim, slot, new.shape[dim]).copy_(new)
+        return cached
     index = torch.arange(new.shape[dim], device=new.device) + slot
     return cached.index_copy_(dim, index, new.to(cached.dtype))
 
@@ -137,6 +142,9 @@ class Transformer(torch.nn.Module):
             raise ValueError(f"transformer: memory.kind={kind} needs a make_layer, got {make_layer}")
         if kind is not None and compute.scan_layers:
             raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={kind}")
+        if compute.torch_compile not in ("", "layers", "step") or (kind is not None and compute.torch_compile):
+            wanted = "'', 'layers' or 'step', and layers that are alike"
+            raise ValueError(f"transformer: torch_compile={compute.torch_compile!r} and memory={kind}, wanted {wanted}")
         self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype)
         self.position = nn.Embed(config.max_seq_len, d_model, dtype=dtype) if config.position == "learned" else None
         layers = [
@@ -144,6 +152,8 @@ class Transformer(torch.nn.Module):
             for i in range(config.num_layers)
         ]
         self.layers = torch.nn.ModuleList(layers)
+        for layer in self.layers if compute.torch_compile else ():
+            layer.compile(dynamic=False)
         self.final_norm = nn.norm(config.norm, d_model, eps=config.norm_eps, dtype=dtype)
         head = functools.partial(nn.Linear, d_model, config.vocab_size, use_bias=False, dtype=dtype)
         self.head = None if config.tie_embeddings else head()
@@ -151,19 +161,21 @@ class Transformer(torch.nn.Module):
         if config.position == "rotary":
             self.frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
+        self.torch_compile = compute.torch_compile
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
 
     def forward(
         self,
         tokens: Int[Tensor, "B T"],
-        positions: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"] | None,
         *,
         segments: Int[Tensor, "B T"] | None = None,
         dropout: tuple[Tensor, Tensor | int] | None = None,
     ) -> Float[Tensor, "B T V"]:
         """Next-token logits of every position; dropout is (Philox key, step).
 
-        Position -1 is padding; positions rise along a row, within each segment.
+        Position -1 is padding; positions rise along a row, within each segment. None = 0, 1, ... in every row, as
+        `features` has it.
         """
         hidden, _ = self.features(tokens, positions, segments=segments, dropout=dropout)
         return self.logits(hidden)
@@ -171,7 +183,7 @@ class Transformer(torch.nn.Module):
     def features(
         self,
         tokens: Int[Tensor, "B T"],
-        positions: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"] | None,
         *,
         cache: KVCache | None = None,
         slot: Tensor | int | None = None,
@@ -181,9 +193,21 @@ class Transformer(torch.nn.Module):
         """Hidden states after the final norm, and the cache: the keys and values attended to.
 
         With a cache, the call's tokens are written into its slots from `slot` on (in place) and attend to all of it.
+
+        Without positions the rows have no padding and are one document each, and a cache of such rows goes on from
+        `slot`, a number, all its slots before it filled. Attention kernels then need no mask, and no empty slot is
+        read. Differs from the twin, which always has positions: XLA makes the mask inside its programs.
+
+        Raises:
+          ValueError: positions and the cache's are not both there or both left out, or segments come without positions.
         """
-        key_positions = positions
-        if cache is not None:
+        if positions is None:
+            positions, key_positions = self._plain_positions(tokens, cache, slot, segments), None
+        elif cache is None:
+            key_positions = positions
+        elif cache.positions is None:
+            raise ValueError(f"features: positions {tuple(positions.shape)} for a cache of rows without positions")
+        else:
             key_positions = _write(cache.positions, positions, slot, dim=1)
         angles = None
         hidden = self.embed(tokens)
@@ -197,6 +221,20 @@ class Transformer(torch.nn.Module):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
         keys, values, *memory = extension.by_kind(cached)
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
+
+    def _plain_positions(
+        self, tokens: Int[Tensor, "B T"], cache: KVCache | None, slot: Tensor | int | None, segments: Tensor | None
+    ) -> Int[Tensor, "B T"]:
+        """Positions of a call without padding: from `slot` on."""
+        if segments is not None or (cache is not None and (cache.positions is not None or not isinstance(slot, int))):
+            raise ValueError(
+                f"features: no positions with segments={segments is not None}, slot={slot!r} and a cache with "
+                f"positions={cache is not None and cache.positions is not None}; wanted no segments, a cache without "
+                "positions and a slot that is a number"
+            )
+        first = 0 if cache is None else slot
+        index = torch.arange(first, first + tokens.shape[1], dtype=torch.int32, device=tokens.device)
+        return index[None].expand(tokens.shape[0], -1)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Logits of hidden states, by the head or the tied embedding."""

@@ -85,7 +85,12 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
         "Every arm gets the same weights, the same prompts, the same dtype, greedy decoding, a fixed number of new "
         "tokens with the end of sequence ignored; float32 tokens are compared between arms.",
         "JAX arms run ahead-of-time compiled programs; torch_eager has no compilation; torch_compile is torch.compile "
-        "with its default mode (Inductor); transformers is `generate` with its own cache, as a user would call it.",
+        "(Inductor) layer by layer, on a GPU the whole decode step in CUDA graphs; transformers is `generate` with its "
+        "own cache, as a user would call it. PyTorch's arms attend with scaled_dot_product_attention.",
+        "torch_eager and transformers compute with the sizes they are given; Flax, Equinox and torch_compile pad prompts "
+        "to multiples of 16 tokens, above 128 of 64, and rows above 8 to multiples of 4. Rates count the tokens given.",
+        "float32 products are float32 on every device: TF32 is off in every arm (jax_default_matmul_precision and "
+        "torch.set_float32_matmul_precision are highest).",
         "Compile time, load time and first token are metrics of their own and never part of a rate. Decode rates are "
         "over the steps after the first token. Peak memory is the resident set above the level after imports.",
         "Ratios are per-launch log ratios to the baseline with a moderated t-interval over launches (fresh processes); "

@@ -23,6 +23,7 @@ class ArmRow(NamedTuple):
     is_judged: bool = False  # one of jaxbench's own: its verdicts are counted, its model is proven in float64
     has_run_step: bool = False  # offers train.form=run, the step of experiments/train.py
     has_own_weights: bool = False  # computes with narrower values by design: its outputs are shown, never judged
+    is_long: bool = False  # compiles for minutes: in no suite that does not name it
 
 
 ARMS = {
@@ -33,7 +34,11 @@ ARMS = {
                           has_run_step=True),
     "torch_compile": ArmRow("jaxbench.bench.arms.torch_arms", "CompiledArm", "PyTorch compiled", "#c2568f", "PyTorch",
                             has_run_step=True),
+    "torch_compile_step": ArmRow("jaxbench.bench.arms.torch_arms", "CompiledStepArm", "PyTorch compiled step",
+                                 "#a8742a", "PyTorch", is_long=True),
     "transformers": ArmRow("jaxbench.bench.arms.peers", "TransformersArm", "HF transformers", "#8b8f98", "PyTorch"),
+    "transformers_compile": ArmRow("jaxbench.bench.arms.peers", "CompiledTransformersArm", "HF transformers compiled",
+                                   "#5f8299", "PyTorch", is_long=True),
     "llama_cpp": ArmRow("jaxbench.bench.arms.peers", "LlamaCppArm", "llama.cpp", "#9061d6", has_own_weights=True),
 }  # fmt: skip
 

@@ -83,8 +83,11 @@ class Arm:
         raise NotImplementedError(f"{self.name}: unload")
 
     def device_memory(self) -> int | None:
-        """Peak bytes on the accelerator, None on the CPU."""
+        """Peak bytes on the accelerator since reset_device_memory; None where that cannot be told, as on the CPU."""
         return None
+
+    def reset_device_memory(self) -> None:
+        """Begin to count device_memory anew: a stage is about to load its weights."""
 
     def read_seconds(self, size: int, repeats: int) -> list[float]:
         """Times of summing a float32 array of `size` bytes, in seconds."""

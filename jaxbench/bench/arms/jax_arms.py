@@ -26,7 +26,9 @@ class JaxArm(twin_arm.TwinArm):
         import jax
 
         self._import()
-        self.jax, backend = jax, jax.default_backend()
+        self.jax, backend, self.peak_before = jax, jax.default_backend(), 0
+        if self.device != "cpu":  # JAX takes TF32 (TPU: bfloat16) for float32 products there, PyTorch does not
+            jax.config.update("jax_default_matmul_precision", "highest")
         return "" if backend == self.device else f"JAX runs on {backend} here, not on {self.device}"
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
@@ -84,9 +86,22 @@ class JaxArm(twin_arm.TwinArm):
         self.jax.block_until_ready(self.jax.tree.leaves((self.model, self.state)))
 
     def device_memory(self) -> int | None:
-        """The allocator's peak in bytes, None on the CPU, whose allocator keeps no count."""
+        """The allocator's peak in bytes where it rose since reset_device_memory, else None.
+
+        JAX cannot set the peak back: of a stage that needs less than an earlier one of its process it is not known.
+        None on the CPU too, whose allocator keeps no count.
+        """
+        peak = self._peak()
+        return peak if peak > self.peak_before else None
+
+    def reset_device_memory(self) -> None:
+        """Note the peak so far."""
+        self.peak_before = self._peak()
+
+    def _peak(self) -> int:
+        """The allocator's peak since the process began, in bytes; 0 where it keeps no count."""
         stats = self.jax.devices()[0].memory_stats() if self.device != "cpu" else None
-        return None if stats is None else int(stats["peak_bytes_in_use"])
+        return 0 if stats is None else int(stats["peak_bytes_in_use"])
 
     def read_seconds(self, size: int, repeats: int) -> list[float]:
         """Times of summing a float32 array of `size` bytes."""

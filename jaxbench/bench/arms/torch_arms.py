@@ -25,6 +25,7 @@ class TorchBase(contract.Arm):
         import torch
 
         torch.set_num_threads(self.threads)
+        torch.set_float32_matmul_precision("highest")  # no TF32, in no arm (run.fair_settings)
         if self.device == "gpu" and not torch.cuda.is_available():
             return "this PyTorch build sees no GPU"
         self.torch, self.torch_device = torch, "cuda" if self.device == "gpu" else "cpu"
@@ -54,8 +55,13 @@ class TorchBase(contract.Arm):
             self.torch.cuda.empty_cache()
 
     def device_memory(self) -> int | None:
-        """Peak of allocated device memory in bytes; None on the CPU."""
+        """Peak of allocated device memory in bytes since reset_device_memory; None on the CPU."""
         return int(self.torch.cuda.max_memory_allocated()) if self.torch_device == "cuda" else None
+
+    def reset_device_memory(self) -> None:
+        """Set the allocator's peak back to what is allocated now."""
+        if self.torch_device == "cuda":
+            self.torch.cuda.reset_peak_memory_stats()
 
     def read_seconds(self, size: int, repeats: int) -> list[float]:
         """Times of summing a float32 array of `size` bytes."""
@@ -94,11 +100,16 @@ class TorchBase(contract.Arm):
 
 
 class EagerArm(TorchBase, twin_arm.TwinArm):
-    """The twin in torch_ref, run eagerly."""
+    """The twin in torch_ref, run eagerly, with PyTorch's own attention kernel; nothing is padded.
+
+    On one core of an AMD EPYC, the default model in float32 (torch 2.13, tokens per CPU second): prompts of 37 and 520
+    tokens 266 and 344 where padded to powers of two they took 166 and 138; decoding 27 to 30 where 24 to 26.
+    """
 
     name = "torch_eager"
     package = functions = "torch_ref"
-    is_compiled = False
+    attention = "fused"  # scaled_dot_product_attention
+    torch_compile = ""  # Compute.torch_compile of its decoder
 
     def start(self) -> str:
         """Import the twin's modules."""
@@ -107,22 +118,22 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         return reason
 
     def _build(self, config: Any, params: dict[str, np.ndarray], *, is_trained: bool) -> Any:
-        model = super()._build(config, params, is_trained=is_trained).to(self.torch_device)
+        how = {"dtype": self.dtype, "implementation": self.attention}
+        how |= {"device": self.torch_device, "torch_compile": self.torch_compile}
+        model = self.transformer.build(config, params, **how)
         return model if is_trained else model.eval().requires_grad_(False)
 
     def prepare(self, workload: Workload) -> dict:
         """Make the engine of a run's step; other eager code has nothing to compile."""
         if self.run_settings is None:
             return {}
-        return self._make_engine(torch_compile=self.is_compiled, device=self.torch_device)
+        return self._make_engine(torch_compile=bool(self.torch_compile), device=self.torch_device)
 
     def logits(self, tokens: list[int]) -> Float[np.ndarray, " V"]:
         """Logits of the token after one row, without a cache."""
         row = self.torch.tensor([tokens], device=self.torch_device)
         with self.torch.inference_mode():
-            return (
-                self.model(row, self.torch.arange(row.shape[1], device=row.device)[None])[0, -1].float().cpu().numpy()
-            )
+            return self.model(row, None)[0, -1].float().cpu().numpy()
 
     def unload(self) -> None:
         """Drop model, generator and optimiser."""
@@ -135,40 +146,39 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
             return contract.token_seconds(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy())
 
     def _batch(self, inputs: list):
-        tokens, targets, positions = self._on_device(inputs)
-        return self.train.Batch(tokens, targets, positions, self.torch.ones_like(tokens, dtype=self.torch.bool))
+        tokens, targets, _ = self._on_device(inputs)
+        return self.train.Batch(tokens, targets, None, self.torch.ones_like(tokens, dtype=self.torch.bool))
 
     def _generate(self, workload: Workload, inputs: list, limit: int | None) -> dict:
         return contract.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy(), limit=limit)
 
 
 class CompiledArm(EagerArm):
-    """The twin under torch.compile (Inductor, default mode, static shapes): model passes and the train step."""
+    """The twin under torch.compile (Inductor, static shapes): layer by layer on a CPU, the decode step on a GPU.
+
+    All layers share one program a shape (PyTorch's "regional compilation"). The whole decode step in one program is
+    CompiledStepArm: on one core of an AMD EPYC, the default model in float32, batch 1, it decodes 31.6 tokens per CPU
+    second, layer by layer 28.8, eagerly 25.3; but it compiles for 59 CPU seconds a shape where layers take 4, and for 6
+    instead of 1 out of the cache, so it is for the long suite. On a GPU, where kernels are launched one by one, the
+    whole step runs as a CUDA graph (mode "reduce-overhead"; not measured).
+    """
 
     name = "torch_compile"
-    is_compiled = True
+    torch_compile = "layers"
 
     def start(self) -> str:
         """Import the compiler and check that Inductor can build code here."""
         reason = super().start()
         importlib.import_module("torch._dynamo")  # seconds, and no part of loading a model
-        if not reason and self.device == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-            reason = "torch.compile needs a C++ compiler (g++ or clang++), none is on the PATH"
-        return reason
+        if self.device == "gpu":
+            self.torch_compile = "step"
+        return reason or missing_compiler(self.device)
 
     def load(self, dtype: str, *, num_layers: int | None, train: dict | None) -> None:
-        """Load as eager does, then compile layer by layer.
-
-        All layers share one program a shape (PyTorch's "regional compilation"): the whole model at once took 25-38 s a
-        shape to compile on a busy machine, layer by layer 5-14 s, and there are ten shapes.
-        """
+        """Load as eager does; what is compiled is compiled when it is first called."""
         self.torch._dynamo.reset()
         self.torch._dynamo.config.recompile_limit = 64  # one program a shape, as the JAX arms have
         super().load(dtype, num_layers=num_layers, train=train)
-        if self.run_settings is not None:
-            return
-        for layer in self.model.layers:
-            layer.compile(dynamic=False)
 
     def prepare(self, workload: Workload) -> dict:
         """Compile by running: torch.compile has no ahead-of-time call; the time is the compiler's own count."""
@@ -191,6 +201,30 @@ class CompiledArm(EagerArm):
             state = self.generator.prefill(inputs, max_new_tokens=new_tokens, seed=0)
             self.generator.decode(state, min(new_tokens, 2))
         self.synchronize()
+
+
+class CompiledStepArm(CompiledArm):
+    """The twin with its whole decode step, model and draw, in one program; prefill and training layer by layer."""
+
+    name = "torch_compile_step"
+    torch_compile = "step"
+
+    def start(self) -> str:
+        """Start as CompiledArm does, unless it is the same there."""
+        return super().start() or ("torch_compile is the same arm on a GPU" if self.device == "gpu" else "")
+
+    def prepare(self, workload: Workload) -> dict:
+        """Compile a decode workload; CompiledArm has the same programs for the others."""
+        if workload.kind != "decode":
+            return {"skip": "as torch_compile: only its decode step is compiled in another way"}
+        return super().prepare(workload)
+
+
+def missing_compiler(device: str) -> str:
+    """Why Inductor cannot build code for a device, or an empty string."""
+    if device == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        return "torch.compile needs a C++ compiler (g++ or clang++), none is on the PATH"
+    return ""
 
 
 def compiler_seconds() -> float:

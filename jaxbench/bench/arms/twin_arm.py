@@ -25,6 +25,7 @@ class TwinArm(contract.Arm):
 
     package = ""  # where transformer and training.engine live
     functions = ""  # where sample, train and the optimiser step live
+    attention = "dense"  # implementation of a run's step where the suite has the default, dense
 
     def _import(self) -> None:
         self.transformer = importlib.import_module(f"{self.package}.transformer")
@@ -65,9 +66,10 @@ class TwinArm(contract.Arm):
         train, params = self.run_settings, self.params
         self.params = None  # the engine holds its own copy
         step = StepConfig(precision=self.dtype, torch_compile=torch_compile, accumulation=train.get("accumulation", 1))
+        attention = train.get("implementation", "dense")
         settings = TrainConfig(
             model=self.shape.model_dump(), data={"seq_len": train["seq_len"]}, batch_size=train["batch"], steps=1,
-            learning_rate=train["learning_rate"], step=step, implementation=train.get("implementation", "dense"),
+            learning_rate=train["learning_rate"], step=step, implementation=self.attention if attention == "dense" else attention,
         )  # fmt: skip
         self.engine = importlib.import_module(f"{self.package}.training.engine").Engine(
             settings, self.shape, params, **place
