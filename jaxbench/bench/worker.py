@@ -33,15 +33,18 @@ class Session:
         return {"seconds": seconds, "level_bytes": self.level_bytes, "skip": reason, "versions": used}
 
     def load(self, *, dtype: str, num_layers: int | None = None, train: dict | None = None) -> dict:
-        """Load the weights, with an optimiser where `train`."""
+        """Load the weights, with an optimiser where `train`; what earlier operations left counts for nothing."""
+        _release()
         worker.reset_peak()
         start = time.perf_counter()
         self.arm.load(dtype, num_layers=num_layers, train=train)
         return {"seconds": time.perf_counter() - start}
 
     def prepare(self, *, workload: dict) -> dict:
-        """Compile what a workload needs."""
-        return self.arm.prepare(_workload(workload))
+        """Compile what a workload needs; the compiler's freed memory then goes back to the system, for every arm."""
+        facts = self.arm.prepare(_workload(workload))
+        _release()
+        return facts
 
     def warm(self, *, workload: dict, inputs: list) -> dict:
         """Run a workload's programs once."""
@@ -64,8 +67,7 @@ class Session:
     def unload(self) -> dict:
         """Drop weights and programs."""
         self.arm.unload()
-        gc.collect()
-        worker.release_memory()
+        _release()
         return {"resident_bytes": worker.resident_bytes()}
 
     def read(self, *, size: int, repeats: int) -> dict:
@@ -79,6 +81,11 @@ class Session:
     def profile(self, *, workload: dict, inputs: list, folder: str) -> dict:
         """Trace one run of a workload."""
         return {"path": self.arm.profile(_workload(workload), inputs, folder)}
+
+
+def _release() -> None:
+    gc.collect()
+    worker.release_memory()
 
 
 def _workload(fields: dict):
