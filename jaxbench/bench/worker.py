@@ -6,15 +6,10 @@ Started as `python -m jaxbench.bench.worker ARM THREADS`; the protocol is that o
 from __future__ import annotations
 
 import gc
-import os
 import time
-from pathlib import Path
-from typing import Any
 
 from jaxbench.bench.arms import arm_table
-from jaxbench.measure import process, worker
-
-BESIDE_TIMEOUT_S = 3600  # above any limit of the parent, whose request this process is answering
+from jaxbench.measure import worker
 
 
 class Session:
@@ -24,14 +19,11 @@ class Session:
         self.arm_name, self.threads = arm_name, threads
         self.arm = None
         self.level_bytes = 0
-        self.place: dict[str, Any] = {}
-        self.beside: process.Worker | None = None
 
     def start(self, *, device: str, checkpoint: str, programs: str) -> dict:
         """Import everything the arm needs, then take the resident set as the level that memory counts from."""
         from jaxbench.measure import environment
 
-        self.place = {"device": device, "checkpoint": checkpoint}
         start = time.perf_counter()
         places = {"checkpoint": checkpoint, "programs": programs}
         self.arm = arm_table.create(self.arm_name, device=device, threads=self.threads, **places)
@@ -42,10 +34,8 @@ class Session:
         return {"seconds": seconds, "level_bytes": self.level_bytes, "skip": reason, "versions": used}
 
     def load(self, *, dtype: str, num_layers: int | None = None, train: dict | None = None) -> dict:
-        """Load the weights, with an optimiser where `train`."""
-        if self.beside is not None:
-            self.beside.close()
-            self.beside = None
+        """Load the weights, with an optimiser where `train`; what earlier operations left counts for nothing."""
+        _release()
         worker.reset_peak()
         self.arm.reset_device_memory()
         start = time.perf_counter()
@@ -53,8 +43,10 @@ class Session:
         return {"seconds": time.perf_counter() - start}
 
     def prepare(self, *, workload: dict) -> dict:
-        """Compile what a workload needs."""
-        return self.arm.prepare(_workload(workload))
+        """Compile what a workload needs; the compiler's freed memory then goes back to the system, for every arm."""
+        facts = self.arm.prepare(_workload(workload))
+        _release()
+        return facts
 
     def warm(self, *, workload: dict, inputs: list) -> dict:
         """Run a workload's programs once."""
@@ -81,23 +73,14 @@ class Session:
     def unload(self) -> dict:
         """Drop weights and programs."""
         self.arm.unload()
-        gc.collect()
-        worker.release_memory()
+        _release()
         return {"resident_bytes": worker.resident_bytes()}
 
     def read(self, *, size: int, repeats: int) -> dict:
-        """Seconds of summing an array of `size` bytes, in a process beside this one."""
-        return self._beside().request("read_here", size=size, repeats=repeats)
-
-    def read_here(self, *, size: int, repeats: int) -> dict:
         """Seconds of summing an array of `size` bytes."""
         return {"seconds": self.arm.read_seconds(size, repeats)}
 
     def gemm(self, *, shape: list[int], dtype: str, repeats: int) -> dict:
-        """Seconds of one matrix product (M, K) x (K, N), in a process beside this one."""
-        return self._beside().request("gemm_here", shape=shape, dtype=dtype, repeats=repeats)
-
-    def gemm_here(self, *, shape: list[int], dtype: str, repeats: int) -> dict:
         """Seconds of one matrix product (M, K) x (K, N)."""
         return {"seconds": self.arm.gemm_seconds(tuple(shape), dtype, repeats)}
 
@@ -105,16 +88,10 @@ class Session:
         """Trace one run of a workload."""
         return {"path": self.arm.profile(_workload(workload), inputs, folder)}
 
-    def _beside(self) -> process.Worker:
-        """The same arm in a process of its own until weights are loaded: the roofline's arrays raise no peak here."""
-        if self.beside is None:
-            log = Path(os.devnull)
-            self.beside = process.Worker(
-                self.arm_name, "jaxbench.bench.worker", environment=os.environ, log=log, threads=self.threads,
-                timeout_s=BESIDE_TIMEOUT_S,
-            )  # fmt: skip
-            self.beside.request("start", **self.place)
-        return self.beside
+
+def _release() -> None:
+    gc.collect()
+    worker.release_memory()
 
 
 def _workload(fields: dict):

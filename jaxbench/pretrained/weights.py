@@ -26,6 +26,7 @@ from jaxbench.pretrained.families import Family, Rule
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
 WEIGHT = {"embed": "embedding", "norm": "scale"}  # our name of a module's main tensor; all others have a kernel
+ALIGNMENT = 64  # bytes, a cache line; XLA:CPU takes a host array as it lies from this alignment on
 MAX_LISTED = 8  # names shown of each kind of problem
 
 
@@ -33,7 +34,7 @@ class Checkpoint(NamedTuple):
     """A model as read: shape, parameters by dotted name, and where they came from."""
 
     config: TransformerConfig
-    params: dict[str, np.ndarray]  # float32, or float64 where the file has it; kernels are (in, out)
+    params: dict[str, np.ndarray]  # float32, or float64 where the file has it; kernels are (in, out); read-only
     tokenizer: Path  # what load_tokenizer reads: the GGUF file or the folder
     source: str  # what a record shows
     sha256: str  # of the GGUF file; of a folder, over config.json and all safetensors files
@@ -200,11 +201,13 @@ def _open_safetensors(folder: Path, files: list[Path]) -> _Tensors:
             part = opened.get_slice(name)
             if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                 raise ValueError(f"{file}: tensor {name} has type {part.get_dtype()}, wanted F64, F32, F16 or BF16")
-            home[name], shapes[name] = opened, tuple(part.get_shape())
+            home[name], shapes[name] = file, tuple(part.get_shape())
 
     def read(name: str) -> np.ndarray:
-        value = home[name].get_tensor(name)
-        return value if value.dtype == np.float64 else value.astype(np.float32)
+        # Opened anew for each tensor: pages of one that stays open add up to the file's size in memory.
+        with safetensors.safe_open(home[name], framework="np") as opened:
+            value = opened.get_tensor(name)
+        return value if value.dtype == np.float64 else value.astype(np.float32, copy=False)
 
     return _Tensors(folder, shapes, read)
 
@@ -253,7 +256,7 @@ def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> di
             value = _rotate_half_rows(value, config.head_dim)
         value = value.T if rule.kind in ("linear", "interleaved") else value
         split = np.split(value, np.cumsum(widths)[:-1], axis=-1)
-        return None, {name: np.require(v, requirements="CWO") for name, v in zip(ours, split, strict=True)}
+        return None, {name: _aligned(v) for name, v in zip(ours, split, strict=True)}
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4) as pool:
         results = list(pool.map(work, jobs))
@@ -282,6 +285,16 @@ def _rotate_half_rows(value: np.ndarray, head_dim: int) -> np.ndarray:
     """Undo llama.cpp's order of rows: pairs side by side -> first halves, then second halves, in each head."""
     pairs = value.reshape(-1, head_dim // 2, 2, *value.shape[1:])
     return pairs.swapaxes(1, 2).reshape(value.shape)
+
+
+def _aligned(value: np.ndarray) -> np.ndarray:
+    """Copy in rows that starts on a multiple of 64 bytes and is read-only: what JAX on a CPU holds without a copy."""
+    room = np.empty(value.nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    copy = room[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
+    np.copyto(copy, value)
+    copy.flags.writeable = False
+    return copy
 
 
 def _raise_problems(source: str, problems: dict[str, list[str]]) -> None:

@@ -4,9 +4,11 @@ import pytest
 
 from jaxbench.bench import agreement, launch, plan
 from jaxbench.bench.suite import Suite
-from jaxbench.measure import records
+from jaxbench.initial import initial_params
+from jaxbench.measure import process, records
 from jaxbench.measure.process import WorkerError
 from jaxbench.measure.records import RecordFile, Workload
+from jaxbench.pretrained import weights
 
 SUITE = Suite.model_validate(
     {
@@ -209,6 +211,18 @@ def test_workers_get_tuned_malloc_and_a_compile_cache_of_the_run(tmp_path):
     assert environment["JAX_COMPILATION_CACHE_DIR"].startswith(str(tmp_path))
     load = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
     assert launch.rates(load, [{"step_s": 0.5, "loss": 1.0}]) == {"train_tokens_per_s": [32.0]}
+
+
+def test_the_roofline_s_arrays_are_no_part_of_a_model_s_peak(tmp_path):
+    """It has read 256 MiB before it loads 50 kB; malloc keeps freed memory there, so it must be given back."""
+    folder = weights.save_checkpoint(tmp_path / "tiny", plan.TINY, initial_params(plan.TINY, 0))
+    environment = launch.worker_environment("cpu", cache=tmp_path, threads=1)
+    where = {"environment": environment, "log": tmp_path / "log", "timeout_s": 300}
+    with process.Worker("torch_eager", launch.WORKER, **where) as worker:
+        worker.request("start", device="cpu", checkpoint=str(folder))
+        worker.request("read", size=2**28, repeats=1)
+        worker.request("load", dtype="float32")
+        assert worker.request("memory")["peak_memory_bytes"] < 2**27
 
 
 RUN = {"form": "run", "num_layers": 1, "seq_len": 16, "dtype": ["float32", "bfloat16"]}

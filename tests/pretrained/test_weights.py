@@ -11,9 +11,12 @@ import safetensors.numpy
 import torch
 import transformers
 
+from jaxbench import parameters, transformer
 from jaxbench.config import TransformerConfig
+from jaxbench.eqx import transformer as eqx_transformer
 from jaxbench.initial import initial_params
 from jaxbench.pretrained import assets, weights
+from torch_ref import transformer as torch_transformer
 
 SIZES = {"vocab_size": 40, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "head_dim": 8, "max_seq_len": 64}
 GROUPED = TransformerConfig(**SIZES, num_kv_heads=2, tie_embeddings=False)
@@ -58,7 +61,7 @@ def test_default_model_has_its_shape_and_finite_float32_values():
     assert (config.rope_theta, config.norm_eps, config.tie_embeddings) == (1e5, 1e-5, True)
     assert checkpoint.sha256 == assets.MODEL_SHA256
     assert sum(value.size for value in checkpoint.params.values()) == 134_515_008
-    assert all(v.dtype == np.float32 and v.flags.c_contiguous and v.flags.writeable for v in checkpoint.params.values())
+    assert all(value.dtype == np.float32 and value.flags.c_contiguous for value in checkpoint.params.values())
 
 
 def test_default_model_has_the_values_that_transformers_reads_from_the_same_file():
@@ -68,6 +71,38 @@ def test_default_model_has_the_values_that_transformers_reads_from_the_same_file
     for name in sorted(params):
         digest.update(params[name].data)
     assert digest.hexdigest() == "0fa4e858c7d88014f57e84bd5d73cb986a25c0de9049dbf380ec3c56b18e0042"
+
+
+@pytest.mark.parametrize("backend", [transformer, eqx_transformer], ids=["flax", "equinox"])
+def test_jax_models_hold_a_float32_checkpoint_without_a_copy(backend, llama_folder):
+    checkpoint = weights.load_checkpoint(llama_folder)
+    _, held = parameters.split(backend.build(checkpoint.config, checkpoint.params))
+    for name, value in checkpoint.params.items():
+        assert held[name].unsafe_buffer_pointer() == value.ctypes.data, name
+
+
+def test_a_read_checkpoint_leaves_no_page_of_its_file_in_memory(llama_folder):
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("this system does not list a process's mapped files")
+    found = weights.load_checkpoint(llama_folder)
+    assert found.params and str(llama_folder) not in maps.read_text()
+
+
+def test_nobody_can_write_into_a_checkpoint_that_a_model_may_hold(llama_folder):
+    for name, value in weights.load_checkpoint(llama_folder).params.items():
+        with pytest.raises(ValueError, match="read-only"):
+            value[...] = 0
+        assert not value.flags.writeable, name
+
+
+def test_pytorch_models_train_on_a_copy_of_a_checkpoint(llama_folder):
+    checkpoint = weights.load_checkpoint(llama_folder)
+    model = torch_transformer.build(checkpoint.config, checkpoint.params)
+    before = checkpoint.params["head.kernel"].copy()
+    with torch.no_grad():
+        model.head.kernel.zero_()
+    np.testing.assert_array_equal(checkpoint.params["head.kernel"], before)
 
 
 # --- Hugging Face folders
