@@ -66,10 +66,11 @@ class TwinArm(contract.Arm):
         train, params = self.run_settings, self.params
         self.params = None  # the engine holds its own copy
         step = StepConfig(precision=self.dtype, torch_compile=torch_compile, accumulation=train.get("accumulation", 1))
-        attention = train.get("implementation", "dense")
+        chosen = train.get("implementation", "dense")
+        attention = self.attention if chosen == "dense" else chosen
         settings = TrainConfig(
             model=self.shape.model_dump(), data={"seq_len": train["seq_len"]}, batch_size=train["batch"], steps=1,
-            learning_rate=train["learning_rate"], step=step, implementation=self.attention if attention == "dense" else attention,
+            learning_rate=train["learning_rate"], step=step, implementation=attention,
         )  # fmt: skip
         self.engine = importlib.import_module(f"{self.package}.training.engine").Engine(
             settings, self.shape, params, **place
