@@ -52,6 +52,8 @@ def load(path: str | None) -> Any:
         raise ValueError(f"--file={path}: no such file")
     try:
         names = vars(_imported(Path(path)))
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--file={path}: needs the package of {error.name}, which is not installed") from error
     except Exception as error:
         raise ValueError(f"--file={path}: {type(error).__name__}: {error}") from error
     if not callable(names.get("pair")):

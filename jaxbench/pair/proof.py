@@ -113,8 +113,8 @@ class _Work:
         """The weights' matching; both models are called once, so that order of use can speak."""
         with_values = self.pair.weights == "own"
         arrays = {**self.model.params, **self.model.state}
-        calls = self._side("float64", self_made=arrays).watched({}, self.inputs, is_training=False).calls
-        mine = leaves_of(self.model, calls, with_values=with_values)
+        watched = self._side("float64", self_made=arrays).watched({}, self.inputs, is_training=False)
+        mine = leaves_of(self.model, watched.calls, watched.order, with_values=with_values)
         names = {
             name: value for name, value in self.pair.names.items() if not _is_module(name, value, arrays, self.twin)
         }

@@ -31,6 +31,7 @@ DTYPES = ("float32", "bfloat16")
 ROUNDS = 2
 TIMEOUT_S = 600.0  # of one request
 SAME_LOSS = {"float32": 1e-3, "bfloat16": 5e-2}  # relative difference of objectives that the type explains
+MOST_WAITING = 0.2  # share of the time that something waited for a core, above which nothing is judged
 MARGIN = 0.02  # share of a difference that does not count
 
 
@@ -114,14 +115,17 @@ def run(
         "trained": {"torch": sorted(weights.trained_tensors), "jax": sorted(weights.trained_arrays)},
     }, PARTS if has_optimizers else PARTS[:2])  # fmt: skip
     shutil.rmtree(workdir / "compile_cache", ignore_errors=True)
-    file = RecordFile(workdir / "speed.jsonl")
+    file, waiting = RecordFile(workdir / "speed.jsonl"), [0.0]
     for index in range(1, settings.launches + 1):
         say(f"launch {index} of {settings.launches}")
         _Launch(plan, index, file).run()
+        waiting.append(environment.pressure().get("cpu", 0.0))  # over its last 10 seconds, with the workers' own
     about = environment.describe(threads=settings.threads) | {
         "launches": settings.launches, "seconds": settings.seconds, "is_training": weights.is_training,
+        "waiting": max(waiting),
     }  # fmt: skip
-    return Speed(*summary(file.of_run(plan.run_id)), about)
+    rows, notes = summary(file.of_run(plan.run_id), is_judged=max(waiting) <= MOST_WAITING)
+    return Speed(rows, notes, about)
 
 
 class _Plan(NamedTuple):
@@ -211,8 +215,11 @@ class _Launch:
         ))  # fmt: skip
 
 
-def summary(records: Sequence[Record]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of the table, and notes; rows that a JAX arm loses come first, then as they are measured."""
+def summary(records: Sequence[Record], *, is_judged: bool = True) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of the table, and notes; rows that a JAX arm loses come first, then as they are measured.
+
+    A busy machine is not judged: its rows have no verdicts, and come as they are measured.
+    """
     by_key: dict[tuple, dict[int, Record]] = defaultdict(dict)
     for record in records:
         by_key[record.metric, record.workload.dtype, record.arm][record.launch] = record
@@ -221,6 +228,8 @@ def summary(records: Sequence[Record]) -> tuple[list[dict[str, Any]], list[str]]
         row for dtype in dtypes for part in PARTS for arm in ARMS if (row := _row(by_key, part, dtype, arm)) is not None
     ]
     losing = lambda row: row["verdict"] == "slower" and row["arm"].startswith("jax")
+    if not is_judged:
+        rows = [row | {"verdict": ""} for row in rows]
     return sorted(rows, key=lambda row: not losing(row)), _notes(by_key, dtypes)
 
 

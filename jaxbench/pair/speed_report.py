@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxbench import outputs, terminal
 from jaxbench.measure import page, verdicts
+from jaxbench.pair import speed
 from jaxbench.pair.speed import Speed
 
 HEAD = ("part", "type", "arm", "seconds a call", "times torch_eager's speed [95 %]", "", "a call's memory")
@@ -45,7 +46,7 @@ def ratio(values: list[float | None] | None) -> str:
         return ""
     point, low, high = values
     is_known = low is not None and high is not None and verdicts.is_informative(low, high)
-    return f"{point:.2f} [{low:.2f}, {high:.2f}]" if is_known else f"{point:.2f} [too few launches]"
+    return f"{point:.2f} [{low:.2f}, {high:.2f}]" if is_known else f"{point:.2f} (too few launches)"
 
 
 def remarks(result: Speed) -> list[str]:
@@ -53,13 +54,19 @@ def remarks(result: Speed) -> list[str]:
     about = result.about
     mode = "training" if about["is_training"] else "evaluation"
     ran = f"{about['launches']} launches, {about['cpu']}, {about['threads']} threads; backward in {mode} mode"
-    return [f"{ran}; load of the machine {about['load_average'][0]:.1f}", *result.notes]
+    busy = about["waiting"] > speed.MOST_WAITING
+    note = (
+        f"not judged: for {about['waiting']:.0%} of the time something waited for a core here, so other work ran too, "
+        "and threads that wait for each other suffer most; measure on a quiet machine"
+    )
+    return [ran, *([note] if busy else []), *result.notes]
 
 
 def tables(result: Speed) -> list[Any]:
     """Both tables, for a rich console."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     made = []
     for title, head, rows in (("speed", HEAD, cells(result)), ("first calls", FIRST_HEAD, first_cells(result))):
@@ -67,7 +74,7 @@ def tables(result: Speed) -> list[Any]:
         for name in head:
             table.add_column(name, justify="left" if name in head[:3] else "right")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         made.append(table)
     return made
 
