@@ -2,8 +2,8 @@
 
 Command: python -m jaxbench pair experiments/pairs/flax_bert.py     (needs transformers 4: release 5 has no Flax models)
 Expected: 30 seconds, the same function: 5e-16, gradients too; all 39 arrays are found. Said by hand: what the Flax
-model is called with, which outputs are compared, and that it computes in float64: with its default, float32, modules are
-blamed and a cast to float32 is named.
+model is called with, which outputs are compared, and that it computes in float64: with its default, float32, its
+modules are blamed and a cast to float32 is named.
 """
 
 import jax.numpy as jnp

@@ -17,7 +17,8 @@ RESULTS = {  # the same function, or words of the causes that must be named
     "equinox_gru": (), "linen_dense": (), "linen_lstm": (), "optax_ctc": (), "haiku_encoder": (),
     "inner_states": ("0.25 times PyTorch's",), "nnx_attention": ("cast to float32",),
     "gpt2_block": ("eps: 1e-06", "gelu (erf)"), "haiku_resnet18": ("padding is (2, 3)",),
-    "flax_bert": (), "equimo_vit": ("eps of norm1: 1e-05", "tanh form", "cast to float32"),
+    "linen_conv_transpose": ("weight is flipped",), "flax_bert": (),
+    "equimo_vit": ("eps of norm1: 1e-05", "tanh form", "cast to float32"),
     "equimo_convnext": ("gelu (tanh)", "cast to float32"),
 }  # fmt: skip
 NEEDS = {

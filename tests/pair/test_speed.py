@@ -1,6 +1,6 @@
 """The speed table of a pair: its arms, its rows, and the tour that a reader runs."""
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
@@ -76,12 +76,15 @@ def test_a_loss_without_parameters_is_differentiated_by_its_inputs():
 
 @pytest.mark.parametrize("library", ["torchax", "torch2jax"])
 def test_a_wrapped_module_computes_the_same(library):
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"needs {library}, which jaxbench does not")
+    try:
+        importlib.import_module(library)
+    except (ImportError, AttributeError) as error:  # torchax 0.0.13 names operators that PyTorch 2.13 has no more
+        pytest.skip(f"{library} is not here, or not for this PyTorch: {error}")
     pair = without_a_batch_axis()
     weights = proof.weights(pair)
-    arms = [speed_arms.arm(name, pair, weights, dtype="float32") for name in (library, "torch_eager")]
-    losses = [timed.loss(timed.call()) for timed in (arm.timed("forward_backward") for arm in arms)]
+    with jax.numpy_rank_promotion("allow"):  # the libraries add biases [C] to rows [B C]
+        arms = [speed_arms.arm(name, pair, weights, dtype="float32") for name in (library, "torch_eager")]
+        losses = [timed.loss(timed.call()) for timed in (arm.timed("forward_backward") for arm in arms)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
