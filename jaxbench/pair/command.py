@@ -5,17 +5,14 @@ The file defines a function `pair` that takes nothing and returns a `jaxbench.Pa
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from jaxbench import cli, process_environment
-from jaxbench.pair import speed
+from jaxbench.pair import pair_file, speed
 
 ABOUT = """Compare a JAX model with a PyTorch module: the same function? where not, and why?
 
@@ -40,46 +37,11 @@ def define_flags() -> None:
     flags.DEFINE_integer("threads", None, "cores to use (unset: all)")
 
 
-def load(path: str | None) -> Any:
-    """Pair that a file describes.
-
-    Raises:
-      ValueError: there is no such file, it fails, or it defines no function `pair` that returns a jaxbench.Pair.
-    """
-    if path is None:
-        raise ValueError(f"--file={path}: name a Python file that defines pair()")
-    if not Path(path).is_file():
-        raise ValueError(f"--file={path}: no such file")
-    try:
-        names = vars(_imported(Path(path)))
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--file={path}: needs the package of {error.name}, which is not installed") from error
-    except Exception as error:
-        raise ValueError(f"--file={path}: {type(error).__name__}: {error}") from error
-    if not callable(names.get("pair")):
-        raise ValueError(f"--file={path}: defines no function pair()")
-    from jaxbench.pair.contract import Pair
-
-    pair = names["pair"]()
-    if not isinstance(pair, Pair):
-        raise ValueError(f"--file={path}: pair() returns a {type(pair).__name__}, wanted jaxbench.Pair(...)")
-    return pair
-
-
-def _imported(path: Path) -> types.ModuleType:
-    """Module of a file, known by a name of its own: torch.compile looks up the module that a class is from."""
-    name = f"jaxbench_pair_{path.stem}"
-    spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def main() -> int:
     """Compare the pair; 1 where it is not the same function."""
     values = flags.FLAGS
     if values.file is None or not Path(values.file).is_file():
-        load(values.file)  # before anything heavy starts
+        pair_file.load(values.file)  # before anything heavy starts
     settings = speed.checked(
         speed.Settings(tuple(values.dtypes), tuple(values.arms), values.launches, values.seconds, values.threads)
     )
@@ -89,7 +51,7 @@ def main() -> int:
     from jaxbench.pair.contract import checked
 
     name, folder = Path(values.file).stem, cli.workdir("out/pair")
-    pair = checked(load(values.file))
+    pair = checked(pair_file.load(values.file))
     result = proof.run(pair)
     report.show(result, name=name)
     outputs.write_json(folder / "pair.json", report.as_dict(result, name=name))

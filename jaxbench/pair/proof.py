@@ -35,6 +35,7 @@ class Weights(NamedTuple):
     trained_tensors: frozenset[str]
     trained_arrays: frozenset[str]
     is_training: bool  # whether gradients were compared in training mode
+    outputs: tuple[np.ndarray, ...] = ()  # PyTorch's in float64, in evaluation mode
 
 
 def run(pair: Pair) -> Result:
@@ -52,12 +53,12 @@ def weights(pair: Pair) -> Weights:
         with pinned("float64"):
             work.open()
             arrays = {name: np.asarray(x) for name, x in work.matching.to_jax(work.tensors).items()}
-        trained, rules = work.trained(), work.matching.rules
+        trained, rules, outputs = work.trained(), work.matching.rules, work.reference["eval"].outputs
         names = frozenset(
             name for name in work.model.params
             if name not in rules or not isinstance(rules[name], Rule) or trained & set(rules[name].sources)
         )  # fmt: skip
-        return Weights(work.tensors, arrays, trained, names, work.modes()[-1] == "train")
+        return Weights(work.tensors, arrays, trained, names, work.modes()[-1] == "train", outputs)
 
 
 def _run(work: _Work) -> Result:

@@ -12,7 +12,7 @@ import math
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import numpy as np
 from jaxbench.measure import environment, process, verdicts
 from jaxbench.measure.process import Worker, WorkerError
 from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
+from jaxbench.pair import speed_report, speed_worker
 
 WORKER = "jaxbench.pair.speed_worker"
 BASELINE = "torch_eager"
@@ -30,7 +31,8 @@ PARTS = ("forward", "forward_backward", "step")
 DTYPES = ("float32", "bfloat16")
 ROUNDS = 2
 TIMEOUT_S = 600.0  # of one request
-SAME_LOSS = {"float32": 1e-3, "bfloat16": 5e-2}  # relative difference of objectives that the type explains
+SLACK = 3.0  # times the baseline's error against float64, above which an arm computes something else
+EPSILONS = {"float32": 1.2e-7, "bfloat16": 7.8e-3}  # of the types: 2**-23 and 2**-7
 MOST_WAITING = 0.2  # share of the time that something waited for a core, above which nothing is judged
 MARGIN = 0.02  # share of a difference that does not count
 
@@ -54,8 +56,6 @@ class Speed(NamedTuple):
 
     def __str__(self) -> str:
         """The table as plain text."""
-        from jaxbench.pair import speed_report
-
         return speed_report.text(self)
 
 
@@ -74,10 +74,10 @@ def speed(path: str | Path, *, workdir: str | Path | None = None, **settings: An
     if workdir is None:
         with tempfile.TemporaryDirectory() as folder:
             return speed(path, workdir=folder, **settings)
-    from jaxbench.pair import command, contract, proof
+    from jaxbench.pair import contract, pair_file, proof
 
     chosen = checked(Settings(**settings))
-    pair = contract.checked(command.load(str(path)))
+    pair = contract.checked(pair_file.load(str(path)))
     return run(Path(path), proof.weights(pair), chosen, Path(workdir), has_optimizers=pair.optimizers is not None)
 
 
@@ -122,9 +122,11 @@ def run(
         waiting.append(environment.pressure().get("cpu", 0.0))  # over its last 10 seconds, with the workers' own
     about = environment.describe(threads=settings.threads) | {
         "launches": settings.launches, "seconds": settings.seconds, "is_training": weights.is_training,
-        "waiting": max(waiting),
+        "waiting": max(waiting), "is_judged": max(waiting) <= MOST_WAITING,
     }  # fmt: skip
-    rows, notes = summary(file.of_run(plan.run_id), is_judged=max(waiting) <= MOST_WAITING)
+    rows, notes = summary(
+        file.of_run(plan.run_id), speed_worker.quantiles(weights.outputs), is_judged=about["is_judged"]
+    )
     return Speed(rows, notes, about)
 
 
@@ -178,7 +180,7 @@ class _Launch:
                 if answer is not None:
                     ready.append(arm)
                     metric = f"{part}_first_cold_s" if self.index == 1 else f"{part}_first_warm_s"
-                    self._append(arm, metric, load, [answer["first_s"]], loss=answer["loss"],
+                    self._append(arm, metric, load, [answer["first_s"]], **answer["detail"],
                                  warmup=answer["warmup"], is_settled=answer["is_settled"])  # fmt: skip
             samples: dict[str, list[float]] = defaultdict(list)
             for index in range(ROUNDS):
@@ -215,10 +217,15 @@ class _Launch:
         ))  # fmt: skip
 
 
-def summary(records: Sequence[Record], *, is_judged: bool = True) -> tuple[list[dict[str, Any]], list[str]]:
+def summary(
+    records: Sequence[Record], reference: Sequence[float], *, is_judged: bool = True
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of the table, and notes; rows that a JAX arm loses come first, then as they are measured.
 
-    A busy machine is not judged: its rows have no verdicts, and come as they are measured.
+    Args:
+      records: of one run.
+      reference: quantiles of the outputs in float64.
+      is_judged: False on a busy machine: rows have no verdicts then, and come as they are measured.
     """
     by_key: dict[tuple, dict[int, Record]] = defaultdict(dict)
     for record in records:
@@ -230,7 +237,7 @@ def summary(records: Sequence[Record], *, is_judged: bool = True) -> tuple[list[
     losing = lambda row: row["verdict"] == "slower" and row["arm"].startswith("jax")
     if not is_judged:
         rows = [row | {"verdict": ""} for row in rows]
-    return sorted(rows, key=lambda row: not losing(row)), _notes(by_key, dtypes)
+    return sorted(rows, key=lambda row: not losing(row)), _notes(by_key, dtypes, reference)
 
 
 def _row(by_key: dict, part: str, dtype: str, arm: str) -> dict[str, Any] | None:
@@ -255,7 +262,7 @@ def _row(by_key: dict, part: str, dtype: str, arm: str) -> dict[str, Any] | None
     return row
 
 
-def _notes(by_key: dict, dtypes: Sequence[str]) -> list[str]:
+def _notes(by_key: dict, dtypes: Iterable[str], reference: Sequence[float]) -> list[str]:
     """Why an arm is missing, once for each reason, and arms that compute something else."""
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (metric, dtype, arm), launches in by_key.items():
@@ -266,8 +273,8 @@ def _notes(by_key: dict, dtypes: Sequence[str]) -> list[str]:
     notes = [f"{arm} was left out of {', '.join(where)}: {reason}" for (arm, reason), where in reasons.items()]
     for dtype in dtypes:
         first = {arm: by_key["forward_first_cold_s", dtype, arm].get(1) for arm in ARMS}
-        losses = {arm: record.detail["loss"] for arm, record in first.items() if record is not None}
-        notes += _other_losses(losses, dtype=dtype)
+        found = {arm: record.detail["quantiles"] for arm, record in first.items() if record is not None}
+        notes += _other_functions(found, reference, dtype)
     unsettled = [
         f"{arm} ({metric.removesuffix('_s')} {dtype})"
         for (metric, dtype, arm), launches in by_key.items()
@@ -278,11 +285,13 @@ def _notes(by_key: dict, dtypes: Sequence[str]) -> list[str]:
     )
 
 
-def _other_losses(losses: Mapping[str, float], *, dtype: str) -> list[str]:
-    """Sentences on arms whose objective at the first call is not that of the baseline."""
-    wanted = losses.get(BASELINE)
+def _other_functions(found: Mapping[str, Sequence[float]], reference: Sequence[float], dtype: str) -> list[str]:
+    """Sentences on arms whose outputs err against float64 by more than the type explains, as the baseline shows it."""
+    wanted = np.asarray(reference)
+    errors = {name: float(np.linalg.norm(wanted - y) / np.linalg.norm(wanted)) for name, y in found.items()}
+    limit = SLACK * max(errors.get(BASELINE, 0.0), EPSILONS[dtype])
     return [
-        f"{name} computes something else: its objective is {value:.6g} where {BASELINE} has {wanted:.6g} ({dtype})"
-        for name, value in losses.items()
-        if wanted is not None and not abs(value - wanted) <= SAME_LOSS[dtype] * abs(wanted)
+        f"{name} computes something else: its outputs err by {error:.1e} where {BASELINE}'s err by {errors[BASELINE]:.1e}"
+        for name, error in errors.items()
+        if BASELINE in errors and not error <= limit
     ]

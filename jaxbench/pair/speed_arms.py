@@ -62,6 +62,8 @@ def arm(name: str, pair: Pair, weights: proof.Weights, *, dtype: str) -> JaxArm 
 class JaxArm:
     """A JAX function, compiled or op by op."""
 
+    as_numpy = staticmethod(lambda y: np.asarray(y, np.float64))
+
     def __init__(self, pair: Pair, model: Functional, trained: frozenset[str], is_training: bool, *, is_compiled: bool):
         self.model, self.is_training = model, is_training
         self.compiled = jax.jit if is_compiled else lambda function, **options: function
@@ -111,6 +113,8 @@ class JaxArm:
 
 class TorchArm:
     """A copy of the PyTorch module; where compiled, loss and gradient as one function, and the optimiser's update."""
+
+    as_numpy = staticmethod(torch_side.as_numpy)
 
     def __init__(self, pair: Pair, weights: proof.Weights, *, dtype: str, is_compiled: bool):
         side = torch_side.TorchSide(pair.torch_module, dtype=dtype, pick=pair.torch_outputs)

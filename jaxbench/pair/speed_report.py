@@ -7,14 +7,12 @@ from typing import Any
 
 from jaxbench import outputs, terminal
 from jaxbench.measure import page, verdicts
-from jaxbench.pair import speed
-from jaxbench.pair.speed import Speed
 
 HEAD = ("part", "type", "arm", "seconds a call", "times torch_eager's speed [95 %]", "", "a call's memory")
 FIRST_HEAD = ("part", "type", "arm", "first two calls, cold", "from the cache")
 
 
-def cells(result: Speed) -> list[tuple[str, ...]]:
+def cells(result: Any) -> list[tuple[str, ...]]:
     """Rows of the table in words."""
     return [
         (row["part"].replace("_", " + "), row["dtype"], row["arm"], seconds(row["seconds"]), ratio(row["ratio"]),
@@ -23,7 +21,7 @@ def cells(result: Speed) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def first_cells(result: Speed) -> list[tuple[str, ...]]:
+def first_cells(result: Any) -> list[tuple[str, ...]]:
     """Rows of the first two calls, which trace and compile, in words."""
     return [
         (row["part"].replace("_", " + "), row["dtype"], row["arm"], seconds(row["first_cold_s"]),
@@ -49,20 +47,19 @@ def ratio(values: list[float | None] | None) -> str:
     return f"{point:.2f} [{low:.2f}, {high:.2f}]" if is_known else f"{point:.2f} (too few launches)"
 
 
-def remarks(result: Speed) -> list[str]:
+def remarks(result: Any) -> list[str]:
     """Sentences below the tables."""
     about = result.about
     mode = "training" if about["is_training"] else "evaluation"
     ran = f"{about['launches']} launches, {about['cpu']}, {about['threads']} threads; backward in {mode} mode"
-    busy = about["waiting"] > speed.MOST_WAITING
     note = (
         f"not judged: for {about['waiting']:.0%} of the time something waited for a core here, so other work ran too, "
         "and threads that wait for each other suffer most; measure on a quiet machine"
     )
-    return [ran, *([note] if busy else []), *result.notes]
+    return [ran, *([note] if not about["is_judged"] else []), *result.notes]
 
 
-def tables(result: Speed) -> list[Any]:
+def tables(result: Any) -> list[Any]:
     """Both tables, for a rich console."""
     from rich import box
     from rich.table import Table
@@ -79,7 +76,7 @@ def tables(result: Speed) -> list[Any]:
     return made
 
 
-def show(result: Speed, *, console: Any = None) -> None:
+def show(result: Any, *, console: Any = None) -> None:
     """Print the tables and remarks."""
     console = console or terminal.console()
     for table in tables(result):
@@ -88,7 +85,7 @@ def show(result: Speed, *, console: Any = None) -> None:
         console.print(sentence, markup=False, highlight=False)
 
 
-def text(result: Speed) -> str:
+def text(result: Any) -> str:
     """What `show` prints, without colours."""
     import io
 
@@ -99,7 +96,7 @@ def text(result: Speed) -> str:
     return console.file.getvalue().rstrip()
 
 
-def write_page(path: str | Path, result: Speed, *, name: str) -> None:
+def write_page(path: str | Path, result: Any, *, name: str) -> None:
     """Write one self-contained HTML page, whole or not at all."""
     sections = (page.Section("speed", "Speed"), page.Section("first", "First calls"))
     own = {

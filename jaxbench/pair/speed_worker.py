@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from jaxbench.measure import verdicts, worker
 
@@ -16,6 +17,7 @@ SAMPLE_S = 1e-3  # least length of a sample: shorter calls are repeated
 WINDOW = 5  # samples whose median must stop falling before anything counts
 STILL_FALLING = 0.98  # share of the median before that
 MIN_SAMPLES = 3
+NUM_QUANTILES = 1001  # of the outputs, by which arms are held to float64
 
 
 class Session:
@@ -30,12 +32,12 @@ class Session:
         import torch
 
         from jaxbench.measure import environment
-        from jaxbench.pair import command, contract
+        from jaxbench.pair import contract, pair_file
 
         torch.set_num_threads(self.threads)
         start = time.perf_counter()
         jax.devices()
-        self.pair = contract.checked(command.load(path))
+        self.pair = contract.checked(pair_file.load(path))
         return {"seconds": time.perf_counter() - start, "versions": environment.versions()}
 
     def open(self, *, weights: str, dtype: str, trained: dict, is_training: bool) -> dict:
@@ -61,7 +63,9 @@ class Session:
         start = time.perf_counter()
         result = timed.call()
         first_s = time.perf_counter() - start
-        loss = timed.loss(result)
+        facts = {"loss": timed.loss(result)}
+        if part == "forward":
+            facts["quantiles"] = quantiles([self.arm.as_numpy(y) for y in result])
         start = time.perf_counter()
         timed.call()
         first_s += time.perf_counter() - start
@@ -71,7 +75,7 @@ class Session:
         self.repeats = max(1, round(SAMPLE_S / samples[0]))
         while not is_settled(samples) and time.perf_counter() - begun < limit_s:
             samples.append(self._sample())
-        return {"first_s": first_s, "loss": loss, "warmup": len(samples), "is_settled": is_settled(samples)}
+        return {"first_s": first_s, "warmup": len(samples), "is_settled": is_settled(samples), "detail": facts}
 
     def measure(self, *, seconds: float) -> dict:
         """Seconds of a call, one value a sample, until the time is up."""
@@ -101,6 +105,15 @@ def is_settled(samples: Sequence[float]) -> bool:
         return False
     before, last = samples[-2 * WINDOW : -WINDOW], samples[-WINDOW:]
     return verdicts.median(last) >= STILL_FALLING * verdicts.median(before)
+
+
+def quantiles(outputs: Sequence[Any]) -> list[float]:
+    """Values of all outputs in order, evenly thinned out: the same for every layout of them."""
+    import numpy as np
+
+    values = np.sort(np.concatenate([np.asarray(y, np.float64).ravel() for y in outputs]))
+    places = np.linspace(0, len(values) - 1, min(len(values), NUM_QUANTILES)).round().astype(int)
+    return values[places].tolist()
 
 
 if __name__ == "__main__":

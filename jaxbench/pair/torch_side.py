@@ -124,6 +124,8 @@ class TorchSide:
         return sum(((y - torch.from_numpy(t).to(y.dtype)) ** 2).mean() / 2 for y, t in pairs)
 
     def tensors_of(self, inputs: tuple, *, requires_grad: bool = False) -> tuple:
+        """Inputs as tensors, the floating ones in this side's type."""
+
         def tensor(x: np.ndarray) -> torch.Tensor:
             return torch.tensor(x).to(self.dtype).requires_grad_(requires_grad)
 

@@ -94,16 +94,19 @@ def record(metric, arm, launch, value, **fields):
     return Record(metric=metric, arm=arm, launch=launch, value=value, samples=samples, workload=load, **fields)
 
 
+REFERENCE = (1.0, 2.0)
+
+
 def records():
     times = {"torch_eager": (1.0, 1.1, 0.9), "jax_compiled": (0.5, 0.55, 0.44), "jax_eager": (3.0, 3.2, 2.8)}
     made = [record("forward_s", arm, i, x) for arm, values in times.items() for i, x in enumerate(values, 1)]
-    losses = {"torch_eager": 2.0, "jax_compiled": 2.0000001, "jax_eager": 2.5}
-    made += [record("forward_first_cold_s", arm, 1, 9.0, detail={"loss": x}) for arm, x in losses.items()]
+    outputs = {"torch_eager": (1.0, 2.0000002), "jax_compiled": (1.0, 1.9999998), "jax_eager": (1.0, 2.00001)}
+    made += [record("forward_first_cold_s", arm, 1, 9.0, detail={"quantiles": x}) for arm, x in outputs.items()]
     return made + [record("open", "torchax", i, None, status="error", reason="not there") for i in (1, 2, 3)]
 
 
 def test_rows_that_jax_loses_come_first_and_missing_arms_are_named_once():
-    rows, notes = speed.summary(records())
+    rows, notes = speed.summary(records(), REFERENCE)
     assert [(row["arm"], row["verdict"]) for row in rows] == [
         ("jax_eager", "slower"), ("jax_compiled", "faster"), ("torch_eager", ""),
     ]  # fmt: skip
@@ -114,12 +117,20 @@ def test_rows_that_jax_loses_come_first_and_missing_arms_are_named_once():
 
 
 def test_a_busy_machine_is_not_judged():
-    rows, _ = speed.summary(records(), is_judged=False)
+    rows, _ = speed.summary(records(), REFERENCE, is_judged=False)
     assert {row["verdict"] for row in rows} == {""} and rows[0]["arm"] == "jax_compiled"
 
 
+def test_quantiles_are_the_same_for_every_layout():
+    images = np.random.default_rng(0).standard_normal((2, 3, 20, 20))
+    assert speed_worker.quantiles([images]) == speed_worker.quantiles([images.transpose(0, 2, 3, 1)])
+    assert len(speed_worker.quantiles([images])) == speed_worker.NUM_QUANTILES and speed_worker.quantiles(
+        [X[0]]
+    ) == sorted(X[0])
+
+
 def test_one_launch_gives_a_ratio_without_an_interval():
-    rows, _ = speed.summary([each for each in records() if each.launch == 1])
+    rows, _ = speed.summary([each for each in records() if each.launch == 1], REFERENCE)
     assert rows[0]["ratio"] == [2.0, 0.0, None] and speed_report.ratio(rows[0]["ratio"]) == "2.00 (too few launches)"
 
 
