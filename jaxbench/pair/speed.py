@@ -291,7 +291,7 @@ def _other_functions(found: Mapping[str, Sequence[float]], reference: Sequence[f
     errors = {name: float(np.linalg.norm(wanted - y) / np.linalg.norm(wanted)) for name, y in found.items()}
     limit = SLACK * max(errors.get(BASELINE, 0.0), EPSILONS[dtype])
     return [
-        f"{name} computes something else: its outputs err by {error:.1e} where {BASELINE}'s err by {errors[BASELINE]:.1e}"
+        f"{name} computes something else: its outputs err by {error:.1e}, {BASELINE}'s by {errors[BASELINE]:.1e}"
         for name, error in errors.items()
         if BASELINE in errors and not error <= limit
     ]
