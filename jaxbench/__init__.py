@@ -1,6 +1,6 @@
 """jaxbench: LLM research systems in JAX/Flax, proven equal to a PyTorch reference and compared with it.
 
-For any pair of models: `compare`, `assert_same_function`, `Pair`, `Rule` and `tap`, see docs/your_own_pair.md.
+For any pair of models: `compare`, `assert_same_function`, `speed`, `Pair`, `Rule` and `tap`, see docs/your_own_pair.md.
 """
 
 _PAIR = {
@@ -8,6 +8,7 @@ _PAIR = {
     "assert_same_function": "compare",
     "Pair": "contract",
     "Rule": "rules",
+    "speed": "speed",
     "tap": "jax_model",
 }
 

@@ -24,6 +24,7 @@ class Watched(NamedTuple):
     outputs: tuple[Any, ...]  # floating arrays, from left to right
     state: dict[str, Any]  # after it
     calls: dict[str, Call]  # of the modules inside, `name#1` for a module's second call, and of the model itself
+    order: tuple[str, ...]  # modules by the end of their first call, those too whose numbers jax.vmap hides
 
 
 class JaxSide:
@@ -64,6 +65,7 @@ class JaxSide:
     def watched(self, tensors: Mapping[str, np.ndarray], inputs: tuple, *, is_training: bool) -> Watched:
         """One call with the floating inputs and first output of every module's call, and of every tap."""
         examples: list[dict[str, Call]] = []
+        order: dict[str, None] = {}
 
         def recorder(example: int | None) -> Handler:
             calls, key = {}, _counted()
@@ -73,6 +75,7 @@ class JaxSide:
                 given = floating((args, kwargs))
                 result = call(*args, **kwargs)
                 first = floating(result)[:1]
+                order.setdefault(name)
                 if first and not _is_traced((given, first)):
                     calls[key(name)] = Call(given, first)
                 return result
@@ -80,7 +83,7 @@ class JaxSide:
             return record
 
         outputs, state = self._eagerly(tensors, inputs, is_training, recorder)
-        return Watched(outputs, state, self._stacked(examples, outputs))
+        return Watched(outputs, state, self._stacked(examples, outputs), tuple(order))
 
     def forced(
         self, tensors: Mapping[str, np.ndarray], inputs: tuple, given: Mapping[str, Call], *, is_training: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,17 +13,15 @@ from jaxbench.parity import capture
 REVERSED = ("kernel", "w")  # last names of weights stored [*window, in, out]: Flax's and Haiku's, not Equinox's
 
 
-def leaves_of(model: Any, calls: Mapping[str, capture.Call], *, with_values: bool) -> list[Leaf]:
+def leaves_of(model: Any, calls: Mapping[str, capture.Call], order: Sequence[str], *, with_values: bool) -> list[Leaf]:
     """Leaves of a JAX model, parameters before state, in the order in which their modules are called."""
-    order: dict[str, int] = {}
-    for name in calls:
-        order.setdefault(name.partition("#")[0], len(order))
+    places = {name: i for i, name in enumerate(order)}
     sources, leaves = sources_of(calls), []
     for i, (name, x) in enumerate({**model.params, **model.state}.items()):
         path = name.partition(":")[2] or name
         value = np.asarray(x) if with_values else None
         is_reversed = path.rpartition(".")[2] in REVERSED and model.framework != "equinox"
-        place = _place(path, order, i)
+        place = _place(path, places, i)
         is_state = name in model.state
         source = sources.get(path.rpartition(".")[0], "")
         leaves.append(Leaf(name, tuple(x.shape), place, is_reversed, value, source=source, is_optional=is_state))

@@ -301,7 +301,9 @@ def _fits(leaf: Leaf, other: Leaf) -> bool:
 
 
 def _arrangements(tensor: Leaf, array: Leaf) -> list[Arrangement]:
-    return arrangements(tensor.shape, array.shape, is_reversed=array.is_reversed != tensor.is_reversed)
+    is_transposed = tensor.owner.startswith("ConvTranspose") and array.name.endswith("kernel")
+    is_reversed = array.is_reversed != tensor.is_reversed
+    return arrangements(tensor.shape, array.shape, is_reversed=is_reversed, is_transposed=is_transposed)
 
 
 def _ranks(slots: Sequence[_Slot]) -> list[int]:

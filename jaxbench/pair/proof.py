@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,11 +27,38 @@ MAX_CAUSES = 8  # modules for which a cause is looked for
 DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
 
 
+class Weights(NamedTuple):
+    """Weights of both models, and which of them are trained."""
+
+    tensors: dict[str, np.ndarray]  # PyTorch's parameters and buffers
+    arrays: dict[str, np.ndarray]  # the JAX model's, made of them; what is not here keeps its own
+    trained_tensors: frozenset[str]
+    trained_arrays: frozenset[str]
+    is_training: bool  # whether gradients were compared in training mode
+    outputs: tuple[np.ndarray, ...] = ()  # PyTorch's in float64, in evaluation mode
+
+
 def run(pair: Pair) -> Result:
     """Every gate of a pair, on the CPU."""
     libtpu.leave_out_if_absent()
     with jax.default_device(jax.devices("cpu")[0]):
         return _run(_Work(pair))
+
+
+def weights(pair: Pair) -> Weights:
+    """What both models are given, found as the proof finds it."""
+    libtpu.leave_out_if_absent()
+    with jax.default_device(jax.devices("cpu")[0]):
+        work = _Work(pair)
+        with pinned("float64"):
+            work.open()
+            arrays = {name: np.asarray(x) for name, x in work.matching.to_jax(work.tensors).items()}
+        trained, rules, outputs = work.trained(), work.matching.rules, work.reference["eval"].outputs
+        names = frozenset(
+            name for name in work.model.params
+            if name not in rules or not isinstance(rules[name], Rule) or trained & set(rules[name].sources)
+        )  # fmt: skip
+        return Weights(work.tensors, arrays, trained, names, work.modes()[-1] == "train", outputs)
 
 
 def _run(work: _Work) -> Result:
@@ -55,7 +82,7 @@ class _Work:
 
     def __init__(self, pair: Pair):
         self.pair = pair
-        self.inputs = _wide(pair.inputs)
+        self.inputs = wide(pair.inputs)
         self.gates: list[gates.Gate] = []
         self.comparisons: dict[str, Any] = {}
         self.local: list[capture.Local] = []
@@ -68,7 +95,7 @@ class _Work:
         """Take both models apart, match their weights and give both the same."""
         pair = self.pair
         self.twin = TorchSide(pair.torch_module, dtype="float64", pick=pair.torch_outputs)
-        self.model = _opened(pair, self.inputs, key=0)
+        self.model = opened(pair, self.inputs, key=0)
         self.reference = {"eval": self.twin.run(self.inputs, is_training=False)}
         self.matching = self._matched()
         if pair.weights == "jax":
@@ -87,8 +114,8 @@ class _Work:
         """The weights' matching; both models are called once, so that order of use can speak."""
         with_values = self.pair.weights == "own"
         arrays = {**self.model.params, **self.model.state}
-        calls = self._side("float64", self_made=arrays).watched({}, self.inputs, is_training=False).calls
-        mine = leaves_of(self.model, calls, with_values=with_values)
+        watched = self._side("float64", self_made=arrays).watched({}, self.inputs, is_training=False)
+        mine = leaves_of(self.model, watched.calls, watched.order, with_values=with_values)
         names = {
             name: value for name, value in self.pair.names.items() if not _is_module(name, value, arrays, self.twin)
         }
@@ -157,13 +184,13 @@ class _Work:
             self.tensors, self.inputs, targets, to_targets=to_targets, is_training=is_training
         )
         self._compare(f"loss, {mode}", {"loss": loss}, {"loss": exact.loss})
-        order = sorted(self._trained(), reverse=True, key=lambda name: _order_of(name, reference))
+        order = sorted(self.trained(), reverse=True, key=lambda name: _order_of(name, reference))
         self._compare(f"gradients, {mode}", {n: grads[n] for n in order}, {n: exact.tensors[n] for n in order})
         self._compare(f"input gradients, {mode}", _numbered("input", by_input), _numbered("input", exact.inputs))
         if self.pair.optimizers is not None and mode == self.modes()[-1]:
             self._steps(targets, to_targets, is_training)
 
-    def _trained(self) -> frozenset[str]:
+    def trained(self) -> frozenset[str]:
         """Parameters that PyTorch trains and that the JAX model has, as far as the caller says."""
         without = {name for name, value in self.pair.names.items() if value is None}
         return frozenset(n for n, p in self.twin.module.named_parameters() if p.requires_grad and n not in without)
@@ -192,7 +219,7 @@ class _Work:
     def _repeated(self, outputs: tuple, mode: str) -> None:
         """Gate P10: the JAX side gives the same outputs for another random key; dropout left on shows here."""
         side = self._side("float64")
-        side.model = _opened(self.pair, self.inputs, key=1)
+        side.model = opened(self.pair, self.inputs, key=1)
         again = side.run(self.tensors, self.inputs, is_training=mode == "train")
         error = max((distance.relative_error(a, b) for a, b in zip(again, outputs, strict=True)), default=0.0)
         self.gates.append(
@@ -240,7 +267,7 @@ class _Work:
         transformation, optimizer = self.pair.optimizers
         options = {"num_steps": self.pair.num_steps, "is_training": is_training}
         wanted_losses, wanted = self.twin.steps(self.inputs, targets, optimizer, **options)
-        trained = self._trained()
+        trained = self.trained()
         losses, params = self.side.steps(
             self.tensors, trained, self.inputs, targets, transformation, to_targets=to_targets, **options
         )
@@ -282,12 +309,12 @@ class _Work:
         )  # fmt: skip
 
 
-def _wide(tree: Any) -> Any:
+def wide(tree: Any) -> Any:
     """Inputs as numpy, the floating ones in float64."""
     if isinstance(tree, dict):
-        return {key: _wide(value) for key, value in tree.items()}
+        return {key: wide(value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(_wide(value) for value in tree)
+        return type(tree)(wide(value) for value in tree)
     if isinstance(tree, torch.Tensor):
         tree = tree.detach().cpu().numpy()
     if hasattr(tree, "__array__") and not isinstance(tree, np.ndarray):
@@ -325,7 +352,7 @@ def _local_errors(forced: Mapping[str, capture.Call], twin: Mapping[str, capture
     return capture.local_errors(mine, theirs)
 
 
-def _opened(pair: Pair, inputs: tuple, *, key: int) -> JaxModel:
+def opened(pair: Pair, inputs: tuple, *, key: int) -> JaxModel:
     """The JAX model taken apart; its random draws start from a key."""
     example = (pair.jax_inputs or (lambda *inputs: inputs))(*inputs)
     if pair.per_example:

@@ -74,7 +74,7 @@ class Rule(NamedTuple):
 Given = Callable[[Mapping[str, Any]], Any]
 
 
-def arrangements(source: Shape, target: Shape, *, is_reversed: bool) -> list[Arrangement]:
+def arrangements(source: Shape, target: Shape, *, is_reversed: bool, is_transposed: bool = False) -> list[Arrangement]:
     """Every way to arrange a tensor as an array of another shape, the likeliest first; empty where there is none.
 
     Args:
@@ -82,11 +82,14 @@ def arrangements(source: Shape, target: Shape, *, is_reversed: bool) -> list[Arr
       target: shape of the JAX array.
       is_reversed: the frameworks store this kind of weight the other way round: [out, in, *window] in PyTorch,
         [*window, in, out] in JAX, so that of two transpositions that both fit, that one comes first.
+      is_transposed: of a transposed convolution: [in, out, *window] in PyTorch and [*window, in, out] in Flax.
     """
     if math.prod(source) != math.prod(target):
         return []
     identity = tuple(range(len(source)))
     swapped = (*identity[2:], *identity[1::-1]) if is_reversed and len(source) > 1 else identity
+    if is_transposed:
+        swapped = (*identity[2:], 0, 1)
     found = []
     for axes in dict.fromkeys((swapped, identity, *_permutations(identity))):
         moved = tuple(source[axis] for axis in axes)

@@ -83,13 +83,13 @@ class TorchSide:
         """One call, with the calls of every module inside."""
         calls: dict[str, TorchCall] = {}
         with torch.no_grad(), self._restored(is_training), recorded(self.module, calls):
-            result = self.module(*self._tensors_of(inputs))
+            result = self.module(*self.tensors_of(inputs))
             buffers = {n: as_numpy(x) for n, x in self.module.named_buffers() if x.is_floating_point()}
         return Run(tuple(as_numpy(x) for x in floating(self.pick(result))), calls, buffers)
 
     def gradients(self, inputs: tuple, targets: tuple[np.ndarray, ...], *, is_training: bool) -> Gradients:
         """Gradients of the objective by parameters and floating inputs."""
-        given = self._tensors_of(inputs, requires_grad=True)
+        given = self.tensors_of(inputs, requires_grad=True)
         self.module.zero_grad(set_to_none=True)
         with self._restored(is_training):
             loss = self._objective(self.pick(self.module(*given)), targets)
@@ -112,7 +112,7 @@ class TorchSide:
             update = optimizer([p for p in self.module.parameters() if p.requires_grad])
             for _ in range(num_steps):
                 update.zero_grad(set_to_none=True)
-                loss = self._objective(self.pick(self.module(*self._tensors_of(inputs))), targets)
+                loss = self._objective(self.pick(self.module(*self.tensors_of(inputs))), targets)
                 loss.backward()
                 update.step()
                 losses.append(as_numpy(loss))
@@ -123,7 +123,9 @@ class TorchSide:
         pairs = zip(floating(result), targets, strict=True)
         return sum(((y - torch.from_numpy(t).to(y.dtype)) ** 2).mean() / 2 for y, t in pairs)
 
-    def _tensors_of(self, inputs: tuple, *, requires_grad: bool = False) -> tuple:
+    def tensors_of(self, inputs: tuple, *, requires_grad: bool = False) -> tuple:
+        """Inputs as tensors, the floating ones in this side's type."""
+
         def tensor(x: np.ndarray) -> torch.Tensor:
             return torch.tensor(x).to(self.dtype).requires_grad_(requires_grad)
 

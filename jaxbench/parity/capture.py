@@ -6,6 +6,7 @@ torch_side.py, equinox_side.py) fill these types without any change to the model
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -67,7 +68,10 @@ def map_floating(tree: Any, function: Callable[[Any], Any], *, is_floating: Call
     if is_floating(tree):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: map_floating(value, function, is_floating=is_floating) for key, value in tree.items()}
+        changed = copy.copy(tree)  # of its own class: transformers' outputs are dictionaries with attributes
+        for key, value in tree.items():
+            changed[key] = map_floating(value, function, is_floating=is_floating)
+        return changed
     if isinstance(tree, tuple | list):
         items = [map_floating(item, function, is_floating=is_floating) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

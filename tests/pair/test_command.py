@@ -17,8 +17,15 @@ RESULTS = {  # the same function, or words of the causes that must be named
     "equinox_gru": (), "linen_dense": (), "linen_lstm": (), "optax_ctc": (), "haiku_encoder": (),
     "inner_states": ("0.25 times PyTorch's",), "nnx_attention": ("cast to float32",),
     "gpt2_block": ("eps: 1e-06", "gelu (erf)"), "haiku_resnet18": ("padding is (2, 3)",),
+    "linen_conv_transpose": ("weight is flipped",), "flax_bert": (),
+    "equimo_vit": ("eps of norm1: 1e-05", "tanh form", "cast to float32"),
+    "equimo_convnext": ("gelu (tanh)", "cast to float32"),
 }  # fmt: skip
-NEEDS = {"haiku_encoder": ("haiku",), "haiku_resnet18": ("haiku", "torchvision")}
+NEEDS = {
+    "haiku_encoder": ("haiku",), "haiku_resnet18": ("haiku", "torchvision"),
+    "flax_bert": ("transformers.models.bert.modeling_flax_bert",), "equimo_vit": ("equimo", "timm"),
+    "equimo_convnext": ("equimo", "timm"),
+}  # fmt: skip
 
 pytest_plugins = ["pytester"]
 
@@ -45,6 +52,7 @@ def test_a_file_is_compared_and_its_page_written(tmp_path):
         ("x = 1", "defines no function pair()"),
         ("def pair(): return 3", "returns a int"),
         ("raise RuntimeError('no')", "RuntimeError: no"),
+        ("import not_there", "needs the package of not_there"),
     ],
 )
 def test_a_file_that_describes_no_pair_is_one_line(tmp_path, content, message):

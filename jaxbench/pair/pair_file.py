@@ -1,0 +1,45 @@
+"""A Python file that describes a pair: its function `pair` takes nothing and returns a jaxbench.Pair (S file)."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+
+def load(path: str | None) -> Any:
+    """Pair that a file describes.
+
+    Raises:
+      ValueError: there is no such file, it fails, or it defines no function `pair` that returns a jaxbench.Pair.
+    """
+    if path is None:
+        raise ValueError(f"--file={path}: name a Python file that defines pair()")
+    if not Path(path).is_file():
+        raise ValueError(f"--file={path}: no such file")
+    try:
+        names = vars(_imported(Path(path)))
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--file={path}: needs the package of {error.name}, which is not installed") from error
+    except Exception as error:
+        raise ValueError(f"--file={path}: {type(error).__name__}: {error}") from error
+    if not callable(names.get("pair")):
+        raise ValueError(f"--file={path}: defines no function pair()")
+    from jaxbench.pair.contract import Pair
+
+    pair = names["pair"]()
+    if not isinstance(pair, Pair):
+        raise ValueError(f"--file={path}: pair() returns a {type(pair).__name__}, wanted jaxbench.Pair(...)")
+    return pair
+
+
+def _imported(path: Path) -> types.ModuleType:
+    """Module of a file, known by a name of its own: torch.compile looks up the module that a class is from."""
+    name = f"jaxbench_pair_{path.stem}"
+    spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
