@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.measure import environment, process, verdicts
+from jaxbench.measure import environment, moderation, process, verdicts
 from jaxbench.measure.process import Worker, WorkerError
 from jaxbench.measure.records import Record, RecordFile, Workload, now_utc
 from jaxbench.pair import speed_report, speed_worker
@@ -234,6 +234,7 @@ def summary(
     rows = [
         row for dtype in dtypes for part in PARTS for arm in ARMS if (row := _row(by_key, part, dtype, arm)) is not None
     ]
+    _judge(rows)
     losing = lambda row: row["verdict"] == "slower" and row["arm"].startswith("jax")
     if not is_judged:
         rows = [row | {"verdict": ""} for row in rows]
@@ -256,10 +257,17 @@ def _row(by_key: dict, part: str, dtype: str, arm: str) -> dict[str, Any] | None
     both = sorted(timed.keys() & base.keys())
     if both and arm != BASELINE:
         ratios = [verdicts.log_ratio(timed[i].samples, base[i].samples, higher_is_better=False) for i in both]
-        interval = verdicts.t_interval(ratios, margin=MARGIN)
-        ratio = [x if math.isfinite(x) else None for x in interval.ratio()]  # a single launch has no interval
-        row |= {"ratio": ratio, "verdict": verdicts.verdict(interval, margin=MARGIN)}
+        row["log_ratios"] = ratios
     return row
+
+
+def _judge(rows: Sequence[dict[str, Any]]) -> None:
+    """Give every row that has log ratios its interval and verdict; all rows are one family, as in the comparison."""
+    compared = [row for row in rows if "log_ratios" in row]
+    intervals = moderation.intervals([row.pop("log_ratios") for row in compared], margin=MARGIN)
+    for row, interval, judged in zip(compared, intervals, verdicts.judge(intervals, margin=MARGIN), strict=True):
+        ratio = [x if math.isfinite(x) else None for x in interval.ratio()]  # a single launch has no interval
+        row |= {"ratio": ratio, "verdict": judged.verdict}
 
 
 def _notes(by_key: dict, dtypes: Iterable[str], reference: Sequence[float]) -> list[str]:

@@ -249,5 +249,18 @@ def test_a_run_s_step_has_its_mfu_in_both_conventions(run_launch, monkeypatch, k
     assert len(narrow) == (0 if kind == "cpu" else 2)
 
 
+def test_on_a_device_the_roofline_s_arrays_live_in_processes_before_the_arms(run_launch, tmp_path, monkeypatch):
+    work = plan.make_plan(SUITE, device="cpu", workdir=tmp_path)._replace(device="gpu")
+    monkeypatch.setattr(process, "turn", lambda names, shift: list(names))
+    StandIn.log, StandIn.closed = [], []
+    launch.Launch(work, 1, RecordFile(tmp_path / "results.jsonl"), lambda text: None, num_rounds=1).run()
+    operations = [operation for _, operation, _ in StandIn.log]
+    last_product = len(operations) - 1 - operations[::-1].index("gemm")
+    assert operations[:3] == ["start"] * 3 and operations[last_product + 1 : last_product + 5] == ["start"] * 3 + [
+        "load"
+    ]
+    assert sorted(StandIn.closed) == sorted([*SUITE.arms] * 2)
+
+
 def test_a_plain_step_has_no_mfu(run_launch):
     assert not [record for record in run_launch() if record.metric.startswith("train_mfu")]

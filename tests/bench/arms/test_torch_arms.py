@@ -1,13 +1,10 @@
 """PyTorch's arms: compiled ones say what eager ones say, and the roofline leaves no trace in an arm's memory."""
 
-import os
-
 import numpy as np
 import pytest
 
 from jaxbench import initial
 from jaxbench.bench import plan
-from jaxbench.bench import worker as bench_worker
 from jaxbench.bench.arms import arm_table, jax_arms
 from jaxbench.measure.records import Workload
 from jaxbench.pretrained import weights
@@ -38,19 +35,6 @@ def test_a_compiled_decode_step_says_what_the_eager_arm_says(name, folder):
     facts, (first, again), arm = generated(name, folder)
     assert first == again == eager and facts["compile_s"] > 0
     assert "skip" in arm.prepare(DECODE.model_copy(update={"kind": "prefill", "new_tokens": 0}))
-
-
-def test_the_rooflines_arrays_live_in_a_process_beside_the_arms():
-    session = bench_worker.Session("torch_eager", 1)
-    session.start(device="cpu", checkpoint="")
-    assert all(second > 0 for second in session.read(size=2**20, repeats=2)["seconds"])
-    beside = session.beside
-    assert beside.pid != os.getpid() and beside.alive
-    assert len(session.gemm(shape=[8, 8, 8], dtype="float32", repeats=2)["seconds"]) == 2
-    assert session.beside is beside
-    with pytest.raises(ValueError, match="names nothing"):
-        session.load(dtype="float32")  # there is no checkpoint: what matters is what happens before
-    assert session.beside is None and not beside.alive
 
 
 def test_jax_tells_a_stages_device_memory_only_where_it_raised_the_peak(monkeypatch):
