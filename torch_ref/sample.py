@@ -126,7 +126,7 @@ class Generator(prompts.GeneratorBase):
         self,
         model: Transformer,
         *,
-        eos_id: int | None,
+        eos_id: int | Sequence[int] | None,
         sampling: SamplingParams,
         processors: Sequence[LogitsProcessor] = (),
     ):
@@ -232,7 +232,9 @@ class Generator(prompts.GeneratorBase):
                 states[i], drawn = self._processors[i].draw(*given)
                 token = torch.where(token < 0, drawn.to(token.dtype), token)
             token = _fill(token, state.finished, lambda: sample(logits))
-        is_end = torch.zeros_like(state.finished) if self._eos_id is None else token == self._eos_id
+        is_end = torch.zeros_like(state.finished)
+        for eos_id in self._eos_ids:
+            is_end = is_end | (token == eos_id)
         tokens = state.tokens.scatter(1, state.lengths[:, None], token[:, None].to(state.tokens.dtype))
         return state._replace(
             tokens=tokens,

@@ -124,7 +124,9 @@ def save_checkpoint(
     dtypes = {str(value.dtype) for value in tensors.values()}
     with outputs.whole_folder(folder) as made:
         save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id", None) for name in ("bos", "eos")}
+        ends = list(getattr(tokenizer, "end_ids", ()))
+        eos_id = ends if len(ends) > 1 else getattr(tokenizer, "eos_id", None)
+        ids = {"bos_token_id": getattr(tokenizer, "bos_id", None), "eos_token_id": eos_id}
         values |= ids | {"dtype": dtypes.pop() if len(dtypes) == 1 else "float32"}
         for name, content in (("config.json", values), ("generation_config.json", ids)):
             (made / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
