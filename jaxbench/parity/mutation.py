@@ -120,8 +120,8 @@ def _attention_scale(original: Callable, self: transformer.Transformer, *args: A
         return original(self, *args, **options)
 
 
-def _softmax_bfloat16(original: Callable, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
-    scores = attention._scores(query, key, mask).masked_fill(~mask[:, None, None], -1e30)
+def _softmax_bfloat16(original: Callable, query: Any, key: Any, value: Any, mask: Any, softcap: Any) -> torch.Tensor:
+    scores = attention._scores(query, key, mask, softcap).masked_fill(~mask[:, None, None], -1e30)
     weights = torch.softmax(scores.bfloat16(), dim=-1).to(value.dtype)
     weights = weights * mask.any(-1)[:, None, None, :, None]
     return torch.einsum("BKGTS,BKSH->BKGTH", weights, value)

@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from jaxbench import initial
 from jaxbench.config import RotaryScaling, TransformerConfig
-from jaxbench.pretrained import families
+from jaxbench.pretrained import families, hf_config
 
 SOURCE = Path("folder/config.json")
 LLAMA = {
@@ -33,7 +33,7 @@ LLAMA3 = RotaryScaling(kind="llama3", factor=32.0, low_freq_factor=1.0, high_fre
 
 
 def test_llama_settings_left_out_have_transformers_defaults():
-    config = families.config_from_hf(LLAMA, SOURCE)
+    config = hf_config.config_from_hf(LLAMA, SOURCE)
     theirs = LlamaConfig(**LLAMA)
     assert config.head_dim == theirs.head_dim == 8
     assert config.max_seq_len == theirs.max_position_embeddings
@@ -45,19 +45,19 @@ def test_llama_settings_left_out_have_transformers_defaults():
 
 def test_qwen3_settings_left_out_have_transformers_defaults():
     values = {key: value for key, value in QWEN3.items() if key != "num_key_value_heads"}
-    config, theirs = families.config_from_hf(values | {"num_attention_heads": 64}, SOURCE), Qwen3Config(**values)
+    config, theirs = hf_config.config_from_hf(values | {"num_attention_heads": 64}, SOURCE), Qwen3Config(**values)
     assert (config.qk_norm, config.head_dim, config.num_kv_heads) == (True, theirs.head_dim, theirs.num_key_value_heads)
     assert (config.max_seq_len, config.norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
     assert config.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (config.tie_embeddings, config.use_bias, config.sliding_window) == (False, False, None)
     windowed = {"use_sliding_window": True, "max_window_layers": 0}
-    assert families.config_from_hf(QWEN3 | windowed, SOURCE).sliding_window == 4096
-    assert families.config_from_hf(QWEN3 | windowed | {"sliding_window": 9}, SOURCE).sliding_window == 9
-    assert families.config_from_hf(QWEN3 | {"sliding_window": 9}, SOURCE).sliding_window is None
+    assert hf_config.config_from_hf(QWEN3 | windowed, SOURCE).sliding_window == 4096
+    assert hf_config.config_from_hf(QWEN3 | windowed | {"sliding_window": 9}, SOURCE).sliding_window == 9
+    assert hf_config.config_from_hf(QWEN3 | {"sliding_window": 9}, SOURCE).sliding_window is None
 
 
 def test_gpt2_settings_left_out_have_transformers_defaults():
-    config, theirs = families.config_from_hf(GPT2, SOURCE), GPT2Config(**GPT2)
+    config, theirs = hf_config.config_from_hf(GPT2, SOURCE), GPT2Config(**GPT2)
     assert config.max_seq_len == theirs.n_positions
     assert config.norm_eps == theirs.layer_norm_epsilon
     assert config.tie_embeddings is True
@@ -77,13 +77,15 @@ def test_gpt2_settings_left_out_have_transformers_defaults():
     ],
 )
 def test_both_forms_of_rotary_settings_are_read(settings, theta, scaling):
-    config = families.config_from_hf(LLAMA | settings, SOURCE)
+    config = hf_config.config_from_hf(LLAMA | settings, SOURCE)
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
 def test_window_counts_for_mistral_only():
-    assert families.config_from_hf(LLAMA | {"sliding_window": 16}, SOURCE).sliding_window is None
-    assert families.config_from_hf(LLAMA | {"sliding_window": 16, "model_type": "mistral"}, SOURCE).sliding_window == 16
+    assert hf_config.config_from_hf(LLAMA | {"sliding_window": 16}, SOURCE).sliding_window is None
+    assert (
+        hf_config.config_from_hf(LLAMA | {"sliding_window": 16, "model_type": "mistral"}, SOURCE).sliding_window == 16
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_window_counts_for_mistral_only():
 )
 def test_unsupported_settings_are_refused_in_one_line_with_the_files_name(values, message):
     with pytest.raises(ValueError, match=message) as raised:
-        families.config_from_hf(values, SOURCE)
+        hf_config.config_from_hf(values, SOURCE)
     assert str(raised.value).startswith(str(SOURCE))
     assert "\n" not in str(raised.value)
 
@@ -132,16 +134,16 @@ THEIR_CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3C
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configuration_survives_config_json_and_transformers(name):
-    values = families.config_to_hf(CONFIGS[name])
-    assert families.config_from_hf(values, SOURCE) == CONFIGS[name]
+    values = hf_config.config_to_hf(CONFIGS[name])
+    assert hf_config.config_from_hf(values, SOURCE) == CONFIGS[name]
     through_theirs = THEIR_CONFIGS[values["model_type"]](**values).to_dict()
-    assert families.config_from_hf(through_theirs, SOURCE) == CONFIGS[name]
+    assert hf_config.config_from_hf(through_theirs, SOURCE) == CONFIGS[name]
 
 
 def test_combination_without_an_architecture_is_refused():
     mixed = TransformerConfig(**SHAPE, num_kv_heads=2, norm="layernorm")
     with pytest.raises(ValueError, match="no Hugging Face architecture has norm=layernorm, activation=swiglu"):
-        families.config_to_hf(mixed)
+        hf_config.config_to_hf(mixed)
 
 
 @pytest.mark.parametrize(
@@ -178,4 +180,4 @@ def test_parameters_are_counted_without_listing_them(config):
 @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads"])
 def test_sizes_that_are_no_whole_numbers_are_named(key, value):
     with pytest.raises(ValueError, match=f"config.json: {key}=.* is no whole number from 1"):
-        families.config_from_hf(LLAMA | {key: value}, SOURCE)
+        hf_config.config_from_hf(LLAMA | {key: value}, SOURCE)
