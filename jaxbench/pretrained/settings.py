@@ -19,6 +19,7 @@ class Settings:
         self.values, self.source, self.prefix = values, source, prefix
 
     def need(self, key: str) -> Any:
+        """Setting that must be there."""
         if self.values.get(self.prefix + key) is None:
             raise ValueError(f"{self.source}: the setting {self.prefix + key!r} is missing")
         return self.values[self.prefix + key]
@@ -38,10 +39,12 @@ class Settings:
         return shortest(value)
 
     def get(self, key: str, default: Any) -> Any:
+        """Setting, or the default where it is missing or null."""
         value = self.values.get(self.prefix + key)
         return default if value is None else value
 
     def only(self, key: str, default: Any, *supported: Any) -> None:
+        """Check that a setting, or its default, is one of the supported values."""
         value = self.get(key, default)
         if value not in supported:
             wanted = " or ".join(map(repr, supported))
