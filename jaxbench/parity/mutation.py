@@ -105,8 +105,9 @@ def _qk_norm_of_all_heads(original: Callable, self: nn.RMSNorm, x: torch.Tensor)
     return x * torch.rsqrt(mean_square + self.eps) * self.scale
 
 
-def _post_norm_ignored(original: Callable, self: transformer.Block, *args: Any) -> Any:
-    with mock.patch.object(self.attention_post_norm, "forward", lambda x: x):
+def _post_norm_scales_alone(original: Callable, self: transformer.Block, *args: Any) -> Any:
+    norm = self.attention_post_norm
+    with mock.patch.object(norm, "forward", lambda x: x * norm.scale):
         return original(self, *args)
 
 
@@ -244,7 +245,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("softcap-ignored", _GEMMA2, (functional, "softcap"), lambda original, x, *, cap: x, _ATTENTION),
     Mutation("embedding-scale-ignored", _GEMMA2, (nn.Embed, "forward"),
              lambda original, self, x: original(self, x) / self.scale, "embed"),
-    Mutation("post-norm-ignored", _GEMMA2, (transformer.Block, "forward"), _post_norm_ignored,
+    Mutation("post-norm-scales-alone", _GEMMA2, (transformer.Block, "forward"), _post_norm_scales_alone,
              "layers.0.attention_post_norm"),
     Mutation("dropout-not-rescaled", _LLAMA, (functional, "dropout"), _dropout_not_rescaled, "layers.0"),
     Mutation("dropout-same-mask-every-step", _LLAMA, (prng, "words"),
