@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import fused_attention, prompts, sharding
+from jaxbench import functional, fused_attention, prompts, sharding
 
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
@@ -64,6 +64,7 @@ class Context(NamedTuple):
     angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None  # cosine, sine; None with learned positions
     slot: Int[Array, ""] | int | None  # where the call's first key goes in the cache; None without a cache
     dropout: tuple[Array, Array | int] | None  # Philox key, step; None = no dropout
+    local_angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None = None  # of layers with a window (Gemma 3)
 
 
 def attention_mask(spans: Spans, sliding_window: int | None) -> Bool[Array, "B T S"]:
@@ -87,6 +88,7 @@ def attention(
     is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention output of grouped key-value heads; softmax in at least float32, result in the query's dtype.
 
@@ -96,10 +98,11 @@ def attention(
     within a segment, `is_ordered` lets `dense` leave out keys that come after a query. `dense` holds all scores;
     `blocked` holds scores of block_size keys at a time, so that memory grows linearly with S; `fused` is this
     platform's kernel: `cudnn` on GPU, `splash` on TPU (named, they also compile ahead of time for a platform that is
-    not attached).
+    not attached). softcap: scores become softcap * tanh(score / softcap); None = they stay.
 
     Raises:
-      ValueError: N is not a multiple of K, or the implementation is unknown or not available on this platform.
+      ValueError: N is not a multiple of K, or the implementation is unknown, not available on this platform, or has no
+        softcap.
     Sources: Ainslie et al. 2023, arXiv:2305.13245; Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax).
     """
     num_heads, num_kv_heads = query.shape[2], key.shape[1]
@@ -107,7 +110,13 @@ def attention(
         raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    if is_ordered and (on_mesh := sharding.around_attention()) is not None:
+    on_mesh = sharding.around_attention() if is_ordered else None
+    if softcap is not None and (on_mesh is not None or implementation not in ("dense", "blocked")):
+        raise ValueError(
+            f"attention: softcap={softcap} goes with dense and blocked attention over whole rows, not with "
+            f"implementation={implementation!r}{' on a mesh that splits them' if on_mesh else ''}"
+        )
+    if on_mesh is not None:
         return on_mesh(
             query, key, value, spans, sliding_window=sliding_window, implementation=implementation,
             block_size=block_size,
@@ -121,10 +130,10 @@ def attention(
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4).astype(key.dtype)
     if implementation == "blocked" and key.shape[3] > block_size:
-        mixed = _blocked(grouped, key, value, spans, sliding_window, block_size)
+        mixed = _blocked(grouped, key, value, spans, sliding_window, block_size, softcap)
     else:
         dense = _ordered if is_ordered else _dense
-        mixed = dense(grouped, key, value, attention_mask(spans, sliding_window))
+        mixed = dense(grouped, key, value, attention_mask(spans, sliding_window), softcap)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
@@ -161,11 +170,14 @@ def _einsum(equation: str, left: Array, right: Array) -> Array:
     return (_narrow_einsum if is_narrow else _wide_einsum)(equation, left, right)
 
 
-def _scores(query: Float[Array, "B K G T H"], key: Float[Array, "B K H S"], mask: Bool[Array, "B T S"]) -> Array:
-    """Scaled attention scores [B K G T S], -inf where the mask is False."""
+def _scores(
+    query: Float[Array, "B K G T H"], key: Float[Array, "B K H S"], mask: Bool[Array, "B T S"], softcap: float | None
+) -> Array:
+    """Scaled attention scores [B K G T S], capped, -inf where the mask is False."""
     merged = _einsum("ERH,EHS->ERS", _merge(query, 2, 2), _merge(key, 2, 1))
-    scores = merged.reshape(*query.shape[:4], key.shape[3])
-    return jnp.where(mask[:, None, None], scores / math.sqrt(query.shape[-1]), -jnp.inf)
+    scores = merged.reshape(*query.shape[:4], key.shape[3]) / math.sqrt(query.shape[-1])
+    scores = scores if softcap is None else functional.softcap(scores, cap=softcap)
+    return jnp.where(mask[:, None, None], scores, -jnp.inf)
 
 
 def _mix(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
@@ -193,8 +205,9 @@ def _dense(
     key: Float[Array, "B K H S"],
     value: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
+    softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
-    scores = _scores(query, key, mask)
+    scores = _scores(query, key, mask, softcap)
     weights = jnp.exp(scores - _row_max(scores))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, jnp.ones((), total.dtype))
@@ -206,12 +219,13 @@ def _ordered(
     key: Float[Array, "B K H T"],
     value: Float[Array, "B K T H"],
     mask: Bool[Array, "B T T"],
+    softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
     """Attend one part of the queries after another, each to the keys up to its own end."""
     parts = []
     for start, end in prompts.query_parts(query.shape[3]):
         visible = (key[..., :end], value[:, :, :end], mask[:, start:end, :end])
-        parts.append(_dense(query[:, :, :, start:end], *visible))
+        parts.append(_dense(query[:, :, :, start:end], *visible, softcap))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=3)
 
 
@@ -222,6 +236,7 @@ def _blocked(
     spans: Spans,
     sliding_window: int | None,
     block_size: int,
+    softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
     """Online softmax over blocks of keys, for one block of queries after another.
 
@@ -242,7 +257,7 @@ def _blocked(
         def absorb(carry: tuple, block: tuple) -> tuple[tuple, None]:
             key, value, key_positions, key_segments = block
             mask = attention_mask(Spans(positions, key_positions, segments, key_segments), sliding_window)
-            return _absorb(carry, _scores(query, key, mask), value), None
+            return _absorb(carry, _scores(query, key, mask, softcap), value), None
 
         (_, total, summed), _ = lax.scan(absorb, (*start, jnp.zeros(query.shape, wide)), blocks)
         return (summed / jnp.where(total > 0, total, jnp.ones((), wide))).astype(query.dtype)

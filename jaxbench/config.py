@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import reprlib
 import types
 import typing
@@ -31,18 +32,30 @@ class Base(pydantic.BaseModel):
 class RotaryScaling(Base):
     """How rotary frequencies are stretched past the trained context.
 
-    Sources: linear, Chen et al. 2023, arXiv:2306.15595; llama3, Llama 3.1 reference implementation.
+    Sources: linear, Chen et al. 2023, arXiv:2306.15595; llama3, Llama 3.1 reference implementation; yarn, Peng et al.
+    2023, arXiv:2309.00071.
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float = pydantic.Field(gt=0)  # how many times longer the context becomes, > 0
     low_freq_factor: float = 1.0  # llama3 only: wavelengths above original / low are divided by factor
     high_freq_factor: float = 4.0  # llama3 only: wavelengths below original / high are kept
-    original_max_seq_len: int = pydantic.Field(default=8192, gt=0)  # llama3 only: trained context, tokens
+    original_max_seq_len: int = pydantic.Field(default=8192, gt=0)  # llama3 and yarn: trained context, tokens
+    beta_fast: float = pydantic.Field(default=32.0, gt=0)  # yarn only: more turns than this in the context are kept
+    beta_slow: float = pydantic.Field(default=1.0, gt=0)  # yarn only: fewer turns than this are divided by factor
+    truncate: bool = True  # yarn only: the two limits are rounded outwards to whole pairs of a head
+    attention_factor: float | None = pydantic.Field(default=None, gt=0)  # yarn only; None = 0.1 ln(factor) + 1
+
+    @property
+    def magnitude(self) -> float:
+        """What multiplies rotated queries and keys: 1 but for yarn (its equation 22)."""
+        if self.kind != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1.0
 
 
 class TransformerConfig(Base):
-    """Shape of a decoder of the Llama, Qwen3 or GPT-2 family."""
+    """Shape of a decoder of the Llama, Qwen, Gemma or GPT-2 family."""
 
     vocab_size: int = pydantic.Field(gt=0)  # tokens
     d_model: int = pydantic.Field(gt=0)  # residual width
@@ -54,14 +67,22 @@ class TransformerConfig(Base):
     max_seq_len: int = pydantic.Field(gt=0)  # trained context, tokens
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = pydantic.Field(default=1e-5, gt=0)
-    activation: Literal["swiglu", "gelu"] = "swiglu"  # gelu is the tanh approximation of GPT-2
+    activation: Literal["swiglu", "geglu", "gelu"] = "swiglu"  # geglu, gelu: with the tanh approximation of GPT-2
     position: Literal["rotary", "learned"] = "rotary"
     rope_theta: float = pydantic.Field(default=10000.0, gt=0)  # rotary base wavelength parameter
     rope_scaling: RotaryScaling | None = None
     qk_norm: bool = False  # RMSNorm over head_dim of each head's query and key, before rotary positions (Qwen3)
     use_bias: bool = False  # biases on every projection
+    qkv_bias: bool = False  # biases on query, key and value alone (Qwen2)
+    post_norms: bool = False  # normalise what attention and feed-forward layer add, too (Gemma 2)
+    embedding_scale: float = pydantic.Field(default=1.0, gt=0)  # of tokens' embeddings; sqrt(d_model) in Gemma
+    query_pre_attn_scalar: float | None = pydantic.Field(default=None, gt=0)  # scores are over its root; None: head_dim
+    attention_softcap: float | None = pydantic.Field(default=None, gt=0)  # c tanh(score / c) (Gemma 2)
+    logit_softcap: float | None = pydantic.Field(default=None, gt=0)  # c tanh(logit / c) (Gemma 2)
     tie_embeddings: bool = True  # logits from the transposed embedding
     sliding_window: int | None = pydantic.Field(default=None, gt=0)  # tokens a query sees, itself included
+    global_every: int | None = pydantic.Field(default=None, gt=1)  # every n-th layer has no window (Gemma 2 and 3)
+    local_rope_theta: float | None = pydantic.Field(default=None, gt=0)  # of the others, which are not scaled (Gemma 3)
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)  # probability of dropping a residual branch's value
 
     @pydantic.model_validator(mode="after")
@@ -70,7 +91,38 @@ class TransformerConfig(Base):
             raise ValueError(f"model: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.position == "rotary" and self.head_dim % 2:
             raise ValueError(f"model: rotary positions need an even head_dim, got head_dim={self.head_dim}")
+        if self.global_every is not None and self.sliding_window is None:
+            raise ValueError(f"model: global_every={self.global_every} needs a sliding_window, got None")
+        if self.local_rope_theta is not None and (self.global_every is None or self.position != "rotary"):
+            raise ValueError(
+                f"model: local_rope_theta={self.local_rope_theta} needs global_every and rotary positions, got "
+                f"global_every={self.global_every}, position={self.position}"
+            )
         return self
+
+    @property
+    def is_gated(self) -> bool:
+        """True where the feed-forward layer multiplies by a gate."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by ahead of attention, which divides scores by sqrt(head_dim).
+
+        Yarn's factor is in here, once for query and key: their product is what counts.
+        """
+        magnitude = 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
+        return magnitude**2 * math.sqrt(self.head_dim / (self.query_pre_attn_scalar or self.head_dim))
+
+    def at_layer(self, index: int) -> TransformerConfig:
+        """Configuration of one layer, where windows or rotary frequencies differ from layer to layer."""
+        if self.global_every is None:
+            return self
+        if (index + 1) % self.global_every == 0:
+            return self.model_copy(update={"sliding_window": None})
+        if self.local_rope_theta is None:
+            return self
+        return self.model_copy(update={"rope_theta": self.local_rope_theta, "rope_scaling": None})
 
     # What the core asks about layers; a workload with layers of its own overrides it (extension.py).
 

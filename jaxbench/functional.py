@@ -167,6 +167,11 @@ def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: floa
     return (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
+def softcap(x: Float[Array, "..."], *, cap: float) -> Float[Array, "..."]:
+    """Bound values smoothly: cap * tanh(x / cap) (Gemma Team 2024, arXiv:2408.00118, section 2)."""
+    return jnp.tanh(x / cap) * cap
+
+
 def layer_norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*rows D"]:

@@ -55,12 +55,14 @@ def _layer_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (c.d_model, c.d_ff),
         "mlp.down_proj": (c.d_ff, c.d_model),
     }
-    if c.activation == "swiglu":
+    if c.is_gated:
         kernels["mlp.gate_proj"] = (c.d_model, c.d_ff)
     shapes = _norm_shapes("attention_norm", c) | _norm_shapes("mlp_norm", c)
+    if c.post_norms:
+        shapes |= _norm_shapes("attention_post_norm", c) | _norm_shapes("mlp_post_norm", c)
     for name, shape in kernels.items():
         shapes[f"{name}.kernel"] = shape
-        if c.use_bias:
+        if c.use_bias or (c.qkv_bias and name.endswith(("q_proj", "k_proj", "v_proj"))):
             shapes[f"{name}.bias"] = shape[1:]
     if c.qk_norm:
         shapes |= {f"attention.{x}_norm.scale": (c.head_dim,) for x in "qk"}

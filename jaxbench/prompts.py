@@ -203,20 +203,29 @@ def fill_rows(array: Shaped[np.ndarray, "rows ..."], num_rows: int, batch_size: 
 class GeneratorBase:
     """What the generators of all backends share: settings, programs by bucket, and the way from prompts to tokens.
 
+    eos_id: a row ends with this token, or with any of these; None = with none.
+
     A backend adds `prefill` (its first program, which draws one token), `decode` (the second) and `_to_host`.
     """
 
     _sizes = staticmethod(bucket)  # of a batch; a backend without compiled programs takes `exact`
 
     def __init__(
-        self, model: Any, platform: str, *, eos_id: int | None, sampling: SamplingParams, processors: Sequence
+        self,
+        model: Any,
+        platform: str,
+        *,
+        eos_id: int | Sequence[int] | None,
+        sampling: SamplingParams,
+        processors: Sequence,
     ):
         check_sampling(sampling)
         # XLA:CPU widens a bfloat16 cache, updates it, and narrows all of it at every step (docs/xla_cpu.md, rule 4).
         is_narrow_on_cpu = platform == "cpu" and model.dtype in ("bfloat16", "float16")
         self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
-        self._eos_id, self._sampling, self._processors = eos_id, sampling, tuple(processors)
+        self._eos_ids = () if eos_id is None else tuple(np.ravel(eos_id).tolist())
+        self._sampling, self._processors = sampling, tuple(processors)
         self._drawing = [i for i, p in enumerate(self._processors) if getattr(p, "draws", hasattr(p, "draw"))]
         if self._drawing and sampling.temperature == 0:
             names = ", ".join(type(self._processors[i]).__name__ for i in self._drawing)

@@ -138,7 +138,7 @@ class Generator(prompts.GeneratorBase):
         self,
         model: Any,
         *,
-        eos_id: int | None,
+        eos_id: int | Sequence[int] | None,
         sampling: SamplingParams,
         processors: Sequence[LogitsProcessor] = (),
     ):
@@ -260,7 +260,9 @@ class Generator(prompts.GeneratorBase):
                 states[i], drawn = self._processors[i].draw(*given)
                 token = jnp.where(token < 0, drawn, token)
             token = _fill(token, state.finished, lambda: sample(logits))
-        is_end = jnp.zeros_like(state.finished) if self._eos_id is None else token == self._eos_id
+        is_end = jnp.zeros_like(state.finished)
+        for eos_id in self._eos_ids:
+            is_end = is_end | (token == eos_id)
         return state._replace(
             tokens=state.tokens.at[jnp.arange(token.shape[0]), state.lengths].set(token.astype(jnp.int32)),
             lengths=state.lengths + ~state.finished,

@@ -49,25 +49,27 @@ def decoder_table(model: TransformerConfig, *, stored: Axes, out: Axes, heads: A
       width: splits the residual width, the 2d form (Pope et al. 2022, arXiv:2211.05102, section 3.2.2).
     """
     layer = r"layers\.\d+\."
-    wide = "(gate_proj|up_proj)" if model.activation == "swiglu" else "up_proj"
+    wide = "(gate_proj|up_proj)" if model.is_gated else "up_proj"
     rows = joined(width, stored)
+    norms = "(attention|mlp)_(norm|post_norm)" if model.post_norms else "(attention_norm|mlp_norm)"
     rules = [
         (r"embed\.embedding", P(out, rows)),
         (layer + r"attention\.(q_proj|k_proj|v_proj)\.kernel", P(rows, heads)),
         (layer + r"attention\.o_proj\.kernel", P(heads, rows)),
         (layer + rf"mlp\.{wide}\.kernel", P(rows, out)),
         (layer + r"mlp\.down_proj\.kernel", P(out, rows)),
-        (rf"({layer}(attention_norm|mlp_norm)|final_norm)\.scale", P(width)),
+        (rf"({layer}{norms}|final_norm)\.scale", P(width)),
     ]
     if model.norm == "layernorm":
-        rules.append((rf"({layer}(attention_norm|mlp_norm)|final_norm)\.bias", P(width)))
+        rules.append((rf"({layer}{norms}|final_norm)\.bias", P(width)))
     if model.position == "learned":
         rules.append((r"position\.embedding", P(None, rows)))
     if model.qk_norm:  # one scale for all heads, however they are split
         rules.append((layer + r"attention\.(q_norm|k_norm)\.scale", P()))
+    if model.use_bias or model.qkv_bias:
+        rules.append((layer + r"attention\.(q_proj|k_proj|v_proj)\.bias", P(heads)))
     if model.use_bias:
         rules.append((layer + rf"mlp\.{wide}\.bias", P(out)))
-        rules.append((layer + r"attention\.(q_proj|k_proj|v_proj)\.bias", P(heads)))
         rules.append((layer + r"(attention\.o_proj|mlp\.down_proj)\.bias", P(width)))
     if not model.tie_embeddings:
         rules.append((r"head\.kernel", P(rows, out)))

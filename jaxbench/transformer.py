@@ -1,4 +1,4 @@
-"""The decoder of the Llama, Qwen3 and GPT-2 families in Flax NNX.
+"""The decoder of the Llama, Qwen, Gemma and GPT-2 families in Flax NNX.
 
 Twins: torch_ref/transformer.py, jaxbench/eqx/transformer.py.
 
@@ -34,17 +34,19 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, compute: Compute):
         query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias or config.qkv_bias, dtype=compute.dtype)
         self.q_proj = linear(config.d_model, query_width)
         self.k_proj = linear(config.d_model, kv_width)
         self.v_proj = linear(config.d_model, kv_width)
-        self.o_proj = linear(query_width, config.d_model)
+        self.o_proj = linear(query_width, config.d_model, use_bias=config.use_bias)
         norm = functools.partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps, dtype=compute.dtype)
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.sliding_window, self.implementation = config.sliding_window, compute.implementation
         self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
+        self.query_scale, self.softcap = config.query_scale, config.attention_softcap
+        self.is_local = config.local_rope_theta is not None and config.sliding_window is not None
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
@@ -55,8 +57,11 @@ class Attention(nnx.Module):
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        if context.angles is not None:
-            query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
+        angles = context.local_angles if self.is_local else context.angles
+        if angles is not None:
+            query, key = functional.rotate(query, *angles), functional.rotate(key, *angles)
+        if self.query_scale != 1.0:
+            query = query * self.query_scale
         key = key.transpose(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
         value = value.transpose(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
@@ -71,19 +76,20 @@ class Attention(nnx.Module):
             is_ordered=cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
+            softcap=self.softcap,
         )
         return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
 
 
 class MLP(nnx.Module):
-    """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form (GPT-2)."""
+    """Feed-forward layer: SwiGLU or GEGLU (Shazeer 2020, arXiv:2002.05202), or GELU; GELU in its tanh form (GPT-2)."""
 
     def __init__(self, config: TransformerConfig, compute: Compute):
         linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
-        self.gate_proj = linear(config.d_model, config.d_ff) if config.activation == "swiglu" else None
+        self.gate_proj = linear(config.d_model, config.d_ff) if config.is_gated else None
         self.up_proj = linear(config.d_model, config.d_ff)
         self.down_proj = linear(config.d_ff, config.d_model)
-        self.projection_groups = compute.projection_groups
+        self.activation, self.projection_groups = config.activation, compute.projection_groups
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Feed-forward output of each token."""
@@ -91,11 +97,12 @@ class MLP(nnx.Module):
         if self.gate_proj is None:
             return self.down_proj(jax.nn.gelu(self.up_proj(x).astype(wide), approximate=True).astype(x.dtype))
         gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
-        return self.down_proj(jax.nn.silu(gate.astype(wide)).astype(x.dtype) * up)
+        activate = jax.nn.silu if self.activation == "swiglu" else functools.partial(jax.nn.gelu, approximate=True)
+        return self.down_proj(activate(gate.astype(wide)).astype(x.dtype) * up)
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block; post-norms, where there are any, act on what its branches add (Gemma 2)."""
 
     auxiliary_weight = 0.0  # in training, of the loss that the layer's cache entry carries (KVCache.memory)
 
@@ -104,6 +111,9 @@ class Block(nnx.Module):
         self.attention = Attention(config, compute)
         self.mlp_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
         self.mlp = MLP(config, compute)
+        norm = functools.partial(nn.norm, config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_post_norm = norm() if config.post_norms else None
         self.dropout = config.dropout
 
     def __call__(
@@ -117,10 +127,12 @@ class Block(nnx.Module):
         x = checkpoint_name(x, "input")
         mixed, cached = self._mix(constrain(self.attention_norm(x), "attention_in"), context, cached)
         mixed = checkpoint_name(constrain(mixed, "attention_out"), "attention")
+        mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
         mixed = functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
         x = constrain(x + mixed, "residual")
         fed = self.mlp(constrain(self.mlp_norm(x), "mlp_in"))
         fed = checkpoint_name(constrain(fed, "mlp_out"), "mlp")
+        fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
         fed = functional.dropout(fed, self.dropout, context.dropout, site=sites[1])
         x = constrain(x + fed, "residual")
         return x, cached
@@ -142,19 +154,26 @@ class Transformer(nnx.Module):
             raise ValueError(f"transformer: memory.kind={kind} needs a make_layer, got {make_layer}")
         if kind is not None and compute.scan_layers:
             raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={kind}")
-        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype)
+        if config.global_every is not None and compute.scan_layers:
+            raise ValueError(
+                f"transformer: scan_layers=True needs layers that are alike, got global_every={config.global_every}"
+            )
+        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype, scale=config.embedding_scale)
         self.position = nn.Embed(config.max_seq_len, d_model, dtype=dtype) if config.position == "learned" else None
         layers = [
-            Block(config, compute) if make_layer is None else make_layer(config, i, compute)
+            Block(config.at_layer(i), compute) if make_layer is None else make_layer(config.at_layer(i), i, compute)
             for i in range(config.num_layers)
         ]
         self.layers = nnx.List(layers)
         self.final_norm = nn.norm(config.norm, d_model, eps=config.norm_eps, dtype=dtype)
         head = functools.partial(nn.Linear, d_model, config.vocab_size, use_bias=False, dtype=dtype)
         self.head = None if config.tie_embeddings else head()
-        self.frequencies = None
+        self.frequencies = self.local_frequencies = None
         if config.position == "rotary":
             self.frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        if config.local_rope_theta is not None:
+            self.local_frequencies = rotary.frequencies(config.head_dim, config.local_rope_theta, None)
+        self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
         self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
@@ -191,20 +210,23 @@ class Transformer(nnx.Module):
         key_positions = positions
         if cache is not None:
             key_positions = lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
-        angles = None
+        angles = local_angles = None
         hidden = self.embed(tokens)
         if self.position is None:
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
-        else:
+        if self.local_frequencies is not None:
+            local_angles = functional.rotary_angles(positions, self.local_frequencies, dtype=self.dtype)
+        if self.position is not None:
             hidden = hidden + self.position(jnp.maximum(positions, 0))
-        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
+        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout, local_angles)
         run = self._scan if self.scan_layers else self._unroll
         hidden, keys, values, *memory = run(constrain(hidden, "residual"), context, cache)
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of hidden states, by the head or the tied embedding."""
-        return self.embed.attend(hidden) if self.head is None else self.head(hidden)
+        logits = self.embed.attend(hidden) if self.head is None else self.head(hidden)
+        return logits if self.logit_softcap is None else functional.softcap(logits, cap=self.logit_softcap)
 
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, ...]:
         layers, sites = list(self.layers), philox.dropout_sites(len(self.layers))

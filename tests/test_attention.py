@@ -27,7 +27,7 @@ def inputs(seed: int, length: int, cut: int) -> dict[str, np.ndarray]:
     return tensors | {"positions": positions, "segments": segments}
 
 
-def definition(query, key, value, positions, segments, window):
+def definition(query, key, value, positions, segments, window, softcap=None):
     """Attend one query at a time, in float64, straight from the definition."""
     out = np.zeros((B, T, N, H))
     for b, t, n in np.ndindex(B, T, N):
@@ -41,12 +41,13 @@ def definition(query, key, value, positions, segments, window):
         if allowed:
             kv = n // (N // K)
             scores = query[b, t, n].astype(float) @ key[b, kv][:, allowed].astype(float) / np.sqrt(H)
+            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())
             out[b, t, n] = weights / weights.sum() @ value[b, kv, allowed].astype(float)
     return out
 
 
-def call(module, implementation, window, query, key, value, positions, segments):
+def call(module, implementation, window, query, key, value, positions, segments, softcap=None):
     return module.attention(
         query,
         key,
@@ -55,6 +56,7 @@ def call(module, implementation, window, query, key, value, positions, segments)
         sliding_window=window,
         implementation=implementation,
         block_size=BLOCK,
+        softcap=softcap,
     )
 
 
@@ -76,6 +78,19 @@ def test_every_implementation_equals_the_definition(seed, length, cut, window):
         tensors = [torch.from_numpy(x) for x in arrays.values()]
         actual = call(torch_attention, implementation, window, *tensors)
         np.testing.assert_allclose(actual.numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("module", [attention, torch_attention], ids=["jax", "torch"])
+def test_scores_are_capped_as_the_definition_says_or_the_kernel_is_refused(module):
+    arrays = inputs(0, 9, 5)
+    convert = torch.from_numpy if module is torch_attention else jnp.asarray
+    given_ = [convert(x) for x in arrays.values()]
+    expected = definition(**arrays, window=3, softcap=0.7)
+    for implementation in ("dense", "blocked"):
+        found = np.asarray(call(module, implementation, 3, *given_, softcap=0.7))
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+    with pytest.raises(ValueError, match=r"softcap=0.7 goes with dense and blocked attention.*implementation='fused'"):
+        call(module, "fused", 3, *given_, softcap=0.7)
 
 
 def test_a_row_that_may_attend_to_nothing_is_zero_with_zero_gradient():

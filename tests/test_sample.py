@@ -100,6 +100,19 @@ def test_a_row_ends_with_its_end_token_and_the_others_go_on(backend):
         np.testing.assert_array_equal(ended.tokens[row, :stop], free.tokens[row, :stop])
 
 
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_a_row_ends_with_the_first_of_several_end_tokens(backend):
+    free = make(backend, temperature=1.0)(PROMPTS, max_new_tokens=NEW, seed=5)
+    ends = (int(free.tokens[0, 4]), int(free.tokens[1, 2]))
+    ended = make(backend, temperature=1.0, eos_id=ends)(PROMPTS, max_new_tokens=NEW, seed=5)
+    for row in range(len(PROMPTS)):
+        is_end = np.isin(free.tokens[row], ends)
+        stop = int(is_end.argmax()) + 1 if is_end.any() else NEW
+        assert ended.lengths[row] == stop and (ended.tokens[row, stop:] == -1).all()
+        np.testing.assert_array_equal(ended.tokens[row, :stop], free.tokens[row, :stop])
+    assert {int(ended.tokens[row, ended.lengths[row] - 1]) for row in (0, 1)} == set(ends)
+
+
 def test_one_new_token_needs_no_decode_program():
     generator = make("flax")
     first = generator(PROMPTS, max_new_tokens=1, seed=0)

@@ -22,7 +22,8 @@ GPT2 = LLAMA.model_copy(
     }
 )  # fmt: skip
 QWEN3 = LLAMA.model_copy(update={"qk_norm": True, "head_dim": 32})
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3}
+GEMMA2 = LLAMA.model_copy(update={"activation": "geglu", "post_norms": True, "qkv_bias": True})  # and Qwen2's biases
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "gemma2": GEMMA2}
 
 
 # What stores a part of every kernel, and what splits feed-forward width and vocabulary.

@@ -14,6 +14,7 @@ from jaxbench import initial, nn, transformer
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.eqx import nn as eqx_nn
 from jaxbench.eqx import transformer as eqx_transformer
+from jaxbench.parity import cases
 from torch_ref import nn as torch_nn
 from torch_ref import transformer as torch_transformer
 
@@ -40,6 +41,7 @@ GPT2 = LLAMA.model_copy(
         "tie_embeddings": False,
     }
 )
+GEMMA3 = LLAMA.model_copy(update=cases.GEMMA3 | {"global_every": 2})
 PARAMS = initial.initial_params(LLAMA, 0, distinct=True)
 POSITIONS = np.tile(np.arange(T, dtype=np.int32), (B, 1))
 
@@ -84,7 +86,7 @@ def test_a_packed_document_equals_the_document_alone(forward, seed, cut):
     np.testing.assert_allclose(packed[:, cut:], alone[:, : T - cut], atol=2e-5)
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3, GPT2], ids=["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, GPT2, GEMMA3], ids=["llama", "qwen3", "gpt2", "gemma3"])
 def test_prefill_then_cached_steps_equal_the_whole_pass(config):
     graph, state = nnx.split(transformer.build(config, initial.initial_params(config, 0, distinct=True)))
 
@@ -154,6 +156,13 @@ def test_bfloat16_logits_stay_near_float32_ones_and_their_gradients_are_finite()
 
 
 MODULES = [(transformer, nn), (eqx_transformer, eqx_nn), (torch_transformer, torch_nn)]
+
+
+@pytest.mark.parametrize(("module", "layers"), MODULES, ids=["flax", "equinox", "torch"])
+def test_layers_with_windows_of_their_own_cannot_be_scanned(module, layers):
+    params = initial.initial_params(GEMMA3, 0)
+    with pytest.raises(ValueError, match="scan_layers=True needs layers that are alike, got global_every=2"):
+        module.build(GEMMA3, params, scan_layers=True)
 
 
 @pytest.mark.parametrize(("module", "layers"), MODULES, ids=["flax", "equinox", "torch"])

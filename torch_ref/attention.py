@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jaxbench import prompts
+from torch_ref import functional
 
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
@@ -59,6 +60,7 @@ class Context(NamedTuple):
     angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None  # cosine, sine; None with learned positions
     slot: Tensor | int | None  # where the call's first key goes in the cache; None without a cache
     dropout: tuple[Tensor, Tensor | int] | None  # Philox key, step; None = no dropout
+    local_angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None = None  # of layers with a window
 
 
 def attention_mask(spans: Spans, sliding_window: int | None) -> Bool[Tensor, "B T S"]:
@@ -82,6 +84,7 @@ def attention(
     is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
+    softcap: float | None = None,
 ) -> Float[Tensor, "B T N H"]:
     """Attention output of grouped key-value heads, as jaxbench.attention.attention.
 
@@ -89,13 +92,18 @@ def attention(
     mask, but is told that it is causal.
 
     Raises:
-      ValueError: N is not a multiple of K, or the implementation is unknown.
+      ValueError: N is not a multiple of K, or the implementation is unknown or has no softcap.
     """
     num_heads, num_kv_heads = query.shape[2], key.shape[1]
     if num_heads % num_kv_heads:
         raise ValueError(f"attention: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if softcap is not None and implementation not in ("dense", "blocked"):
+        raise ValueError(
+            f"attention: softcap={softcap} goes with dense and blocked attention, not with "
+            f"implementation={implementation!r}"
+        )
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.to(key.dtype)
@@ -104,11 +112,12 @@ def attention(
         index = torch.arange(key.shape[3], dtype=spans.query_positions.dtype, device=key.device)
         spans, is_plain = spans._replace(key_positions=index[None].expand(batch, -1)), False
     if implementation == "blocked" and key.shape[3] > block_size:
-        mixed = _blocked(grouped, key, value, spans, sliding_window, block_size)
+        mixed = _blocked(grouped, key, value, spans, sliding_window, block_size, softcap)
     elif is_fused:
         mixed = _fused(grouped, key, value, None if is_plain else attention_mask(spans, sliding_window))
     else:
-        mixed = (_ordered if is_ordered else _dense)(grouped, key, value, attention_mask(spans, sliding_window))
+        dense = _ordered if is_ordered else _dense
+        mixed = dense(grouped, key, value, attention_mask(spans, sliding_window), softcap)
     return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
@@ -117,10 +126,13 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum(equation, left, right).to(torch.promote_types(left.dtype, torch.float32))
 
 
-def _scores(query: Float[Tensor, "B K G T H"], key: Float[Tensor, "B K H S"], mask: Bool[Tensor, "B T S"]) -> Tensor:
-    """Scaled attention scores [B K G T S], -inf where the mask is False."""
-    scores = _einsum("BKGTH,BKHS->BKGTS", query, key)
-    return torch.where(mask[:, None, None], scores / math.sqrt(query.shape[-1]), -math.inf)
+def _scores(
+    query: Float[Tensor, "B K G T H"], key: Float[Tensor, "B K H S"], mask: Bool[Tensor, "B T S"], softcap: float | None
+) -> Tensor:
+    """Scaled attention scores [B K G T S], capped, -inf where the mask is False."""
+    scores = _einsum("BKGTH,BKHS->BKGTS", query, key) / math.sqrt(query.shape[-1])
+    scores = scores if softcap is None else functional.softcap(scores, cap=softcap)
+    return torch.where(mask[:, None, None], scores, -math.inf)
 
 
 def _row_max(scores: Tensor) -> Tensor:
@@ -134,8 +146,9 @@ def _dense(
     key: Float[Tensor, "B K H S"],
     value: Float[Tensor, "B K S H"],
     mask: Bool[Tensor, "B T S"],
+    softcap: float | None,
 ) -> Float[Tensor, "B K G T H"]:
-    scores = _scores(query, key, mask)
+    scores = _scores(query, key, mask, softcap)
     weights = torch.exp(scores - _row_max(scores))
     total = torch.sum(weights, dim=-1, keepdim=True)
     weights = weights / torch.where(total > 0, total, 1.0)
@@ -147,12 +160,13 @@ def _ordered(
     key: Float[Tensor, "B K H T"],
     value: Float[Tensor, "B K T H"],
     mask: Bool[Tensor, "B T T"],
+    softcap: float | None,
 ) -> Float[Tensor, "B K G T H"]:
     """Attend one part of the queries after another, each to the keys up to its own end."""
     parts = []
     for start, end in prompts.query_parts(query.shape[3]):
         visible = (key[..., :end], value[:, :, :end], mask[:, start:end, :end])
-        parts.append(_dense(query[:, :, :, start:end], *visible))
+        parts.append(_dense(query[:, :, :, start:end], *visible, softcap))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
 
@@ -184,6 +198,7 @@ def _blocked(
     spans: Spans,
     sliding_window: int | None,
     block_size: int,
+    softcap: float | None,
 ) -> Float[Tensor, "B K G T H"]:
     """Online softmax over key blocks, for one block of queries after another; rematerialised in the backward pass."""
 
@@ -196,7 +211,7 @@ def _blocked(
             block = slice(first, first + block_size)
             cuts = (part, block, part, block)
             own = Spans(*(None if x is None else x[:, cut] for x, cut in zip(spans, cuts)))
-            scores = _scores(query, key[..., block], attention_mask(own, sliding_window))
+            scores = _scores(query, key[..., block], attention_mask(own, sliding_window), softcap)
             carry = _absorb(carry, scores, value[:, :, block])
         _, total, summed = carry
         return (summed / torch.where(total > 0, total, 1.0)).to(query.dtype)

@@ -107,6 +107,11 @@ def rms_norm(x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], *, eps: fl
     return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * scale
 
 
+def softcap(x: Float[Tensor, "..."], *, cap: float) -> Float[Tensor, "..."]:
+    """Bound values smoothly: cap * tanh(x / cap) (Gemma Team 2024, arXiv:2408.00118, section 2)."""
+    return torch.tanh(x / cap) * cap
+
+
 def layer_norm(
     x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], bias: Float[Tensor, " D"], *, eps: float
 ) -> Float[Tensor, "*rows D"]:

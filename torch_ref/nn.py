@@ -42,15 +42,17 @@ def project(
 
 
 class Embed(torch.nn.Module):
-    """A table of vectors by index; transposed, the output head of a tied model."""
+    """A table of vectors by index; transposed, the output head of a tied model. scale multiplies what is looked up."""
 
-    def __init__(self, num_embeddings: int, features: int, *, dtype: str):
+    def __init__(self, num_embeddings: int, features: int, *, dtype: str, scale: float = 1.0):
         super().__init__()
         self.embedding = torch.nn.Parameter(torch.zeros(num_embeddings, features, dtype=getattr(torch, dtype)))
+        self.scale = scale
 
     def forward(self, index: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         """Embedding of each index."""
-        return functional.take_rows(self.embedding, index)
+        rows = functional.take_rows(self.embedding, index)
+        return rows if self.scale == 1.0 else rows * self.scale
 
     def attend(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
         """Logits of a tied head: dot product of x with every embedding."""

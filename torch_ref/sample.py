@@ -136,7 +136,7 @@ class Generator(prompts.GeneratorBase):
         self,
         model: Transformer,
         *,
-        eos_id: int | None,
+        eos_id: int | Sequence[int] | None,
         sampling: SamplingParams,
         processors: Sequence[LogitsProcessor] = (),
     ):
@@ -234,7 +234,7 @@ class Generator(prompts.GeneratorBase):
             step_and_slot = (torch.tensor(x, device=self._device) for x in (state.step, state.slot))
             state = state._replace(**dict(zip(("step", "slot"), step_and_slot)))
         # Without an end token no row ends, and asking the device each step whether all have would only wait for it.
-        while step < limit and (self._eos_id is None or not state.finished.all()):
+        while step < limit and not (self._eos_ids and state.finished.all()):
             state, step = self._next(state), step + 1
             state = self._kept(state) if self._is_whole else state
         return state._replace(step=step, slot=ahead + step)
@@ -287,7 +287,9 @@ class Generator(prompts.GeneratorBase):
                 states[i], drawn = self._processors[i].draw(*given)
                 token = torch.where(token < 0, drawn.to(token.dtype), token)
             token = _fill(token, state.finished, lambda: sample(logits))
-        is_end = torch.zeros_like(state.finished) if self._eos_id is None else token == self._eos_id
+        is_end = torch.zeros_like(state.finished)
+        for eos_id in self._eos_ids:
+            is_end = is_end | (token == eos_id)
         tokens = state.tokens.scatter(1, state.lengths[:, None], token[:, None].to(state.tokens.dtype))
         return state._replace(
             tokens=tokens,

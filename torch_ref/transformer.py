@@ -1,4 +1,4 @@
-"""The decoder of the Llama, Qwen3 and GPT-2 families in PyTorch.
+"""The decoder of the Llama, Qwen, Gemma and GPT-2 families in PyTorch.
 
 Twins: jaxbench/transformer.py, jaxbench/eqx/transformer.py.
 """
@@ -30,17 +30,19 @@ class Attention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, compute: Compute):
         super().__init__()
         query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias or config.qkv_bias, dtype=compute.dtype)
         self.q_proj = linear(config.d_model, query_width)
         self.k_proj = linear(config.d_model, kv_width)
         self.v_proj = linear(config.d_model, kv_width)
-        self.o_proj = linear(query_width, config.d_model)
+        self.o_proj = linear(query_width, config.d_model, use_bias=config.use_bias)
         norm = functools.partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps, dtype=compute.dtype)
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.sliding_window, self.implementation = config.sliding_window, compute.implementation
         self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
+        self.query_scale, self.softcap = config.query_scale, config.attention_softcap
+        self.is_local = config.local_rope_theta is not None and config.sliding_window is not None
 
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, cached: tuple[Tensor, Tensor] | None = None
@@ -51,8 +53,11 @@ class Attention(torch.nn.Module):
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        if context.angles is not None:
-            query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
+        angles = context.local_angles if self.is_local else context.angles
+        if angles is not None:
+            query, key = functional.rotate(query, *angles), functional.rotate(key, *angles)
+        if self.query_scale != 1.0:
+            query = query * self.query_scale
         key = key.transpose(1, 2).reshape(batch * self.num_kv_heads, length, self.head_dim).transpose(1, 2)
         value = value.transpose(1, 2).reshape(batch * self.num_kv_heads, length, self.head_dim)
         filled = None  # slots to attend to, None = all
@@ -69,6 +74,7 @@ class Attention(torch.nn.Module):
             is_ordered=cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
+            softcap=self.softcap,
         )
         return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
 
@@ -83,26 +89,27 @@ def _write(cached: Tensor, new: Tensor, slot: Tensor | int, *, dim: int) -> Tens
 
 
 class MLP(torch.nn.Module):
-    """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form (GPT-2)."""
+    """Feed-forward layer: SwiGLU or GEGLU (Shazeer 2020, arXiv:2002.05202), or GELU; GELU in its tanh form (GPT-2)."""
 
     def __init__(self, config: TransformerConfig, compute: Compute):
         super().__init__()
         linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
-        self.gate_proj = linear(config.d_model, config.d_ff) if config.activation == "swiglu" else None
+        self.gate_proj = linear(config.d_model, config.d_ff) if config.is_gated else None
         self.up_proj = linear(config.d_model, config.d_ff)
         self.down_proj = linear(config.d_ff, config.d_model)
-        self.projection_groups = compute.projection_groups
+        self.activation, self.projection_groups = config.activation, compute.projection_groups
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """Feed-forward output of each token."""
         if self.gate_proj is None:
             return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
         gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
-        return self.down_proj(F.silu(gate) * up)
+        gate = F.silu(gate) if self.activation == "swiglu" else F.gelu(gate, approximate="tanh")
+        return self.down_proj(gate * up)
 
 
 class Block(torch.nn.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block; post-norms, where there are any, act on what its branches add (Gemma 2)."""
 
     auxiliary_weight = 0.0  # in training, of the loss that the layer's cache entry carries (KVCache.memory)
 
@@ -112,6 +119,9 @@ class Block(torch.nn.Module):
         self.attention = Attention(config, compute)
         self.mlp_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
         self.mlp = MLP(config, compute)
+        norm = functools.partial(nn.norm, config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_post_norm = norm() if config.post_norms else None
         self.dropout = config.dropout
 
     def forward(
@@ -119,8 +129,11 @@ class Block(torch.nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, Tensor]]:
         """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         mixed, cached = self._mix(self.attention_norm(x), context, cached)
+        mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
         x = x + functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
-        x = x + functional.dropout(self.mlp(self.mlp_norm(x)), self.dropout, context.dropout, site=sites[1])
+        fed = self.mlp(self.mlp_norm(x))
+        fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
+        x = x + functional.dropout(fed, self.dropout, context.dropout, site=sites[1])
         return x, cached
 
     def _mix(self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None) -> tuple[Tensor, tuple]:
@@ -145,10 +158,14 @@ class Transformer(torch.nn.Module):
         if compute.torch_compile not in ("", "layers", "step") or (kind is not None and compute.torch_compile):
             wanted = "'', 'layers' or 'step', and layers that are alike"
             raise ValueError(f"transformer: torch_compile={compute.torch_compile!r} and memory={kind}, wanted {wanted}")
-        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype)
+        if config.global_every is not None and compute.scan_layers:
+            raise ValueError(
+                f"transformer: scan_layers=True needs layers that are alike, got global_every={config.global_every}"
+            )
+        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype, scale=config.embedding_scale)
         self.position = nn.Embed(config.max_seq_len, d_model, dtype=dtype) if config.position == "learned" else None
         layers = [
-            Block(config, compute) if make_layer is None else make_layer(config, i, compute)
+            Block(config.at_layer(i), compute) if make_layer is None else make_layer(config.at_layer(i), i, compute)
             for i in range(config.num_layers)
         ]
         self.layers = torch.nn.ModuleList(layers)
@@ -157,9 +174,12 @@ class Transformer(torch.nn.Module):
         self.final_norm = nn.norm(config.norm, d_model, eps=config.norm_eps, dtype=dtype)
         head = functools.partial(nn.Linear, d_model, config.vocab_size, use_bias=False, dtype=dtype)
         self.head = None if config.tie_embeddings else head()
-        self.frequencies = None
+        self.frequencies = self.local_frequencies = None
         if config.position == "rotary":
             self.frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        if config.local_rope_theta is not None:
+            self.local_frequencies = rotary.frequencies(config.head_dim, config.local_rope_theta, None)
+        self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.torch_compile = compute.torch_compile
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
@@ -209,13 +229,15 @@ class Transformer(torch.nn.Module):
             raise ValueError(f"features: positions {tuple(positions.shape)} for a cache of rows without positions")
         else:
             key_positions = _write(cache.positions, positions, slot, dim=1)
-        angles = None
+        angles = local_angles = None
         hidden = self.embed(tokens)
         if self.position is None:
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
-        else:
+        if self.local_frequencies is not None:
+            local_angles = functional.rotary_angles(positions, self.local_frequencies, dtype=self.dtype)
+        if self.position is not None:
             hidden = hidden + self.position(torch.clamp(positions, min=0))
-        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
+        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout, local_angles)
         cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
         for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
@@ -238,7 +260,8 @@ class Transformer(torch.nn.Module):
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Logits of hidden states, by the head or the tied embedding."""
-        return self.embed.attend(hidden) if self.head is None else self.head(hidden)
+        logits = self.embed.attend(hidden) if self.head is None else self.head(hidden)
+        return logits if self.logit_softcap is None else functional.softcap(logits, cap=self.logit_softcap)
 
 
 def build(

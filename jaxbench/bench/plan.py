@@ -126,7 +126,7 @@ def random_decoder(model: str) -> TransformerConfig | None:
 
 def find_model(suite: Suite, workdir: Path) -> Model:
     """Model as a Hugging Face folder, written once into the cache where it came as GGUF."""
-    from jaxbench.pretrained import families, weights
+    from jaxbench.pretrained import hf_config, weights
 
     if (shape := random_decoder(suite.model)) is not None:
         return _random_model(shape, workdir, distinct=suite.model == "tiny")
@@ -141,7 +141,7 @@ def find_model(suite: Suite, workdir: Path) -> Model:
         weights.save_checkpoint(folder, checkpoint.config, checkpoint.params)
         return Model(checkpoint.config, folder, sha256, path)
     values = json.loads((folder / "config.json").read_text())
-    return Model(families.config_from_hf(values, folder), folder, sha256, path)
+    return Model(hf_config.config_from_hf(values, folder), folder, sha256, path)
 
 
 def _random_model(config: TransformerConfig, workdir: Path, *, distinct: bool) -> Model:

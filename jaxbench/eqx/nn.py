@@ -44,16 +44,19 @@ def project(
 
 
 class Embed(eqx.Module):
-    """A table of vectors by index; transposed, the output head of a tied model."""
+    """A table of vectors by index; transposed, the output head of a tied model. scale multiplies what is looked up."""
 
     embedding: Array
+    scale: float = eqx.field(static=True)
 
-    def __init__(self, num_embeddings: int, features: int, *, dtype: str):
+    def __init__(self, num_embeddings: int, features: int, *, dtype: str, scale: float = 1.0):
         self.embedding = jnp.zeros((num_embeddings, features), dtype)
+        self.scale = scale
 
     def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Embedding of each index."""
-        return functional.take_rows(self.embedding, index)
+        rows = functional.take_rows(self.embedding, index)
+        return rows if self.scale == 1.0 else rows * self.scale
 
     def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits of a tied head: dot product of x with every embedding."""

@@ -1,4 +1,4 @@
-"""The decoder of the Llama, Qwen3 and GPT-2 families in Equinox.
+"""The decoder of the Llama, Qwen, Gemma and GPT-2 families in Equinox.
 
 Twins: jaxbench/transformer.py, torch_ref/transformer.py.
 """
@@ -41,20 +41,25 @@ class Attention(eqx.Module):
     implementation: str = eqx.field(static=True)
     block_size: int = eqx.field(static=True)
     projection_groups: int = eqx.field(static=True)
+    query_scale: float = eqx.field(static=True)
+    softcap: float | None = eqx.field(static=True)
+    is_local: bool = eqx.field(static=True)
 
     def __init__(self, config: TransformerConfig, compute: Compute):
         query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
+        linear = functools.partial(nn.Linear, use_bias=config.use_bias or config.qkv_bias, dtype=compute.dtype)
         self.q_proj = linear(config.d_model, query_width)
         self.k_proj = linear(config.d_model, kv_width)
         self.v_proj = linear(config.d_model, kv_width)
-        self.o_proj = linear(query_width, config.d_model)
+        self.o_proj = linear(query_width, config.d_model, use_bias=config.use_bias)
         norm = functools.partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps, dtype=compute.dtype)
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.sliding_window, self.implementation = config.sliding_window, compute.implementation
         self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
+        self.query_scale, self.softcap = config.query_scale, config.attention_softcap
+        self.is_local = config.local_rope_theta is not None and config.sliding_window is not None
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
@@ -65,8 +70,11 @@ class Attention(eqx.Module):
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        if context.angles is not None:
-            query, key = functional.rotate(query, *context.angles), functional.rotate(key, *context.angles)
+        angles = context.local_angles if self.is_local else context.angles
+        if angles is not None:
+            query, key = functional.rotate(query, *angles), functional.rotate(key, *angles)
+        if self.query_scale != 1.0:
+            query = query * self.query_scale
         key = key.transpose(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
         value = value.transpose(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
@@ -81,24 +89,26 @@ class Attention(eqx.Module):
             is_ordered=cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
+            softcap=self.softcap,
         )
         return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
 
 
 class MLP(eqx.Module):
-    """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form (GPT-2)."""
+    """Feed-forward layer: SwiGLU or GEGLU (Shazeer 2020, arXiv:2002.05202), or GELU; GELU in its tanh form (GPT-2)."""
 
     gate_proj: nn.Linear | None
     up_proj: nn.Linear
     down_proj: nn.Linear
+    activation: str = eqx.field(static=True)
     projection_groups: int = eqx.field(static=True)
 
     def __init__(self, config: TransformerConfig, compute: Compute):
         linear = functools.partial(nn.Linear, use_bias=config.use_bias, dtype=compute.dtype)
-        self.gate_proj = linear(config.d_model, config.d_ff) if config.activation == "swiglu" else None
+        self.gate_proj = linear(config.d_model, config.d_ff) if config.is_gated else None
         self.up_proj = linear(config.d_model, config.d_ff)
         self.down_proj = linear(config.d_ff, config.d_model)
-        self.projection_groups = compute.projection_groups
+        self.activation, self.projection_groups = config.activation, compute.projection_groups
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Feed-forward output of each token."""
@@ -106,16 +116,19 @@ class MLP(eqx.Module):
         if self.gate_proj is None:
             return self.down_proj(jax.nn.gelu(self.up_proj(x).astype(wide), approximate=True).astype(x.dtype))
         gate, up = nn.project(x, (self.gate_proj, self.up_proj), groups=self.projection_groups)
-        return self.down_proj(jax.nn.silu(gate.astype(wide)).astype(x.dtype) * up)
+        activate = jax.nn.silu if self.activation == "swiglu" else functools.partial(jax.nn.gelu, approximate=True)
+        return self.down_proj(activate(gate.astype(wide)).astype(x.dtype) * up)
 
 
 class Block(eqx.Module):
-    """Pre-norm residual block."""
+    """Pre-norm residual block; post-norms, where there are any, act on what its branches add (Gemma 2)."""
 
     attention_norm: nn.RMSNorm | nn.LayerNorm
     attention: Attention
     mlp_norm: nn.RMSNorm | nn.LayerNorm
     mlp: MLP
+    attention_post_norm: nn.RMSNorm | nn.LayerNorm | None
+    mlp_post_norm: nn.RMSNorm | nn.LayerNorm | None
     dropout: float = eqx.field(static=True)
 
     def __init__(self, config: TransformerConfig, compute: Compute):
@@ -123,6 +136,9 @@ class Block(eqx.Module):
         self.attention = Attention(config, compute)
         self.mlp_norm = nn.norm(config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
         self.mlp = MLP(config, compute)
+        norm = functools.partial(nn.norm, config.norm, config.d_model, eps=config.norm_eps, dtype=compute.dtype)
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_post_norm = norm() if config.post_norms else None
         self.dropout = config.dropout
 
     def __call__(
@@ -134,8 +150,11 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
         """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
         mixed, cached = self.attention(self.attention_norm(x), context, cached)
+        mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
         x = x + functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
-        x = x + functional.dropout(self.mlp(self.mlp_norm(x)), self.dropout, context.dropout, site=sites[1])
+        fed = self.mlp(self.mlp_norm(x))
+        fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
+        x = x + functional.dropout(fed, self.dropout, context.dropout, site=sites[1])
         return x, cached
 
 
@@ -151,6 +170,8 @@ class Transformer(eqx.Module):
     final_norm: nn.RMSNorm | nn.LayerNorm
     head: nn.Linear | None
     frequencies: tuple[float, ...] | None = eqx.field(static=True)
+    local_frequencies: tuple[float, ...] | None = eqx.field(static=True)
+    logit_softcap: float | None = eqx.field(static=True)
     dtype: str = eqx.field(static=True)
     scan_layers: bool = eqx.field(static=True)
     max_seq_len: int = eqx.field(static=True)
@@ -160,18 +181,25 @@ class Transformer(eqx.Module):
         if config.layer_kind is not None:
             raise ValueError(f"transformer: the Equinox twin has no memory layers, got memory.kind={config.layer_kind}")
         d_model, dtype = config.d_model, compute.dtype
-        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype)
+        if config.global_every is not None and compute.scan_layers:
+            raise ValueError(
+                f"transformer: scan_layers=True needs layers that are alike, got global_every={config.global_every}"
+            )
+        self.embed = nn.Embed(config.vocab_size, d_model, dtype=dtype, scale=config.embedding_scale)
         self.position = nn.Embed(config.max_seq_len, d_model, dtype=dtype) if config.position == "learned" else None
         self.layers = [
-            Block(config, compute) if make_layer is None else make_layer(config, i, compute)
+            Block(config.at_layer(i), compute) if make_layer is None else make_layer(config.at_layer(i), i, compute)
             for i in range(config.num_layers)
         ]
         self.final_norm = nn.norm(config.norm, d_model, eps=config.norm_eps, dtype=dtype)
         head = functools.partial(nn.Linear, d_model, config.vocab_size, use_bias=False, dtype=dtype)
         self.head = None if config.tie_embeddings else head()
-        self.frequencies = None
+        self.frequencies = self.local_frequencies = None
         if config.position == "rotary":
             self.frequencies = rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        if config.local_rope_theta is not None:
+            self.local_frequencies = rotary.frequencies(config.head_dim, config.local_rope_theta, None)
+        self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
         self.auxiliary_weight = 0.0  # train.loss_fn asks for it: no layer here has a loss of its own
 
@@ -207,20 +235,23 @@ class Transformer(eqx.Module):
         key_positions = positions
         if cache is not None:
             key_positions = lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
-        angles = None
+        angles = local_angles = None
         hidden = self.embed(tokens)
         if self.position is None:
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
-        else:
+        if self.local_frequencies is not None:
+            local_angles = functional.rotary_angles(positions, self.local_frequencies, dtype=self.dtype)
+        if self.position is not None:
             hidden = hidden + self.position(jnp.maximum(positions, 0))
-        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout)
+        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout, local_angles)
         run = self._scan if self.scan_layers else self._unroll
         hidden, keys, values = run(hidden, context, cache)
         return self.final_norm(hidden), KVCache(keys, values, key_positions)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of hidden states, by the head or the tied embedding."""
-        return self.embed.attend(hidden) if self.head is None else self.head(hidden)
+        logits = self.embed.attend(hidden) if self.head is None else self.head(hidden)
+        return logits if self.logit_softcap is None else functional.softcap(logits, cap=self.logit_softcap)
 
     def _unroll(self, hidden: Array, context: Context, cache: KVCache | None) -> tuple[Array, tuple, tuple]:
         cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)

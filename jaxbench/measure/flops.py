@@ -124,7 +124,7 @@ def _forward_flops(
     rows = batch * tokens
     query = config.num_heads * config.head_dim
     projections = 2 * config.d_model * (query + config.num_kv_heads * config.head_dim)
-    num_matrices = 3 if config.activation == "swiglu" else 2
+    num_matrices = 3 if config.is_gated else 2
     return {
         "projections": 2 * rows * projections * config.num_layers,
         "scores": 4 * batch * pairs * query * config.num_layers,

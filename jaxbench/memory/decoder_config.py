@@ -55,6 +55,12 @@ class MemoryTransformerConfig(TransformerConfig):
                 f"memory: kind={m.kind} has an attention of its own, which does not normalise queries and keys; with "
                 "qk_norm=true use kind=lmm, or set qk_norm=false"
             )
+        others = {name: getattr(self, name) for name in ("qkv_bias", "attention_softcap", "global_every")}
+        others = {name: value for name, value in others.items() if value}
+        if self.query_scale != 1.0:
+            others["query_scale"] = self.query_scale  # of yarn, or of query_pre_attn_scalar
+        if others and m.kind != "lmm":
+            raise ValueError(f"memory: kind={m.kind} has an attention of its own, which has no {others}; use kind=lmm")
         self.block()
         return self
 

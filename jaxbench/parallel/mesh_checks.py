@@ -49,6 +49,11 @@ def _check_pipeline(
             f"parallel: stage={stages} with micro_batches={micro} needs layers that are alike, and "
             f"memory.kind={model.layer_kind} makes some of them differ; use data, fsdp and model"
         )
+    if model.global_every is not None or model.logit_softcap is not None:
+        raise ValueError(
+            f"parallel: stage={stages} with micro_batches={micro} needs layers that are alike and plain logits, got "
+            f"global_every={model.global_every} and logit_softcap={model.logit_softcap}; use data, fsdp and model"
+        )
     if micro % stages:
         raise ValueError(f"parallel: micro_batches={micro} is not a multiple of stage={stages}")
     if parallel.mesh.is_2d or sizes[SEQUENCE] > 1 or parallel.sequence_parallel:

@@ -45,8 +45,16 @@ GPT2 = LLAMA.model_copy(
 )
 # Heads wider together than the residual stream, as in the small models of the family.
 QWEN3 = {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6}
+# Parts of the three releases of the family; windows in all layers but the last of two or of three.
+GEMMA = {"activation": "geglu", "embedding_scale": 32**0.5, "norm_eps": 1e-6, "head_dim": 16}
+GEMMA2 = GEMMA | {
+    "post_norms": True, "query_pre_attn_scalar": 12.0, "attention_softcap": 2.0, "logit_softcap": 3.0,
+    "sliding_window": 5, "global_every": 2,
+}  # fmt: skip
+GEMMA3 = GEMMA2 | {"attention_softcap": None, "local_rope_theta": 1e3, "qk_norm": True, "global_every": 3}
 BLOCKED = {"implementation": "blocked", "block_size": 4}
 LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
+YARN_SCALING = RotaryScaling(kind="yarn", factor=4.0, original_max_seq_len=64, beta_fast=8.0)
 GATED = with_memory(LLAMA, DecoderMemory(
     kind="mag", layers=(1,), window=4, num_persistent=2, max_documents=2,
     neural=NeuralMemoryConfig(d_model=32, num_heads=2, head_dim=8, chunk_size=4),
@@ -124,6 +132,7 @@ CASES: tuple[Case, ...] = (
     _llama("llama-window", sampled=True, sliding_window=5),
     _llama("llama-rope-linear", rope_scaling=RotaryScaling(kind="linear", factor=4.0)),
     _llama("llama-rope-llama3", rope_scaling=LLAMA3_SCALING, rope_theta=500000.0),
+    _llama("llama-rope-yarn", rope_scaling=YARN_SCALING),
     _llama("llama-packed", packed=True),
     _llama("llama-blocked", options=BLOCKED),
     _llama("llama-blocked-window", options=BLOCKED, sliding_window=5, packed=True),
@@ -131,6 +140,13 @@ CASES: tuple[Case, ...] = (
     _llama("llama-fused", options={"projection_groups": 2}, use_bias=True),  # two parts, as over a mesh's model=2
     _llama("qwen3", sampled=True, **QWEN3),
     _llama("qwen3-untied-scan", options={"scan_layers": True, "projection_groups": 2}, tie_embeddings=False, **QWEN3),
+    _llama("qwen2", qkv_bias=True),
+    _llama("qwen2-untied-scan", options={"scan_layers": True, "projection_groups": 2}, tie_embeddings=False,
+           qkv_bias=True),
+    _llama("gemma", **GEMMA),
+    _llama("gemma2", sampled=True, **GEMMA2),
+    _llama("gemma2-blocked", options=BLOCKED, packed=True, **GEMMA2),
+    _llama("gemma3", num_layers=3, rope_scaling=RotaryScaling(kind="linear", factor=4.0), **GEMMA3),
     Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),

@@ -35,6 +35,8 @@ LLAMA = TransformerConfig(
 OTHER = {"num_kv_heads": 4, "norm": "layernorm", "activation": "gelu", "position": "learned", "use_bias": True}
 FAMILIES = {"llama": LLAMA, "gpt2": LLAMA.model_copy(update=OTHER | {"tie_embeddings": False})}
 FAMILIES |= {"qwen3": LLAMA.model_copy(update={"qk_norm": True, "head_dim": 8})}
+GEMMA = {"activation": "geglu", "embedding_scale": 4.0, "post_norms": True, "query_pre_attn_scalar": 6.0}
+FAMILIES |= {"gemma": LLAMA.model_copy(update=GEMMA | {"qkv_bias": True})}  # what a pipeline can do of it, and Qwen2's
 # What the rows axis does: devices that split the batch, and the ZeRO stage.
 ROWS = {
     "one": {},
@@ -94,8 +96,9 @@ FORMS = (
     form("2.5d", model_x=2, model_y=2, data=2),
     form("3d", FAMILIES["qwen3"], model_x=2, model_y=2, fsdp=2),
 )
-# A pipeline that splits heads over `model`, each of which adds to the gradient of the scales they share.
-SHARED_SCALES = (case("qwen3", 2, 1, "1f1b", 2, "zero1"),)
+# Pipelines that split heads over `model`, each of which adds to the gradient of the scales they share; norms behind
+# the sum over `model`.
+SHARED_SCALES = (case("qwen3", 2, 1, "1f1b", 2, "zero1"), case("gemma", 2, 1, "1f1b", 2, "zero1"))
 PAIRWISE = FORMS + tuple(
     case(*values)
     for values in (

@@ -105,6 +105,12 @@ def _qk_norm_of_all_heads(original: Callable, self: nn.RMSNorm, x: torch.Tensor)
     return x * torch.rsqrt(mean_square + self.eps) * self.scale
 
 
+def _post_norm_scales_alone(original: Callable, self: transformer.Block, *args: Any) -> Any:
+    norm = self.attention_post_norm
+    with mock.patch.object(norm, "forward", lambda x: x * norm.scale):
+        return original(self, *args)
+
+
 def _causal_leak(original: Callable, spans: attention.Spans, sliding_window: int | None) -> torch.Tensor:
     return original(spans._replace(query_positions=spans.query_positions + 1), sliding_window)
 
@@ -120,8 +126,8 @@ def _attention_scale(original: Callable, self: transformer.Transformer, *args: A
         return original(self, *args, **options)
 
 
-def _softmax_bfloat16(original: Callable, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
-    scores = attention._scores(query, key, mask).masked_fill(~mask[:, None, None], -1e30)
+def _softmax_bfloat16(original: Callable, query: Any, key: Any, value: Any, mask: Any, softcap: Any) -> torch.Tensor:
+    scores = attention._scores(query, key, mask, softcap).masked_fill(~mask[:, None, None], -1e30)
     weights = torch.softmax(scores.bfloat16(), dim=-1).to(value.dtype)
     weights = weights * mask.any(-1)[:, None, None, :, None]
     return torch.einsum("BKGTS,BKSH->BKGTH", weights, value)
@@ -207,6 +213,7 @@ def _temperature_squared(original: Callable, logits: torch.Tensor, sampling: Any
 
 
 _LLAMA, _GPT2, _QWEN3 = "transformer/llama-grouped", "transformer/gpt2", "transformer/qwen3"
+_GEMMA2 = "transformer/gemma2"
 _ATTENTION, _QUERY_NORM = "layers.0.attention", "layers.0.attention.q_norm"
 _NORM, _MASK, _ATTEND = (nn.RMSNorm, "forward"), (attention, "attention_mask"), (transformer, "attention")
 _ANGLES, _ROTATE, _OPTIMIZER = (functional, "rotary_angles"), (functional, "rotate"), (optimizer_step, "_optimizer")
@@ -235,6 +242,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("rope-scaling-ignored", "transformer/llama-rope-linear", _ANGLES, _rope_scaling_ignored, "model"),
     Mutation("qk-norm-after-rotary", _QWEN3, (transformer.Attention, "forward"), _qk_norm_after_rotary, _QUERY_NORM),
     Mutation("qk-norm-of-all-heads", _QWEN3, _NORM, _qk_norm_of_all_heads, _QUERY_NORM),
+    Mutation("softcap-ignored", _GEMMA2, (functional, "softcap"), lambda original, x, *, cap: x, _ATTENTION),
+    Mutation("embedding-scale-ignored", _GEMMA2, (nn.Embed, "forward"),
+             lambda original, self, x: original(self, x) / self.scale, "embed"),
+    Mutation("post-norm-scales-alone", _GEMMA2, (transformer.Block, "forward"), _post_norm_scales_alone,
+             "layers.0.attention_post_norm"),
     Mutation("dropout-not-rescaled", _LLAMA, (functional, "dropout"), _dropout_not_rescaled, "layers.0"),
     Mutation("dropout-same-mask-every-step", _LLAMA, (prng, "words"),
              lambda original, key, *, step, **where: original(key, step=0, **where)),

@@ -10,30 +10,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxbench.pretrained import gguf_file, weights
+from jaxbench.pretrained import gguf_tokenizer, weights
 
 if TYPE_CHECKING:
     import tokenizers
 
-SPECIAL, USER_DEFINED = 3, 4  # GGUF token types: control tokens, and text kept whole
-# How GGUF's `tokenizer.ggml.pre` splits text before merging: a regular expression or "digits", which takes every digit
-# alone, then GPT-2's. Sources: llama.cpp src/llama-vocab.cpp; SmolLM2's own tokenizer.json (Digits, then ByteLevel).
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")  # every digit alone; Qwen3 has it too
-PRE_TOKENIZERS = {"gpt-2": None, "smollm": "digits", "llama-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT}
-
 
 class Tokenizer:
-    """A vocabulary with its begin and end ids (None where a model has none) and its chat template."""
+    """A vocabulary with its begin and end ids (None where a model has none) and its chat template.
+
+    eos_id ends a document; end_ids are all that end a generation, eos_id first: a chat model has one for its turn, too.
+    """
 
     def __init__(
-        self, core: tokenizers.Tokenizer, *, eos_id: int | None, bos_id: int | None, chat_template: str | None
+        self,
+        core: tokenizers.Tokenizer,
+        *,
+        eos_id: int | None,
+        bos_id: int | None,
+        chat_template: str | None,
+        end_ids: Sequence[int] = (),
     ):
         self.core = core
         self.eos_id = eos_id
+        self.end_ids = tuple(dict.fromkeys(i for i in (eos_id, *end_ids) if i is not None))
         self.bos_id = bos_id
         self.chat_template = chat_template
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
@@ -91,63 +91,9 @@ def load_tokenizer(spec: str | Path | None = None) -> Tokenizer:
       ValueError: a missing or damaged file, or a kind of vocabulary that is not supported.
     """
     path = weights.resolve(spec)
-    return _from_folder(path) if path.is_dir() else _from_gguf(path)
-
-
-def _from_gguf(path: Path) -> Tokenizer:
-    """Build a byte-level BPE from metadata."""
-    from tokenizers import AddedToken, decoders, models, normalizers, processors
-    from tokenizers import Tokenizer as Core
-
-    metadata = gguf_file.read(path).metadata
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        raise ValueError(
-            f"{path}: tokenizer model {kind!r} with pre-tokenizer {pre!r} is not supported, wanted model 'gpt2' with "
-            f"one of {', '.join(PRE_TOKENIZERS)}; pass the Hugging Face folder instead"
-        )
-    try:
-        tokens = metadata["tokenizer.ggml.tokens"]
-        merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-        vocabulary = {token: i for i, token in enumerate(tokens)}
-        # Llama 3 keeps words that are in the vocabulary whole, even where no merges lead to them.
-        core = Core(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-    except Exception as error:  # KeyError from the metadata; tokenizers raises bare Exception for a bad merge
-        raise ValueError(f"{path}: the vocabulary cannot be read ({type(error).__name__}: {error})") from error
-    if pre == "qwen2":  # as Qwen's own tokenizer.json; llama.cpp leaves it out
-        core.normalizer = normalizers.NFC()
-    core.pre_tokenizer = _pre_tokenizer(pre)
-    core.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", [])
-    if not isinstance(types, list):
-        raise ValueError(f"{path}: tokenizer.ggml.token_type is {types!r}, wanted one type a token")
-    kept = [(tokens[i], kind) for i, kind in enumerate(types[: len(tokens)]) if kind in (SPECIAL, USER_DEFINED)]
-    core.add_tokens([AddedToken(t, special=kind == SPECIAL, normalized=False) for t, kind in kept])
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    bad = {name: i for name, i in ids.items() if i is not None and not (isinstance(i, int) and 0 <= i < len(tokens))}
-    if bad:
-        raise ValueError(f"{path}: special ids {bad} lie outside the vocabulary of {len(tokens)}")
-    if metadata.get("tokenizer.ggml.add_bos_token", False) and ids["bos"] is not None:
-        bos = tokens[ids["bos"]]
-        core.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, ids["bos"])])
-    template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(core, eos_id=ids["eos"], bos_id=ids["bos"], chat_template=template)
-
-
-def _pre_tokenizer(pre: str) -> tokenizers.pre_tokenizers.PreTokenizer:
-    """Pre-tokenizer of a name in PRE_TOKENIZERS."""
-    from tokenizers import Regex, pre_tokenizers
-
-    split = PRE_TOKENIZERS[pre]
-    if split is None:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if split == "digits":
-        first, then_gpt2 = pre_tokenizers.Digits(individual_digits=True), True
-    else:
-        first, then_gpt2 = pre_tokenizers.Split(Regex(split), behavior="isolated"), False
-    return pre_tokenizers.Sequence(
-        [first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=then_gpt2, trim_offsets=True)]
-    )
+    if path.is_dir():
+        return _from_folder(path)
+    return Tokenizer(**gguf_tokenizer.read(path)._asdict())
 
 
 def _from_folder(folder: Path) -> Tokenizer:
@@ -170,7 +116,9 @@ def _from_folder(folder: Path) -> Tokenizer:
     if isinstance(template, list):  # several named templates
         template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     ids = {name: _special_id(core, settings, model, name) for name in ("eos", "bos")}
-    return Tokenizer(core, eos_id=ids["eos"], bos_id=ids["bos"], chat_template=template)
+    return Tokenizer(
+        core, eos_id=ids["eos"], bos_id=ids["bos"], chat_template=template, end_ids=_model_ids(core, model, "eos")
+    )
 
 
 def _special_id(core: tokenizers.Tokenizer, settings: dict, model: dict, name: str) -> int | None:
@@ -179,10 +127,15 @@ def _special_id(core: tokenizers.Tokenizer, settings: dict, model: dict, name: s
     token = token.get("content") if isinstance(token, dict) else token
     if isinstance(token, str) and core.token_to_id(token) is not None:
         return core.token_to_id(token)
-    token_id = model.get(f"{name}_token_id")
-    token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
-    is_id = isinstance(token_id, int) and 0 <= token_id < core.get_vocab_size(with_added_tokens=True)
-    return token_id if is_id and core.id_to_token(token_id) is not None else None
+    return next(iter(_model_ids(core, model, name)), None)
+
+
+def _model_ids(core: tokenizers.Tokenizer, model: dict, name: str) -> list[int]:
+    """Ids that the model's configuration names, one or a list, as far as the vocabulary has them."""
+    given = model.get(f"{name}_token_id")
+    size = core.get_vocab_size(with_added_tokens=True)
+    ids = [i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int) and 0 <= i < size]
+    return [i for i in ids if core.id_to_token(i) is not None]
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

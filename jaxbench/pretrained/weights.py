@@ -20,12 +20,13 @@ import numpy as np
 from jaxbench import outputs
 from jaxbench.config import TransformerConfig, shown
 from jaxbench.initial import mismatches, parameter_shapes
-from jaxbench.pretrained import assets, families, gguf_file
+from jaxbench.pretrained import assets, families, gguf_config, gguf_file, hf_config
 from jaxbench.pretrained.families import Family, Rule
 
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
-WEIGHT = {"embed": "embedding", "norm": "scale"}  # our name of a module's main tensor; all others have a kernel
+# Our name of a module's main tensor; all others have a kernel.
+WEIGHT = {"embed": "embedding", "norm": "scale", "shifted": "scale"}
 ALIGNMENT = 64  # bytes, a cache line; XLA:CPU takes a host array as it lies from this alignment on
 MAX_LISTED = 8  # names shown of each kind of problem
 
@@ -59,7 +60,7 @@ def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
         tensors, config, family, sha256 = _open_folder(path)
     else:
         file = gguf_file.read(path)
-        config = families.config_from_gguf(file)
+        config = gguf_config.config_from_gguf(file)
         family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
         tensors = _Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
         sha256 = assets.MODEL_SHA256 if spec in (None, "default") else assets.sha256_file(path)
@@ -113,7 +114,7 @@ def save_checkpoint(
         raise ValueError(f"save: {folder} exists and is not an empty folder; choose another name or remove it")
     if config.layer_kind is not None:
         raise ValueError(f"save: memory.kind={config.layer_kind}: no Hugging Face architecture has memory layers")
-    values = families.config_to_hf(config)
+    values = hf_config.config_to_hf(config)
     shapes = {name: np.shape(value) for name, value in params.items()}
     _raise_problems("save", mismatches(parameter_shapes(config), shapes))
     tensors = {}
@@ -121,11 +122,14 @@ def save_checkpoint(
         for part, ours in _parts(rule, layer, params).items():
             theirs = f"{rule.theirs.format(i=layer)}.{part}"
             value = np.concatenate([np.asarray(params[name]) for name in ours], axis=-1)
+            value = value - 1 if rule.kind == "shifted" else value
             tensors[theirs] = np.ascontiguousarray(value.T if rule.kind == "linear" else value)
     dtypes = {str(value.dtype) for value in tensors.values()}
     with outputs.whole_folder(folder) as made:
         save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id", None) for name in ("bos", "eos")}
+        ends = list(getattr(tokenizer, "end_ids", ()))
+        eos_id = ends if len(ends) > 1 else getattr(tokenizer, "eos_id", None)
+        ids = {"bos_token_id": getattr(tokenizer, "bos_id", None), "eos_token_id": eos_id}
         values |= ids | {"dtype": dtypes.pop() if len(dtypes) == 1 else "float32"}
         for name, content in (("config.json", values), ("generation_config.json", ids)):
             (made / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -137,7 +141,7 @@ def save_checkpoint(
 def _open_folder(folder: Path) -> tuple[_Tensors, TransformerConfig, Family, str]:
     """Read a Hugging Face folder's configuration and tables of contents."""
     values = read_json(folder / "config.json")
-    config = families.config_from_hf(values, folder / "config.json")
+    config = hf_config.config_from_hf(values, folder / "config.json")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = _weight_map(index)
@@ -254,6 +258,7 @@ def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> di
             return own_names[theirs], {}
         if rule.kind == "interleaved":
             value = _rotate_half_rows(value, config.head_dim)
+        value = value + 1 if rule.kind == "shifted" else value  # a type's own rounding, as transformers' module
         value = value.T if rule.kind in ("linear", "interleaved") else value
         split = np.split(value, np.cumsum(widths)[:-1], axis=-1)
         return None, {name: _aligned(v) for name, v in zip(ours, split, strict=True)}

@@ -139,7 +139,7 @@ def run(
         say(f"{output} has {done} of {len(prompts)} rows, going on")
     checkpoint = weights.load_checkpoint(settings.model)
     model = backend.transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
-    writer = Writer(settings, keys, model=model, eos_id=tokenizer.eos_id, backend=backend)
+    writer = Writer(settings, keys, model=model, eos_id=tokenizer.end_ids, backend=backend)
     for start in range(done, len(prompts), settings.batch_size):
         rows = range(start, min(start + settings.batch_size, len(prompts)))
         continuations = writer([prompts[row] for row in rows], rows)
@@ -161,7 +161,7 @@ class Writer:
         keys: Sequence[Key | None],
         *,
         model: Any,
-        eos_id: int | None,
+        eos_id: int | Sequence[int] | None,
         backend: Backend = Backend(),
     ):
         """Prepare one processor for each different scheme."""

@@ -274,6 +274,12 @@ def test_bad_memories_are_refused_with_their_values():
     for kind in ("mac", "mag", "mal", "bank"):
         with pytest.raises(ValueError, match=f"kind={kind} has an attention of its own, which does not normalise"):
             with_memory(PLAIN.model_copy(update={"qk_norm": True}), memory(kind))
+        with pytest.raises(
+            ValueError, match=f"kind={kind} has an attention of its own, which has no .'qkv_bias': True"
+        ):
+            with_memory(PLAIN.model_copy(update={"qkv_bias": True}), memory(kind))
+    with pytest.raises(ValueError, match="which has no .'query_scale': 0.5"):
+        with_memory(PLAIN.model_copy(update={"query_pre_attn_scalar": 32.0}), memory("mag"))
     with pytest.raises(ValueError, match="scan_layers=True needs layers that are alike, got memory=mag"):
         shape = with_memory(PLAIN, memory("mag"))
         decoder.build(shape, {}, scan_layers=True)

@@ -248,6 +248,12 @@ def test_dropout_over_micro_batches_is_refused():
         plan_of(LLAMA.model_copy(update={"dropout": 0.1}), stage=4, data=2, micro_batches=4)
 
 
+@pytest.mark.parametrize("part", [{"sliding_window": 4, "global_every": 2}, {"logit_softcap": 3.0}])
+def test_a_pipeline_refuses_layers_that_differ_and_capped_logits(part):
+    with pytest.raises(ValueError, match="needs layers that are alike and plain logits, got global_every="):
+        plan_of(LLAMA.model_copy(update=part), stage=4, data=2, micro_batches=4)
+
+
 def test_unknown_cases_and_activation_points_are_named():
     with pytest.raises(ValueError, match="no case 'four-d'.*2.5d"):
         meshes.find("four-d")

@@ -19,11 +19,13 @@ def test_the_table_covers_every_family_and_variant():
     configs = [case.config for case in TINY]
     assert {c.norm for c in configs} == {"rmsnorm", "layernorm"}
     assert {c.position for c in configs} == {"rotary", "learned"}
-    assert {c.activation for c in configs} == {"swiglu", "gelu"}
+    assert {c.activation for c in configs} == {"swiglu", "geglu", "gelu"}
     assert {c.tie_embeddings for c in configs} == {c.use_bias for c in configs} == {True, False}
     assert {c.num_heads // c.num_kv_heads for c in configs} == {1, 2, 4}
-    assert {c.rope_scaling and c.rope_scaling.kind for c in configs} == {None, "linear", "llama3"}
+    assert {c.rope_scaling and c.rope_scaling.kind for c in configs} == {None, "linear", "llama3", "yarn"}
     assert any(c.sliding_window for c in configs) and {c.qk_norm for c in configs} == {True, False}
+    parts = ("qkv_bias", "post_norms", "attention_softcap", "logit_softcap", "global_every", "local_rope_theta")
+    assert all(any(getattr(c, part) for c in configs) for part in parts)
     assert {case.options.get("implementation", "dense") for case in TINY} == {"dense", "blocked"}
     assert any(case.is_scanned for case in TINY) and any(case.packed for case in TINY)
     assert all(c.dropout > 0 for c in configs)  # so that twins' masks are compared in every case

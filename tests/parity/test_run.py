@@ -17,6 +17,7 @@ TINY = [case.id for case in cases.CASES if case.config is not None and case.exac
 # One case a family also passes the narrower types' gates; all of them do in `experiments/parity.py --all`.
 WITH_REDUCED = ("transformer/llama-grouped", "transformer/qwen3", "transformer/gpt2")
 WITH_OTHERS = (
+    "transformer/gemma3",
     "transformer/qwen3",
     "transformer/llama-blocked-window",
     "transformer/gpt2-untied-blocked",

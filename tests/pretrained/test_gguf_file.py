@@ -167,14 +167,18 @@ LLAMA_GGUF = {
 
 
 def _llama_tensors(config: TransformerConfig, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the tensors of a Llama or Qwen3 file; llama.cpp permutes only what it rotates as Llama's own code."""
+    """Return the tensors of a file of Llama, Qwen or Gemma; llama.cpp permutes what it rotates as Llama's own code."""
     tensors = {"token_embd.weight": params["embed.embedding"], "output_norm.weight": params["final_norm.scale"]}
     if not config.tie_embeddings:
         tensors["output.weight"] = params["head.kernel"].T
-    heads = {"attn_q.weight": config.num_heads, "attn_k.weight": config.num_kv_heads} if not config.qk_norm else {}
+    is_llama = not (config.qk_norm or config.qkv_bias or config.activation == "geglu")
+    heads = {"attn_q.weight": config.num_heads, "attn_k.weight": config.num_kv_heads} if is_llama else {}
     names = LLAMA_GGUF | (
         {f"attn_{x}_norm.weight": f"attention.{x}_norm.scale" for x in "qk"} if config.qk_norm else {}
     )
+    names |= {f"attn_{x}.bias": f"attention.{x}_proj.bias" for x in "qkv"} if config.qkv_bias else {}
+    post = {"post_attention_norm.weight": "attention_post_norm.scale", "post_ffw_norm.weight": "mlp_post_norm.scale"}
+    names |= post if config.post_norms else {}
     for i in range(config.num_layers):
         for theirs, ours in names.items():
             value = params[f"layers.{i}.{ours}"].T
@@ -191,7 +195,7 @@ def _write_gguf(
     writer.add_embedding_length(config.d_model)
     writer.add_feed_forward_length(config.d_ff)
     writer.add_head_count(config.num_heads)
-    if arch in ("llama", "qwen3"):
+    if arch != "gpt2":
         writer.add_head_count_kv(config.num_kv_heads)
         writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_rope_freq_base(config.rope_theta)
@@ -239,6 +243,77 @@ def test_gguf_qwen3_gives_back_what_was_written(tmp_path):
     found = weights.load_checkpoint(path)
     assert found.config == QWEN3
     _assert_equal(found.params, params)
+
+
+QWEN2 = TransformerConfig(**SIZES, num_kv_heads=2, qkv_bias=True, rope_theta=1e6)
+GEMMA = TransformerConfig(**SIZES, num_kv_heads=1, activation="geglu", embedding_scale=32**0.5)
+WINDOWS = {"post_norms": True, "sliding_window": 7}
+GEMMA2 = GEMMA.model_copy(update=WINDOWS | {"global_every": 2, "attention_softcap": 40.0, "logit_softcap": 30.0})
+GEMMA3 = GEMMA.model_copy(
+    update=WINDOWS | {"global_every": 6, "qk_norm": True, "rope_theta": 1e6, "local_rope_theta": 10000.0}
+)
+
+
+def _about_gemma(config: TransformerConfig):
+    """Return what writes the keys of its architecture; Gemma 3's local base is llama.cpp's default."""
+
+    def extra(writer):
+        writer.add_key_length(config.head_dim)
+        if config.sliding_window:
+            writer.add_sliding_window(config.sliding_window)
+        if config.attention_softcap:
+            writer.add_attn_logit_softcapping(config.attention_softcap)
+        if config.rope_scaling:
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(config.rope_scaling.factor)
+
+    return extra
+
+
+SCALED = GEMMA3.model_copy(update={"rope_scaling": RotaryScaling(kind="linear", factor=8.0)})
+LARGE = {"num_layers": 46, "query_pre_attn_scalar": 8.0, "d_ff": 32}  # of 46 layers are those of 27B, with another root
+
+
+@pytest.mark.parametrize(
+    ("arch", "config"),
+    [
+        ("qwen2", QWEN2),
+        ("gemma", GEMMA),
+        ("gemma2", GEMMA2),
+        ("gemma2", GEMMA2.model_copy(update=LARGE | {"vocab_size": 8})),
+        ("gemma3", GEMMA3),
+        ("gemma3", SCALED),
+    ],
+    ids=["qwen2", "gemma", "gemma2", "gemma2 of 46 layers", "gemma3", "gemma3 stretched"],
+)
+def test_gguf_qwen2_and_gemma_give_back_what_was_written(tmp_path, arch, config):
+    params = _params(config)
+    tensors = _llama_tensors(config, params)
+    found = weights.load_checkpoint(_write_gguf(tmp_path / "x.gguf", arch, tensors, config, _about_gemma(config)))
+    assert found.config == config
+    _assert_equal(found.params, params)  # norm scales as they are: llama.cpp's files have 1 added already
+
+
+def test_gguf_yarn_is_read(tmp_path):
+    def extra(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(16)
+
+    path = _write_gguf(tmp_path / "x.gguf", "qwen2", _llama_tensors(QWEN2, _params(QWEN2)), QWEN2, extra)
+    scaling = weights.load_checkpoint(path).config.rope_scaling
+    assert scaling == RotaryScaling(kind="yarn", factor=4.0, original_max_seq_len=16)
+    assert scaling.magnitude == pytest.approx(1 + 0.1 * np.log(4.0))
+
+
+def test_gguf_pattern_of_windows_that_is_not_the_familys_is_refused(tmp_path):
+    def extra(writer):
+        _about_gemma(GEMMA3)(writer)
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 4)
+
+    path = _write_gguf(tmp_path / "x.gguf", "gemma3", _llama_tensors(GEMMA3, _params(GEMMA3)), GEMMA3, extra)
+    with pytest.raises(ValueError, match=r"sliding_window_pattern=4 is not supported, wanted 6"):
+        weights.load_checkpoint(path)
 
 
 def test_gguf_gpt2_gives_back_what_was_written(tmp_path):

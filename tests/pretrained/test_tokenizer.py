@@ -2,7 +2,6 @@
 
 import json
 
-import gguf
 import pytest
 import transformers
 from hypothesis import given
@@ -114,7 +113,7 @@ def _settings(folder, values):
 
 def test_end_token_is_found_in_each_place_that_folders_keep_it(saved, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
-    assert tokenizer.load_tokenizer(tmp_path).eos_id is None
+    assert (tokenizer.load_tokenizer(tmp_path).eos_id, tokenizer.load_tokenizer(tmp_path).end_ids) == (None, ())
     (tmp_path / "config.json").write_text('{"eos_token_id": [5, 6]}')
     assert tokenizer.load_tokenizer(tmp_path).eos_id == 5
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
@@ -123,6 +122,16 @@ def test_end_token_is_found_in_each_place_that_folders_keep_it(saved, tmp_path):
     assert tokenizer.load_tokenizer(tmp_path).eos_id == 0
     _settings(tmp_path, {"eos_token": "<|im_end|>"})
     assert tokenizer.load_tokenizer(tmp_path).eos_id == 2
+
+
+def test_every_id_that_ends_a_generation_is_kept_the_documents_first(default, saved, tmp_path):
+    assert (default.end_ids, tokenizer.load_tokenizer(saved).end_ids) == ((2, 0), (2,))
+    (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2, 999999]}')
+    assert tokenizer.load_tokenizer(tmp_path).end_ids == (5, 2)  # transformers' generate stops at the second file's
+    _settings(tmp_path, {"eos_token": "<|im_end|>"})
+    assert tokenizer.load_tokenizer(tmp_path).end_ids == (2, 5)
 
 
 def test_template_is_found_in_each_place_that_folders_keep_it(saved, tmp_path):
@@ -139,55 +148,3 @@ def test_missing_or_damaged_tokenizer_json_is_an_error_that_names_it(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
         tokenizer.load_tokenizer(tmp_path)
-
-
-# --- other GGUF vocabularies
-
-
-def _write(path, model="gpt2", pre="gpt-2", merges=("Ġ a", "b c"), eos=1, add_bos=False):
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model(model)
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(["<s>", "</s>", "a", "b", "c", "Ġ", "1", "2", "Ġa", "bc", "12"])
-    writer.add_token_types([3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1])
-    writer.add_token_merges([*merges, "1 2"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(eos)
-    writer.add_add_bos_token(add_bos)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.mark.parametrize(
-    ("pre", "digits"), [("gpt-2", [10]), ("llama-bpe", [10]), ("smollm", [6, 7]), ("qwen2", [6, 7])]
-)
-def test_pre_tokenizers_differ_in_how_they_take_digits(tmp_path, pre, digits):
-    made = tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", pre=pre))
-    assert made.encode("bc a</s>") == [9, 8, 1]
-    assert made.encode("12") == digits
-
-
-def test_begin_token_is_added_where_the_file_says_so(tmp_path):
-    made = tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", add_bos=True))
-    assert made.encode("bc") == [0, 9]
-    assert made.encode("bc", add_special=False) == [9]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"model": "llama"},
-            "tokenizer model 'llama' with pre-tokenizer 'gpt-2' is not supported, wanted model 'gpt2'",
-        ),
-        ({"pre": "viking"}, "pre-tokenizer 'viking' is not supported.*gpt-2, smollm, llama-bpe"),
-        ({"merges": ("x y",)}, "the vocabulary cannot be read"),
-        ({"eos": 99}, "special ids {'eos': 99} lie outside the vocabulary of 11"),
-    ],
-)
-def test_vocabularies_that_cannot_be_used_are_refused(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        tokenizer.load_tokenizer(_write(tmp_path / "x.gguf", **changes))

@@ -25,7 +25,7 @@ KEYS = [Key(1), Key(2), None]
 class Letters:
     """A tokenizer of bytes."""
 
-    eos_id, bos_id = None, None
+    eos_id, bos_id, end_ids = None, None, ()
 
     def encode(self, text, *, add_special=True):
         return list(text.encode())

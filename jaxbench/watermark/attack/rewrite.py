@@ -90,7 +90,7 @@ class Rewriter:
 
     def _new_generator(self, temperature: float) -> sample.Generator:
         sampling = sample.SamplingParams(temperature=temperature)
-        return sample.Generator(self._model, eos_id=self._tokenizer.eos_id, sampling=sampling)
+        return sample.Generator(self._model, eos_id=self._tokenizer.end_ids, sampling=sampling)
 
 
 def blocks(text: str, words: int) -> list[str]:

@@ -118,7 +118,7 @@ class Evaluation:
             processor_states=states,
         )
         ids = [tokens[:length].tolist() for tokens, length in zip(output.tokens, output.lengths)]
-        ended = [bool(own) and own[-1] == self.parts.tokenizer.eos_id for own in ids]
+        ended = [bool(own) and own[-1] in self.parts.tokenizer.end_ids for own in ids]
         text = [self.parts.tokenizer.decode(own[:-1] if end else own) for own, end in zip(ids, ended)]
         return {"ids": ids, "text": text, "ended": ended}
 

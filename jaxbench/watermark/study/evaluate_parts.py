@@ -68,7 +68,7 @@ class Parts:
         processor = None if arm == UNMARKED else self.processor(arm)
         sampling = sample.SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p)
         chain = () if processor is None else (processor,)
-        eos_id = self.tokenizer.eos_id
+        eos_id = self.tokenizer.end_ids
         return sample.Generator(self.model, eos_id=eos_id, sampling=sampling, processors=chain), processor
 
     def _bench(self, arm: str) -> Bench:

@@ -191,7 +191,7 @@ def test_rewriting_is_handed_to_the_model_in_one_call():
 
 
 def distance(one, other):
-    """Levenshtein's distance by its definition."""
+    """Levenshtein's distance by its reference."""
     if not one or not other:
         return len(one) + len(other)
     return min(
