@@ -115,7 +115,13 @@ def _mark(name: str, **scheme: Any) -> Case:
                 backends=("flax",))  # fmt: skip
 
 
+def _oracle(name: str) -> Case:
+    """Case of what all backends share, held to answers from outside."""
+    return Case(f"oracle/{name}", LLAMA, module=f"oracles.{name}", exact=f"oracles.{name}")
+
+
 CASES: tuple[Case, ...] = (
+    *map(_oracle, ("rotary", "philox", "initial", "schedules", "packing", "families")),
     _llama("llama-grouped", sampled=True),
     _llama("llama-multi-head", num_kv_heads=4),
     _llama("llama-multi-query", num_kv_heads=1),

@@ -1,7 +1,7 @@
 """The Flax side of the parity engine: one case run with jaxbench, captured without a change to the models.
 
-Outputs come from `nnx.capture` with method outputs. Gradients of outputs and teacher-forced runs intercept the modules'
-calls: a zero is added to each output and differentiated, or each call is made on the twin's recorded inputs.
+The modules' calls are intercepted: each output is kept, a zero is added to it and differentiated, or the call is made
+on the twin's recorded inputs. The Equinox side (equinox_side.py) is this one with other modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxbench import parameters, prng
 from jaxbench.config import TransformerConfig
@@ -30,6 +29,7 @@ class Side:
 
     name = "flax"
     package = "jaxbench"
+    modules_of = staticmethod(nnx_modules)
 
     def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
         self.case, self.dtype = case, dtype
@@ -80,28 +80,20 @@ class Side:
 
     def _loss(self, params: Any, deltas: dict, batch: Any, dropout: Any) -> tuple[Any, dict]:
         """Loss and every module's output; deltas are added to outputs, to differentiate by them."""
-        model = parameters.merge(self.graph, params)
+        model, outputs = parameters.merge(self.graph, params), {}
 
-        def shift(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        def watch(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             result = call(*args, **kwargs)
-            if name not in deltas:
-                return result
-            if isinstance(result, tuple):
-                return (result[0] + deltas[name], *result[1:])
-            return result + deltas[name]
+            if name in deltas:
+                first, *rest = _floating(result)
+                result = _replace(result, (first + deltas[name], *rest), where=f"output of {name}")
+            outputs[name] = _floating(result)[0]
+            return result
 
-        def logits_and_outputs(model: nnx.Module) -> tuple[Any, dict]:
+        modules = self.modules_of(model, root=capture.ROOT) if self.is_captured else ()
+        with intercepted(modules, watch):
             logits = self.task.predict(model, batch, dropout=dropout)
-            return logits, {capture.ROOT: _floating(logits)[0]}
-
-        if not self.is_captured:
-            logits, outputs = logits_and_outputs(model)
-        else:
-            run = nnx.capture(logits_and_outputs, nnx.Intermediate, method_outputs=nnx.Intermediate)
-            with intercepted(nnx_modules(model, root=capture.ROOT), shift):
-                (logits, _), captured = run(model)
-            outputs = _outputs(captured)
-        return self.task.loss_of(logits, batch), outputs
+        return self.task.loss_of(logits, batch), outputs or {capture.ROOT: _floating(logits)[0]}
 
     def forced(
         self, arrays: Arrays, reference: Mapping[str, capture.Call], *, seed: int | None
@@ -130,7 +122,7 @@ class Side:
                 calls[name] = capture.Call(handed, (first,))
                 return _replace(result, (*given[name].outputs, *rest), where=f"output of {name}")
 
-            with intercepted(nnx_modules(model, root=capture.ROOT), force):
+            with intercepted(self.modules_of(model, root=capture.ROOT), force):
                 self.task.predict(model, batch, dropout=dropout)
             return calls
 
@@ -176,12 +168,6 @@ class Side:
         lib = importlib.import_module("jaxbench.sample")
         generator = lib.Generator(self.model, eos_id=None, sampling=lib.SamplingParams(**sampling))
         return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
-
-
-def _outputs(captured: nnx.State) -> dict[str, Any]:
-    """First floating tensor of each module's call, out of nnx.capture's state."""
-    calls = [(path[:-1], leaf) for path, leaf in nnx.to_flat_state(captured) if path[-1] == "__call__"]
-    return {".".join(map(str, path)) or capture.ROOT: _floating(leaf.get_value())[0] for path, leaf in calls}
 
 
 def _is_floating(x: Any) -> bool:

@@ -144,11 +144,16 @@ def run(
     return work.result() | {"seconds": round(time.monotonic() - start, 2)}
 
 
+def exact_gates(case: Case) -> tuple[list[gates.Gate], dict[str, Any]]:
+    """Gates of a case that names a module of its own for them, and the settings they ran under."""
+    with pinned("float64") as settings, torch_threads(case):
+        return importlib.import_module(f"jaxbench.parity.{case.exact}").gates_of(case), settings
+
+
 def _exact(case: Case, backend: str) -> dict[str, Any]:
     """Result of a case without a model, from its own gates, which compare numpy, JAX and PyTorch."""
     check_backend(case, backend)
-    with pinned("float64") as settings:
-        rows = importlib.import_module(f"jaxbench.parity.{case.exact}").gates_of(case)
+    rows, settings = exact_gates(case)
     failed = next((gate for gate in rows if not gate.passed), None)
     first = {} if failed is None else {failed.what: failed.where}
     return _outcome(case, backend, rows, settings, worst=max(gate.error for gate in rows), first=first)
