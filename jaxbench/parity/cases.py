@@ -46,6 +46,7 @@ GPT2 = LLAMA.model_copy(
 # Heads wider together than the residual stream, as in the small models of the family.
 QWEN3 = {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6, "norm_eps": 1e-6}
 BLOCKED = {"implementation": "blocked", "block_size": 4}
+KERNEL = LLAMA.model_copy(update={"d_model": 128, "head_dim": 64})  # heads as wide as real ones
 LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
 GATED = with_memory(LLAMA, DecoderMemory(
     kind="mag", layers=(1,), window=4, num_persistent=2, max_documents=2,
@@ -72,12 +73,19 @@ class Case(NamedTuple):
     data: str | None = None  # S module of a workload's parameters and batches; None = the decoder's, here
     exact: str | None = None  # module of jaxbench/parity/ whose gates_of(case) take the place of all others
     backends: tuple[str, ...] = BACKENDS  # JAX backends that have the case
+    device: str | None = None  # device of `kernel`, without which the case is left out; None = any
+    kernel: str | None = None  # attention of 16 bits only: the case in bfloat16, where float64 is dense's
     is_closed: bool = False  # its modules are called inside a scan, which hides their outputs from capture
 
     @property
     def is_scanned(self) -> bool:
         """True where the layers run inside a scan, which hides their outputs from capture."""
         return self.is_closed or bool(self.options.get("scan_layers"))
+
+    def options_in(self, dtype: str) -> dict[str, Any]:
+        """Arguments of `build` in a number type."""
+        kernel = {} if self.kernel is None or dtype == "float64" else {"implementation": self.kernel}
+        return {**self.options, **kernel}
 
 
 def _llama(
@@ -137,6 +145,9 @@ CASES: tuple[Case, ...] = (
     _llama("llama-fused", options={"projection_groups": 2}, use_bias=True),  # two parts, as over a mesh's model=2
     _llama("qwen3", sampled=True, **QWEN3),
     _llama("qwen3-untied-scan", options={"scan_layers": True, "projection_groups": 2}, tie_embeddings=False, **QWEN3),
+    Case("transformer/llama-kernel", KERNEL, length=64, prompt=48, kernel="fused", device="gpu"),
+    Case("transformer/llama-kernel-window-packed", KERNEL.model_copy(update={"sliding_window": 17}), length=64,
+         packed=True, kernel="fused", device="gpu"),
     Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),

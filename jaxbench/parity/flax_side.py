@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbench import parameters, prng
+from jaxbench import attention, functional, parameters, prng
 from jaxbench.config import TransformerConfig
-from jaxbench.parity import capture
+from jaxbench.parity import capture, products
 from jaxbench.parity.cases import Arrays, Case
 from jaxbench.training import optimizer_step, precision
 from jaxbench.training.intercept import intercepted, nnx_modules
@@ -36,7 +36,7 @@ class Side:
         self.nn = importlib.import_module(f"{self.package}.nn")
         self.task = importlib.import_module(f"jaxbench.{case.task}")
         module = importlib.import_module(f"{self.package}.{case.module}")
-        self._hold(module.build(config, params, dtype=dtype, **case.options))
+        self._hold(module.build(config, params, dtype=dtype, **case.options_in(dtype)))
 
     def _hold(self, model: Any) -> None:
         self.model = model
@@ -54,6 +54,17 @@ class Side:
     def load_params(self, params: Mapping[str, np.ndarray]) -> None:
         """Load parameters strictly."""
         self._hold(self.nn.load_params(self.model, params))
+
+    def products(self) -> dict[str, np.ndarray]:
+        """What this backend computes of products.operands and products.attended: gate P3."""
+        left, right, gradient = map(jnp.asarray, products.operands(self.dtype))
+        query, key, value = map(jnp.asarray, products.attended(self.dtype))
+        positions = jnp.arange(2)[None]
+        product, pull = jax.vjp(jax.jit(functional.matmul), left, right)
+        spans = attention.Spans(positions, positions)
+        mixed = jax.jit(functools.partial(attention.attention, implementation="dense"))(query, key, value, spans)
+        found = {"product": product, "gradient": pull(gradient)[0], "attention": mixed[0, :, 0]}
+        return {name: np.asarray(x) for name, x in found.items()}
 
     def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
         """Loss, outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""

@@ -56,14 +56,6 @@ def from_ratio(comparison: distance.Comparison, *, what: str) -> Gate:
     return Gate("P2", what, comparison.passed, high, distance.ERROR_RATIO * low + shown.slack, shown.name, note)
 
 
-def precision(settings: Mapping[str, Any]) -> Gate:
-    """Gate P3: the precision settings are pinned as stated (`highest` products, no TF32)."""
-    wanted = {"jax_default_matmul_precision": "highest", "torch_tf32_matmul": False, "torch_tf32_cudnn": False}
-    wrong = {name: settings.get(name) for name, value in wanted.items() if settings.get(name) != value}
-    note = ", ".join(f"{name}={value}" for name, value in settings.items())
-    return Gate("P3", "precision settings", not wrong, float(len(wrong)), 0.0, ", ".join(wrong), note)
-
-
 def blame(local: Sequence[capture.Local], *, tolerance: float = distance.TOLERANCE_FLOAT64) -> Gate:
     """Gate P4: no module computes anything differently by itself."""
     culprit = capture.blame(local, tolerance=tolerance)

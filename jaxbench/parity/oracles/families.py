@@ -74,7 +74,7 @@ def _folder(name: str, theirs: torch.nn.Module, folder: Path) -> list[gates.Gate
     mine, checkpoint = our_logits(folder / "theirs", ids)
     weights.save_checkpoint(folder / "ours", checkpoint.config, checkpoint.params)
     again = transformers_model.logits(transformers_model.load(folder / "ours"), ids)
-    source = f"transformers {transformers.__version__}: {type(theirs).__name__}"
+    source = transformers_model.name_of(theirs)
     return [
         gates.oracle(f"{name}: a folder of theirs", {"logits": mine}, {"logits": wanted}, source=source),
         gates.oracle(f"{name}: a folder of ours", {"logits": again}, {"logits": wanted}, source=source, tolerance=0.0),

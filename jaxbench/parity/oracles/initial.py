@@ -40,7 +40,7 @@ def gates_of(case: cases.Case) -> list[gates.Gate]:
         config = families.config_from_hf(settings.to_dict(), Path(name))
         params = initial.initial_params(config, 0)
         count = {name: initial.num_parameters(config)}
-        source = f"transformers {transformers.__version__}: {type(model).__name__}"
+        source = transformers_model.name_of(model)
         numbers = {name: model.num_parameters()}
         found.append(gates.oracle(f"number of parameters, {name}", count, numbers, source=source, tolerance=0.0))
         with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,8 @@ def gates_of(case: cases.Case) -> list[gates.Gate]:
     sites = {name: philox.site_id(name) for name in CRC32_CHECK}
     ks = "scipy.stats.kstest"
     return [
-        gates.oracle("Philox 4x32-10", answers, dict.fromkeys(answers, known), source="Random123 1.14, kat_vectors", tolerance=0.0),
+        gates.oracle("Philox 4x32-10", answers, dict.fromkeys(answers, known),
+                     source="Random123 1.14, kat_vectors", tolerance=0.0),
         gates.oracle("stream of a seed, step, site and row", streams, dict.fromkeys(streams, xla),
                      source=f"XLA's RngBitGenerator, jax {jax.__version__}", tolerance=0.0),
         gates.oracle("number of a site", sites, CRC32_CHECK, source="check value of CRC-32", tolerance=0.0),

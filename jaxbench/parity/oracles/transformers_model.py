@@ -52,6 +52,29 @@ def random_model(config: Any, *, seed: int = 0) -> torch.nn.Module:
     return model
 
 
+def name_of(model: torch.nn.Module) -> str:
+    """What answers: the library's version and the model's class."""
+    return f"transformers {transformers.__version__}: {type(model).__name__}"
+
+
+def why_unread(path: Path) -> str:
+    """Why transformers cannot read the model of a folder or GGUF file; empty where it can."""
+    try:
+        with quiet():
+            if path.is_file():
+                config = transformers.AutoConfig.for_model(
+                    **modeling_gguf_pytorch_utils.load_gguf_checkpoint(path)["config"]
+                )
+            else:
+                config = transformers.AutoConfig.from_pretrained(path)
+            transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    except Exception as error:  # it raises many unrelated types: OSError, KeyError, NotImplementedError, its own
+        return (
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
+        )
+    return ""
+
+
 def save(model: torch.nn.Module, folder: Any) -> None:
     """Write a model as a folder, as its users do."""
     with quiet():
@@ -66,13 +89,16 @@ def load(path: Path) -> torch.nn.Module:
     """
     if path.is_file():
         return _of_gguf(path)
-    with quiet(), wide():
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    with quiet():  # not wide: the file's types go by their names too
+        read, report = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float64, output_loading_info=True
         )
     problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if problems:
         raise ValueError(f"transformers: {path} does not fit the model: {problems}")
+    with quiet(), wide():  # whose rotary frequencies are in float64
+        model = transformers.AutoModelForCausalLM.from_config(read.config, dtype=torch.float64)
+    model.load_state_dict(read.state_dict(), assign=True)
     return model.eval()
 
 
@@ -102,7 +128,7 @@ def logits(
 
 
 def module_outputs(model: torch.nn.Module, tokens: Int[np.ndarray, "B T"]) -> dict[str, np.ndarray]:
-    """First tensor that every module returns, by its path, in the order of completion; the model's own is its logits."""
+    """First tensor that every module returns, by its path, as they complete; the model's own is its logits."""
     found: dict[str, np.ndarray] = {}
 
     def keep(name: str) -> Any:
