@@ -82,7 +82,7 @@ def results_of(chosen: list[cases.Case]) -> Iterator[dict[str, Any] | str]:
         yield own_model.against_transformers(case, path, checkpoint)
         del checkpoint
         for backend in [values.backend] if flags.FLAGS["backend"].present else cases.BACKENDS:
-            yield run.run(case, backend=backend, model=str(path), **options)
+            yield run.run(case, backend=backend, model=str(path), dtypes=(), **options)
 
 
 def main() -> int:
