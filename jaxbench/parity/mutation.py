@@ -86,7 +86,7 @@ def _qk_norm_of_all_heads(original: Callable, self: nn.RMSNorm, x: torch.Tensor)
 
 
 def _causal_leak(original: Callable, spans: attention.Spans, sliding_window: int | None) -> torch.Tensor:
-    return original(spans.replaced(query_positions=spans.query_positions + 1), sliding_window)
+    return original(spans._replace(query_positions=spans.query_positions + 1), sliding_window)
 
 
 def _attention_scale(original: Callable, self: transformer.Transformer, *args: Any, **options: Any) -> Any:
@@ -186,10 +186,10 @@ def _temperature_squared(original: Callable, logits: torch.Tensor, sampling: Any
     return original(logits / math.sqrt(sampling.temperature), sampling)
 
 
-def _swapped(original: Callable, model: Any, params: dict[str, Any]) -> None:
+def _swapped(original: Callable, model: Any, params: dict[str, Any], **options: Any) -> Any:
     """Load the first layer's keys and values, which have one shape, into each other's place."""
     key, value = (f"layers.0.attention.{x}_proj.kernel" for x in "kv")
-    original(model, params | {key: params[value], value: params[key]})
+    return original(model, dict(params) | {key: params[value], value: params[key]}, **options)
 
 
 _LLAMA, _GPT2, _QWEN3 = "transformer/llama-grouped", "transformer/gpt2", "transformer/qwen3"
@@ -217,7 +217,7 @@ TORCH_BUGS: tuple[Mutation, ...] = (
     Mutation("window-one-longer", "transformer/llama-window", _MASK,
              lambda original, spans, window: original(spans, window and window + 1), _ATTENTION),
     Mutation("segments-ignored", "transformer/llama-packed", _MASK,
-             lambda original, spans, window: original(spans.replaced(query_segments=None), window), _ATTENTION),
+             lambda original, spans, window: original(spans._replace(query_segments=None), window), _ATTENTION),
     Mutation("rope-scaling-ignored", "transformer/llama-rope-linear", _ANGLES, _rope_scaling_ignored, "model"),
     Mutation("qk-norm-after-rotary", _QWEN3, (transformer.Attention, "forward"), _qk_norm_after_rotary, _QUERY_NORM),
     Mutation("qk-norm-of-all-heads", _QWEN3, _NORM, _qk_norm_of_all_heads, _QUERY_NORM),
