@@ -4,16 +4,23 @@
     python experiments/parity.py --case=transformer/smollm2          1 minute, 7 GB: the default model
     python experiments/parity.py --case=transformer/smollm2 --gradients    1 minute, 13 GB: its gradients in float64 too
     python experiments/parity.py --all                               10 minutes: every case, and the mutation score
+    python experiments/parity.py --all --device=gpu                  the same with JAX on a GPU, and its fused attention
+    python experiments/parity.py --model=PATH                        your checkpoint: GGUF file or Hugging Face folder
 
 Writes parity.json and parity.html (a heat map of every layer) into --workdir. A failing run names the module where the
 difference starts and the one that causes it, and ends with exit code 1. Expected: equal, worst error about 1e-14.
+
+--model compares Flax and Equinox with PyTorch module by module in float64, and PyTorch with transformers where
+transformers reads the file; --backend leaves one of the two out.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,46 +37,74 @@ def define_flags() -> None:
     flags.DEFINE_bool("quick", False, "float64 outputs, blame, weights and decoding only")
     flags.DEFINE_bool("gradients", None, "compare gradients too (default: as the case says; off for the default model)")
     flags.DEFINE_bool("mutations", False, "inject the table of bugs and check that the gates catch every one (gate P9)")
+    flags.DEFINE_string("model", None, "checkpoint to prove: .gguf file, Hugging Face folder, hub id, or `default`")
     cli.define_backend(choices=tuple(cases.BACKENDS))
+    cli.define_device()
     cli.define_workdir("out/parity")
 
 
 def selected() -> list[cases.Case]:
-    """Cases that the flags ask for.
+    """Cases of the table that the flags ask for.
 
     Raises:
-      ValueError: no case is asked for, or an unknown one.
+      ValueError: nothing is asked for, two things at once, an unknown case, or one of another device.
     """
     values = flags.FLAGS
-    if values.case is not None and values.all:
-        raise ValueError(f"--case={values.case} and --all exclude each other")
+    wanted = [f"--{name}={values[name].value}" for name in ("case", "model") if values[name].value is not None]
+    wanted += ["--all"] if values.all else []
+    if len(wanted) > 1:
+        raise ValueError(f"{wanted[0]} and {wanted[1]} exclude each other")
     if values.case is not None:
-        return [cases.find(values.case)]
-    if not (values.all or values.mutations):
+        case = cases.find(values.case)
+        if case.device not in (None, values.device):
+            raise ValueError(f"--case={case.id} is proved on a {case.device} alone; pass --device={case.device}")
+        return [case]
+    if not (wanted or values.mutations):
         known = ", ".join(case.id for case in cases.CASES)
         raise ValueError(f"name a case with --case=ID, or pass --all; the {len(cases.CASES)} cases are {known}")
-    return [case for case in cases.CASES if values.backend in case.backends] if values.all else []
+    here = [case for case in cases.CASES if case.device in (None, values.device)]
+    return [case for case in here if values.backend in case.backends] if values.all else []
+
+
+def results_of(chosen: list[cases.Case]) -> Iterator[dict[str, Any] | str]:
+    """Result of each case, or of --model's checkpoint with each backend; a sentence where one cannot be had."""
+    from jaxbench.parity import own_model, run
+    from jaxbench.pretrained import weights
+
+    values = flags.FLAGS
+    options = {"quick": values.quick, "gradients": values.gradients}
+    for case in chosen:
+        yield run.run(case, backend=values.backend, **options)
+    if values.model is not None:
+        path = weights.resolve(values.model)
+        checkpoint = weights.load_checkpoint(values.model)
+        case = own_model.case_of(path, checkpoint)
+        yield own_model.against_transformers(case, path, checkpoint)
+        del checkpoint
+        for backend in [values.backend] if flags.FLAGS["backend"].present else cases.BACKENDS:
+            yield run.run(case, backend=backend, model=str(path), dtypes=(), **options)
 
 
 def main() -> int:
-    """Run the selected cases; 1 when a gate fails."""
+    """Run what the flags ask for; 1 when a gate fails."""
     chosen = selected()
-    process_environment.ensure("cpu")
+    process_environment.ensure(flags.FLAGS.device)
     from jaxbench import outputs, terminal
-    from jaxbench.parity import mutation, report, run
+    from jaxbench.parity import mutation, report
 
     values, console = flags.FLAGS, terminal.console()
     workdir, results = Path(values.workdir), []
     cli.keep(f"finished cases are in {workdir / 'parity.json'}")
-    for index, case in enumerate(chosen, start=1):
-        if len(chosen) > 1:
-            console.print(f"[dim]case {index} of {len(chosen)}: {case.id}[/dim]")
-        result = run.run(case, backend=values.backend, quick=values.quick, gradients=values.gradients)
+    for result in results_of(chosen):
+        if isinstance(result, str):
+            console.print(result, style="yellow")
+            continue
         results.append(result)
-        if len(chosen) == 1:
+        if len(chosen) <= 1:
             report.show(result, console)
         else:
-            console.print(report.summary(result), style="green" if result["passed"] else "bold red")
+            style = "green" if result["passed"] else "bold red"
+            console.print(f"[dim]{len(results)} of {len(chosen)}[/dim] {report.summary(result)}", style=style)
         outputs.write_json(workdir / "parity.json", results)
         report.write_page(workdir / "parity.html", results)
     passed = all(result["passed"] for result in results)

@@ -158,7 +158,7 @@ def _linen(model: Any, variables: Any = None, *, inputs: tuple, options: Options
 def _equinox(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
     import equinox as eqx
 
-    from jaxbench.training.intercept import intercepted
+    from jaxbench.training.intercept import equinox_modules, intercepted
 
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     tree, names = jax.tree.structure(arrays), [name for name, _ in _leaves(arrays)]
@@ -166,27 +166,11 @@ def _equinox(model: Any, *, inputs: tuple, options: Options) -> JaxModel:
     def apply(params: Arrays, state: Arrays, inputs: tuple, is_training: bool, handler: Handler | None) -> Any:
         module = eqx.combine(jax.tree.unflatten(tree, [params[name] for name in names]), rest)
         module = eqx.nn.inference_mode(module, value=not is_training)
-        modules = _equinox_modules(module, eqx.Module)
-        watched = intercepted(modules, handler) if handler else contextlib.nullcontext()
+        watched = intercepted(equinox_modules(module, root=ROOT), handler) if handler else contextlib.nullcontext()
         with watched, tapped(handler):
             return (options.call or _call)(module, *inputs, **_keywords(options, is_training)), state
 
     return JaxModel("equinox", dict(_leaves(arrays)), {}, apply)
-
-
-def _equinox_modules(model: Any, base: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, module) of a module and of those inside it."""
-    if isinstance(model, base):
-        yield prefix or ROOT, model
-        children: Any = vars(model).items()
-    elif isinstance(model, dict):
-        children = model.items()
-    elif isinstance(model, list | tuple):
-        children = enumerate(model)
-    else:
-        return
-    for name, child in children:
-        yield from _equinox_modules(child, base, f"{prefix}.{name}" if prefix else str(name))
 
 
 def _haiku(model: Any, params: Any = None, state: Any = None, *, inputs: tuple, options: Options) -> JaxModel:

@@ -53,6 +53,7 @@ GEMMA2 = GEMMA | {
 }  # fmt: skip
 GEMMA3 = GEMMA2 | {"attention_softcap": None, "local_rope_theta": 1e3, "qk_norm": True, "global_every": 3}
 BLOCKED = {"implementation": "blocked", "block_size": 4}
+KERNEL = LLAMA.model_copy(update={"d_model": 128, "head_dim": 64})  # heads as wide as real ones
 LLAMA3_SCALING = RotaryScaling(kind="llama3", factor=8.0, original_max_seq_len=16)
 YARN_SCALING = RotaryScaling(kind="yarn", factor=4.0, original_max_seq_len=64, beta_fast=8.0)
 GATED = with_memory(LLAMA, DecoderMemory(
@@ -80,12 +81,19 @@ class Case(NamedTuple):
     data: str | None = None  # S module of a workload's parameters and batches; None = the decoder's, here
     exact: str | None = None  # module of jaxbench/parity/ whose gates_of(case) take the place of all others
     backends: tuple[str, ...] = BACKENDS  # JAX backends that have the case
+    device: str | None = None  # device of `kernel`, without which the case is left out; None = any
+    kernel: str | None = None  # attention of 16 bits only: the case in bfloat16, where float64 is dense's
     is_closed: bool = False  # its modules are called inside a scan, which hides their outputs from capture
 
     @property
     def is_scanned(self) -> bool:
         """True where the layers run inside a scan, which hides their outputs from capture."""
         return self.is_closed or bool(self.options.get("scan_layers"))
+
+    def options_in(self, dtype: str) -> dict[str, Any]:
+        """Arguments of `build` in a number type."""
+        kernel = {} if self.kernel is None or dtype == "float64" else {"implementation": self.kernel}
+        return {**self.options, **kernel}
 
 
 def _llama(
@@ -123,7 +131,13 @@ def _mark(name: str, **scheme: Any) -> Case:
                 backends=("flax",))  # fmt: skip
 
 
+def _oracle(name: str) -> Case:
+    """Case of what all backends share, held to answers from outside."""
+    return Case(f"oracle/{name}", LLAMA, module=f"oracles.{name}", exact=f"oracles.{name}")
+
+
 CASES: tuple[Case, ...] = (
+    *map(_oracle, ("rotary", "philox", "initial", "schedules", "packing", "families")),
     _llama("llama-grouped", sampled=True),
     _llama("llama-multi-head", num_kv_heads=4),
     _llama("llama-multi-query", num_kv_heads=1),
@@ -147,6 +161,9 @@ CASES: tuple[Case, ...] = (
     _llama("gemma2", sampled=True, **GEMMA2),
     _llama("gemma2-blocked", options=BLOCKED, packed=True, **GEMMA2),
     _llama("gemma3", num_layers=3, rope_scaling=RotaryScaling(kind="linear", factor=4.0), **GEMMA3),
+    Case("transformer/llama-kernel", KERNEL, length=64, prompt=48, kernel="fused", device="gpu"),
+    Case("transformer/llama-kernel-window-packed", KERNEL.model_copy(update={"sliding_window": 17}), length=64,
+         packed=True, kernel="fused", device="gpu"),
     Case("transformer/llama-parts", LLAMA.model_copy(update={"max_seq_len": 192}), length=160, prompt=150),
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),

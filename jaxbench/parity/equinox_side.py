@@ -1,8 +1,9 @@
-"""The Equinox side of the parity engine: logits, gradients, training and decoding; its modules stay closed."""
+"""The Equinox side of the parity engine: one case run with jaxbench/eqx, captured without a change to the models."""
 
 from __future__ import annotations
 
 from jaxbench.parity import flax_side
+from jaxbench.training.intercept import equinox_modules
 
 
 class Side(flax_side.Side):
@@ -10,4 +11,4 @@ class Side(flax_side.Side):
 
     name = "equinox"
     package = "jaxbench.eqx"
-    is_captured = False
+    modules_of = staticmethod(equinox_modules)

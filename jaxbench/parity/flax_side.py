@@ -1,7 +1,7 @@
 """The Flax side of the parity engine: one case run with jaxbench, captured without a change to the models.
 
-Outputs come from `nnx.capture` with method outputs. Gradients of outputs and teacher-forced runs intercept the modules'
-calls: a zero is added to each output and differentiated, or each call is made on the twin's recorded inputs.
+The modules' calls are intercepted: each output is kept, a zero is added to it and differentiated, or the call is made
+on the twin's recorded inputs. The Equinox side (equinox_side.py) is this one with other modules.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxbench import parameters, prng
+from jaxbench import attention, functional, parameters, prng
 from jaxbench.config import TransformerConfig
-from jaxbench.parity import capture
+from jaxbench.parity import capture, products
 from jaxbench.parity.cases import Arrays, Case
 from jaxbench.training import optimizer_step, precision
 from jaxbench.training.intercept import intercepted, nnx_modules
@@ -30,13 +29,14 @@ class Side:
 
     name = "flax"
     package = "jaxbench"
+    modules_of = staticmethod(nnx_modules)
 
     def __init__(self, case: Case, config: TransformerConfig, params: Mapping[str, np.ndarray], *, dtype: str):
         self.case, self.dtype = case, dtype
         self.nn = importlib.import_module(f"{self.package}.nn")
         self.task = importlib.import_module(f"jaxbench.{case.task}")
         module = importlib.import_module(f"{self.package}.{case.module}")
-        self._hold(module.build(config, params, dtype=dtype, **case.options))
+        self._hold(module.build(config, params, dtype=dtype, **case.options_in(dtype)))
 
     def _hold(self, model: Any) -> None:
         self.model = model
@@ -54,6 +54,17 @@ class Side:
     def load_params(self, params: Mapping[str, np.ndarray]) -> None:
         """Load parameters strictly."""
         self._hold(self.nn.load_params(self.model, params))
+
+    def products(self) -> dict[str, np.ndarray]:
+        """What this backend computes of products.operands and products.attended: gate P3."""
+        left, right, gradient = map(jnp.asarray, products.operands(self.dtype))
+        query, key, value = map(jnp.asarray, products.attended(self.dtype))
+        positions = jnp.arange(2)[None]
+        product, pull = jax.vjp(jax.jit(functional.matmul), left, right)
+        spans = attention.Spans(positions, positions)
+        mixed = jax.jit(functools.partial(attention.attention, implementation="dense"))(query, key, value, spans)
+        found = {"product": product, "gradient": pull(gradient)[0], "attention": mixed[0, :, 0]}
+        return {name: np.asarray(x) for name, x in found.items()}
 
     def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
         """Loss, outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""
@@ -80,28 +91,20 @@ class Side:
 
     def _loss(self, params: Any, deltas: dict, batch: Any, dropout: Any) -> tuple[Any, dict]:
         """Loss and every module's output; deltas are added to outputs, to differentiate by them."""
-        model = parameters.merge(self.graph, params)
+        model, outputs = parameters.merge(self.graph, params), {}
 
-        def shift(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        def watch(name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             result = call(*args, **kwargs)
-            if name not in deltas:
-                return result
-            if isinstance(result, tuple):
-                return (result[0] + deltas[name], *result[1:])
-            return result + deltas[name]
+            if name in deltas:
+                first, *rest = _floating(result)
+                result = _replace(result, (first + deltas[name], *rest), where=f"output of {name}")
+            outputs[name] = _floating(result)[0]
+            return result
 
-        def logits_and_outputs(model: nnx.Module) -> tuple[Any, dict]:
+        modules = self.modules_of(model, root=capture.ROOT) if self.is_captured else ()
+        with intercepted(modules, watch):
             logits = self.task.predict(model, batch, dropout=dropout)
-            return logits, {capture.ROOT: _floating(logits)[0]}
-
-        if not self.is_captured:
-            logits, outputs = logits_and_outputs(model)
-        else:
-            run = nnx.capture(logits_and_outputs, nnx.Intermediate, method_outputs=nnx.Intermediate)
-            with intercepted(nnx_modules(model, root=capture.ROOT), shift):
-                (logits, _), captured = run(model)
-            outputs = _outputs(captured)
-        return self.task.loss_of(logits, batch), outputs
+        return self.task.loss_of(logits, batch), outputs or {capture.ROOT: _floating(logits)[0]}
 
     def forced(
         self, arrays: Arrays, reference: Mapping[str, capture.Call], *, seed: int | None
@@ -130,7 +133,7 @@ class Side:
                 calls[name] = capture.Call(handed, (first,))
                 return _replace(result, (*given[name].outputs, *rest), where=f"output of {name}")
 
-            with intercepted(nnx_modules(model, root=capture.ROOT), force):
+            with intercepted(self.modules_of(model, root=capture.ROOT), force):
                 self.task.predict(model, batch, dropout=dropout)
             return calls
 
@@ -176,12 +179,6 @@ class Side:
         lib = importlib.import_module("jaxbench.sample")
         generator = lib.Generator(self.model, eos_id=None, sampling=lib.SamplingParams(**sampling))
         return np.asarray(generator(prompts, max_new_tokens=max_new_tokens, seed=seed).tokens)
-
-
-def _outputs(captured: nnx.State) -> dict[str, Any]:
-    """First floating tensor of each module's call, out of nnx.capture's state."""
-    calls = [(path[:-1], leaf) for path, leaf in nnx.to_flat_state(captured) if path[-1] == "__call__"]
-    return {".".join(map(str, path)) or capture.ROOT: _floating(leaf.get_value())[0] for path, leaf in calls}
 
 
 def _is_floating(x: Any) -> bool:

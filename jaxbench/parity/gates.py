@@ -1,8 +1,8 @@
 """The gates of a parity run; each turns arrays of two backends into passed or failed, with the worst place (S file).
 
-P1 float64 equality, P2 error ratios of float32 and bfloat16, P3 stated precision, P4 first divergence and blame, P5
-weight conversion, P6 shared randomness, P7 training curves, P8 cached decoding, P9 mutation score (mutation.py), P10
-repeatability. Each Gate is one row of the report.
+P1 float64 equality, P2 error ratios of float32 and bfloat16, P3 precision of products, measured, P4 first divergence
+and blame, P5 weight conversion, P6 shared randomness, P7 training curves, P8 cached decoding, P9 mutation score
+(mutation.py), P10 repeatability, P11 outside oracles (oracles/). Each Gate is one row of the report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOISE_BAND = 4.0  # a float32 curve may leave the reference by this multiple of 
 class Gate(NamedTuple):
     """One check's outcome."""
 
-    id: str  # P1 .. P10
+    id: str  # P1 .. P11
     what: str
     passed: bool
     error: float  # worst error, in the unit of the limit
@@ -54,14 +54,6 @@ def from_ratio(comparison: distance.Comparison, *, what: str) -> Gate:
     low, high = sorted((shown.error, shown.other_error))
     note = f"errors {shown.error:.1e} and {shown.other_error:.1e} against float64"
     return Gate("P2", what, comparison.passed, high, distance.ERROR_RATIO * low + shown.slack, shown.name, note)
-
-
-def precision(settings: Mapping[str, Any]) -> Gate:
-    """Gate P3: the precision settings are pinned as stated (`highest` products, no TF32)."""
-    wanted = {"jax_default_matmul_precision": "highest", "torch_tf32_matmul": False, "torch_tf32_cudnn": False}
-    wrong = {name: settings.get(name) for name, value in wanted.items() if settings.get(name) != value}
-    note = ", ".join(f"{name}={value}" for name, value in settings.items())
-    return Gate("P3", "precision settings", not wrong, float(len(wrong)), 0.0, ", ".join(wrong), note)
 
 
 def blame(local: Sequence[capture.Local], *, tolerance: float = distance.TOLERANCE_FLOAT64) -> Gate:
@@ -190,3 +182,26 @@ def repeatability(
     return Gate(
         "P10", f"{name} repeats itself", passed, errors[where], limit, where if errors[where] else "", note
     ), widen
+
+
+def oracle(
+    what: str,
+    values: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    *,
+    source: str,
+    tolerance: float = distance.TOLERANCE_FLOAT64,
+) -> Gate:
+    """Gate P11: values equal, by name, those of a source that no code here wrote; `source` names it."""
+    odd = sorted(values.keys() ^ reference.keys())
+    if odd:
+        return Gate("P11", what, False, float(len(odd)), 0.0, ", ".join(odd[:3]), f"only on one side; {source}")
+    gate = from_comparison("P11", distance.compare(values, reference, kind=what, tolerance=tolerance))
+    return gate._replace(note=source)
+
+
+def chance(what: str, p_values: Mapping[str, float], *, source: str, digits: float = 6.0) -> Gate:
+    """Gate P11: no test statistic is one that chance gives once in 10**digits draws; the error is -log10(p)."""
+    errors = {name: -float(np.log10(max(p, 1e-300))) for name, p in p_values.items()}
+    where = max(errors, key=errors.__getitem__)
+    return Gate("P11", what, errors[where] <= digits, errors[where], digits, where, source)

@@ -1,7 +1,9 @@
-"""Gate P9: a table of bugs injected into the PyTorch twin, every one of which the float64 gates must catch.
+"""Gate P9: a table of bugs, every one of which the float64 gates or the outside oracles must catch.
 
-The first thirteen are those of a published trial of other projects' checks, which caught 0 to 8 of them; the rest came
-with the gates that first needed them. Each bug takes the place of one function of the unchanged twin.
+Those of this file are injected into the PyTorch twin, those of equinox_bugs.py into Equinox's modules; those of
+shared_bugs.py sit in files that all backends share, where only an oracle can see them. The first thirteen are those of
+a published trial of other projects' checks, which caught 0 to 8 of them; the rest came with the gates that first needed
+them. Each bug takes the place of one function of the unchanged code.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,27 +20,11 @@ import torch
 import torch.nn.functional as F
 
 from jaxbench import rotary
-from jaxbench.parity import cases, evidence, gates
+from jaxbench.parity import cases, equinox_bugs, evidence, gates, shared_bugs
+from jaxbench.parity.injection import Mutation, replaced
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 from torch_ref import attention, functional, nn, prng, sample, train, transformer
 from torch_ref.training import optimizer_step
-
-Change = contextlib.AbstractContextManager[Any]
-
-
-class Mutation(NamedTuple):
-    """One bug and where it shows."""
-
-    name: str
-    case: str  # parity case it is injected into
-    place: tuple[Any, str]  # module or class of the twin, and the name of its function
-    bug: Callable[..., Any]  # called in place of the function, with the function itself and then its arguments
-    module: str | None = None  # module that teacher forcing must blame; None = not a module's output
-    is_published: bool = False  # one of the thirteen of the trial
-
-    def injected(self) -> Change:
-        """Context in which the PyTorch twin has the bug."""
-        return _replace(*self.place, self.bug)
 
 
 class Outcome(NamedTuple):
@@ -51,12 +37,6 @@ class Outcome(NamedTuple):
     def is_caught(self) -> bool:
         """True where at least one gate failed."""
         return bool(self.caught_by)
-
-
-def _replace(target: Any, name: str, bug: Callable[..., Any]) -> Change:
-    """Context in which a call of target.name is bug(original, the call's arguments)."""
-    original = getattr(target, name)
-    return mock.patch.object(target, name, lambda *args, **options: bug(original, *args, **options))
 
 
 def _rms_eps(original: Callable, self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +73,7 @@ def _qk_norm_after_rotary(original: Callable, self: transformer.Attention, *args
 
     norm = nn.RMSNorm.forward
     rotate_first = lambda original, x, *angles: norm(waiting.pop(0), original(x, *angles))
-    with _replace(nn.RMSNorm, "forward", postponed), _replace(functional, "rotate", rotate_first):
+    with replaced(nn.RMSNorm, "forward", postponed), replaced(functional, "rotate", rotate_first):
         return original(self, *args)
 
 
@@ -122,7 +102,7 @@ def _attention_scale(original: Callable, self: transformer.Transformer, *args: A
     def scaled(original: Callable, query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return original(query * 1.03 if next(calls) == len(self.layers) else query, *args, **options)
 
-    with _replace(transformer, "attention", scaled):
+    with replaced(transformer, "attention", scaled):
         return original(self, *args, **options)
 
 
@@ -212,13 +192,19 @@ def _temperature_squared(original: Callable, logits: torch.Tensor, sampling: Any
     return original(logits / math.sqrt(sampling.temperature), sampling)
 
 
+def _swapped(original: Callable, model: Any, params: dict[str, Any], **options: Any) -> Any:
+    """Load the first layer's keys and values, which have one shape, into each other's place."""
+    key, value = (f"layers.0.attention.{x}_proj.kernel" for x in "kv")
+    return original(model, dict(params) | {key: params[value], value: params[key]}, **options)
+
+
 _LLAMA, _GPT2, _QWEN3 = "transformer/llama-grouped", "transformer/gpt2", "transformer/qwen3"
 _GEMMA2 = "transformer/gemma2"
 _ATTENTION, _QUERY_NORM = "layers.0.attention", "layers.0.attention.q_norm"
 _NORM, _MASK, _ATTEND = (nn.RMSNorm, "forward"), (attention, "attention_mask"), (transformer, "attention")
 _ANGLES, _ROTATE, _OPTIMIZER = (functional, "rotary_angles"), (functional, "rotate"), (optimizer_step, "_optimizer")
 _FEATURES = (transformer.Transformer, "features")
-MUTATIONS: tuple[Mutation, ...] = (
+TORCH_BUGS: tuple[Mutation, ...] = (
     Mutation("rms-norm-eps", _LLAMA, _NORM, _rms_eps, "layers.0.attention_norm", True),
     Mutation("gelu-erf-for-tanh", _GPT2, (F, "gelu"), lambda original, x, **_: original(x), "layers.0.mlp", True),
     Mutation("rope-base", _LLAMA, _ANGLES, _rope_base, "model", True),
@@ -254,36 +240,58 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("decode-position-one-late", _LLAMA, _FEATURES, _decode_position_late),
     Mutation("loss-mask-ignored", _LLAMA, (train, "cross_entropy"),
              lambda original, logits, targets, mask: original(logits, targets, torch.ones_like(mask))),
+    Mutation("weights-swapped-on-load", _LLAMA, (nn, "load_params"), _swapped, "layers.0.attention.k_proj"),
     Mutation("sampling-temperature-off", _LLAMA, (sample, "filter_logits"), _temperature_squared),
 )  # fmt: skip
 
 
+MUTATIONS = (*TORCH_BUGS, *equinox_bugs.EQUINOX_BUGS, *shared_bugs.SHARED_BUGS)
+
+
 def score(say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
     """Gates that every mutation makes fail in float64, and those of each case as it is ("none": there must be none)."""
+    outcomes = []
+    for case_id, side in dict.fromkeys((mutation.case, mutation.side) for mutation in MUTATIONS):
+        case = cases.find(case_id)
+        mine = [mutation for mutation in MUTATIONS if (mutation.case, mutation.side) == (case_id, side)]
+        judged = _judged_by_oracles(case, mine) if case.exact else _judged_by_twins(case, mine, side)
+        for mutation, rows in judged:
+            failed = tuple(f"{row.id} {row.what}" for row in rows if not row.passed)
+            outcomes.append(Outcome(mutation.name if mutation else f"none ({side}, {case_id})", failed))
+            say(f"{outcomes[-1].name}: {', '.join(failed) or 'no gate failed'}")
+    return outcomes
+
+
+Judged = Iterator[tuple[Mutation | None, list[gates.Gate]]]
+
+
+def _judged_by_oracles(case: cases.Case, mutations: Sequence[Mutation]) -> Judged:
+    """Gates of an oracle's case without a bug, and with each one."""
     from jaxbench.parity import run
 
-    outcomes = []
-    for case_id in dict.fromkeys(mutation.case for mutation in MUTATIONS):
-        case = cases.find(case_id)
-        config, params = cases.load(case)
-        with run.pinned("float64"), run.torch_threads(case):
-            side, _ = run.sides(case, config, params, dtype="float64", backend="flax")
-            mine = [mutation for mutation in MUTATIONS if mutation.case == case_id]
-            # Where every bug sits in a module, outputs, gradients and decoding must do without training and sampling.
-            gather = functools.partial(
-                evidence.gather, case=case, config=config, gradients=True,
-                is_quick=all(mutation.module for mutation in mine),
-            )  # fmt: skip
-            flax_evidence = gather(side)
-            for mutation in (None, *mine):
-                with mutation.injected() if mutation else contextlib.nullcontext():
-                    _, other = run.sides(case, config, params, dtype="float64", backend="flax")
-                    torch_evidence = gather(other)
-                judged = evidence.judge(flax_evidence, torch_evidence).gates
-                failed = [f"{row.id} {row.what}" for row in judged if not row.passed]
-                outcomes.append(Outcome(mutation.name if mutation else f"none ({case_id})", tuple(failed)))
-                say(f"{outcomes[-1].name}: {', '.join(failed) or 'no gate failed'}")
-    return outcomes
+    for mutation in (None, *mutations):
+        with mutation.injected() if mutation else contextlib.nullcontext():
+            yield mutation, run.exact_gates(case)[0]
+
+
+def _judged_by_twins(case: cases.Case, mutations: Sequence[Mutation], name: str) -> Judged:
+    """Gates between two twins without a bug, and with each one in the twin that is named."""
+    from jaxbench.parity import run
+
+    backend = "flax" if name == "torch" else name
+    config, params = cases.load(case)
+    # Where every bug sits in a module, outputs, gradients and decoding must do without training and sampling.
+    is_quick = all(mutation.module for mutation in mutations) or name != "torch"
+    gather = functools.partial(evidence.gather, case=case, config=config, gradients=True, is_quick=is_quick)
+    sides = functools.partial(run.sides, case, config, params, dtype="float64", backend=backend)
+    with run.pinned("float64"), run.torch_threads(case):
+        place = int(name == "torch")  # of the twin with the bugs, the other one being right
+        right = gather(sides()[1 - place])
+        for mutation in (None, *mutations):
+            with mutation.injected() if mutation else contextlib.nullcontext():
+                wrong = gather(sides()[place])
+            pair = (right, wrong) if place else (wrong, right)
+            yield mutation, evidence.judge(*pair).gates
 
 
 def gate(outcomes: list[Outcome]) -> gates.Gate:

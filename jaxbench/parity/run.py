@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from jaxbench import outputs
-from jaxbench.parity import capture, cases, distance, evidence, gates
+from jaxbench.parity import capture, cases, distance, evidence, gates, products
 from jaxbench.parity.cases import BACKENDS, Case
 
 NUM_PERTURBED = 4  # curves from weights moved by one ulp
 ULP = 2.0**-23  # of float32, relative
 REDUCED = ("float32", "bfloat16")
+KERNEL_DTYPE = "bfloat16"  # of a case's fused attention
 NUM_DRAWS = 16  # batches whose gradients decide where one batch's rounding errors differ too much
 
 
@@ -126,7 +127,7 @@ def run(
       backend: flax or equinox; PyTorch is the other side.
       quick: float64 outputs, blame, weights and decoding only.
       gradients: compare them; None follows the case.
-      dtypes: narrower types, each compared by the ratio of errors against float64.
+      dtypes: narrower types, each compared by the ratio of errors against float64; a case of a kernel has its own.
       model: checkpoint in place of the case's own weights.
 
     Raises:
@@ -139,22 +140,27 @@ def run(
     work = _Work(case, config, params, backend, case.gradients if gradients is None else gradients)
     with torch_threads(case):
         work.float64(is_quick=quick)
-        for dtype in () if quick else dtypes:
+        for dtype in () if quick else dtypes if case.kernel is None else (KERNEL_DTYPE,):
             work.reduced(dtype)
     return work.result() | {"seconds": round(time.monotonic() - start, 2)}
+
+
+def exact_gates(case: Case) -> tuple[list[gates.Gate], dict[str, Any]]:
+    """Gates of a case that names a module of its own for them, and the settings they ran under."""
+    with pinned("float64") as settings, torch_threads(case):
+        return importlib.import_module(f"jaxbench.parity.{case.exact}").gates_of(case), settings
 
 
 def _exact(case: Case, backend: str) -> dict[str, Any]:
     """Result of a case without a model, from its own gates, which compare numpy, JAX and PyTorch."""
     check_backend(case, backend)
-    with pinned("float64") as settings:
-        rows = importlib.import_module(f"jaxbench.parity.{case.exact}").gates_of(case)
+    rows, settings = exact_gates(case)
     failed = next((gate for gate in rows if not gate.passed), None)
     first = {} if failed is None else {failed.what: failed.where}
-    return _outcome(case, backend, rows, settings, worst=max(gate.error for gate in rows), first=first)
+    return outcome(case, backend, rows, settings, worst=max(gate.error for gate in rows), first=first)
 
 
-def _outcome(
+def outcome(
     case: Case, backend: str, rows: list[gates.Gate], settings: dict[str, Any], *, worst: float, first: dict[str, str]
 ) -> dict[str, Any]:
     """Result of a case as plain values, for JSON; first: where each kind of tensor begins to differ."""
@@ -205,7 +211,7 @@ class _Work:
         gradients = self.has_gradients and not is_quick
         with pinned("float64") as self.settings:
             side, other = self._sides("float64")
-            self.gates.append(gates.precision(self.settings))
+            self.gates.append(self._precision(side, other, "float64", self.settings))
             self.gates += gates.conversion(side, other, self.params)
             self._free_memory()
             if side.is_captured:
@@ -223,6 +229,11 @@ class _Work:
         self.comparisons |= findings.comparisons
         self.reference = reference
 
+    @staticmethod
+    def _precision(side: Any, other: Any, dtype: str, settings: dict[str, Any]) -> gates.Gate:
+        found = {each.name: each.products() for each in (side, other)}
+        return products.gate(found, dtype, settings)
+
     def _free_memory(self) -> None:
         """Let go of compiled programs, which hold weights as constants, and of freed blocks that malloc keeps.
 
@@ -238,8 +249,10 @@ class _Work:
 
     def reduced(self, dtype: str) -> None:
         """Run the error-ratio gates of a narrower type, and float32's training curve."""
-        with pinned(dtype):
+        with pinned(dtype) as settings:
             side, other = self._sides(dtype)
+            if dtype in products.BITS:
+                self.gates.append(self._precision(side, other, dtype, settings))
             is_captured = side.is_captured
             # A real model's gradients are compared in float64 alone: in narrow types a few tokens decide their error.
             gradients = self.has_gradients and self.case.gradients
@@ -249,6 +262,8 @@ class _Work:
                 others, wanted = ({name: each[name] for name in values} for each in (others, wanted))
             scaled = (unit_positions(each, wanted, self.arrays.positions) for each in (values, others, wanted))
             self._record_ratio(_ratio(*scaled, kind="outputs", dtype=dtype), dtype)
+            if self.case.kernel and self.reference.decoding is not None:
+                self._record_ratio(self._decoding_ratio(side, other, dtype), dtype)
             if gradients:
                 draw = (trace.gradients for trace in (*traces, self.reference.trace))
                 ratio = _ratio(*draw, kind="gradients", dtype=dtype)
@@ -261,6 +276,13 @@ class _Work:
                 self._record_ratio(ratio, dtype, over)
             if dtype == "float32" and self.case.steps:
                 self._train_float32(side, other)
+
+    def _decoding_ratio(self, side: Any, other: Any, dtype: str) -> distance.Comparison:
+        """Errors of cached decoding against the float64 reference, whose full call and cached one agree."""
+        decoded = [each.decode(self.arrays, prompt=self.case.prompt).incremental for each in (side, other)]
+        logits = [{capture.ROOT: each} for each in (*decoded, self.reference.decoding.full)]
+        scaled = (unit_positions(each, logits[-1], self.arrays.positions) for each in logits)
+        return _ratio(*scaled, kind="outputs", dtype=dtype)._replace(kind="decoding")
 
     def _over_batches(self, first: distance.Comparison, side: Any, other: Any, dtype: str) -> distance.Comparison:
         """Gradients' errors averaged over NUM_DRAWS batches, the first included: one draw decides nothing."""
@@ -302,9 +324,9 @@ class _Work:
         failures = {kind: comparison.first_failure for kind, comparison in self.comparisons.items()}
         first = {kind: failure.name for kind, failure in failures.items() if failure is not None}
         worst = self.comparisons["outputs"].worst.error
-        outcome = _outcome(self.case, self.backend, self.gates, self.settings, worst=worst, first=first)
+        found = outcome(self.case, self.backend, self.gates, self.settings, worst=worst, first=first)
         blame = None if culprit is None else culprit._asdict()
-        return outcome | {"blame": blame, "layers": self._layers(), "parameters": self._parameters()}
+        return found | {"blame": blame, "layers": self._layers(), "parameters": self._parameters()}
 
     def _layers(self) -> list[dict[str, Any]]:
         columns = {"float64": self._errors("outputs"), "gradient": self._errors("output_gradients")}

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from jaxbench.config import TransformerConfig
-from jaxbench.parity import capture
+from jaxbench.parity import capture, products
 from jaxbench.parity.cases import Arrays, Case
 from jaxbench.training import precision
 from jaxbench.training.step_config import StepConfig
-from torch_ref import nn, prng
+from torch_ref import attention, functional, nn, prng
 from torch_ref.training import optimizer_step
 
 
@@ -29,7 +29,7 @@ class Side:
         self.case, self.dtype = case, dtype
         module = importlib.import_module(f"torch_ref.{case.module}")
         self.task = importlib.import_module(f"torch_ref.{case.task}")
-        self.model = module.build(config, params, dtype=dtype, **case.options)
+        self.model = module.build(config, params, dtype=dtype, **case.options_in(dtype))
 
     def get_params(self) -> dict[str, np.ndarray]:
         """Parameters of the model by dotted name."""
@@ -41,6 +41,17 @@ class Side:
 
     def _batch(self, arrays: Arrays) -> Any:
         return self.task.Batch(*(None if x is None else torch.tensor(x) for x in arrays))
+
+    def products(self) -> dict[str, np.ndarray]:
+        """What this backend computes of products.operands and products.attended: gate P3."""
+        left, right, gradient = map(torch.tensor, products.operands(self.dtype))
+        query, key, value = map(torch.tensor, products.attended(self.dtype))
+        left.requires_grad_()
+        product = functional.matmul(left, right)
+        product.backward(gradient)
+        positions = torch.arange(2)[None]
+        mixed = attention.attention(query, key, value, attention.Spans(positions, positions), implementation="dense")
+        return {"product": _numpy(product), "gradient": _numpy(left.grad), "attention": _numpy(mixed[0, :, 0])}
 
     def trace(self, arrays: Arrays, *, gradients: bool, seed: int | None) -> capture.Trace:
         """Loss, outputs of every module and, with gradients, those of outputs and parameters; seed = dropout's."""

@@ -54,6 +54,25 @@ def nnx_modules(model: nnx.Module, *, root: str) -> Iterator[tuple[str, nnx.Modu
         yield ".".join(map(str, path)) or root, module
 
 
+def equinox_modules(model: Any, *, root: str) -> Iterator[tuple[str, Any]]:
+    """(dotted name, module) of an Equinox model's modules, `root` for the model itself."""
+    import equinox
+
+    def inside(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        children: Any = ()
+        if isinstance(tree, equinox.Module):
+            yield prefix or root, tree
+            children = vars(tree).items()
+        elif isinstance(tree, dict):
+            children = tree.items()
+        elif isinstance(tree, list | tuple):
+            children = enumerate(tree)
+        for name, child in children:
+            yield from inside(child, f"{prefix}.{name}" if prefix else str(name))
+
+    return inside(model, "")
+
+
 def _owner(cls: type) -> type | None:
     """Class in which a class's __call__ is defined."""
     return next((base for base in cls.__mro__ if "__call__" in vars(base)), None)

@@ -62,3 +62,65 @@ def test_a_broken_twin_ends_with_1_and_the_module_is_named(tmp_path):
     assert "NOT equal" in said and "the cause is in model (input of layers.0" in said
     (result,) = json.loads((tmp_path / "parity.json").read_text())
     assert result["blame"]["module"] == "model" and not result["passed"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face folder that transformers itself made, with random weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=24, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("hf") / "tiny"
+    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_a_users_checkpoint_is_proved_against_transformers_and_between_all_backends(folder, tmp_path):
+    done = run(f"--model={folder}", f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "parity.json").read_text())
+    assert [result["backend"] for result in results] == ["transformers", "flax", "equinox"]
+    assert all(result["case"] == "model/tiny" and result["passed"] and result["worst"] < 1e-12 for result in results)
+    modules = [{row["module"] for row in result["layers"]} for result in results]
+    assert modules[1] == modules[2] and {"layers.0.attention.q_norm", "layers.1.mlp.down_proj", "model"} <= modules[0]
+
+
+def test_a_bug_that_all_backends_share_is_found_in_a_users_checkpoint_and_named(folder, tmp_path, monkeypatch):
+    from jaxbench.parity import mutation, own_model
+    from jaxbench.parity import run as proof
+    from jaxbench.pretrained import weights
+
+    [bug] = [bug for bug in mutation.MUTATIONS if bug.name == "rotary-frequencies-times-1.5"]
+    checkpoint = weights.load_checkpoint(folder)
+    case = own_model.case_of(folder, checkpoint)
+    with bug.injected():
+        twins = proof.run(case, model=str(folder), quick=True)
+        found = own_model.against_transformers(case, folder, checkpoint)
+    assert twins["passed"] and not found["passed"]
+    assert found["first_divergence"] == "layers.0.attention.o_proj"  # the first module behind the rotation
+
+
+def test_a_model_that_transformers_does_not_read_is_not_compared_with_it(folder, tmp_path):
+    from jaxbench.parity import own_model
+    from jaxbench.pretrained import weights
+
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    checkpoint = weights.load_checkpoint(folder)
+    case = own_model.case_of(folder, checkpoint)
+    said = own_model.against_transformers(case, tmp_path, checkpoint)
+    assert said.startswith("model/tiny is not compared with transformers, which does not read it: ValueError: ")
+
+
+def test_a_model_too_large_for_its_proof_is_refused_with_numbers(folder, monkeypatch):
+    from jaxbench.measure import environment
+    from jaxbench.parity import own_model
+    from jaxbench.pretrained import weights
+
+    monkeypatch.setattr(environment, "available_memory_bytes", lambda: 2**10)
+    with pytest.raises(ValueError, match=r"tiny has [\d,]+ parameters; its proof in float64 takes about 0.0 GiB"):
+        own_model.case_of(folder, weights.load_checkpoint(folder))

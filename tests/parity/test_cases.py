@@ -12,6 +12,7 @@ def test_ids_are_unique_and_name_their_workload():
     ids = [case.id for case in cases.CASES]
     assert len(set(ids)) == len(ids)
     workloads = {case.id: "transformer" if case in TINY else case.module.partition(".")[0] for case in cases.CASES}
+    workloads |= {case.id: "oracle" for case in cases.CASES if (case.exact or "").startswith("oracles.")}
     assert all(name.startswith(f"{workload}/") for name, workload in workloads.items())
 
 
@@ -29,6 +30,14 @@ def test_the_table_covers_every_family_and_variant():
     assert {case.options.get("implementation", "dense") for case in TINY} == {"dense", "blocked"}
     assert any(case.is_scanned for case in TINY) and any(case.packed for case in TINY)
     assert all(c.dropout > 0 for c in configs)  # so that twins' masks are compared in every case
+
+
+def test_a_case_of_a_kernel_has_it_in_narrow_types_alone_and_only_where_the_device_is():
+    kernels = [case for case in TINY if case.kernel]
+    assert kernels and all(case.device == "gpu" for case in kernels)
+    assert all("implementation" not in case.options_in("float64") for case in kernels)
+    assert {case.options_in("bfloat16")["implementation"] for case in kernels} == {"fused"}
+    assert {case.packed for case in kernels} == {True, False} and any(case.config.sliding_window for case in kernels)
 
 
 def test_the_default_model_is_a_case():

@@ -5,13 +5,6 @@ import pytest
 
 from jaxbench.parity import capture, distance, gates
 
-GOOD = {
-    "jax_default_matmul_precision": "highest",
-    "jax_enable_x64": True,
-    "torch_tf32_matmul": False,
-    "torch_tf32_cudnn": False,
-}
-
 
 class FakeSide:
     """A side that holds parameters, strictly unless told otherwise."""
@@ -59,10 +52,19 @@ def test_conversion_fails_a_side_that_accepts_anything(params):
     assert not strict.passed and "loose: unused" in strict.where and "loose: misshapen" in strict.where
 
 
-def test_precision_must_be_pinned():
-    assert gates.precision(GOOD).passed
-    failed = gates.precision(GOOD | {"torch_tf32_matmul": True})
-    assert not failed.passed and failed.where == "torch_tf32_matmul"
+def test_an_oracle_passes_equal_values_and_names_the_first_that_differ_or_are_missing():
+    wanted = {"a": np.ones(3), "b": np.arange(3.0)}
+    assert gates.oracle("values", wanted, wanted, source="a book").passed
+    failed = gates.oracle("values", wanted | {"b": wanted["b"] * (1 + 1e-8)}, wanted, source="a book")
+    assert not failed.passed and (failed.id, failed.where, failed.note) == ("P11", "b", "a book")
+    missing = gates.oracle("values", {"a": np.ones(3)}, wanted, source="a book")
+    assert not missing.passed and missing.where == "b"
+
+
+def test_a_statistic_that_chance_hardly_gives_fails():
+    assert gates.chance("draws", {"x": 0.3, "y": 1e-5}, source="a test").passed
+    failed = gates.chance("draws", {"x": 0.3, "y": 1e-9}, source="a test")
+    assert not failed.passed and failed.where == "y" and failed.error == pytest.approx(9.0)
 
 
 def test_sampled_tokens_are_compared_exactly_and_the_first_difference_is_named():

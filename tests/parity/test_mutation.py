@@ -1,8 +1,10 @@
 """Gate P9: the parity gates are tested by injecting bugs, and must catch every one."""
 
+import functools
+
 import pytest
 
-from jaxbench.parity import cases, mutation, run
+from jaxbench.parity import capture, cases, evidence, mutation, run
 
 pytestmark = pytest.mark.timeout(900)  # one minute of work, on a machine that may be shared by fifteen
 
@@ -19,7 +21,7 @@ def test_the_float64_gates_catch_every_injected_bug(outcomes):
 
 def test_no_gate_fails_on_the_twins_as_they_are(outcomes):
     clean = {name: outcome for name, outcome in outcomes.items() if name.startswith("none")}
-    assert len(clean) == len({m.case for m in mutation.MUTATIONS})
+    assert len(clean) == len({(m.case, m.side) for m in mutation.MUTATIONS})
     assert [name for name, outcome in clean.items() if outcome.is_caught] == []
 
 
@@ -48,6 +50,21 @@ def test_a_decoding_bug_shows_though_the_full_call_is_right(outcomes):
     assert "P8 torch: cached decode = full call" in gates and "P1 outputs, float64" not in gates
 
 
+def test_bugs_in_shared_files_are_caught_by_outside_oracles(outcomes):
+    shared = [m for m in mutation.MUTATIONS if m.side == "shared"]
+    assert len(shared) >= 20 and all(m.case.startswith("oracle/") for m in shared)
+    for bug in shared:
+        assert outcomes[bug.name].caught_by and all(gate.startswith("P11 ") for gate in outcomes[bug.name].caught_by)
+
+
+def test_bugs_of_equinox_are_caught_though_flax_is_right(outcomes):
+    own = [m for m in mutation.MUTATIONS if m.side == "equinox"]
+    assert len(own) >= 5
+    assert outcomes["equinox-tied-head-passes-no-gradient"].caught_by == ("P1 gradients, float64",)
+    decoding = outcomes["equinox-decode-position-one-late"].caught_by
+    assert "P8 equinox: cached decode = full call" in decoding and "P1 outputs, float64" not in decoding
+
+
 def test_the_thirteen_published_bugs_are_in_the_table():
     assert sum(m.is_published for m in mutation.MUTATIONS) == 13
     assert len({m.name for m in mutation.MUTATIONS}) == len(mutation.MUTATIONS)
@@ -56,28 +73,27 @@ def test_the_thirteen_published_bugs_are_in_the_table():
 BLAMED = [m for m in mutation.MUTATIONS if m.module]
 
 
-@pytest.fixture(scope="module")
-def flax_sides():
-    """Build each case's Flax side once: its teacher-forced program takes the twin's tensors as arguments."""
-    sides = {}
-    for case_id in {m.case for m in BLAMED}:
-        case = cases.find(case_id)
-        config, params = cases.load(case)
-        with run.pinned("float64"):
-            sides[case_id] = run.sides(case, config, params, dtype="float64", backend="flax")[0]
-    return sides
+@functools.cache
+def right_side(case_id, twin):
+    """Return the side without a bug, built once: its teacher-forced program takes the twin's tensors as arguments."""
+    case = cases.find(case_id)
+    config, params = cases.load(case)
+    backend = "flax" if twin == "torch" else twin
+    with run.pinned("float64"):
+        return run.sides(case, config, params, dtype="float64", backend=backend)[int(twin != "torch")]
 
 
 @pytest.mark.parametrize("bug", BLAMED, ids=lambda bug: bug.name)
-def test_teacher_forcing_blames_the_module_that_has_the_bug(bug, flax_sides):
-    from jaxbench.parity import capture, evidence
-
+def test_teacher_forcing_blames_the_module_that_has_the_bug(bug):
     case = cases.find(bug.case)
     config, params = cases.load(case)
     arrays = cases.arrays(case, config)
+    right = right_side(bug.case, bug.side)
     with bug.injected(), run.pinned("float64"):
-        _, other = run.sides(case, config, params, dtype="float64", backend="flax")
-        calls = other.calls(arrays, seed=evidence.SEED)
-        forced = flax_sides[bug.case].forced(arrays, calls, seed=evidence.SEED)
+        backend = "flax" if bug.side == "torch" else bug.side
+        wrong = run.sides(case, config, params, dtype="float64", backend=backend)[int(bug.side == "torch")]
+        jax_side, torch_side = (right, wrong) if bug.side == "torch" else (wrong, right)
+        calls = torch_side.calls(arrays, seed=evidence.SEED)
+        forced = jax_side.forced(arrays, calls, seed=evidence.SEED)
         culprit = capture.blame(capture.local_errors(forced, calls), tolerance=1e-9)
     assert culprit is not None and culprit.module == bug.module

@@ -13,7 +13,7 @@ from jaxbench import outputs
 from jaxbench.parity import cases, distance, gates, mutation, run
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-TINY = [case.id for case in cases.CASES if case.config is not None and case.exact is None]
+TINY = [case.id for case in cases.CASES if case.config is not None and case.exact is None and case.device is None]
 # One case a family also passes the narrower types' gates; all of them do in `experiments/parity.py --all`.
 WITH_REDUCED = ("transformer/llama-grouped", "transformer/qwen3", "transformer/gpt2")
 WITH_OTHERS = (
@@ -58,6 +58,11 @@ def test_every_other_backend_and_torch_compute_the_same_function(case_id, backen
     found = result(case_id, backend=backend)
     assert failures(found) == []
     assert {"gradients, float64", "params after 20 steps, float64"} <= {gate["what"] for gate in found["gates"]}
+    if cases.find(case_id).is_scanned:
+        assert len(found["layers"]) == 1
+    else:
+        assert "P4" in {gate["id"] for gate in found["gates"]} and len(found["layers"]) > 10
+        assert all(row["own"] is not None and row["gradient"] is not None for row in found["layers"])
 
 
 @pytest.mark.parametrize("case_id", WITH_REDUCED)
@@ -70,6 +75,15 @@ def test_narrow_types_err_alike_and_float32_training_stays_within_noise(case_id)
             epsilon = distance.MACHINE_EPSILON[dtype]
             assert whats[f"{kind}, {dtype}"]["error"] > 0.1 * epsilon
     assert whats["training curve, float32: gap within noise"]["passed"]
+
+
+def test_a_case_of_a_kernel_proves_it_in_bfloat16_with_gradients_and_decoding():
+    """The path of fused attention on a GPU, walked with blocked attention, which any device has."""
+    case = cases.find("transformer/llama-kernel")._replace(kernel="blocked", options={"block_size": 16}, steps=0)
+    found = run.run(case)
+    whats = {gate["what"] for gate in found["gates"]}
+    assert failures(found) == [] and {f"{kind}, bfloat16" for kind in ("outputs", "decoding", "gradients")} <= whats
+    assert "outputs, float32" not in whats and "outputs, float64" in whats
 
 
 def test_rounding_errors_are_compared_at_real_positions_that_count_alike():

@@ -1,0 +1,147 @@
+"""Hugging Face transformers as an oracle in float64: random models, their logits, and every module's output."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import transformers
+from jaxtyping import Float, Int
+from transformers import modeling_gguf_pytorch_utils
+
+
+@contextlib.contextmanager
+def wide() -> Iterator[None]:
+    """Let transformers compute norms, softmax and rotary angles in float64, which it narrows to float32 by name."""
+    with contextlib.ExitStack() as stack:
+        for name in ("float", "float32"):
+            stack.enter_context(mock.patch.object(torch, name, torch.float64))
+        stack.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the terminal."""
+    logging = transformers.utils.logging
+    level, is_bar_on = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if is_bar_on:
+            logging.enable_progress_bar()
+
+
+def random_model(config: Any, *, seed: int = 0) -> torch.nn.Module:
+    """transformers' own random model in float64, none of whose parameters is one or zero throughout."""
+    with torch.random.fork_rng(devices=[]), wide():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+        with torch.no_grad():  # norms and biases start at one and zero; a swapped or forgotten one must show
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def name_of(model: torch.nn.Module) -> str:
+    """What answers: the library's version and the model's class."""
+    return f"transformers {transformers.__version__}: {type(model).__name__}"
+
+
+def why_unread(path: Path) -> str:
+    """Why transformers cannot read the model of a folder or GGUF file; empty where it can."""
+    try:
+        with quiet():
+            if path.is_file():
+                config = transformers.AutoConfig.for_model(
+                    **modeling_gguf_pytorch_utils.load_gguf_checkpoint(path)["config"]
+                )
+            else:
+                config = transformers.AutoConfig.from_pretrained(path)
+            transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    except Exception as error:  # it raises many unrelated types: OSError, KeyError, NotImplementedError, its own
+        return (
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
+        )
+    return ""
+
+
+def save(model: torch.nn.Module, folder: Any) -> None:
+    """Write a model as a folder, as its users do."""
+    with quiet():
+        model.save_pretrained(folder)
+
+
+def load(path: Path) -> torch.nn.Module:
+    """Model of a folder or GGUF file, in float64, of which every tensor was found and used.
+
+    Raises:
+      ValueError: tensors are missing, unused or misshapen in transformers' eyes.
+    """
+    if path.is_file():
+        return _of_gguf(path)
+    with quiet():  # not wide: the file's types go by their names too
+        read, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float64, output_loading_info=True
+        )
+    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if problems:
+        raise ValueError(f"transformers: {path} does not fit the model: {problems}")
+    with quiet(), wide():  # whose rotary frequencies are in float64
+        model = transformers.AutoModelForCausalLM.from_config(read.config, dtype=torch.float64)
+    model.load_state_dict(read.state_dict(), assign=True)
+    return model.eval()
+
+
+def _of_gguf(path: Path) -> torch.nn.Module:
+    """Model of a GGUF file, without the accelerate package that transformers' from_pretrained asks for."""
+    read = modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    with quiet():
+        config = transformers.AutoConfig.for_model(**read(path)["config"])
+    without_bar = mock.patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda items, **options: items)
+    with quiet(), wide(), without_bar:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        tensors = read(path, return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    missing = [name for name in missing if name not in model.all_tied_weights_keys]
+    if missing or unexpected:
+        raise ValueError(f"transformers: {path} does not fit the model: missing {missing}, unused {unexpected}")
+    return model.eval()
+
+
+def logits(
+    model: torch.nn.Module, tokens: Int[np.ndarray, "B T"], positions: Int[np.ndarray, "B T"] | None = None
+) -> Float[np.ndarray, "B T V"]:
+    """Logits in float64; with positions that start again in a row, as transformers packs documents."""
+    packed = {} if positions is None else {"position_ids": torch.from_numpy(positions).long()}
+    with wide(), torch.no_grad():
+        return model(torch.from_numpy(tokens).long(), use_cache=False, **packed).logits.numpy()
+
+
+def module_outputs(model: torch.nn.Module, tokens: Int[np.ndarray, "B T"]) -> dict[str, np.ndarray]:
+    """First tensor that every module returns, by its path, as they complete; the model's own is its logits."""
+    found: dict[str, np.ndarray] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: torch.nn.Module, args: tuple, result: Any) -> None:
+            first = result[0] if isinstance(result, tuple) else result
+            if isinstance(first, torch.Tensor):
+                found[name] = first.numpy(force=True).copy()
+
+        return hook
+
+    with contextlib.ExitStack() as handles:
+        for path, module in model.named_modules():
+            if path:
+                handles.callback(module.register_forward_hook(keep(path)).remove)
+        found["model output"] = logits(model, tokens)
+    return found

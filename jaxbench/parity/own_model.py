@@ -1,0 +1,105 @@
+"""A user's checkpoint proved in float64: the twins against each other, module by module, and against transformers.
+
+The twins share what reads a checkpoint (families.py, weights.py), so only transformers' own reading shows a bug there.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxbench import initial
+from jaxbench.measure import environment
+from jaxbench.parity import cases, distance, gates, run
+from jaxbench.parity.capture import ROOT
+from jaxbench.pretrained import families, weights
+
+LENGTH = 64  # tokens of a row, or fewer where the model takes fewer
+BYTES_PER_PARAMETER = 40  # in float64, at the peak; the default model's 134.5 million take 4.8 GiB
+Result = dict[str, Any]
+
+
+def case_of(path: Path, checkpoint: weights.Checkpoint) -> cases.Case:
+    """Parity case of a checkpoint: outputs of every module, decoding and sampling; gradients where they are asked for.
+
+    Raises:
+      ValueError: the model takes too few tokens, or its proof does not fit into memory.
+    """
+    length = min(LENGTH, checkpoint.config.max_seq_len)
+    if length < 4:
+        raise ValueError(f"parity: {path} takes max_seq_len={length} tokens, wanted at least 4 to decode some")
+    count, available = initial.num_parameters(checkpoint.config), environment.available_memory_bytes()
+    needed = BYTES_PER_PARAMETER * count
+    if needed > available:
+        raise ValueError(
+            f"parity: {path} has {count:,} parameters; its proof in float64 takes about {needed / 2**30:.1f} GiB, and "
+            f"{available / 2**30:.1f} GiB are free"
+        )
+    return cases.Case(
+        f"model/{path.stem}", None, length=length, prompt=length * 3 // 4, steps=0, gradients=False, sampled=True
+    )
+
+
+def against_transformers(case: cases.Case, path: Path, checkpoint: weights.Checkpoint) -> Result | str:
+    """Result of torch_ref against transformers' model of the same file, or why transformers does not read it."""
+    from jaxbench.parity import torch_side
+    from jaxbench.parity.oracles import transformers_model
+
+    start = time.monotonic()
+    reason = transformers_model.why_unread(path)
+    if reason:
+        return f"{case.id} is not compared with transformers, which does not read it: {reason}"
+    tokens = np.random.default_rng(case.seed).integers(0, checkpoint.config.vocab_size, (2, case.length), np.int32)
+    positions = np.tile(np.arange(case.length, dtype=np.int32), (2, 1))
+    arrays = cases.Arrays(tokens, tokens, positions, np.ones(tokens.shape, bool))
+    side = torch_side.Side(case, checkpoint.config, checkpoint.params, dtype="float64")
+    ours = side.trace(arrays, gradients=False, seed=None).outputs
+    del side
+    try:
+        model = transformers_model.load(path)
+    except ValueError as error:
+        return _result(
+            case, [gates.Gate("P11", "transformers loads it", False, 1.0, 0.0, ROOT, str(error))], None, start
+        )
+    theirs = _renamed(
+        transformers_model.module_outputs(model, tokens), model.config, checkpoint.config.num_layers, ours
+    )
+    modules = {name: value for name, value in ours.items() if name in theirs}
+    comparison = distance.compare(modules, {name: theirs[name] for name in modules}, kind="outputs")
+    # The verdict is that of the logits; modules name the place, where both have one that returns the same.
+    gate = gates.oracle(
+        "logits, float64", {ROOT: ours[ROOT]}, {ROOT: theirs[ROOT]}, source=transformers_model.name_of(model)
+    )
+    if not gate.passed and comparison.first_failure:
+        gate = gate._replace(where=comparison.first_failure.name)
+    return _result(case, [gate], comparison, start)
+
+
+def _renamed(
+    outputs: dict[str, np.ndarray], config: Any, num_layers: int, ours: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """transformers' module outputs under our names, in our shapes; modules that only one side has are left out."""
+    found = {ROOT: outputs["model output"]}
+    for rule in families.HF_FAMILIES[config.model_type].rules:
+        for layer in range(num_layers):
+            names, value = [name.format(i=layer) for name in rule.ours], outputs.get(rule.theirs.format(i=layer))
+            if value is None or not all(name in ours for name in names):
+                continue
+            cuts = np.cumsum([ours[name].shape[-1] for name in names])[:-1]
+            for name, part in zip(names, np.split(value, cuts, axis=-1), strict=True):
+                shape = ours[name].shape
+                found[name] = np.broadcast_to(part, shape) if part.shape[1:] == shape[1:] else part.reshape(shape)
+    return found
+
+
+def _result(case: cases.Case, rows: list[gates.Gate], comparison: distance.Comparison | None, start: float) -> Result:
+    """Result as run.run returns it, for the report."""
+    passed = all(row.passed for row in rows)
+    entries = comparison.entries if comparison else ()
+    first = {} if passed else {"outputs": rows[0].where}
+    outcome = run.outcome(case, "transformers", rows, {}, worst=rows[0].error, first=first)
+    layers = [{"module": entry.name, "float64": entry.error} for entry in entries]
+    return outcome | {"layers": layers, "seconds": round(time.monotonic() - start, 2)}
