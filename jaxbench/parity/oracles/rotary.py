@@ -13,12 +13,17 @@ from jaxbench.parity.oracles import transformers_model
 
 # By kind: our scaling, and the settings of a Hugging Face config.json.
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0}
 SCALINGS = {
     "none": (None, {"rope_type": "default"}),
     "linear": (RotaryScaling(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}),
     "llama3": (
         RotaryScaling(kind="llama3", original_max_seq_len=64, **LLAMA3),
         {"rope_type": "llama3", "original_max_position_embeddings": 64, **LLAMA3},
+    ),
+    "yarn": (
+        RotaryScaling(kind="yarn", original_max_seq_len=64, **YARN),
+        {"rope_type": "yarn", "original_max_position_embeddings": 64, **YARN},
     ),
 }
 SHAPES = ((8, 1e4), (64, 5e5), (128, 1e6))  # width of a head, base
