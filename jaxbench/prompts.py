@@ -221,6 +221,8 @@ class GeneratorBase:
     ):
         check_sampling(sampling)
         # XLA:CPU widens a bfloat16 cache, updates it, and narrows all of it at every step (docs/xla_cpu.md, rule 4).
+        # PyTorch is faster so on a CPU too: a layer of SmolLM2 writes and attends to 96 slots in 18 us where in 22, to
+        # 640 in 62 where in 75 (batch 8: 80 and 110, 416 and 564; one core of an AMD EPYC).
         is_narrow_on_cpu = platform == "cpu" and model.dtype in ("bfloat16", "float16")
         self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
         self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]

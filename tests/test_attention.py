@@ -158,6 +158,18 @@ def test_torch_needs_no_key_positions_where_nothing_is_padded(implementation, wi
     np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize(("length", "is_dense"), [(torch_attention.NARROW_DENSE, True), (160, False)])
+def test_torch_attends_to_long_narrow_prompts_without_its_kernel_on_a_cpu(length, is_dense):
+    random = torch.Generator().manual_seed(0)
+    sizes = ((1, length, 4, 8), (1, 2, 8, length), (1, 2, length, 8))
+    arrays = [torch.randn(size, generator=random).to(torch.bfloat16) for size in sizes]
+    spans = torch_attention.Spans(torch.arange(length)[None], None)
+    how = ({"is_ordered": True, "implementation": name} for name in ("fused", "dense"))
+    fused, dense = (torch_attention.attention(*arrays, spans, **each) for each in how)
+    assert torch.equal(fused, dense) == is_dense
+    torch.testing.assert_close(fused, dense, rtol=0, atol=0.02)
+
+
 def test_a_torch_key_lies_in_memory_as_a_value_does():
     keys, values = torch.zeros(4, 5, 8).transpose(1, 2), torch.zeros(4, 5, 8)
     cache = torch_attention.KVCache((keys, None), (values, None), None).padded(9, dtype="float64")

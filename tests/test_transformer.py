@@ -105,6 +105,48 @@ def test_prefill_then_cached_steps_equal_the_whole_pass(config):
         np.testing.assert_allclose(np.asarray(logits[:, 0]), np.asarray(whole[:, t]), atol=2e-5)
 
 
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_torch_with_its_own_attention_kernel_and_no_mask_computes_flaxs_function_in_float64(config, x64):
+    config = config.model_copy(update={"dropout": 0.0})
+    params, tokens = initial.initial_params(config, 0, distinct=True), random_tokens(4)
+    weights = np.random.default_rng(0).standard_normal((B, T, config.vocab_size))
+    graph, state = nnx.split(transformer.build(config, params, dtype="float64"))
+
+    @jax.jit
+    @jax.grad
+    def gradients(state):
+        return (nnx.merge(graph, state)(tokens, POSITIONS) * weights).sum()
+
+    wanted = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients(state))}
+    model = torch_transformer.build(config, params, dtype="float64", implementation="fused")
+    logits = model(torch.from_numpy(tokens), None)
+    (logits * torch.from_numpy(weights)).sum().backward()
+    flax = jax.jit(lambda state: nnx.merge(graph, state)(tokens, POSITIONS))(state)
+    np.testing.assert_allclose(logits.detach().numpy(), flax, rtol=0, atol=1e-12 * np.abs(flax).max())
+    found = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    assert found.keys() == wanted.keys()
+    largest = max(
+        np.abs(gradient).max() for gradient in wanted.values()
+    )  # that of a key's bias is zero but for rounding
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, wanted[name], rtol=0, atol=1e-13 * largest, err_msg=name)
+
+
+def test_a_call_without_positions_takes_a_cache_without_them_and_no_segments():
+    model = torch_transformer.build(LLAMA, PARAMS)
+    tokens, positions = torch.from_numpy(random_tokens(0)), torch.from_numpy(POSITIONS)
+    with torch.inference_mode():
+        caches = [model.features(tokens, given)[1] for given in (None, positions)]
+        with pytest.raises(ValueError, match="no positions with segments=True"):
+            model(tokens, None, segments=torch.zeros_like(tokens))
+        with pytest.raises(ValueError, match="a cache with positions=True"):
+            model.features(tokens[:, :1], None, cache=caches[1].padded(20, dtype="float32"), slot=T)
+        with pytest.raises(ValueError, match="for a cache of rows without positions"):
+            model.features(tokens[:, :1], positions[:, :1], cache=caches[0].padded(20, dtype="float32"), slot=T)
+    with pytest.raises(ValueError, match="torch_compile='whole'"):
+        torch_transformer.build(LLAMA, PARAMS, torch_compile="whole")
+
+
 def test_scanned_layers_equal_unrolled_ones_with_dropout_on():
     key, step = jnp.array([5, 0], jnp.uint32), jnp.int32(3)
     outs = []

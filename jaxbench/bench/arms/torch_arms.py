@@ -103,7 +103,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
     """The twin in torch_ref, run eagerly, with PyTorch's own attention kernel; nothing is padded.
 
     On one core of an AMD EPYC, the default model in float32 (torch 2.13, tokens per CPU second): prompts of 37 and 520
-    tokens 266 and 344 where padded to powers of two they took 166 and 138; decoding 27 to 30 where 24 to 26.
+    tokens 266 and 344, where 166 and 138 with lengths padded to powers of two and attention written out.
     """
 
     name = "torch_eager"
@@ -157,10 +157,10 @@ class CompiledArm(EagerArm):
     """The twin under torch.compile (Inductor, static shapes): layer by layer on a CPU, the decode step on a GPU.
 
     All layers share one program a shape (PyTorch's "regional compilation"). The whole decode step in one program is
-    CompiledStepArm: on one core of an AMD EPYC, the default model in float32, batch 1, it decodes 31.6 tokens per CPU
-    second, layer by layer 28.8, eagerly 25.3; but it compiles for 59 CPU seconds a shape where layers take 4, and for 6
-    instead of 1 out of the cache, so it is for the long suite. On a GPU, where kernels are launched one by one, the
-    whole step runs as a CUDA graph (mode "reduce-overhead"; not measured).
+    CompiledStepArm, and faster: on one core of an AMD EPYC, the default model in float32, it decodes 32 to 33 tokens
+    per CPU second at batch 1 and 119 at batch 8, layer by layer 24 to 28 and 106 to 111, eagerly 25 and 102 to 108. But
+    it compiles for 59 CPU seconds a shape and 7 to 12 out of the cache, where layers take 4 and 1, so it is for the
+    long suite. On a GPU the whole step runs as a CUDA graph (mode "reduce-overhead"; not measured).
     """
 
     name = "torch_compile"

@@ -28,7 +28,7 @@ def generated(name, folder):
     return facts, [arm.warm(DECODE, INPUTS)["tokens"], arm.measure(DECODE, INPUTS)["tokens"]], arm
 
 
-@pytest.mark.filterwarnings("default")  # of the compiler
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # that Inductor imports
 @pytest.mark.parametrize("name", ["torch_compile_step", "transformers_compile"])
 def test_a_compiled_decode_step_says_what_the_eager_arm_says(name, folder):
     _, (_, eager), _ = generated("torch_eager", folder)
