@@ -45,7 +45,7 @@ class Session:
     def prepare(self, *, workload: dict) -> dict:
         """Compile what a workload needs; the compiler's freed memory then goes back to the system, for every arm."""
         facts = self.arm.prepare(_workload(workload))
-        _release()
+        worker.release_memory()
         return facts
 
     def warm(self, *, workload: dict, inputs: list) -> dict:

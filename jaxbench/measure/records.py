@@ -8,6 +8,7 @@ interrupted and run again), the later line wins.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,15 +75,16 @@ class RecordFile:
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()  # parts of a run that nobody times may run at once
 
     def append(self, *records: Record) -> None:
         """Write the records as whole lines; a full disk is an OSError that says what was kept."""
         if not records:
             return
+        text = "".join(record.model_dump_json(exclude_defaults=True) + "\n" for record in records)
         try:
-            store.append_text(
-                self.path, "".join(record.model_dump_json(exclude_defaults=True) + "\n" for record in records)
-            )
+            with self._lock:
+                store.append_text(self.path, text)
         except OSError as error:
             if not self.path.is_file():
                 raise

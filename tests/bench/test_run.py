@@ -100,9 +100,9 @@ def test_no_launch_starts_that_would_pass_the_budget(compare):
 def test_launches_are_shortened_before_there_are_too_few(compare):
     rounds = SUITE.rounds.model_copy(update={"launches": 6})
     compare(lasts_s=20.0, suite={"rounds": rounds})
-    assert FakeLaunch.num_rounds[:3] == [2, 1, 1]  # of 85 s, five of 20 s do not fit
-    compare(lasts_s=10.0, suite={"rounds": rounds})
-    assert FakeLaunch.num_rounds == [2] * 6
+    assert FakeLaunch.num_rounds[:4] == [1, 1, 1, 1]  # of 85 s, five of 20 s do not fit
+    compare(lasts_s=8.0, suite={"rounds": rounds})
+    assert FakeLaunch.num_rounds == [1] + [2] * 5  # the cold one is short in any case
 
 
 def test_everything_that_was_asked_for_and_failed_is_named():

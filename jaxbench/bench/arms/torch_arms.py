@@ -190,6 +190,10 @@ class CompiledArm(EagerArm):
         self.rehearse(workload, inputs)
         return {"compile_s": compiler_seconds() - before}
 
+    def warm(self, workload: Workload, inputs: list) -> dict:
+        """Run a training step; programs of inference have run once, to be compiled."""
+        return super().warm(workload, inputs) if workload.kind == "train" else {}
+
     def rehearse(self, workload: Workload, inputs: list) -> None:
         """Run each of the workload's programs once: two tokens of decoding, a step's gradients without its update."""
         if workload.kind == "train":
