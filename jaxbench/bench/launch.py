@@ -37,8 +37,8 @@ class Launch:
         fewer = plan.suite.rounds.fewer
         self.order = process.turn([arm for arm in plan.suite.arms if index <= fewer.get(arm, index)], index - 1)
         self.num_rounds = num_rounds
-        # Loading and compiling are measured in the first two launches, cold and warm, one arm at a time; later ones only
-        # need it done, two arms at once.
+        # Loading and compiling are measured in the first two launches, cold and warm, one arm at a time; later ones
+        # only need it done, two arms at once.
         self.is_timed_alone = index <= 2
         self.workers: dict[str, Worker] = {}
         self.versions: dict[str, dict[str, str]] = {}

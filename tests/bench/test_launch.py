@@ -219,7 +219,7 @@ def test_the_roofline_s_arrays_are_no_part_of_a_model_s_peak(tmp_path):
     environment = launch.worker_environment("cpu", cache=tmp_path, threads=1)
     where = {"environment": environment, "log": tmp_path / "log", "timeout_s": 300}
     with process.Worker("torch_eager", launch.WORKER, **where) as worker:
-        worker.request("start", device="cpu", checkpoint=str(folder))
+        worker.request("start", device="cpu", checkpoint=str(folder), programs="")
         worker.request("read", size=2**28, repeats=1)
         worker.request("load", dtype="float32")
         assert worker.request("memory")["peak_memory_bytes"] < 2**27
