@@ -7,7 +7,6 @@ record with its error; the other arms go on.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import math
 import shutil
@@ -37,9 +36,6 @@ class Launch:
         fewer = plan.suite.rounds.fewer
         self.order = process.turn([arm for arm in plan.suite.arms if index <= fewer.get(arm, index)], index - 1)
         self.num_rounds = num_rounds
-        # Loading and compiling are measured in the first two launches, cold and warm, one arm at a time; later ones
-        # only need it done, two arms at once.
-        self.is_timed_alone = index <= 2
         self.workers: dict[str, Worker] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.lost: dict[str, str] = {}  # arm -> why it takes no further part
@@ -131,31 +127,19 @@ class Launch:
     ) -> None:
         """Load one dtype in every arm, prepare, warm up, measure in rounds, unload."""
         ready: dict[tuple[str, Workload], dict] = {}
-
-        def make_ready(arm: str) -> None:
+        for arm in self._alive():
             self.say(f"{stage.label()}: load and compile {arm}")
             answer = self._ask(arm, "load", dtype=stage.dtype, num_layers=num_layers, train=train)
             if answer is None:
                 reason = self.lost.get(arm, "the model could not be loaded in this arm")
                 self._append_absent(arm, loads, "error", reason)
-                return
-            if train is None and self.is_timed_alone:
+                continue
+            if train is None:
                 self._append(arm, "load_s", Workload(kind="load", dtype=stage.dtype), [answer["seconds"]])
             for load in loads:
                 facts = self._prepare(arm, load)
                 if facts is not None:
                     ready[arm, load] = facts
-
-        if self.is_timed_alone:
-            for arm in self._alive():
-                make_ready(arm)
-        else:
-            with concurrent.futures.ThreadPoolExecutor(2) as pool:
-                try:
-                    list(pool.map(make_ready, self._alive()))
-                except BaseException:
-                    self._close()  # what the other thread waits for
-                    raise
         samples = self._rounds(stage, loads, ready)
         if self.plan.suite.decode.latency:
             self._latencies([load for load in loads if load.kind == "decode"], ready)
@@ -184,7 +168,7 @@ class Launch:
                 return None
             if load.kind == "train":
                 self._note_output(arm, load, answer)  # the loss of the first step
-        if "compile_s" in facts and self.is_timed_alone:
+        if "compile_s" in facts:
             name = "compile_cold_s" if self.index == 1 else "compile_warm_s"
             self._append(arm, name, load, [facts["compile_s"]])
             self.compile_s += facts["compile_s"]

@@ -28,7 +28,7 @@ RUN_STEP = (
 )
 LEAST_LAUNCHES = 5  # what verdicts need; measured in docs/comparison_statistics.md
 SHORT = 0.7  # length of a launch of one round, of one of two
-REPORT_RESERVE_S = 15  # kept free of the budget for the report
+REPORT_RESERVE_S = 10  # kept free of the budget for the report
 
 
 def compare(
@@ -90,8 +90,6 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
         "multiples of 16 tokens, above 128 of 64, and rows above 8 to multiples of 4. Rates count the tokens given.",
         "float32 products are float32 on every device: TF32 is off in every arm (jax_default_matmul_precision and "
         "torch.set_float32_matmul_precision are highest).",
-        "Load and compile time are measured in the first two launches, one arm at a time; later launches load two arms "
-        "at once, and what follows runs alone again.",
         "Compile time, load time and first token are metrics of their own and never part of a rate. Decode rates are "
         "over the steps after the first token. Peak memory is the resident set above the level after imports.",
         "Ratios are per-launch log ratios to the baseline with a moderated t-interval over launches (fresh processes); "

@@ -38,9 +38,9 @@ class JaxArm(twin_arm.TwinArm):
             self.model = None
 
     def prepare(self, workload: Workload) -> dict:
-        """Compile the workload's programs ahead of time, or load those that an earlier process compiled.
+        """Compile the workload's programs ahead of time and read the compiler's own counts.
 
-        The compiler's own counts come with the seconds of either.
+        Programs that an earlier process of the run compiled are loaded instead, without counts, which are known.
         """
         if self.run_settings is not None:
             return self._make_engine()
@@ -50,13 +50,15 @@ class JaxArm(twin_arm.TwinArm):
             program = self.step = self.jax.jit(self.step, donate_argnums=0).lower(self.state, batch).compile()
             return {"compile_s": time.perf_counter() - start, **compiler_counts(program)}
         path = pathlib.Path(self.programs) / f"{self.name} {workload.label()}.pickle"
-        programs = read_programs(path) if path.exists() else None
-        if programs is None:
-            programs = self.generator.compile(*sizes(workload))
-        else:
-            self.generator.programs[prompts.bucket(*sizes(workload))] = programs
+        if self.programs and path.exists():
+            size = prompts.bucket(*sizes(workload))
+            known = self.generator.programs.get(size, prompts.Programs(None, None))
+            pairs = zip(read_programs(path), known, strict=True)
+            self.generator.programs[size] = prompts.Programs(*(loaded or other for loaded, other in pairs))
+            return {"compile_s": time.perf_counter() - start}
+        programs = self.generator.compile(*sizes(workload))
         seconds = time.perf_counter() - start
-        if self.programs and not path.exists():
+        if self.programs:
             write_programs(path, programs)
         program = programs.prefill if workload.kind == "prefill" else programs.decode
         return {"compile_s": seconds, **compiler_counts(program)}
