@@ -30,7 +30,7 @@ assets: environment  ## fetch the default model into the cache if it is missing
 	@echo "==> default model and text"
 	@$(PY) -m jaxbench.pretrained.assets
 
-compare: assets  ## the comparison: parity, speed, memory and TPU cost (8 minutes)
+compare: assets  ## the comparison: parity, speed, memory and TPU cost (10 minutes)
 	@echo "==> comparison: $(CONFIG)"
 	@$(PY) experiments/compare.py --config=$(CONFIG) $(ARGS)
 

@@ -4,9 +4,9 @@
     python -m jaxbench.bench.qualify --workdir=out/aa
 
 An arm and the same arm again differ by chance alone, so that every verdict between them is a false alarm. Consecutive
-launches make whole tables of the size that a comparison has; further tables are drawn from all launches, the two names
-exchanged at random in each launch. Power is the share of rows decided rightly after the second arm's rates are
-multiplied by a known ratio, which is what a constant slow-down does to every sample.
+launches make real tables, one an arm; further tables, of all rows, are drawn from all launches, the two names exchanged
+at random in each launch. Power is the share of rows decided rightly after the second arm's rates are multiplied by a
+known ratio, which is what a constant slow-down does to every sample.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Qualification(NamedTuple):
 
     num_launches: int  # a table
     rows: dict[str, float]  # of a table: name -> standard deviation of a launch's log ratio
-    real: Share  # tables of consecutive launches that hold any verdict
+    real: Share  # tables of one arm's rows over consecutive launches that hold any verdict
     drawn: Share  # resampled tables that hold any verdict
     power: dict[float, Share]  # injected ratio -> rows with a standard deviation up to MOST_SD that are decided rightly
     decidable: dict[str, float]  # row -> smallest ratio decided in nine of ten cases, median of real tables
@@ -77,7 +77,9 @@ def qualify(
         raise ValueError(f"qualify: no arm ran twice among {arms}; wanted some NAME and NAME{AGAIN}")
     if logs.shape[1] < 2 * num_launches:
         raise ValueError(f"qualify: {logs.shape[1]} launches, wanted at least {2 * num_launches}")
-    tables = [logs[:, i : i + num_launches] for i in range(0, logs.shape[1] - num_launches + 1, num_launches)]
+    starts = range(0, logs.shape[1] - num_launches + 1, num_launches)
+    pairs = [[i for i, name in enumerate(names) if name.endswith(f" {arm}")] for arm in _arms(names)]
+    tables = [logs[pair, start : start + num_launches] for start in starts for pair in pairs]
     generator = np.random.default_rng(0)
     drawn = []
     for _ in range(num_drawn):
@@ -94,7 +96,8 @@ def qualify(
         ]
         hits = (np.array(words) == np.where(np.array(signs) > 0, "faster", "slower"))[:, is_quiet]
         power[ratio] = Share(int(hits.sum()), hits.size)
-    least = np.median([[row.decidable for row in judge(table, rules)] for table in tables], axis=0)
+    whole = [logs[:, start : start + num_launches] for start in starts]
+    least = np.median([[row.decidable for row in judge(table, rules)] for table in whole], axis=0)
     return Qualification(
         num_launches=num_launches,
         rows=dict(zip(names, map(float, deviations), strict=True)),
@@ -117,6 +120,10 @@ def log_ratios(records: Sequence[Record]) -> tuple[list[str], Float[np.ndarray, 
             found.setdefault(name, {})[launch] = verdicts.log_ratio(again, first, higher_is_better=better)
     whole = sorted(set.intersection(*(set(row) for row in found.values()))) if found else []
     return list(found), np.array([[row[launch] for launch in whole] for row in found.values()])
+
+
+def _arms(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(" ")[2] for name in names))
 
 
 def judge(table: Float[np.ndarray, "R L"], rules: Verdicts) -> list[verdicts.Judgement]:
