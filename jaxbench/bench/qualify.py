@@ -83,7 +83,7 @@ def qualify(
     generator = np.random.default_rng(0)
     drawn = []
     for _ in range(num_drawn):
-        columns = generator.integers(0, logs.shape[1], num_launches)
+        columns = generator.choice(logs.shape[1], num_launches, replace=False)
         drawn.append(logs[:, columns] * generator.choice([-1.0, 1.0], num_launches))
     deviations = logs.std(axis=1, ddof=1)
     is_quiet = deviations <= MOST_SD
