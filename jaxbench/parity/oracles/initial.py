@@ -14,7 +14,7 @@ import transformers
 from jaxbench import initial
 from jaxbench.parity import cases, gates
 from jaxbench.parity.oracles import transformers_model
-from jaxbench.pretrained import families, weights
+from jaxbench.pretrained import hf_config, weights
 
 SHAPE = {
     "vocab_size": 251, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -37,7 +37,7 @@ def gates_of(case: cases.Case) -> list[gates.Gate]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = transformers.AutoModelForCausalLM.from_config(settings)
-        config = families.config_from_hf(settings.to_dict(), Path(name))
+        config = hf_config.config_from_hf(settings.to_dict(), Path(name))
         params = initial.initial_params(config, 0)
         count = {name: initial.num_parameters(config)}
         source = transformers_model.name_of(model)
