@@ -10,7 +10,7 @@ import numpy as np
 from jaxbench import initial, philox, rotary
 from jaxbench.config import RotaryScaling
 from jaxbench.parity.injection import Mutation
-from jaxbench.pretrained import families, weights
+from jaxbench.pretrained import hf_config, weights
 from jaxbench.text import dataset, packing
 from jaxbench.training import schedules
 
@@ -116,6 +116,6 @@ SHARED_BUGS: tuple[Mutation, ...] = tuple(
         ("families-query-and-key-swapped", "families", (weights, "_parts"), _query_and_key_swapped),
         ("families-rotary-rows-not-undone", "families", (weights, "_rotate_half_rows"),
          lambda original, value, head_dim: value),
-        ("families-norm-eps-of-its-own", "families", (families, "_llama_from_hf"), _eps_of_its_own),
+        ("families-norm-eps-of-its-own", "families", (hf_config, "_llama_from_hf"), _eps_of_its_own),
     )
 )  # fmt: skip
