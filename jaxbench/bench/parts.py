@@ -6,7 +6,6 @@ becomes a record with its reason: the rest of the comparison goes on.
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import os
 import subprocess
@@ -21,7 +20,6 @@ from jaxbench.measure import records, tpu_compile
 from jaxbench.measure.process import WorkerError
 from jaxbench.measure.records import RecordFile
 
-_running: set[subprocess.Popen] = set()  # by any thread
 PARITY_TIMEOUT_S = 300
 TPU_TIMEOUT_S = 600
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,18 +44,6 @@ def parity(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
         file.append(work.record("parity", value=float(detail["worst"]), unit="ratio", arm=arm, detail=detail))
         outcome = "passed" if detail["passed"] else "FAILED"
         say(f"parity: {arm}: worst relative difference {detail['worst']:.1e}, {outcome}")
-
-
-def before_launches(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
-    """Proof and TPU compile, at once: nothing is timed yet."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        try:
-            for part in [pool.submit(part, work, file, say) for part in (parity, tpu)]:
-                part.result()
-        except BaseException:
-            for process in list(_running):
-                process.kill()
-            raise
 
 
 def tpu(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
@@ -140,13 +126,11 @@ def _run(command: list[str], environment: dict[str, str], work: Plan, name: str,
             [sys.executable, "-m", *command, f"--output={output}"],
             env=os.environ | environment, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
-        _running.add(process)
         try:
             code = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return output, f"took longer than {timeout_s:.0f} s"
         finally:
-            _running.discard(process)
             if process.poll() is None:
                 process.kill()
                 process.wait()

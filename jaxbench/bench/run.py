@@ -26,7 +26,7 @@ RUN_STEP = (
     "half of the second term, over a data sheet's rate or, without one, the faster matrix product of the launch. "
     "Compile time is the wall time of building the step; PyTorch's includes one gradient."
 )
-LEAST_LAUNCHES = 5  # what verdicts need; measured in docs/comparison_statistics.md
+LEAST_LAUNCHES = 5  # what verdicts need; measured in docs/comparison.md
 SHORT = 0.7  # length of a launch of one round, of one of two
 REPORT_RESERVE_S = 10  # kept free of the budget for the report
 
@@ -66,7 +66,8 @@ def compare(
     outputs.write_json(workdir / "environment.json", facts)
     ids = {"run_id": work.run_id, "config_id": work.config_id}
     outputs.write_json(workdir / "suite.json", ids | {"device": device, "suite": suite.model_dump(mode="json")})
-    parts.before_launches(work, file, say)
+    parts.parity(work, file, say)
+    parts.tpu(work, file, say)
     run_launches(work, file, started=started, say=say)
     if profile:
         parts.profile(work, file, say)

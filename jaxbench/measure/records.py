@@ -8,7 +8,6 @@ interrupted and run again), the later line wins.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,7 +74,6 @@ class RecordFile:
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()  # parts of a run that nobody times may run at once
 
     def append(self, *records: Record) -> None:
         """Write the records as whole lines; a full disk is an OSError that says what was kept."""
@@ -83,8 +81,7 @@ class RecordFile:
             return
         text = "".join(record.model_dump_json(exclude_defaults=True) + "\n" for record in records)
         try:
-            with self._lock:
-                store.append_text(self.path, text)
+            store.append_text(self.path, text)
         except OSError as error:
             if not self.path.is_file():
                 raise
