@@ -87,6 +87,7 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
         "JAX arms run ahead-of-time compiled programs; torch_eager has no compilation; torch_compile is torch.compile "
         "(Inductor) layer by layer, on a GPU the whole decode step in CUDA graphs; transformers is `generate` with its "
         "own cache, as a user would call it. PyTorch's arms attend with scaled_dot_product_attention.",
+        "On a CPU torch_eager and torch_compile infer with weights packed for oneDNN's products, transformers without.",
         "torch_eager and transformers compute with the sizes they are given; JAX and torch_compile pad prompts to "
         "multiples of 16 tokens, above 128 of 64, and rows above 8 to multiples of 4. Rates count the tokens given.",
         "float32 products are float32 on every device: TF32 is off in every arm (jax_default_matmul_precision and "

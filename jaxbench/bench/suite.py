@@ -132,7 +132,7 @@ class Suite(Base):
     # a training configuration (configs/lm/*.yaml)
     model: str = "default"
     data: str | None = None  # text for prompts and the train step; None = the pinned default text
-    arms: tuple[Arm, ...] = tuple(name for name, row in ARMS.items() if not (row.has_own_weights or row.is_long))
+    arms: tuple[Arm, ...] = tuple(name for name, row in ARMS.items() if not (row.has_own_weights or row.is_extra))
     prefill: PrefillGrid = PrefillGrid()
     decode: DecodeGrid = DecodeGrid()
     train: TrainStep = TrainStep()

@@ -23,7 +23,7 @@ class ArmRow(NamedTuple):
     is_judged: bool = False  # one of jaxbench's own: its verdicts are counted, its model is proven in float64
     has_run_step: bool = False  # offers train.form=run, the step of experiments/train.py
     has_own_weights: bool = False  # computes with narrower values by design: its outputs are shown, never judged
-    is_long: bool = False  # compiles for minutes: in no suite that does not name it
+    is_extra: bool = False  # a control, or minutes of compiling: in no suite that does not name it
 
 
 ARMS = {
@@ -32,13 +32,15 @@ ARMS = {
     "equinox": ArmRow("jaxbench.bench.arms.jax_arms", "EquinoxArm", "Equinox", "#0d9f8c", "XLA", is_judged=True),
     "torch_eager": ArmRow("jaxbench.bench.arms.torch_arms", "EagerArm", "PyTorch eager", "#e5722a", "PyTorch",
                           has_run_step=True),
+    "torch_plain": ArmRow("jaxbench.bench.arms.torch_arms", "PlainArm", "PyTorch not packed", "#b0a23a", "PyTorch",
+                          is_extra=True),
     "torch_compile": ArmRow("jaxbench.bench.arms.torch_arms", "CompiledArm", "PyTorch compiled", "#c2568f", "PyTorch",
                             has_run_step=True),
     "torch_compile_step": ArmRow("jaxbench.bench.arms.torch_arms", "CompiledStepArm", "PyTorch compiled step",
-                                 "#a8742a", "PyTorch", is_long=True),
+                                 "#a8742a", "PyTorch", is_extra=True),
     "transformers": ArmRow("jaxbench.bench.arms.peers", "TransformersArm", "HF transformers", "#8b8f98", "PyTorch"),
     "transformers_compile": ArmRow("jaxbench.bench.arms.peers", "CompiledTransformersArm", "HF transformers compiled",
-                                   "#5f8299", "PyTorch", is_long=True),
+                                   "#5f8299", "PyTorch", is_extra=True),
     "llama_cpp": ArmRow("jaxbench.bench.arms.peers", "LlamaCppArm", "llama.cpp", "#9061d6", has_own_weights=True),
 }  # fmt: skip
 

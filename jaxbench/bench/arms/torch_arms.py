@@ -1,4 +1,4 @@
-"""PyTorch arms: the plain twin (torch_ref) run eagerly, and the same under torch.compile."""
+"""PyTorch arms: the twin (torch_ref) run eagerly, and the same under torch.compile."""
 
 from __future__ import annotations
 
@@ -100,20 +100,23 @@ class TorchBase(contract.Arm):
 
 
 class EagerArm(TorchBase, twin_arm.TwinArm):
-    """The twin in torch_ref, run eagerly, with PyTorch's own attention kernel; nothing is padded.
+    """The twin in torch_ref, run eagerly, with PyTorch's own attention kernel and packed products; nothing is padded.
 
     On one core of an AMD EPYC, the default model in float32 (torch 2.13, tokens per CPU second): prompts of 37 and 520
-    tokens 266 and 344, where 166 and 138 with lengths padded to powers of two and attention written out.
+    tokens 266 and 344, where 166 and 138 with lengths padded to powers of two and attention written out (both before
+    products were packed: packed.py).
     """
 
     name = "torch_eager"
     package = functions = "torch_ref"
     attention = "fused"  # scaled_dot_product_attention
     torch_compile = ""  # Compute.torch_compile of its decoder
+    is_packed = True  # in inference, where oneDNN can
 
     def start(self) -> str:
         """Import the twin's modules."""
         reason = super().start()
+        self.packed = importlib.import_module("jaxbench.bench.arms.packed")  # it imports torch
         self._import()
         return reason
 
@@ -121,7 +124,12 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         how = {"dtype": self.dtype, "implementation": self.attention}
         how |= {"device": self.torch_device, "torch_compile": self.torch_compile}
         model = self.transformer.build(config, params, **how)
-        return model if is_trained else model.eval().requires_grad_(False)
+        if is_trained:
+            return model
+        model.eval().requires_grad_(False)
+        if self.is_packed and self.packed.is_possible(self.dtype, self.torch_device):
+            self.packed.pack(model)
+        return model
 
     def prepare(self, workload: Workload) -> dict:
         """Make the engine of a run's step; other eager code has nothing to compile."""
@@ -138,6 +146,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
     def unload(self) -> None:
         """Drop model, generator and optimiser."""
         self._drop()
+        self.packed.release()
         super().unload()
 
     def token_seconds(self, workload: Workload, inputs: list) -> list[float]:
@@ -151,6 +160,13 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
 
     def _generate(self, workload: Workload, inputs: list, limit: int | None) -> dict:
         return contract.generate(self.generator, inputs, workload, lambda tokens: tokens.cpu().numpy(), limit=limit)
+
+
+class PlainArm(EagerArm):
+    """EagerArm with the products that torch.matmul chooses: the control for what packing does."""
+
+    name = "torch_plain"
+    is_packed = False
 
 
 class CompiledArm(EagerArm):

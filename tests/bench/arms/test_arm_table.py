@@ -50,7 +50,7 @@ def test_suites_and_parity_take_the_arms_of_the_table():
     assert typing.get_args(suite.Arm) == (*ARMS, *(name + arm_table.AGAIN for name in ARMS))
     assert arm_table.names("is_judged") == cases.BACKENDS
     assert cli.BACKENDS == (*cases.BACKENDS, "torch")
-    every = tuple(name for name, row in ARMS.items() if not (row.has_own_weights or row.is_long))
+    every = tuple(name for name, row in ARMS.items() if not (row.has_own_weights or row.is_extra))
     assert suite.Suite().arms == every
     assert config.load(ROOT / "configs" / "suites" / "default.yaml", [], suite.Suite).arms == every
     assert all((ROOT / "jaxbench" / "parity" / f"{side}_side.py").is_file() for side in cases.BACKENDS)

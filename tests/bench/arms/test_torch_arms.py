@@ -1,4 +1,4 @@
-"""PyTorch's arms: compiled ones say what eager ones say, and the roofline leaves no trace in an arm's memory."""
+"""Compiled and packed PyTorch says what plain PyTorch says; what JAX tells of a device's memory."""
 
 import numpy as np
 import pytest
@@ -20,10 +20,15 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def generated(name, folder):
+def loaded(name, folder, dtype="float32"):
     arm = arm_table.create(name, device="cpu", threads=1, checkpoint=folder)
     assert arm.start() == ""
-    arm.load("float32", num_layers=1, train=None)
+    arm.load(dtype, num_layers=1, train=None)
+    return arm
+
+
+def generated(name, folder):
+    arm = loaded(name, folder)
     facts = arm.prepare(DECODE)
     arm.warm(DECODE, INPUTS)
     return facts, [arm.measure(DECODE, INPUTS)["tokens"] for _ in range(2)], arm
@@ -36,6 +41,24 @@ def test_a_compiled_decode_step_says_what_the_eager_arm_says(name, folder):
     facts, (first, again), arm = generated(name, folder)
     assert first == again == eager and facts["compile_s"] > 0
     assert "skip" in arm.prepare(DECODE.model_copy(update={"kind": "prefill", "new_tokens": 0}))
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_bias": True, "tie_embeddings": False}], ids=["tied", "bias and a head"])
+def test_packed_products_are_the_plain_ones(changes, tmp_path):
+    config = plan.TINY.model_copy(update=changes)
+    weights.save_checkpoint(tmp_path, config, initial.initial_params(config, seed=0, distinct=True))
+    plain, packed = (loaded(name, str(tmp_path)) for name in ("torch_plain", "torch_eager"))
+    assert packed.model.layers[0].mlp.up_proj.kernel.numel() == 0 < plain.model.layers[0].mlp.up_proj.kernel.numel()
+    np.testing.assert_allclose(packed.logits(INPUTS[0]), plain.logits(INPUTS[0]), rtol=1e-4, atol=1e-5)
+    packed.unload()
+    assert packed.packed._weights == []
+
+
+def test_what_is_trained_is_not_packed(folder):
+    arm = loaded("torch_eager", folder)
+    train = {"form": "plain", "learning_rate": 1e-3}
+    arm.load("float32", num_layers=1, train=train)
+    assert arm.model.layers[0].mlp.up_proj.kernel.numel() > 0
 
 
 def test_jax_tells_a_stages_device_memory_only_where_it_raised_the_peak(monkeypatch):
