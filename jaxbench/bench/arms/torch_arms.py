@@ -127,6 +127,7 @@ class EagerArm(TorchBase, twin_arm.TwinArm):
         if is_trained:
             return model
         model.eval().requires_grad_(False)
+        params.clear()  # the model has copies; the file's mapped pages go before others are made
         if self.is_packed and self.packed.is_possible(self.dtype, self.torch_device):
             self.packed.pack(model)
         return model
