@@ -191,7 +191,7 @@ class Launch:
                         continue
                     request = {"workload": load.model_dump(), "inputs": self.plan.inputs[load]}
                     measure = functools.partial(self._ask, arm, "measure", load, **request)
-                    made = visit.visit(measure, self.control, sample_s=self.plan.suite.rounds.sample_s)
+                    made = visit.visit(measure, self.control, sample_s=self.plan.suite.sample_s(load.kind))
                     samples[arm, load] += made.answers
                     stalls += made.repeats
                     if made.answers:

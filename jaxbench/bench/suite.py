@@ -54,6 +54,8 @@ class TrainStep(Base):
     accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches a step; form run
     implementation: Literal["dense", "blocked", "fused"] = "dense"  # of attention; form run
     learning_rate: float = pydantic.Field(default=1e-4, gt=0)
+    # seconds of a visit's steps, for a process's first steps are slow; None = rounds.sample_s
+    sample_s: float | None = pydantic.Field(default=None, ge=0)
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> TrainStep:
@@ -167,6 +169,11 @@ class Suite(Base):
     def workloads(self) -> list[Workload]:
         """Every inference workload and the train step, grouped by dtype so that weights load once a dtype."""
         return [load for dtype in self.dtypes() for load in self.inference(dtype)] + self.train_workloads()
+
+    def sample_s(self, kind: str) -> float:
+        """Seconds that a visit's samples of such a workload take."""
+        own = self.train.sample_s if kind == "train" else None
+        return self.rounds.sample_s if own is None else own
 
     def dtypes(self) -> list[str]:
         """Dtypes of inference, float32 first."""

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "suites"
 SHA = {"model_sha256": "a" * 64, "text_sha256": "b" * 64}
 
 
-@pytest.mark.parametrize("name", ["default", "full", "training", "training_gpu", "tiny"])
+@pytest.mark.parametrize("name", ["aa", "default", "full", "lengths", "training", "training_gpu", "tiny"])
 def test_every_suite_loads_and_opens_with_its_command(name):
     path = FOLDER / f"{name}.yaml"
     suite = config.load(path, [], Suite)
@@ -32,6 +32,8 @@ def test_the_default_suite_is_the_decided_matrix():
     ]
     decode = {(load.dtype, load.batch) for load in suite.workloads() if load.kind == "decode"}
     assert decode == {(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)}
+    assert suite.sample_s("train") > suite.sample_s("decode") == suite.rounds.sample_s
+    assert Suite().sample_s("train") == Suite().rounds.sample_s
     assert suite.train.num_layers == 4 and labels[-1].startswith("train float32")
 
 

@@ -14,7 +14,7 @@ from tests.test_cli import shell_environment
 
 PAIRS = ROOT / "experiments" / "pairs"
 RESULTS = {  # the same function, or words of the causes that must be named
-    "equinox_gru": (), "linen_dense": (), "linen_lstm": (), "optax_ctc": (), "haiku_encoder": (),
+    "equinox_gru": (), "lax_conv": (), "linen_dense": (), "linen_lstm": (), "optax_ctc": (), "haiku_encoder": (),
     "inner_states": ("0.25 times PyTorch's",), "nnx_attention": ("cast to float32",),
     "gpt2_block": ("eps: 1e-06", "gelu (erf)"), "haiku_resnet18": ("padding is (2, 3)",),
     "linen_conv_transpose": ("weight is flipped",), "flax_bert": (),
