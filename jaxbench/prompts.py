@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int32, Shaped
 
-# Sizes that programs are compiled for (docs/xla_cpu.md, "Buckets"): short prompts in steps of 16 tokens, longer ones
-# and cache slots in steps of 64; few rows exactly, more in steps of 4.
-PROMPT_STEP, LONG_PROMPT, LONG_STEP = 16, 128, 64
+# Sizes that programs are compiled for (docs/xla_cpu.md, "Buckets"): prompts of 16 tokens at least, up to (tokens) in
+# steps of (tokens), longer ones and cache slots in steps of 64; few rows exactly, more in steps of 4.
+LEAST_PROMPT, PROMPT_STEPS, LONG_STEP = 16, ((64, 8), (256, 16)), 64
 EXACT_ROWS, ROW_STEP = 8, 4
 # Float32 tells logits apart to about a millionth of their size: below this a draw is the most probable token anyway,
 # and far below, logits over the temperature overflow and the token is nobody's.
@@ -83,7 +83,8 @@ class Programs(NamedTuple):
 def bucket(batch_size: int, prompt_length: int, max_new_tokens: int) -> Bucket:
     """Bucket of a batch: each size rounded up to one that programs are compiled for."""
     batch_size = batch_size if batch_size <= EXACT_ROWS else _round_up(batch_size, ROW_STEP)
-    prompt_length = _round_up(prompt_length, PROMPT_STEP if prompt_length <= LONG_PROMPT else LONG_STEP)
+    step = next((step for most, step in PROMPT_STEPS if prompt_length <= most), LONG_STEP)
+    prompt_length = max(_round_up(prompt_length, step), LEAST_PROMPT)
     return Bucket(batch_size, prompt_length, _round_up(prompt_length + max_new_tokens, LONG_STEP))
 
 

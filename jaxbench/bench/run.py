@@ -89,7 +89,8 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
         "own cache, as a user would call it. PyTorch's arms attend with scaled_dot_product_attention.",
         "On a CPU torch_eager and torch_compile infer with weights packed for oneDNN's products, transformers without.",
         "torch_eager and transformers compute with the sizes they are given; JAX and torch_compile pad prompts to "
-        "multiples of 16 tokens, above 128 of 64, and rows above 8 to multiples of 4. Rates count the tokens given.",
+        "multiples of 8 tokens (at least 16), above 64 of 16, above 256 of 64, and rows above 8 to multiples of 4. "
+        "Rates count the tokens given.",
         "float32 products are float32 on every device: TF32 is off in every arm (jax_default_matmul_precision and "
         "torch.set_float32_matmul_precision are highest).",
         "Compile time, load time and first token are metrics of their own and never part of a rate. Decode rates are "
