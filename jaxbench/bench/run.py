@@ -28,7 +28,7 @@ RUN_STEP = (
 )
 LEAST_LAUNCHES = 5  # what verdicts need; measured in docs/comparison.md
 SHORT = 0.7  # length of a launch of one round, of one of two
-REPORT_RESERVE_S = 10  # kept free of the budget for the report
+REPORT_RESERVE_S = 6  # kept free of the budget for the report
 
 
 def compare(

@@ -50,16 +50,16 @@ class JaxArm(twin_arm.TwinArm):
             program = self.step = self.jax.jit(self.step, donate_argnums=0).lower(self.state, batch).compile()
             return {"compile_s": time.perf_counter() - start, **compiler_counts(program)}
         path = pathlib.Path(self.programs) / f"{self.name} {workload.label()}.pickle"
+        size = prompts.bucket(*sizes(workload))
+        known = self.generator.programs.get(size, prompts.Programs(None, None))
         if self.programs and path.exists():
-            size = prompts.bucket(*sizes(workload))
-            known = self.generator.programs.get(size, prompts.Programs(None, None))
             pairs = zip(read_programs(path), known, strict=True)
             self.generator.programs[size] = prompts.Programs(*(loaded or other for loaded, other in pairs))
             return {"compile_s": time.perf_counter() - start}
         programs = self.generator.compile(*sizes(workload))
         seconds = time.perf_counter() - start
-        if self.programs:
-            write_programs(path, programs)
+        if self.programs:  # what an earlier workload compiled lies in its file
+            write_programs(path, prompts.Programs(*(None if old else new for new, old in zip(programs, known))))
         program = programs.prefill if workload.kind == "prefill" else programs.decode
         return {"compile_s": seconds, **compiler_counts(program)}
 
