@@ -316,22 +316,27 @@ def test_gguf_pattern_of_windows_that_is_not_the_familys_is_refused(tmp_path):
         weights.load_checkpoint(path)
 
 
-def test_gguf_gpt2_gives_back_what_was_written(tmp_path):
-    params = _params(GPT2)
+def _gpt2_tensors(config: TransformerConfig, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     tensors = {"token_embd.weight": params["embed.embedding"], "position_embd.weight": params["position.embedding"]}
     modules = {"attn_norm": "attention_norm", "attn_output": "attention.o_proj", "ffn_norm": "mlp_norm"}
     modules |= {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+    layers = range(config.num_layers)
     names = {"output_norm": "final_norm"} | {
-        f"blk.{i}.{a}": f"layers.{i}.{b}" for i in (0, 1) for a, b in modules.items()
+        f"blk.{i}.{a}": f"layers.{i}.{b}" for i in layers for a, b in modules.items()
     }
     for theirs, ours in names.items():
         tensors[f"{theirs}.weight"] = params.get(f"{ours}.kernel", params.get(f"{ours}.scale")).T
         tensors[f"{theirs}.bias"] = params[f"{ours}.bias"]
-    for i in range(2):
+    for i in layers:
         for theirs, ours in (("weight", "kernel"), ("bias", "bias")):
             parts = [params[f"layers.{i}.attention.{name}_proj.{ours}"].T for name in "qkv"]
             tensors[f"blk.{i}.attn_qkv.{theirs}"] = np.concatenate(parts)
-    found = weights.load_checkpoint(_write_gguf(tmp_path / "x.gguf", "gpt2", tensors, GPT2))
+    return tensors
+
+
+def test_gguf_gpt2_gives_back_what_was_written(tmp_path):
+    params = _params(GPT2)
+    found = weights.load_checkpoint(_write_gguf(tmp_path / "x.gguf", "gpt2", _gpt2_tensors(GPT2, params), GPT2))
     assert found.config == GPT2
     _assert_equal(found.params, params)
 
