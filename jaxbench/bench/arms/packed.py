@@ -5,9 +5,7 @@ that oneDNN, in the same wheel, reaches there; for narrow types it is oneDNN's, 
 layout at every call. Inductor packs weights too (`freezing`), but then each layer has a program of its own, which is
 30 times the compiling. So the twin's linear layers call the operators that Inductor calls, in eager and compiled code.
 
-On 2 cores of an AMD EPYC (torch 2.13.0, the default model, eager, machine left alone), tokens per second packed and
-not, float32: prompt of 512 tokens 1,150 and 650 to 670, decoding at batch 1 56 and 31, at batch 8 301 and 145;
-bfloat16: 1,120 and 1,070 to 1,320, 72 and 44, 409 and 245 to 290.
+What it is worth: docs/comparison.md, "The rival at its best" (arm torch_plain is the control).
 """
 
 from __future__ import annotations

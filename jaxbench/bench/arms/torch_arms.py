@@ -174,10 +174,9 @@ class CompiledArm(EagerArm):
     """The twin under torch.compile (Inductor, static shapes): layer by layer on a CPU, the decode step on a GPU.
 
     All layers share one program a shape (PyTorch's "regional compilation"). The whole decode step in one program is
-    CompiledStepArm, and faster: on one core of an AMD EPYC, the default model in float32, it decodes 32 to 33 tokens
-    per CPU second at batch 1 and 119 at batch 8, layer by layer 24 to 28 and 106 to 111, eagerly 25 and 102 to 108. But
-    it compiles for 59 CPU seconds a shape and 7 to 12 out of the cache, where layers take 4 and 1, so it is for the
-    long suite. On a GPU the whole step runs as a CUDA graph (mode "reduce-overhead"; not measured).
+    CompiledStepArm, and faster, but compiles for 40 to 46 s a shape and 4 to 6 out of the cache on 2 cores of an AMD
+    EPYC, where layers take 4 to 10 and 0.2 to 0.5: it is for the long suite (both measured: docs/comparison.md).
+    On a GPU the whole step runs as a CUDA graph (mode "reduce-overhead"; not measured).
     """
 
     name = "torch_compile"
