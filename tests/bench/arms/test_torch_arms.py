@@ -1,5 +1,6 @@
-"""Compiled and packed PyTorch says what plain PyTorch says; what JAX tells of a device's memory."""
+"""Compiled and packed PyTorch says what plain PyTorch says; what JAX keeps for later processes and tells of memory."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -59,6 +60,26 @@ def test_what_is_trained_is_not_packed(folder):
     train = {"form": "plain", "learning_rate": 1e-3}
     arm.load("float32", num_layers=1, train=train)
     assert arm.model.layers[0].mlp.up_proj.kernel.numel() > 0
+
+
+@pytest.mark.parametrize("is_hit", [False, True])
+def test_a_program_out_of_jax_s_cache_is_not_written_for_later_processes(is_hit, folder, tmp_path, monkeypatch):
+    arm = arm_table.create("flax", device="cpu", threads=1, checkpoint=folder, programs=str(tmp_path))
+    assert arm.start() == ""
+    arm.load("float32", num_layers=1, train=None)
+    compiled = arm.generator.compile
+
+    def compile_program(*sizes):
+        hits = arm.cache_hits
+        programs = compiled(*sizes)
+        arm.cache_hits = hits  # the tests' own cache may have it
+        if is_hit:
+            jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        return programs
+
+    monkeypatch.setattr(arm.generator, "compile", compile_program)
+    arm.prepare(DECODE)
+    assert bool(list(tmp_path.iterdir())) == (not is_hit)
 
 
 def test_jax_tells_a_stages_device_memory_only_where_it_raised_the_peak(monkeypatch):
