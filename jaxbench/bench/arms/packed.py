@@ -2,8 +2,8 @@
 
 What torch.matmul does with float32 on a CPU is MKL's product, which serves AMD processors at less than half the rate
 that oneDNN, in the same wheel, reaches there; for narrow types it is oneDNN's, but the weight is brought into its
-layout at every call. Inductor packs weights too (`freezing`), but then each layer has a program of its own, which is
-30 times the compiling. So the twin's linear layers call the operators that Inductor calls, in eager and compiled code.
+layout at every call. Inductor packs weights too (`freezing`), but as constants, so that every layer has a program of
+its own. So the twin's linear layers call the operators that Inductor calls, in eager and compiled code.
 
 What it is worth: docs/comparison.md, "The rival at its best" (arm torch_plain is the control).
 """
