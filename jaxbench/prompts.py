@@ -225,8 +225,8 @@ class GeneratorBase:
         # PyTorch is faster so on a CPU too: a layer of SmolLM2 writes and attends to 96 slots in 18 us where in 22, to
         # 640 in 62 where in 75 (batch 8: 80 and 110, 416 and 564; one core of an AMD EPYC).
         is_narrow_on_cpu = platform == "cpu" and model.dtype in ("bfloat16", "float16")
-        self._cache_dtype = "float32" if is_narrow_on_cpu else model.dtype
-        self._max_seq_len, self._vocab_size = model.max_seq_len, model.embed.embedding.shape[0]
+        self._cache_dtype = getattr(model, "cache_dtype", "float32" if is_narrow_on_cpu else model.dtype)
+        self._max_seq_len, self._vocab_size = model.max_seq_len, model.vocab_size
         self._eos_ids = () if eos_id is None else tuple(np.ravel(eos_id).tolist())
         self._sampling, self._processors = sampling, tuple(processors)
         self._drawing = [i for i, p in enumerate(self._processors) if getattr(p, "draws", hasattr(p, "draw"))]

@@ -175,6 +175,7 @@ class Transformer(nnx.Module):
             self.local_frequencies = rotary.frequencies(config.head_dim, config.local_rope_theta, None)
         self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
+        self.vocab_size = config.vocab_size
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
         self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
 

@@ -181,6 +181,7 @@ class Transformer(torch.nn.Module):
             self.local_frequencies = rotary.frequencies(config.head_dim, config.local_rope_theta, None)
         self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
+        self.vocab_size = config.vocab_size
         self.torch_compile = compute.torch_compile
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
 

@@ -175,6 +175,7 @@ class Transformer(eqx.Module):
     dtype: str = eqx.field(static=True)
     scan_layers: bool = eqx.field(static=True)
     max_seq_len: int = eqx.field(static=True)
+    vocab_size: int = eqx.field(static=True)
     auxiliary_weight: float = eqx.field(static=True)
 
     def __init__(self, config: TransformerConfig, compute: Compute, make_layer: Callable[..., Block] | None = None):
@@ -201,6 +202,7 @@ class Transformer(eqx.Module):
             self.local_frequencies = rotary.frequencies(config.head_dim, config.local_rope_theta, None)
         self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
+        self.vocab_size = config.vocab_size
         self.auxiliary_weight = 0.0  # train.loss_fn asks for it: no layer here has a loss of its own
 
     def __call__(

@@ -114,7 +114,7 @@ SHARED_BUGS: tuple[Mutation, ...] = tuple(
         ("packing-prompt-one-token-late", "packing", (packing, "_first_tokens"),
          lambda original, tokenizer, paragraphs, length: original(tokenizer, paragraphs, length + 1)[1:]),
         ("families-query-and-key-swapped", "families", (weights, "_parts"), _query_and_key_swapped),
-        ("families-rotary-rows-not-undone", "families", (weights, "_rotate_half_rows"),
+        ("families-rotary-rows-not-undone", "families", (weights, "rotate_half_rows"),
          lambda original, value, head_dim: value),
         ("families-norm-eps-of-its-own", "families", (hf_config, "_llama_from_hf"), _eps_of_its_own),
     )

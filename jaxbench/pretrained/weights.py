@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
     sha256: str  # of the GGUF file; of a folder, over config.json and all safetensors files
 
 
-class _Tensors(NamedTuple):
+class Tensors(NamedTuple):
     """The tensors of a file or folder, whatever its format."""
 
     source: Path
@@ -62,7 +62,7 @@ def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
         file = gguf_file.read(path)
         config = gguf_config.config_from_gguf(file)
         family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
-        tensors = _Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
+        tensors = Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
         sha256 = assets.MODEL_SHA256 if spec in (None, "default") else assets.sha256_file(path)
     return Checkpoint(config, _convert(tensors, config, family), path, path.name, sha256)
 
@@ -138,7 +138,7 @@ def save_checkpoint(
     return folder
 
 
-def _open_folder(folder: Path) -> tuple[_Tensors, TransformerConfig, Family, str]:
+def _open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
     """Read a Hugging Face folder's configuration and tables of contents."""
     values = read_json(folder / "config.json")
     config = hf_config.config_from_hf(values, folder / "config.json")
@@ -190,7 +190,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _open_safetensors(folder: Path, files: list[Path]) -> _Tensors:
+def _open_safetensors(folder: Path, files: list[Path]) -> Tensors:
     """Tensors of all safetensors files of a folder."""
     import ml_dtypes  # noqa: F401  gives numpy the name bfloat16, which safetensors looks up
     import safetensors
@@ -213,7 +213,7 @@ def _open_safetensors(folder: Path, files: list[Path]) -> _Tensors:
             value = opened.get_tensor(name)
         return value if value.dtype == np.float64 else value.astype(np.float32, copy=False)
 
-    return _Tensors(folder, shapes, read)
+    return Tensors(folder, shapes, read)
 
 
 def _rows(family: Family, config: TransformerConfig) -> list[tuple[Rule, int]]:
@@ -234,8 +234,21 @@ def _parts(rule: Rule, layer: int, wanted: dict[str, Any]) -> dict[str, list[str
     return {part: ours for part, ours in names.items() if ours[0] in wanted}
 
 
-def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> dict[str, np.ndarray]:
-    """Translate a file's tensors, strictly; several threads, because NumPy releases the lock while it copies."""
+class Job(NamedTuple):
+    """One tensor of a file and the parameters that it holds."""
+
+    rule: Rule
+    name: str  # in the file
+    ours: list[str]
+    widths: list[int]  # of each of ours along their outputs
+
+
+def plan(tensors: Tensors, config: TransformerConfig, family: Family) -> list[Job]:
+    """Every tensor of a file with the parameters that it holds, checked to be all of them, in their shapes.
+
+    Raises:
+      ValueError: tensors are missing, unused or misshapen; all names are listed.
+    """
     if config.num_layers > len(tensors.shapes):  # before names are listed: a header may say billions
         count = len(tensors.shapes)
         raise ValueError(f"{tensors.source}: says it has {config.num_layers} layers, and holds {count} tensors in all")
@@ -247,30 +260,46 @@ def _convert(tensors: _Tensors, config: TransformerConfig, family: Family) -> di
             widths = [shapes[name][-1] for name in ours]
             shape = (*shapes[ours[0]][:-1], sum(widths))
             expected[theirs] = shape[::-1] if rule.kind in ("linear", "interleaved") else shape
-            jobs.append((rule, theirs, ours, widths))
+            jobs.append(Job(rule, theirs, ours, widths))
     in_file = {name: tensors.shapes[own] for name, own in own_names.items()}
     _raise_problems(str(tensors.source), mismatches(expected, in_file))
+    return [job._replace(name=own_names[job.name]) for job in jobs]
 
-    def work(job: tuple) -> tuple[str | None, dict[str, np.ndarray]]:
-        rule, theirs, ours, widths = job
-        value = tensors.read(own_names[theirs])
-        if not (np.isfinite(value.min()) and np.isfinite(value.max())):
-            return own_names[theirs], {}
-        if rule.kind == "interleaved":
-            value = _rotate_half_rows(value, config.head_dim)
-        value = value + 1 if rule.kind == "shifted" else value  # a type's own rounding, as transformers' module
-        value = value.T if rule.kind in ("linear", "interleaved") else value
-        split = np.split(value, np.cumsum(widths)[:-1], axis=-1)
-        return None, {name: _aligned(v) for name, v in zip(ours, split, strict=True)}
 
+def values_of(tensors: Tensors, job: Job, config: TransformerConfig) -> dict[str, np.ndarray] | None:
+    """Parameters of one tensor by name, as ours lie; None where it has NaN or infinite values."""
+    value = tensors.read(job.name)
+    if not (np.isfinite(value.min()) and np.isfinite(value.max())):
+        return None
+    if job.rule.kind == "interleaved":
+        value = rotate_half_rows(value, config.head_dim)
+    value = value + 1 if job.rule.kind == "shifted" else value  # a type's own rounding, as transformers' module
+    value = value.T if job.rule.kind in ("linear", "interleaved") else value
+    split = np.split(value, np.cumsum(job.widths)[:-1], axis=-1)
+    return {name: _aligned(v) for name, v in zip(job.ours, split, strict=True)}
+
+
+def read_all(source: Path, jobs: list[Job], work: Callable[[Job], dict | None]) -> dict[str, Any]:
+    """What `work` makes of every tensor, by parameter name; several threads, because NumPy releases the lock.
+
+    Raises:
+      ValueError: work returned None for a tensor, which then has NaN or infinite values.
+    """
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4) as pool:
         results = list(pool.map(work, jobs))
-    _raise_problems(str(tensors.source), {"with NaN or infinite values": [name for name, _ in results if name]})
-    params = {name: value for _, values in results for name, value in values.items()}
-    return {name: params[name] for name in shapes}
+    bad = [job.name for job, found in zip(jobs, results, strict=True) if found is None]
+    _raise_problems(str(source), {"with NaN or infinite values": bad})
+    return {name: value for found in results for name, value in found.items()}
 
 
-def _own_names(tensors: _Tensors, family: Family, config: TransformerConfig) -> dict[str, str]:
+def _convert(tensors: Tensors, config: TransformerConfig, family: Family) -> dict[str, np.ndarray]:
+    """Translate a file's tensors, strictly."""
+    jobs = plan(tensors, config, family)
+    params = read_all(tensors.source, jobs, lambda job: values_of(tensors, job, config))
+    return {name: params[name] for name in parameter_shapes(config)}
+
+
+def _own_names(tensors: Tensors, family: Family, config: TransformerConfig) -> dict[str, str]:
     """Names in the file by those of the family's table, whose prefix it may lack; no buffers and no tied head."""
     own_names = {}
     has_prefix = any(name.startswith(family.prefix) for name in tensors.shapes)
@@ -286,8 +315,8 @@ def _own_names(tensors: _Tensors, family: Family, config: TransformerConfig) -> 
     return own_names
 
 
-def _rotate_half_rows(value: np.ndarray, head_dim: int) -> np.ndarray:
-    """Undo llama.cpp's order of rows: pairs side by side -> first halves, then second halves, in each head."""
+def rotate_half_rows(value: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows, one an output, in our order; undo llama.cpp's order of rows: pairs side by side -> first halves, then second halves, in each head."""
     pairs = value.reshape(-1, head_dim // 2, 2, *value.shape[1:])
     return pairs.swapaxes(1, 2).reshape(value.shape)
 

@@ -166,7 +166,7 @@ class Writer:
     ):
         """Prepare one processor for each different scheme."""
         self._settings, self._keys = settings, list(keys)
-        vocab_size = model.embed.embedding.shape[0]
+        vocab_size = model.vocab_size
         self._schemes = list({mark.scheme: None for mark in settings.marks if mark.scheme is not None})
         watermark = backend.logits_processor.Watermark
         self._processors = [

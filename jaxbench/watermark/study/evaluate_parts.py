@@ -56,7 +56,7 @@ class Parts:
     @property
     def vocab_size(self) -> int:
         """Width of the generating model's logits."""
-        return self.model.embed.embedding.shape[0]
+        return self.model.vocab_size
 
     def processor(self, arm: str) -> Watermark:
         """A scheme's logits processor."""

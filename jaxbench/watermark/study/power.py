@@ -107,7 +107,7 @@ def generate(
 
     @functools.cache
     def programs() -> tuple[logits_processor.Watermark, sample.Generator]:
-        vocab_size = model.embed.embedding.shape[0]
+        vocab_size = model.vocab_size
         lists = green_lists.lists_of(scheme, vocab_size=vocab_size)
         processor = logits_processor.Watermark(scheme, vocab_size=vocab_size, green_lists=lists)
         sampling = sample.SamplingParams(temperature=settings.temperature)

@@ -1,0 +1,157 @@
+"""Builds the native kernels on first use and keeps them in the cache (S file).
+
+The library's name holds a hash of what it was made from (sources, XLA's header, instruction set) and one of its bytes: a
+torn file is seen before it is loaded, and processes that build at once each put a whole file in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+HEADER = "xla/ffi/api/c_api.h"
+# What each set's file needs of /proc/cpuinfo, the best first; `portable` needs nothing.
+NEEDED_FLAGS = {
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c", "bmi2"),
+    "avxvnni": ("avx2", "fma", "f16c", "bmi2", "avx_vnni"),
+    "avx2": ("avx2", "fma", "f16c", "bmi2"),
+    "neon": ("asimd", "asimddp"),
+}
+INSTRUCTION_SETS = (*NEEDED_FLAGS, "portable")
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-w")
+BUILD_TIMEOUT_S = 300
+
+
+class NotAvailable(ValueError):
+    """The native kernels cannot be had here; the message says in one line why."""
+
+
+def instruction_set() -> str:
+    """Name of the best instruction set of this machine that there are kernels for; JAXBENCH_INSTRUCTIONS overrides it.
+
+    Raises:
+      ValueError: the variable names none.
+    """
+    named = os.environ.get("JAXBENCH_INSTRUCTIONS")
+    if named:
+        if named not in INSTRUCTION_SETS:
+            raise ValueError(f"JAXBENCH_INSTRUCTIONS={named!r} is not one of {', '.join(INSTRUCTION_SETS)}")
+        return named
+    flags = cpu_flags()
+    return next((name for name, needed in NEEDED_FLAGS.items() if set(needed) <= flags), "portable")
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """The processor's features as Linux names them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    return frozenset(found.partition(":")[2].split())
+
+
+def library_path(instructions: str | None = None) -> Path:
+    """Path of the built library, made first where it is not in the cache.
+
+    Raises:
+      NotAvailable: no compiler made it, or no folder takes it.
+    """
+    instructions = instructions or instruction_set()
+    key = f"{instructions}-{_source_hash(instructions)}"
+    problems = []
+    for folder in _folders():
+        for path in sorted(folder.glob(f"{key}-*.so")):
+            if _content_hash(path) == path.stem.rpartition("-")[2]:
+                return path
+        try:
+            path = _build(folder, key, instructions)
+            ctypes.CDLL(str(path))  # a folder may forbid to run what it holds
+            return path
+        except OSError as error:
+            problems.append(f"{folder}: {error.strerror or str(error).splitlines()[0]}")
+    raise NotAvailable(f"native kernels: no folder takes the library ({'; '.join(problems)})")
+
+
+def _folders() -> Iterator[Path]:
+    """Where a library may lie: the cache, else the folder for temporary files, one of this user's own in it."""
+    yield Path(os.environ.get("JAXBENCH_CACHE") or Path.home() / ".cache" / "jaxbench") / "native"
+    yield Path(tempfile.gettempdir()) / f"jaxbench-{os.getuid() if hasattr(os, 'getuid') else 0}" / "native"
+
+
+def include_folder() -> Path | None:
+    """Folder of jaxlib's headers, found without importing it; None where jaxlib is not installed."""
+    spec = importlib.util.find_spec("jaxlib")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return next((Path(p) / "include" for p in places if (Path(p) / "include" / HEADER).is_file()), None)
+
+
+def _source_hash(instructions: str) -> str:
+    digest = hashlib.sha256(" ".join((instructions, platform.machine(), *FLAGS)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    include = include_folder()
+    digest.update(b"no XLA" if include is None else (include / HEADER).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _content_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def compilers() -> list[list[str]]:
+    """Commands of the C compilers to try: $CC, the system's, the `ziglang` package's."""
+    found = [shlex.split(os.environ["CC"])] if os.environ.get("CC") else []
+    found += [[path] for path in map(shutil.which, ("cc", "gcc", "clang")) if path][:1]
+    if importlib.util.find_spec("ziglang"):
+        found.append([sys.executable, "-m", "ziglang", "cc"])
+    return found
+
+
+def compile_command(compiler: list[str], output: Path, instructions: str, extra: tuple[str, ...] = ()) -> list[str]:
+    """Command that makes a library, or with other flags in `extra` something to look for faults with."""
+    files = [f"{instructions}.c", "team.c", "common.c", "plain.c"]
+    include = include_folder()
+    flags = [*FLAGS, f"-DINSTRUCTION_SET=kernels_{instructions}", *extra]
+    if include is not None:
+        files.append("xla.c")
+        flags.append(f"-I{include}")
+    return [*compiler, *flags, *(str(SOURCES / file) for file in files), "-o", str(output), "-lpthread"]
+
+
+def _build(folder: Path, key: str, instructions: str) -> Path:
+    """Path of a library made now; OSError where the folder does not take it, NotAvailable where no compiler makes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as made:
+        problems, output = [], Path(made) / "kernels.so"
+        for compiler in compilers():
+            command = compile_command(compiler, output, instructions)
+            try:
+                done = subprocess.run(
+                    command, check=False, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S,
+                    stdin=subprocess.DEVNULL,
+                )  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired) as error:
+                problems.append(f"{' '.join(compiler)}: {error}")
+                continue
+            if done.returncode == 0 and output.is_file():
+                path = folder / f"{key}-{_content_hash(output)}.so"
+                os.replace(output, path)
+                return path
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            problems.append(f"{' '.join(compiler)}: {errors[0].strip() if errors else f'exit {done.returncode}'}")
+    cure = "install a C compiler (cc), or the extra `native`, which brings one"
+    raise NotAvailable(f"native kernels: {'; '.join(problems) or 'no C compiler here'}; {cure}")

@@ -1,0 +1,133 @@
+"""The native kernels as JAX functions: XLA custom calls on packed weights, on CPUs.
+
+Twin: torch_ref/native/calls.py. The handlers are in src/xla.c; XLA's own thread pool runs them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int, UInt8
+
+from jaxbench.config import TransformerConfig
+from jaxbench.native import formats, library
+
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ACTIVATIONS = ("swiglu", "geglu", "gelu")  # places are the numbers of src/native.h
+MAX_ROWS = 64  # of a block call
+
+
+class PackedWeights(NamedTuple):
+    """A packed matrix on the device: what `data` holds is static."""
+
+    data: UInt8[Array, " bytes"]
+    format: str  # of formats.FORMATS
+    inputs: int
+    outputs: int
+
+
+class BlockWeights(NamedTuple):
+    """A layer's arrays as the block call takes them; an array of size 0 stands for none."""
+
+    norms: tuple[Float[Array, " size"], ...]  # scale and bias of attention, mlp and both post-norms; q_norm, k_norm
+    matrices: tuple[UInt8[Array, " bytes"], ...]  # in the order of MATRICES
+    biases: tuple[Float[Array, " outputs"], ...]
+    formats: tuple[str, ...]
+
+
+class Settings(NamedTuple):
+    """How kernels compute: the result depends on `planes` alone."""
+
+    planes: int = 3  # 3 = float32 activations, 1 = activations in 8 bits
+    threads: int = 0  # 0 = all of XLA's
+
+
+@functools.cache
+def register() -> None:
+    """Make the library's handlers known to XLA.
+
+    Raises:
+      NotAvailable: the library cannot be had here.
+    """
+    handlers = library.load()
+    for name in ("block", "linear", "embed", "largest"):
+        capsule = jax.ffi.pycapsule(getattr(handlers, f"jaxbench_xla_{name}"))
+        jax.ffi.register_ffi_target(f"jaxbench_{name}", capsule, platform="cpu")
+
+
+def _empty() -> Array:
+    return jnp.zeros((0,), jnp.float32)
+
+
+def linear(
+    x: Float[Array, "*rows I"], weights: PackedWeights, bias: Float[Array, " O"] | None, settings: Settings
+) -> Float[Array, "*rows O"]:
+    """Affine map of the last axis by a packed matrix; float32 in and out, whatever the type of x."""
+    register()
+    rows = x.reshape(-1, weights.inputs).astype(jnp.float32)
+    out = jax.ShapeDtypeStruct((rows.shape[0], weights.outputs), jnp.float32)
+    ints = (weights.inputs, weights.outputs, formats.FORMATS.index(weights.format), settings.planes, settings.threads)
+    call = jax.ffi.ffi_call("jaxbench_linear", out)
+    product = call(rows, weights.data, _empty() if bias is None else bias, ints=np.array(ints, np.int64))
+    return product.reshape(*x.shape[:-1], weights.outputs)
+
+
+def embed(tokens: Int[Array, "..."], weights: PackedWeights) -> Float[Array, "... D"]:
+    """Rows of a packed embedding, dequantised."""
+    register()
+    flat = tokens.reshape(-1).astype(jnp.int32)
+    ints = np.array((weights.inputs, weights.outputs, formats.FORMATS.index(weights.format)), np.int64)
+    out = jax.ShapeDtypeStruct((flat.shape[0], weights.inputs), jnp.float32)
+    return jax.ffi.ffi_call("jaxbench_embed", out)(flat, weights.data, ints=ints).reshape(*tokens.shape, weights.inputs)
+
+
+def largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """Index of the largest of each row, the lowest of equal ones; the first NaN where there is one."""
+    register()
+    out = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
+    return jax.ffi.ffi_call("jaxbench_largest", out)(logits.astype(jnp.float32))
+
+
+def block(
+    x: Float[Array, "B D"],
+    positions: Int[Array, " B"],
+    angles: tuple[Array, Array] | None,
+    weights: BlockWeights,
+    cached: tuple[Array, Array, Array, Array],
+    table: Int[Array, "B P"],
+    config: TransformerConfig,
+    settings: Settings,
+) -> tuple[Float[Array, "B D"], tuple[Array, ...]]:
+    """One layer for one token a row: residual stream behind it, and the layer's pages with the token written in.
+
+    Args:
+      positions: of the tokens; a row at -1 is left as it is.
+      angles: rotary cosine and sine [B, head_dim / 2] of the positions; None with learned positions.
+      cached: keys and values [pages, K, page_size, width] and, of an 8-bit cache, their scales [pages, K, page_size];
+        the call writes into them where XLA lets it.
+      table: page of each row's positions, in order.
+      config: of this layer (TransformerConfig.at_layer).
+
+    Raises:
+      ValueError: more than 64 rows.
+    """
+    register()
+    if x.shape[0] > MAX_ROWS:
+        raise ValueError(f"block: {x.shape[0]} rows, native kernels decode at most {MAX_ROWS} at once")
+    ints = (
+        config.d_ff, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window or 0,
+        ACTIVATIONS.index(config.activation), settings.planes, settings.threads,
+        *(formats.FORMATS.index(format) for format in weights.formats),
+    )  # fmt: skip
+    floats = (config.norm_eps, config.query_scale / np.sqrt(config.head_dim), config.attention_softcap or 0.0)
+    cosine, sine = angles or (_empty(), _empty())
+    arguments = (x, positions, table, cosine, sine, *cached, *weights.norms, *weights.matrices, *weights.biases)
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (x, *cached)]
+    call = jax.ffi.ffi_call("jaxbench_block", results, input_output_aliases={5 + i: 1 + i for i in range(4)})
+    out, *cached = call(*arguments, ints=np.array(ints, np.int64), floats=np.array(floats, np.float64))
+    return out, tuple(cached)

@@ -1,0 +1,152 @@
+"""Checkpoints as packed matrices: in the numbers of their own file, or quantised (S file).
+
+A GGUF file's Q8_0, Q4_0 and Q4_1 blocks are repacked as they lie, without dequantising; float tensors stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxbench.config import TransformerConfig
+from jaxbench.native import formats, library
+from jaxbench.native.library import Packed
+from jaxbench.pretrained import assets, families, gguf_config, gguf_file, weights
+
+FILE = "file"  # weights stay as the file has them
+WEIGHTS = (FILE, *formats.FORMATS)
+
+
+class PackedCheckpoint(NamedTuple):
+    """A model as native kernels read it."""
+
+    config: TransformerConfig
+    matrices: dict[str, Packed]  # by module name; outputs x inputs
+    vectors: dict[str, np.ndarray]  # norms, biases, learned positions by parameter name, float32
+    tokenizer: Path  # what load_tokenizer reads
+    source: str
+    sha256: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a decode step reads: all matrices and vectors, an untied embedding but for a row."""
+        tied = self.config.tie_embeddings
+        matrices = sum(m.data.nbytes for name, m in self.matrices.items() if tied or name != "embed")
+        return matrices + sum(v.nbytes for v in self.vectors.values())
+
+
+def load(spec: str | Path | None = None, *, weights_as: str = FILE) -> PackedCheckpoint:
+    """Load a model and pack it.
+
+    Args:
+      spec: as load_checkpoint takes it.
+      weights_as: "file" keeps a GGUF file's own numbers and a folder's float32 or bfloat16; a format quantises to it.
+
+    Raises:
+      ValueError: as load_checkpoint raises; an unknown format; a width that the format's groups do not divide.
+      NotAvailable: the kernels cannot be had here.
+    """
+    if weights_as not in WEIGHTS:
+        raise ValueError(f"weights={weights_as!r} is not one of {', '.join(WEIGHTS)}")
+    path = weights.resolve(spec)
+    if weights_as == FILE and path.is_file():
+        return _load_gguf(path, spec in (None, "default"))
+    checkpoint = weights.load_checkpoint(spec)
+    return pack_params(
+        checkpoint.config, checkpoint.params, weights_as="float32" if weights_as == FILE else weights_as,
+        tokenizer=checkpoint.tokenizer, source=checkpoint.source, sha256=checkpoint.sha256,
+    )  # fmt: skip
+
+
+def pack_params(
+    config: TransformerConfig,
+    params: Mapping[str, np.ndarray],
+    *,
+    weights_as: str,
+    tokenizer: Path | None = None,
+    source: str = "",
+    sha256: str = "",
+) -> PackedCheckpoint:
+    """Pack parameters by dotted name, kernels (in, out)."""
+    names = [name for name in params if name.endswith(".kernel") or name == "embed.embedding"]
+    check_widths(config, weights_as)
+
+    def work(name: str) -> Packed:
+        kernel = np.asarray(params[name], np.float32)
+        return library.pack(quantized(kernel if name == "embed.embedding" else kernel.T, weights_as))
+
+    library.load()
+    with ThreadPoolExecutor(library.num_threads()) as pool:
+        matrices = {name.rpartition(".")[0]: m for name, m in zip(names, pool.map(work, names), strict=True)}
+    vectors = {name: np.asarray(v, np.float32) for name, v in params.items() if name not in names}
+    return PackedCheckpoint(config, matrices, vectors, tokenizer, source, sha256)
+
+
+def check_widths(config: TransformerConfig, format: str) -> None:
+    """Check that the groups of a format divide what the model's matrices sum over.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if format not in formats.BLOCK_BYTES:
+        return
+    widths = {"d_model": config.d_model, "num_heads * head_dim": config.num_heads * config.head_dim, "d_ff": config.d_ff}
+    for name, width in widths.items():
+        if width % formats.GROUP:
+            raise ValueError(f"weights={format}: groups of {formats.GROUP} do not divide the model's {name}={width}")
+
+
+def quantized(values: np.ndarray, format: str) -> formats.Rows:
+    """Rows of weights in a format, round to nearest."""
+    inputs = values.shape[1]
+    if format == "float32":
+        return formats.Rows(format, values, None, inputs)
+    if format == "bfloat16":
+        return formats.Rows(format, formats.as_bfloat16(values), None, inputs)
+    if format == "int8":
+        return formats.Rows(format, *formats.as_int8(values), inputs)
+    from gguf import constants, quants
+
+    return formats.Rows(format, quants.quantize(values, constants.GGMLQuantizationType[format.upper()]), None, inputs)
+
+
+def _load_gguf(path: Path, is_default: bool) -> PackedCheckpoint:
+    """A GGUF file's own numbers."""
+    file = gguf_file.read(path)
+    config = gguf_config.config_from_gguf(file)
+    family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
+    tensors = weights.Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
+    library.load()
+
+    def work(job: weights.Job) -> dict[str, Packed | np.ndarray] | None:
+        if not job.ours[0].endswith((".kernel", "embed.embedding")):
+            return weights.values_of(tensors, job, config)
+        rows = gguf_rows(file, job.name)
+        if not np.isfinite(formats.scales_of(rows)).all():
+            return None
+        if job.rule.kind == "interleaved":
+            rows = rows._replace(values=weights.rotate_half_rows(rows.values, config.head_dim))
+        parts = [rows.values] if len(job.ours) == 1 else np.split(rows.values, np.cumsum(job.widths)[:-1])
+        return {name: library.pack(rows._replace(values=part)) for name, part in zip(job.ours, parts, strict=True)}
+
+    params = weights.read_all(path, weights.plan(tensors, config, family), work)
+    matrices = {name.rpartition(".")[0]: value for name, value in params.items() if isinstance(value, Packed)}
+    vectors = {name: value for name, value in params.items() if not isinstance(value, Packed)}
+    sha256 = assets.MODEL_SHA256 if is_default else assets.sha256_file(path)
+    return PackedCheckpoint(config, matrices, vectors, path, path.name, sha256)
+
+
+def gguf_rows(file: gguf_file.GgufFile, name: str) -> formats.Rows:
+    """A tensor of a GGUF file as it lies; types that no kernel reads become the float32 values they stand for."""
+    from gguf import constants
+
+    info = file.tensors[name]
+    kind = constants.GGMLQuantizationType(info.kind).name
+    if kind in formats.GGUF_TYPES:
+        raw = np.frombuffer(file.content, np.uint8, info.size, info.offset).reshape(info.shape[0], -1)
+        return formats.Rows(formats.GGUF_TYPES[kind], raw, None, info.shape[1])
+    return quantized(file.tensor(name), "bfloat16" if kind == "BF16" else "float32")

@@ -1,0 +1,129 @@
+"""The native library through ctypes: packing, and the kernels with threads of their own (S file)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+from jaxbench.native import build, formats
+
+ALIGNMENT = 64  # bytes: XLA:CPU takes a host array as it lies from this alignment on
+
+
+class Matrix(ctypes.Structure):
+    """`matrix` of src/native.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("inputs", ctypes.c_int64), ("outputs", ctypes.c_int64), ("format", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class Packed(NamedTuple):
+    """A packed matrix: `data` is what kernels read."""
+
+    data: UInt8[np.ndarray, " bytes"]
+    format: str
+    inputs: int
+    outputs: int
+
+    def struct(self) -> Matrix:
+        """What C reads; valid while `data` lives."""
+        return Matrix(self.data.ctypes.data, self.inputs, self.outputs, formats.FORMATS.index(self.format))
+
+
+@functools.cache
+def load(instructions: str | None = None) -> ctypes.CDLL:
+    """The library, built where it is not there yet.
+
+    Raises:
+      NotAvailable: it cannot be had here.
+    """
+    library = ctypes.CDLL(str(build.library_path(instructions)))
+    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    library.jaxbench_instructions.restype = ctypes.c_char_p
+    library.jaxbench_tile_bytes.argtypes, library.jaxbench_tile_bytes.restype = (int32, int64), int64
+    library.jaxbench_pack.argtypes = (int32, int64, int64, pointer, pointer, pointer)
+    library.jaxbench_pack.restype = None
+    library.jaxbench_embed.argtypes, library.jaxbench_embed.restype = (pointer, pointer, int64, pointer), None
+    library.jaxbench_linear.argtypes = (pointer, pointer, int64, pointer, int32, int64, pointer)
+    library.jaxbench_largest.argtypes = (pointer, int64, int64, int64, pointer)
+    library.jaxbench_blocks.argtypes, library.jaxbench_blocks.restype = (pointer, int64, int64), ctypes.c_char_p
+    return library
+
+
+def is_available() -> bool:
+    """True where the library is there or can be built."""
+    try:
+        load()
+    except build.NotAvailable:
+        return False
+    return True
+
+
+def aligned(size: int) -> UInt8[np.ndarray, " size"]:
+    """Bytes that start on a multiple of 64."""
+    room = np.empty(size + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + size]
+
+
+def pack(rows: formats.Rows, instructions: str | None = None) -> Packed:
+    """A matrix in tiles."""
+    format = formats.FORMATS.index(rows.format)
+    data = aligned(formats.packed_bytes(rows.format, rows.inputs, rows.outputs))
+    values = np.ascontiguousarray(rows.values)
+    scales = None if rows.scales is None else np.ascontiguousarray(rows.scales, np.float32)
+    load(instructions).jaxbench_pack(
+        format, rows.inputs, rows.outputs, values.ctypes.data, None if scales is None else scales.ctypes.data,
+        data.ctypes.data,
+    )  # fmt: skip
+    return Packed(data, rows.format, rows.inputs, rows.outputs)
+
+
+def linear(
+    x: Float[np.ndarray, "M I"],
+    weights: Packed,
+    bias: Float[np.ndarray, " O"] | None = None,
+    *,
+    planes: int = 3,
+    threads: int | None = None,
+    instructions: str | None = None,
+) -> Float[np.ndarray, "M O"]:
+    """Product of rows by a packed matrix. planes: 3 = float32 activations, 1 = activations in 8 bits."""
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.empty((len(x), weights.outputs), np.float32)
+    bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
+    matrix = weights.struct()
+    failed = load(instructions).jaxbench_linear(
+        ctypes.byref(matrix), x.ctypes.data, len(x), None if bias is None else bias.ctypes.data, planes,
+        threads or num_threads(), out.ctypes.data,
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"linear: no memory for {x.shape} by {weights.inputs} x {weights.outputs}")
+    return out
+
+
+def embed(tokens: Int[np.ndarray, " M"], weights: Packed) -> Float[np.ndarray, "M I"]:
+    """Rows of a packed embedding, dequantised."""
+    tokens = np.ascontiguousarray(tokens, np.int32)
+    out, matrix = np.empty((len(tokens), weights.inputs), np.float32), weights.struct()
+    load().jaxbench_embed(ctypes.byref(matrix), tokens.ctypes.data, len(tokens), out.ctypes.data)
+    return out
+
+
+def largest(logits: Float[np.ndarray, "M V"], instructions: str | None = None) -> Int[np.ndarray, " M"]:
+    """Index of the largest of each row, the lowest of equal ones; the first NaN where there is one."""
+    logits = np.ascontiguousarray(logits, np.float32)
+    out = np.empty(len(logits), np.int32)
+    load(instructions).jaxbench_largest(logits.ctypes.data, *logits.shape, num_threads(), out.ctypes.data)
+    return out
+
+
+def num_threads() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

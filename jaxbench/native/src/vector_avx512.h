@@ -1,0 +1,55 @@
+/* Sixteen lanes in one register: AVX-512 with VNNI. The names are those of every vector_*.h; vector_portable.h says what they mean. */
+
+#include <immintrin.h>
+
+typedef __m512 vf;
+typedef __m512i vi;
+
+INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
+INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf vf_abs(vf a) { return _mm512_abs_ps(a); }
+INLINE vi vi_round(vf a) { return _mm512_cvtps_epi32(a); }
+INLINE vf vf_of(vi a) { return _mm512_cvtepi32_ps(a); }
+INLINE vf vf_pow2(vi n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23)); }
+
+INLINE float vf_sum(vf a) {
+  __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+
+INLINE float vf_largest(vf a) { return _mm512_reduce_max_ps(a); }
+
+INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+INLINE void vi_store(void *p, vi x) { _mm512_storeu_si512(p, x); }
+INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+INLINE vi vi_shift_left_8(vi a) { return _mm512_slli_epi32(a, 8); }
+INLINE vi vi_shift_right_8(vi a) { return _mm512_srai_epi32(a, 8); }
+INLINE int32_t vi_sum(vi a) { return _mm512_reduce_add_epi32(a); }
+INLINE vi vi_low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+INLINE vi vi_high_nibbles(vi a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+INLINE vi vi_dot(vi acc, vi unsigned_bytes, int32_t signed_bytes) {
+  return _mm512_dpbusd_epi32(acc, unsigned_bytes, _mm512_set1_epi32(signed_bytes));
+}
+
+INLINE vf vf_low_bf16(vi pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+INLINE vf vf_high_bf16(vi pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int32_t)0xffff0000u)));
+}
+INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vf vf_load_bf16(const uint16_t *p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+INLINE vf vf_load_i8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+INLINE void vi_store_i8(int8_t *p, vi a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a)); }

@@ -1,0 +1,178 @@
+/* The kernels as XLA custom calls, on the plain C interface of XLA's FFI. jaxbench/native/calls.py makes the calls. */
+
+#include <stdio.h>
+
+#include "native.h"
+#include "xla/ffi/api/c_api.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+static XLA_FFI_Error *failed(const XLA_FFI_CallFrame *frame, const char *message) {
+  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message, XLA_FFI_Error_Code_INVALID_ARGUMENT};
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+/* Non-zero where XLA asks for the version instead of calling. */
+static int is_question(XLA_FFI_CallFrame *frame) {
+  XLA_FFI_Extension_Base *extension = frame->extension_start;
+  if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
+  XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  return 1;
+}
+
+static const XLA_FFI_Buffer *argument(const XLA_FFI_CallFrame *f, int i) { return f->args.args[i]; }
+static const XLA_FFI_Buffer *result(const XLA_FFI_CallFrame *f, int i) { return f->rets.rets[i]; }
+
+/* Data of an argument; NULL where it is empty, which stands for none. */
+static const void *data_of(const XLA_FFI_CallFrame *f, int i) {
+  const XLA_FFI_Buffer *b = argument(f, i);
+  for (int64_t d = 0; d < b->rank; d++)
+    if (b->dims[d] == 0) return NULL;
+  return b->data;
+}
+
+/* An attribute of the given name that is an array of `count` 64-bit values; NULL where it is not. */
+static const void *attribute(const XLA_FFI_CallFrame *f, const char *name, size_t count) {
+  for (int64_t i = 0; i < f->attrs.size; i++) {
+    const XLA_FFI_ByteSpan *span = f->attrs.names[i];
+    if (span->len == strlen(name) && !memcmp(span->ptr, name, span->len) && f->attrs.types[i] == XLA_FFI_AttrType_ARRAY) {
+      const XLA_FFI_Array *array = f->attrs.attrs[i];
+      if (array->size == count && (array->dtype == XLA_FFI_DataType_S64 || array->dtype == XLA_FFI_DataType_F64)) return array->data;
+    }
+  }
+  return NULL;
+}
+
+static int schedule(void *host, void (*task)(void *), void *data) {
+  const XLA_FFI_CallFrame *frame = host;
+  XLA_FFI_ThreadPool_Schedule_Args args = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, task, data};
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&args);
+  if (!error) return 0;
+  XLA_FFI_Error_Destroy_Args destroy = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+  frame->api->XLA_FFI_Error_Destroy(&destroy);
+  return 1;
+}
+
+/* Threads to ask for: `wanted`, or as many as XLA's pool has. */
+static int64_t threads_of(const XLA_FFI_CallFrame *frame, int64_t wanted) {
+  int64_t found = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args args = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &found};
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
+  if (error) {
+    XLA_FFI_Error_Destroy_Args destroy = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+    frame->api->XLA_FFI_Error_Destroy(&destroy);
+    return 1;
+  }
+  return wanted > 0 && wanted < found ? wanted : found;
+}
+
+#define BLOCK_ARGUMENTS 33
+#define BLOCK_INTS 15
+#define BLOCK_FLOATS 3
+
+static void read_block(const XLA_FFI_CallFrame *f, const int64_t *ints, const double *floats, block_call *c) {
+  const XLA_FFI_Buffer *x = argument(f, 0), *keys = argument(f, 5), *table = argument(f, 2);
+  *c = (block_call){.rows = x->dims[0], .d_model = x->dims[1], .d_ff = ints[0], .num_heads = ints[1],
+                    .num_kv_heads = ints[2], .head_dim = ints[3], .window = ints[4], .activation = (int32_t)ints[5],
+                    .planes = (int32_t)ints[6], .norm_eps = (float)floats[0], .query_scale = (float)floats[1],
+                    .softcap = (float)floats[2], .x = x->data, .out = result(f, 0)->data,
+                    .positions = data_of(f, 1), .cosine = data_of(f, 3), .sine = data_of(f, 4)};
+  void *caches[4];
+  for (int i = 0; i < 4; i++) { /* XLA gives the result the argument's place; a copy otherwise */
+    const XLA_FFI_Buffer *from = argument(f, 5 + i), *to = result(f, 1 + i);
+    caches[i] = data_of(f, 5 + i) ? to->data : NULL;
+    int64_t bytes = from->dtype == XLA_FFI_DataType_S8 ? 1 : from->dtype == XLA_FFI_DataType_BF16 ? 2 : 4;
+    for (int64_t d = 0; d < from->rank; d++) bytes *= from->dims[d];
+    if (from->data != to->data) memcpy(to->data, from->data, (size_t)bytes);
+  }
+  int32_t kind = keys->dtype == XLA_FFI_DataType_S8 ? CACHE_INT8 : keys->dtype == XLA_FFI_DataType_BF16 ? CACHE_BF16 : CACHE_F32;
+  c->cache = (kv_cache){caches[0], caches[1], caches[2], caches[3], table->data, keys->dims[0], keys->dims[2], table->dims[1], kind};
+  norm *norms[6] = {&c->attention_norm, &c->mlp_norm, &c->attention_post_norm, &c->mlp_post_norm, &c->q_norm, &c->k_norm};
+  for (int i = 0; i < 6; i++) {
+    norms[i]->scale = data_of(f, i < 4 ? 9 + 2 * i : 13 + i);
+    norms[i]->bias = i < 4 ? data_of(f, 10 + 2 * i) : NULL;
+  }
+  int64_t query = c->num_heads * c->head_dim, kv = c->num_kv_heads * c->head_dim, d = c->d_model, ff = c->d_ff;
+  int64_t inputs[7] = {d, d, d, query, d, d, ff}, outputs[7] = {query, kv, kv, d, ff, ff, d};
+  matrix *matrices[7] = {&c->q_proj, &c->k_proj, &c->v_proj, &c->o_proj, &c->gate_proj, &c->up_proj, &c->down_proj};
+  const float **biases[7] = {&c->q_bias, &c->k_bias, &c->v_bias, &c->o_bias, &c->gate_bias, &c->up_bias, &c->down_bias};
+  for (int i = 0; i < 7; i++) {
+    *matrices[i] = (matrix){data_of(f, 19 + i), inputs[i], outputs[i], (int32_t)ints[8 + i]};
+    *biases[i] = data_of(f, 26 + i);
+  }
+}
+
+/* The packed bytes must be those of the shape: a wrong format would be read past its end. */
+static const char *check_bytes(const XLA_FFI_Buffer *b, const matrix *m) {
+  if (check_matrix(m)) return check_matrix(m);
+  if (b->rank != 1 || b->dims[0] != num_tiles(m->outputs) * tile_bytes(m->format, m->inputs))
+    return "packed weights do not have the size of their shape and format";
+  return NULL;
+}
+
+EXPORT XLA_FFI_Error *jaxbench_xla_block(XLA_FFI_CallFrame *frame) {
+  if (is_question(frame)) return NULL;
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+  const int64_t *ints = attribute(frame, "ints", BLOCK_INTS);
+  const double *floats = attribute(frame, "floats", BLOCK_FLOATS);
+  if (frame->args.size != BLOCK_ARGUMENTS || frame->rets.size != 5 || !ints || !floats)
+    return failed(frame, "jaxbench block: wrong number of arguments, results or attributes");
+  block_call call;
+  read_block(frame, ints, floats, &call);
+  const char *problem = check_block(&call);
+  const matrix *matrices = &call.q_proj;
+  for (int i = 0; i < 7 && !problem; i++)
+    if (i != 4 || call.activation != ACTIVATION_GELU) problem = check_bytes(argument(frame, 19 + i), matrices + i);
+  if (problem) return failed(frame, problem);
+  team *t = team_begin(threads_of(frame, ints[7]), INSTRUCTION_SET.block_scratch(&call), schedule, frame);
+  if (!t) return failed(frame, "jaxbench block: not enough memory");
+  INSTRUCTION_SET.block(&call, t);
+  team_end(t);
+  return NULL;
+}
+
+/* x [rows, inputs], packed weights, bias or nothing -> [rows, outputs]; ints: inputs, outputs, format, planes, threads. */
+EXPORT XLA_FFI_Error *jaxbench_xla_linear(XLA_FFI_CallFrame *frame) {
+  if (is_question(frame)) return NULL;
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+  const int64_t *ints = attribute(frame, "ints", 5);
+  if (frame->args.size != 3 || frame->rets.size != 1 || !ints) return failed(frame, "jaxbench linear: wrong arguments or attributes");
+  const XLA_FFI_Buffer *x = argument(frame, 0);
+  matrix w = {data_of(frame, 1), ints[0], ints[1], (int32_t)ints[2]};
+  const char *problem = check_bytes(argument(frame, 1), &w);
+  if (problem) return failed(frame, problem);
+  int planes = (int)ints[3];
+  team *t = team_begin(threads_of(frame, ints[4]), INSTRUCTION_SET.linear_scratch(&w, x->dims[0], planes), schedule, frame);
+  if (!t) return failed(frame, "jaxbench linear: not enough memory");
+  INSTRUCTION_SET.linear(&w, x->data, x->dims[0], data_of(frame, 2), planes, result(frame, 0)->data, t);
+  team_end(t);
+  return NULL;
+}
+
+/* tokens [count], packed weights -> [count, inputs]; ints: inputs, outputs, format. */
+EXPORT XLA_FFI_Error *jaxbench_xla_embed(XLA_FFI_CallFrame *frame) {
+  if (is_question(frame)) return NULL;
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+  const int64_t *ints = attribute(frame, "ints", 3);
+  if (frame->args.size != 2 || frame->rets.size != 1 || !ints) return failed(frame, "jaxbench embed: wrong arguments or attributes");
+  matrix w = {data_of(frame, 1), ints[0], ints[1], (int32_t)ints[2]};
+  const char *problem = check_bytes(argument(frame, 1), &w);
+  if (problem) return failed(frame, problem);
+  embed_rows(&w, argument(frame, 0)->data, argument(frame, 0)->dims[0], result(frame, 0)->data);
+  return NULL;
+}
+
+/* logits [rows, size] -> index of the largest [rows]. */
+EXPORT XLA_FFI_Error *jaxbench_xla_largest(XLA_FFI_CallFrame *frame) {
+  if (is_question(frame)) return NULL;
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+  if (frame->args.size != 1 || frame->rets.size != 1) return failed(frame, "jaxbench largest: wrong arguments");
+  const XLA_FFI_Buffer *x = argument(frame, 0);
+  team *t = team_begin(x->dims[0] > 1 ? threads_of(frame, 0) : 1, 0, schedule, frame);
+  if (!t) return failed(frame, "jaxbench largest: not enough memory");
+  INSTRUCTION_SET.largest(x->data, x->dims[0], x->dims[1], result(frame, 0)->data, t);
+  team_end(t);
+  return NULL;
+}
