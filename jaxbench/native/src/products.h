@@ -76,19 +76,22 @@ INLINE void quantized_rows(const uint8_t *w, const uint8_t *x, int64_t row_bytes
         const group *gx = (const group *)(x + r * row_bytes);
         acc[r][0][p] = acc[r][1][p] = vi_set1(-offset * gx->plane_sum[p]);
       }
-    for (int step = 0; step < (is_byte ? 8 : 4); step++)
-      for (int v = 0; v < 2; v++, w += 64) {
-        ask_ahead(w, is_stream);
-        vi line = vi_load(w), low = is_byte ? line : vi_low_nibbles(line), high = is_byte ? line : vi_high_nibbles(line);
-        for (int r = 0; r < rows; r++)
-          for (int p = 0; p < planes; p++) {
-            const group *gx = (const group *)(x + r * row_bytes);
-            int32_t four[2];
-            memcpy(four, gx->q[p] + (is_byte ? 4 : 8) * step, is_byte ? 4 : 8);
-            acc[r][v][p] = vi_dot(acc[r][v][p], low, four[0]);
-            if (!is_byte) acc[r][v][p] = vi_dot(acc[r][v][p], high, four[1]);
+    for (int step = 0; step < (is_byte ? 8 : 4); step++, w += 128) {
+      ask_ahead(w, is_stream), ask_ahead(w + 64, is_stream);
+      vi first = vi_load(w), second = vi_load(w + 64);
+      vi low[2] = {is_byte ? first : vi_low_nibbles(first), is_byte ? second : vi_low_nibbles(second)};
+      vi high[2] = {vi_high_nibbles(first), vi_high_nibbles(second)};
+      for (int r = 0; r < rows; r++)
+        for (int p = 0; p < planes; p++) {
+          const group *gx = (const group *)(x + r * row_bytes);
+          int32_t four[2];
+          memcpy(four, gx->q[p] + (is_byte ? 4 : 8) * step, is_byte ? 4 : 8);
+          for (int v = 0; v < 2; v++) {
+            acc[r][v][p] = vi_dot(acc[r][v][p], low[v], four[0]);
+            if (!is_byte) acc[r][v][p] = vi_dot(acc[r][v][p], high[v], four[1]);
           }
-      }
+        }
+    }
     for (int v = 0; v < 2; v++) {
       vf scale = num_scales ? vf_load_f16(scales + 16 * v) : vf_set1(1.0f);
       vf least = num_scales == 2 ? vf_load_f16(scales + TILE + 16 * v) : vf_set1(0.0f);
