@@ -16,6 +16,7 @@ from jaxtyping import Float, Int, UInt8
 
 from jaxbench.config import TransformerConfig
 from jaxbench.native import formats, library
+from jaxbench.native.checkpoint import Settings
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ACTIVATIONS = ("swiglu", "geglu", "gelu")  # places are the numbers of src/native.h
@@ -38,13 +39,6 @@ class BlockWeights(NamedTuple):
     matrices: tuple[UInt8[Array, " bytes"], ...]  # in the order of MATRICES
     biases: tuple[Float[Array, " outputs"], ...]
     formats: tuple[str, ...]
-
-
-class Settings(NamedTuple):
-    """How kernels compute: the result depends on `planes` alone."""
-
-    planes: int = 3  # 3 = float32 activations, 1 = activations in 8 bits
-    threads: int = 0  # 0 = all of XLA's
 
 
 @functools.cache

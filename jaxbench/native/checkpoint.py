@@ -18,6 +18,8 @@ from jaxbench.native.library import Packed
 from jaxbench.pretrained import assets, families, gguf_config, gguf_file, weights
 
 FILE = "file"  # weights stay as the file has them
+CACHE_TYPES = ("float32", "bfloat16", "int8")  # of keys and values
+PLANES = {"float32": 3, "int8": 1}  # of activations
 WEIGHTS = (FILE, *formats.FORMATS)
 
 
@@ -37,6 +39,30 @@ class PackedCheckpoint(NamedTuple):
         tied = self.config.tie_embeddings
         matrices = sum(m.data.nbytes for name, m in self.matrices.items() if tied or name != "embed")
         return matrices + sum(v.nbytes for v in self.vectors.values())
+
+
+class Settings(NamedTuple):
+    """How kernels compute: the result depends on `planes` alone."""
+
+    planes: int = 3  # 3 = float32 activations, 1 = activations in 8 bits
+    threads: int = 0  # at most this many; 0 = all
+
+
+def checked(config: TransformerConfig, cache_dtype: str, activations: str, threads: int) -> Settings:
+    """Settings of a decoder's kernels.
+
+    Raises:
+      ValueError: one of them is unknown, or layers are of a workload's own kind.
+    """
+    if cache_dtype not in CACHE_TYPES:
+        raise ValueError(f"native: cache_dtype={cache_dtype!r} is not one of {', '.join(CACHE_TYPES)}")
+    if activations not in PLANES:
+        raise ValueError(f"native: activations={activations!r} is not one of {', '.join(PLANES)}")
+    if threads < 0:
+        raise ValueError(f"native: threads={threads}, wanted at least 0 (0 = all)")
+    if config.layer_kind is not None:
+        raise ValueError(f"native: layers of kind {config.layer_kind!r} have no native block")
+    return Settings(PLANES[activations], threads)
 
 
 def load(spec: str | Path | None = None, *, weights_as: str = FILE) -> PackedCheckpoint:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from jaxbench import functional
 from jaxbench.config import Compute
 from jaxbench.native import calls, paged
-from jaxbench.native.checkpoint import PackedCheckpoint
+from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
 from jaxbench.native.library import Packed
 from jaxbench.transformer import Transformer
 
@@ -23,7 +23,7 @@ from jaxbench.transformer import Transformer
 class PackedLinear(nnx.Module):
     """Affine map of the last axis by a packed matrix."""
 
-    def __init__(self, weights: Packed, bias: Array | None, settings: calls.Settings):
+    def __init__(self, weights: Packed, bias: Array | None, settings: Settings):
         self.data = nnx.Param(jnp.asarray(weights.data))
         self.bias = None if bias is None else nnx.Param(jnp.asarray(bias, jnp.float32))
         self.format, self.inputs, self.outputs = weights.format, weights.inputs, weights.outputs
@@ -42,7 +42,7 @@ class PackedLinear(nnx.Module):
 class PackedEmbed(nnx.Module):
     """Embedding from a packed matrix, and logits by its transpose."""
 
-    def __init__(self, weights: Packed, scale: float, settings: calls.Settings):
+    def __init__(self, weights: Packed, scale: float, settings: Settings):
         self.data = nnx.Param(jnp.asarray(weights.data))
         self.format, self.inputs, self.outputs = weights.format, weights.inputs, weights.outputs
         self.scale, self.settings = scale, settings
@@ -65,7 +65,7 @@ class PackedEmbed(nnx.Module):
 class NativeTransformer(nnx.Module):
     """A decoder whose decode steps are native calls; what a Generator takes."""
 
-    def __init__(self, model: Transformer, checkpoint: PackedCheckpoint, cache_dtype: str, settings: calls.Settings):
+    def __init__(self, model: Transformer, checkpoint: PackedCheckpoint, cache_dtype: str, settings: Settings):
         self.model, self.settings = model, settings
         self.configs = tuple(checkpoint.config.at_layer(i) for i in range(checkpoint.config.num_layers))
         self.dtype, self.cache_dtype = "float32", cache_dtype
@@ -137,19 +137,20 @@ def block_weights(layer) -> calls.BlockWeights:
 
 
 def build(
-    checkpoint: PackedCheckpoint, *, cache_dtype: str = "float32", settings: calls.Settings = calls.Settings()
+    checkpoint: PackedCheckpoint, *, cache_dtype: str = "float32", activations: str = "float32", threads: int = 0
 ) -> NativeTransformer:
     """Decoder on a packed checkpoint.
 
+    Args:
+      cache_dtype: of keys and values: float32, bfloat16 or int8 (a scale a position and head).
+      activations: float32, or int8 (a scale for 32 of them): less exact, faster for prompts and batches.
+      threads: at most this many, 0 = all that XLA has; the result does not depend on it.
+
     Raises:
-      ValueError: the kind of cache is unknown, or layers are of a workload's own kind.
+      ValueError: a setting is unknown, or layers are of a workload's own kind.
       NotAvailable: the kernels cannot be had here.
     """
-    config = checkpoint.config
-    if cache_dtype not in paged.CACHE_TYPES:
-        raise ValueError(f"native: cache_dtype={cache_dtype!r} is not one of {', '.join(paged.CACHE_TYPES)}")
-    if config.layer_kind is not None:
-        raise ValueError(f"native: layers of kind {config.layer_kind!r} have no native block")
+    config, settings = checkpoint.config, checked(checkpoint.config, cache_dtype, activations, threads)
     calls.register()
     model = nnx.eval_shape(lambda: Transformer(config, Compute()))
     model.embed = PackedEmbed(checkpoint.matrices["embed"], config.embedding_scale, settings)

@@ -16,7 +16,6 @@ from jaxbench.attention import KVCache
 
 PAGE_SIZE = 64  # positions of a page, a multiple of the 64 that a kernel attends to at once
 LANES = 16  # heads are filled up to whole vectors
-CACHE_TYPES = ("float32", "bfloat16", "int8")
 
 
 class PagedCache(NamedTuple):
