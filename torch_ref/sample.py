@@ -13,6 +13,7 @@ graphs on a GPU.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -140,7 +141,7 @@ class Generator(prompts.GeneratorBase):
         sampling: SamplingParams,
         processors: Sequence[LogitsProcessor] = (),
     ):
-        self._model, self._device = model, model.embed.embedding.device
+        self._model, self._device = model, next(itertools.chain(model.parameters(), model.buffers())).device
         super().__init__(model, self._device.type, eos_id=eos_id, sampling=sampling, processors=processors)
         self._is_compiled, self._is_whole = bool(model.torch_compile), model.torch_compile == "step"
         self._sizes = prompts.bucket if self._is_compiled else prompts.exact
@@ -260,7 +261,7 @@ class Generator(prompts.GeneratorBase):
     def _next(self, state: DecodeState) -> DecodeState:
         """One step: read each row's last token, draw the next."""
         last = (state.lengths - 1)[:, None]
-        positions = None if state.cache.positions is None else last
+        positions = None if isinstance(state.cache, KVCache) and state.cache.positions is None else last
         tokens = torch.gather(state.tokens, 1, last)
         hidden, cache = self._model.features(tokens, positions, cache=state.cache, slot=state.slot)
         state = state._replace(cache=cache, slot=state.slot + 1)

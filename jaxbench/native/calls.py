@@ -18,11 +18,6 @@ from jaxbench.config import TransformerConfig
 from jaxbench.native import formats, library
 from jaxbench.native.checkpoint import Settings
 
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ACTIVATIONS = ("swiglu", "geglu", "gelu")  # places are the numbers of src/native.h
-MAX_ROWS = 64  # of a block call
-
-
 class PackedWeights(NamedTuple):
     """A packed matrix on the device: what `data` holds is static."""
 
@@ -111,11 +106,11 @@ def block(
       ValueError: more than 64 rows.
     """
     register()
-    if x.shape[0] > MAX_ROWS:
-        raise ValueError(f"block: {x.shape[0]} rows, native kernels decode at most {MAX_ROWS} at once")
+    if x.shape[0] > library.MAX_ROWS:
+        raise ValueError(f"block: {x.shape[0]} rows, native kernels decode at most {library.MAX_ROWS} at once")
     ints = (
         config.d_ff, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window or 0,
-        ACTIVATIONS.index(config.activation), settings.planes, settings.threads,
+        library.ACTIVATIONS.index(config.activation), settings.planes, settings.threads,
         *(formats.FORMATS.index(format) for format in weights.formats),
     )  # fmt: skip
     floats = (config.norm_eps, config.query_scale / np.sqrt(config.head_dim), config.attention_softcap or 0.0)

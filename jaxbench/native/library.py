@@ -12,6 +12,10 @@ from jaxtyping import Float, Int, UInt8
 
 from jaxbench.native import build, formats
 
+NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "q_norm", "k_norm")
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ACTIVATIONS = ("swiglu", "geglu", "gelu")  # places are the numbers of src/native.h
+MAX_ROWS = 64  # of a block
 ALIGNMENT = 64  # bytes: XLA:CPU takes a host array as it lies from this alignment on
 
 
@@ -20,6 +24,37 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         ("data", ctypes.c_void_p), ("inputs", ctypes.c_int64), ("outputs", ctypes.c_int64), ("format", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class Norm(ctypes.Structure):
+    """`norm` of src/native.h."""
+
+    _fields_ = (("scale", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+
+
+class Cache(ctypes.Structure):
+    """`kv_cache` of src/native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales", "table")),
+        *((name, ctypes.c_int64) for name in ("num_pages", "page_size", "max_pages")),
+        ("kind", ctypes.c_int32),
+    )
+
+
+class BlockCall(ctypes.Structure):
+    """`block_call` of src/native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "window")),
+        *((name, ctypes.c_int32) for name in ("activation", "planes")),
+        *((name, ctypes.c_float) for name in ("norm_eps", "query_scale", "softcap")),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "positions", "cosine", "sine")),
+        *((name, Norm) for name in NORMS),
+        *((name, Matrix) for name in MATRICES),
+        *((name.replace("_proj", "_bias"), ctypes.c_void_p) for name in MATRICES),
+        ("cache", Cache),
     )  # fmt: skip
 
 
@@ -52,7 +87,9 @@ def load(instructions: str | None = None) -> ctypes.CDLL:
     library.jaxbench_embed.argtypes, library.jaxbench_embed.restype = (pointer, pointer, int64, pointer), None
     library.jaxbench_linear.argtypes = (pointer, pointer, int64, pointer, int32, int64, pointer)
     library.jaxbench_largest.argtypes = (pointer, int64, int64, int64, pointer)
-    library.jaxbench_blocks.argtypes, library.jaxbench_blocks.restype = (pointer, int64, int64), ctypes.c_char_p
+    library.jaxbench_block_call_bytes.restype = int64
+    library.jaxbench_decode.argtypes = (pointer, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)
+    library.jaxbench_decode.restype = ctypes.c_char_p
     return library
 
 

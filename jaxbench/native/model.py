@@ -14,16 +14,15 @@ from jaxtyping import Float, Int
 
 from jaxbench import functional
 from jaxbench.config import Compute
-from jaxbench.native import calls, paged
+from jaxbench.native import calls, library, paged
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
-from jaxbench.native.library import Packed
 from jaxbench.transformer import Transformer
 
 
 class PackedLinear(nnx.Module):
     """Affine map of the last axis by a packed matrix."""
 
-    def __init__(self, weights: Packed, bias: Array | None, settings: Settings):
+    def __init__(self, weights: library.Packed, bias: Array | None, settings: Settings):
         self.data = nnx.Param(jnp.asarray(weights.data))
         self.bias = None if bias is None else nnx.Param(jnp.asarray(bias, jnp.float32))
         self.format, self.inputs, self.outputs = weights.format, weights.inputs, weights.outputs
@@ -42,7 +41,7 @@ class PackedLinear(nnx.Module):
 class PackedEmbed(nnx.Module):
     """Embedding from a packed matrix, and logits by its transpose."""
 
-    def __init__(self, weights: Packed, scale: float, settings: Settings):
+    def __init__(self, weights: library.Packed, scale: float, settings: Settings):
         self.data = nnx.Param(jnp.asarray(weights.data))
         self.format, self.inputs, self.outputs = weights.format, weights.inputs, weights.outputs
         self.scale, self.settings = scale, settings
@@ -126,8 +125,8 @@ def block_weights(layer) -> calls.BlockWeights:
     for norm in (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm):
         norms += [array(norm, "scale"), array(norm, "bias")]
     norms += [array(norm, "scale") for norm in (attention.q_norm, attention.k_norm)]
-    linears = [getattr(attention, name) for name in calls.MATRICES[:4]]
-    linears += [getattr(mlp, name) for name in calls.MATRICES[4:]]
+    linears = [getattr(attention, name) for name in library.MATRICES[:4]]
+    linears += [getattr(mlp, name) for name in library.MATRICES[4:]]
     return calls.BlockWeights(
         tuple(norms),
         tuple(jnp.zeros((0,), jnp.uint8) if each is None else each.data[...] for each in linears),
@@ -157,7 +156,7 @@ def build(
     if model.head is not None:
         model.head = PackedLinear(checkpoint.matrices["head"], None, settings)
     for i, layer in enumerate(model.layers):
-        for part, names in (("attention", calls.MATRICES[:4]), ("mlp", calls.MATRICES[4:])):
+        for part, names in (("attention", library.MATRICES[:4]), ("mlp", library.MATRICES[4:])):
             module = getattr(layer, part)
             for name in names:
                 if getattr(module, name) is not None:

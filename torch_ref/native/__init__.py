@@ -1,0 +1,1 @@
+"""The native kernels under PyTorch: the same C through torch.library."""

@@ -1,0 +1,198 @@
+"""The native kernels as PyTorch operators: products of packed weights and whole decode steps, on CPUs.
+
+Twin: jaxbench/native/calls.py. The operators jaxbench::linear, embed, largest and decode call the library that JAX calls,
+through ctypes, with threads of its own (src/team.c).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from jaxbench.config import TransformerConfig
+from jaxbench.native import formats, library
+from jaxbench.native.checkpoint import Settings
+
+
+class PackedWeights(NamedTuple):
+    """A packed matrix."""
+
+    data: UInt8[Tensor, " bytes"]
+    format: str  # of formats.FORMATS
+    inputs: int
+    outputs: int
+
+
+class BlockWeights(NamedTuple):
+    """A layer's arrays; None where there is none."""
+
+    norms: tuple[tuple[Tensor | None, Tensor | None], ...]  # scale and bias, in the order of library.NORMS
+    matrices: tuple[UInt8[Tensor, " bytes"] | None, ...]  # in the order of library.MATRICES
+    biases: tuple[Float[Tensor, " outputs"] | None, ...]
+    formats: tuple[str, ...]
+
+
+class Steps(NamedTuple):
+    """The calls of a decoder's blocks, prepared once for a cache; what they point to is kept alive here."""
+
+    calls: ctypes.Array
+    is_local: ctypes.Array
+    kept: tuple
+    threads: int
+
+
+_steps: dict[int, Steps] = {}  # by the handle that the operator takes
+
+
+@functools.cache
+def register() -> None:
+    """Define the operators.
+
+    Raises:
+      NotAvailable: the library cannot be had here.
+    """
+    handlers = library.load()
+    assert ctypes.sizeof(library.BlockCall) == handlers.jaxbench_block_call_bytes()
+    operators = torch.library.Library("jaxbench", "DEF")
+    operators.define(
+        "linear(Tensor x, Tensor data, Tensor? bias, int inputs, int outputs, int format, int planes, int threads) -> Tensor"
+    )
+    operators.define("embed(Tensor tokens, Tensor data, int inputs, int outputs, int format) -> Tensor")
+    operators.define("largest(Tensor logits) -> Tensor")
+    operators.define(
+        "decode(Tensor x, Tensor positions, Tensor table, Tensor? cosine, Tensor? sine, Tensor? local_cosine, "
+        "Tensor? local_sine, int steps) -> Tensor"
+    )
+    for name, function in (("linear", _linear), ("embed", _embed), ("largest", _largest), ("decode", _decode)):
+        operators.impl(name, functools.partial(function, handlers), "CPU")
+    register.kept = operators  # operators go with their Library
+
+
+def linear(
+    x: Float[Tensor, "*rows I"], weights: PackedWeights, bias: Float[Tensor, " O"] | None, settings: Settings
+) -> Float[Tensor, "*rows O"]:
+    """Affine map of the last axis by a packed matrix; float32 in and out, whatever the type of x."""
+    format = formats.FORMATS.index(weights.format)
+    rows = x.reshape(-1, weights.inputs).float().contiguous()
+    product = torch.ops.jaxbench.linear(
+        rows, weights.data, bias, weights.inputs, weights.outputs, format, settings.planes, _threads(settings)
+    )
+    return product.reshape(*x.shape[:-1], weights.outputs)
+
+
+def embed(tokens: Int[Tensor, "..."], weights: PackedWeights) -> Float[Tensor, "... D"]:
+    """Rows of a packed embedding, dequantised."""
+    flat, format = tokens.reshape(-1).int().contiguous(), formats.FORMATS.index(weights.format)
+    rows = torch.ops.jaxbench.embed(flat, weights.data, weights.inputs, weights.outputs, format)
+    return rows.reshape(*tokens.shape, weights.inputs)
+
+
+def largest(logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+    """Index of the largest of each row, the lowest of equal ones; the first NaN where there is one."""
+    return torch.ops.jaxbench.largest(logits.float().contiguous())
+
+
+def _threads(settings: Settings) -> int:
+    return settings.threads or torch.get_num_threads()
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _linear(handlers, x, data, bias, inputs, outputs, format, planes, threads) -> Tensor:
+    out, matrix = x.new_empty(len(x), outputs), library.Matrix(data.data_ptr(), inputs, outputs, format)
+    if handlers.jaxbench_linear(
+        ctypes.byref(matrix), x.data_ptr(), len(x), _pointer(bias), planes, threads, out.data_ptr()
+    ):
+        raise MemoryError(f"linear: no memory for {tuple(x.shape)} by {inputs} x {outputs}")
+    return out
+
+
+def _embed(handlers, tokens, data, inputs, outputs, format) -> Tensor:
+    out, matrix = torch.empty(len(tokens), inputs), library.Matrix(data.data_ptr(), inputs, outputs, format)
+    handlers.jaxbench_embed(ctypes.byref(matrix), tokens.data_ptr(), len(tokens), out.data_ptr())
+    return out
+
+
+def _largest(handlers, logits) -> Tensor:
+    out = torch.empty(len(logits), dtype=torch.int32)
+    threads = torch.get_num_threads() if len(logits) > 1 else 1
+    handlers.jaxbench_largest(logits.data_ptr(), *logits.shape, threads, out.data_ptr())
+    return out
+
+
+def _decode(handlers, x, positions, table, cosine, sine, local_cosine, local_sine, steps) -> Tensor:
+    prepared, out = _steps[steps], x.clone()
+    angles = (ctypes.c_void_p * 4)(*map(_pointer, (cosine, sine, local_cosine, local_sine)))
+    problem = handlers.jaxbench_decode(
+        prepared.calls, prepared.is_local, len(prepared.calls), out.data_ptr(), len(out), positions.data_ptr(),
+        table.data_ptr(), angles, prepared.threads,
+    )  # fmt: skip
+    if problem is not None:
+        raise ValueError(f"decode: {problem.decode()}")
+    return out
+
+
+def prepare(layers: list[BlockWeights], configs, cache, is_local: list[bool], settings: Settings) -> Steps:
+    """Calls of all blocks on one cache."""
+    calls = (library.BlockCall * len(layers))()
+    kinds = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+    for i, (call, weights, config) in enumerate(zip(calls, layers, configs, strict=True)):
+        _fill_sizes(call, config, settings)
+        for name, (scale, bias) in zip(library.NORMS, weights.norms, strict=True):
+            setattr(call, name, library.Norm(_pointer(scale), _pointer(bias)))
+        d, ff, query = config.d_model, config.d_ff, config.num_heads * config.head_dim
+        kv = config.num_kv_heads * config.head_dim
+        sizes = ((d, query), (d, kv), (d, kv), (query, d), (d, ff), (d, ff), (ff, d))
+        for j, name in enumerate(library.MATRICES):
+            format = formats.FORMATS.index(weights.formats[j])
+            setattr(call, name, library.Matrix(_pointer(weights.matrices[j]), *sizes[j], format))
+            setattr(call, name.replace("_proj", "_bias"), _pointer(weights.biases[j]))
+        keys = cache.keys[i]
+        arrays = (keys, cache.values[i], cache.key_scales[i], cache.value_scales[i])
+        pointers = (_pointer(x) if x.numel() else None for x in arrays)
+        call.cache = library.Cache(*pointers, None, keys.shape[0], keys.shape[2], cache.table.shape[1], kinds[keys.dtype])
+    flags = (ctypes.c_uint8 * len(layers))(*is_local)
+    return Steps(calls, flags, (layers, cache), _threads(settings))
+
+
+def _fill_sizes(call: library.BlockCall, config: TransformerConfig, settings: Settings) -> None:
+    call.d_model, call.d_ff, call.num_heads = config.d_model, config.d_ff, config.num_heads
+    call.num_kv_heads, call.head_dim, call.window = config.num_kv_heads, config.head_dim, config.sliding_window or 0
+    call.activation, call.planes = library.ACTIVATIONS.index(config.activation), settings.planes
+    call.norm_eps, call.query_scale = config.norm_eps, config.query_scale / config.head_dim**0.5
+    call.softcap = config.attention_softcap or 0.0
+
+
+def block(
+    x: Float[Tensor, "B D"],
+    positions: Int[Tensor, " B"],
+    angles: tuple[Tensor, Tensor] | None,
+    steps: Steps,
+    table: Int[Tensor, "B P"],
+    local_angles: tuple[Tensor, Tensor] | None,
+) -> Float[Tensor, "B D"]:
+    """All layers for one token a row: residual stream behind them; the pages of the prepared cache get the token.
+
+    Differs from the twin, which calls block by block: between two of them PyTorch would spend longer than in them.
+
+    Raises:
+      ValueError: more than 64 rows.
+    """
+    if x.shape[0] > library.MAX_ROWS:
+        raise ValueError(f"block: {x.shape[0]} rows, native kernels decode at most {library.MAX_ROWS} at once")
+    handle = id(steps)
+    _steps[handle] = steps
+    try:
+        return torch.ops.jaxbench.decode(
+            x.contiguous(), positions.int().contiguous(), table, *(angles or (None, None)),
+            *(local_angles or (None, None)), handle,
+        )  # fmt: skip
+    finally:
+        del _steps[handle]

@@ -1,0 +1,158 @@
+"""A decoder on packed weights in PyTorch: prompts by its ordinary layers, a token by one operator for all blocks.
+
+Twin: jaxbench/native/model.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from jaxbench.config import Compute
+from jaxbench.native import library
+from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
+from torch_ref import functional
+from torch_ref.native import calls, paged
+from torch_ref.transformer import Transformer
+
+
+class PackedLinear(torch.nn.Module):
+    """Affine map of the last axis by a packed matrix."""
+
+    def __init__(self, weights: library.Packed, bias: np.ndarray | None, settings: Settings):
+        super().__init__()
+        self.register_buffer("data", torch.from_numpy(weights.data))
+        self.register_buffer("bias", None if bias is None else torch.tensor(bias, dtype=torch.float32))
+        self.format, self.inputs, self.outputs = weights.format, weights.inputs, weights.outputs
+        self.settings = settings
+
+    @property
+    def weights(self) -> calls.PackedWeights:
+        """The matrix as calls take it."""
+        return calls.PackedWeights(self.data, self.format, self.inputs, self.outputs)
+
+    def forward(self, x: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
+        """x @ kernel (+ bias)."""
+        return calls.linear(x, self.weights, self.bias, self.settings)
+
+
+class PackedEmbed(torch.nn.Module):
+    """Embedding from a packed matrix, and logits by its transpose."""
+
+    def __init__(self, weights: library.Packed, scale: float, settings: Settings):
+        super().__init__()
+        self.register_buffer("data", torch.from_numpy(weights.data))
+        self.format, self.inputs, self.outputs = weights.format, weights.inputs, weights.outputs
+        self.scale, self.settings = scale, settings
+
+    @property
+    def weights(self) -> calls.PackedWeights:
+        """The matrix as calls take it."""
+        return calls.PackedWeights(self.data, self.format, self.inputs, self.outputs)
+
+    def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        """Embedding of each token."""
+        rows = calls.embed(tokens, self.weights)
+        return rows if self.scale == 1.0 else rows * self.scale
+
+    def attend(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows V"]:
+        """Logits of hidden states."""
+        return calls.linear(x, self.weights, None, self.settings)
+
+
+class NativeTransformer(torch.nn.Module):
+    """A decoder whose decode steps are native calls; what a Generator takes."""
+
+    torch_compile = ""
+
+    def __init__(self, model: Transformer, checkpoint: PackedCheckpoint, cache_dtype: str, settings: Settings):
+        super().__init__()
+        self.model, self.settings = model, settings
+        self.configs = tuple(checkpoint.config.at_layer(i) for i in range(checkpoint.config.num_layers))
+        self.dtype, self.cache_dtype = "float32", cache_dtype
+        self.max_seq_len, self.vocab_size = model.max_seq_len, checkpoint.config.vocab_size
+        self._steps: tuple | None = None  # the cache's keys, and what is prepared for it
+
+    def features(
+        self,
+        tokens: Int[Tensor, "B T"],
+        positions: Int[Tensor, "B T"] | None,
+        *,
+        cache: paged.PagedCache | None = None,
+        slot: Tensor | int | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], paged.PagedCache | paged.PrefillCache]:
+        """Hidden states after the final norm, and the cache; with one, of one token a row at its position.
+
+        slot is not read: a token's place in the pages is its position.
+        """
+        if cache is None:
+            hidden, kv = self.model.features(tokens, positions)
+            return hidden, paged.PrefillCache(kv, self.configs[0].num_kv_heads)
+        if self._steps is None or self._steps[0] is not cache.keys:
+            layers = [block_weights(layer) for layer in self.model.layers]
+            is_local = [layer.attention.is_local for layer in self.model.layers]
+            self._steps = (cache.keys, calls.prepare(layers, self.configs, cache, is_local, self.settings))
+        return decode_step(self.model, self._steps[1], tokens, positions, cache), cache
+
+    def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
+        """Logits of hidden states."""
+        return self.model.logits(hidden)
+
+
+def decode_step(model, steps, tokens, positions, cache) -> Tensor:
+    """Hidden states [B 1 D] of one token a row; the cache is written in place."""
+    x = model.embed(tokens)
+    if model.position is not None:
+        x = x + model.position(torch.clamp(positions, min=0))
+    angles, local_angles = (
+        None if frequencies is None else functional.rotary_angles(positions, frequencies, dtype="float32")
+        for frequencies in (model.frequencies, model.local_frequencies)
+    )
+    angles, local_angles = (pair and tuple(x[:, 0].contiguous() for x in pair) for pair in (angles, local_angles))
+    x = calls.block(x[:, 0], positions[:, 0], angles, steps, cache.table, local_angles)
+    return model.final_norm(x[:, None])
+
+
+def block_weights(layer) -> calls.BlockWeights:
+    """A layer's arrays in the order of the block call."""
+    attention, mlp = layer.attention, layer.mlp
+    norms = (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
+    pairs = [(getattr(norm, "scale", None), getattr(norm, "bias", None)) for norm in norms]
+    pairs += [(getattr(norm, "scale", None), None) for norm in (attention.q_norm, attention.k_norm)]
+    linears = [getattr(attention, name) for name in library.MATRICES[:4]]
+    linears += [getattr(mlp, name) for name in library.MATRICES[4:]]
+    return calls.BlockWeights(
+        tuple(pairs),
+        tuple(None if each is None else each.data for each in linears),
+        tuple(None if each is None else each.bias for each in linears),
+        tuple("float32" if each is None else each.format for each in linears),
+    )
+
+
+def build(
+    checkpoint: PackedCheckpoint, *, cache_dtype: str = "float32", activations: str = "float32", threads: int = 0
+) -> NativeTransformer:
+    """Decoder on a packed checkpoint, as jaxbench.native.model.build."""
+    config, settings = checkpoint.config, checked(checkpoint.config, cache_dtype, activations, threads)
+    calls.register()
+    with torch.device("meta"):
+        model = Transformer(config, Compute())
+    model.embed = PackedEmbed(checkpoint.matrices["embed"], config.embedding_scale, settings)
+    if model.head is not None:
+        model.head = PackedLinear(checkpoint.matrices["head"], None, settings)
+    for i, layer in enumerate(model.layers):
+        for part, names in (("attention", library.MATRICES[:4]), ("mlp", library.MATRICES[4:])):
+            module = getattr(layer, part)
+            for name in names:
+                if getattr(module, name) is not None:
+                    path = f"layers.{i}.{part}.{name}"
+                    bias = checkpoint.vectors.get(f"{path}.bias")
+                    setattr(module, name, PackedLinear(checkpoint.matrices[path], bias, settings))
+    for path, value in checkpoint.vectors.items():
+        module = model.get_submodule(path.rpartition(".")[0])
+        if not isinstance(module, PackedLinear):
+            tensor = torch.tensor(value, dtype=torch.float32)
+            setattr(module, path.rpartition(".")[2], torch.nn.Parameter(tensor, requires_grad=False))
+    return NativeTransformer(model.eval(), checkpoint, cache_dtype, settings).eval()
