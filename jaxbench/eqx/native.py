@@ -1,4 +1,4 @@
-"""A decoder on packed weights in Equinox. Twin: jaxbench/native/model.py, whose decode step on arrays it shares."""
+"""A decoder on packed weights in Equinox. Twin: jaxbench/native/model.py, whose way through the blocks it shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxbench.config import Compute, TransformerConfig
 from jaxbench.eqx.transformer import Transformer
 from jaxbench.native import calls, library, paged
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
-from jaxbench.native.model import decode_step
+from jaxbench.native.model import run
 
 
 class PackedLinear(eqx.Module):
@@ -98,15 +98,14 @@ class NativeTransformer(eqx.Module):
         *,
         cache: paged.PagedCache | None = None,
         slot: Int[Array, ""] | int | None = None,
-    ) -> tuple[Float[Array, "B T D"], paged.PagedCache | paged.PrefillCache]:
-        """Hidden states after the final norm, and the cache; with one, of one token a row at its position.
+    ) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
+        """Hidden states after the final norm, and the cache with the tokens' keys and values at their positions.
 
-        slot is not read: a token's place in the pages is its position.
+        slot is not read: a token's place in the pages is its position. Without a cache one is made for T positions.
         """
         if cache is None:
-            hidden, kv = self.model.features(tokens, positions)
-            return hidden, paged.PrefillCache(kv, self.configs[0].num_kv_heads)
-        return decode_step(self.model, self.configs, tokens, positions, cache, self.settings)
+            cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
+        return run(self.model, self.configs, tokens, positions, cache, self.settings)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of hidden states."""
@@ -117,7 +116,7 @@ def build(
     checkpoint: PackedCheckpoint, *, cache_dtype: str = "float32", activations: str = "float32", threads: int = 0
 ) -> NativeTransformer:
     """Decoder on a packed checkpoint, as jaxbench.native.model.build."""
-    config, settings = checkpoint.config, checked(checkpoint.config, cache_dtype, activations, threads)
+    config, settings = checkpoint.config, checked(checkpoint, cache_dtype, activations, threads)
     calls.register()
     model = eqx.filter_eval_shape(lambda: Transformer(config, Compute()))
     new = {("embed",): PackedEmbed(checkpoint.matrices["embed"], config.embedding_scale, settings)}

@@ -22,9 +22,11 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
 HEADER = "xla/ffi/api/c_api.h"
+AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c", "bmi2")
 # What each set's file needs of /proc/cpuinfo, the best first; `portable` needs nothing.
 NEEDED_FLAGS = {
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c", "bmi2"),
+    "avx512bf16": (*AVX512, "avx512_bf16"),
+    "avx512": AVX512,
     "avxvnni": ("avx2", "fma", "f16c", "bmi2", "avx_vnni"),
     "avx2": ("avx2", "fma", "f16c", "bmi2"),
     "neon": ("asimd", "asimddp"),

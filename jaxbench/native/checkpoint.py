@@ -19,7 +19,7 @@ from jaxbench.pretrained import assets, families, gguf_config, gguf_file, weight
 
 FILE = "file"  # weights stay as the file has them
 CACHE_TYPES = ("float32", "bfloat16", "int8")  # of keys and values
-PLANES = {"float32": 3, "int8": 1}  # of activations
+PLANES = {"float32": 3, "int8": 1, "bfloat16": 1}  # of activations: integers of 24 or 8 bits, or bfloat16
 WEIGHTS = (FILE, *formats.FORMATS)
 
 
@@ -44,11 +44,11 @@ class PackedCheckpoint(NamedTuple):
 class Settings(NamedTuple):
     """How kernels compute: the result depends on `planes` alone."""
 
-    planes: int = 3  # 3 = float32 activations, 1 = activations in 8 bits
+    planes: int = 3  # 3 = float32 activations; 1 = 8 bits by integer weights, bfloat16 by bfloat16 ones
     threads: int = 0  # at most this many; 0 = all
 
 
-def checked(config: TransformerConfig, cache_dtype: str, activations: str, threads: int) -> Settings:
+def checked(checkpoint: PackedCheckpoint, cache_dtype: str, activations: str, threads: int) -> Settings:
     """Settings of a decoder's kernels.
 
     Raises:
@@ -60,8 +60,12 @@ def checked(config: TransformerConfig, cache_dtype: str, activations: str, threa
         raise ValueError(f"native: activations={activations!r} is not one of {', '.join(PLANES)}")
     if threads < 0:
         raise ValueError(f"native: threads={threads}, wanted at least 0 (0 = all)")
-    if config.layer_kind is not None:
-        raise ValueError(f"native: layers of kind {config.layer_kind!r} have no native block")
+    if checkpoint.config.layer_kind is not None:
+        raise ValueError(f"native: layers of kind {checkpoint.config.layer_kind!r} have no native block")
+    found = {matrix.format for matrix in checkpoint.matrices.values()}
+    wanted = {"int8": set(formats.FORMATS[2:]), "bfloat16": {"bfloat16"}}.get(activations, found)
+    if not found & wanted:
+        raise ValueError(f"native: activations={activations} go with weights in {', '.join(sorted(wanted))}, got {found}")
     return Settings(PLANES[activations], threads)
 
 

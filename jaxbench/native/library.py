@@ -15,7 +15,7 @@ from jaxbench.native import build, formats
 NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "q_norm", "k_norm")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ACTIVATIONS = ("swiglu", "geglu", "gelu")  # places are the numbers of src/native.h
-MAX_ROWS = 64  # of a block
+MAX_ROWS = 4096  # of a block
 ALIGNMENT = 64  # bytes: XLA:CPU takes a host array as it lies from this alignment on
 
 

@@ -1,15 +1,15 @@
-"""A decoder on packed weights in Flax NNX: prompts by its ordinary layers, tokens by one native call a block.
+"""A decoder on packed weights in Flax NNX: one native call a block, for prompts and for tokens.
 
-Twins: torch_ref/native/model.py, jaxbench/eqx/native.py. The layers are those of transformer.py; where they have a Linear
-or an Embed, they have PackedLinear and PackedEmbed here, so that every family's prompt is computed by the code that
-parity proves. A decode step takes the same arrays through src/block.h.
+Twins: torch_ref/native/model.py, jaxbench/eqx/native.py. The layers are those of transformer.py, with PackedLinear and
+PackedEmbed where they have a Linear or an Embed: `NativeTransformer.model` computes the same by ordinary layers, which
+is what tests hold the blocks (src/block.h) to.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxbench import functional
@@ -18,6 +18,7 @@ from jaxbench.native import calls, library, paged
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
 from jaxbench.transformer import Transformer
 
+PART_ROWS = 512  # tokens of a block call: more do not fit the caches of a core, and wait for nothing
 
 class PackedLinear(nnx.Module):
     """Affine map of the last axis by a packed matrix."""
@@ -77,24 +78,47 @@ class NativeTransformer(nnx.Module):
         *,
         cache: paged.PagedCache | None = None,
         slot: Int[Array, ""] | int | None = None,
-    ) -> tuple[Float[Array, "B T D"], paged.PagedCache | paged.PrefillCache]:
-        """Hidden states after the final norm, and the cache; with one, of one token a row at its position.
+    ) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
+        """Hidden states after the final norm, and the cache with the tokens' keys and values at their positions.
 
-        slot is not read: a token's place in the pages is its position.
+        slot is not read: a token's place in the pages is its position. Without a cache one is made for T positions.
         """
         if cache is None:
-            hidden, kv = self.model.features(tokens, positions)
-            return hidden, paged.PrefillCache(kv, self.configs[0].num_kv_heads)
-        hidden, cache = decode_step(self.model, self.configs, tokens, positions, cache, self.settings)
-        return hidden, cache
+            cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
+        return run(self.model, self.configs, tokens, positions, cache, self.settings)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of hidden states."""
         return self.model.logits(hidden)
 
 
-def decode_step(model, configs, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
-    """Hidden states [B 1 D] of one token a row, and the cache with it; of Flax's and of Equinox's models."""
+def run(model, configs, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
+    """Hidden states [B T D] of tokens, and the cache with them; of Flax's and of Equinox's models.
+
+    The tokens of a call are the rows of its blocks, so that a token's result is the same bits in any prompt part and
+    batch; long prompts go through in parts.
+    """
+    batch, length = tokens.shape
+    part = max(1, PART_ROWS // batch)
+    if length <= part:
+        return run_part(model, configs, tokens, positions, cache, settings)
+    parts = -(-length // part)
+    short = ((0, 0), (0, parts * part - length))
+    tokens, positions = jnp.pad(tokens, short), jnp.pad(positions, short, constant_values=-1)
+
+    def step(i, carry):
+        hidden, cache = carry
+        here = (lax.dynamic_slice_in_dim(x, i * part, part, axis=1) for x in (tokens, positions))
+        out, cache = run_part(model, configs, *here, cache, settings)
+        return lax.dynamic_update_slice_in_dim(hidden, out, i * part, axis=1), cache
+
+    hidden = jnp.zeros((batch, parts * part, configs[0].d_model), jnp.float32)
+    hidden, cache = lax.fori_loop(0, parts, step, (hidden, cache))
+    return hidden[:, :length], cache
+
+
+def run_part(model, configs, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
+    """The same for tokens that are few enough for one call a block."""
     x = model.embed(tokens)
     if model.position is not None:
         x = x + model.position(jnp.maximum(positions, 0))
@@ -102,15 +126,18 @@ def decode_step(model, configs, tokens, positions, cache, settings) -> tuple[Arr
         None if frequencies is None else functional.rotary_angles(positions, frequencies, dtype="float32")
         for frequencies in (model.frequencies, model.local_frequencies)
     )
-    x, arrays = x[:, 0], ([], [], [], [])
+    angles, local_angles = (
+        pair and tuple(each.reshape(-1, each.shape[2]) for each in pair) for pair in (angles, local_angles)
+    )
+    shape, x, arrays = x.shape, x.reshape(-1, x.shape[2]), ([], [], [], [])
+    rows, table = positions.reshape(-1), jnp.repeat(cache.table, tokens.shape[1], axis=0)
     for i, (layer, config) in enumerate(zip(model.layers, configs, strict=True)):
         used = local_angles if layer.attention.is_local else angles
-        used = None if used is None else (used[0][:, 0], used[1][:, 0])
         cached = (cache.keys[i], cache.values[i], cache.key_scales[i], cache.value_scales[i])
-        x, cached = calls.block(x, positions[:, 0], used, block_weights(layer), cached, cache.table, config, settings)
+        x, cached = calls.block(x, rows, used, block_weights(layer), cached, table, config, settings)
         for kind, array in zip(arrays, cached, strict=True):
             kind.append(array)
-    return model.final_norm(x[:, None]), paged.PagedCache(*map(tuple, arrays), cache.table)
+    return model.final_norm(x.reshape(shape)), paged.PagedCache(*map(tuple, arrays), cache.table)
 
 
 def block_weights(layer) -> calls.BlockWeights:
@@ -142,14 +169,15 @@ def build(
 
     Args:
       cache_dtype: of keys and values: float32, bfloat16 or int8 (a scale a position and head).
-      activations: float32, or int8 (a scale for 32 of them): less exact, faster for prompts and batches.
+      activations: float32; int8 (a scale for 32 of them) with integer weights, bfloat16 with bfloat16 ones: less exact,
+        faster for prompts and batches.
       threads: at most this many, 0 = all that XLA has; the result does not depend on it.
 
     Raises:
       ValueError: a setting is unknown, or layers are of a workload's own kind.
       NotAvailable: the kernels cannot be had here.
     """
-    config, settings = checkpoint.config, checked(checkpoint.config, cache_dtype, activations, threads)
+    config, settings = checkpoint.config, checked(checkpoint, cache_dtype, activations, threads)
     calls.register()
     model = nnx.eval_shape(lambda: Transformer(config, Compute()))
     model.embed = PackedEmbed(checkpoint.matrices["embed"], config.embedding_scale, settings)

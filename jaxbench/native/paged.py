@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxbench.attention import KVCache
+from jaxbench.config import TransformerConfig
 
 PAGE_SIZE = 64  # positions of a page, a multiple of the 64 that a kernel attends to at once
 LANES = 16  # heads are filled up to whole vectors
@@ -27,37 +27,42 @@ class PagedCache(NamedTuple):
     value_scales: tuple[Float[Array, "pages K page_size"], ...]
     table: Int[Array, "B P"]
 
-
-class PrefillCache(NamedTuple):
-    """Keys and values of prompts, on their way into pages."""
-
-    cache: KVCache
-    num_kv_heads: int
-
     def padded(self, length: int, *, dtype: str) -> PagedCache:
-        """Pages with room for `length` positions of every row, kept as dtype."""
-        batch = self.cache.positions.shape[0]
-        pages = -(-length // PAGE_SIZE)
-        keys, values, key_scales, value_scales = [], [], [], []
-        for key, value in zip(self.cache.keys, self.cache.values, strict=True):
-            for x, arrays, scales in (
-                (key.transpose(0, 2, 1), keys, key_scales),
-                (value, values, value_scales),
-            ):
-                array, scale = _as_pages(x.reshape(batch, self.num_kv_heads, *x.shape[1:]), pages, dtype)
-                arrays.append(array)
-                scales.append(scale)
-        table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
-        return PagedCache(tuple(keys), tuple(values), tuple(key_scales), tuple(value_scales), table)
+        """The same with room for `length` positions of every row, whose pages lie one after another.
+
+        Raises:
+          ValueError: the pages are not of this dtype, or hold more.
+        """
+        batch, pages = self.table.shape
+        wanted = -(-length // PAGE_SIZE)
+        if wanted < pages or self.keys[0].dtype != dtype:
+            raise ValueError(f"cache: {pages} pages a row of {self.keys[0].dtype}, wanted at most {wanted} of {dtype}")
+
+        def pad(x: Array) -> Array:
+            if x.size == 0 or wanted == pages:
+                return x
+            x = x.reshape(batch, pages, *x.shape[1:])
+            return jnp.pad(x, ((0, 0), (0, wanted - pages), *((0, 0),) * (x.ndim - 2))).reshape(-1, *x.shape[2:])
+
+        arrays = (tuple(map(pad, kind)) for kind in self[:4])
+        return PagedCache(*arrays, page_table(batch, wanted))
 
 
-def _as_pages(x: Float[Array, "B K S H"], pages: int, dtype: str) -> tuple[Array, Array]:
-    """Pages [B * pages, K, page_size, W], row by row, and scales [B * pages, K, page_size]."""
-    batch, heads, length, width = x.shape
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, pages * PAGE_SIZE - length), (0, -width % LANES)))
-    x = x.reshape(batch, heads, pages, PAGE_SIZE, -1).transpose(0, 2, 1, 3, 4).reshape(-1, heads, PAGE_SIZE, x.shape[3])
-    if dtype != "int8":
-        return x.astype(dtype), jnp.zeros((0,), jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / 127
-    integers = jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None])
-    return integers.astype(jnp.int8), scale.astype(jnp.float32)
+def page_table(batch_size: int, pages: int) -> Int[Array, "B P"]:
+    """Each row's pages one after another."""
+    return jnp.arange(batch_size * pages, dtype=jnp.int32).reshape(batch_size, pages)
+
+
+def empty(config: TransformerConfig, batch_size: int, length: int, dtype: str) -> PagedCache:
+    """Pages for `length` positions of every row, nothing in them yet."""
+    pages = -(-length // PAGE_SIZE)
+    shape = (batch_size * pages, config.num_kv_heads, PAGE_SIZE, -(-config.head_dim // LANES) * LANES)
+    layers = range(config.num_layers)
+    scales = shape[:3] if dtype == "int8" else (0,)
+    return PagedCache(
+        tuple(jnp.zeros(shape, dtype) for _ in layers),
+        tuple(jnp.zeros(shape, dtype) for _ in layers),
+        tuple(jnp.zeros(scales, jnp.float32) for _ in layers),
+        tuple(jnp.zeros(scales, jnp.float32) for _ in layers),
+        page_table(batch_size, pages),
+    )

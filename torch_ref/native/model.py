@@ -1,4 +1,4 @@
-"""A decoder on packed weights in PyTorch: prompts by its ordinary layers, a token by one operator for all blocks.
+"""A decoder on packed weights in PyTorch: one operator for all blocks, for prompts and for tokens.
 
 Twin: jaxbench/native/model.py.
 """
@@ -17,6 +17,7 @@ from torch_ref import functional
 from torch_ref.native import calls, paged
 from torch_ref.transformer import Transformer
 
+PART_ROWS = 256  # tokens of a block call: more do not fit the caches of a core, and wait for nothing
 
 class PackedLinear(torch.nn.Module):
     """Affine map of the last axis by a packed matrix."""
@@ -82,27 +83,37 @@ class NativeTransformer(torch.nn.Module):
         *,
         cache: paged.PagedCache | None = None,
         slot: Tensor | int | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], paged.PagedCache | paged.PrefillCache]:
-        """Hidden states after the final norm, and the cache; with one, of one token a row at its position.
+    ) -> tuple[Float[Tensor, "B T D"], paged.PagedCache]:
+        """Hidden states after the final norm, and the cache with the tokens' keys and values at their positions.
 
-        slot is not read: a token's place in the pages is its position.
+        slot is not read: a token's place in the pages is its position. Without a cache one is made for T positions;
+        without positions they are 0, 1, ... in every row.
         """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], dtype=torch.int32).expand(*tokens.shape)
         if cache is None:
-            hidden, kv = self.model.features(tokens, positions)
-            return hidden, paged.PrefillCache(kv, self.configs[0].num_kv_heads)
+            cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
         if self._steps is None or self._steps[0] is not cache.keys:
             layers = [block_weights(layer) for layer in self.model.layers]
             is_local = [layer.attention.is_local for layer in self.model.layers]
             self._steps = (cache.keys, calls.prepare(layers, self.configs, cache, is_local, self.settings))
-        return decode_step(self.model, self._steps[1], tokens, positions, cache), cache
+        return run(self.model, self._steps[1], tokens, positions, cache)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Logits of hidden states."""
         return self.model.logits(hidden)
 
 
-def decode_step(model, steps, tokens, positions, cache) -> Tensor:
-    """Hidden states [B 1 D] of one token a row; the cache is written in place."""
+def run(model, steps, tokens, positions, cache) -> tuple[Tensor, paged.PagedCache]:
+    """Hidden states [B T D] of tokens, and the cache, written in place."""
+    part = max(1, PART_ROWS // tokens.shape[0])
+    parts = zip(tokens.split(part, dim=1), positions.split(part, dim=1), strict=True)
+    hidden = [run_part(model, steps, *each, cache)[0] for each in parts]
+    return hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1), cache
+
+
+def run_part(model, steps, tokens, positions, cache) -> tuple[Tensor, paged.PagedCache]:
+    """The same for tokens that are few enough for one call a block."""
     x = model.embed(tokens)
     if model.position is not None:
         x = x + model.position(torch.clamp(positions, min=0))
@@ -110,9 +121,12 @@ def decode_step(model, steps, tokens, positions, cache) -> Tensor:
         None if frequencies is None else functional.rotary_angles(positions, frequencies, dtype="float32")
         for frequencies in (model.frequencies, model.local_frequencies)
     )
-    angles, local_angles = (pair and tuple(x[:, 0].contiguous() for x in pair) for pair in (angles, local_angles))
-    x = calls.block(x[:, 0], positions[:, 0], angles, steps, cache.table, local_angles)
-    return model.final_norm(x[:, None])
+    angles, local_angles = (
+        pair and tuple(each.reshape(-1, each.shape[2]).contiguous() for each in pair) for pair in (angles, local_angles)
+    )
+    table = cache.table if tokens.shape[1] == 1 else cache.table.repeat_interleave(tokens.shape[1], dim=0)
+    out = calls.block(x.reshape(-1, x.shape[2]), positions.reshape(-1), angles, steps, table, local_angles)
+    return model.final_norm(out.reshape(x.shape)), cache
 
 
 def block_weights(layer) -> calls.BlockWeights:
@@ -135,7 +149,7 @@ def build(
     checkpoint: PackedCheckpoint, *, cache_dtype: str = "float32", activations: str = "float32", threads: int = 0
 ) -> NativeTransformer:
     """Decoder on a packed checkpoint, as jaxbench.native.model.build."""
-    config, settings = checkpoint.config, checked(checkpoint.config, cache_dtype, activations, threads)
+    config, settings = checkpoint.config, checked(checkpoint, cache_dtype, activations, threads)
     calls.register()
     with torch.device("meta"):
         model = Transformer(config, Compute())

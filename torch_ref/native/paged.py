@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
-from torch_ref.attention import KVCache
+from jaxbench.config import TransformerConfig
 
 PAGE_SIZE = 64  # positions of a page, a multiple of the 64 that a kernel attends to at once
 LANES = 16  # heads are filled up to whole vectors
@@ -27,37 +26,42 @@ class PagedCache(NamedTuple):
     value_scales: tuple[Float[Tensor, "pages K page_size"], ...]
     table: Int[Tensor, "B P"]
 
-
-class PrefillCache(NamedTuple):
-    """Keys and values of prompts, on their way into pages."""
-
-    cache: KVCache
-    num_kv_heads: int
-
     def padded(self, length: int, *, dtype: str) -> PagedCache:
-        """Pages with room for `length` positions of every row, kept as dtype."""
-        batch = self.cache.keys[0].shape[0] // self.num_kv_heads
-        pages = -(-length // PAGE_SIZE)
-        keys, values, key_scales, value_scales = [], [], [], []
-        for key, value in zip(self.cache.keys, self.cache.values, strict=True):
-            for x, arrays, scales in (
-                (key.transpose(1, 2), keys, key_scales),
-                (value, values, value_scales),
-            ):
-                array, scale = _as_pages(x.reshape(batch, self.num_kv_heads, *x.shape[1:]), pages, dtype)
-                arrays.append(array)
-                scales.append(scale)
-        table = torch.arange(batch * pages, dtype=torch.int32).reshape(batch, pages)
-        return PagedCache(tuple(keys), tuple(values), tuple(key_scales), tuple(value_scales), table)
+        """The same with room for `length` positions of every row, whose pages lie one after another.
+
+        Raises:
+          ValueError: the pages are not of this dtype, or hold more.
+        """
+        batch, pages = self.table.shape
+        wanted = -(-length // PAGE_SIZE)
+        if wanted < pages or self.keys[0].dtype != getattr(torch, dtype):
+            raise ValueError(f"cache: {pages} pages a row of {self.keys[0].dtype}, wanted at most {wanted} of {dtype}")
+
+        def pad(x: Tensor) -> Tensor:
+            if x.numel() == 0 or wanted == pages:
+                return x
+            out = x.new_zeros(batch, wanted, *x.shape[1:])
+            out[:, :pages] = x.reshape(batch, pages, *x.shape[1:])
+            return out.reshape(-1, *x.shape[1:])
+
+        arrays = (tuple(map(pad, kind)) for kind in self[:4])
+        return PagedCache(*arrays, page_table(batch, wanted))
 
 
-def _as_pages(x: Float[Tensor, "B K S H"], pages: int, dtype: str) -> tuple[Tensor, Tensor]:
-    """Pages [B * pages, K, page_size, W], row by row, and scales [B * pages, K, page_size]."""
-    batch, heads, length, width = x.shape
-    x = F.pad(x, (0, -width % LANES, 0, pages * PAGE_SIZE - length))
-    x = x.reshape(batch, heads, pages, PAGE_SIZE, -1).transpose(1, 2).reshape(-1, heads, PAGE_SIZE, x.shape[3])
-    if dtype != "int8":
-        return x.to(getattr(torch, dtype)).contiguous(), torch.zeros(0)
-    scale = x.abs().amax(-1) / 127
-    integers = torch.round(x / torch.where(scale > 0, scale, 1)[..., None])
-    return integers.to(torch.int8).contiguous(), scale.float().contiguous()
+def page_table(batch_size: int, pages: int) -> Int[Tensor, "B P"]:
+    """Each row's pages one after another."""
+    return torch.arange(batch_size * pages, dtype=torch.int32).reshape(batch_size, pages)
+
+
+def empty(config: TransformerConfig, batch_size: int, length: int, dtype: str) -> PagedCache:
+    """Pages for `length` positions of every row, nothing in them yet."""
+    pages, layers = -(-length // PAGE_SIZE), range(config.num_layers)
+    shape = (batch_size * pages, config.num_kv_heads, PAGE_SIZE, -(-config.head_dim // LANES) * LANES)
+    scales = shape[:3] if dtype == "int8" else (0,)
+    return PagedCache(
+        tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in layers),
+        tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in layers),
+        tuple(torch.zeros(scales) for _ in layers),
+        tuple(torch.zeros(scales) for _ in layers),
+        page_table(batch_size, pages),
+    )

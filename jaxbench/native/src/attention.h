@@ -57,11 +57,12 @@ static void normalise(const float *x, int64_t size, norm n, float eps, float *ou
   }
 }
 
-INLINE void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
+INLINE void rotate(float *x, const float *restrict cosine, const float *restrict sine, int64_t half) {
+  float *restrict first = x, *restrict second = x + half;
   for (int64_t i = 0; i < half; i++) {
-    float first = x[i], second = x[i + half];
-    x[i] = first * cosine[i] - second * sine[i];
-    x[i + half] = second * cosine[i] + first * sine[i];
+    float a = first[i], b = second[i];
+    first[i] = a * cosine[i] - b * sine[i];
+    second[i] = b * cosine[i] + a * sine[i];
   }
 }
 
@@ -84,12 +85,7 @@ static void write_slot(const block_call *c, void *values, float *scales, int64_t
   if (c->cache.kind == CACHE_F32) {
     memcpy(to, padded, sizeof(float) * (size_t)width);
   } else if (c->cache.kind == CACHE_BF16) {
-    for (int64_t i = 0; i < width; i++) {
-      uint32_t bits;
-      memcpy(&bits, padded + i, 4);
-      uint32_t is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-      ((uint16_t *)to)[i] = (uint16_t)(is_nan ? (bits >> 16) | 64u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-    }
+    for (int64_t i = 0; i < width; i++) ((uint16_t *)to)[i] = rounded_bf16(padded[i]);
   } else {
     vf largest = vf_set1(0.0f), bad = vf_set1(0.0f);
     for (int64_t i = 0; i < width; i += 16) {
@@ -110,6 +106,14 @@ INLINE vf load_cached(const void *values, int32_t kind, int64_t at) {
   if (kind == CACHE_BF16) return vf_load_bf16((const uint16_t *)values + at);
   return vf_load_i8((const int8_t *)values + at);
 }
+
+#ifndef VECTOR_HAS_SUM16
+INLINE vf vf_sum16(const vf *x) { /* lane i: vf_sum(x[i]) */
+  float sums[16];
+  for (int i = 0; i < 16; i++) sums[i] = vf_sum(x[i]);
+  return vf_load(sums);
+}
+#endif
 
 /* Weighted values of one span, `vectors` vectors of a head at a time. */
 INLINE void add_values(const block_call *c, int64_t slot, int64_t count, float scores[4][SPAN], int64_t at, float *mixed,
@@ -146,23 +150,45 @@ INLINE float weigh(float *scores, int64_t count, float softcap, float *largest) 
   return sum;
 }
 
+/* Scores of sixteen positions for each head. vectors: of a head, a constant where queries fit the registers; 0: any. */
+INLINE void score_sixteen(const block_call *c, int64_t slot, int64_t count, const float *query, float scores[4][SPAN],
+                          int64_t first, const int heads, const int vectors, const int32_t kind) {
+  const int64_t width = vectors ? 16 * vectors : head_width(c->head_dim);
+  vf sums[4][16], kept[4][4];
+  for (int h = 0; h < heads; h++)
+    for (int v = 0; v < vectors; v++) kept[h][v] = vf_load(query + h * width + 16 * v);
+  for (int s = 0; s < 16; s++) { /* behind the end the last one again: never read */
+    int64_t at = (slot + (first + s < count ? first + s : count - 1)) * width;
+    vf one[4];
+    for (int h = 0; h < heads; h++) one[h] = vf_set1(0.0f);
+    if (vectors) {
+      for (int v = 0; v < vectors; v++) {
+        vf key = load_cached(c->cache.keys, kind, at + 16 * v);
+        for (int h = 0; h < heads; h++) one[h] = vf_fma(key, kept[h][v], one[h]);
+      }
+    } else {
+      for (int64_t i = 0; i < width; i += 16) {
+        vf key = load_cached(c->cache.keys, kind, at + i);
+        for (int h = 0; h < heads; h++) one[h] = vf_fma(key, vf_load(query + h * width + i), one[h]);
+      }
+    }
+    for (int h = 0; h < heads; h++) sums[h][s] = one[h];
+  }
+  for (int h = 0; h < heads; h++) vf_store(scores[h] + first, vf_sum16(sums[h]));
+}
+
 /* Query heads of one key-value head over one span: largest score, sum of weights, weighted values [heads, width]. */
 INLINE void attend_heads(const block_call *c, int64_t row, int64_t kv_head, int64_t start, int64_t end, const float *query,
                          float *largest, float *total, float *mixed, const int heads, const int32_t kind) {
   const int64_t width = head_width(c->head_dim), count = end - start, slot = slot_of(c, row, kv_head, start);
   float scores[4][SPAN];
-  for (int64_t s = 0; s < count; s++) {
-    vf sums[4];
-    for (int h = 0; h < heads; h++) sums[h] = vf_set1(0.0f);
-    for (int64_t i = 0; i < width; i += 16) {
-      vf key = load_cached(c->cache.keys, kind, (slot + s) * width + i);
-      for (int h = 0; h < heads; h++) sums[h] = vf_fma(key, vf_load(query + h * width + i), sums[h]);
-    }
-    float scale = kind == CACHE_INT8 ? c->cache.key_scales[slot + s] : 1.0f;
-    for (int h = 0; h < heads; h++) scores[h][s] = vf_sum(sums[h]) * scale;
+  for (int64_t first = 0; first < count; first += 16) {
+    if (width == 64) score_sixteen(c, slot, count, query, scores, first, heads, 4, kind);
+    else score_sixteen(c, slot, count, query, scores, first, heads, 0, kind);
   }
   for (int h = 0; h < heads; h++) {
-    for (int64_t s = count; s < (count + 15) / 16 * 16; s++) scores[h][s] = 0.0f;
+    if (kind == CACHE_INT8)
+      for (int64_t s = 0; s < count; s++) scores[h][s] *= c->cache.key_scales[slot + s];
     total[h] = weigh(scores[h], count, c->softcap, largest + h);
     if (kind == CACHE_INT8)
       for (int64_t s = 0; s < count; s++) scores[h][s] *= c->cache.value_scales[slot + s];
@@ -170,6 +196,20 @@ INLINE void attend_heads(const block_call *c, int64_t row, int64_t kv_head, int6
   int64_t at = 0;
   for (; at + 64 <= width; at += 64) add_values(c, slot, count, scores, at, mixed, heads, 4, kind);
   for (; at < width; at += 16) add_values(c, slot, count, scores, at, mixed, heads, 1, kind);
+}
+
+/* Adds a span to what was attended to before it: largest score, sum of weights and weighted values of a head. */
+INLINE void join_span(float *largest, float *total, float *mixed, float span_largest, float span_total, const float *span_mixed,
+                      int64_t width) {
+  float weights[16], top = span_largest > *largest || span_largest != span_largest ? span_largest : *largest;
+  for (int i = 0; i < 16; i++) weights[i] = 0.0f;
+  weights[0] = *largest - top, weights[1] = span_largest - top;
+  if (*largest == -__builtin_inff()) weights[0] = -100.0f; /* nothing before: its values are zeros */
+  vf_store(weights, exponential(vf_load(weights)));
+  *total = *total * weights[0] + span_total * weights[1];
+  for (int64_t i = 0; i < width; i += 16)
+    vf_store(mixed + i, vf_fma(vf_load(span_mixed + i), vf_set1(weights[1]), vf_mul(vf_load(mixed + i), vf_set1(weights[0]))));
+  *largest = top;
 }
 
 #define ATTEND(heads, kind, suffix)                                                                                  \

@@ -6,12 +6,15 @@
 typedef struct {
   const block_call *call;
   team *team;
-  int64_t query_width, kv_width, width, spans, head_chunks, tiles_a_chunk, d_ff_groups;
+  int64_t query_width, kv_width, width, spans, tiles_a_chunk;
+  int is_bf16;
+  int is_split;         /* attention by spans: rows alone are too few for all threads */
   float *residual;      /* [rows, d_model]: x, then x + attention */
   float *normal;        /* [rows, d_model up to groups], input of projections */
   float *query, *key, *value; /* [rows, heads up to tiles] */
   float *rotated;       /* [rows, num_heads, width]: queries as attention reads them */
-  float *partial;       /* [rows, kv_heads, spans, G, 2 + width] */
+  float *partial;       /* [rows, kv_heads, spans, G (16 + width)]; one span where attention is not split */
+  float *span_parts;    /* room for one span of one key-value head in each chunk at work */
   float *mixed;         /* [rows, query_width up to groups] */
   float *fed;           /* [rows, d_ff up to groups] */
   float *added;         /* [rows, d_model up to tiles]: what a branch adds */
@@ -27,13 +30,27 @@ INLINE void *part(char *base, int64_t *at, int64_t bytes) {
   return p;
 }
 
+INLINE void narrow_row(const float *x, int64_t size, uint8_t *groups, int planes, int is_bf16) {
+  for (int64_t g = 0; g < num_groups(size); g++) narrow_group(x + g * GROUP, groups + g * group_bytes(planes), planes, is_bf16);
+}
+
+/* One plane is bfloat16 where all of a block's weights are. */
+INLINE int takes_bf16(const block_call *c) {
+  const matrix *m = &c->q_proj;
+  int is_all = c->planes == 1;
+  for (int i = 0; i < 7; i++) is_all &= m[i].format == FORMAT_BF16 || (i == 4 && c->activation == ACTIVATION_GELU);
+  return is_all;
+}
+
 static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   int64_t at = 0, rows = c->rows, f = sizeof(float);
   s->call = c;
   s->query_width = c->num_heads * c->head_dim;
   s->kv_width = c->num_kv_heads * c->head_dim;
   s->width = head_width(c->head_dim);
-  s->spans = num_spans(c);
+  s->is_bf16 = takes_bf16(c);
+  s->is_split = c->rows < 16;
+  s->spans = s->is_split ? num_spans(c) : 1;
   int64_t d = up_to(c->d_model, GROUP), q = up_to(s->query_width, TILE), kv = up_to(s->kv_width, TILE), ff = up_to(c->d_ff, TILE);
   int64_t group = group_bytes(c->planes), heads = c->num_heads / c->num_kv_heads;
   s->residual = part(base, &at, rows * d * f);
@@ -43,6 +60,7 @@ static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   s->value = part(base, &at, rows * kv * f);
   s->rotated = part(base, &at, rows * c->num_heads * s->width * f);
   s->partial = part(base, &at, rows * c->num_kv_heads * s->spans * heads * (16 + s->width) * f);
+  s->span_parts = part(base, &at, rows * c->num_kv_heads * heads * (16 + s->width) * f);
   s->mixed = part(base, &at, rows * q * f);
   s->fed = part(base, &at, rows * ff * f);
   s->added = part(base, &at, rows * d * f);
@@ -52,13 +70,8 @@ static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   return at;
 }
 
-INLINE void quantize_row(const float *x, int64_t size, uint8_t *groups, int planes) {
-  for (int64_t g = 0; g < num_groups(size); g++)
-    quantize_group(x + g * GROUP, (group *)(groups + g * group_bytes(planes)), planes);
-}
-
 INLINE operand operand_of(const block_state *s, const float *values, const uint8_t *groups, int64_t inputs) {
-  return (operand){values, groups, s->call->rows, up_to(inputs, GROUP), num_groups(inputs), s->call->planes};
+  return (operand){values, groups, s->call->rows, up_to(inputs, GROUP), num_groups(inputs), s->call->planes, s->is_bf16};
 }
 
 /* Rows few enough are done by the caller: handing them over takes longer. */
@@ -83,21 +96,28 @@ static void NAME(enter)(void *context, int64_t row) {
   memcpy(s->residual + row * d, c->x + row * c->d_model, sizeof(float) * (size_t)c->d_model);
   normalise(s->residual + row * d, c->d_model, c->attention_norm, c->norm_eps, s->normal + row * d);
   memset(s->normal + row * d + c->d_model, 0, sizeof(float) * (size_t)(d - c->d_model));
-  quantize_row(s->normal + row * d, c->d_model, s->normal_groups + row * num_groups(d) * group_bytes(c->planes), c->planes);
+  narrow_row(s->normal + row * d, c->d_model, s->normal_groups + row * num_groups(d) * group_bytes(c->planes), c->planes, s->is_bf16);
 }
+
+#define ROW_BLOCK 64 /* rows of a tile that are computed together */
+#define FOR_ROW_BLOCKS(c) \
+  for (int64_t first = 0, rows; first < (c)->rows && (rows = (c)->rows - first < ROW_BLOCK ? (c)->rows - first : ROW_BLOCK); first += ROW_BLOCK)
 
 static void NAME(project_tile)(block_state *s, int64_t tile) {
   const block_call *c = s->call;
   const matrix *parts[3] = {&c->q_proj, &c->k_proj, &c->v_proj};
   const float *biases[3] = {c->q_bias, c->k_bias, c->v_bias};
-  float *outs[3] = {s->query, s->key, s->value}, out[64 * TILE];
+  float *outs[3] = {s->query, s->key, s->value}, out[ROW_BLOCK * TILE];
   operand x = operand_of(s, s->normal, s->normal_groups, c->d_model);
   int which = 0;
   while (tile >= num_tiles(parts[which]->outputs)) tile -= num_tiles(parts[which++]->outputs);
   int64_t stride = up_to(parts[which]->outputs, TILE);
-  product_tile(parts[which], &x, tile, 0, c->rows, out);
-  add_bias(out, biases[which], tile, parts[which]->outputs, c->rows);
-  for (int64_t r = 0; r < c->rows; r++) memcpy(outs[which] + r * stride + tile * TILE, out + r * TILE, sizeof(float) * TILE);
+  FOR_ROW_BLOCKS(c) {
+    product_tile(parts[which], &x, tile, first, rows, out);
+    add_bias(out, biases[which], tile, parts[which]->outputs, rows);
+    for (int64_t r = 0; r < rows; r++)
+      memcpy(outs[which] + (first + r) * stride + tile * TILE, out + r * TILE, sizeof(float) * TILE);
+  }
 }
 
 #define TILES(name, one, tiles)                                                                    \
@@ -144,18 +164,12 @@ INLINE float *partial_of(const block_state *s, int64_t row, int64_t kv_head, int
   return s->partial + ((row * c->num_kv_heads + kv_head) * s->spans + span) * heads * (16 + s->width);
 }
 
-static void NAME(attend)(void *context, int64_t chunk) {
-  block_state *s = context;
+/* The query heads of one key-value head, four at a time: largest of all, total of all, then values, as `partial` has them. */
+INLINE void attend_span(const block_state *s, int64_t row, int64_t kv_head, int64_t span, float *to) {
   const block_call *c = s->call;
-  int64_t span = chunk / (c->rows * c->num_kv_heads), row = chunk % (c->rows * c->num_kv_heads) / c->num_kv_heads;
-  int64_t kv_head = chunk % c->num_kv_heads, heads = c->num_heads / c->num_kv_heads;
-  if (c->positions[row] < 0) return;
-  int64_t start = span * SPAN, end = start + SPAN, first = first_seen(c, row), last = c->positions[row] + 1;
-  start = start > first ? start : first;
-  end = end < last ? end : last;
-  if (start >= end) return;
-  float *to = partial_of(s, row, kv_head, span);
-  for (int64_t h = 0; h < heads; h += 4) { /* [largest of all, total of all, values of all] */
+  int64_t heads = c->num_heads / c->num_kv_heads, first = first_seen(c, row), last = c->positions[row] + 1;
+  int64_t start = span * SPAN > first ? span * SPAN : first, end = span * SPAN + SPAN < last ? span * SPAN + SPAN : last;
+  for (int64_t h = 0; h < heads; h += 4) {
     int64_t count = heads - h < 4 ? heads - h : 4;
     const float *query = s->rotated + (row * c->num_heads + kv_head * heads + h) * s->width;
     NAME(attend_functions)[c->cache.kind][count - 1](c, row, kv_head, start, end, query, to + h, to + heads + h,
@@ -163,47 +177,84 @@ static void NAME(attend)(void *context, int64_t chunk) {
   }
 }
 
-/* Joins the spans of a row from first to last. */
+INLINE void clear_part(const block_state *s, float *to) {
+  int64_t heads = s->call->num_heads / s->call->num_kv_heads;
+  memset(to, 0, sizeof(float) * (size_t)(heads * (16 + s->width)));
+  for (int64_t h = 0; h < heads; h++) to[h] = -__builtin_inff();
+}
+
+INLINE void join_part(const block_state *s, float *to, const float *span) {
+  int64_t heads = s->call->num_heads / s->call->num_kv_heads, width = s->width;
+  for (int64_t h = 0; h < heads; h++)
+    join_span(to + h, to + heads + h, to + 16 * heads + h * width, span[h], span[heads + h], span + 16 * heads + h * width, width);
+}
+
+/* Few rows: one span of one row and key-value head. Joined in `join`. */
+static void NAME(attend)(void *context, int64_t chunk) {
+  block_state *s = context;
+  const block_call *c = s->call;
+  int64_t span = chunk / (c->rows * c->num_kv_heads), row = chunk % (c->rows * c->num_kv_heads) / c->num_kv_heads;
+  int64_t kv_head = chunk % c->num_kv_heads;
+  if (c->positions[row] < 0 || span < first_seen(c, row) / SPAN || span > c->positions[row] / SPAN) return;
+  attend_span(s, row, kv_head, span, partial_of(s, row, kv_head, span));
+}
+
+#define ROWS_TOGETHER 8 /* neighbours, which often are tokens of one row and read the same span */
+
+/* Many rows: all spans of a few rows and one key-value head, joined at once in the same order. */
+static void NAME(attend_rows)(void *context, int64_t chunk) {
+  block_state *s = context;
+  const block_call *c = s->call;
+  int64_t kv_head = chunk % c->num_kv_heads, start = chunk / c->num_kv_heads * ROWS_TOGETHER;
+  int64_t end = start + ROWS_TOGETHER < c->rows ? start + ROWS_TOGETHER : c->rows, longest = -1;
+  float *span_part = s->span_parts + chunk * (c->num_heads / c->num_kv_heads) * (16 + s->width);
+  for (int64_t row = start; row < end; row++) {
+    clear_part(s, partial_of(s, row, kv_head, 0));
+    longest = c->positions[row] > longest ? c->positions[row] : longest;
+  }
+  for (int64_t span = 0; span * SPAN <= longest; span++)
+    for (int64_t row = start; row < end; row++) {
+      if (c->positions[row] < 0 || span < first_seen(c, row) / SPAN || span > c->positions[row] / SPAN) continue;
+      attend_span(s, row, kv_head, span, span_part);
+      join_part(s, partial_of(s, row, kv_head, 0), span_part);
+    }
+}
+
+/* A row's attention output, from its parts. */
 static void NAME(join)(void *context, int64_t row) {
   block_state *s = context;
   const block_call *c = s->call;
   int64_t heads = c->num_heads / c->num_kv_heads, q = up_to(s->query_width, GROUP), position = c->positions[row];
-  float *out = s->mixed + row * q, sums[1024];
+  float *out = s->mixed + row * q;
   memset(out, 0, sizeof(float) * (size_t)q);
-  for (int64_t head = 0; position >= 0 && head < c->num_heads; head++) {
-    int64_t kv_head = head / heads, h = head % heads, first = first_seen(c, row) / SPAN, last = position / SPAN;
-    float largest = -__builtin_inff(), total = 0.0f;
-    for (int64_t span = first; span <= last; span++) {
-      float one = partial_of(s, row, kv_head, span)[h];
-      largest = one > largest || one != one ? one : largest;
+  for (int64_t kv_head = 0; position >= 0 && kv_head < c->num_kv_heads; kv_head++) {
+    float *all = partial_of(s, row, kv_head, 0);
+    if (s->is_split) {
+      all = s->span_parts + row * heads * (16 + s->width);
+      clear_part(s, all);
+      for (int64_t span = first_seen(c, row) / SPAN; span <= position / SPAN; span++)
+        join_part(s, all, partial_of(s, row, kv_head, span));
     }
-    for (int64_t i = 0; i < s->width; i += 16) vf_store(sums + i, vf_set1(0.0f));
-    for (int64_t span = first; span <= last; span++) {
-      const float *one = partial_of(s, row, kv_head, span), *values = one + 16 * heads + h * s->width;
-      float weight[16];
-      vf_store(weight, exponential(vf_set1(one[h] - largest)));
-      total += weight[0] * one[heads + h];
-      for (int64_t i = 0; i < s->width; i += 16)
-        vf_store(sums + i, vf_fma(vf_set1(weight[0]), vf_load(values + i), vf_load(sums + i)));
-    }
-    for (int64_t i = 0; i < c->head_dim; i++) out[head * c->head_dim + i] = sums[i] / total;
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t i = 0; i < c->head_dim; i++)
+        out[(kv_head * heads + h) * c->head_dim + i] = all[16 * heads + h * s->width + i] / all[heads + h];
   }
-  quantize_row(out, s->query_width, s->mixed_groups + row * num_groups(q) * group_bytes(c->planes), c->planes);
+  narrow_row(out, s->query_width, s->mixed_groups + row * num_groups(q) * group_bytes(c->planes), c->planes, s->is_bf16);
 }
 
 /* Adds a tile of a branch's projection to the residual, or keeps it for the norm behind the branch. */
 INLINE void add_tile(block_state *s, const matrix *m, const operand *x, const float *bias, int is_kept, int64_t tile) {
   const block_call *c = s->call;
   int64_t d = up_to(c->d_model, GROUP), width = c->d_model - tile * TILE < TILE ? c->d_model - tile * TILE : TILE;
-  float out[64 * TILE];
-  product_tile(m, x, tile, 0, c->rows, out);
-  add_bias(out, bias, tile, m->outputs, c->rows);
-  for (int64_t r = 0; r < c->rows; r++)
-    for (int64_t i = 0; i < width; i++) {
-      int64_t at = r * d + tile * TILE + i;
-      if (is_kept) s->added[at] = out[r * TILE + i];
-      else s->residual[at] += out[r * TILE + i];
+  float out[ROW_BLOCK * TILE];
+  FOR_ROW_BLOCKS(c) {
+    product_tile(m, x, tile, first, rows, out);
+    add_bias(out, bias, tile, m->outputs, rows);
+    for (int64_t r = 0; r < rows; r++) {
+      float *to = (is_kept ? s->added : s->residual) + (first + r) * d + tile * TILE;
+      for (int64_t i = 0; i < width; i++) to[i] = is_kept ? out[r * TILE + i] : to[i] + out[r * TILE + i];
     }
+  }
 }
 
 static void NAME(output_tile)(block_state *s, int64_t tile) {
@@ -222,7 +273,7 @@ static void NAME(middle)(void *context, int64_t row) {
     for (int64_t i = 0; i < c->d_model; i++) residual[i] += added[i];
   }
   normalise(residual, c->d_model, c->mlp_norm, c->norm_eps, normal);
-  quantize_row(normal, c->d_model, s->normal_groups + row * num_groups(d) * group_bytes(c->planes), c->planes);
+  narrow_row(normal, c->d_model, s->normal_groups + row * num_groups(d) * group_bytes(c->planes), c->planes, s->is_bf16);
 }
 
 INLINE vf activated(vf x, int32_t activation) {
@@ -235,23 +286,25 @@ static void NAME(feed_tile)(block_state *s, int64_t tile) {
   const block_call *c = s->call;
   operand x = operand_of(s, s->normal, s->normal_groups, c->d_model);
   int64_t ff = up_to(c->d_ff, TILE), groups = ff / GROUP, width = c->d_ff - tile * TILE < TILE ? c->d_ff - tile * TILE : TILE;
-  float up[64 * TILE], gate[64 * TILE];
-  product_tile(&c->up_proj, &x, tile, 0, c->rows, up);
-  add_bias(up, c->up_bias, tile, c->d_ff, c->rows);
-  if (c->activation != ACTIVATION_GELU) {
-    product_tile(&c->gate_proj, &x, tile, 0, c->rows, gate);
-    add_bias(gate, c->gate_bias, tile, c->d_ff, c->rows);
-  }
-  for (int64_t r = 0; r < c->rows; r++) {
-    float *to = s->fed + r * ff + tile * TILE;
-    for (int half = 0; half < 32; half += 16) {
-      vf u = vf_load(up + r * TILE + half);
-      vf_store(to + half, c->activation == ACTIVATION_GELU
-                              ? activated(u, c->activation)
-                              : vf_mul(activated(vf_load(gate + r * TILE + half), c->activation), u));
+  float up[ROW_BLOCK * TILE], gate[ROW_BLOCK * TILE];
+  FOR_ROW_BLOCKS(c) {
+    product_tile(&c->up_proj, &x, tile, first, rows, up);
+    add_bias(up, c->up_bias, tile, c->d_ff, rows);
+    if (c->activation != ACTIVATION_GELU) {
+      product_tile(&c->gate_proj, &x, tile, first, rows, gate);
+      add_bias(gate, c->gate_bias, tile, c->d_ff, rows);
     }
-    for (int64_t i = width; i < TILE; i++) to[i] = 0.0f;
-    quantize_group(to, (group *)(s->fed_groups + (r * groups + tile) * group_bytes(c->planes)), c->planes);
+    for (int64_t r = 0; r < rows; r++) {
+      float *to = s->fed + (first + r) * ff + tile * TILE;
+      for (int half = 0; half < 32; half += 16) {
+        vf u = vf_load(up + r * TILE + half);
+        vf_store(to + half, c->activation == ACTIVATION_GELU
+                                ? activated(u, c->activation)
+                                : vf_mul(activated(vf_load(gate + r * TILE + half), c->activation), u));
+      }
+      for (int64_t i = width; i < TILE; i++) to[i] = 0.0f;
+      narrow_group(to, s->fed_groups + ((first + r) * groups + tile) * group_bytes(c->planes), c->planes, s->is_bf16);
+    }
   }
 }
 TILES(feed, NAME(feed_tile), num_tiles(s->call->d_ff))
@@ -289,7 +342,8 @@ static void NAME(block)(const block_call *c, team *t) {
   for_rows(&s, NAME(position));
   int64_t longest = -1;
   for (int64_t r = 0; r < c->rows; r++) longest = c->positions[r] > longest ? c->positions[r] : longest;
-  team_run(t, NAME(attend), &s, (longest / SPAN + 1) * c->rows * c->num_kv_heads);
+  if (s.is_split) team_run(t, NAME(attend), &s, (longest / SPAN + 1) * c->rows * c->num_kv_heads);
+  else team_run(t, NAME(attend_rows), &s, (c->rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER * c->num_kv_heads);
   for_rows(&s, NAME(join));
   for_tiles(&s, NAME(output), num_tiles(c->d_model));
   for_rows(&s, NAME(middle));

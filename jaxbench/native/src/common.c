@@ -156,7 +156,7 @@ const char *check_block(const block_call *c) {
     const char *problem = check_matrix(all[i]);
     if (problem) return problem;
   }
-  if (c->rows < 1 || c->rows > 64) return "a block takes 1 to 64 rows";
+  if (c->rows < 1 || c->rows > MAX_ROWS) return "a block takes 1 to 4096 rows";
   if (c->head_dim < 1 || c->head_dim > 1024) return "a block takes heads of 1 to 1024";
   if (c->cosine && c->head_dim % 2) return "rotary positions need an even head_dim";
   if (c->num_kv_heads < 1 || c->num_heads % c->num_kv_heads) return "num_heads is not a multiple of num_kv_heads";

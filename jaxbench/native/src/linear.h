@@ -1,7 +1,5 @@
 /* A linear layer on any number of rows, and the largest of a row. Part of kernels.h. */
 
-#define ROW_BLOCK 64 /* rows of a tile that are computed together */
-
 typedef struct {
   const matrix *w;
   const float *source, *bias;
@@ -13,7 +11,7 @@ typedef struct {
 
 static int64_t NAME(linear_scratch)(const matrix *w, int64_t rows, int planes) {
   int64_t floats = rows * up_to(w->inputs, GROUP) * (int64_t)sizeof(float);
-  int64_t groups = w->format >= FORMAT_INT8 ? rows * num_groups(w->inputs) * group_bytes(planes) : 0;
+  int64_t groups = w->format >= FORMAT_INT8 || planes == 1 ? rows * num_groups(w->inputs) * group_bytes(planes) : 0;
   return up_to(floats, 64) + up_to(groups, 64);
 }
 
@@ -27,7 +25,8 @@ static void NAME(prepare_row)(void *context, int64_t row) {
     memset(to + inputs, 0, sizeof(float) * (size_t)(stride - inputs));
     from = to;
   }
-  if (s->groups) quantize_row(from, inputs, s->groups + row * s->x.num_groups * group_bytes(s->x.planes), s->x.planes);
+  if (!s->groups) return;
+  narrow_row(from, inputs, s->groups + row * s->x.num_groups * group_bytes(s->x.planes), s->x.planes, s->x.is_bf16);
 }
 
 static void NAME(linear_chunk)(void *context, int64_t chunk) {
@@ -48,14 +47,14 @@ static void NAME(linear_chunk)(void *context, int64_t chunk) {
 }
 
 static void NAME(linear)(const matrix *w, const float *x, int64_t rows, const float *bias, int planes, float *out, team *t) {
-  int is_quantized = w->format >= FORMAT_INT8, is_padded = w->inputs % GROUP != 0;
+  int is_bf16 = w->format == FORMAT_BF16 && planes == 1, is_narrow = w->format >= FORMAT_INT8 || is_bf16, is_padded = w->inputs % GROUP != 0;
   int64_t stride = up_to(w->inputs, GROUP);
   char *scratch = team_scratch(t);
   linear_state s = {.w = w, .source = x, .bias = bias, .out = out};
   if (is_padded) s.values = (float *)scratch;
-  if (is_quantized) s.groups = (uint8_t *)scratch + up_to(rows * stride * (int64_t)sizeof(float), 64);
-  s.x = (operand){is_padded ? s.values : x, s.groups, rows, stride, num_groups(w->inputs), planes};
-  if (is_padded || is_quantized) {
+  if (is_narrow) s.groups = (uint8_t *)scratch + up_to(rows * stride * (int64_t)sizeof(float), 64);
+  s.x = (operand){is_padded ? s.values : x, s.groups, rows, stride, num_groups(w->inputs), planes, is_bf16};
+  if (is_padded || is_narrow) {
     if (rows <= 2)
       for (int64_t row = 0; row < rows; row++) NAME(prepare_row)(&s, row);
     else

@@ -10,6 +10,7 @@
 
 #define INLINE static inline __attribute__((always_inline, unused))
 #define TILE 32   /* outputs of a tile */
+#define MAX_ROWS 4096 /* of a block */
 #define GROUP 32  /* inputs that share one scale of the activations, and of grouped weights */
 
 /* Formats of packed weights; jaxbench/native/formats.py has the same numbers and says how a tile is laid out. */
@@ -36,12 +37,14 @@ INLINE int64_t num_groups(int64_t inputs) { return (inputs + GROUP - 1) / GROUP;
 INLINE int64_t num_tiles(int64_t outputs) { return (outputs + TILE - 1) / TILE; }
 int64_t tile_bytes(int32_t format, int64_t inputs);
 
-/* Activations of `rows` rows: as floats, `stride` apart and zero up to whole groups, and as groups of integers. */
+/* Activations of `rows` rows: as floats, `stride` apart and zero up to whole groups, and narrower: as groups of integers, or
+ * with is_bf16 (one plane) as bfloat16, 32 where a group would lie. */
 typedef struct {
   const float *values;
   const uint8_t *groups;
   int64_t rows, stride, num_groups;
-  int planes; /* 3: float32 activations, 1: 8 bits */
+  int planes; /* 3: float32 activations, 1: 8 bits, or bfloat16 */
+  int is_bf16;
 } operand;
 
 typedef struct {

@@ -37,6 +37,33 @@ INLINE void quantize_group(const float *x, group *g, int planes) {
   g->sum = (float)total * g->scale;
 }
 
+/* To nearest, ties to even; NaN stays NaN. */
+INLINE uint16_t rounded_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return (uint16_t)(is_nan ? (bits >> 16) | 64u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+/* One group of activations as an operand holds it: integers, or bfloat16. */
+INLINE void narrow_group(const float *x, void *to, int planes, int is_bf16) {
+  if (!is_bf16) {
+    quantize_group(x, to, planes);
+    return;
+  }
+  for (int i = 0; i < GROUP; i++) ((uint16_t *)to)[i] = rounded_bf16(x[i]);
+}
+
+#ifndef VECTOR_HAS_DOT_BF16
+INLINE vf vf_dot_bf16(vf acc, vi pairs, int32_t pair) { /* lane += sum over its two bfloat16 of w * x */
+  uint32_t low = (uint32_t)pair << 16, high = (uint32_t)pair & 0xffff0000u;
+  float x[2];
+  memcpy(x, &low, 4);
+  memcpy(x + 1, &high, 4);
+  return vf_fma(vf_high_bf16(pairs), vf_set1(x[1]), vf_fma(vf_low_bf16(pairs), vf_set1(x[0]), acc));
+}
+#endif
+
 /* Integer sums of the planes as one float. */
 INLINE vf joined(const vi *acc, int planes) {
   vf low = vf_of(acc[0]);
@@ -134,6 +161,25 @@ INLINE void float_rows(const uint8_t *w, const float *x, int64_t stride, int64_t
     for (int v = 0; v < 2; v++) vf_store(out + r * TILE + 16 * v, vf_add(even[r][v], odd[r][v]));
 }
 
+/* bfloat16 by bfloat16, pairs of inputs from first to last. */
+INLINE void bf16_rows(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, float *out, const int rows,
+                      const int is_stream) {
+  vf sums[8][2];
+  for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = vf_set1(0.0f);
+  for (int64_t k = 0; k < groups * GROUP / 2; k++, w += 128, x += 4) {
+    ask_ahead(w, is_stream), ask_ahead(w + 64, is_stream);
+    vi first = vi_load(w), second = vi_load(w + 64);
+    for (int r = 0; r < rows; r++) {
+      int32_t pair;
+      memcpy(&pair, x + r * row_bytes, 4);
+      sums[r][0] = vf_dot_bf16(sums[r][0], first, pair);
+      sums[r][1] = vf_dot_bf16(sums[r][1], second, pair);
+    }
+  }
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < 2; v++) vf_store(out + r * TILE + 16 * v, sums[r][v]);
+}
+
 #define NOINLINE static __attribute__((noinline))
 
 /* One function for each format, number of planes and of rows: constants, so that sums stay in registers. */
@@ -167,6 +213,16 @@ FLOATS(FORMAT_F32, MANY_FLOAT, f32_n)
 FLOATS(FORMAT_BF16, 1, bf16_1)
 FLOATS(FORMAT_BF16, MANY_FLOAT, bf16_n)
 
+#define MANY_BF16 8
+#define BF16(rows, suffix)                                                                                          \
+  NOINLINE void NAME(bf16_##suffix)(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups,          \
+                                    float *out, int is_stream) {                                                    \
+    if (is_stream) bf16_rows(w, x, row_bytes, groups, out, rows, 1);                                                \
+    else bf16_rows(w, x, row_bytes, groups, out, rows, 0);                                                          \
+  }
+BF16(1, 1)
+BF16(MANY_BF16, n)
+
 typedef void (*quantized_function)(const uint8_t *, const uint8_t *, int64_t, int64_t, float *, int);
 typedef void (*float_function)(const uint8_t *, const float *, int64_t, int64_t, float *, int);
 
@@ -184,14 +240,16 @@ static float_function NAME(float_functions)[NUM_FORMATS][2] = {
 /* Rows `first` to `first + rows` by one tile: out [rows, 32]. */
 static void product_tile(const matrix *m, const operand *x, int64_t tile, int64_t first, int64_t rows, float *out) {
   const uint8_t *w = m->data + tile * tile_bytes(m->format, m->inputs);
-  const int is_quantized = m->format >= FORMAT_INT8;
+  const int is_quantized = m->format >= FORMAT_INT8, is_bf16 = m->format == FORMAT_BF16 && x->is_bf16;
   const int64_t row_bytes = x->num_groups * group_bytes(x->planes);
-  const int many = !is_quantized ? MANY_FLOAT : x->planes == 1 ? MANY_8BIT : MANY_24BIT;
+  const int many = is_bf16 ? MANY_BF16 : !is_quantized ? MANY_FLOAT : x->planes == 1 ? MANY_8BIT : MANY_24BIT;
   for (int64_t r = 0; r < rows;) {
     int is_many = rows - r >= many, is_stream = r == 0;
-    if (is_quantized)
-      NAME(quantized_functions)[m->format][x->planes == 3][is_many](
-          w, x->groups + (first + r) * row_bytes, row_bytes, x->num_groups, out + r * TILE, is_stream);
+    const uint8_t *groups = x->groups + (first + r) * row_bytes;
+    if (is_bf16)
+      (is_many ? NAME(bf16_n) : NAME(bf16_1))(w, groups, row_bytes, x->num_groups, out + r * TILE, is_stream);
+    else if (is_quantized)
+      NAME(quantized_functions)[m->format][x->planes == 3][is_many](w, groups, row_bytes, x->num_groups, out + r * TILE, is_stream);
     else
       NAME(float_functions)[m->format][is_many](w, x->values + (first + r) * x->stride, x->stride,
                                                 x->num_groups * GROUP, out + r * TILE, is_stream);

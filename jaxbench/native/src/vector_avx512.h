@@ -27,6 +27,22 @@ INLINE float vf_sum(vf a) {
   return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 
+/* Sums of sixteen vectors, each in the order of vf_sum: halves of two vectors side by side, added, four times over. */
+#define VECTOR_HAS_SUM16
+INLINE vf vf_sum16(const vf *x) {
+  vf a[8], b[4], c[2];
+  for (int i = 0; i < 8; i++) /* lanes 0-7 of x[i], then those of x[i + 8] */
+    a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 8], 0x44), _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee));
+  for (int i = 0; i < 4; i++) /* four lanes each of i, i + 8, i + 4, i + 12 */
+    b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
+  for (int i = 0; i < 2; i++)
+    c[i] = _mm512_add_ps(_mm512_shuffle_ps(b[i], b[i + 2], 0x44), _mm512_shuffle_ps(b[i], b[i + 2], 0xee));
+  vf d = _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
+  /* lane 4 j + k holds vector: j -> {0, 8, 4, 12}, k -> {0, 2, 1, 3} added */
+  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  return _mm512_permutexvar_ps(order, d);
+}
+
 INLINE float vf_largest(vf a) { return _mm512_reduce_max_ps(a); }
 
 INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
@@ -53,3 +69,9 @@ INLINE vf vf_load_bf16(const uint16_t *p) {
 }
 INLINE vf vf_load_i8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 INLINE void vi_store_i8(int8_t *p, vi a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a)); }
+#ifdef VECTOR_BF16
+#define VECTOR_HAS_DOT_BF16
+INLINE vf vf_dot_bf16(vf acc, vi pairs, int32_t pair) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
+}
+#endif

@@ -1,0 +1,17 @@
+/* AVX-512 with VNNI and BF16: Sapphire Rapids, Zen 4 and later. */
+
+#if defined(__x86_64__)
+#include "native.h"
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,fma,f16c,bmi2"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,fma,f16c,bmi2")
+#endif
+#define INSTRUCTIONS avx512bf16
+#define VECTOR_BF16
+#include "vector_avx512.h"
+#include "kernels.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,224 @@
+/* Random weights and calls, and the kernels' results in double precision written the plain way. Part of kernels_check.c. */
+
+#include <math.h>
+#include <stdio.h>
+
+#include "native.h"
+
+static uint64_t random_state;
+
+static uint64_t random_bits(void) { /* splitmix64 */
+  uint64_t z = random_state += 0x9e3779b97f4a7c15u;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
+}
+static int64_t below(int64_t n) { return (int64_t)(random_bits() % (uint64_t)n); }
+static int64_t between(int64_t least, int64_t most) { return least + below(most - least + 1); }
+static int chance(int percent) { return below(100) < percent; }
+static float number(void) { return (float)(between(-65536, 65536) + between(-65536, 65536)) / 65536.0f; } /* in [-2, 2] */
+
+static void *fresh(int64_t bytes) {
+  void *p = malloc(bytes ? (size_t)bytes : 1);
+  if (!p) abort();
+  return p;
+}
+static float *numbers(int64_t count, float mean, float spread) {
+  float *x = fresh(count * 4);
+  for (int64_t i = 0; i < count; i++) x[i] = mean + spread * number();
+  return x;
+}
+static void *copied(const void *from, int64_t bytes) { return from ? memcpy(fresh(bytes), from, (size_t)bytes) : NULL; }
+
+/* IEEE halves, by their definition. */
+static double half_value(uint16_t bits) {
+  int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  double size = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+  return bits >> 15 ? -size : size;
+}
+static uint16_t some_half(double near) { /* within a factor of two of `near`, now and then subnormal */
+  int exponent = chance(5) ? 0 : (int)floor(log2(near)) + 15;
+  return (uint16_t)(below(2) << 15 | (exponent < 0 ? 0 : exponent) << 10 | below(1024));
+}
+static double bf16_value(uint16_t bits) {
+  uint32_t wide = (uint32_t)bits << 16;
+  float value;
+  memcpy(&value, &wide, 4);
+  return value;
+}
+static uint16_t bf16_of(float value) { /* cut off */
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return (uint16_t)(bits >> 16);
+}
+
+typedef struct {
+  matrix m;
+  uint8_t *packed;
+  double *values; /* [outputs, inputs] */
+} weights;
+
+static void fill_block(int32_t format, uint8_t *block, double *values, int64_t count, double size) {
+  double scale, least = 0.0;
+  int bytes = format == FORMAT_Q8_0 ? 32 : 16, head = format == FORMAT_Q4_1 ? 4 : 2;
+  uint16_t bits = some_half(size / (format == FORMAT_Q8_0 ? 74 : 5));
+  memcpy(block, &bits, 2);
+  scale = half_value(bits);
+  if (format == FORMAT_Q4_1) {
+    bits = some_half(fabs(scale) * 8 + 1e-6);
+    memcpy(block + 2, &bits, 2);
+    least = half_value(bits);
+  }
+  for (int i = 0; i < bytes; i++) block[head + i] = (uint8_t)random_bits();
+  for (int64_t i = 0; i < count; i++) {
+    int nibble = block[head + i % 16] >> (i < 16 ? 0 : 4) & 15;
+    if (format == FORMAT_Q8_0) values[i] = scale * (int8_t)block[head + i];
+    else values[i] = format == FORMAT_Q4_0 ? scale * (nibble - 8) : scale * nibble + least;
+  }
+}
+
+static weights make_weights(int32_t format, int64_t inputs, int64_t outputs) {
+  weights w = {{NULL, inputs, outputs, format}, fresh(num_tiles(outputs) * tile_bytes(format, inputs)), fresh(inputs * outputs * 8)};
+  int64_t blocks = num_groups(inputs), block = format == FORMAT_Q8_0 ? 34 : format == FORMAT_Q4_0 ? 18 : 20;
+  double size = 1 / sqrt((double)inputs);
+  float *scales = numbers(outputs, 0.0f, (float)size / 73);
+  uint8_t *source = fresh(format >= FORMAT_Q8_0 ? outputs * blocks * block : inputs * outputs * 4);
+  for (int64_t o = 0; o < outputs; o++) {
+    double *row = w.values + o * inputs;
+    if (format >= FORMAT_Q8_0)
+      for (int64_t g = 0; g < blocks; g++)
+        fill_block(format, source + (o * blocks + g) * block, row + g * 32, inputs - g * 32 < 32 ? inputs - g * 32 : 32, size);
+    else
+      for (int64_t i = 0, at = o * inputs; i < inputs; i++, at++) {
+        float value = (float)size * number();
+        if (format == FORMAT_F32) row[i] = ((float *)source)[at] = value;
+        else if (format == FORMAT_BF16) row[i] = bf16_value(((uint16_t *)source)[at] = bf16_of(value));
+        else row[i] = (double)(((int8_t *)source)[at] = (int8_t)between(-127, 127)) * scales[o];
+      }
+  }
+  pack_matrix(&w.m, w.packed, source, scales);
+  free(source), free(scales);
+  return w;
+}
+static void free_weights(weights w) { free(w.packed), free(w.values); }
+
+/* y [outputs] = W x + bias; where `room` is given, how large the terms are that an output is the sum of. */
+static void multiply(const weights *w, const double *x, const float *bias, double *y, double *room) {
+  for (int64_t o = 0; o < w->m.outputs; o++) {
+    double sum = bias ? bias[o] : 0.0, squares = sum * sum;
+    const double *row = w->values + o * w->m.inputs;
+    for (int64_t first = 0; first < w->m.inputs; first += GROUP) {
+      double largest = 0, of_weights = 0;
+      for (int64_t i = first; i < w->m.inputs && i < first + GROUP; i++) {
+        sum += row[i] * x[i];
+        largest = fmax(largest, fabs(x[i]));
+        of_weights += row[i] * row[i];
+      }
+      squares += largest * largest * of_weights;
+    }
+    y[o] = sum;
+    if (room) room[o] = sqrt(squares);
+  }
+}
+
+static void normalised(double *x, int64_t size, norm n, double eps) {
+  double mean = 0, squares = 0;
+  for (int64_t i = 0; n.bias && i < size; i++) mean += x[i] / (double)size;
+  for (int64_t i = 0; i < size; i++) squares += (x[i] - mean) * (x[i] - mean) / (double)size;
+  for (int64_t i = 0; i < size; i++) x[i] = (x[i] - mean) / sqrt(squares + eps) * n.scale[i] + (n.bias ? n.bias[i] : 0);
+}
+
+typedef struct {
+  block_call call;
+  weights w[7];
+  int64_t room; /* positions of a row */
+} problem;
+
+static int64_t width_of(const block_call *c) { return (c->head_dim + 15) / 16 * 16; }
+static int64_t slot_at(const block_call *c, int64_t row, int64_t head, int64_t position) {
+  int64_t page = c->cache.table[row * c->cache.max_pages + position / c->cache.page_size];
+  return (page * c->num_kv_heads + head) * c->cache.page_size + position % c->cache.page_size;
+}
+static double cached_at(const kv_cache *k, const void *values, const float *scales, int64_t slot, int64_t width, int64_t i) {
+  if (k->kind == CACHE_F32) return ((const float *)values)[slot * width + i];
+  if (k->kind == CACHE_BF16) return bf16_value(((const uint16_t *)values)[slot * width + i]);
+  return (double)((const int8_t *)values)[slot * width + i] * scales[slot];
+}
+
+/* A head's query or key as attention sees it. */
+static void prepared(const block_call *c, int64_t row, double *x, norm n) {
+  int64_t half = c->head_dim / 2;
+  if (n.scale) normalised(x, c->head_dim, n, c->norm_eps);
+  for (int64_t i = 0; c->cosine && i < half; i++) {
+    double first = x[i], second = x[i + half], cosine = c->cosine[row * half + i], sine = c->sine[row * half + i];
+    x[i] = first * cosine - second * sine;
+    x[i + half] = second * cosine + first * sine;
+  }
+}
+
+/* Attention of one head over the cache as the call left it. */
+static void attended(const block_call *c, int64_t row, int64_t head, const double *query, double *out) {
+  int64_t position = c->positions[row], first = c->window && position >= c->window ? position - c->window + 1 : 0;
+  int64_t kv_head = head / (c->num_heads / c->num_kv_heads), width = width_of(c);
+  double *scores = fresh((position + 1) * 8), largest = -INFINITY, total = 0;
+  for (int64_t p = first; p <= position; p++) {
+    int64_t slot = slot_at(c, row, kv_head, p);
+    scores[p] = 0;
+    for (int64_t i = 0; i < c->head_dim; i++)
+      scores[p] += c->query_scale * query[i] * cached_at(&c->cache, c->cache.keys, c->cache.key_scales, slot, width, i);
+    if (c->softcap > 0) scores[p] = c->softcap * tanh(scores[p] / c->softcap);
+    largest = scores[p] > largest || isnan(scores[p]) ? scores[p] : largest;
+  }
+  for (int64_t i = 0; i < c->head_dim; i++) out[i] = 0;
+  for (int64_t p = first; p <= position; p++) total += exp(scores[p] - largest);
+  for (int64_t p = first; p <= position; p++)
+    for (int64_t i = 0; i < c->head_dim; i++)
+      out[i] += exp(scores[p] - largest) / total *
+                cached_at(&c->cache, c->cache.values, c->cache.value_scales, slot_at(c, row, kv_head, p), width, i);
+  free(scores);
+}
+
+static void add_branch(double *residual, double *branch, int64_t size, norm n, double eps) {
+  if (n.scale) normalised(branch, size, n, eps);
+  for (int64_t i = 0; i < size; i++) residual[i] += branch[i];
+}
+
+static void feed_forward(const problem *p, const double *normal, double *out) {
+  const block_call *c = &p->call;
+  double *up = fresh(c->d_ff * 8), *gate = fresh(c->d_ff * 8);
+  multiply(&p->w[5], normal, c->up_bias, up, NULL);
+  if (c->activation != ACTIVATION_GELU) multiply(&p->w[4], normal, c->gate_bias, gate, NULL);
+  for (int64_t i = 0; i < c->d_ff; i++) {
+    double x = c->activation == ACTIVATION_GELU ? up[i] : gate[i];
+    double active = c->activation == ACTIVATION_SWIGLU ? x / (1 + exp(-x))
+                                                       : x * 0.5 * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+    up[i] = c->activation == ACTIVATION_GELU ? active : active * up[i];
+  }
+  multiply(&p->w[6], up, c->down_bias, out, NULL);
+  free(up), free(gate);
+}
+
+/* The block's output of one row, and the keys and values [kv_heads, head_dim] that it should have written. */
+static void block_row(const problem *p, int64_t row, double *out, double *keys, double *values) {
+  const block_call *c = &p->call;
+  int64_t heads = c->num_heads, h = c->head_dim;
+  double *normal = fresh(c->d_model * 8), *query = fresh(heads * h * 8), *mixed = fresh(heads * h * 8);
+  for (int64_t i = 0; i < c->d_model; i++) out[i] = normal[i] = c->x[row * c->d_model + i];
+  normalised(normal, c->d_model, c->attention_norm, c->norm_eps);
+  multiply(&p->w[0], normal, c->q_bias, query, NULL);
+  multiply(&p->w[1], normal, c->k_bias, keys, NULL);
+  multiply(&p->w[2], normal, c->v_bias, values, NULL);
+  for (int64_t i = 0; i < c->num_kv_heads; i++) prepared(c, row, keys + i * h, c->k_norm);
+  for (int64_t i = 0; i < heads; i++) {
+    prepared(c, row, query + i * h, c->q_norm);
+    attended(c, row, i, query + i * h, mixed + i * h);
+  }
+  multiply(&p->w[3], mixed, c->o_bias, normal, NULL);
+  add_branch(out, normal, c->d_model, c->attention_post_norm, c->norm_eps);
+  memcpy(normal, out, (size_t)c->d_model * 8);
+  normalised(normal, c->d_model, c->mlp_norm, c->norm_eps);
+  double *branch = fresh(c->d_model * 8);
+  feed_forward(p, normal, branch);
+  add_branch(out, branch, c->d_model, c->mlp_post_norm, c->norm_eps);
+  free(normal), free(query), free(mixed), free(branch);
+}
