@@ -81,7 +81,8 @@ class Launch:
             log = self.plan.workdir / "logs" / f"launch{self.index}-{arm}.log"
             log.unlink(missing_ok=True)
             self.workers[arm] = start_worker(self.plan, arm, log)
-            places = {"checkpoint": str(self.plan.model.folder), "programs": str(self.plan.workdir / CACHE / PROGRAMS)}
+            model, programs = self.plan.model, self.plan.workdir / CACHE / PROGRAMS
+            places = {"checkpoint": str(model.folder), "file": str(model.file), "programs": str(programs)}
             answer = self._ask(arm, "start", device=self.plan.device, **places)
             if answer is None:
                 continue
@@ -134,7 +135,7 @@ class Launch:
                 reason = self.lost.get(arm, "the model could not be loaded in this arm")
                 self._append_absent(arm, loads, "error", reason)
                 continue
-            if train is None:
+            if train is None and "seconds" in answer:
                 self._append(arm, "load_s", Workload(kind="load", dtype=stage.dtype), [answer["seconds"]])
             for load in loads:
                 facts = self._prepare(arm, load)
@@ -145,7 +146,7 @@ class Launch:
             self._latencies([load for load in loads if load.kind == "decode"], ready)
         for (arm, load), answers in samples.items():
             answers = answers[visit.settled([sum(seconds_of(answer)) for answer in answers]) :]
-            self._append_rates(arm, load, answers)
+            self._append_rates(arm, load, answers, weight_bytes=ready[arm, load].get("weight_bytes"))
             if load.kind == "train" and self.plan.suite.train.form == "run":
                 self._append_mfu(arm, load, answers, ready[arm, load]["device_kind"])
         self._append_tokens(loads)
@@ -232,12 +233,12 @@ class Launch:
         """Records of workloads that an arm has no rate of, and why."""
         self.file.append(*(self._record(main_metric(x), x, arm=arm, status=status, reason=reason) for x in loads))
 
-    def _append_rates(self, arm: str, load: Workload, answers: list[dict]) -> None:
+    def _append_rates(self, arm: str, load: Workload, answers: list[dict], *, weight_bytes: int | None = None) -> None:
         for metric, values in rates(load, answers).items():
             detail = {}
             if metric.endswith("tokens_per_s"):
                 config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
-                share = roofline.share(config, load, verdicts.median(values), self.rates)
+                share = roofline.share(config, load, verdicts.median(values), self.rates, weight_bytes=weight_bytes)
                 detail = {} if share is None else {"share_of_roofline": share}
             self._append(arm, metric, load, values, **detail)
 
@@ -290,8 +291,10 @@ class Launch:
 
     def _note_output(self, arm: str, load: Workload, answer: dict) -> None:
         """Keep an arm's first output: its tokens, or the first loss of the train step."""
-        output = [[answer["loss"]]] if load.kind == "train" else answer["tokens"]
-        self.tokens[load].setdefault(arm, output)
+        if load.kind == "train":
+            self.tokens[load].setdefault(arm, [[answer["loss"]]])
+        elif "tokens" in answer:
+            self.tokens[load].setdefault(arm, answer["tokens"])
 
     # Workers
 
@@ -345,12 +348,12 @@ def rates(load: Workload, answers: list[dict]) -> dict[str, list[float]]:
     """Rates by metric, one value a round, from the workers' seconds; the same rule for every arm."""
     if load.kind == "train":
         return {"train_tokens_per_s": [load.batch * load.prompt_tokens / answer["step_s"] for answer in answers]}
-    first = [answer["first_s"] for answer in answers]
+    first = [answer["first_s"] for answer in answers if "first_s" in answer]
     if load.kind == "prefill":
         return {"prefill_tokens_per_s": [load.batch * load.prompt_tokens / seconds for seconds in first]}
     steps = load.new_tokens - 1
     decode = [load.batch * steps / answer["rest_s"] for answer in answers]
-    return {"first_token_s": first, "decode_tokens_per_s": decode}
+    return ({"first_token_s": first} if first else {}) | {"decode_tokens_per_s": decode}
 
 
 def tokens_of(load: Workload) -> int:
@@ -360,7 +363,7 @@ def tokens_of(load: Workload) -> int:
 
 def seconds_of(answer: dict) -> tuple[float, ...]:
     """Times of one sample: a generation's first token and the others, or a training step's."""
-    return (answer["step_s"],) if "step_s" in answer else (answer["first_s"], answer["rest_s"])
+    return (answer["step_s"],) if "step_s" in answer else (answer.get("first_s", 0.0), answer["rest_s"])
 
 
 def main_metric(load: Workload) -> str:

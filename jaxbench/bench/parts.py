@@ -92,7 +92,8 @@ def profile(work: Plan, file: RecordFile, say: Callable[[str], None]) -> None:
         log = work.workdir / "logs" / f"profile-{arm}.log"
         try:
             with launch.start_worker(work, arm, log) as worker:
-                if worker.request("start", device=work.device, checkpoint=str(work.model.folder))["skip"]:
+                places = {"checkpoint": str(work.model.folder), "file": str(work.model.file)}
+                if worker.request("start", device=work.device, **places)["skip"]:
                     continue
                 worker.request("load", dtype=dtype)
                 for load in work.suite.inference(dtype):

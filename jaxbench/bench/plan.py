@@ -36,6 +36,11 @@ class Model(NamedTuple):
     sha256: str  # of the original file
     tokenizer: Path | None  # None: random weights, whose prompts are random ids
 
+    @property
+    def file(self) -> Path:
+        """The model as it came: a GGUF file, or a folder."""
+        return self.tokenizer or self.folder
+
 
 class Plan(NamedTuple):
     """Everything fixed before the first launch."""

@@ -20,12 +20,12 @@ class Session:
         self.arm = None
         self.level_bytes = 0
 
-    def start(self, *, device: str, checkpoint: str, programs: str) -> dict:
+    def start(self, *, device: str, checkpoint: str, programs: str = "", file: str = "") -> dict:
         """Import everything the arm needs, then take the resident set as the level that memory counts from."""
         from jaxbench.measure import environment
 
         start = time.perf_counter()
-        places = {"checkpoint": checkpoint, "programs": programs}
+        places = {"checkpoint": checkpoint, "programs": programs, "file": file}
         self.arm = arm_table.create(self.arm_name, device=device, threads=self.threads, **places)
         reason = self.arm.start()
         seconds = time.perf_counter() - start
@@ -40,7 +40,7 @@ class Session:
         self.arm.reset_device_memory()
         start = time.perf_counter()
         self.arm.load(dtype, num_layers=num_layers, train=train)
-        return {"seconds": time.perf_counter() - start}
+        return {"seconds": time.perf_counter() - start} if self.arm.holds_model else {}
 
     def prepare(self, *, workload: dict) -> dict:
         """Compile what a workload needs; the compiler's freed memory then goes back to the system, for every arm."""
@@ -65,7 +65,9 @@ class Session:
         return {"logits": [float(value) for value in self.arm.logits(tokens)]}
 
     def memory(self) -> dict:
-        """Peak memory since before the weights were loaded, in bytes."""
+        """Peak memory since before the weights were loaded, in bytes; nothing where other processes hold them."""
+        if not self.arm.holds_model:
+            return {}
         answer = {"peak_memory_bytes": max(worker.peak_bytes() - self.level_bytes, 0)}
         device = self.arm.device_memory()
         return answer | ({} if device is None else {"device_peak_bytes": device})

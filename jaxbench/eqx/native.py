@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.eqx.transformer import Transformer
-from jaxbench.native import calls, library, paged
+from jaxbench.native import angles, calls, library, paged
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
 from jaxbench.native.model import run
 
@@ -84,12 +84,17 @@ class NativeTransformer(eqx.Module):
     cache_dtype: str = eqx.field(static=True)
     max_seq_len: int = eqx.field(static=True)
     vocab_size: int = eqx.field(static=True)
+    angles: Array | None
+    local_angles: Array | None
 
     def __init__(self, model: Transformer, checkpoint: PackedCheckpoint, cache_dtype: str, settings: Settings):
         self.model, self.settings = model, settings
         self.configs = tuple(checkpoint.config.at_layer(i) for i in range(checkpoint.config.num_layers))
         self.dtype, self.cache_dtype = "float32", cache_dtype
         self.max_seq_len, self.vocab_size = model.max_seq_len, checkpoint.config.vocab_size
+        self.angles, self.local_angles = (
+            None if table is None else jnp.asarray(table) for table in angles.tables(checkpoint.config)
+        )
 
     def features(
         self,
@@ -105,7 +110,8 @@ class NativeTransformer(eqx.Module):
         """
         if cache is None:
             cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
-        return run(self.model, self.configs, tokens, positions, cache, self.settings)
+        tables = (self.angles, self.local_angles)
+        return run(self.model, self.configs, tables, tokens, positions, cache, self.settings)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of hidden states."""

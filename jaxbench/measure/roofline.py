@@ -34,16 +34,26 @@ def rate(work: float, seconds: Sequence[float]) -> float:
     return work / fastest
 
 
-def share(config: TransformerConfig, workload: Workload, tokens_per_s: float, rates: Rates) -> float | None:
+def share(
+    config: TransformerConfig,
+    workload: Workload,
+    tokens_per_s: float,
+    rates: Rates,
+    *,
+    weight_bytes: int | None = None,
+) -> float | None:
     """Share of the machine's rate that a workload reached; None where the rate was not measured.
 
-    Prefill and the train step against the matmul rate; decode against the read bandwidth.
+    Prefill and the train step against the matmul rate; decode against the read bandwidth. weight_bytes: what a decode step
+    reads of weights that are not of the workload's type.
     """
     if workload.kind == "decode":
         if not rates.read_bytes_per_s:
             return None
         length = workload.prompt_tokens + workload.new_tokens // 2
-        cost = flops.decode_cost(config, batch=workload.batch, cache_length=length, dtype=workload.dtype)
+        cost = flops.decode_cost(
+            config, batch=workload.batch, cache_length=length, dtype=workload.dtype, weight_bytes=weight_bytes
+        )
         return cost.bytes * (tokens_per_s / workload.batch) / rates.read_bytes_per_s
     peak, length = rates.gemm_flops_per_s.get(workload.dtype, 0.0), workload.prompt_tokens
     if not peak or workload.kind not in ("prefill", "train"):

@@ -18,6 +18,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.native import formats, library
 from jaxbench.native.checkpoint import Settings
 
+
 class PackedWeights(NamedTuple):
     """A packed matrix on the device: what `data` holds is static."""
 
@@ -44,7 +45,7 @@ def register() -> None:
       NotAvailable: the library cannot be had here.
     """
     handlers = library.load()
-    for name in ("block", "linear", "embed", "largest"):
+    for name in ("block", "linear", "embed", "norm", "largest"):
         capsule = jax.ffi.pycapsule(getattr(handlers, f"jaxbench_xla_{name}"))
         jax.ffi.register_ffi_target(f"jaxbench_{name}", capsule, platform="cpu")
 
@@ -73,6 +74,16 @@ def embed(tokens: Int[Array, "..."], weights: PackedWeights) -> Float[Array, "..
     ints = np.array((weights.inputs, weights.outputs, formats.FORMATS.index(weights.format)), np.int64)
     out = jax.ShapeDtypeStruct((flat.shape[0], weights.inputs), jnp.float32)
     return jax.ffi.ffi_call("jaxbench_embed", out)(flat, weights.data, ints=ints).reshape(*tokens.shape, weights.inputs)
+
+
+def norm(
+    x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None, *, eps: float
+) -> Float[Array, "*rows D"]:
+    """Each row over its root mean square, or with a bias standardised, times scale, plus bias; the same bits in any batch."""
+    register()
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    call = jax.ffi.ffi_call("jaxbench_norm", jax.ShapeDtypeStruct(rows.shape, jnp.float32))
+    return call(rows, scale, _empty() if bias is None else bias, floats=np.array([eps])).reshape(x.shape)
 
 
 def largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:

@@ -86,6 +86,7 @@ def load(instructions: str | None = None) -> ctypes.CDLL:
     library.jaxbench_pack.restype = None
     library.jaxbench_embed.argtypes, library.jaxbench_embed.restype = (pointer, pointer, int64, pointer), None
     library.jaxbench_linear.argtypes = (pointer, pointer, int64, pointer, int32, int64, pointer)
+    library.jaxbench_norm.argtypes = (pointer, int64, int64, pointer, pointer, ctypes.c_float, int64, pointer)
     library.jaxbench_largest.argtypes = (pointer, int64, int64, int64, pointer)
     library.jaxbench_block_call_bytes.restype = int64
     library.jaxbench_decode.argtypes = (pointer, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)

@@ -12,9 +12,8 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxbench import functional
 from jaxbench.config import Compute
-from jaxbench.native import calls, library, paged
+from jaxbench.native import angles, calls, library, paged
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
 from jaxbench.transformer import Transformer
 
@@ -70,6 +69,9 @@ class NativeTransformer(nnx.Module):
         self.configs = tuple(checkpoint.config.at_layer(i) for i in range(checkpoint.config.num_layers))
         self.dtype, self.cache_dtype = "float32", cache_dtype
         self.max_seq_len, self.vocab_size = model.max_seq_len, checkpoint.config.vocab_size
+        self.angles, self.local_angles = (
+            None if table is None else nnx.Param(jnp.asarray(table)) for table in angles.tables(checkpoint.config)
+        )
 
     def features(
         self,
@@ -85,15 +87,18 @@ class NativeTransformer(nnx.Module):
         """
         if cache is None:
             cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
-        return run(self.model, self.configs, tokens, positions, cache, self.settings)
+        tables = tuple(table and table[...] for table in (self.angles, self.local_angles))
+        return run(self.model, self.configs, tables, tokens, positions, cache, self.settings)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of hidden states."""
         return self.model.logits(hidden)
 
 
-def run(model, configs, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
+def run(model, configs, tables, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
     """Hidden states [B T D] of tokens, and the cache with them; of Flax's and of Equinox's models.
+
+    tables: angles.tables on the device.
 
     The tokens of a call are the rows of its blocks, so that a token's result is the same bits in any prompt part and
     batch; long prompts go through in parts.
@@ -101,7 +106,7 @@ def run(model, configs, tokens, positions, cache, settings) -> tuple[Array, page
     batch, length = tokens.shape
     part = max(1, PART_ROWS // batch)
     if length <= part:
-        return run_part(model, configs, tokens, positions, cache, settings)
+        return run_part(model, configs, tables, tokens, positions, cache, settings)
     parts = -(-length // part)
     short = ((0, 0), (0, parts * part - length))
     tokens, positions = jnp.pad(tokens, short), jnp.pad(positions, short, constant_values=-1)
@@ -109,7 +114,7 @@ def run(model, configs, tokens, positions, cache, settings) -> tuple[Array, page
     def step(i, carry):
         hidden, cache = carry
         here = (lax.dynamic_slice_in_dim(x, i * part, part, axis=1) for x in (tokens, positions))
-        out, cache = run_part(model, configs, *here, cache, settings)
+        out, cache = run_part(model, configs, tables, *here, cache, settings)
         return lax.dynamic_update_slice_in_dim(hidden, out, i * part, axis=1), cache
 
     hidden = jnp.zeros((batch, parts * part, configs[0].d_model), jnp.float32)
@@ -117,27 +122,25 @@ def run(model, configs, tokens, positions, cache, settings) -> tuple[Array, page
     return hidden[:, :length], cache
 
 
-def run_part(model, configs, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
+def run_part(model, configs, tables, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
     """The same for tokens that are few enough for one call a block."""
     x = model.embed(tokens)
     if model.position is not None:
         x = x + model.position(jnp.maximum(positions, 0))
-    angles, local_angles = (
-        None if frequencies is None else functional.rotary_angles(positions, frequencies, dtype="float32")
-        for frequencies in (model.frequencies, model.local_frequencies)
-    )
-    angles, local_angles = (
-        pair and tuple(each.reshape(-1, each.shape[2]) for each in pair) for pair in (angles, local_angles)
-    )
+    rows, half = positions.reshape(-1), configs[0].head_dim // 2
+    at = [None if table is None else table[jnp.maximum(rows, 0)] for table in tables]
+    pairs = [each if each is None else (each[:, :half], each[:, half:]) for each in at]
     shape, x, arrays = x.shape, x.reshape(-1, x.shape[2]), ([], [], [], [])
-    rows, table = positions.reshape(-1), jnp.repeat(cache.table, tokens.shape[1], axis=0)
+    table = jnp.repeat(cache.table, tokens.shape[1], axis=0)
     for i, (layer, config) in enumerate(zip(model.layers, configs, strict=True)):
-        used = local_angles if layer.attention.is_local else angles
+        used = pairs[1 if layer.attention.is_local else 0]
         cached = (cache.keys[i], cache.values[i], cache.key_scales[i], cache.value_scales[i])
         x, cached = calls.block(x, rows, used, block_weights(layer), cached, table, config, settings)
         for kind, array in zip(arrays, cached, strict=True):
             kind.append(array)
-    return model.final_norm(x.reshape(shape)), paged.PagedCache(*map(tuple, arrays), cache.table)
+    final, bias = model.final_norm, getattr(model.final_norm, "bias", None)
+    x = calls.norm(x, final.scale[...], None if bias is None else bias[...], eps=final.eps).reshape(shape)
+    return x, paged.PagedCache(*map(tuple, arrays), cache.table)
 
 
 def block_weights(layer) -> calls.BlockWeights:

@@ -96,6 +96,23 @@ def resolve(spec: str | Path | None = None) -> Path:
         ) from error
 
 
+def checksum(spec: str | Path | None = None) -> str:
+    """SHA-256 of a model as Checkpoint.sha256 has it, without reading a tensor.
+
+    Raises:
+      ValueError: as resolve raises.
+    """
+    path = resolve(spec)
+    if path.is_dir():
+        return _folder_checksum(path, sorted(path.glob("*.safetensors")))
+    return assets.MODEL_SHA256 if spec in (None, "default") else assets.sha256_file(path)
+
+
+def _folder_checksum(folder: Path, files: list[Path]) -> str:
+    lines = [f"{file.name} {assets.sha256_file(file)}\n" for file in [folder / "config.json", *files]]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def save_checkpoint(
     folder: str | Path, config: TransformerConfig, params: dict[str, np.ndarray], *, tokenizer: Any = None
 ) -> Path:
@@ -154,13 +171,7 @@ def _open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]
     tensors = _open_safetensors(folder, files)
     if weight_map is not None:
         _raise_problems(str(index), {"missing in the files": sorted(set(weight_map) - set(tensors.shapes))})
-    lines = [f"{file.name} {assets.sha256_file(file)}\n" for file in [folder / "config.json", *files]]
-    return (
-        tensors,
-        config,
-        families.HF_FAMILIES[values["model_type"]],
-        hashlib.sha256("".join(lines).encode()).hexdigest(),
-    )
+    return tensors, config, families.HF_FAMILIES[values["model_type"]], _folder_checksum(folder, files)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

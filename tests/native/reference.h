@@ -18,10 +18,22 @@ static int64_t between(int64_t least, int64_t most) { return least + below(most 
 static int chance(int percent) { return below(100) < percent; }
 static float number(void) { return (float)(between(-65536, 65536) + between(-65536, 65536)) / 65536.0f; } /* in [-2, 2] */
 
+/* Memory until release(): each piece of its own, so that a sanitizer sees what lies outside it. */
+static struct piece { struct piece *before; void *memory; } *pieces;
 static void *fresh(int64_t bytes) {
-  void *p = malloc(bytes ? (size_t)bytes : 1);
-  if (!p) abort();
-  return p;
+  struct piece *piece = malloc(sizeof *piece);
+  void *memory = malloc(bytes ? (size_t)bytes : 1);
+  if (!piece || !memory) abort();
+  *piece = (struct piece){pieces, memory};
+  pieces = piece;
+  return memory;
+}
+static void release(void) {
+  for (struct piece *piece = pieces, *before; piece; piece = before) {
+    before = piece->before;
+    free(piece->memory), free(piece);
+  }
+  pieces = NULL;
 }
 static float *numbers(int64_t count, float mean, float spread) {
   float *x = fresh(count * 4);
@@ -54,7 +66,6 @@ static uint16_t bf16_of(float value) { /* cut off */
 
 typedef struct {
   matrix m;
-  uint8_t *packed;
   double *values; /* [outputs, inputs] */
 } weights;
 
@@ -78,7 +89,7 @@ static void fill_block(int32_t format, uint8_t *block, double *values, int64_t c
 }
 
 static weights make_weights(int32_t format, int64_t inputs, int64_t outputs) {
-  weights w = {{NULL, inputs, outputs, format}, fresh(num_tiles(outputs) * tile_bytes(format, inputs)), fresh(inputs * outputs * 8)};
+  weights w = {{NULL, inputs, outputs, format}, fresh(inputs * outputs * 8)};
   int64_t blocks = num_groups(inputs), block = format == FORMAT_Q8_0 ? 34 : format == FORMAT_Q4_0 ? 18 : 20;
   double size = 1 / sqrt((double)inputs);
   float *scales = numbers(outputs, 0.0f, (float)size / 73);
@@ -96,11 +107,9 @@ static weights make_weights(int32_t format, int64_t inputs, int64_t outputs) {
         else row[i] = (double)(((int8_t *)source)[at] = (int8_t)between(-127, 127)) * scales[o];
       }
   }
-  pack_matrix(&w.m, w.packed, source, scales);
-  free(source), free(scales);
+  pack_matrix(&w.m, fresh(num_tiles(outputs) * tile_bytes(format, inputs)), source, scales);
   return w;
 }
-static void free_weights(weights w) { free(w.packed), free(w.values); }
 
 /* y [outputs] = W x + bias; where `room` is given, how large the terms are that an output is the sum of. */
 static void multiply(const weights *w, const double *x, const float *bias, double *y, double *room) {
@@ -112,7 +121,7 @@ static void multiply(const weights *w, const double *x, const float *bias, doubl
       for (int64_t i = first; i < w->m.inputs && i < first + GROUP; i++) {
         sum += row[i] * x[i];
         largest = fmax(largest, fabs(x[i]));
-        of_weights += row[i] * row[i];
+        of_weights += row[i] * row[i] + (w->m.format == FORMAT_Q4_1 ? 1.0 / (double)w->m.inputs : 0); /* a difference */
       }
       squares += largest * largest * of_weights;
     }
@@ -131,7 +140,7 @@ static void normalised(double *x, int64_t size, norm n, double eps) {
 typedef struct {
   block_call call;
   weights w[7];
-  int64_t room; /* positions of a row */
+  int is_prompt; /* rows are neighbours of one text: a row alone is no batch of its own */
 } problem;
 
 static int64_t width_of(const block_call *c) { return (c->head_dim + 15) / 16 * 16; }
@@ -175,7 +184,6 @@ static void attended(const block_call *c, int64_t row, int64_t head, const doubl
     for (int64_t i = 0; i < c->head_dim; i++)
       out[i] += exp(scores[p] - largest) / total *
                 cached_at(&c->cache, c->cache.values, c->cache.value_scales, slot_at(c, row, kv_head, p), width, i);
-  free(scores);
 }
 
 static void add_branch(double *residual, double *branch, int64_t size, norm n, double eps) {
@@ -195,7 +203,6 @@ static void feed_forward(const problem *p, const double *normal, double *out) {
     up[i] = c->activation == ACTIVATION_GELU ? active : active * up[i];
   }
   multiply(&p->w[6], up, c->down_bias, out, NULL);
-  free(up), free(gate);
 }
 
 /* The block's output of one row, and the keys and values [kv_heads, head_dim] that it should have written. */
@@ -220,5 +227,4 @@ static void block_row(const problem *p, int64_t row, double *out, double *keys, 
   double *branch = fresh(c->d_model * 8);
   feed_forward(p, normal, branch);
   add_branch(out, branch, c->d_model, c->mlp_post_norm, c->norm_eps);
-  free(normal), free(query), free(mixed), free(branch);
 }

@@ -63,12 +63,14 @@ def register() -> None:
         "linear(Tensor x, Tensor data, Tensor? bias, int inputs, int outputs, int format, int planes, int threads) -> Tensor"
     )
     operators.define("embed(Tensor tokens, Tensor data, int inputs, int outputs, int format) -> Tensor")
+    operators.define("norm(Tensor x, Tensor scale, Tensor? bias, float eps) -> Tensor")
     operators.define("largest(Tensor logits) -> Tensor")
     operators.define(
         "decode(Tensor x, Tensor positions, Tensor table, Tensor? cosine, Tensor? sine, Tensor? local_cosine, "
         "Tensor? local_sine, int steps) -> Tensor"
     )
-    for name, function in (("linear", _linear), ("embed", _embed), ("largest", _largest), ("decode", _decode)):
+    functions = {"linear": _linear, "embed": _embed, "norm": _norm, "largest": _largest, "decode": _decode}
+    for name, function in functions.items():
         operators.impl(name, functools.partial(function, handlers), "CPU")
     register.kept = operators  # operators go with their Library
 
@@ -90,6 +92,14 @@ def embed(tokens: Int[Tensor, "..."], weights: PackedWeights) -> Float[Tensor, "
     flat, format = tokens.reshape(-1).int().contiguous(), formats.FORMATS.index(weights.format)
     rows = torch.ops.jaxbench.embed(flat, weights.data, weights.inputs, weights.outputs, format)
     return rows.reshape(*tokens.shape, weights.inputs)
+
+
+def norm(
+    x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], bias: Float[Tensor, " D"] | None, *, eps: float
+) -> Float[Tensor, "*rows D"]:
+    """Each row over its root mean square, or with a bias standardised, times scale, plus bias; the same bits in any batch."""
+    rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+    return torch.ops.jaxbench.norm(rows, scale, bias, eps).reshape(x.shape)
 
 
 def largest(logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
@@ -117,6 +127,12 @@ def _linear(handlers, x, data, bias, inputs, outputs, format, planes, threads) -
 def _embed(handlers, tokens, data, inputs, outputs, format) -> Tensor:
     out, matrix = torch.empty(len(tokens), inputs), library.Matrix(data.data_ptr(), inputs, outputs, format)
     handlers.jaxbench_embed(ctypes.byref(matrix), tokens.data_ptr(), len(tokens), out.data_ptr())
+    return out
+
+
+def _norm(handlers, x, scale, bias, eps) -> Tensor:
+    out, threads = torch.empty_like(x), torch.get_num_threads() if len(x) > 2 else 1
+    handlers.jaxbench_norm(x.data_ptr(), *x.shape, scale.data_ptr(), _pointer(bias), eps, threads, out.data_ptr())
     return out
 
 

@@ -11,9 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from jaxbench.config import Compute
-from jaxbench.native import library
+from jaxbench.native import angles, library
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
-from torch_ref import functional
 from torch_ref.native import calls, paged
 from torch_ref.transformer import Transformer
 
@@ -74,6 +73,8 @@ class NativeTransformer(torch.nn.Module):
         self.configs = tuple(checkpoint.config.at_layer(i) for i in range(checkpoint.config.num_layers))
         self.dtype, self.cache_dtype = "float32", cache_dtype
         self.max_seq_len, self.vocab_size = model.max_seq_len, checkpoint.config.vocab_size
+        for name, table in zip(("angles", "local_angles"), angles.tables(checkpoint.config), strict=True):
+            self.register_buffer(name, None if table is None else torch.from_numpy(table))
         self._steps: tuple | None = None  # the cache's keys, and what is prepared for it
 
     def features(
@@ -97,36 +98,32 @@ class NativeTransformer(torch.nn.Module):
             layers = [block_weights(layer) for layer in self.model.layers]
             is_local = [layer.attention.is_local for layer in self.model.layers]
             self._steps = (cache.keys, calls.prepare(layers, self.configs, cache, is_local, self.settings))
-        return run(self.model, self._steps[1], tokens, positions, cache)
+        return run(self.model, self._steps[1], (self.angles, self.local_angles), tokens, positions, cache)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Logits of hidden states."""
         return self.model.logits(hidden)
 
 
-def run(model, steps, tokens, positions, cache) -> tuple[Tensor, paged.PagedCache]:
-    """Hidden states [B T D] of tokens, and the cache, written in place."""
+def run(model, steps, tables, tokens, positions, cache) -> tuple[Tensor, paged.PagedCache]:
+    """Hidden states [B T D] of tokens, and the cache, written in place; tables: angles.tables as tensors."""
     part = max(1, PART_ROWS // tokens.shape[0])
     parts = zip(tokens.split(part, dim=1), positions.split(part, dim=1), strict=True)
-    hidden = [run_part(model, steps, *each, cache)[0] for each in parts]
+    hidden = [run_part(model, steps, tables, *each, cache)[0] for each in parts]
     return hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1), cache
 
 
-def run_part(model, steps, tokens, positions, cache) -> tuple[Tensor, paged.PagedCache]:
+def run_part(model, steps, tables, tokens, positions, cache) -> tuple[Tensor, paged.PagedCache]:
     """The same for tokens that are few enough for one call a block."""
     x = model.embed(tokens)
     if model.position is not None:
         x = x + model.position(torch.clamp(positions, min=0))
-    angles, local_angles = (
-        None if frequencies is None else functional.rotary_angles(positions, frequencies, dtype="float32")
-        for frequencies in (model.frequencies, model.local_frequencies)
-    )
-    angles, local_angles = (
-        pair and tuple(each.reshape(-1, each.shape[2]).contiguous() for each in pair) for pair in (angles, local_angles)
-    )
+    rows, half = positions.reshape(-1), steps.calls[0].head_dim // 2
+    at = [None if table is None else table[torch.clamp(rows, min=0)] for table in tables]
+    pairs = [each if each is None else (each[:, :half].contiguous(), each[:, half:].contiguous()) for each in at]
     table = cache.table if tokens.shape[1] == 1 else cache.table.repeat_interleave(tokens.shape[1], dim=0)
-    out = calls.block(x.reshape(-1, x.shape[2]), positions.reshape(-1), angles, steps, table, local_angles)
-    return model.final_norm(out.reshape(x.shape)), cache
+    out, final = calls.block(x.reshape(-1, x.shape[2]), rows, pairs[0], steps, table, pairs[1]), model.final_norm
+    return calls.norm(out, final.scale, getattr(final, "bias", None), eps=final.eps).reshape(x.shape), cache
 
 
 def block_weights(layer) -> calls.BlockWeights:

@@ -35,9 +35,11 @@ class Arm:
 
     name = "arm"
     packages: tuple[str, ...] = ("numpy",)  # whose versions its records carry
+    holds_model = True  # False: processes that the arm starts do, so its own load time and memory say nothing
 
-    def __init__(self, *, device: str, threads: int, checkpoint: str, programs: str = ""):
+    def __init__(self, *, device: str, threads: int, checkpoint: str, programs: str = "", file: str = ""):
         self.device, self.threads, self.checkpoint = device, threads, checkpoint
+        self.file = file  # the model as it came: a GGUF file, or the checkpoint's folder
         self.programs = programs  # folder where compiled programs are kept for later launches; empty = nowhere
         self.dtype = ""
 
@@ -53,7 +55,7 @@ class Arm:
         raise NotImplementedError(f"{self.name}: load {dtype}")
 
     def prepare(self, workload: Workload) -> dict:
-        """Compile what the workload needs and return facts: compile_s, temp_bytes, flops, where they exist.
+        """Compile what the workload needs and return facts: compile_s, temp_bytes, flops, weight_bytes, where they exist.
 
         {"skip": reason} says that this arm has no such workload.
         """
@@ -61,6 +63,8 @@ class Arm:
 
     def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
         """One run of the workload: {first_s, rest_s, tokens} of a generation, {step_s, loss} of the train step.
+
+        What an arm cannot tell (first_s of a decode workload, tokens) it leaves out.
 
         limit: tokens after which a generation stops, in the same programs; None = workload.new_tokens.
         """

@@ -19,5 +19,6 @@ const kernels NAME(kernels) = {
     .block = NAME(block),
     .linear_scratch = NAME(linear_scratch),
     .linear = NAME(linear),
+    .norm = NAME(norm_rows),
     .largest = NAME(largest),
 };

@@ -65,6 +65,27 @@ static void NAME(linear)(const matrix *w, const float *x, int64_t rows, const fl
   team_run(t, NAME(linear_chunk), &s, (tiles + s.tiles_a_chunk - 1) / s.tiles_a_chunk);
 }
 
+typedef struct {
+  const float *x;
+  int64_t size;
+  norm n;
+  float eps;
+  float *out;
+} norm_state;
+
+static void NAME(norm_row)(void *context, int64_t row) {
+  norm_state *s = context;
+  normalise(s->x + row * s->size, s->size, s->n, s->eps, s->out + row * s->size);
+}
+
+static void NAME(norm_rows)(const float *x, int64_t rows, int64_t size, norm n, float eps, float *out, team *t) {
+  norm_state s = {x, size, n, eps, out};
+  if (rows <= 2)
+    for (int64_t row = 0; row < rows; row++) NAME(norm_row)(&s, row);
+  else
+    team_run(t, NAME(norm_row), &s, rows);
+}
+
 #define LARGEST_BLOCK 256
 
 typedef struct {

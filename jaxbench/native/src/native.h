@@ -91,6 +91,7 @@ typedef struct {
   void (*block)(const block_call *call, team *t);
   int64_t (*linear_scratch)(const matrix *w, int64_t rows, int planes);
   void (*linear)(const matrix *w, const float *x, int64_t rows, const float *bias, int planes, float *out, team *t);
+  void (*norm)(const float *x, int64_t rows, int64_t size, norm n, float eps, float *out, team *t);
   void (*largest)(const float *logits, int64_t rows, int64_t size, int32_t *out, team *t);
 } kernels;
 

@@ -26,6 +26,14 @@ EXPORT int jaxbench_linear(const matrix *m, const float *x, int64_t rows, const 
   return 0;
 }
 
+EXPORT int jaxbench_norm(const float *x, int64_t rows, int64_t size, const float *scale, const float *bias, float eps, int64_t threads, float *out) {
+  team *t = team_begin(threads, 0, own_pool_schedule, (void *)(intptr_t)threads);
+  if (!t) return 1;
+  INSTRUCTION_SET.norm(x, rows, size, (norm){scale, bias}, eps, out, t);
+  team_end(t);
+  return 0;
+}
+
 EXPORT int jaxbench_largest(const float *logits, int64_t rows, int64_t size, int64_t threads, int32_t *out) {
   team *t = team_begin(threads, 0, own_pool_schedule, (void *)(intptr_t)threads);
   if (!t) return 1;

@@ -17,7 +17,9 @@
 #include "native.h"
 
 #define MAX_PHASES 16
+#ifndef WAIT_NS
 #define WAIT_NS 300000          /* longer than that a call does not wait on a quiet machine */
+#endif
 #define HOLD_NS 20000000        /* so long, at first, no help is asked for after it; doubled up to HOLD_NS_MOST */
 #define HOLD_NS_MOST 320000000
 #define SPINS_BEFORE_YIELD 2000
@@ -44,6 +46,7 @@ struct team {
   _Alignas(LINE) _Atomic int64_t offered; /* phases offered so far; -1: the call is over */
   _Alignas(LINE) _Atomic int64_t references;
   int64_t num_phases, threads, waited_ns;
+  pthread_t caller;
   void *scratch;
   int64_t scratch_bytes;
   team *next_free;
@@ -79,6 +82,10 @@ static void work(phase *p) {
 static void help(void *data) {
   team *t = data;
   int64_t seen = 0;
+  if (pthread_equal(t->caller, pthread_self())) { /* a full queue runs the task where it was asked for */
+    drop(t);
+    return;
+  }
   for (int64_t spins = 0;; spins++) {
     int64_t offered = atomic_load_explicit(&t->offered, memory_order_acquire);
     if (offered < 0) break;
@@ -128,6 +135,7 @@ team *team_begin(int64_t threads, int64_t scratch_bytes, schedule_function sched
   }
   t->num_phases = t->waited_ns = 0;
   t->threads = threads;
+  t->caller = pthread_self();
   atomic_store_explicit(&t->offered, 0, memory_order_relaxed);
   atomic_store_explicit(&t->references, threads, memory_order_release);
   for (int64_t i = 1; i < threads; i++)

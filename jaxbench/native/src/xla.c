@@ -164,6 +164,21 @@ EXPORT XLA_FFI_Error *jaxbench_xla_embed(XLA_FFI_CallFrame *frame) {
   return NULL;
 }
 
+/* x [rows, size], scale, bias or nothing -> [rows, size]; floats: eps. */
+EXPORT XLA_FFI_Error *jaxbench_xla_norm(XLA_FFI_CallFrame *frame) {
+  if (is_question(frame)) return NULL;
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+  const double *floats = attribute(frame, "floats", 1);
+  if (frame->args.size != 3 || frame->rets.size != 1 || !floats) return failed(frame, "jaxbench norm: wrong arguments or attributes");
+  const XLA_FFI_Buffer *x = argument(frame, 0);
+  team *t = team_begin(x->dims[0] > 2 ? threads_of(frame, 0) : 1, 0, schedule, frame);
+  if (!t) return failed(frame, "jaxbench norm: not enough memory");
+  norm n = {data_of(frame, 1), data_of(frame, 2)};
+  INSTRUCTION_SET.norm(x->data, x->dims[0], x->dims[1], n, (float)floats[0], result(frame, 0)->data, t);
+  team_end(t);
+  return NULL;
+}
+
 /* logits [rows, size] -> index of the largest [rows]. */
 EXPORT XLA_FFI_Error *jaxbench_xla_largest(XLA_FFI_CallFrame *frame) {
   if (is_question(frame)) return NULL;

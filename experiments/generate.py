@@ -1,0 +1,284 @@
+"""Generate text with a language model: one prompt, a conversation, or a file of requests.
+
+    generate.py --prompt="The capital of France is" --new_tokens=16
+    generate.py --chat --prompt="Name three rivers." --temperature=0.7 --top_p=0.9
+    generate.py --chat                                                 a conversation; Ctrl-D ends it
+    generate.py --input=requests.jsonl --output=rows.jsonl --batch_size=8
+
+A line of --input is {"prompt": TEXT} or {"messages": [{"role": "user", "content": TEXT}, ...]}; other keys are kept.
+A run that is killed goes on with the same command. The text goes to standard output, everything else to standard error.
+Bad input ends with exit code 2 and one line.
+
+--kernels=auto takes the native kernels on a CPU, in the number types of the model's own file, and what the framework
+computes itself (xla) where they cannot be had; it then says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from absl import flags
+
+from jaxbench import cli, process_environment, prompts, terminal
+from jaxbench.generation import batch, conversation, decoder, requests, writer
+from jaxbench.pretrained import weights
+from jaxbench.pretrained.tokenizer import load_tokenizer
+
+VALUES = flags.FLAGS
+TWINS = {
+    "flax": ("jaxbench.transformer", "jaxbench.sample", "jaxbench.native.model"),
+    "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample", "jaxbench.eqx.native"),
+    "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.native.model"),
+}
+FILE_FLAGS = ("output", "batch_size", "overwrite")  # of --input
+# What a terminal would obey: shown as a picture of the control character.
+SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+SHOWN |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+say = functools.partial(print, file=sys.stderr, flush=True)
+
+
+def define() -> None:
+    """Define the flags."""
+    flags.DEFINE_string("prompt", None, "text to go on with; with --chat, the user's message")
+    flags.DEFINE_bool("chat", False, "use the model's chat template; without --prompt and --input, a conversation")
+    flags.DEFINE_string("system", None, "system message in front of a chat")
+    flags.DEFINE_bool("stream", None, "show the text as it comes (unset: on a terminal)")
+    flags.DEFINE_string("input", None, "requests: a .jsonl file, one object a line")
+    flags.DEFINE_string("output", None, "rows of --input: a .jsonl file")
+    flags.DEFINE_bool("overwrite", False, "start anew where --output holds rows of an earlier run; never an input")
+    flags.DEFINE_integer("batch_size", 8, "requests continued together; no row depends on it", lower_bound=1)
+    flags.DEFINE_integer("new_tokens", 128, "tokens generated at most", lower_bound=1, upper_bound=10**6)
+    flags.DEFINE_float("temperature", 0.0, "of the draw; 0 = always the most probable token")
+    flags.DEFINE_integer("top_k", 0, "draw among this many most probable tokens; 0 = all")
+    flags.DEFINE_float("top_p", 1.0, "draw among the most probable tokens up to this mass")
+    flags.DEFINE_float("min_p", 0.0, "drop tokens below this share of the most probable one")
+    flags.DEFINE_float("repetition_penalty", 1.0, "lowers tokens that are there already; 1 = none")
+    flags.DEFINE_integer("seed", 0, "of the draw", lower_bound=0, upper_bound=2**64 - 1)
+    flags.DEFINE_multi_string("stop", [], "the text ends before this string; may be repeated")
+    flags.DEFINE_enum("kernels", "auto", list(decoder.KERNELS), "what computes: auto takes native ones on a CPU")
+    flags.DEFINE_enum(
+        "weights", None, list(decoder.WEIGHTS), "number type of the weights (unset: the file's own; with xla float32)"
+    )
+    flags.DEFINE_enum("cache", None, list(decoder.CACHES), "of keys and values; native kernels only")
+    flags.DEFINE_enum("activations", None, list(decoder.ACTIVATIONS), "of the products; native kernels only")
+    flags.DEFINE_integer("threads", None, "at most, 0 = all; native kernels only", lower_bound=0)
+    cli.define_model()
+    cli.define_backend()
+    cli.define_device()
+
+
+# What the flags say, checked before anything is loaded
+
+
+def check_flags() -> writer.Settings:
+    """Settings of the rows, after all flags were checked against each other.
+
+    Raises:
+      ValueError: one is missing, out of range, or would do nothing.
+    """
+    if VALUES.input is not None and VALUES.prompt is not None:
+        raise ValueError(f"--prompt={VALUES.prompt[:60]!a} and --input={VALUES.input}: give one of them")
+    missing = [name for name in ("prompt", "chat", "input") if not VALUES[name].present]
+    if len(missing) == 3:
+        raise ValueError(f"--{missing[0]} is missing: give --prompt=TEXT, --chat or --input=FILE.jsonl")
+    for name in ("prompt", "system"):
+        if VALUES[name].value is not None:
+            requests.check_text(VALUES[name].value, f"--{name}")
+    idle = ("stream",) if VALUES.input is not None else FILE_FLAGS
+    for name in idle:
+        if VALUES[name].present:
+            other = "does nothing with" if VALUES.input is not None else "needs"
+            raise ValueError(f"--{name}={VALUES[name].value} {other} --input; leave it out")
+    if VALUES.input is not None and not VALUES.output:
+        raise ValueError(f"--input={VALUES.input} needs --output=FILE.jsonl")
+    if VALUES.system is not None and not VALUES.chat and VALUES.input is None:
+        raise ValueError(f"--system={VALUES.system[:60]!r} needs --chat")
+    for word in VALUES.stop:
+        requests.check_text(word, "--stop")
+    return writer.Settings(VALUES.new_tokens, check_sampling(), VALUES.seed, tuple(VALUES.stop))
+
+
+def check_sampling() -> prompts.SamplingParams:
+    """How a token is drawn.
+
+    Raises:
+      ValueError: a value is out of range, or filters a draw that does not take place.
+    """
+    sampling = prompts.SamplingParams(**{name: VALUES[name].value for name in prompts.SamplingParams._fields})
+    prompts.check_sampling(sampling)
+    for name in ("top_k", "top_p", "min_p"):
+        if not sampling.temperature and VALUES[name].present:
+            raise ValueError(
+                f"--{name}={VALUES[name].value} filters a draw, and --temperature=0 always takes the most probable "
+                "token; pass a --temperature above 0, or leave it out"
+            )
+    return sampling
+
+
+def choose() -> tuple[decoder.Choice, decoder.Backend]:
+    """Kernels, and the modules of --backend."""
+    is_torch = VALUES.backend == "torch"
+    importlib.import_module("torch_ref.devices" if is_torch else "jaxbench.devices").check_device(VALUES.device)
+    options = decoder.Options(**{name: VALUES[name].value for name in decoder.Options._fields})
+    choice = decoder.choose(options, VALUES.device)
+    *modules, native = TWINS[VALUES.backend]
+    modules += [native] if choice.kernels == "native" else []
+    placement = {"device": "cuda"} if is_torch and VALUES.device == "gpu" else {}
+    return choice, decoder.Backend(*map(importlib.import_module, modules), placement=placement)
+
+
+# The three ways
+
+
+def model() -> str | None:
+    """--model as the loaders take it."""
+    return None if VALUES.model == "default" else VALUES.model
+
+
+def load(tokenizer: Any, settings: writer.Settings) -> tuple[writer.Writer, decoder.Decoder]:
+    """Load --model."""
+    choice, backend = choose()
+    decoder.check_rows(choice, VALUES.batch_size if VALUES.input is not None else 1)
+    loaded = decoder.load(model(), choice, backend)
+    return writer.Writer(loaded, tokenizer, settings), loaded
+
+
+def answer(ask: Any) -> Any:
+    """Print the text that ask(step=, show=) makes, as it comes or as a whole; returns what ask returned."""
+    is_terminal, begun = sys.stdout.isatty(), False
+    is_stream = is_terminal if VALUES.stream is None else VALUES.stream
+
+    def show(piece: str) -> None:
+        nonlocal begun
+        begun = True
+        print(piece.translate(SHOWN) if is_terminal else piece, end="", flush=True)
+
+    shown: list[str] = []
+    try:
+        made = ask(step=writer.STREAMED if is_stream else writer.BATCHED, show=show if is_stream else shown.append)
+        show("".join(shown))
+        return made
+    finally:
+        if begun:
+            print(flush=True)
+
+
+def one_prompt(settings: writer.Settings) -> int:
+    """Go on with --prompt."""
+    tokenizer = load_tokenizer(model())
+    if VALUES.chat:
+        message = {"role": "user", "content": VALUES.prompt}
+        ids = requests.message_ids(tokenizer, [message], "--prompt", VALUES.system)
+    else:
+        ids = requests.prompt_ids(tokenizer, VALUES.prompt, "--prompt")
+    write, loaded = load(tokenizer, settings)
+    requests.check_room(ids, "--prompt", new_tokens=settings.new_tokens, context=write.context)
+    note(loaded)
+    _, timing = answer(functools.partial(write, [ids], [0]))
+    say(timing.line(loaded))
+    return cli.EXIT_OK
+
+
+def talk(settings: writer.Settings) -> int:
+    """Hold a conversation."""
+    tokenizer = load_tokenizer(model())
+    probe = [{"role": "user", "content": "?"}]
+    requests.message_ids(tokenizer, probe, "--chat", VALUES.system)  # is there a template?
+    write, loaded = load(tokenizer, settings)
+    held = conversation.Conversation(write, tokenizer, new_tokens=settings.new_tokens, system=VALUES.system)
+    note(loaded)
+
+    def turn(line: str) -> Any:
+        made = answer(functools.partial(held.ask, line))
+        say(made[1].line(loaded))
+        return made
+
+    conversation.talk(held, typed(), answer=turn, say=say)
+    return cli.EXIT_OK
+
+
+def typed() -> Iterator[str]:
+    """Lines of standard input, asked for on a terminal."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    say("Ctrl-D ends the conversation.")
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            say("")
+            return
+
+
+def rows(settings: writer.Settings) -> int:
+    """Continue the requests of --input."""
+    output = batch.check_output(VALUES.output, [VALUES.input, model()], overwrite=VALUES.overwrite)
+    tokenizer = load_tokenizer(model())
+    asked = requests.read(VALUES.input, tokenizer, chat=VALUES.chat, system=VALUES.system)
+    choice, backend = choose()
+    decoder.check_rows(choice, VALUES.batch_size)
+    wanted = batch.describe(
+        settings, VALUES.input, chat=VALUES.chat, system=VALUES.system, model_sha256=weights.checksum(model()),
+        backend=f"{backend.transformer.__name__} on {VALUES.device}", **choice.identity(),
+    )  # fmt: skip
+    done = 0 if VALUES.overwrite else batch.finished(output, wanted)
+    if done >= len(asked):
+        say(f"{output} has all {len(asked)} rows")
+        return cli.EXIT_OK
+    loaded = decoder.load(model(), choice, backend)
+    write = writer.Writer(loaded, tokenizer, settings)
+    cli.keep(f"finished rows in {output} are kept; the same command goes on")
+    with progress(len(asked), done) as bar:
+        note(loaded)
+        if done:
+            say(f"{output} has {done} of {len(asked)} rows, going on")
+        moved = functools.partial(bar.update, bar.task_ids[0])
+        batch.run(
+            asked, output, wanted, write, batch_size=VALUES.batch_size, done=done,
+            progress=lambda count: moved(completed=count),
+        )  # fmt: skip
+    print(f"written: {output}", flush=True)
+    return cli.EXIT_OK
+
+
+def progress(total: int, done: int) -> Any:
+    """A bar of rows on standard error, on terminals only."""
+    from rich import progress as parts
+
+    console = terminal.console(stderr=True)
+    columns = (
+        parts.TextColumn("rows"), parts.MofNCompleteColumn(), parts.BarColumn(), parts.TimeElapsedColumn(),
+        parts.TextColumn("left"), parts.TimeRemainingColumn(),
+    )  # fmt: skip
+    bar = parts.Progress(*columns, console=console, disable=not console.is_terminal)
+    bar.add_task("rows", total=total, completed=done)
+    return bar
+
+
+def note(loaded: decoder.Decoder) -> None:
+    """Say why native kernels were not taken, where they were looked for."""
+    if loaded.choice.note:
+        say(loaded.choice.note)
+
+
+def main() -> int:
+    """Generate."""
+    settings = check_flags()
+    process_environment.ensure(VALUES.device)
+    cli.keep("what was shown is all there is")
+    if VALUES.input is not None:
+        return rows(settings)
+    return talk(settings) if VALUES.prompt is None else one_prompt(settings)
+
+
+if __name__ == "__main__":
+    define()
+    cli.run(main, about=__doc__)

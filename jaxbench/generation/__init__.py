@@ -1,0 +1,1 @@
+"""Plain generation: prompts, conversations and files of requests, with native kernels or the framework's own."""

@@ -1,0 +1,110 @@
+"""Continues a file of requests into a file of rows, in batches; a run that was stopped goes on (S file).
+
+OUTPUT.run.json says what the rows were made with: a run with anything else does not go on with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxbench import outputs, store
+from jaxbench.generation import requests, writer
+
+
+def describe(settings: writer.Settings, source: str | Path, **more: Any) -> dict[str, Any]:
+    """Everything that decides the rows by name, `run` among it: its hash."""
+    with open(source, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    fields = {**settings._asdict(), "sampling": settings.sampling._asdict(), "input_sha256": digest, **more}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return json.loads(text) | {"run": hashlib.sha256(text.encode()).hexdigest()[:12]}
+
+
+def check_output(output: str | Path, read: Sequence[str | Path | None], *, overwrite: bool) -> Path:
+    """Path of the rows, checked that they may be written.
+
+    Raises:
+      ValueError: it is one of the files that are read, is no .jsonl file, or lies where nothing can be written.
+    """
+    output = Path(output)
+    if not output.name.endswith(".jsonl"):
+        raise ValueError(f"--output={output} has an unknown suffix, wanted .jsonl")
+    for path in (output, _record(output)):
+        outputs.check_file(path, read, overwrite=True)
+    if output.exists() and output.stat().st_size and not _record(output).is_file() and not overwrite:
+        raise ValueError(
+            f"--output={output} exists, and {_record(output).name}, which would say what its rows were made with, does "
+            "not; name another file, or pass --overwrite"
+        )
+    return output
+
+
+def finished(output: Path, wanted: dict[str, Any]) -> int:
+    """How many rows of this very run a file holds, after cutting off what follows its last whole line.
+
+    Raises:
+      ValueError: its rows are of another run; what differs is named.
+    """
+    if not output.exists() or not output.stat().st_size:
+        return 0
+    held = outputs.read_json(_record(output))
+    held = held if isinstance(held, dict) else {}
+    differing = [name for name, value in wanted.items() if held.get(name) != value and name != "run"]
+    if differing:
+        raise ValueError(
+            f"--output={output} holds rows made with other {' and '.join(differing)}; name another file, or pass "
+            "--overwrite"
+        )
+    rows = store.rows(output)
+    for number, line in enumerate(rows, 1):
+        try:
+            place = (json.loads(line).get("run"), json.loads(line).get("row"))
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"--output={output} line {number} is no row of this command ({error})") from error
+        if place != (wanted["run"], number - 1):
+            raise ValueError(
+                f"--output={output} line {number} is row {place[1]} of run {place[0]}, wanted row {number - 1} of "
+                f"{wanted['run']}; name another file, or pass --overwrite"
+            )
+    store.cut_short(output)
+    return len(rows)
+
+
+def run(
+    asked: Sequence[requests.Request],
+    output: Path,
+    wanted: dict[str, Any],
+    write: writer.Writer,
+    *,
+    batch_size: int,
+    done: int = 0,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> None:
+    """Continue the requests behind the first `done` and append one line each: its own keys, and requests.WRITTEN.
+
+    Raises:
+      ValueError: a request does not fit the model's context; nothing was written.
+    """
+    for request in asked[done:]:
+        requests.check_room(request.ids, request.place, new_tokens=wanted["new_tokens"], context=write.context)
+    for start in range(done, len(asked), batch_size):
+        batch = asked[start : start + batch_size]
+        texts, _ = write([request.ids for request in batch], [request.row for request in batch])
+        if start == 0:
+            output.unlink(missing_ok=True)  # before its record changes, or a kill would leave rows under a wrong one
+            outputs.write_json(_record(output), wanted)
+        store.append(output, [_row(request, text, wanted["run"]) for request, text in zip(batch, texts)])
+        progress(start + len(batch))
+
+
+def _row(request: requests.Request, text: writer.Text, run_id: str) -> dict[str, Any]:
+    values = (request.row, run_id, text.text, text.ids, len(request.ids), text.ended)
+    return {**request.fields, **dict(zip(requests.WRITTEN, values, strict=True))}
+
+
+def _record(output: Path) -> Path:
+    return Path(f"{output}.run.json")

@@ -1,0 +1,138 @@
+"""A model loaded for a backend, with native kernels or with what the framework computes itself (S file).
+
+The backends' modules are passed in, so that a command loads the framework it runs and no other.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench.native import checkpoint, library
+from jaxbench.native.build import NotAvailable
+from jaxbench.pretrained import weights
+
+KERNELS = ("auto", "native", "xla")
+XLA_WEIGHTS = ("float32", "bfloat16")
+WEIGHTS = checkpoint.WEIGHTS  # of native kernels; XLA_WEIGHTS are among them
+CACHES, ACTIVATIONS = checkpoint.CACHE_TYPES, tuple(checkpoint.PLANES)
+
+
+class Options(NamedTuple):
+    """What a command was asked for; None = nothing was said, and the kernels' own default is taken."""
+
+    kernels: str = "auto"  # native on CPUs where they can be had | native | xla, the framework's own programs
+    weights: str | None = None  # of WEIGHTS; with xla of XLA_WEIGHTS
+    cache: str | None = None  # of CACHES: keys and values, native only
+    activations: str | None = None  # of ACTIVATIONS, native only
+    threads: int | None = None  # native only: at most this many; 0 = all
+
+
+class Choice(NamedTuple):
+    """What is taken."""
+
+    kernels: str  # native or xla
+    weights: str
+    cache: str | None  # None with xla: the framework's choice
+    activations: str | None
+    threads: int
+    note: str | None = None  # why `auto` did not take native kernels, in one line
+
+    def identity(self) -> dict[str, Any]:
+        """What of it decides the tokens, by name: the number of threads does not."""
+        return {"kernels": self.kernels, "weights": self.weights, "cache": self.cache, "activations": self.activations}
+
+
+class Backend(NamedTuple):
+    """The modules that generate: those of jaxbench, jaxbench.eqx or torch_ref."""
+
+    transformer: types.ModuleType
+    sample: types.ModuleType
+    native: types.ModuleType | None = None  # needed for native kernels alone
+    placement: Mapping[str, Any] = {}  # what `transformer.build` is told of the device, beside the number type
+
+
+class Decoder(NamedTuple):
+    """A loaded model, and what a reader wants to know of it."""
+
+    model: Any
+    sample: types.ModuleType
+    choice: Choice
+    weights: str  # the number types of its matrices, the largest share first
+
+
+def choose(options: Options, device: str) -> Choice:
+    """Kernels and number types of a run on a device.
+
+    Raises:
+      NotAvailable: native kernels are asked for and cannot be had; the message says why.
+      ValueError: a setting is for other kernels than these.
+    """
+    reason = None if options.kernels == "xla" else why_not_native(device)
+    if options.kernels == "native" and reason is not None:
+        raise NotAvailable(f"--kernels={options.kernels}: {reason}")
+    if options.kernels != "xla" and reason is None:
+        cache, activations = options.cache or "float32", options.activations or "float32"
+        return Choice("native", options.weights or checkpoint.FILE, cache, activations, options.threads or 0)
+    because = reason or f"--kernels={options.kernels}"
+    for name in ("cache", "activations", "threads"):
+        if (value := getattr(options, name)) is not None:
+            raise ValueError(f"--{name}={value} is for native kernels alone ({because}); leave it out")
+    chosen = options.weights or XLA_WEIGHTS[0]
+    if chosen not in XLA_WEIGHTS:
+        raise ValueError(
+            f"--weights={chosen} is for native kernels alone ({because}); wanted {' or '.join(XLA_WEIGHTS)}"
+        )
+    return Choice("xla", chosen, None, None, 0, reason and f"kernels: xla, because {reason}")
+
+
+def why_not_native(device: str) -> str | None:
+    """Why native kernels cannot be had on a device, in one line; None where they can. Builds them at the first call."""
+    if device != "cpu":
+        return f"native kernels are for CPUs, and --device={device}"
+    try:
+        library.load()
+    except NotAvailable as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def check_rows(choice: Choice, rows: int, name: str = "--batch_size") -> None:
+    """Check how many rows are decoded at once.
+
+    Raises:
+      ValueError: the kernels do not take as many.
+    """
+    if choice.kernels == "native" and rows > library.MAX_ROWS:
+        raise ValueError(
+            f"{name}={rows}: native kernels decode at most {library.MAX_ROWS} rows at once; lower it, or pass "
+            "--kernels=xla"
+        )
+
+
+def load(spec: str | Path | None, choice: Choice, backend: Backend) -> Decoder:
+    """Load a model.
+
+    Args:
+      spec: as jaxbench.pretrained.weights.load_checkpoint takes it.
+
+    Raises:
+      ValueError: as load_checkpoint raises; the model's widths do not take the weights' format.
+    """
+    if choice.kernels == "native":
+        packed = checkpoint.load(spec, weights_as=choice.weights)
+        settings = {"cache_dtype": choice.cache, "activations": choice.activations, "threads": choice.threads}
+        return Decoder(backend.native.build(packed, **settings), backend.sample, choice, _formats(packed))
+    held = weights.load_checkpoint(spec)
+    model = backend.transformer.build(held.config, held.params, dtype=choice.weights, **backend.placement)
+    return Decoder(model, backend.sample, choice, choice.weights)
+
+
+def _formats(packed: checkpoint.PackedCheckpoint) -> str:
+    """Number types of the matrices, the largest share of the bytes first."""
+    sizes: dict[str, int] = {}
+    for matrix in packed.matrices.values():
+        sizes[matrix.format] = sizes.get(matrix.format, 0) + matrix.data.nbytes
+    return " and ".join(sorted(sizes, key=lambda name: -sizes[name]))

@@ -1,0 +1,77 @@
+"""Text of a row while its tokens still come: what will not change any more, where a stop string ends it (S file)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte of a SentencePiece vocabulary
+
+
+class Text:
+    """One row's text.
+
+    A text ends before the stop string that is complete first (of several at one token, the one that begins first), so
+    that neither the sizes of the steps in which tokens come nor other rows decide where.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self.ids: list[int] = []  # with the end token, and no further than the stop string
+        self.text = ""  # what will not change
+        self.ended: str | None = None  # end: an end token | stop: a stop string | length | None: it goes on
+
+    def update(self, ids: Sequence[int], *, is_full: bool) -> str:
+        """Take all ids that there are so far, and return the text that became certain.
+
+        is_full: there is no room for more.
+        """
+        if self.ended:
+            return ""
+        self.ids, shown = list(ids), len(self.text)
+        has_end = bool(self.ids) and self.ids[-1] in self._tokenizer.end_ids
+        ids = self.ids[:-1] if has_end else self.ids
+        is_whole = has_end or is_full
+        text = self._decode(ids) if is_whole else self._certain(ids)
+        place = first_stop(text, self._stop)
+        if place is not None:
+            self.text, self.ended, self.ids = text[:place], "stop", self._up_to_stop(ids)
+        elif is_whole:
+            self.text, self.ended = text, "end" if has_end else "length"
+        else:
+            self.text = text[: len(text) - held_back(text, self._stop)]
+        return self.text[shown:]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special=True)
+
+    def _certain(self, ids: Sequence[int]) -> str:
+        """Text of ids without the characters that the next id may still change: those whose bytes are not all there."""
+        core, count = getattr(self._tokenizer, "core", None), len(ids)
+        # SentencePiece reads a run of bytes as a whole: one bad byte at its end makes all of them unreadable.
+        while core is not None and count and BYTE_PIECE.fullmatch(core.id_to_token(int(ids[count - 1])) or ""):
+            count -= 1
+        return self._decode(ids[:count]).rstrip("\ufffd")
+
+    def _up_to_stop(self, ids: list[int]) -> list[int]:
+        """The fewest ids whose text holds a stop string."""
+        least, most = 0, len(ids)
+        while least < most:
+            middle = (least + most) // 2
+            found = first_stop(self._certain(ids[:middle]), self._stop) is not None
+            least, most = (least, middle) if found else (middle + 1, most)
+        return ids[:least]
+
+
+def first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the stop string begins that is complete first, of several the longest; None = there is none."""
+    places = [(place + len(word), place) for word in stop if (place := text.find(word)) >= 0]
+    return min(places)[1] if places else None
+
+
+def held_back(text: str, stop: Sequence[str]) -> int:
+    """How many of the last characters may be the beginning of a stop string."""
+    longest = min(max((len(word) - 1 for word in stop), default=0), len(text))
+    sizes = range(longest, 0, -1)
+    return next((size for size in sizes if any(word.startswith(text[-size:]) for word in stop)), 0)

@@ -1,0 +1,149 @@
+"""What is to be continued: a prompt, messages, or a file with one request a line, as token ids (S file)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WRITTEN = ("row", "run", "text", "ids", "prompt_tokens", "ended")  # keys that an output adds to a line's own
+WANTED = '{"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
+
+
+class Request(NamedTuple):
+    """One line of a file."""
+
+    row: int  # counts requests from 0; the random stream of its tokens
+    place: str  # file and line, for messages
+    fields: dict[str, Any]  # as the line has them
+    ids: list[int]
+
+
+def check_text(text: str, place: str) -> str:
+    """The text, checked to be one.
+
+    Raises:
+      ValueError: it is empty, or no Unicode text.
+    """
+    if not text:
+        raise ValueError(f"{place} is empty ({text!r}), wanted a text")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{place} has a lone surrogate, which is no Unicode text: {text[:60]!a}")
+    return text
+
+
+def prompt_ids(tokenizer: Any, text: str, place: str) -> list[int]:
+    """Ids of a plain prompt.
+
+    Raises:
+      ValueError: it is empty, or no Unicode text.
+    """
+    ids = tokenizer.encode(check_text(text, place))
+    if not ids:
+        raise ValueError(f"{place}: {text[:60]!r} has no token in this model's vocabulary")
+    return ids
+
+
+def message_ids(tokenizer: Any, messages: Sequence[dict[str, str]], place: str, system: str | None = None) -> list[int]:
+    """Ids of messages in the model's chat template, up to where its answer begins.
+
+    system goes in front where the messages do not begin with one.
+
+    Raises:
+      ValueError: the model has no template, or its template refuses the messages.
+    """
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    try:
+        ids = tokenizer.encode(tokenizer.chat(messages), add_special=False)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    if not ids:
+        raise ValueError(f"{place}: the chat template makes no token of {len(messages)} messages")
+    return ids
+
+
+def check_room(ids: Sequence[int], place: str, *, new_tokens: int, context: int) -> None:
+    """Check that a prompt and what is to follow fit the model.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if len(ids) + new_tokens > context:
+        cure = f"pass --new_tokens={context - len(ids)} or less" if len(ids) < context else "shorten it"
+        raise ValueError(
+            f"{place} has {len(ids)} tokens, which with --new_tokens={new_tokens} is more than the model's context of "
+            f"{context}; {cure}"
+        )
+
+
+def read(path: str | Path, tokenizer: Any, *, chat: bool = False, system: str | None = None) -> list[Request]:
+    """Requests of a file, one JSON object a line; blank lines are none.
+
+    Args:
+      chat: a line's prompt is a message of the user's in the model's chat template.
+
+    Raises:
+      ValueError: a line is none, with its number; or the file has none at all.
+      OSError: the file cannot be read.
+    """
+    requests = []
+    for number, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if line.strip():
+            place = f"{path} line {number}"
+            fields = _fields(line, place)
+            ids = _ids(tokenizer, fields, place, chat=chat, system=system)
+            requests.append(Request(len(requests), place, fields, ids))
+    if not requests:
+        raise ValueError(f"{path} holds no request, wanted lines of {WANTED}")
+    return requests
+
+
+def _fields(line: bytes, place: str) -> dict[str, Any]:
+    """Object of a line; of a prompt and messages it has one."""
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: not UTF-8 (byte {line[error.start]:#04x} at {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: JSON that cannot be read ({type(error).__name__}: {str(error)[:80]})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{place} holds a {type(fields).__name__}, wanted {WANTED}")
+    given = [name for name in ("prompt", "messages") if name in fields]
+    if len(given) != 1:
+        raise ValueError(f"{place} has {' and '.join(given) or 'neither prompt nor messages'}, wanted {WANTED}")
+    taken = [name for name in WRITTEN if name in fields]
+    if taken:
+        raise ValueError(f"{place} has the key {taken[0]!r}, which the output writes; rename it")
+    return fields
+
+
+def _ids(tokenizer: Any, fields: dict[str, Any], place: str, *, chat: bool, system: str | None) -> list[int]:
+    if "messages" in fields:
+        return message_ids(tokenizer, _messages(fields["messages"], place), place, system)
+    if not isinstance(prompt := fields["prompt"], str):
+        raise ValueError(f"{place}: prompt is a {type(prompt).__name__}, wanted a text")
+    if not chat:
+        return prompt_ids(tokenizer, prompt, f"{place}: prompt")
+    message = {"role": "user", "content": check_text(prompt, f"{place}: prompt")}
+    return message_ids(tokenizer, [message], place, system)
+
+
+def _messages(given: Any, place: str) -> list[dict[str, str]]:
+    """Messages of a line, checked."""
+    if not isinstance(given, list) or not given:
+        shown = "an empty list" if given == [] else f"a {type(given).__name__}"
+        raise ValueError(f"{place}: messages is {shown}, wanted a list of messages")
+    for number, message in enumerate(given, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"{place}: message {number} is a {type(message).__name__}, wanted an object")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                kind = f"a {type(message[name]).__name__}" if name in message else "missing"
+                raise ValueError(f"{place}: {name} of message {number} is {kind}, wanted a text")
+            if message[name]:
+                check_text(message[name], f"{place}: {name} of message {number}")
+    return given

@@ -1,0 +1,103 @@
+"""Continues prompts, a few tokens at a time: text can be shown as it comes, and an interrupt is heeded (S file)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.generation import requests
+from jaxbench.generation.decoder import Decoder
+from jaxbench.generation.pieces import Text
+from jaxbench.prompts import SamplingParams
+
+STREAMED, BATCHED = 4, 32  # tokens between two looks at the rows: what a reader sees as flow; what costs nothing
+
+
+class Settings(NamedTuple):
+    """How rows are continued."""
+
+    new_tokens: int = 128  # at most
+    sampling: SamplingParams = SamplingParams()
+    seed: int = 0
+    stop: tuple[str, ...] = ()  # a text ends before the first of these
+
+
+class Timing(NamedTuple):
+    """What one call took, without compiling."""
+
+    prompt_tokens: int
+    tokens: int  # generated
+    prompt_s: float  # to the first token
+    decode_s: float  # for all others
+
+    def line(self, decoder: Decoder) -> str:
+        """The same in words, with what computed it."""
+        choice = decoder.choice
+        rate = f", {(self.tokens - 1) / self.decode_s:.1f} tokens/s" if self.tokens > 1 and self.decode_s > 0 else ""
+        kernels = f"{choice.kernels} kernels, weights {decoder.weights}"
+        if choice.kernels == "native":
+            kernels += f", cache {choice.cache}, activations {choice.activations}"
+        prompt = f"{self.prompt_tokens} prompt tokens in {1e3 * self.prompt_s:.0f} ms"
+        return f"{prompt}, {self.tokens} new tokens{rate}; {kernels}"
+
+
+class Writer:
+    """Continues prompts; a row's tokens depend on the seed and its number, not on its batch."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Any, settings: Settings):
+        """Prepare the generator.
+
+        Raises:
+          ValueError: the sampling is out of range.
+        """
+        self.context = decoder.model.max_seq_len
+        self._tokenizer, self._settings = tokenizer, settings
+        make = decoder.sample.Generator
+        self._generator = make(decoder.model, eos_id=tuple(tokenizer.end_ids), sampling=settings.sampling)
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        *,
+        step: int = BATCHED,
+        show: Callable[[str], None] | None = None,
+    ) -> tuple[list[Text], Timing]:
+        """Continue each prompt (token ids), whose numbers in the run are `rows`.
+
+        Args:
+          step: tokens between two looks at the rows.
+          show: is called with each piece of the first row's text, once it is certain.
+
+        Raises:
+          ValueError: a prompt is empty or does not fit the model's context.
+        """
+        settings, most = self._settings, self._settings.new_tokens
+        for row, prompt in zip(rows, prompts):
+            requests.check_room(prompt, f"row {row}", new_tokens=most, context=self.context)
+        texts = [Text(self._tokenizer, settings.stop) for _ in prompts]
+        self._generator.compile(len(prompts), max(map(len, prompts)), most)
+        started = time.perf_counter()
+        state = self._generator.prefill(prompts, max_new_tokens=most, seed=settings.seed, row_ids=list(rows))
+        limit, first = 1, None
+        while True:
+            tokens, lengths = _host(state.tokens), _host(state.lengths)
+            first = first or time.perf_counter()
+            for row, (prompt, text) in enumerate(zip(prompts, texts)):
+                piece = text.update(tokens[row, len(prompt) : lengths[row]].tolist(), is_full=limit >= most)
+                if show is not None and row == 0 and piece:
+                    show(piece)
+            if all(text.ended for text in texts):
+                break
+            limit = min(limit + step, most)
+            state = self._generator.decode(state, limit)
+        ended = time.perf_counter()
+        counts = sum(map(len, prompts)), sum(len(text.ids) for text in texts)
+        return texts, Timing(*counts, first - started, ended - first)
+
+
+def _host(x: Any) -> np.ndarray:
+    return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
