@@ -297,6 +297,14 @@ def test_folder_without_weights_is_an_error(llama_folder):
         weights.load_checkpoint(llama_folder)
 
 
+def test_the_checksum_of_a_model_is_that_of_its_checkpoint(llama_folder):
+    assert weights.checksum(llama_folder) == weights.load_checkpoint(llama_folder).sha256
+    before = weights.checksum(llama_folder)
+    config = llama_folder / "config.json"
+    config.write_text(config.read_text() + "\n")
+    assert weights.checksum(llama_folder) != before
+
+
 def test_name_that_is_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"no/such/file.gguf does not exist; pass a GGUF file"):
         weights.load_checkpoint("no/such/file.gguf")

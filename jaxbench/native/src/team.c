@@ -17,6 +17,8 @@
 #include "native.h"
 
 #define MAX_PHASES 16
+#define MAX_THREADS 256
+#define MAX_LENT 16             /* teams at work or waiting for late helpers, each with its scratch: more get no helpers */
 #ifndef WAIT_NS
 #define WAIT_NS 300000          /* longer than that a call does not wait on a quiet machine */
 #endif
@@ -54,6 +56,7 @@ struct team {
 
 static pthread_mutex_t free_lock = PTHREAD_MUTEX_INITIALIZER;
 static team *free_teams;
+static int64_t num_lent; /* teams that are not free */
 static _Atomic int64_t alone_until_ns, hold_ns = HOLD_NS;
 
 static int64_t now_ns(void) {
@@ -67,6 +70,7 @@ static void drop(team *t) {
   pthread_mutex_lock(&free_lock);
   t->next_free = free_teams;
   free_teams = t;
+  num_lent--;
   pthread_mutex_unlock(&free_lock);
 }
 
@@ -103,23 +107,29 @@ static void help(void *data) {
   drop(t);
 }
 
-static team *take_team(int64_t scratch_bytes) {
+static team *give_up(team *t) {
+  free(t);
+  pthread_mutex_lock(&free_lock);
+  num_lent--;
+  pthread_mutex_unlock(&free_lock);
+  return NULL;
+}
+
+static team *take_team(int64_t scratch_bytes, int *is_crowded) {
   pthread_mutex_lock(&free_lock);
   team *t = free_teams;
   if (t) free_teams = t->next_free;
+  *is_crowded = ++num_lent > MAX_LENT;
   pthread_mutex_unlock(&free_lock);
   if (!t) {
-    if (posix_memalign((void **)&t, LINE, sizeof *t)) return NULL;
+    if (posix_memalign((void **)&t, LINE, sizeof *t)) return give_up(NULL);
     memset(t, 0, sizeof *t);
   }
   if (t->scratch_bytes < scratch_bytes) {
     free(t->scratch);
     t->scratch = NULL;
     t->scratch_bytes = 0;
-    if (posix_memalign(&t->scratch, LINE, (size_t)scratch_bytes)) {
-      free(t);
-      return NULL;
-    }
+    if (posix_memalign(&t->scratch, LINE, (size_t)scratch_bytes)) return give_up(t);
     t->scratch_bytes = scratch_bytes;
   }
   return t;
@@ -127,8 +137,11 @@ static team *take_team(int64_t scratch_bytes) {
 
 /* NULL where there is no memory for the scratch. */
 team *team_begin(int64_t threads, int64_t scratch_bytes, schedule_function schedule, void *host) {
-  team *t = take_team(scratch_bytes);
+  int is_crowded;
+  team *t = take_team(scratch_bytes, &is_crowded);
   if (!t) return NULL;
+  if (threads < 1 || is_crowded) threads = 1;
+  if (threads > MAX_THREADS) threads = MAX_THREADS;
   if (threads > 1 && atomic_load_explicit(&alone_until_ns, memory_order_relaxed) > 0) {
     if (now_ns() < atomic_load_explicit(&alone_until_ns, memory_order_relaxed)) threads = 1;
     else atomic_store_explicit(&alone_until_ns, 0, memory_order_relaxed);
@@ -189,7 +202,7 @@ void team_end(team *t) {
 
 /* A pool for hosts that have none to lend: PyTorch through ctypes, and the tests. Threads are made when first asked for. */
 
-#define MAX_QUEUE 256
+#define MAX_QUEUE (MAX_LENT * MAX_THREADS)
 
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t pool_filled = PTHREAD_COND_INITIALIZER;
@@ -225,19 +238,18 @@ static void forget_threads(void) {
   pthread_mutex_init(&pool_lock, NULL);
   pthread_cond_init(&pool_filled, NULL);
   pthread_mutex_init(&free_lock, NULL);
-  pool_threads = idle_threads = 0;
+  pool_threads = idle_threads = num_lent = 0;
   queued = taken = 0;
   free_teams = NULL;
 }
 
-static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+/* When the library is loaded: a call without helpers takes locks too. */
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
 
 /* host: the number of threads, as a pointer's value. */
 int own_pool_schedule(void *host, void (*task)(void *), void *data) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, watch_forks);
   pthread_mutex_lock(&pool_lock);
-  while (pool_threads < (int64_t)(intptr_t)host - 1) {
+  while (pool_threads < (int64_t)(intptr_t)host - 1 && pool_threads < MAX_THREADS - 1) {
     pthread_t thread;
     if (pthread_create(&thread, NULL, serve, NULL)) break;
     pthread_detach(thread);

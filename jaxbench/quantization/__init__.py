@@ -1,0 +1,1 @@
+"""Weights in fewer bits: how they are rounded, and the files they are kept in."""
