@@ -34,7 +34,7 @@ from jaxbench.pretrained.tokenizer import load_tokenizer
 VALUES = flags.FLAGS
 TWINS = {
     "flax": ("jaxbench.transformer", "jaxbench.sample", "jaxbench.native.model"),
-    "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample", "jaxbench.eqx.native"),
+    "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample", "jaxbench.eqx.native.model"),
     "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.native.model"),
 }
 FILE_FLAGS = ("output", "batch_size", "overwrite")  # of --input

@@ -26,7 +26,7 @@ def main() -> int:
     from jaxbench.quantization import gguf_export
 
     if not VALUES.output:
-        raise ValueError("--output is missing: name a .gguf file")
+        raise ValueError(f"--output={VALUES.output!r} is missing: name a .gguf file")
     written = gguf_export.export(
         VALUES.model, VALUES.output, format=VALUES.format, embedding=VALUES.embedding, overwrite=VALUES.overwrite
     )

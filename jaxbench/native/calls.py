@@ -6,6 +6,7 @@ Twin: torch_ref/native/calls.py. The handlers are in src/xla.c; XLA's own thread
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ class BlockWeights(NamedTuple):
     matrices: tuple[UInt8[Array, " bytes"], ...]  # in the order of MATRICES
     biases: tuple[Float[Array, " outputs"], ...]
     formats: tuple[str, ...]
+    is_local: bool  # takes the rotary angles of layers with a window (Gemma 3)
 
 
 @functools.cache
@@ -93,7 +95,41 @@ def largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jax.ffi.ffi_call("jaxbench_largest", out)(logits.astype(jnp.float32))
 
 
-def block(
+def blocks(
+    x: Float[Array, "R D"],
+    positions: Int[Array, " R"],
+    angles: tuple[Array, Array] | None,
+    local_angles: tuple[Array, Array] | None,
+    layers: Sequence[BlockWeights],
+    cache: tuple[tuple[Array, ...], ...],
+    table: Int[Array, "R P"],
+    configs: Sequence[TransformerConfig],
+    settings: Settings,
+) -> tuple[Float[Array, "R D"], tuple[tuple[Array, ...], ...]]:
+    """All layers for tokens, one a row: residual stream behind them, and the pages with the tokens written in.
+
+    Args:
+      positions: of the tokens; a row at -1 is left as it is.
+      angles: rotary cosine and sine [R, head_dim / 2] of the positions; None with learned positions.
+      local_angles: those of layers that say is_local.
+      cache: keys and values [pages, K, page_size, width] of every layer and, of an 8-bit cache, their scales
+        [pages, K, page_size]; the calls write into them where XLA lets them.
+      table: page of each row's positions, in order. Rows that are tokens of one text have equal ones.
+      configs: of each layer (TransformerConfig.at_layer).
+
+    Raises:
+      ValueError: more than library.MAX_ROWS rows.
+    """
+    arrays: tuple[list, ...] = ([], [], [], [])
+    for weights, config, *cached in zip(layers, configs, *cache, strict=True):
+        used = local_angles if weights.is_local else angles
+        x, cached = _block(x, positions, used, weights, tuple(cached), table, config, settings)
+        for kind, array in zip(arrays, cached, strict=True):
+            kind.append(array)
+    return x, tuple(map(tuple, arrays))
+
+
+def _block(
     x: Float[Array, "B D"],
     positions: Int[Array, " B"],
     angles: tuple[Array, Array] | None,
@@ -103,22 +139,10 @@ def block(
     config: TransformerConfig,
     settings: Settings,
 ) -> tuple[Float[Array, "B D"], tuple[Array, ...]]:
-    """One layer for one token a row: residual stream behind it, and the layer's pages with the token written in.
-
-    Args:
-      positions: of the tokens; a row at -1 is left as it is.
-      angles: rotary cosine and sine [B, head_dim / 2] of the positions; None with learned positions.
-      cached: keys and values [pages, K, page_size, width] and, of an 8-bit cache, their scales [pages, K, page_size];
-        the call writes into them where XLA lets it.
-      table: page of each row's positions, in order.
-      config: of this layer (TransformerConfig.at_layer).
-
-    Raises:
-      ValueError: more than 64 rows.
-    """
+    """One layer: a custom call that writes its tokens into the pages, which are its results too."""
     register()
     if x.shape[0] > library.MAX_ROWS:
-        raise ValueError(f"block: {x.shape[0]} rows, native kernels decode at most {library.MAX_ROWS} at once")
+        raise ValueError(f"blocks: {x.shape[0]} rows, native kernels take at most {library.MAX_ROWS} at once")
     ints = (
         config.d_ff, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window or 0,
         library.ACTIVATIONS.index(config.activation), settings.planes, settings.threads,

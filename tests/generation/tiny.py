@@ -18,7 +18,7 @@ CONFIG = TransformerConfig(
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}[assistant]"
 MODULES = {
     "flax": ("jaxbench.transformer", "jaxbench.sample", "jaxbench.native.model"),
-    "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample", "jaxbench.eqx.native"),
+    "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample", "jaxbench.eqx.native.model"),
     "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.native.model"),
 }
 NEEDS_NATIVE = "native kernels cannot be had on this machine (no C compiler)"

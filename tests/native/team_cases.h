@@ -27,6 +27,33 @@ static int late_schedule(void *host, void (*task)(void *), void *data) {
 
 static int refusing_schedule(void *host, void (*task)(void *), void *data) { return (void)host, (void)task, (void)data, 1; }
 
+/* A host that comes to nothing before all calls are over. */
+static late_task postponed[4096];
+static int64_t num_postponed;
+
+static int postponing_schedule(void *host, void (*task)(void *), void *data) {
+  (void)host;
+  if (num_postponed == 4096) return 1;
+  postponed[num_postponed++] = (late_task){task, data};
+  return 0;
+}
+
+/* Teams that wait for helpers hold memory: calls must not pile them up. */
+static void check_waiting_teams(void) {
+  void *found[400];
+  int64_t num_found = 0;
+  snprintf(description, sizeof description, "helpers that do not come");
+  for (int64_t i = 0; i < 400; i++) {
+    team *t = team_begin(3, 1000, postponing_schedule, NULL);
+    int is_new = 1;
+    for (int64_t j = 0; j < num_found; j++) is_new &= found[j] != team_scratch(t);
+    if (is_new) found[num_found++] = team_scratch(t);
+    team_end(t);
+  }
+  for (int64_t i = 0; i < num_postponed; i++) postponed[i].task(postponed[i].data);
+  if (num_found > 50) fail("teams", (double)num_found);
+}
+
 typedef struct {
   weights w;
   float *x, *bias, *wanted, *out;
@@ -96,6 +123,7 @@ static void check_fork(void) {
 
 static void check_teams(void) {
   random_state = 1;
+  check_waiting_teams();
   check_late_helpers();
   check_two_callers();
   check_fork();

@@ -12,7 +12,7 @@ import pytest
 
 from jaxbench import initial, sample, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.native import calls, checkpoint, formats, library
+from jaxbench.native import calls, checkpoint, formats, library, run
 from jaxbench.native import model as native_model
 from jaxbench.parity import cases
 from jaxbench.prompts import SamplingParams
@@ -32,7 +32,7 @@ FAMILIES = {
 }
 BACKENDS = {
     "flax": ("jaxbench.native.model", "jaxbench.sample"),
-    "equinox": ("jaxbench.eqx.native", "jaxbench.sample"),
+    "equinox": ("jaxbench.eqx.native.model", "jaxbench.sample"),
     "torch": ("torch_ref.native.model", "torch_ref.sample"),
 }
 PROMPTS = [[5, 9, 2, 40, 11], [7] * 12, [1, 2, 3, 4, 5, 6, 7, 8]]
@@ -130,7 +130,7 @@ def test_long_prompts_go_through_in_parts(monkeypatch):
     tokens = np.random.default_rng(1).integers(0, LLAMA.vocab_size, (2, 150)).astype(np.int32)
     model = native_model.build(packed_of("llama"))
     whole = logits_of(model, tokens, prompt=150)
-    monkeypatch.setattr(native_model, "PART_ROWS", 64)
+    monkeypatch.setattr(run, "PART_ROWS", 64)
     assert np.array_equal(logits_of(model, tokens, prompt=150), whole)
 
 
@@ -170,13 +170,11 @@ def test_nan_in_one_row_shows_there_and_nowhere_else():
 
 
 def _block(layer, config, x, positions=(0, 0, 0), table=((0,), (1,), (2,))):
-    pages = jnp.zeros((3, config.num_kv_heads, 64, 16), jnp.float32)
-    none = jnp.zeros((0,), jnp.float32)
+    pages, none = jnp.zeros((3, config.num_kv_heads, 64, 16), jnp.float32), jnp.zeros((0,), jnp.float32)
     angles = (jnp.ones((len(x), config.head_dim // 2)), jnp.zeros((len(x), config.head_dim // 2)))
-    weights = native_model.block_weights(layer)
-    return calls.block(
-        jnp.asarray(x), jnp.asarray(positions, jnp.int32), angles, weights, (pages, pages, none, none),
-        jnp.asarray(table, jnp.int32), config, checkpoint.Settings(),
+    return calls.blocks(
+        jnp.asarray(x), jnp.asarray(positions, jnp.int32), angles, None, (run.block_weights(layer),),
+        ((pages,), (pages,), (none,), (none,)), jnp.asarray(table, jnp.int32), (config,), checkpoint.Settings(),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,9 +36,10 @@ class BlockWeights(NamedTuple):
     matrices: tuple[UInt8[Tensor, " bytes"] | None, ...]  # in the order of library.MATRICES
     biases: tuple[Float[Tensor, " outputs"] | None, ...]
     formats: tuple[str, ...]
+    is_local: bool  # takes the rotary angles of layers with a window (Gemma 3)
 
 
-class Steps(NamedTuple):
+class _Steps(NamedTuple):
     """The calls of a decoder's blocks, prepared once for a cache; what they point to is kept alive here."""
 
     calls: ctypes.Array
@@ -46,7 +48,7 @@ class Steps(NamedTuple):
     threads: int
 
 
-_steps: dict[int, Steps] = {}  # by the handle that the operator takes
+_steps: dict[int, _Steps] = {}  # of the last cache, by the handle that the operator takes
 
 
 @functools.cache
@@ -155,7 +157,7 @@ def _decode(handlers, x, positions, table, cosine, sine, local_cosine, local_sin
     return out
 
 
-def prepare(layers: list[BlockWeights], configs, cache, is_local: list[bool], settings: Settings) -> Steps:
+def _prepare(layers, cache, table, configs, settings) -> _Steps:
     """Calls of all blocks on one cache."""
     calls = (library.BlockCall * len(layers))()
     kinds = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -170,12 +172,11 @@ def prepare(layers: list[BlockWeights], configs, cache, is_local: list[bool], se
             format = formats.FORMATS.index(weights.formats[j])
             setattr(call, name, library.Matrix(_pointer(weights.matrices[j]), *sizes[j], format))
             setattr(call, name.replace("_proj", "_bias"), _pointer(weights.biases[j]))
-        keys = cache.keys[i]
-        arrays = (keys, cache.values[i], cache.key_scales[i], cache.value_scales[i])
-        pointers = (_pointer(x) if x.numel() else None for x in arrays)
-        call.cache = library.Cache(*pointers, None, keys.shape[0], keys.shape[2], cache.table.shape[1], kinds[keys.dtype])
-    flags = (ctypes.c_uint8 * len(layers))(*is_local)
-    return Steps(calls, flags, (layers, cache), _threads(settings))
+        keys = cache[0][i]
+        pointers = (_pointer(kind[i]) if kind[i].numel() else None for kind in cache)
+        call.cache = library.Cache(*pointers, None, keys.shape[0], keys.shape[2], table.shape[1], kinds[keys.dtype])
+    flags = (ctypes.c_uint8 * len(layers))(*(weights.is_local for weights in layers))
+    return _Steps(calls, flags, (layers, cache, settings), _threads(settings))
 
 
 def _fill_sizes(call: library.BlockCall, config: TransformerConfig, settings: Settings) -> None:
@@ -186,29 +187,28 @@ def _fill_sizes(call: library.BlockCall, config: TransformerConfig, settings: Se
     call.softcap = config.attention_softcap or 0.0
 
 
-def block(
-    x: Float[Tensor, "B D"],
-    positions: Int[Tensor, " B"],
+def blocks(
+    x: Float[Tensor, "R D"],
+    positions: Int[Tensor, " R"],
     angles: tuple[Tensor, Tensor] | None,
-    steps: Steps,
-    table: Int[Tensor, "B P"],
     local_angles: tuple[Tensor, Tensor] | None,
-) -> Float[Tensor, "B D"]:
-    """All layers for one token a row: residual stream behind them; the pages of the prepared cache get the token.
+    layers: Sequence[BlockWeights],
+    cache: tuple[tuple[Tensor, ...], ...],
+    table: Int[Tensor, "R P"],
+    configs: Sequence[TransformerConfig],
+    settings: Settings,
+) -> tuple[Float[Tensor, "R D"], tuple[tuple[Tensor, ...], ...]]:
+    """All layers for tokens, one a row: residual stream behind them, and the pages with the tokens written in place.
 
     Differs from the twin, which calls block by block: between two of them PyTorch would spend longer than in them.
 
     Raises:
-      ValueError: more than 64 rows.
+      ValueError: more than library.MAX_ROWS rows.
     """
     if x.shape[0] > library.MAX_ROWS:
-        raise ValueError(f"block: {x.shape[0]} rows, native kernels decode at most {library.MAX_ROWS} at once")
-    handle = id(steps)
-    _steps[handle] = steps
-    try:
-        return torch.ops.jaxbench.decode(
-            x.contiguous(), positions.int().contiguous(), table, *(angles or (None, None)),
-            *(local_angles or (None, None)), handle,
-        )  # fmt: skip
-    finally:
-        del _steps[handle]
+        raise ValueError(f"blocks: {x.shape[0]} rows, native kernels take at most {library.MAX_ROWS} at once")
+    last = _steps.get(0)
+    if last is None or last.kept[0] is not layers or last.kept[1][0] is not cache[0] or last.kept[2] != settings:
+        last = _steps[0] = _prepare(layers, cache, table, configs, settings)
+    pairs = (*(angles or (None, None)), *(local_angles or (None, None)))
+    return torch.ops.jaxbench.decode(x.contiguous(), positions.int().contiguous(), table, *pairs, 0), cache

@@ -14,9 +14,8 @@ from jaxbench.config import Compute
 from jaxbench.native import angles, library
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
 from torch_ref.native import calls, paged
+from torch_ref.native.run import block_weights, run
 from torch_ref.transformer import Transformer
-
-PART_ROWS = 256  # tokens of a block call: more do not fit the caches of a core, and wait for nothing
 
 class PackedLinear(torch.nn.Module):
     """Affine map of the last axis by a packed matrix."""
@@ -75,7 +74,7 @@ class NativeTransformer(torch.nn.Module):
         self.max_seq_len, self.vocab_size = model.max_seq_len, checkpoint.config.vocab_size
         for name, table in zip(("angles", "local_angles"), angles.tables(checkpoint.config), strict=True):
             self.register_buffer(name, None if table is None else torch.from_numpy(table))
-        self._steps: tuple | None = None  # the cache's keys, and what is prepared for it
+        self._layers: tuple[calls.BlockWeights, ...] | None = None
 
     def features(
         self,
@@ -94,52 +93,14 @@ class NativeTransformer(torch.nn.Module):
             positions = torch.arange(tokens.shape[1], dtype=torch.int32).expand(*tokens.shape)
         if cache is None:
             cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
-        if self._steps is None or self._steps[0] is not cache.keys:
-            layers = [block_weights(layer) for layer in self.model.layers]
-            is_local = [layer.attention.is_local for layer in self.model.layers]
-            self._steps = (cache.keys, calls.prepare(layers, self.configs, cache, is_local, self.settings))
-        return run(self.model, self._steps[1], (self.angles, self.local_angles), tokens, positions, cache)
+        if self._layers is None:
+            self._layers = tuple(map(block_weights, self.model.layers))
+        tables = (self.angles, self.local_angles)
+        return run(self.model, self._layers, self.configs, tables, tokens, positions, cache, self.settings)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Logits of hidden states."""
         return self.model.logits(hidden)
-
-
-def run(model, steps, tables, tokens, positions, cache) -> tuple[Tensor, paged.PagedCache]:
-    """Hidden states [B T D] of tokens, and the cache, written in place; tables: angles.tables as tensors."""
-    part = max(1, PART_ROWS // tokens.shape[0])
-    parts = zip(tokens.split(part, dim=1), positions.split(part, dim=1), strict=True)
-    hidden = [run_part(model, steps, tables, *each, cache)[0] for each in parts]
-    return hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1), cache
-
-
-def run_part(model, steps, tables, tokens, positions, cache) -> tuple[Tensor, paged.PagedCache]:
-    """The same for tokens that are few enough for one call a block."""
-    x = model.embed(tokens)
-    if model.position is not None:
-        x = x + model.position(torch.clamp(positions, min=0))
-    rows, half = positions.reshape(-1), steps.calls[0].head_dim // 2
-    at = [None if table is None else table[torch.clamp(rows, min=0)] for table in tables]
-    pairs = [each if each is None else (each[:, :half].contiguous(), each[:, half:].contiguous()) for each in at]
-    table = cache.table if tokens.shape[1] == 1 else cache.table.repeat_interleave(tokens.shape[1], dim=0)
-    out, final = calls.block(x.reshape(-1, x.shape[2]), rows, pairs[0], steps, table, pairs[1]), model.final_norm
-    return calls.norm(out, final.scale, getattr(final, "bias", None), eps=final.eps).reshape(x.shape), cache
-
-
-def block_weights(layer) -> calls.BlockWeights:
-    """A layer's arrays in the order of the block call."""
-    attention, mlp = layer.attention, layer.mlp
-    norms = (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
-    pairs = [(getattr(norm, "scale", None), getattr(norm, "bias", None)) for norm in norms]
-    pairs += [(getattr(norm, "scale", None), None) for norm in (attention.q_norm, attention.k_norm)]
-    linears = [getattr(attention, name) for name in library.MATRICES[:4]]
-    linears += [getattr(mlp, name) for name in library.MATRICES[4:]]
-    return calls.BlockWeights(
-        tuple(pairs),
-        tuple(None if each is None else each.data for each in linears),
-        tuple(None if each is None else each.bias for each in linears),
-        tuple("float32" if each is None else each.format for each in linears),
-    )
 
 
 def build(

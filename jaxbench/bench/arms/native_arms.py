@@ -83,7 +83,7 @@ class FlaxNativeArm(NativeArm, jax_arms.FlaxArm):
 class EquinoxNativeArm(NativeArm, jax_arms.EquinoxArm):
     """Equinox on native kernels."""
 
-    name, native = "equinox_native", "jaxbench.eqx.native"
+    name, native = "equinox_native", "jaxbench.eqx.native.model"
 
 
 class TorchNativeArm(NativeArm, torch_arms.PlainArm):
@@ -99,7 +99,6 @@ class FlaxFileArm(FlaxNativeArm):
     """The file's own numbers, float32 activations, cache in bfloat16: llama.cpp's is in 16 bits."""
 
     name, weights, activations, cache = "flax_file", "file", "float32", "bfloat16"
-    library = None
 
 
 class FlaxFileInt8Arm(FlaxFileArm):

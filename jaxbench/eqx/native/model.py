@@ -15,7 +15,7 @@ from jaxbench.config import Compute, TransformerConfig
 from jaxbench.eqx.transformer import Transformer
 from jaxbench.native import angles, calls, library, paged
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
-from jaxbench.native.model import run
+from jaxbench.native.run import block_weights, run
 
 
 class PackedLinear(eqx.Module):
@@ -110,8 +110,8 @@ class NativeTransformer(eqx.Module):
         """
         if cache is None:
             cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
-        tables = (self.angles, self.local_angles)
-        return run(self.model, self.configs, tables, tokens, positions, cache, self.settings)
+        layers, tables = tuple(map(block_weights, self.model.layers)), (self.angles, self.local_angles)
+        return run(self.model, layers, self.configs, tables, tokens, positions, cache, self.settings)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of hidden states."""
