@@ -32,8 +32,8 @@ def main() -> int:
     )
     found = gguf_export.summary(written)
     print(
-        f"{written.path}: {found['bytes'] / 1e6:.1f} MB (of {found['source_bytes'] / 1e6:.1f}), {found['rounded']} matrices "
-        f"rounded, relative error {found['error_median']:.2e} (median), {found['error_largest']:.2e} (largest)"
+        f"{written.path}: {found['bytes'] / 1e6:.1f} MB (of {found['source_bytes'] / 1e6:.1f}), {found['rounded']} "
+        f"matrices rounded, relative error {found['error_median']:.2e} (median), {found['error_largest']:.2e} (largest)"
     )
     return cli.EXIT_OK
 

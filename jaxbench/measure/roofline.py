@@ -44,8 +44,8 @@ def share(
 ) -> float | None:
     """Share of the machine's rate that a workload reached; None where the rate was not measured.
 
-    Prefill and the train step against the matmul rate; decode against the read bandwidth. weight_bytes: what a decode step
-    reads of weights that are not of the workload's type.
+    Prefill and the train step against the matmul rate; decode against the read bandwidth. weight_bytes: what a decode
+    step reads of weights that are not of the workload's type.
     """
     if workload.kind == "decode":
         if not rates.read_bytes_per_s:

@@ -10,7 +10,9 @@ from jaxbench.config import TransformerConfig
 
 
 def tables(config: TransformerConfig) -> tuple[Float[np.ndarray, "S h"] | None, Float[np.ndarray, "S h"] | None]:
-    """Cosine beside sine of each position, in float32 from float64: of global layers, and of layers with angles of their own."""
+    """Cosine beside sine of each position, in float32 from float64: of global layers, and of layers with angles
+    of their own.
+    """
     plain = local = None
     if config.position == "rotary":
         plain = _table(config, rotary.frequencies(config.head_dim, config.rope_theta, config.rope_scaling))

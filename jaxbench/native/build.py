@@ -1,7 +1,7 @@
 """Builds the native kernels on first use and keeps them in the cache (S file).
 
-The library's name holds a hash of what it was made from (sources, XLA's header, instruction set) and one of its bytes: a
-torn file is seen before it is loaded, and processes that build at once each put a whole file in place.
+The library's name holds a hash of what it was made from (sources, XLA's header, instruction set) and one of its bytes:
+a torn file is seen before it is loaded, and processes that build at once each put a whole file in place.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ def compile_command(compiler: list[str], output: Path, instructions: str, extra:
 
 
 def _build(folder: Path, key: str, instructions: str) -> Path:
-    """Path of a library made now; OSError where the folder does not take it, NotAvailable where no compiler makes it."""
+    """Path of a library made now; OSError where the folder does not take it, NotAvailable where no compiler
+    makes it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as made:
         problems, output = [], Path(made) / "kernels.so"

@@ -81,7 +81,9 @@ def embed(tokens: Int[Array, "..."], weights: PackedWeights) -> Float[Array, "..
 def norm(
     x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None, *, eps: float
 ) -> Float[Array, "*rows D"]:
-    """Each row over its root mean square, or with a bias standardised, times scale, plus bias; the same bits in any batch."""
+    """Each row over its root mean square, or with a bias standardised, times scale, plus bias; the same bits in
+    any batch.
+    """
     register()
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     call = jax.ffi.ffi_call("jaxbench_norm", jax.ShapeDtypeStruct(rows.shape, jnp.float32))

@@ -1,6 +1,7 @@
 """Checkpoints as packed matrices: in the numbers of their own file, or quantised (S file).
 
-A GGUF file's Q8_0, Q4_0 and Q4_1 blocks are repacked as they lie, without dequantising; float tensors stay what they are.
+A GGUF file's Q8_0, Q4_0 and Q4_1 blocks are repacked as they lie, without dequantising; float tensors stay what they
+are.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def checked(checkpoint: PackedCheckpoint, cache_dtype: str, activations: str, th
     found = {matrix.format for matrix in checkpoint.matrices.values()}
     wanted = {"int8": set(formats.FORMATS[2:]), "bfloat16": {"bfloat16"}}.get(activations, found)
     if not found & wanted:
-        raise ValueError(f"native: activations={activations} go with weights in {', '.join(sorted(wanted))}, got {found}")
+        raise ValueError(
+            f"native: activations={activations} go with weights in {', '.join(sorted(wanted))}, got {found}"
+        )
     return Settings(PLANES[activations], threads)
 
 
@@ -124,7 +127,11 @@ def check_widths(config: TransformerConfig, format: str) -> None:
     """
     if format not in formats.BLOCK_BYTES:
         return
-    widths = {"d_model": config.d_model, "num_heads * head_dim": config.num_heads * config.head_dim, "d_ff": config.d_ff}
+    widths = {
+        "d_model": config.d_model,
+        "num_heads * head_dim": config.num_heads * config.head_dim,
+        "d_ff": config.d_ff,
+    }
     for name, width in widths.items():
         if width % formats.GROUP:
             raise ValueError(f"weights={format}: groups of {formats.GROUP} do not divide the model's {name}={width}")

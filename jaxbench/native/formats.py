@@ -1,7 +1,7 @@
 """Formats of packed weights, and what each stands for, in numpy (S file).
 
-A matrix of `outputs` x `inputs` lies in tiles of 32 outputs, each one stream of bytes in the order in which a product reads
-it, scales included: a processor reads one stream at the memory's full rate, and many strided ones at a third.
+A matrix of `outputs` x `inputs` lies in tiles of 32 outputs, each one stream of bytes in the order in which a product
+reads it, scales included: a processor reads one stream at the memory's full rate, and many strided ones at a third.
 
 | format | bits a weight | weight of output o and input k |
 |---|---|---|

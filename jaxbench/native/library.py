@@ -47,7 +47,8 @@ class BlockCall(ctypes.Structure):
     """`block_call` of src/native.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "window")),
+        *((name, ctypes.c_int64) for name in ("rows", "d_model", "d_ff", "num_heads", "num_kv_heads")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "window")),
         *((name, ctypes.c_int32) for name in ("activation", "planes")),
         *((name, ctypes.c_float) for name in ("norm_eps", "query_scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("x", "out", "positions", "cosine", "sine")),

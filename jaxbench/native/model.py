@@ -1,8 +1,8 @@
 """A decoder on packed weights in Flax NNX: one native call a block, for prompts and for tokens.
 
-Twins: torch_ref/native/model.py, jaxbench/eqx/native/model.py. The layers are those of transformer.py, with PackedLinear and
-PackedEmbed where they have a Linear or an Embed: `NativeTransformer.model` computes the same by ordinary layers, which
-is what tests hold the blocks (src/block.h) to.
+Twins: torch_ref/native/model.py, jaxbench/eqx/native/model.py. The layers are those of transformer.py, with
+PackedLinear and PackedEmbed where they have a Linear or an Embed: `NativeTransformer.model` computes the same by
+ordinary layers, which is what tests hold the blocks (src/block.h) to.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jaxbench.native import angles, calls, library, paged
 from jaxbench.native.checkpoint import PackedCheckpoint, Settings, checked
 from jaxbench.native.run import block_weights, run
 from jaxbench.transformer import Transformer
+
 
 class PackedLinear(nnx.Module):
     """Affine map of the last axis by a packed matrix."""

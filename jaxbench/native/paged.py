@@ -1,7 +1,7 @@
 """The cache of the native kernels: pages of positions, keys and values head by head.
 
-Twin: torch_ref/native/paged.py. A row's token at position p lies in slot p % PAGE_SIZE of page table[row, p // PAGE_SIZE];
-rows have no gaps, whatever batch they are in.
+Twin: torch_ref/native/paged.py. A row's token at position p lies in slot p % PAGE_SIZE of page table[row, p //
+PAGE_SIZE]; rows have no gaps, whatever batch they are in.
 """
 
 from __future__ import annotations

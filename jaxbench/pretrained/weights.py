@@ -327,7 +327,9 @@ def _own_names(tensors: Tensors, family: Family, config: TransformerConfig) -> d
 
 
 def rotate_half_rows(value: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows, one an output, in our order; undo llama.cpp's order of rows: pairs side by side -> first halves, then second halves, in each head."""
+    """Rows, one an output, in our order; undo llama.cpp's order of rows: pairs side by side -> first halves,
+    then second halves, in each head.
+    """
     pairs = value.reshape(-1, head_dim // 2, 2, *value.shape[1:])
     return pairs.swapaxes(1, 2).reshape(value.shape)
 

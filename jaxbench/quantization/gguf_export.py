@@ -43,8 +43,8 @@ def export(
       embedding: of the embedding and of an untied head; None = q8_0 with formats of four bits, else the layers' own.
 
     Raises:
-      ValueError: the source is no GGUF file or damaged, a format is unknown, the groups do not divide a matrix's rows, or
-        the output is there.
+      ValueError: the source is no GGUF file or damaged, a format is unknown, the groups do not divide a matrix's rows,
+        or the output is there.
     """
     embedding = embedding or ("q8_0" if format.startswith("q4") else format)
     for name, value in (("format", format), ("embedding", embedding)):
@@ -55,7 +55,10 @@ def export(
         raise ValueError(f"--model={source} is a folder, and only GGUF files are written as GGUF; pass a GGUF file")
     output = outputs.check_file(output, [path], overwrite=overwrite)
     file = gguf_file.read(path)
-    gguf_config.config_from_gguf(file)  # refuses what no decoder here reads
+    config = gguf_config.config_from_gguf(file)  # refuses what no decoder here reads
+    family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
+    tensors = weights.Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
+    weights.plan(tensors, config, family)
     matrices = _matrices(file)
     for name in matrices:
         wanted = embedding if _is_embedding(name) else format
@@ -103,6 +106,8 @@ def _write(file, path: Path, matrices: set[str], format: str, embedding: str, sa
             wanted = gguf.GGMLQuantizationType[GGUF_NAMES[embedding if _is_embedding(name) else format]]
             if info.kind != wanted:
                 values = file.tensor(name)
+                if not np.isfinite(values).all():
+                    raise ValueError(f"{file.path}: tensor {name} has NaN or infinite values, {format} has none")
                 raw = gguf.quants.quantize(values, wanted)
                 errors[name] = _relative(gguf.quants.dequantize(raw, wanted), values)
         else:

@@ -1,4 +1,6 @@
-"""Decoders on native kernels: every family computes what its ordinary layers compute, whatever the batch, parts, threads and framework."""
+"""Decoders on native kernels: every family computes what its ordinary layers compute, whatever the batch,
+parts, threads and framework.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,10 @@ def small(tmp_path_factory):
     reader = gguf.GGUFReader(str(source.path))
     path = tmp_path_factory.mktemp("gguf") / "small.gguf"
     writer = gguf.GGUFWriter(path, arch="llama")
-    sizes = {"llama.block_count": 2, "llama.embedding_length": 64, "llama.feed_forward_length": 96,
-             "llama.attention.head_count": 2, "llama.attention.head_count_kv": 1, "llama.rope.dimension_count": 32}  # fmt: skip
+    sizes = {
+        "llama.block_count": 2, "llama.embedding_length": 64, "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 2, "llama.attention.head_count_kv": 1, "llama.rope.dimension_count": 32,
+    }  # fmt: skip
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             kind = field.types[0]

@@ -1,7 +1,7 @@
 """The native kernels as PyTorch operators: products of packed weights and whole decode steps, on CPUs.
 
-Twin: jaxbench/native/calls.py. The operators jaxbench::linear, embed, largest and decode call the library that JAX calls,
-through ctypes, with threads of its own (src/team.c).
+Twin: jaxbench/native/calls.py. The operators jaxbench::linear, embed, largest and decode call the library that JAX
+calls, through ctypes, with threads of its own (src/team.c).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def register() -> None:
     assert ctypes.sizeof(library.BlockCall) == handlers.jaxbench_block_call_bytes()
     operators = torch.library.Library("jaxbench", "DEF")
     operators.define(
-        "linear(Tensor x, Tensor data, Tensor? bias, int inputs, int outputs, int format, int planes, int threads) -> Tensor"
+        "linear(Tensor x, Tensor data, Tensor? bias, int inputs, int outputs, int format, int planes, int threads) "
+        "-> Tensor"
     )
     operators.define("embed(Tensor tokens, Tensor data, int inputs, int outputs, int format) -> Tensor")
     operators.define("norm(Tensor x, Tensor scale, Tensor? bias, float eps) -> Tensor")
@@ -99,7 +100,9 @@ def embed(tokens: Int[Tensor, "..."], weights: PackedWeights) -> Float[Tensor, "
 def norm(
     x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], bias: Float[Tensor, " D"] | None, *, eps: float
 ) -> Float[Tensor, "*rows D"]:
-    """Each row over its root mean square, or with a bias standardised, times scale, plus bias; the same bits in any batch."""
+    """Each row over its root mean square, or with a bias standardised, times scale, plus bias; the same bits in
+    any batch.
+    """
     rows = x.reshape(-1, x.shape[-1]).float().contiguous()
     return torch.ops.jaxbench.norm(rows, scale, bias, eps).reshape(x.shape)
 

@@ -17,6 +17,7 @@ from torch_ref.native import calls, paged
 from torch_ref.native.run import block_weights, run
 from torch_ref.transformer import Transformer
 
+
 class PackedLinear(torch.nn.Module):
     """Affine map of the last axis by a packed matrix."""
 

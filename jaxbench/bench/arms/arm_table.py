@@ -46,15 +46,16 @@ ARMS = {
     "transformers": ArmRow("jaxbench.bench.arms.peers", "TransformersArm", "HF transformers", "#8b8f98", "PyTorch"),
     "transformers_compile": ArmRow("jaxbench.bench.arms.peers", "CompiledTransformersArm", "HF transformers compiled",
                                    "#5f8299", "PyTorch", is_extra=True),
-    "flax_file": ArmRow("jaxbench.bench.arms.native_arms", "FlaxFileArm", "Flax native, file's weights", "#3f8f3f", "XLA",
-                        has_own_weights=True),
+    "flax_file": ArmRow("jaxbench.bench.arms.native_arms", "FlaxFileArm", "Flax native, file's weights", "#3f8f3f",
+                        "XLA", has_own_weights=True),
     "flax_file_int8": ArmRow("jaxbench.bench.arms.native_arms", "FlaxFileInt8Arm",
                              "Flax native, file's weights, 8-bit activations", "#6f8f2f", "XLA", has_own_weights=True),
-    "torch_file": ArmRow("jaxbench.bench.arms.native_arms", "TorchFileArm", "PyTorch native, file's weights", "#a06a3a", "PyTorch",
-                         has_own_weights=True),
+    "torch_file": ArmRow("jaxbench.bench.arms.native_arms", "TorchFileArm", "PyTorch native, file's weights",
+                         "#a06a3a", "PyTorch", has_own_weights=True),
     "llama_cpp": ArmRow("jaxbench.bench.arms.peers", "LlamaCppArm", "llama.cpp in Python", "#9061d6",
                         has_own_weights=True),
-    "llama_bench": ArmRow("jaxbench.bench.arms.llama_bench", "LlamaBenchArm", "llama.cpp", "#7a4fd0", has_own_weights=True),
+    "llama_bench": ArmRow("jaxbench.bench.arms.llama_bench", "LlamaBenchArm", "llama.cpp", "#7a4fd0",
+                          has_own_weights=True),
 }  # fmt: skip
 
 

@@ -55,7 +55,8 @@ class Arm:
         raise NotImplementedError(f"{self.name}: load {dtype}")
 
     def prepare(self, workload: Workload) -> dict:
-        """Compile what the workload needs and return facts: compile_s, temp_bytes, flops, weight_bytes, where they exist.
+        """Compile what the workload needs and return facts: compile_s, temp_bytes, flops, weight_bytes, where they
+        exist.
 
         {"skip": reason} says that this arm has no such workload.
         """

@@ -1,7 +1,8 @@
 """llama.cpp by its own benchmarks, llama-bench and llama-batched-bench, on the model's GGUF file.
 
-Its fastest form: built for this machine, weights repacked, no Python between tokens. Each sample is a process that loads the
-file, warms up and measures; only what it measured counts. It makes up its tokens, so its text is not compared.
+Its fastest form: built for this machine, weights repacked, no Python between tokens. Each sample is a process that
+loads the file, warms up and measures; only what it measured counts. It makes up its tokens, so its text is not
+compared.
 """
 
 from __future__ import annotations

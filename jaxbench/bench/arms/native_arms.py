@@ -1,8 +1,8 @@
 """Arms on the native kernels: Flax, Equinox and PyTorch with packed weights (jaxbench/native).
 
-Two kinds. `flax_native` and its like have the weights of the row's type, as every other arm: in float32 rows everything is
-float32, in bfloat16 rows weights, products' operands and cache are bfloat16. `flax_file` and its like have the numbers of
-the model's own GGUF file and stand in the float32 rows, beside llama.cpp, which has the same.
+Two kinds. `flax_native` and its like have the weights of the row's type, as every other arm: in float32 rows
+everything is float32, in bfloat16 rows weights, products' operands and cache are bfloat16. `flax_file` and its like
+have the numbers of the model's own GGUF file and stand in the float32 rows, beside llama.cpp, which has the same.
 """
 
 from __future__ import annotations
