@@ -6,6 +6,7 @@ a torn file is seen before it is loaded, and processes that build at once each p
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,11 +15,14 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from jaxbench import process_environment
 
 SOURCES = Path(__file__).parent / "src"
 HEADER = "xla/ffi/api/c_api.h"
@@ -40,8 +44,12 @@ class NotAvailable(ValueError):
     """The native kernels cannot be had here; the message says in one line why."""
 
 
-def instruction_set() -> str:
-    """Name of the best instruction set of this machine that there are kernels for; JAXBENCH_INSTRUCTIONS overrides it.
+class NotCompiled(NotAvailable):
+    """No compiler here makes them; for another instruction set one may."""
+
+
+def instruction_sets() -> list[str]:
+    """This machine's instruction sets that there are kernels for, best first; the one that JAXBENCH_INSTRUCTIONS names.
 
     Raises:
       ValueError: the variable names none.
@@ -50,9 +58,8 @@ def instruction_set() -> str:
     if named:
         if named not in INSTRUCTION_SETS:
             raise ValueError(f"JAXBENCH_INSTRUCTIONS={named!r} is not one of {', '.join(INSTRUCTION_SETS)}")
-        return named
-    flags = cpu_flags()
-    return next((name for name, needed in NEEDED_FLAGS.items() if set(needed) <= flags), "portable")
+        return [named]
+    return [name for name, needed in NEEDED_FLAGS.items() if set(needed) <= cpu_flags()] + ["portable"]
 
 
 @functools.cache
@@ -69,19 +76,29 @@ def cpu_flags() -> frozenset[str]:
 def library_path(instructions: str | None = None) -> Path:
     """Path of the built library, made first where it is not in the cache.
 
+    Args:
+      instructions: None takes the best set that the compiler knows too.
+
     Raises:
       NotAvailable: no compiler made it, or no folder takes it.
     """
-    instructions = instructions or instruction_set()
+    problems = []
+    for name in [instructions] if instructions else instruction_sets():
+        try:
+            return _library_path(name)
+        except NotCompiled as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _library_path(instructions: str) -> Path:
     key = f"{instructions}-{_source_hash(instructions)}"
     problems = []
     for folder in _folders():
-        for path in sorted(folder.glob(f"{key}-*.so")):
-            if _content_hash(path) == path.stem.rpartition("-")[2]:
-                return path
         try:
-            path = _build(folder, key, instructions)
-            ctypes.CDLL(str(path))  # a folder may forbid to run what it holds
+            whole = (path for path in sorted(folder.glob(f"{key}-*.so")) if _content_hash(path) == path.stem[-16:])
+            path = next(whole, None) or _build(folder, key, instructions)
+            ctypes.CDLL(str(path))  # a folder may forbid to run what it holds, or hold what another system built
             return path
         except OSError as error:
             problems.append(f"{folder}: {error.strerror or str(error).splitlines()[0]}")
@@ -89,9 +106,16 @@ def library_path(instructions: str | None = None) -> Path:
 
 
 def _folders() -> Iterator[Path]:
-    """Where a library may lie: the cache, else the folder for temporary files, one of this user's own in it."""
-    yield Path(os.environ.get("JAXBENCH_CACHE") or Path.home() / ".cache" / "jaxbench") / "native"
-    yield Path(tempfile.gettempdir()) / f"jaxbench-{os.getuid() if hasattr(os, 'getuid') else 0}" / "native"
+    """Where a library may lie: the cache, else the folder for temporary files, one in it that nobody else writes to."""
+    yield process_environment.cache_dir() / "native"
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"jaxbench-{user}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    with contextlib.suppress(OSError):
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o022:
+            yield folder / "native"
 
 
 def include_folder() -> Path | None:
@@ -135,9 +159,7 @@ def compile_command(compiler: list[str], output: Path, instructions: str, extra:
 
 
 def _build(folder: Path, key: str, instructions: str) -> Path:
-    """Path of a library made now; OSError where the folder does not take it, NotAvailable where no compiler
-    makes it.
-    """
+    """Path of a library made now; OSError where the folder does not take it, NotCompiled where no compiler makes it."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as made:
         problems, output = [], Path(made) / "kernels.so"
@@ -158,4 +180,4 @@ def _build(folder: Path, key: str, instructions: str) -> Path:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             problems.append(f"{' '.join(compiler)}: {errors[0].strip() if errors else f'exit {done.returncode}'}")
     cure = "install a C compiler (cc), or the extra `native`, which brings one"
-    raise NotAvailable(f"native kernels: {'; '.join(problems) or 'no C compiler here'}; {cure}")
+    raise NotCompiled(f"native kernels: {'; '.join(problems) or 'no C compiler here'}; {cure}")

@@ -133,8 +133,16 @@ def linear(
     threads: int | None = None,
     instructions: str | None = None,
 ) -> Float[np.ndarray, "M O"]:
-    """Product of rows by a packed matrix. planes: 3 = float32 activations, 1 = activations in 8 bits."""
+    """Product of rows by a packed matrix. planes: 3 = float32 activations, 1 = activations in 8 bits.
+
+    Raises:
+      ValueError: shapes do not fit, or `planes` is neither.
+    """
     x = np.ascontiguousarray(x, np.float32)
+    if x.ndim != 2 or x.shape[1] != weights.inputs or (bias is not None and np.shape(bias) != (weights.outputs,)):
+        raise ValueError(f"linear: x {x.shape}, bias {np.shape(bias)} by {weights.inputs} x {weights.outputs}")
+    if planes not in (1, 3):
+        raise ValueError(f"linear: planes={planes}, wanted 1 or 3")
     out = np.empty((len(x), weights.outputs), np.float32)
     bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
     matrix = weights.struct()

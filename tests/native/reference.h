@@ -130,6 +130,23 @@ static void multiply(const weights *w, const double *x, const float *bias, doubl
   }
 }
 
+/* What one plane makes of a row, in the floats that the kernel rounds with: bfloat16 for such weights, else 8 bits. */
+static void narrowed(double *x, int64_t size, int32_t format) {
+  for (int64_t i = 0; format == FORMAT_BF16 && i < size; i++) {
+    float value = (float)x[i];
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    x[i] = bf16_value((uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16));
+  }
+  for (int64_t first = 0; format >= FORMAT_INT8 && first < size; first += GROUP) {
+    float largest = 0;
+    int64_t end = first + GROUP < size ? first + GROUP : size;
+    for (int64_t i = first; i < end; i++) largest = fmaxf(largest, fabsf((float)x[i]));
+    float inverse = 127.0f / largest, scale = largest / 127.0f;
+    for (int64_t i = first; i < end; i++) x[i] = largest > 1e-30f ? (double)rintf((float)x[i] * inverse) * scale : 0;
+  }
+}
+
 static void normalised(double *x, int64_t size, norm n, double eps) {
   double mean = 0, squares = 0;
   for (int64_t i = 0; n.bias && i < size; i++) mean += x[i] / (double)size;
@@ -142,6 +159,16 @@ typedef struct {
   weights w[7];
   int is_prompt; /* rows are neighbours of one text: a row alone is no batch of its own */
 } problem;
+
+/* A product within a block, with activations as its weights take them. */
+static void project(const problem *p, int which, const double *x, const float *bias, double *y) {
+  const weights *w = &p->w[which];
+  double *narrow = copied(x, w->m.inputs * 8);
+  int is_bf16 = 1;
+  for (int i = 0; i < 7; i++) is_bf16 &= p->w[i].m.format == FORMAT_BF16 || (i == 4 && p->call.activation == ACTIVATION_GELU);
+  if (p->call.planes == 1 && (is_bf16 || w->m.format >= FORMAT_INT8)) narrowed(narrow, w->m.inputs, w->m.format);
+  multiply(w, narrow, bias, y, NULL);
+}
 
 static int64_t width_of(const block_call *c) { return (c->head_dim + 15) / 16 * 16; }
 static int64_t slot_at(const block_call *c, int64_t row, int64_t head, int64_t position) {
@@ -194,15 +221,15 @@ static void add_branch(double *residual, double *branch, int64_t size, norm n, d
 static void feed_forward(const problem *p, const double *normal, double *out) {
   const block_call *c = &p->call;
   double *up = fresh(c->d_ff * 8), *gate = fresh(c->d_ff * 8);
-  multiply(&p->w[5], normal, c->up_bias, up, NULL);
-  if (c->activation != ACTIVATION_GELU) multiply(&p->w[4], normal, c->gate_bias, gate, NULL);
+  project(p, 5, normal, c->up_bias, up);
+  if (c->activation != ACTIVATION_GELU) project(p, 4, normal, c->gate_bias, gate);
   for (int64_t i = 0; i < c->d_ff; i++) {
     double x = c->activation == ACTIVATION_GELU ? up[i] : gate[i];
     double active = c->activation == ACTIVATION_SWIGLU ? x / (1 + exp(-x))
                                                        : x * 0.5 * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
     up[i] = c->activation == ACTIVATION_GELU ? active : active * up[i];
   }
-  multiply(&p->w[6], up, c->down_bias, out, NULL);
+  project(p, 6, up, c->down_bias, out);
 }
 
 /* The block's output of one row, and the keys and values [kv_heads, head_dim] that it should have written. */
@@ -212,15 +239,15 @@ static void block_row(const problem *p, int64_t row, double *out, double *keys, 
   double *normal = fresh(c->d_model * 8), *query = fresh(heads * h * 8), *mixed = fresh(heads * h * 8);
   for (int64_t i = 0; i < c->d_model; i++) out[i] = normal[i] = c->x[row * c->d_model + i];
   normalised(normal, c->d_model, c->attention_norm, c->norm_eps);
-  multiply(&p->w[0], normal, c->q_bias, query, NULL);
-  multiply(&p->w[1], normal, c->k_bias, keys, NULL);
-  multiply(&p->w[2], normal, c->v_bias, values, NULL);
+  project(p, 0, normal, c->q_bias, query);
+  project(p, 1, normal, c->k_bias, keys);
+  project(p, 2, normal, c->v_bias, values);
   for (int64_t i = 0; i < c->num_kv_heads; i++) prepared(c, row, keys + i * h, c->k_norm);
   for (int64_t i = 0; i < heads; i++) {
     prepared(c, row, query + i * h, c->q_norm);
     attended(c, row, i, query + i * h, mixed + i * h);
   }
-  multiply(&p->w[3], mixed, c->o_bias, normal, NULL);
+  project(p, 3, mixed, c->o_bias, normal);
   add_branch(out, normal, c->d_model, c->attention_post_norm, c->norm_eps);
   memcpy(normal, out, (size_t)c->d_model * 8);
   normalised(normal, c->d_model, c->mlp_norm, c->norm_eps);

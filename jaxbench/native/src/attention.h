@@ -4,11 +4,16 @@
  * SPAN positions, counted from position 0 whatever the batch, and joins them from first to last: the same bits in any batch. */
 
 #define SPAN 64 /* positions that one chunk attends to */
+#define FEW_ROWS 16 /* of a call: attention is shared out by spans, not by rows, and reads memory */
 
 INLINE int64_t head_width(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
-INLINE int64_t num_spans(const block_call *c) { return (c->cache.page_size * c->cache.max_pages + SPAN - 1) / SPAN; }
+INLINE int64_t num_spans(const block_call *c) { /* up to the last position of the call */
+  int64_t longest = 0;
+  for (int64_t r = 0; r < c->rows; r++) longest = c->positions[r] > longest ? c->positions[r] : longest;
+  return longest / SPAN + 1;
+}
 
-static vf exponential(vf x) { /* e^x within 1 ulp for x <= 88; 0 below -87; Cephes' polynomial */
+static vf exponential(vf x) { /* e^x for x <= 88, e^-87 below -87; Cephes' polynomial */
   vf clipped = vf_min(vf_set1(88.0f), vf_max(vf_set1(-87.0f), x));
   vi n = vi_round(vf_mul(clipped, vf_set1(1.44269504088896341f)));
   vf m = vf_of(n), r = vf_fma(m, vf_set1(-0.693359375f), clipped);
@@ -27,7 +32,20 @@ INLINE vf sigmoid(vf x) {
   return vf_div(vf_set1(1.0f), vf_add(vf_set1(1.0f), exponential(vf_sub(vf_set1(0.0f), x))));
 }
 
-INLINE vf hyperbolic_tangent(vf x) { return vf_sub(vf_mul(vf_set1(2.0f), sigmoid(vf_add(x, x))), vf_set1(1.0f)); }
+/* A quotient of polynomials, as Eigen's: near 0 nothing is lost, which 2 sigmoid(2 x) - 1 does. */
+static vf hyperbolic_tangent(vf x) {
+  vf c = vf_min(vf_set1(7.90531110763549805f), vf_max(vf_set1(-7.90531110763549805f), x)), z = vf_mul(c, c);
+  vf p = vf_set1(-2.76076847742355e-16f), q = vf_set1(1.19825839466702e-06f);
+  p = vf_fma(p, z, vf_set1(2.00018790482477e-13f));
+  p = vf_fma(p, z, vf_set1(-8.60467152213735e-11f));
+  p = vf_fma(p, z, vf_set1(5.12229709037114e-08f));
+  p = vf_fma(p, z, vf_set1(1.48572235717979e-05f));
+  p = vf_fma(p, z, vf_set1(6.37261928875436e-04f));
+  p = vf_fma(p, z, vf_set1(4.89352455891786e-03f));
+  q = vf_fma(q, z, vf_set1(1.18534705686654e-04f));
+  q = vf_fma(q, z, vf_set1(2.26843463243900e-03f));
+  return vf_div(vf_mul(c, p), vf_fma(q, z, vf_set1(4.89352518554385e-03f)));
+}
 
 /* Divide by the root mean square, or standardise, and scale. x and out: `size` floats, which may be the same. */
 static void normalise(const float *x, int64_t size, norm n, float eps, float *out) {
@@ -159,6 +177,11 @@ INLINE void score_sixteen(const block_call *c, int64_t slot, int64_t count, cons
     for (int v = 0; v < vectors; v++) kept[h][v] = vf_load(query + h * width + 16 * v);
   for (int s = 0; s < 16; s++) { /* behind the end the last one again: never read */
     int64_t at = (slot + (first + s < count ? first + s : count - 1)) * width;
+    if (c->rows < FEW_ROWS) /* many rows find the span in a cache of the processor */
+      for (int64_t line = 0; line < cache_bytes(kind, width); line += 64) {
+        __builtin_prefetch((const char *)c->cache.keys + cache_bytes(kind, at) + AHEAD + line);
+        __builtin_prefetch((const char *)c->cache.values + cache_bytes(kind, at) + line);
+      }
     vf one[4];
     for (int h = 0; h < heads; h++) one[h] = vf_set1(0.0f);
     if (vectors) {

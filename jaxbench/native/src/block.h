@@ -49,7 +49,7 @@ static int64_t lay_out(block_state *s, const block_call *c, char *base) {
   s->kv_width = c->num_kv_heads * c->head_dim;
   s->width = head_width(c->head_dim);
   s->is_bf16 = takes_bf16(c);
-  s->is_split = c->rows < 16;
+  s->is_split = c->rows < FEW_ROWS;
   s->spans = s->is_split ? num_spans(c) : 1;
   int64_t d = up_to(c->d_model, GROUP), q = up_to(s->query_width, TILE), kv = up_to(s->kv_width, TILE), ff = up_to(c->d_ff, TILE);
   int64_t group = group_bytes(c->planes), heads = c->num_heads / c->num_kv_heads;
@@ -340,9 +340,7 @@ static void NAME(block)(const block_call *c, team *t) {
   for_rows(&s, NAME(enter));
   for_tiles(&s, NAME(project), num_tiles(s.query_width) + 2 * num_tiles(s.kv_width));
   for_rows(&s, NAME(position));
-  int64_t longest = -1;
-  for (int64_t r = 0; r < c->rows; r++) longest = c->positions[r] > longest ? c->positions[r] : longest;
-  if (s.is_split) team_run(t, NAME(attend), &s, (longest / SPAN + 1) * c->rows * c->num_kv_heads);
+  if (s.is_split) team_run(t, NAME(attend), &s, s.spans * c->rows * c->num_kv_heads);
   else team_run(t, NAME(attend_rows), &s, (c->rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER * c->num_kv_heads);
   for_rows(&s, NAME(join));
   for_tiles(&s, NAME(output), num_tiles(c->d_model));

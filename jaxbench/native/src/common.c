@@ -151,15 +151,20 @@ const char *check_matrix(const matrix *m) {
 const char *check_block(const block_call *c) {
   const matrix *all[7] = {&c->q_proj, &c->k_proj, &c->v_proj, &c->o_proj, &c->gate_proj, &c->up_proj, &c->down_proj};
   static _Thread_local char text[160];
+  int64_t query = c->num_heads * c->head_dim, kv = c->num_kv_heads * c->head_dim, d = c->d_model, ff = c->d_ff;
+  int64_t inputs[7] = {d, d, d, query, d, d, ff}, outputs[7] = {query, kv, kv, d, ff, ff, d};
   for (int i = 0; i < 7; i++) {
     if (i == 4 && c->activation == ACTIVATION_GELU) continue;
     const char *problem = check_matrix(all[i]);
     if (problem) return problem;
+    if (all[i]->inputs != inputs[i] || all[i]->outputs != outputs[i]) return "a block's matrix does not have the size of its place";
   }
+  if (c->cache.kind < CACHE_F32 || c->cache.kind > CACHE_INT8) return "unknown kind of cache";
   if (c->rows < 1 || c->rows > MAX_ROWS) return "a block takes 1 to 4096 rows";
   if (c->head_dim < 1 || c->head_dim > 1024) return "a block takes heads of 1 to 1024";
   if (c->cosine && c->head_dim % 2) return "rotary positions need an even head_dim";
-  if (c->num_kv_heads < 1 || c->num_heads % c->num_kv_heads) return "num_heads is not a multiple of num_kv_heads";
+  if (c->num_kv_heads < 1 || c->num_heads < 1 || c->num_heads % c->num_kv_heads) return "num_heads is not a multiple of num_kv_heads";
+  if (!c->attention_norm.scale || !c->mlp_norm.scale) return "a block without its norms";
   if (c->planes != 1 && c->planes != 3) return "activations have 1 or 3 planes";
   if (c->cache.page_size < 1 || c->cache.page_size % 64) return "page_size is not a multiple of 64";
   int64_t room = c->cache.page_size * c->cache.max_pages;

@@ -121,6 +121,11 @@ EXPORT XLA_FFI_Error *jaxbench_xla_block(XLA_FFI_CallFrame *frame) {
     return failed(frame, "jaxbench block: wrong number of arguments, results or attributes");
   block_call call;
   read_block(frame, ints, floats, &call);
+  const XLA_FFI_Buffer *keys = argument(frame, 5);
+  if (keys->rank != 4 || keys->dims[1] != call.num_kv_heads || keys->dims[3] != (call.head_dim + 15) / 16 * 16)
+    return failed(frame, "jaxbench block: pages do not have the heads of the model");
+  if (argument(frame, 1)->dims[0] != call.rows || argument(frame, 2)->dims[0] != call.rows)
+    return failed(frame, "jaxbench block: positions and page table do not have a line for each row");
   const char *problem = check_block(&call);
   const matrix *matrices = &call.q_proj;
   for (int i = 0; i < 7 && !problem; i++)
@@ -144,6 +149,8 @@ EXPORT XLA_FFI_Error *jaxbench_xla_linear(XLA_FFI_CallFrame *frame) {
   const char *problem = check_bytes(argument(frame, 1), &w);
   if (problem) return failed(frame, problem);
   int planes = (int)ints[3];
+  if (planes != 1 && planes != 3) return failed(frame, "jaxbench linear: activations have 1 or 3 planes");
+  if (x->rank != 2 || x->dims[1] != w.inputs) return failed(frame, "jaxbench linear: rows are not as wide as the weights");
   team *t = team_begin(threads_of(frame, ints[4]), INSTRUCTION_SET.linear_scratch(&w, x->dims[0], planes), schedule, frame);
   if (!t) return failed(frame, "jaxbench linear: not enough memory");
   INSTRUCTION_SET.linear(&w, x->data, x->dims[0], data_of(frame, 2), planes, result(frame, 0)->data, t);

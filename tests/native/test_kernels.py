@@ -1,0 +1,80 @@
+"""Kernels of every instruction set that this machine has, held to double precision: kernels_check.c says what is asked.
+
+More cases: build it by hand as `_compile` does and run it with another seed and number. Faults of memory and races:
+sanitize.sh.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jaxbench.native import build
+
+FOLDER = Path(__file__).parent
+CASES = 12
+# The plain loops of the portable set take a compiler long to optimise.
+OPTIMISED = {"portable": "-O0"}
+# On a machine with other work no call may go alone because it waited.
+FLAGS = ("-std=gnu11", "-ffp-contract=off", "-w", "-DWAIT_NS=1000000000000")
+
+
+def _sets() -> list[str]:
+    known = build.NEEDED_FLAGS.items()
+    return [name for name, needed in known if set(needed) <= build.cpu_flags()] + ["portable"]
+
+
+def _compile(instructions: str, folder: Path) -> Path | str:
+    """The program, or why there is none."""
+    compilers = build.compilers()
+    if not compilers:
+        return "no C compiler here"
+    files = [FOLDER / "kernels_check.c", *(build.SOURCES / f"{name}.c" for name in (instructions, "team", "common"))]
+    output = folder / instructions
+    command = [*compilers[0], *FLAGS, OPTIMISED.get(instructions, "-O1"), f"-I{build.SOURCES}"]
+    command += [f"-DINSTRUCTION_SET=kernels_{instructions}", *map(str, files), "-o", str(output), "-lpthread", "-lm"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode and instructions != "portable" and "target" in done.stderr:
+        return f"the compiler does not know {instructions}"
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Callable[..., str]:
+    """Runs the program of an instruction set and returns what it prints; all are compiled at once."""
+    folder = tmp_path_factory.mktemp("kernels")
+    with ThreadPoolExecutor(2) as pool:
+        programs = dict(zip(_sets(), pool.map(lambda name: _compile(name, folder), _sets()), strict=True))
+
+    def run(instructions: str, *arguments: object) -> str:
+        program = programs[instructions]
+        if isinstance(program, str):
+            pytest.skip(program)
+        command = [str(program), *map(str, arguments)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=dict(os.environ))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("instructions", _sets())
+def test_every_instruction_set_computes_what_double_precision_does(instructions, run):
+    assert f"{instructions}: {CASES} cases from seed 1, 0 wrong" in run(instructions, 1, CASES, "only")
+
+
+def test_sets_with_fused_multiply_adds_give_the_same_bits(run):
+    hashes = {name: run(name, 2, 6, "only").split()[-1] for name in _sets() if name != "portable"}
+    if not hashes:
+        pytest.skip("this machine has the portable set alone")
+    assert len(set(hashes.values())) == 1, hashes
+
+
+def test_late_helpers_callers_at_once_and_forks_change_nothing(run):
+    run(_sets()[0], 0, 0)
