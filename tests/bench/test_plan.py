@@ -74,7 +74,7 @@ def test_an_empty_prompt_and_a_short_text_are_errors():
 
 def test_a_batch_that_cannot_fit_is_refused_from_the_configuration_alone():
     suite = Suite.model_validate({"decode": {"batches": [100_000]}})
-    with pytest.raises(ValueError, match=r"decode \w+ b100000 p64 n32 with 5 arms needs about [\d.]+ GiB"):
+    with pytest.raises(ValueError, match=r"decode \w+ b100000 p64 n32 with 6 arms needs about [\d.]+ GiB"):
         estimate.check_fits(suite, SMOLLM, available=24 * 2**30)
 
 

@@ -26,7 +26,7 @@ def test_the_default_suite_is_the_decided_matrix():
     suite = config.load(FOLDER / "default.yaml", [], Suite)
     labels = [load.label() for load in suite.workloads()]
     assert suite.rounds.launches >= 5 and suite.rounds.budget_s <= 600
-    assert suite.arms == ("flax", "equinox", "torch_eager", "torch_compile", "transformers")
+    assert suite.arms == ("flax", "equinox", "flax_native", "torch_eager", "torch_compile", "transformers")
     assert [label for label in labels if label.startswith("prefill")] == [
         f"prefill {dtype} b1 p{tokens}" for dtype in ("float32", "bfloat16") for tokens in (37, 512)
     ]
