@@ -47,7 +47,7 @@ struct team {
   phase phases[MAX_PHASES];
   _Alignas(LINE) _Atomic int64_t offered; /* phases offered so far; -1: the call is over */
   _Alignas(LINE) _Atomic int64_t references;
-  int64_t num_phases, threads, waited_ns;
+  int64_t num_phases, threads, waited_ns, began_ns;
   pthread_t caller;
   void *scratch;
   int64_t scratch_bytes;
@@ -147,6 +147,7 @@ team *team_begin(int64_t threads, int64_t scratch_bytes, schedule_function sched
     else atomic_store_explicit(&alone_until_ns, 0, memory_order_relaxed);
   }
   t->num_phases = t->waited_ns = 0;
+  t->began_ns = threads > 1 ? now_ns() : 0;
   t->threads = threads;
   t->caller = pthread_self();
   atomic_store_explicit(&t->offered, 0, memory_order_relaxed);
@@ -188,9 +189,10 @@ void team_run(team *t, chunk_function run, void *context, int64_t chunks) {
 
 void team_end(team *t) {
   if (t->threads > 1) {
-    if (t->waited_ns > WAIT_NS) {
+    int64_t now = t->waited_ns > WAIT_NS ? now_ns() : 0; /* in a long call the last chunks of its phases take that long, too */
+    if (t->waited_ns > WAIT_NS && t->waited_ns > (now - t->began_ns) / 3) {
       int64_t hold = atomic_load_explicit(&hold_ns, memory_order_relaxed);
-      atomic_store_explicit(&alone_until_ns, now_ns() + hold, memory_order_relaxed);
+      atomic_store_explicit(&alone_until_ns, now + hold, memory_order_relaxed);
       atomic_store_explicit(&hold_ns, hold * 2 > HOLD_NS_MOST ? HOLD_NS_MOST : hold * 2, memory_order_relaxed);
     } else if (atomic_load_explicit(&hold_ns, memory_order_relaxed) > HOLD_NS) {
       atomic_fetch_sub_explicit(&hold_ns, HOLD_NS / 100, memory_order_relaxed);
