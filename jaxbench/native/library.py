@@ -81,8 +81,6 @@ def load(instructions: str | None = None) -> ctypes.CDLL:
     """
     library = ctypes.CDLL(str(build.library_path(instructions)))
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    library.jaxbench_instructions.restype = ctypes.c_char_p
-    library.jaxbench_tile_bytes.argtypes, library.jaxbench_tile_bytes.restype = (int32, int64), int64
     library.jaxbench_pack.argtypes = (int32, int64, int64, pointer, pointer, pointer)
     library.jaxbench_pack.restype = None
     library.jaxbench_embed.argtypes, library.jaxbench_embed.restype = (pointer, pointer, int64, pointer), None

@@ -27,6 +27,9 @@ static int late_schedule(void *host, void (*task)(void *), void *data) {
 
 static int refusing_schedule(void *host, void (*task)(void *), void *data) { return (void)host, (void)task, (void)data, 1; }
 
+/* A host whose queue is full: the task runs at once, on the thread that asked, and must not wait for its own caller. */
+static int full_schedule(void *host, void (*task)(void *), void *data) { return (void)host, task(data), 0; }
+
 /* A host that comes to nothing before all calls are over. */
 static late_task postponed[4096];
 static int64_t num_postponed;
@@ -87,6 +90,7 @@ static void check_late_helpers(void) {
   snprintf(description, sizeof description, "late helpers");
   stream_calls(&s, late_schedule);
   stream_calls(&s, refusing_schedule);
+  stream_calls(&s, full_schedule);
   for (int64_t i = 0; i < num_late; i++) pthread_join(late_threads[i], NULL);
   if (s.wrong) fail("results", (double)s.wrong);
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,11 +41,13 @@ class BlockWeights(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """The calls of a decoder's blocks, prepared once for a cache; what they point to is kept alive here."""
+    """The calls of a decoder's blocks, prepared once for a cache. Their pointers are the caller's, who holds the arrays."""
 
     calls: ctypes.Array
     is_local: ctypes.Array
-    kept: tuple
+    weights: weakref.ref  # the first matrix and the first page array they were prepared for
+    pages: weakref.ref
+    settings: tuple  # Settings, and pages of a row
     threads: int
 
 
@@ -179,7 +182,8 @@ def _prepare(layers, cache, table, configs, settings) -> _Steps:
         pointers = (_pointer(kind[i]) if kind[i].numel() else None for kind in cache)
         call.cache = library.Cache(*pointers, None, keys.shape[0], keys.shape[2], table.shape[1], kinds[keys.dtype])
     flags = (ctypes.c_uint8 * len(layers))(*(weights.is_local for weights in layers))
-    return _Steps(calls, flags, (layers, cache, settings), _threads(settings))
+    first = (weakref.ref(layers[0].matrices[0]), weakref.ref(cache[0][0]))
+    return _Steps(calls, flags, *first, (settings, table.shape[1]), _threads(settings))
 
 
 def _fill_sizes(call: library.BlockCall, config: TransformerConfig, settings: Settings) -> None:
@@ -211,7 +215,8 @@ def blocks(
     if x.shape[0] > library.MAX_ROWS:
         raise ValueError(f"blocks: {x.shape[0]} rows, native kernels take at most {library.MAX_ROWS} at once")
     last = _steps.get(0)
-    if last is None or last.kept[0] is not layers or last.kept[1][0] is not cache[0] or last.kept[2] != settings:
-        last = _steps[0] = _prepare(layers, cache, table, configs, settings)
+    is_same = last is not None and last.weights() is layers[0].matrices[0] and last.pages() is cache[0][0]
+    if not is_same or last.settings != (settings, table.shape[1]):
+        _steps[0] = _prepare(layers, cache, table, configs, settings)
     pairs = (*(angles or (None, None)), *(local_angles or (None, None)))
     return torch.ops.jaxbench.decode(x.contiguous(), positions.int().contiguous(), table, *pairs, 0), cache

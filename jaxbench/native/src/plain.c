@@ -1,12 +1,8 @@
-/* What Python calls through ctypes: packing, the kernels with threads of their own, questions. PyTorch's side and the tests. */
+/* What Python calls through ctypes: packing, and the kernels with threads of their own. PyTorch's side and the tests. */
 
 #include "native.h"
 
 #define EXPORT __attribute__((visibility("default")))
-
-EXPORT const char *jaxbench_instructions(void) { return INSTRUCTION_SET.name; }
-
-EXPORT int64_t jaxbench_tile_bytes(int32_t format, int64_t inputs) { return tile_bytes(format, inputs); }
 
 EXPORT void jaxbench_pack(int32_t format, int64_t inputs, int64_t outputs, const void *source, const float *scales, uint8_t *packed) {
   matrix m = {NULL, inputs, outputs, format};
