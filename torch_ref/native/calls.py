@@ -41,7 +41,7 @@ class BlockWeights(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """The calls of a decoder's blocks, prepared once for a cache. Their pointers are the caller's, who holds the arrays."""
+    """The calls of a decoder's blocks, prepared once for a cache; the caller holds what they point to."""
 
     calls: ctypes.Array
     is_local: ctypes.Array
