@@ -1,12 +1,12 @@
 """Checkpoints as packed matrices: in the numbers of their own file, or quantised (S file).
 
-A GGUF file's Q8_0, Q4_0 and Q4_1 blocks are repacked as they lie, without dequantising; float tensors stay what they
-are.
+A GGUF file's Q8_0, Q4_0 and Q4_1 blocks and a folder's integers on the same grids (quantization/blocks.py) are repacked
+as they lie, without dequantising; float tensors stay what they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from jaxbench.config import TransformerConfig
 from jaxbench.native import formats, library
 from jaxbench.native.library import Packed
 from jaxbench.pretrained import assets, families, gguf_config, gguf_file, weights
+from jaxbench.quantization import blocks
 
 FILE = "file"  # weights stay as the file has them
 CACHE_TYPES = ("float32", "bfloat16", "int8")  # of keys and values
@@ -86,11 +87,11 @@ def load(spec: str | Path | None = None, *, weights_as: str = FILE) -> PackedChe
     if weights_as not in WEIGHTS:
         raise ValueError(f"weights={weights_as!r} is not one of {', '.join(WEIGHTS)}")
     path = weights.resolve(spec)
-    if weights_as == FILE and path.is_file():
-        return _load_gguf(path, spec in (None, "default"))
+    if weights_as == FILE:
+        return _load_folder(path) if path.is_dir() else _load_gguf(path, spec in (None, "default"))
     checkpoint = weights.load_checkpoint(spec)
     return pack_params(
-        checkpoint.config, checkpoint.params, weights_as="float32" if weights_as == FILE else weights_as,
+        checkpoint.config, checkpoint.params, weights_as=weights_as,
         tokenizer=checkpoint.tokenizer, source=checkpoint.source, sha256=checkpoint.sha256,
     )  # fmt: skip
 
@@ -157,12 +158,39 @@ def _load_gguf(path: Path, is_default: bool) -> PackedCheckpoint:
     config = gguf_config.config_from_gguf(file)
     family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
     tensors = weights.Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
+    sha256 = assets.MODEL_SHA256 if is_default else assets.sha256_file(path)
+    return _pack_file(tensors, config, family, lambda job: gguf_rows(file, job.name), sha256)
+
+
+def _load_folder(path: Path) -> PackedCheckpoint:
+    """A Hugging Face folder's own numbers."""
+    tensors, config, family, sha256 = weights.open_folder(path)
+
+    def rows(job: weights.Job) -> formats.Rows:
+        if job.name in tensors.matrices and (held := blocks.rows(tensors.matrices[job.name]())) is not None:
+            return held
+        values = tensors.read(job.name)
+        values = np.asarray(values.T if job.rule.kind == "conv1d" else values, np.float32)
+        is_narrow = not (np.ascontiguousarray(values).view(np.uint32) & 0xFFFF).any()
+        return quantized(values, "bfloat16" if is_narrow else "float32")
+
+    return _pack_file(tensors, config, family, rows, sha256)
+
+
+def _pack_file(
+    tensors: weights.Tensors,
+    config: TransformerConfig,
+    family: families.Family,
+    rows_of: Callable[[weights.Job], formats.Rows],
+    sha256: str,
+) -> PackedCheckpoint:
+    """Matrices as `rows_of` has them, one output a row, and vectors."""
     library.load()
 
     def work(job: weights.Job) -> dict[str, Packed | np.ndarray] | None:
         if not job.ours[0].endswith((".kernel", "embed.embedding")):
             return weights.values_of(tensors, job, config)
-        rows = gguf_rows(file, job.name)
+        rows = rows_of(job)
         if not np.isfinite(formats.scales_of(rows)).all():
             return None
         if job.rule.kind == "interleaved":
@@ -170,11 +198,10 @@ def _load_gguf(path: Path, is_default: bool) -> PackedCheckpoint:
         parts = [rows.values] if len(job.ours) == 1 else np.split(rows.values, np.cumsum(job.widths)[:-1])
         return {name: library.pack(rows._replace(values=part)) for name, part in zip(job.ours, parts, strict=True)}
 
-    params = weights.read_all(path, weights.plan(tensors, config, family), work)
+    params = weights.read_all(tensors.source, weights.plan(tensors, config, family), work)
     matrices = {name.rpartition(".")[0]: value for name, value in params.items() if isinstance(value, Packed)}
     vectors = {name: value for name, value in params.items() if not isinstance(value, Packed)}
-    sha256 = assets.MODEL_SHA256 if is_default else assets.sha256_file(path)
-    return PackedCheckpoint(config, matrices, vectors, path, path.name, sha256)
+    return PackedCheckpoint(config, matrices, vectors, tensors.source, tensors.source.name, sha256)
 
 
 def gguf_rows(file: gguf_file.GgufFile, name: str) -> formats.Rows:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +20,9 @@ import numpy as np
 from jaxbench import outputs
 from jaxbench.config import TransformerConfig, shown
 from jaxbench.initial import mismatches, parameter_shapes
-from jaxbench.pretrained import assets, families, gguf_config, gguf_file, hf_config
+from jaxbench.pretrained import assets, compressed_tensors, families, gguf_config, gguf_file, hf_config
 from jaxbench.pretrained.families import Family, Rule
+from jaxbench.quantization.grids import Quantized
 
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 HUB_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json"]
@@ -47,6 +48,7 @@ class Tensors(NamedTuple):
     source: Path
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]  # float32 or float64 values of one tensor; may be called from several threads
+    matrices: Mapping[str, Callable[[], Quantized]] = {}  # a folder's quantised tensors, as they lie
 
 
 def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
@@ -57,7 +59,7 @@ def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
     """
     path = resolve(spec)
     if path.is_dir():
-        tensors, config, family, sha256 = _open_folder(path)
+        tensors, config, family, sha256 = open_folder(path)
     else:
         file = gguf_file.read(path)
         config = gguf_config.config_from_gguf(file)
@@ -114,12 +116,22 @@ def _folder_checksum(folder: Path, files: list[Path]) -> str:
 
 
 def save_checkpoint(
-    folder: str | Path, config: TransformerConfig, params: dict[str, np.ndarray], *, tokenizer: Any = None
+    folder: str | Path,
+    config: TransformerConfig,
+    params: dict[str, np.ndarray],
+    *,
+    tokenizer: Any = None,
+    matrices: Mapping[str, Mapping[str, np.ndarray]] = {},
+    quantization: dict[str, Any] | None = None,
 ) -> Path:
     """Write a Hugging Face folder that transformers and load_checkpoint read; all of it appears at once or nothing.
 
     The tokenizer's ids of beginning and end stand in config.json and generation_config.json, null where there are none:
     transformers would take its own otherwise.
+
+    Args:
+      matrices: tensors that stand for a module's kernel, by module and by the last part of their names
+        (compressed_tensors.stored); quantization is what config.json says of them.
 
     Raises:
       ValueError: the folder has content, parameters do not fit the configuration, or no architecture matches it.
@@ -132,16 +144,25 @@ def save_checkpoint(
     if config.layer_kind is not None:
         raise ValueError(f"save: memory.kind={config.layer_kind}: no Hugging Face architecture has memory layers")
     values = hf_config.config_to_hf(config)
+    wanted = parameter_shapes(config)
     shapes = {name: np.shape(value) for name, value in params.items()}
-    _raise_problems("save", mismatches(parameter_shapes(config), shapes))
+    shapes |= {f"{module}.kernel": wanted.get(f"{module}.kernel", ()) for module in matrices}
+    _raise_problems("save", mismatches(wanted, shapes))
     tensors = {}
     for rule, layer in _rows(families.HF_FAMILIES[values["model_type"]], config):
-        for part, ours in _parts(rule, layer, params).items():
+        for part, ours in _parts(rule, layer, shapes).items():
             theirs = f"{rule.theirs.format(i=layer)}.{part}"
+            held = matrices.get(ours[0].removesuffix(".kernel"))
+            if part == "weight" and held is not None:
+                if rule.kind != "linear":
+                    raise ValueError(f"save: {theirs} is a {rule.kind}, and only linear layers are written quantised")
+                tensors |= {f"{rule.theirs.format(i=layer)}.{name}": value for name, value in held.items()}
+                continue
             value = np.concatenate([np.asarray(params[name]) for name in ours], axis=-1)
             value = value - 1 if rule.kind == "shifted" else value
             tensors[theirs] = np.ascontiguousarray(value.T if rule.kind == "linear" else value)
-    dtypes = {str(value.dtype) for value in tensors.values()}
+    dtypes = {str(np.asarray(value).dtype) for value in params.values()}
+    values |= {} if quantization is None else {"quantization_config": quantization}
     with outputs.whole_folder(folder) as made:
         save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
         ends = list(getattr(tokenizer, "end_ids", ()))
@@ -155,8 +176,12 @@ def save_checkpoint(
     return folder
 
 
-def _open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
-    """Read a Hugging Face folder's configuration and tables of contents."""
+def open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
+    """Read a Hugging Face folder's configuration and tables of contents.
+
+    Raises:
+      ValueError: as load_checkpoint raises.
+    """
     values = read_json(folder / "config.json")
     config = hf_config.config_from_hf(values, folder / "config.json")
     index = folder / "model.safetensors.index.json"
@@ -168,9 +193,10 @@ def _open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise ValueError(f"{folder}: missing {', '.join(missing) or 'weights: the index names no file'}")
-    tensors = _open_safetensors(folder, files)
+    shapes, types, read = _open_safetensors(files)
     if weight_map is not None:
-        _raise_problems(str(index), {"missing in the files": sorted(set(weight_map) - set(tensors.shapes))})
+        _raise_problems(str(index), {"missing in the files": sorted(set(weight_map) - set(shapes))})
+    tensors = _tensors(folder, values.get("quantization_config"), shapes, types, read)
     return tensors, config, families.HF_FAMILIES[values["model_type"]], _folder_checksum(folder, files)
 
 
@@ -201,12 +227,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _open_safetensors(folder: Path, files: list[Path]) -> Tensors:
-    """Tensors of all safetensors files of a folder."""
+def _open_safetensors(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[str, str], Callable]:
+    """Shapes and types of all tensors of a folder's safetensors files, and what reads one as it lies."""
     import ml_dtypes  # noqa: F401  gives numpy the name bfloat16, which safetensors looks up
     import safetensors
 
-    home, shapes = {}, {}
+    home, shapes, types = {}, {}, {}
     for file in files:
         try:
             opened = safetensors.safe_open(file, framework="np")
@@ -214,17 +240,35 @@ def _open_safetensors(folder: Path, files: list[Path]) -> Tensors:
             raise ValueError(f"{file}: truncated or corrupt safetensors file ({error}); fetch it again") from error
         for name in opened.keys():  # noqa: SIM118  not a mapping
             part = opened.get_slice(name)
-            if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                raise ValueError(f"{file}: tensor {name} has type {part.get_dtype()}, wanted F64, F32, F16 or BF16")
-            home[name], shapes[name] = file, tuple(part.get_shape())
+            home[name], shapes[name], types[name] = file, tuple(part.get_shape()), part.get_dtype()
 
     def read(name: str) -> np.ndarray:
         # Opened anew for each tensor: pages of one that stays open add up to the file's size in memory.
         with safetensors.safe_open(home[name], framework="np") as opened:
-            value = opened.get_tensor(name)
+            return opened.get_tensor(name)
+
+    return shapes, types, read
+
+
+def _tensors(folder: Path, quantization: Any, shapes: dict, types: dict, read: Callable) -> Tensors:
+    """The tensors of a folder, those in integers put together as its quantization_config says."""
+    matrices = {}
+    if quantization is not None:
+        if not isinstance(quantization, dict):
+            raise ValueError(f"{folder}: quantization_config is {shown(quantization)}, wanted an object")
+        layout = compressed_tensors.layout(quantization, folder / "config.json")
+        shapes, matrices, _ = compressed_tensors.opened(shapes, types, read, layout, folder)
+    for name in shapes.keys() - matrices.keys():
+        if types[name] not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(f"{folder}: tensor {name} has type {types[name]}, wanted F64, F32, F16 or BF16")
+
+    def floats(name: str) -> np.ndarray:
+        if name in matrices:
+            return compressed_tensors.dequantized(matrices[name](), name, folder)
+        value = read(name)
         return value if value.dtype == np.float64 else value.astype(np.float32, copy=False)
 
-    return Tensors(folder, shapes, read)
+    return Tensors(folder, shapes, floats, matrices)
 
 
 def _rows(family: Family, config: TransformerConfig) -> list[tuple[Rule, int]]:

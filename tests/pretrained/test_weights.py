@@ -85,7 +85,7 @@ def test_a_tensor_that_was_read_leaves_no_page_of_its_file_in_memory(llama_folde
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("this system does not list a process's mapped files")
-    tensors, *_ = weights._open_folder(llama_folder)
+    tensors, *_ = weights.open_folder(llama_folder)
     found = {name: tensors.read(name) for name in tensors.shapes}
     assert found and str(llama_folder) not in maps.read_text()
 

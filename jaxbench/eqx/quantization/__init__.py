@@ -1,0 +1,1 @@
+"""Quantised decoders in Equinox."""

@@ -1,0 +1,50 @@
+"""A quantised model as a Hugging Face folder in compressed-tensors' layout (S file)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxbench import outputs
+from jaxbench.pretrained import compressed_tensors, hf_config, weights
+from jaxbench.pretrained.tokenizer import load_tokenizer
+from jaxbench.quantization.recipe import QuantizedModel
+
+
+def check(folder: str | Path, source: str | Path | None) -> None:
+    """Check, before anything is computed, that a folder can be written.
+
+    Raises:
+      ValueError: it has content, is the source, or lies where nothing can be written.
+    """
+    path = Path(folder)
+    if source is not None and outputs.is_same(path, source):
+        raise ValueError(f"--output={folder} is the input; name another folder")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"--output={folder} exists and is not an empty folder; choose another name or remove it")
+    outputs.check_folder(path, flag="--output")
+
+
+def save(folder: str | Path, model: QuantizedModel, source: str | Path | None, *, tokenizer: Any = None) -> Path:
+    """Write a model's integers, its other parameters in float32, and its tokenizer: that of its source, if not given.
+
+    Raises:
+      ValueError: the layout has no place for the model's grids, or its family's matrices are no linear layers (GPT-2).
+    """
+    if hf_config.config_to_hf(model.config)["model_type"] == "gpt2":
+        raise ValueError("--output: compressed-tensors' layout is for linear layers, GPT-2 has Conv1D in their place")
+    grid = next(iter(model.matrices.values())).grid
+    described = compressed_tensors.described(grid, model.activations)
+    matrices = {}
+    for name, matrix in model.matrices.items():
+        if matrix.grid != grid or not name.startswith("layers."):
+            raise ValueError(f"--output: {name} lies on {matrix.grid}, the layout takes layers alone, all on {grid}")
+        matrices[name] = compressed_tensors.stored(matrix, described["format"])
+        if name in model.input_ranges:
+            matrices[name]["input_scale"] = np.array([model.input_ranges[name] / 127], np.float32)
+    return weights.save_checkpoint(
+        folder, model.config, model.params, tokenizer=tokenizer or load_tokenizer(source), matrices=matrices,
+        quantization=described,
+    )  # fmt: skip

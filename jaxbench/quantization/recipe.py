@@ -1,0 +1,89 @@
+"""How a model is quantised: the fields of a recipe, and a model that is (S file)."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from jaxbench.config import Base, TransformerConfig
+from jaxbench.quantization import grids
+from jaxbench.quantization.grids import Grid, Quantized
+
+
+class Recipe(Base):
+    """What becomes of the matrices of a decoder's layers. Norms, biases and positions stay as they are."""
+
+    bits: int = Field(4, ge=2, le=8)  # of a weight
+    group_size: int | None = Field(32, ge=1)  # inputs that share a scale; null = a scale an output
+    zero: Literal["none", "integer", "least"] = "none"  # grids.Grid
+    scale_dtype: Literal["float32", "float16", "bfloat16"] = "float16"
+    type: Literal["int", "e4m3"] = "int"
+    scales: Literal["minmax", "percentile", "mse"] = "mse"  # how they are chosen: grids.nearest
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    equalize: Literal["none", "awq", "smoothquant"] = "none"  # channels scaled beforehand: equalize.py
+    activations: Literal["float", "dynamic", "static"] = (
+        "float"  # 8 bits of `type`: a scale a token, or from calibration
+    )
+    activation_scales: Literal["minmax", "percentile", "mse"] = "percentile"  # of static ones
+    embedding_bits: int | None = Field(8, ge=2, le=8)  # of embedding and head; null = as they are
+
+    @model_validator(mode="after")
+    def _fits(self) -> Recipe:
+        if self.activations != "float" and self.grid not in (grids.NAMED["int8"], grids.NAMED["fp8"]):
+            raise ValueError(
+                f"activations={self.activations} need weights of 8 bits with a scale an output (group_size: null, "
+                f"zero: none, scale_dtype: float32), got {self.grid}"
+            )
+        if self.type == "e4m3" and (self.bits != 8 or self.zero != "none"):
+            raise ValueError(f"type=e4m3 has 8 bits and zero=none, got bits={self.bits}, zero={self.zero}")
+        return self
+
+    @property
+    def grid(self) -> Grid:
+        """Of the layers' matrices."""
+        return Grid(self.bits, self.group_size, self.zero, self.scale_dtype, self.type)
+
+    @property
+    def embedding_grid(self) -> Grid | None:
+        """Of embedding and head; eight bits need no zero."""
+        if self.embedding_bits is None:
+            return None
+        zero = "none" if self.embedding_bits == 8 else self.zero
+        return Grid(self.embedding_bits, self.group_size or 32, zero, "float16")
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether inputs of the matrices must be seen."""
+        return self.rounding == "gptq" or self.equalize != "none" or self.activations == "static"
+
+
+class QuantizedModel(NamedTuple):
+    """A decoder whose matrices lie on grids."""
+
+    config: TransformerConfig
+    matrices: dict[str, Quantized]  # by module name; outputs x inputs
+    params: dict[str, np.ndarray]  # all other parameters by dotted name, scaled where channels were
+    activations: str  # float, dynamic or static
+    input_ranges: dict[str, float]  # static: the |x| that becomes 127, by module name
+    errors: dict[str, float]  # by module name: relative 2-norm of the change of products; uncalibrated: of weights
+
+    @property
+    def bytes(self) -> int:
+        """Of all weights: codes and scales by their bits, other parameters in float32."""
+        bits = sum(
+            m.codes.size * m.grid.bits_per_weight + (32 * m.scales.size if m.grid.group_size is None else 0)
+            for m in self.matrices.values()
+        )
+        return round(bits / 8) + sum(4 * value.size for value in self.params.values())
+
+
+def dequantized(model: QuantizedModel) -> dict[str, np.ndarray]:
+    """Parameters by dotted name, as any decoder loads them: what the matrices stand for, in float32."""
+    params = dict(model.params)
+    for name, matrix in model.matrices.items():
+        values = grids.dequantized(matrix)
+        is_embedding = name == "embed"
+        params[f"{name}.{'embedding' if is_embedding else 'kernel'}"] = values if is_embedding else values.T
+    return params

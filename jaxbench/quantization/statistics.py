@@ -1,0 +1,74 @@
+"""What calibration keeps of a matrix's inputs: enough for GPTQ, AWQ, SmoothQuant and static scales (S file).
+
+Sums over tokens, so that batches of tokens add up and nothing grows with their number.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+# Bins of |x| from 2^-24 on, eight an octave, what is smaller in the first: a percentile is known within 9 %.
+LOWEST, PER_OCTAVE, BINS = -24, 8, 384
+# Matrices of a block by the one whose inputs are theirs too.
+SOURCES = {
+    "attention.q_proj": "attention.q_proj",
+    "attention.k_proj": "attention.q_proj",
+    "attention.v_proj": "attention.q_proj",
+    "attention.o_proj": "attention.o_proj",
+    "mlp.gate_proj": "mlp.up_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
+
+
+class InputStatistics(NamedTuple):
+    """Of the inputs x [tokens, I] that a matrix was given."""
+
+    count: int  # tokens
+    second_moment: Float[np.ndarray, "I I"]  # sum of x x^T, float32
+    absolute: Float[np.ndarray, " I"]  # sum of |x|
+    largest: Float[np.ndarray, " I"]  # max of |x|
+    histogram: Int[np.ndarray, " bins"]  # of |x|, all inputs together
+
+    def __add__(self, other: InputStatistics) -> InputStatistics:  # type: ignore[override]  # a sum, not a longer tuple
+        """The statistics of both sets of tokens."""
+        largest = np.maximum(self.largest, other.largest)
+        sums = (getattr(self, name) + getattr(other, name) for name in ("count", "second_moment", "absolute"))
+        return InputStatistics(*sums, largest, self.histogram + other.histogram)
+
+
+def edges() -> Float[np.ndarray, " bins"]:
+    """Upper end of each bin."""
+    return 2.0 ** (LOWEST + (np.arange(BINS) + 1) / PER_OCTAVE)
+
+
+def static_range(statistics: InputStatistics, rule: str, *, levels: int = 127, percentile: float = 0.9999) -> float:
+    """The |x| that becomes the largest code of a static activation scale.
+
+    Args:
+      rule: minmax, percentile, or mse (the least squared error, from the histogram).
+
+    Raises:
+      ValueError: no tokens, or an unknown rule.
+    """
+    largest = float(statistics.largest.max())
+    if not statistics.count or not np.isfinite(largest):
+        raise ValueError(f"calibration: {statistics.count} tokens with inputs up to {largest} give no activation scale")
+    if rule == "minmax" or largest == 0:
+        return largest
+    upper, counts = np.minimum(edges(), largest), statistics.histogram
+    if rule == "percentile":
+        return float(upper[np.searchsorted(np.cumsum(counts), percentile * counts.sum())])
+    if rule != "mse":
+        raise ValueError(f"calibration: rule={rule!r} is not one of minmax, percentile, mse")
+    middle = upper * 2 ** (-0.5 / PER_OCTAVE)
+    candidates = np.unique(upper[counts > 0])
+    errors = []
+    for limit in candidates:
+        step = limit / levels
+        inside = np.where(middle < step / 2, middle**2, step**2 / 12)  # what rounds to 0 loses all of itself
+        errors.append((counts * np.where(middle > limit, (middle - limit) ** 2, inside)).sum())
+    return float(candidates[int(np.argmin(errors))])

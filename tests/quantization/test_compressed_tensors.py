@@ -1,0 +1,179 @@
+"""Folders in compressed-tensors' layout: what its own package and transformers read is what was written."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench import initial, transformer
+from jaxbench.config import TransformerConfig
+from jaxbench.native import checkpoint, library
+from jaxbench.native import model as native_model
+from jaxbench.pretrained import compressed_tensors, small_tokenizers, weights
+from jaxbench.quantization import folder_export, grids, quantize
+from jaxbench.quantization.grids import Grid
+from jaxbench.quantization.recipe import Recipe, dequantized
+
+CONFIG = TransformerConfig(
+    vocab_size=64, d_model=64, d_ff=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_seq_len=32
+)
+GRIDS = [grids.NAMED["q4_0"], Grid(4, 16, "integer"), Grid(3, 32), Grid(2, 32, "integer", "float32"),
+         Grid(8, 32), Grid(8, None, "none", "bfloat16"), Grid(5, None, "integer", "float32")]  # fmt: skip
+PARAMS = initial.initial_params(CONFIG, 3)
+
+
+def _saved(folder, grid, **recipe):
+    made = quantize.quantize(CONFIG, PARAMS, Recipe(**grid._asdict(), embedding_bits=None, **recipe))
+    folder_export.save(folder, made, None, tokenizer=small_tokenizers.ByteTokenizer())
+    return made
+
+
+@given(bits=st.integers(2, 8), shape=st.tuples(st.integers(1, 5), st.integers(1, 70)), seed=st.integers(0, 99))
+def test_packed_codes_come_back(bits, shape, seed):
+    codes = np.random.default_rng(seed).integers(0, 2**bits, shape).astype(np.uint8)
+    words = compressed_tensors.packed(codes, bits)
+    assert words.shape == (shape[0], -(-shape[1] * bits // 32))
+    np.testing.assert_array_equal(compressed_tensors.unpacked(words, bits, shape[1]), codes)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_layouts_own_package_reads_the_same_weights(grid):
+    package = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    weight = np.random.default_rng(0).normal(size=(40, 96)).astype(np.float32)
+    matrix = grids.nearest(weight, grid, rule="mse")
+    described = compressed_tensors.described(grid, "float")
+    stored = compressed_tensors.stored(matrix, described["format"])
+    scheme = package.quantization.QuantizationConfig.model_validate(described).config_groups["group_0"]
+    compressor = package.BaseCompressor.get_value_from_registry(described["format"])
+    tensors = {
+        # its product is in the scales' type; in float32 it is ours
+        name: torch.tensor(value.astype(np.float32)) if name == "weight_scale" else torch.tensor(value)
+        for name, value in stored.items()
+    }
+    found = compressor.decompress(tensors, scheme)["weight"]
+    np.testing.assert_array_equal(found.numpy(), grids.dequantized(matrix))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_folder_read_back_has_the_same_numbers(grid, tmp_path):
+    made = _saved(tmp_path / "made", grid)
+    read = weights.load_checkpoint(tmp_path / "made")
+    assert read.config == CONFIG
+    for name, value in dequantized(made).items():
+        np.testing.assert_array_equal(read.params[name], value, err_msg=name)
+
+
+@pytest.mark.skipif(not library.is_available(), reason="native kernels need a C compiler")
+@pytest.mark.parametrize(("name", "format"), [("q4_0", "q4_0"), ("q8_0", "q8_0"), ("int8", "int8"), ("w3", "float32")])
+def test_native_kernels_take_a_folders_integers_as_they_lie(name, format, tmp_path):
+    made = _saved(tmp_path / "made", grids.NAMED.get(name, Grid(3)))
+    packed = checkpoint.load(tmp_path / "made")
+    assert {m.format for n, m in packed.matrices.items() if n != "embed"} == {format}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 9)))
+    positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    native = native_model.build(packed)
+    found = native.logits(native.features(tokens, positions)[0])
+    wanted = transformer.build(CONFIG, dequantized(made))(tokens, positions)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_static_activation_ranges_are_kept(tmp_path):
+    from jaxbench.quantization import inputs
+
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 16))
+    recipe = Recipe(**grids.NAMED["int8"]._asdict(), activations="static", embedding_bits=None)
+    made = quantize.quantize(CONFIG, PARAMS, recipe, calibrator=inputs.LayerByLayer(CONFIG), tokens=tokens)
+    folder_export.save(tmp_path / "made", made, None, tokenizer=small_tokenizers.ByteTokenizer())
+    described = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    layout = compressed_tensors.layout(described, tmp_path)
+    assert layout.activations == "static" and layout.grid.bits == 8 and layout.format == "int-quantized"
+    import safetensors.numpy
+
+    tensors = safetensors.numpy.load_file(tmp_path / "made" / "model.safetensors")
+    step = tensors["model.layers.1.mlp.down_proj.input_scale"]
+    assert step.shape == (1,) and step[0] == np.float32(made.input_ranges["layers.1.mlp.down_proj"] / 127)
+
+
+def _changed(tmp_path, change):
+    _saved(tmp_path / "made", grids.NAMED["q4_0"])
+    path = tmp_path / "made" / "config.json"
+    values = json.loads(path.read_text())
+    change(values["quantization_config"])
+    path.write_text(json.dumps(values))
+    return tmp_path / "made"
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+BAD = [
+    (("quant_method",), "gptq", "quant_method='gptq', wanted compressed-tensors"),
+    (("format",), "marlin-24", "format='marlin-24', wanted pack-quantized or int-quantized"),
+    (("config_groups",), {}, "config_groups={}, wanted one group"),
+    (("config_groups", "group_0", "targets"), ["Embedding"], "targets="),
+    (WEIGHTS, None, "weights=None, wanted integers"),
+    ((*WEIGHTS, "type"), "float", "wanted integers"),
+    ((*WEIGHTS, "num_bits"), 1, "num_bits=1, wanted 2 to 8"),
+    ((*WEIGHTS, "num_bits"), "4", "num_bits='4', wanted 2 to 8"),
+    ((*WEIGHTS, "strategy"), "block", "strategy='block with group_size=32'"),
+    ((*WEIGHTS, "group_size"), 64, "weight_scale has shape"),
+    ((*WEIGHTS, "num_bits"), 8, "weight_packed has shape"),
+    ((*WEIGHTS, "symmetric"), False, "stands without .*weight_zero_point"),
+    (("config_groups", "group_0", "input_activations"), {"num_bits": 4}, "input_activations="),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), BAD, ids=[".".join(path) for path, _, _ in BAD])
+def test_a_folder_of_another_kind_is_refused_by_what_differs(path, value, message, tmp_path):
+    def change(described):
+        *parents, last = path
+        for parent in parents:
+            described = described[parent]
+        described[last] = value
+
+    with pytest.raises(ValueError, match=message):
+        weights.load_checkpoint(_changed(tmp_path, change))
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_shape", "weight_packed"])
+def test_a_matrix_with_a_missing_part_is_refused(part, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    _saved(tmp_path / "made", grids.NAMED["q4_0"])
+    path = tmp_path / "made" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[f"model.layers.0.mlp.up_proj.{part}"]
+    save_file(tensors, path)
+    wanted = "missing: model.layers.0.mlp.up_proj.weight" if part == "weight_packed" else f"without .*{part}"
+    with pytest.raises(ValueError, match=wanted):
+        weights.load_checkpoint(tmp_path / "made")
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    _saved(tmp_path / "made", grids.NAMED["q4_0"])
+    path = tmp_path / "made" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight_scale"][0, 0] = np.inf
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match="scales of model.layers.0.mlp.up_proj.weight have NaN"):
+        weights.load_checkpoint(tmp_path / "made")
+    if library.is_available():
+        with pytest.raises(ValueError, match="NaN or infinite values: model.layers.0.mlp.up_proj.weight"):
+            checkpoint.load(tmp_path / "made")
+
+
+def test_what_has_no_place_in_the_layout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="zero=least has no place"):
+        _saved(tmp_path / "made", grids.NAMED["q4_1"])
+    with pytest.raises(ValueError, match="codes of type e4m3"):
+        _saved(tmp_path / "made", grids.NAMED["fp8"])
+    made = quantize.quantize(CONFIG, PARAMS, Recipe(bits=4))
+    with pytest.raises(ValueError, match="embed lies on"):
+        folder_export.save(tmp_path / "made", made, None)
+    assert not (tmp_path / "made").exists()
