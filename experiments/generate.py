@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, process_environment, prompts, terminal
-from jaxbench.generation import batch, conversation, decoder, requests, writer
+from jaxbench.generation import batch, conversation, decoder, kernel_flags, requests, writer
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
 
@@ -62,13 +62,7 @@ def define() -> None:
     flags.DEFINE_float("repetition_penalty", 1.0, "lowers tokens that are there already; 1 = none")
     flags.DEFINE_integer("seed", 0, "of the draw", lower_bound=0, upper_bound=2**64 - 1)
     flags.DEFINE_multi_string("stop", [], "the text ends before this string; may be repeated")
-    flags.DEFINE_enum("kernels", "auto", list(decoder.KERNELS), "what computes: auto takes native ones on a CPU")
-    flags.DEFINE_enum(
-        "weights", None, list(decoder.WEIGHTS), "number type of the weights (unset: the file's own; with xla float32)"
-    )
-    flags.DEFINE_enum("cache", None, list(decoder.CACHES), "of keys and values; native kernels only")
-    flags.DEFINE_enum("activations", None, list(decoder.ACTIVATIONS), "of the products; native kernels only")
-    flags.DEFINE_integer("threads", None, "at most, 0 = all; native kernels only", lower_bound=0)
+    kernel_flags.define()
     cli.define_model()
     cli.define_backend()
     cli.define_device()
@@ -126,8 +120,8 @@ def choose() -> tuple[decoder.Choice, decoder.Backend]:
     """Kernels, and the modules of --backend."""
     is_torch = VALUES.backend == "torch"
     importlib.import_module("torch_ref.devices" if is_torch else "jaxbench.devices").check_device(VALUES.device)
-    options = decoder.Options(**{name: VALUES[name].value for name in decoder.Options._fields})
-    choice = decoder.choose(options, VALUES.device)
+    read_config = functools.partial(weights.read_config, model())
+    choice = decoder.choose(kernel_flags.options(), VALUES.device, config=read_config)
     *modules, native = TWINS[VALUES.backend]
     modules += [native] if choice.kernels == "native" else []
     placement = {"device": "cuda"} if is_torch and VALUES.device == "gpu" else {}

@@ -9,6 +9,8 @@
     watermark.py evaluate --config=configs/watermark/evaluate.yaml                 detectability, quality, robustness
     watermark.py calibrate --config=configs/watermark/calibrate.yaml               realised false-positive rates
 
+What decodes (generate, evaluate, power, train-detector, benchmark, attack) takes --kernels: auto takes native kernels
+on a CPU, and what the framework computes itself (xla) where they cannot be had; it then says why.
 Texts that generate wrote are scored as token ids, without their prompts, by --field=ids --prompt_field=prompt_tokens.
 Every run that is killed goes on with the same command, but keygen and attack. Bad input ends with exit code 2 and
 one line; calibrate and power end with 1 when a gate fails.
@@ -29,10 +31,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, outputs, process_environment, terminal
+from jaxbench.generation import kernel_flags
 from jaxbench.watermark import checks
 
 VALUES = flags.FLAGS
 say = functools.partial(print, flush=True)
+TWINS = {  # that generate, beside Flax
+    "flax": (),
+    "equinox": (
+        "jaxbench.eqx.transformer", "jaxbench.sample", "jaxbench.watermark.logits_processor",
+        "jaxbench.eqx.native.model",
+    ),
+    "torch": (
+        "torch_ref.transformer", "torch_ref.sample", "torch_ref.watermark.logits_processor",
+        "torch_ref.native.model",
+    ),
+}  # fmt: skip
 DETECTORS = {
     "flax": ("jaxbench.watermark.detect", "Detector"),
     "torch": ("torch_ref.watermark.detect", "Detector"),
@@ -70,6 +84,7 @@ def define_generate() -> None:
     cli.define_config("configs/watermark/kgw.yaml")
     flags.DEFINE_string("output", None, "file for the texts: a .jsonl file, one object a line")
     flags.DEFINE_bool("overwrite", False, "start anew where --output holds rows of an earlier run")
+    kernel_flags.define()
     cli.define_backend()
     cli.define_device()
 
@@ -85,16 +100,12 @@ def write_texts() -> int:
 
     settings = cli.load_config(generate.GenerateConfig)
     outputs.check_file(VALUES.output, [VALUES.config], overwrite=True)
-    twins = {
-        "flax": (),
-        "equinox": ("jaxbench.eqx.transformer", "jaxbench.sample"),
-        "torch": ("torch_ref.transformer", "torch_ref.sample", "torch_ref.watermark.logits_processor"),
-    }
-    backend = generate.Backend(*map(importlib.import_module, twins[VALUES.backend]))
+    backend = generate.Backend(*map(importlib.import_module, TWINS[VALUES.backend]))
     cli.keep(f"finished rows in {VALUES.output} are kept; the same command goes on")
     written = generate.run(
-        settings, VALUES.output, backend=backend, overwrite=VALUES.overwrite, device=VALUES.device, say=say
-    )
+        settings, VALUES.output, backend=backend, overwrite=VALUES.overwrite, device=VALUES.device,
+        options=kernel_flags.options(), say=say,
+    )  # fmt: skip
     say(f"written: {written}")
     return cli.EXIT_OK
 
@@ -202,10 +213,12 @@ def identify_family() -> int:
 # What a configuration describes
 
 
-def configured(default: str, workdir: str, *, data: bool = True) -> Callable[[], None]:
-    """Function that defines --config, --set, --workdir and, with data, --data."""
+def configured(default: str, workdir: str, *, data: bool = True, decodes: bool = True) -> Callable[[], None]:
+    """Function that defines --config, --set, --workdir; with data --data, and the kernels' flags where it decodes."""
 
     def define() -> None:
+        if decodes:
+            kernel_flags.define()
         cli.define_config(f"configs/watermark/{default}.yaml")
         cli.define_workdir(f"out/{workdir}")
         if data:
@@ -215,7 +228,7 @@ def configured(default: str, workdir: str, *, data: bool = True) -> Callable[[],
 
 
 def power_or_training(module: str, settings: str) -> Callable[[], int]:
-    """Main of a module with run(settings, path=, workdir=, say=)."""
+    """Main of a module with run(settings, path=, workdir=, options=, say=)."""
 
     def main() -> int:
         checks.check_workdir("power.json", "neural.json")
@@ -223,7 +236,8 @@ def power_or_training(module: str, settings: str) -> Callable[[], int]:
         part = importlib.import_module(f"jaxbench.watermark.{module}")
         config = cli.load_config(getattr(part, settings))
         cli.keep(f"finished parts in {VALUES.workdir} are kept; the same command goes on")
-        result = part.run(config, path=VALUES.data, workdir=VALUES.workdir, say=say)
+        how = {"options": kernel_flags.options(), "say": say}
+        result = part.run(config, path=VALUES.data, workdir=VALUES.workdir, **how)
         say(f"written: {VALUES.workdir}")
         return cli.EXIT_OK if result.get("passed", True) else cli.EXIT_GATE
 
@@ -260,7 +274,8 @@ def evaluate_schemes() -> int:
 
     settings = cli.load_config(Evaluate)
     cli.keep(f"finished stages in {VALUES.workdir} are kept; the same command goes on")
-    evaluate.run(settings, VALUES.workdir, resume=VALUES.resume, data=VALUES.data, console=terminal.console())
+    how = {"options": kernel_flags.options(), "say": say, "console": terminal.console()}
+    evaluate.run(settings, VALUES.workdir, resume=VALUES.resume, data=VALUES.data, **how)
     return cli.EXIT_OK
 
 
@@ -270,8 +285,10 @@ def measure_peers() -> int:
     from jaxbench.watermark.study import benchmark
 
     settings = cli.load_config(benchmark.Benchmark)
+    if settings.generation is None and settings.verdicts is None:
+        kernel_flags.check_idle("without generation and verdicts nothing is decoded")
     cli.keep(f"finished measurements in {VALUES.workdir} are kept; the same command goes on")
-    benchmark.run(settings, VALUES.workdir)
+    benchmark.run(settings, VALUES.workdir, options=kernel_flags.options(), say=say)
     say(f"written: {VALUES.workdir}")
     return cli.EXIT_OK
 
@@ -291,6 +308,7 @@ def define_attack() -> None:
     flags.DEFINE_bool("overwrite", False, "replace the output; never an input")
     flags.DEFINE_string("field", "text", "key of the text in a line of .jsonl")
     flags.DEFINE_integer("seed", 0, "of the attack's random stream", lower_bound=0, upper_bound=2**64 - 1)
+    kernel_flags.define()
     cli.define_model()
     cli.define_device()
 
@@ -307,7 +325,12 @@ def attack() -> int:
     run.check_attack_files(VALUES.input, VALUES.output, overwrite=VALUES.overwrite, inputs=[VALUES.human])
     if attacks.rewrites(chosen) or VALUES.device != "cpu":
         checks.check_device()
-    tools = run.attack_tools(chosen, human=VALUES.human, model=None if VALUES.model == "default" else VALUES.model)
+    if not attacks.rewrites(chosen):
+        kernel_flags.check_idle(f"--attack={','.join(VALUES.attack)} asks no model to write")
+    tools = run.attack_tools(
+        chosen, human=VALUES.human, model=None if VALUES.model == "default" else VALUES.model,
+        options=kernel_flags.options(), device=VALUES.device, say=say,
+    )  # fmt: skip
     total, edits = run.attack_file(
         VALUES.input, VALUES.output, chosen, seed=VALUES.seed, field=VALUES.field, tools=tools,
         overwrite=VALUES.overwrite,
@@ -324,7 +347,9 @@ COMMANDS = {
     "attack": cli.Command(define_attack, attack, "Attack the texts of a file."),
     "evaluate": cli.Command(define_evaluate, evaluate_schemes, "Generate, attack, detect, judge quality: one report."),
     "calibrate": cli.Command(
-        configured("calibrate", "calibrate"), measure_rates, "Measure realised false-positive rates on human text."
+        configured("calibrate", "calibrate", decodes=False),
+        measure_rates,
+        "Measure realised false-positive rates on human text.",
     ),
     "power": cli.Command(
         configured("power", "power"), power_or_training("study.power", "Power"), "Measure detection rates by length."

@@ -6,10 +6,11 @@ The backends' modules are passed in, so that a command loads the framework it ru
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxbench.config import TransformerConfig
 from jaxbench.native import checkpoint, library
 from jaxbench.native.build import NotAvailable
 from jaxbench.pretrained import weights
@@ -24,7 +25,7 @@ class Options(NamedTuple):
     """What a command was asked for; None = nothing was said, and the kernels' own default is taken."""
 
     kernels: str = "auto"  # native on CPUs where they can be had | native | xla, the framework's own programs
-    weights: str | None = None  # of WEIGHTS; with xla of XLA_WEIGHTS
+    weights: str | None = None  # of WEIGHTS; with xla of XLA_WEIGHTS; stands over the dtype of a configuration
     cache: str | None = None  # of CACHES: keys and values, native only
     activations: str | None = None  # of ACTIVATIONS, native only
     threads: int | None = None  # native only: at most this many; 0 = all
@@ -43,6 +44,17 @@ class Choice(NamedTuple):
     def identity(self) -> dict[str, Any]:
         """What of it decides the tokens, by name: the number of threads does not."""
         return {"kernels": self.kernels, "weights": self.weights, "cache": self.cache, "activations": self.activations}
+
+    def added(self, dtype: str = XLA_WEIGHTS[0]) -> dict[str, Any]:
+        """What of its identity a configuration of this number type does not say: nothing where xla computes in it.
+
+        So that a run with --kernels=xla is the run that it was before there were others.
+        """
+        return {} if (self.kernels, self.weights) == ("xla", dtype) else self.identity()
+
+    def suffix(self, dtype: str = XLA_WEIGHTS[0]) -> str:
+        """The same behind the id of a configuration: "-native-file-float32-float32", or nothing."""
+        return "".join(f"-{value}" for value in self.added(dtype).values() if value)
 
 
 class Backend(NamedTuple):
@@ -63,24 +75,43 @@ class Decoder(NamedTuple):
     weights: str  # the number types of its matrices, the largest share first
 
 
-def choose(options: Options, device: str) -> Choice:
+XLA = Choice("xla", XLA_WEIGHTS[0], None, None, 0)  # what functions take that were told nothing
+
+
+def choose(
+    options: Options,
+    device: str,
+    *,
+    dtype: str = XLA_WEIGHTS[0],
+    config: Callable[[], TransformerConfig] | None = None,
+) -> Choice:
     """Kernels and number types of a run on a device.
+
+    Args:
+      dtype: of XLA_WEIGHTS, where the command has a configuration that says it: what xla computes in, and what native
+        weights are rounded to where it is narrower than float32.
+      config: reads the model's configuration; called where native kernels can be had.
 
     Raises:
       NotAvailable: native kernels are asked for and cannot be had; the message says why.
-      ValueError: a setting is for other kernels than these.
+      ValueError: a setting is for other kernels than these, or the model's widths do not take the weights' format.
     """
+    own = checkpoint.FILE if dtype == XLA_WEIGHTS[0] else dtype
     reason = None if options.kernels == "xla" else why_not_native(device)
+    if options.kernels != "xla" and reason is None and config is not None:
+        reason = why_no_block(shape := config())
+        if reason is None:
+            checkpoint.check_widths(shape, options.weights or own)
     if options.kernels == "native" and reason is not None:
         raise NotAvailable(f"--kernels={options.kernels}: {reason}")
     if options.kernels != "xla" and reason is None:
         cache, activations = options.cache or "float32", options.activations or "float32"
-        return Choice("native", options.weights or checkpoint.FILE, cache, activations, options.threads or 0)
+        return Choice("native", options.weights or own, cache, activations, options.threads or 0)
     because = reason or f"--kernels={options.kernels}"
     for name in ("cache", "activations", "threads"):
         if (value := getattr(options, name)) is not None:
             raise ValueError(f"--{name}={value} is for native kernels alone ({because}); leave it out")
-    chosen = options.weights or XLA_WEIGHTS[0]
+    chosen = options.weights or dtype
     if chosen not in XLA_WEIGHTS:
         raise ValueError(
             f"--weights={chosen} is for native kernels alone ({because}); wanted {' or '.join(XLA_WEIGHTS)}"
@@ -97,6 +128,12 @@ def why_not_native(device: str) -> str | None:
     except NotAvailable as error:
         return " ".join(str(error).split())
     return None
+
+
+def why_no_block(config: TransformerConfig) -> str | None:
+    """Why a model's layers have no native block; None where they have one."""
+    kind = config.layer_kind
+    return None if kind is None else f"native kernels have no block for the model's layers of kind {kind!r}"
 
 
 def check_rows(choice: Choice, rows: int, name: str = "--batch_size") -> None:

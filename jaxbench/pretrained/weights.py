@@ -69,6 +69,18 @@ def load_checkpoint(spec: str | Path | None = None) -> Checkpoint:
     return Checkpoint(config, _convert(tensors, config, family), path, path.name, sha256)
 
 
+def read_config(spec: str | Path | None = None) -> TransformerConfig:
+    """Configuration of a model, without reading a tensor.
+
+    Raises:
+      ValueError: an unsupported architecture, or a damaged file.
+    """
+    path = resolve(spec)
+    if path.is_dir():
+        return hf_config.config_from_hf(read_json(path / "config.json"), path / "config.json")
+    return gguf_config.config_from_gguf(gguf_file.read(path))
+
+
 def resolve(spec: str | Path | None = None) -> Path:
     """Path of the GGUF file or Hugging Face folder that a model's name stands for, fetched if need be.
 

@@ -7,6 +7,7 @@ the rows were made with, keys included as a salted hash: a run with anything els
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import types
@@ -18,6 +19,8 @@ from pydantic import Field, model_validator
 
 from jaxbench import outputs, sample, store, transformer
 from jaxbench.config import Base
+from jaxbench.generation import decoder
+from jaxbench.native import model as native_model
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import packing
@@ -64,7 +67,7 @@ class GenerateConfig(Base):
 
     marks: tuple[Mark, ...] = Field(min_length=1)  # row r takes mark r mod their number
     model: str = "default"  # as jaxbench.pretrained.weights.load_checkpoint takes it
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # where --weights says nothing (generation/decoder.py: choose)
     prompts: str | None = None  # a file of prompts (.txt parted by form feeds, .jsonl); None: the default text
     num_prompts: int = Field(default=8, ge=1)  # of the default text; of a file, at most this many
     prompt_tokens: int = Field(default=32, ge=1)  # length of the default text's prompts; a file's are cut to it
@@ -92,6 +95,7 @@ class Backend(NamedTuple):
     transformer: types.ModuleType = transformer
     sample: types.ModuleType = sample
     logits_processor: types.ModuleType = logits_processor
+    native: types.ModuleType | None = native_model  # needed for native kernels alone
 
 
 def run(
@@ -102,6 +106,7 @@ def run(
     backend: Backend = Backend(),
     overwrite: bool = False,
     device: str = "cpu",
+    options: decoder.Options = decoder.Options("xla"),
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Generate, write one JSON line a row, and return the file's path.
@@ -113,10 +118,11 @@ def run(
       keys: one for each mark, in place of key files; None where the mark has no scheme.
       overwrite: start anew where the file is there.
       device: where the backend runs; rows of another device are not gone on with.
+      options: kernels and number types; what decides tokens of them has to be the same for rows to be gone on with.
 
     Raises:
-      ValueError: a key is missing, prompts do not fit the model, or the file is an input or holds something else than
-        rows of this very run.
+      ValueError: a key is missing, prompts do not fit the model, kernels cannot be had, or the file is an input or
+        holds something else than rows of this very run.
     """
     output, record = Path(output), Path(f"{output}.run.json")
     keys = [mark.read_key() for mark in settings.marks] if keys is None else list(keys)
@@ -126,19 +132,20 @@ def run(
         raise ValueError(f"output: {output} has an unknown suffix, wanted .jsonl")
     read = [settings.prompts, settings.model, *(mark.key_file for mark in settings.marks)]
     outputs.check_file(output, read, overwrite=True)
-    wanted = _describe(settings, f"{backend.transformer.__name__} on {device}")
+    tokenizer = load_tokenizer(settings.model)
+    choice = _choose(settings, options, device, say)
+    wanted = _describe(settings, f"{backend.transformer.__name__} on {device}", choice)
     run_id = wanted["run"]
     used = [key for key in keys if key is not None]
     done = 0 if overwrite else _finished(output, record, wanted, used)
-    tokenizer = load_tokenizer(settings.model)
     prompts = read_prompts(settings, tokenizer)
     if done >= len(prompts):
         say(f"{output} has all {len(prompts)} rows")
         return output
     if done:
         say(f"{output} has {done} of {len(prompts)} rows, going on")
-    checkpoint = weights.load_checkpoint(settings.model)
-    model = backend.transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
+    modules = decoder.Backend(backend.transformer, backend.sample, backend.native)
+    model = decoder.load(settings.model, choice, modules).model
     writer = Writer(settings, keys, model=model, eos_id=tokenizer.end_ids, backend=backend)
     for start in range(done, len(prompts), settings.batch_size):
         rows = range(start, min(start + settings.batch_size, len(prompts)))
@@ -208,17 +215,32 @@ def read_prompts(settings: GenerateConfig, tokenizer: Any) -> list[list[int]]:
     return [tokenizer.encode(text)[: settings.prompt_tokens] for text in texts]
 
 
-def _describe(settings: GenerateConfig, backend: str) -> dict[str, Any]:
-    """Everything that decides the texts but the keys, by name, so that a message can say what differs."""
+def _choose(
+    settings: GenerateConfig, options: decoder.Options, device: str, say: Callable[[str], None]
+) -> decoder.Choice:
+    """Kernels of a run; why they are not native is said."""
+    read_config = functools.partial(weights.read_config, settings.model)
+    choice = decoder.choose(options, device, dtype=settings.dtype, config=read_config)
+    decoder.check_rows(choice, settings.batch_size, "generate: batch_size")
+    if choice.note:
+        say(choice.note)
+    return choice
+
+
+def _describe(settings: GenerateConfig, backend: str, choice: decoder.Choice) -> dict[str, Any]:
+    """Everything that decides the texts but the keys, by name, so that a message can say what differs.
+
+    What the kernels add is None for xla in the configuration's dtype, as it is in records that do not have it.
+    """
     marks = tuple(mark.model_copy(update={"key_file": None}) for mark in settings.marks)  # a key counts, not its place
     fields = settings.model_copy(update={"marks": marks}).model_dump(mode="json", exclude={"batch_size"})
     checksums = {
         "text_sha256": packing.text_sha256(settings.prompts),
         "model_sha256": evaluate_models.sha256(settings.model),
     }
-    whole = {**fields, **checksums, "backend": backend}
+    whole = {**fields, **checksums, "backend": backend, **choice.added(settings.dtype)}
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
-    return {**whole, "run": hashlib.sha256(text.encode()).hexdigest()[:12]}
+    return {**dict.fromkeys(choice.identity()), **whole, "run": hashlib.sha256(text.encode()).hexdigest()[:12]}
 
 
 def _finished(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence[Key]) -> int:
@@ -232,9 +254,11 @@ def _finished(output: Path, record: Path, wanted: dict[str, Any], keys: Sequence
         )
     differing = [name for name in identity.differing(record, wanted, keys) if name != "run"]
     if differing:
+        other = "native" if wanted["kernels"] != "native" else "xla"
+        hint = f"go on with --kernels={other}, " if "kernels" in differing else ""
         raise ValueError(
-            f"generate: {output} holds rows made with other {' and '.join(differing)}; name another file, or pass "
-            "--overwrite"
+            f"generate: {output} holds rows made with other {' and '.join(differing)}; {hint}name another file, or "
+            "pass --overwrite"
         )
     rows, run_id = store.rows(output), wanted["run"]
     for place, line in enumerate(rows, 1):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxbench import config, outputs
+from jaxbench.generation import decoder
+from jaxbench.pretrained import weights
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify, localize, significance
 from jaxbench.watermark.attack import attacks
@@ -237,8 +240,20 @@ def read_attacks(given: Sequence[str], *, strength: float, changes: Sequence[str
     return parsed[0] if len(parsed) == 1 else attacks.compose(parsed)
 
 
-def attack_tools(attack: Any, *, human: str | None, model: str | None) -> attacks.Tools:
-    """Tools of an attack: tokenizer, human texts and a rewriter, as far as it needs them."""
+def attack_tools(
+    attack: Any,
+    *,
+    human: str | None,
+    model: str | None,
+    options: decoder.Options = decoder.Options("xla"),
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda line: None,
+) -> attacks.Tools:
+    """Tools of an attack: tokenizer, human texts and a rewriter, as far as it needs them.
+
+    Raises:
+      ValueError: a file or the model cannot be read, or the kernels cannot be had.
+    """
     from jaxbench.pretrained.tokenizer import load_tokenizer
     from jaxbench.text import passages
 
@@ -249,7 +264,10 @@ def attack_tools(attack: Any, *, human: str | None, model: str | None) -> attack
     if attacks.rewrites(attack):
         from jaxbench.watermark.attack.rewrite import Rewriter
 
-        rewriter = Rewriter(model)
+        choice = decoder.choose(options, device, config=functools.partial(weights.read_config, model))
+        if choice.note:
+            say(choice.note)
+        rewriter = Rewriter(model, choice=choice)
     return attacks.Tools(
         tokenizer=load_tokenizer(model) if is_token else None,
         human=passages.read_texts(human) if is_human else (),

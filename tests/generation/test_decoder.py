@@ -6,7 +6,14 @@ import pytest
 
 from jaxbench.generation import decoder
 from jaxbench.generation.decoder import Options
+from jaxbench.memory.config import NeuralMemoryConfig
+from jaxbench.memory.decoder_config import DecoderMemory, with_memory
 from jaxbench.native import build, library
+from jaxbench.pretrained import weights
+from tests.generation import tiny
+
+NEURAL = NeuralMemoryConfig(d_model=32, num_heads=2, head_dim=16, chunk_size=4)
+WITH_MEMORY = with_memory(tiny.CONFIG, DecoderMemory(kind="mac", layers=(0,), window=4, neural=NEURAL))
 
 
 @pytest.fixture
@@ -73,3 +80,46 @@ def test_threads_are_no_part_of_what_decides_the_tokens(there):
     one, two = (decoder.choose(Options(threads=number), "cpu").identity() for number in (1, 2))
     assert one == two and one["kernels"] == "native"
     assert decoder.choose(Options(cache="int8"), "cpu").identity() != one
+
+
+def test_a_models_own_layers_have_no_native_block_so_auto_takes_xla_and_says_why(there):
+    choice = decoder.choose(Options(), "cpu", config=lambda: WITH_MEMORY)
+    assert choice[:2] == ("xla", "float32") and choice.note == (
+        "kernels: xla, because native kernels have no block for the model's layers of kind 'mac'"
+    )
+    with pytest.raises(ValueError, match="^--kernels=native: native kernels have no block .* of kind 'mac'$"):
+        decoder.choose(Options("native"), "cpu", config=lambda: WITH_MEMORY)
+    with pytest.raises(ValueError, match="^--cache=int8 is for native kernels alone .* of kind 'mac'"):
+        decoder.choose(Options(cache="int8"), "cpu", config=lambda: WITH_MEMORY)
+
+
+def test_the_model_is_looked_at_for_native_kernels_alone(there):
+    def unread():
+        raise AssertionError("the model was read")
+
+    assert decoder.choose(Options("xla"), "cpu", config=unread).kernels == "xla"
+    assert decoder.choose(Options(), "gpu", config=unread).kernels == "xla"
+    narrow = tiny.CONFIG.model_copy(update={"d_model": 16})
+    with pytest.raises(ValueError, match="^weights=q8_0: groups of 32 do not divide the model's d_model=16"):
+        decoder.choose(Options(weights="q8_0"), "cpu", config=lambda: narrow)
+
+
+def test_the_number_type_of_a_configuration_counts_where_no_weights_are_named(there):
+    chosen = lambda kernels, dtype, named=None: decoder.choose(Options(kernels, named), "cpu", dtype=dtype).weights
+    assert [chosen("native", dtype) for dtype in ("float32", "bfloat16")] == ["file", "bfloat16"]
+    assert [chosen("xla", dtype) for dtype in ("float32", "bfloat16")] == ["float32", "bfloat16"]
+    assert chosen("native", "bfloat16", "q4_0") == "q4_0" and chosen("xla", "bfloat16", "float32") == "float32"
+
+
+def test_only_what_a_configuration_does_not_say_is_added_to_its_id(there):
+    native, xla = decoder.choose(Options(cache="int8"), "cpu"), decoder.choose(Options("xla"), "cpu", dtype="bfloat16")
+    assert native.suffix() == "-native-file-int8-float32" and native.added() == native.identity()
+    assert (xla.suffix("bfloat16"), xla.added("bfloat16")) == ("", {}) and xla.suffix("float32") == "-xla-bfloat16"
+
+
+@pytest.mark.parametrize("spec", ["folder", None])
+def test_a_models_configuration_is_read_without_its_tensors(spec, folder, monkeypatch):
+    spec = spec and folder
+    whole = weights.load_checkpoint(spec)
+    monkeypatch.setattr(weights, "_convert", None)
+    assert weights.read_config(spec) == whole.config and weights.checksum(spec) == whole.sha256

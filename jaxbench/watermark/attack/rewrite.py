@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxbench import philox, sample, transformer
-from jaxbench.pretrained import tokenizer, weights
+from jaxbench import philox, sample
+from jaxbench.generation import decoder, flax_decoder
+from jaxbench.pretrained import tokenizer
 from jaxbench.watermark.attack.attacks import Rewrite
 from jaxbench.watermark.attack.random_draws import Draws
 
@@ -27,9 +28,14 @@ GROWTH = 1.5  # a reply may have this many times the tokens of its block
 class Rewriter:
     """A model that rewrites texts; loaded at its first use and kept."""
 
-    def __init__(self, model: str | Path | None, *, dtype: str = "float32", batch_size: int = 16):
-        """Keep the settings: a model as weights.load_checkpoint takes it, and how many blocks it rewrites at once."""
-        self._spec, self._dtype, self._batch_size = model, dtype, batch_size
+    def __init__(self, model: str | Path | None, *, choice: decoder.Choice = decoder.XLA, batch_size: int = 16):
+        """Keep the settings: a model as weights.load_checkpoint takes it, and how many blocks it rewrites at once.
+
+        Raises:
+          ValueError: the kernels do not take so many blocks.
+        """
+        decoder.check_rows(choice, batch_size, "rewriting.batch_size")
+        self._spec, self._choice, self._batch_size = model, choice, batch_size
         self._generator = functools.cache(self._new_generator)
 
     def __call__(
@@ -84,9 +90,8 @@ class Rewriter:
         return tokenizer.load_tokenizer(self._spec)
 
     @functools.cached_property
-    def _model(self) -> transformer.Transformer:
-        checkpoint = weights.load_checkpoint(self._spec)
-        return transformer.build(checkpoint.config, checkpoint.params, dtype=self._dtype)
+    def _model(self) -> Any:
+        return flax_decoder.load(self._spec, self._choice).model
 
     def _new_generator(self, temperature: float) -> sample.Generator:
         sampling = sample.SamplingParams(temperature=temperature)

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field, model_validator
 
-from jaxbench import outputs, store, transformer
+from jaxbench import outputs, store
 from jaxbench.config import Base, config_id
+from jaxbench.generation import decoder, flax_decoder
 from jaxbench.pretrained import tokenizer, weights
 from jaxbench.text import packing, passages
 from jaxbench.training import optimizer_step
@@ -189,6 +190,7 @@ def run(
     *,
     path: str | Path | None = None,
     workdir: str | Path,
+    options: decoder.Options = decoder.Options("xla"),
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Generate, train, save and test; write detector.safetensors, detector.json and neural.json into workdir.
@@ -197,7 +199,7 @@ def run(
 
     Raises:
       ValueError: a training scheme is also a test scheme, there are too few human documents, or workdir holds the texts
-        of another configuration.
+        of another configuration or of other kernels.
     """
     workdir, begun = Path(workdir), time.process_time()
     shared = [name for name, scheme in settings.test_schemes.items() if scheme in settings.train_schemes.values()]
@@ -206,20 +208,17 @@ def run(
     encoder = tokenizer.load_tokenizer(settings.model)
     texts = passages.read_texts(path)
     human = split(passages.cut(encoder, texts, num_tokens=settings.num_tokens, max_passages=100_000))
-    checkpoint = weights.load_checkpoint(settings.model)
-    vocab_size = checkpoint.config.vocab_size
-    extra = {"text_sha256": packing.text_sha256(path), "model_sha256": checkpoint.sha256, "vocab_size": vocab_size}
-    power.check_length(settings.prompt_tokens + settings.num_tokens, checkpoint.config.max_seq_len)
-    model = transformer.build(checkpoint.config, checkpoint.params)
-    made = {}
-    for part, schemes, count in (
-        ("train", settings.train_schemes, settings.num_train_texts),
-        ("test", settings.test_schemes, settings.num_test_texts),
-    ):
-        plan = _generation(settings, part, schemes, count)
+    shape = weights.read_config(settings.model)
+    vocab_size, model_sha256 = shape.vocab_size, weights.checksum(settings.model)
+    extra = {"text_sha256": packing.text_sha256(path), "model_sha256": model_sha256, "vocab_size": vocab_size}
+    power.check_length(settings.prompt_tokens + settings.num_tokens, shape.max_seq_len)
+    plans = {part: _generation(settings, part) for part in ("train", "test")}
+    choice = power.choose(plans["train"], options, shape, say=say, rows="train-detector: generation_batch")
+    model, made = flax_decoder.load(settings.model, choice).model, {}
+    for part, plan in plans.items():
         given = power.prompts(plan, encoder, path)
-        store.claim(workdir / part / "chunks", config_id(plan, exclude=("bars", "levels", "num_texts"), extra=extra))
-        for name in schemes:
+        store.claim(workdir / part / "chunks", power.batches_id(plan, choice, extra))
+        for name in plan.schemes:
             tokens = power.generate(plan, name, given, model=model, workdir=workdir / part, say=say)
             made[part, name] = tokens, power.text_keys(plan, name, len(tokens))
     marked, plain = [], []
@@ -227,7 +226,8 @@ def run(
         marked.append(training_data.marked_pool(scheme, *made["train", name], vocab_size=vocab_size))
         plain.append(training_data.human_pool(scheme, human.train, vocab_size=vocab_size))
     params, losses = fit(settings, marked, plain, say=say)
-    record = {"training": settings.model_dump(mode="json"), "config_id": config_id(settings, extra=extra), **extra}
+    own_id = config_id(settings, extra=extra) + choice.suffix()
+    record = {"training": settings.model_dump(mode="json"), "config_id": own_id, "kernels": choice.identity(), **extra}
     features.save(workdir, settings.detector, params, record, human.calibration)
     scorer, rows = Scorer(settings.detector, params), []
     for name in settings.test_schemes:
@@ -249,7 +249,11 @@ def _rate(value: Mapping[str, float]) -> str:
     return f"{value['value']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
 
 
-def _generation(settings: Training, part: str, schemes: Mapping[str, Any], count: int) -> power.Power:
+def _generation(settings: Training, part: str) -> power.Power:
+    """The marked texts of a part, train or test."""
+    schemes, count = settings.train_schemes, settings.num_train_texts
+    if part == "test":
+        schemes, count = settings.test_schemes, settings.num_test_texts
     return power.Power(
         schemes=schemes, model=settings.model, num_texts=count, prompt_tokens=settings.prompt_tokens,
         lengths=(settings.num_tokens,), batch_size=settings.generation_batch, seed=settings.seed + (part == "test"),

@@ -10,9 +10,11 @@ Results appear as they are measured in WORKDIR/records.jsonl; a run that is star
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from pydantic import Field
 
 from jaxbench import cli, config, store
 from jaxbench.config import Base
+from jaxbench.generation import decoder
 from jaxbench.measure import environment, process
 from jaxbench.measure.process import Worker, WorkerError
 from jaxbench.pretrained import assets, weights
@@ -92,16 +95,26 @@ class Benchmark(Base):
     verdicts: Verdicts | None = None
 
 
-def run(settings: Benchmark, workdir: str | Path) -> dict[str, Any]:
+def run(
+    settings: Benchmark,
+    workdir: str | Path,
+    *,
+    options: decoder.Options = decoder.Options("xla"),
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """Measure what the settings name, and return the summary; the workdir gets records, summary, CSV and HTML.
+
+    options: kernels of the step that a watermark is added to; a record of other ones is left alone.
 
     A missing peer is named in the summary, and its ratios are left out.
 
     Raises:
-      ValueError: the text is too short, or a part of jaxbench itself failed.
+      ValueError: the text is too short, kernels cannot be had, or a part of jaxbench itself failed.
     """
     workdir = Path(workdir)
-    bench = _Run(settings, workdir)
+    bench = _Run(settings, workdir, choose(settings, options))
+    if bench.choice.note:
+        say(bench.choice.note)
     workdir.mkdir(parents=True, exist_ok=True)
     if settings.detection is not None:
         for number in range(settings.launches):
@@ -120,15 +133,31 @@ def run(settings: Benchmark, workdir: str | Path) -> dict[str, Any]:
     return summary
 
 
+def choose(settings: Benchmark, options: decoder.Options) -> decoder.Choice:
+    """Kernels that decode; where nothing is decoded xla's, which add nothing to a configuration's id.
+
+    Raises:
+      ValueError: they cannot be had, or do not take the batches.
+    """
+    batches = () if settings.generation is None else settings.generation.batch_sizes
+    if settings.verdicts is not None:
+        batches += (settings.verdicts.texts,)
+    if not batches:
+        return decoder.XLA
+    choice = decoder.choose(options, "cpu", config=functools.partial(weights.read_config, settings.model))
+    decoder.check_rows(choice, max(batches), "benchmark: rows of a batch")
+    return choice
+
+
 class _Run:
     """The state of a run: its records, its inputs and the live generation worker."""
 
-    def __init__(self, settings: Benchmark, workdir: Path):
-        self.settings, self.workdir = settings, workdir
+    def __init__(self, settings: Benchmark, workdir: Path, choice: decoder.Choice):
+        self.settings, self.workdir, self.choice = settings, workdir, choice
         packing.load_text(settings.data)  # what is wrong with it is said before anything starts
         self.tokenizer = load_tokenizer(settings.model)
         self.vocab_size = weights.load_checkpoint(settings.model).config.vocab_size
-        self.id = config.config_id(settings, extra={"text": packing.text_sha256(settings.data)})
+        self.id = config.config_id(settings, extra={"text": packing.text_sha256(settings.data)}) + choice.suffix()
         self.path = workdir / "records.jsonl"
         rows = map(json.loads, store.rows(self.path))
         self.records = [row for row in rows if row.get("config") == self.id]
@@ -149,7 +178,8 @@ class _Run:
     def about(self) -> dict:
         """Machine, model, missing peers and the commit."""
         facts = environment.describe(threads=environment.usable_cores())
-        return {**facts, "config": self.id, "model_sha256": assets.MODEL_SHA256, "missing": self.missing}
+        about = {"config": self.id, "kernels": self.choice.identity(), "model_sha256": assets.MODEL_SHA256}
+        return {**facts, **about, "missing": self.missing}
 
     # Workers
 
@@ -241,7 +271,7 @@ class _Run:
         wanted = self.settings.generation
         if self._generation is None:
             self._generation = self.worker("generation", threads=environment.usable_cores())
-            self._generation.request("start", model=self.settings.model)
+            self._generation.request("start", model=self.settings.model, choice=self.choice._asdict())
         prompts = packing.real_prompts(self.tokenizer, [wanted.prompt_tokens] * batch_size, packing.load_text())
         arguments = wanted.model_dump(include={"new_tokens", "rounds", "loop_steps", "loop_rounds"})
         answer = self._generation.request("overhead", scheme=scheme, prompts=prompts, **arguments)
@@ -267,7 +297,7 @@ class _Run:
         with peer, self.worker("numpy", threads=1) as ours, maker:
             peer.request("start", tokenizer=self.tokenizer_folder(), vocab_size=self.vocab_size)
             ours.request("start", tokenizer=self.settings.model, vocab_size=self.vocab_size)
-            maker.request("start", model=self.settings.model)
+            maker.request("start", model=self.settings.model, choice=self.choice._asdict())
             by_peer = peer.request("generate", scheme=MARKLLM_KGW, model=self.model_folder(), **prompts)["ids"]
             by_us = maker.request("generate", scheme=scheme, **prompts)["ids"]
             ids = by_peer + by_us + human

@@ -17,8 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxbench import sample
-from jaxbench.pretrained import weights
-from jaxbench.transformer import build
+from jaxbench.generation import decoder, flax_decoder
 from jaxbench.watermark import config
 from jaxbench.watermark.green_lists import lists_of
 from jaxbench.watermark.keys import Key
@@ -31,11 +30,10 @@ SPREAD = 2.5  # standard deviation of these logits, about that of a small langua
 class Generation:
     """A model with plain programs, against which one watermark after another is measured."""
 
-    def start(self, *, model: str) -> dict:
-        """Load the model in float32."""
-        checkpoint = weights.load_checkpoint(model)
-        self.vocab_size = checkpoint.config.vocab_size
-        self.model = build(checkpoint.config, checkpoint.params, dtype="float32")
+    def start(self, *, model: str, choice: dict) -> dict:
+        """Load the model; choice: the fields of a decoder.Choice."""
+        self.model = flax_decoder.load(model, decoder.Choice(**choice)).model
+        self.vocab_size = self.model.vocab_size
         self.plain = self._generator(())
         return {}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench import config, outputs, sample, store
+from jaxbench.generation import decoder
 from jaxbench.watermark.attack import attacks, spoofing
 from jaxbench.watermark.study import detectability, evaluate_data, evaluate_models, evaluate_parts, text_quality
 from jaxbench.watermark.study.evaluate_config import CLEAN, HUMAN, UNMARKED, Evaluate
@@ -28,10 +29,17 @@ FORGED = 20  # texts forged of each scheme
 class Evaluation:
     """One evaluation in its folder; the model is loaded when a stage needs it."""
 
-    def __init__(self, settings: Evaluate, workdir: Path, *, on_stage: Callable[[str, bool], None] | None = None):
-        """Keep settings and folder; on_stage(name, is_new) is called after each stage."""
+    def __init__(
+        self,
+        settings: Evaluate,
+        workdir: Path,
+        *,
+        choices: evaluate_parts.Choices | None = None,
+        on_stage: Callable[[str, bool], None] | None = None,
+    ):
+        """Keep settings, folder and kernels (unset: xla's); on_stage(name, is_new) is called after each stage."""
         self.settings, self.workdir, self._on_stage = settings, Path(workdir), on_stage
-        self.parts = evaluate_parts.Parts(settings, self.workdir)
+        self.parts = evaluate_parts.Parts(settings, self.workdir, choices=choices)
         self.material: evaluate_data.Material
 
     # Stages
@@ -178,7 +186,7 @@ class Evaluation:
     def _generation(self, arm: str, texts: dict[str, list]) -> dict[str, list]:
         """Quality under the generating model itself, after the prompt."""
         s = self.settings
-        scorer = self.parts.scorer(s.model, s.generate.dtype)
+        scorer = self.parts.own_scorer
         rows = [[*prompt, *ids[: s.attack_tokens]] for prompt, ids in zip(self.material.prompts, texts["ids"])]
         has_logits = arm != UNMARKED and not s.schemes[arm].draws
         processor = self.parts.processor(arm) if has_logits else None
@@ -237,14 +245,18 @@ def run(
     *,
     resume: bool = True,
     data: str | None = None,
+    options: decoder.Options = decoder.Options("xla"),
+    say: Callable[[str], None] = lambda line: None,
     console: Any = None,
 ) -> dict[str, Any]:
     """Run an evaluation into a folder and write its report; return what results.json holds.
 
     Finished stages of the same configuration are kept, unless resume is False; `data` replaces settings.data.
+    `options`: kernels of what decodes.
 
     Raises:
-      ValueError: the folder holds another configuration's stages, or data do not fit.
+      ValueError: the folder holds stages of another configuration or of other kernels, kernels cannot be had, or data
+        do not fit.
     """
     from jaxbench.watermark.study import evaluate_report
 
@@ -252,12 +264,18 @@ def run(
         settings = settings.model_copy(update={"data": data})
     workdir = Path(workdir)
     evaluate_data.fingerprint(settings.data)
+    choices = evaluate_parts.choose(settings, options)
+    if choices.generate.note:
+        say(choices.generate.note)
     if not (resume and (workdir / "material.json").exists()):
         with tempfile.TemporaryDirectory() as place:  # where a tiny model may be made
-            Evaluation(settings, Path(place)).read_material()  # data that do not fit leave nothing in the workdir
-    prepare(settings, workdir, resume=resume)
+            trial = Evaluation(settings, Path(place), choices=choices)
+            trial.read_material()  # data that do not fit leave nothing in the workdir, nor do number types
+            if choices.generate.kernels == "native":
+                trial.parts.generator(UNMARKED)
+    prepare(settings, workdir, resume=resume, choices=choices)
     with evaluate_report.progress(num_stages(settings), console) as on_stage:
-        evaluation = Evaluation(settings, workdir, on_stage=on_stage)
+        evaluation = Evaluation(settings, workdir, choices=choices, on_stage=on_stage)
         results = evaluation.run()
     return evaluate_report.write(settings, evaluation.material, results, workdir, console=console)
 
@@ -272,11 +290,13 @@ def num_stages(s: Evaluate) -> int:
     return 1 + batches + 2 + 1 + len(s.schemes) * of_a_scheme
 
 
-def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
-    """Make the folder ready for this configuration.
+def prepare(
+    settings: Evaluate, workdir: Path, *, resume: bool = True, choices: evaluate_parts.Choices | None = None
+) -> None:
+    """Make the folder ready for this configuration and these kernels (unset: xla's).
 
     Raises:
-      ValueError: it holds stages of another one, or files of their names that no evaluation made.
+      ValueError: it holds stages of another one or of other ones, or files of their names that no evaluation made.
     """
     path = workdir / SETTINGS
     stages = [workdir / name for name in (*FOLDERS, "material.json")]
@@ -286,6 +306,9 @@ def prepare(settings: Evaluate, workdir: Path, *, resume: bool = True) -> None:
     models = {spec: evaluate_models.sha256(spec) for spec in evaluate_models.names(settings)}
     extra = {"text_sha256": evaluate_data.fingerprint(settings.data), "models": models}
     own = config.config_id(settings, exclude=("data",), extra=extra)
+    choices = choices or evaluate_parts.choose(settings)
+    own += choices.suffix(settings)
+    extra["kernels"] = {name: choice.identity() for name, choice in choices._asdict().items()}
     if not resume:
         for name in FOLDERS:
             shutil.rmtree(workdir / name, ignore_errors=True)

@@ -36,6 +36,11 @@ def sha256(spec: str) -> str:
     return ",".join(f"{file.name}:{assets.sha256_file(file)}" for file in sorted(path.glob("*.safetensors")))
 
 
+def read_config(spec: str) -> TransformerConfig:
+    """Configuration of a model."""
+    return TINY_CONFIG if spec == TINY else weights.read_config(spec)
+
+
 def resolve(spec: str, workdir: Path) -> str | Path:
     """The model as the loaders take it; the tiny one is made in the workdir at its first use."""
     if spec != TINY:

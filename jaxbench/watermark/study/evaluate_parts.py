@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench import sample, transformer
-from jaxbench.pretrained import weights
+from jaxbench import sample
+from jaxbench.generation import decoder, flax_decoder
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.watermark import canonical, detect, reference, significance
 from jaxbench.watermark.attack.rewrite import Rewriter
@@ -25,17 +25,48 @@ from jaxbench.watermark.study.evaluate_config import UNMARKED, Evaluate
 from jaxbench.watermark.texts import Ragged
 
 
+class Choices(NamedTuple):
+    """What decodes in an evaluation."""
+
+    generate: decoder.Choice = decoder.XLA
+    rewriting: decoder.Choice = decoder.XLA
+
+    def suffix(self, settings: Evaluate) -> str:
+        """What they add to the configuration's id."""
+        both = self.generate.suffix(settings.generate.dtype), self.rewriting.suffix(settings.rewriting.dtype)
+        return "".join(dict.fromkeys(both))
+
+
+def choose(settings: Evaluate, options: decoder.Options = decoder.Options("xla")) -> Choices:
+    """Kernels and number types of what an evaluation decodes with.
+
+    Raises:
+      ValueError: they cannot be had, or do not take the model or the batches.
+    """
+    found = []
+    for place, own, model in (
+        ("generate", settings.generate, settings.model),
+        ("rewriting", settings.rewriting, settings.rewriting.model),
+    ):
+        read_config = functools.partial(evaluate_models.read_config, model)
+        choice = decoder.choose(options, "cpu", dtype=own.dtype, config=read_config)
+        decoder.check_rows(choice, own.batch_size, f"{place}.batch_size")
+        found.append(choice)
+    return Choices(*found)
+
+
 class Parts:
     """The parts of one evaluation."""
 
-    def __init__(self, settings: Evaluate, workdir: Path):
+    def __init__(self, settings: Evaluate, workdir: Path, *, choices: Choices | None = None):
         """Load the tokenizer and derive the keys; models wait."""
-        self.settings, self.workdir = settings, workdir
+        self.settings, self.workdir, self.choices = settings, workdir, choices or choose(settings)
         self.tokenizer = load_tokenizer(evaluate_models.resolve(settings.model, workdir))
         rewriting = settings.rewriting
         self.rewriter = Rewriter(
-            evaluate_models.resolve(rewriting.model, workdir), dtype=rewriting.dtype, batch_size=rewriting.batch_size
-        )
+            evaluate_models.resolve(rewriting.model, workdir), choice=self.choices.rewriting,
+            batch_size=rewriting.batch_size,
+        )  # fmt: skip
         base, numbers = Key.from_passphrase(settings.passphrase), range(settings.num_keys)
         self.keys = {name: [base.derive(f"{name}/{i}") for i in numbers] for name in settings.schemes}
         self.bench, self.scorer = functools.cache(self._bench), functools.cache(self._scorer)
@@ -49,9 +80,14 @@ class Parts:
         return [self.key(arm, row) for row in range(count)]
 
     @functools.cached_property
-    def model(self) -> transformer.Transformer:
+    def model(self) -> Any:
         """The generating model."""
-        return self._build(self.settings.model, self.settings.generate.dtype)
+        return self._load(self.settings.model, self.choices.generate)
+
+    @functools.cached_property
+    def own_scorer(self) -> quality.Scorer:
+        """Quality under the generating model itself."""
+        return quality.Scorer(self.model, batch_size=self.settings.quality.batch_size)
 
     @property
     def vocab_size(self) -> int:
@@ -76,13 +112,13 @@ class Parts:
         return Bench(scheme, tokenizer=self.tokenizer, vocab_size=self.vocab_size, canonicalize=canonicalize)
 
     def _scorer(self, model: str, dtype: str) -> quality.Scorer:
-        is_own = (model, dtype) == (self.settings.model, self.settings.generate.dtype)  # it is not loaded twice
-        loaded = self.model if is_own else self._build(model, dtype)
-        return quality.Scorer(loaded, batch_size=self.settings.quality.batch_size)
+        judge = decoder.XLA._replace(weights=dtype)  # it scores and does not decode
+        if (model, judge) == (self.settings.model, self.choices.generate):
+            return self.own_scorer  # a model is not loaded twice
+        return quality.Scorer(self._load(model, judge), batch_size=self.settings.quality.batch_size)
 
-    def _build(self, spec: str, dtype: str) -> transformer.Transformer:
-        checkpoint = weights.load_checkpoint(evaluate_models.resolve(spec, self.workdir))
-        return transformer.build(checkpoint.config, checkpoint.params, dtype=dtype)
+    def _load(self, spec: str, choice: decoder.Choice) -> Any:
+        return flax_decoder.load(evaluate_models.resolve(spec, self.workdir), choice).model
 
 
 class Bench:

@@ -50,6 +50,7 @@ def write(
         "config_id": stored["config_id"],
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "models": stored["models"],
+        "kernels": stored["kernels"],
         "data": {"source": material.source, "sha256": material.sha256, "human_texts": len(material.human)},
         "environment": environment.describe(threads=environment.usable_cores()),
         "settings": settings.model_dump(mode="json"),

@@ -20,8 +20,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
-from jaxbench import outputs, philox, sample, store, transformer
-from jaxbench.config import Base, config_id
+from jaxbench import outputs, philox, sample, store
+from jaxbench.config import Base, TransformerConfig, config_id
+from jaxbench.generation import decoder, flax_decoder
 from jaxbench.pretrained import tokenizer, weights
 from jaxbench.text import packing, passages
 from jaxbench.watermark import config, green_lists, logits_processor, reference, significance
@@ -43,7 +44,7 @@ class Power(Base):
 
     schemes: dict[str, config.Scheme] = Field(min_length=1)  # name of a row -> scheme
     model: str = "default"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # where --weights says nothing (generation/decoder.py: choose)
     temperature: float = Field(default=1.0, gt=0)
     num_texts: int = Field(default=1000, ge=1)
     prompt_tokens: int = Field(default=32, ge=1)
@@ -98,7 +99,7 @@ def prompts(settings: Power, encoder: Any, path: str | Path | None) -> np.ndarra
 
 
 def generate(
-    settings: Power, name: str, given: np.ndarray, *, model: transformer.Transformer, workdir: Path,
+    settings: Power, name: str, given: np.ndarray, *, model: Any, workdir: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> np.ndarray:  # fmt: skip
     """Continuations [N max(lengths)] of prompts [N P] under one scheme; finished batches are read back."""
@@ -165,6 +166,7 @@ def run(
     *,
     path: str | Path | None = None,
     workdir: str | Path,
+    options: decoder.Options = decoder.Options("xla"),
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Generate, detect, write power.json into workdir, where finished batches are kept, and return what it holds.
@@ -172,21 +174,21 @@ def run(
     The prompts are cut from the texts of `path` (passages.read_texts); None = the packaged default text.
 
     Raises:
-      ValueError: workdir has the batches of another configuration.
+      ValueError: workdir has the batches of another configuration, or of other kernels.
     """
     workdir, begun = Path(workdir), time.process_time()
     given = prompts(settings, tokenizer.load_tokenizer(settings.model), path)
-    checkpoint = weights.load_checkpoint(settings.model)
-    vocab_size = checkpoint.config.vocab_size
-    extra = {"text_sha256": packing.text_sha256(path), "model_sha256": checkpoint.sha256}
-    identity = config_id(settings, exclude=("bars", "levels", "num_texts"), extra=extra)
-    check_length(settings.prompt_tokens + max(settings.lengths), checkpoint.config.max_seq_len)
+    shape = weights.read_config(settings.model)
+    check_length(settings.prompt_tokens + max(settings.lengths), shape.max_seq_len)
+    choice = choose(settings, options, shape, say=say)
+    extra = {"text_sha256": packing.text_sha256(path), "model_sha256": weights.checksum(settings.model)}
+    identity = batches_id(settings, choice, extra)
+    model = flax_decoder.load(settings.model, choice).model
     store.claim(workdir / "chunks", identity)
-    model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
     measured: list[Cell] = []
     for name in settings.schemes:
         tokens = generate(settings, name, given, model=model, workdir=workdir, say=say)
-        measured += cells(settings, name, given, tokens, vocab_size=vocab_size)
+        measured += cells(settings, name, given, tokens, vocab_size=shape.vocab_size)
     missed = [cell for cell in measured if is_missed(cell)]
     result = {
         "passed": not missed,
@@ -195,6 +197,7 @@ def run(
         "cpu_s": round(time.process_time() - begun, 1),
         "config_id": identity,
         **extra,
+        "kernels": choice.identity(),
         "config": settings.model_dump(mode="json"),
         "cells": [cell._asdict() | {"rate": cell.rate._asdict()} for cell in measured],
     }
@@ -202,6 +205,31 @@ def run(
     for cell in measured:
         say(line(cell))
     return result
+
+
+def choose(
+    settings: Power,
+    options: decoder.Options,
+    shape: TransformerConfig,
+    *,
+    say: Callable[[str], None],
+    rows: str = "power: batch_size",
+) -> decoder.Choice:
+    """Kernels of a run, whose rows a configuration calls `rows`; why they are not native is said.
+
+    Raises:
+      ValueError: they cannot be had, or do not take the batches.
+    """
+    choice = decoder.choose(options, "cpu", dtype=settings.dtype, config=lambda: shape)
+    decoder.check_rows(choice, settings.batch_size, rows)
+    if choice.note:
+        say(choice.note)
+    return choice
+
+
+def batches_id(settings: Power, choice: decoder.Choice, extra: dict[str, Any]) -> str:
+    """Id of what decides the batches; the kernels stand behind it where they are not xla."""
+    return config_id(settings, exclude=("bars", "levels", "num_texts"), extra=extra) + choice.suffix(settings.dtype)
 
 
 def check_length(num_tokens: int, max_seq_len: int) -> None:
