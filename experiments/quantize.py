@@ -98,14 +98,16 @@ def check_flags() -> Any:
 
 def _recipe(recipe: Any, grid: Any, is_gguf: bool) -> Any:
     """The recipe of a grid and the other flags."""
+    import pydantic
+
     if VALUES.activations != "float" and grid.bits == 8 and grid.group_size is None:
         grid = grid._replace(scale_dtype="float32")
     values = {name: VALUES[name].value for name in OF_RECIPE}
     try:
         made = recipe.Recipe(**values, **grid._asdict(), embedding_bits=8 if is_gguf else None)
-    except ValueError as error:
-        reason = " ".join(str(error).splitlines()[2].split())
-        raise ValueError(f"--activations={VALUES.activations}: {reason.removeprefix('Value error, ')}") from error
+    except pydantic.ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"--activations={VALUES.activations}: {reason}") from error
     idle = [name for name in OF_CALIBRATION if VALUES[name].present]
     if idle and not made.needs_calibration:
         raise ValueError(f"--{idle[0]}={VALUES[idle[0]].value} is for calibration, which rounding to nearest has not")

@@ -6,6 +6,7 @@ as they lie, without dequantising; float tensors stay what they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,8 @@ from jaxbench.config import TransformerConfig
 from jaxbench.native import formats, library
 from jaxbench.native.library import Packed
 from jaxbench.pretrained import assets, families, gguf_config, gguf_file, weights
-from jaxbench.quantization import blocks
+from jaxbench.quantization import blocks, grids
+from jaxbench.quantization.recipe import QuantizedModel
 
 FILE = "file"  # weights stay as the file has them
 CACHE_TYPES = ("float32", "bfloat16", "int8")  # of keys and values
@@ -106,18 +108,46 @@ def pack_params(
     sha256: str = "",
 ) -> PackedCheckpoint:
     """Pack parameters by dotted name, kernels (in, out)."""
-    names = [name for name in params if name.endswith(".kernel") or name == "embed.embedding"]
     check_widths(config, weights_as)
 
-    def work(name: str) -> Packed:
+    def rows(name: str) -> formats.Rows:
         kernel = np.asarray(params[name], np.float32)
-        return library.pack(quantized(kernel if name == "embed.embedding" else kernel.T, weights_as))
+        return quantized(kernel if name == "embed.embedding" else kernel.T, weights_as)
 
+    made = pack_rows(config, {name.rpartition(".")[0]: functools.partial(rows, name) for name in params
+                              if _is_matrix(name)}, params)  # fmt: skip
+    return made._replace(tokenizer=tokenizer, source=source, sha256=sha256)
+
+
+def pack_rows(
+    config: TransformerConfig, rows: Mapping[str, Callable[[], formats.Rows]], params: Mapping[str, np.ndarray]
+) -> PackedCheckpoint:
+    """Pack matrices, by module name, and of the parameters those that are none."""
     library.load()
     with ThreadPoolExecutor(library.num_threads()) as pool:
-        matrices = {name.rpartition(".")[0]: m for name, m in zip(names, pool.map(work, names), strict=True)}
-    vectors = {name: np.asarray(v, np.float32) for name, v in params.items() if name not in names}
-    return PackedCheckpoint(config, matrices, vectors, tokenizer, source, sha256)
+        matrices = dict(zip(rows, pool.map(lambda make: library.pack(make()), rows.values()), strict=True))
+    vectors = {name: np.asarray(value, np.float32) for name, value in params.items() if not _is_matrix(name)}
+    return PackedCheckpoint(config, matrices, vectors, None, "", "")
+
+
+def pack_quantized(model: QuantizedModel) -> PackedCheckpoint:
+    """Pack a quantised model; matrices on grids that no format holds become the float32 values they stand for."""
+
+    def rows(name: str) -> formats.Rows:
+        held = blocks.rows(model.matrices[name])
+        return quantized(grids.dequantized(model.matrices[name]), "float32") if held is None else held
+
+    def floats(name: str) -> formats.Rows:
+        value = np.asarray(model.params[name], np.float32)
+        return quantized(value if name == "embed.embedding" else value.T, "float32")
+
+    made = {name: functools.partial(rows, name) for name in model.matrices}
+    made |= {n.rpartition(".")[0]: functools.partial(floats, n) for n in model.params if _is_matrix(n)}
+    return pack_rows(model.config, made, model.params)
+
+
+def _is_matrix(name: str) -> bool:
+    return name.endswith(".kernel") or name == "embed.embedding"
 
 
 def check_widths(config: TransformerConfig, format: str) -> None:
@@ -188,7 +218,7 @@ def _pack_file(
     library.load()
 
     def work(job: weights.Job) -> dict[str, Packed | np.ndarray] | None:
-        if not job.ours[0].endswith((".kernel", "embed.embedding")):
+        if not _is_matrix(job.ours[0]):
             return weights.values_of(tensors, job, config)
         rows = rows_of(job)
         if not np.isfinite(formats.scales_of(rows)).all():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxbench.pretrained import gguf_tokenizer, weights
+from jaxbench.pretrained import gguf_tokenizer, safetensors_files, weights
 
 if TYPE_CHECKING:
     import tokenizers
@@ -140,7 +140,7 @@ def _model_ids(core: tokenizers.Tokenizer, model: dict, name: str) -> list[int]:
 
 def _optional_json(path: Path) -> dict[str, Any]:
     """JSON object of a file, empty where there is none."""
-    return weights.read_json(path) if path.is_file() else {}
+    return safetensors_files.read_json(path) if path.is_file() else {}
 
 
 def _sandbox() -> Any:

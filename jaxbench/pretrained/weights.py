@@ -20,7 +20,15 @@ import numpy as np
 from jaxbench import outputs
 from jaxbench.config import TransformerConfig, shown
 from jaxbench.initial import mismatches, parameter_shapes
-from jaxbench.pretrained import assets, compressed_tensors, families, gguf_config, gguf_file, hf_config
+from jaxbench.pretrained import (
+    assets,
+    compressed_tensors,
+    families,
+    gguf_config,
+    gguf_file,
+    hf_config,
+    safetensors_files,
+)
 from jaxbench.pretrained.families import Family, Rule
 from jaxbench.quantization.grids import Quantized
 
@@ -77,7 +85,7 @@ def read_config(spec: str | Path | None = None) -> TransformerConfig:
     """
     path = resolve(spec)
     if path.is_dir():
-        return hf_config.config_from_hf(read_json(path / "config.json"), path / "config.json")
+        return hf_config.config_from_hf(safetensors_files.read_json(path / "config.json"), path / "config.json")
     return gguf_config.config_from_gguf(gguf_file.read(path))
 
 
@@ -194,72 +202,22 @@ def open_folder(folder: Path) -> tuple[Tensors, TransformerConfig, Family, str]:
     Raises:
       ValueError: as load_checkpoint raises.
     """
-    values = read_json(folder / "config.json")
+    values = safetensors_files.read_json(folder / "config.json")
     config = hf_config.config_from_hf(values, folder / "config.json")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _weight_map(index)
+        weight_map = safetensors_files.weight_map(index)
         files = sorted({folder / name for name in weight_map.values()})
     else:
         weight_map, files = None, [folder / "model.safetensors"]
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise ValueError(f"{folder}: missing {', '.join(missing) or 'weights: the index names no file'}")
-    shapes, types, read = _open_safetensors(files)
+    shapes, types, read = safetensors_files.opened(files)
     if weight_map is not None:
         _raise_problems(str(index), {"missing in the files": sorted(set(weight_map) - set(shapes))})
     tensors = _tensors(folder, values.get("quantization_config"), shapes, types, read)
     return tensors, config, families.HF_FAMILIES[values["model_type"]], _folder_checksum(folder, files)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """File name of every tensor, from the index of a folder of several safetensors files."""
-    weight_map = read_json(index).get("weight_map")
-    wanted = "wanted an object of tensor: file"
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index}: weight_map is a {type(weight_map).__name__}, {wanted}")
-    for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise ValueError(f"{index}: weight_map has {name!r}: {shown(file)}, {wanted}")
-    return weight_map
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-      ValueError: the file is missing, damaged, or holds something else.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: holds a {type(values).__name__}, wanted an object")
-    return values
-
-
-def _open_safetensors(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[str, str], Callable]:
-    """Shapes and types of all tensors of a folder's safetensors files, and what reads one as it lies."""
-    import ml_dtypes  # noqa: F401  gives numpy the name bfloat16, which safetensors looks up
-    import safetensors
-
-    home, shapes, types = {}, {}, {}
-    for file in files:
-        try:
-            opened = safetensors.safe_open(file, framework="np")
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{file}: truncated or corrupt safetensors file ({error}); fetch it again") from error
-        for name in opened.keys():  # noqa: SIM118  not a mapping
-            part = opened.get_slice(name)
-            home[name], shapes[name], types[name] = file, tuple(part.get_shape()), part.get_dtype()
-
-    def read(name: str) -> np.ndarray:
-        # Opened anew for each tensor: pages of one that stays open add up to the file's size in memory.
-        with safetensors.safe_open(home[name], framework="np") as opened:
-            return opened.get_tensor(name)
-
-    return shapes, types, read
 
 
 def _tensors(folder: Path, quantization: Any, shapes: dict, types: dict, read: Callable) -> Tensors:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxbench.native import formats
+from jaxbench.native import checkpoint, formats, library
 from jaxbench.pretrained import assets, gguf_file, weights
-from jaxbench.quantization import gguf_export
+from jaxbench.quantization import gguf_export, grids, inputs, quantize
+from jaxbench.quantization.recipe import Recipe, dequantized
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +102,29 @@ def test_files_keep_the_numbers_of_every_quantised_format(small, tmp_path):
 
     rows = checkpoint.gguf_rows(file, "blk.1.ffn_down.weight")
     assert rows.format == "q4_1" and np.array_equal(formats.dequantized(rows), file.tensor("blk.1.ffn_down.weight"))
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q8_0"])
+def test_a_quantised_model_is_written_with_its_own_numbers(small, format, tmp_path):
+    held = weights.load_checkpoint(small)
+    tokens = np.random.default_rng(0).integers(0, 49152, (4, 16))
+    settings = Recipe(**grids.NAMED[format]._asdict(), rounding="gptq", equalize="awq")
+    made = quantize.quantize(
+        held.config, held.params, settings, calibrator=inputs.LayerByLayer(held.config), tokens=tokens
+    )
+    written = gguf_export.export(small, tmp_path / "out.gguf", format=format, quantized=made)
+    read = weights.load_checkpoint(written.path)
+    for name, value in dequantized(made).items():
+        np.testing.assert_array_equal(read.params[name], value, err_msg=name)
+    assert (read.params["layers.0.mlp_norm.scale"] != held.params["layers.0.mlp_norm.scale"]).any()
+    if library.is_available():
+        packed = checkpoint.load(written.path)
+        assert packed.matrices["layers.1.attention.q_proj"].format == format
+
+
+def test_a_grid_that_gguf_has_no_type_for_is_refused(small, tmp_path):
+    held = weights.load_checkpoint(small)
+    made = quantize.quantize(held.config, held.params, Recipe(bits=3))
+    with pytest.raises(ValueError, match="GGUF has no type here for .*wanted q8_0, q4_0, q4_1"):
+        gguf_export.export(small, tmp_path / "out.gguf", format="q4_0", quantized=made)
+    assert not list(tmp_path.iterdir())

@@ -187,9 +187,9 @@ def test_what_is_not_calibrated_is_the_same_whoever_asks(model):
     found = [quantize.quantize(config, params, Recipe(bits=4)) for _ in range(2)]
     for name, matrix in found[0].matrices.items():
         np.testing.assert_array_equal(matrix.codes, found[1].matrices[name].codes)
-    assert found[0].params.keys() | {f"{n}.kernel" for n in found[0].matrices if n != "embed"} | {"embed.embedding"} == (
-        params.keys()
-    )
+    assert found[0].params.keys() | {f"{n}.kernel" for n in found[0].matrices if n != "embed"} | {
+        "embed.embedding"
+    } == (params.keys())
     assert found[0].bytes < sum(v.nbytes for v in params.values()) / 5
 
 

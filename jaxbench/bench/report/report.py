@@ -181,12 +181,12 @@ def read_run(workdir: Path) -> tuple[list[Record], Suite]:
     """
     import pydantic
 
-    from jaxbench.pretrained import weights
+    from jaxbench.pretrained import safetensors_files
 
     settings = workdir / "suite.json"
     if not settings.exists():
         raise ValueError(f"report: {settings} does not exist; name the folder of a finished comparison with --workdir")
-    stored = weights.read_json(settings)
+    stored = safetensors_files.read_json(settings)
     try:
         suite = Suite.model_validate(stored.get("suite"))
     except pydantic.ValidationError as error:

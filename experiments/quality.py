@@ -1,0 +1,92 @@
+"""What every method of quantisation costs in quality, in one table.
+
+    quality.py --config=configs/quantization/books.yaml --model=FOLDER
+
+Makes the model after every method, runs all of them on the same windows of held-out text, and prints KL to the float
+model, bits per byte, agreement of the most probable token and recall of a repeated passage, with intervals. A run that
+is killed goes on with the same command. Bad input ends with exit code 2 and one line.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from absl import flags
+
+from jaxbench import cli, process_environment, terminal
+
+VALUES = flags.FLAGS
+
+
+def main() -> int:
+    """Measure every method, and print the tables."""
+    process_environment.ensure("cpu")
+    from jaxbench import config, store
+    from jaxbench.pretrained import tokenizer, weights
+    from jaxbench.quantization.study import report, windows
+    from jaxbench.quantization.study.quality import Quality
+
+    settings = cli.load_config(Quality)
+    spec = None if VALUES.model == "default" else VALUES.model
+    words = tokenizer.load_tokenizer(spec)
+    texts = {
+        name: windows.of_text(words, path, settings.windows, settings.length) for name, path in settings.texts.items()
+    }
+    calibration = settings.calibration
+    seen = functools.cache(lambda: windows.calibration(words, calibration.data, calibration.rows, calibration.length))
+    if any(each.recipe is not None and each.recipe.needs_calibration for each in settings.methods.values()):
+        seen()  # a text that is too short is said before the first method runs
+    held = weights.load_checkpoint(spec)
+    longest = max(settings.length, calibration.length)
+    if longest > held.config.max_seq_len:
+        raise ValueError(f"length: rows of {longest} tokens, and {held.source} has {held.config.max_seq_len} positions")
+    workdir = Path(VALUES.workdir)
+    about = {"model": held.source, "model_sha256": held.sha256}
+    store.claim(workdir, f"{config.config_id(settings)}-{held.sha256[:12]}")
+    cli.keep(f"finished methods in {workdir} are kept; the same command goes on")
+    found = run(settings, held, texts, seen, workdir)
+    console = terminal.console()
+    for table in report.write(settings, found, found["float32"], workdir, about):
+        console.print(table)
+    print(f"written: {workdir}/report.html, report.svg, results.csv, summary.json")
+    return cli.EXIT_OK
+
+
+def run(settings: Any, held: Any, texts: Any, seen: Any, workdir: Path) -> dict[str, Any]:
+    """Figures of every method and of the float model, by name, each kept as a part."""
+    from rich import progress
+
+    from jaxbench import store, transformer
+    from jaxbench.quantization.study import measure, methods
+
+    reference = transformer.build(held.config, held.params)
+    console, found = terminal.console(stderr=True), {}
+    count = sum(len(each.tokens) for each in texts.values())
+    with progress.Progress(console=console, disable=not console.is_terminal) as bar:
+        for name, method in {"float32": None, **settings.methods}.items():
+            task = bar.add_task(name, total=count)
+            moved = functools.partial(bar.update, task)
+
+            def compute(method: Any = method, moved: Any = moved) -> dict[str, Any]:
+                made = None if method is None else methods.make(method, held, seen)
+                size = sum(value.nbytes for value in held.params.values())
+                model = reference if made is None else made.model
+                values = measure.figures(model, reference, texts, progress=lambda done: moved(completed=done))
+                bits, size = (32.0, size) if made is None else (made.bits_per_weight, made.bytes)
+                return {"texts": values, "bits_per_weight": bits, "bytes": size}
+
+            found[name], _ = store.kept(workdir / "methods" / f"{name}.json", compute)
+            moved(completed=count)
+    return found
+
+
+if __name__ == "__main__":
+    cli.define_config("configs/quantization/books.yaml")
+    cli.define_model()
+    cli.define_workdir("out/quality")
+    cli.run(main, about=__doc__)

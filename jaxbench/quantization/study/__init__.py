@@ -1,0 +1,1 @@
+"""What quantisation costs: every method on one model, one table."""

@@ -1,0 +1,74 @@
+"""Figures of a model on windows of text, beside those of the float model it stands for: Flax."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jaxbench.quantization.study.windows import Windows
+
+ROWS = 4  # windows of one call: their logits are held for both models
+
+
+def figures(
+    model: Any, reference: Any, texts: dict[str, Windows], *, progress: Callable[[int], None] = lambda count: None
+) -> dict[str, dict[str, list[float]]]:
+    """Figures of every window by text.
+
+    nll: mean negative log-likelihood, nats a token; kl: mean Kullback-Leibler divergence from the reference's
+    distribution, nats a token; agreement: share of positions whose most probable token is the reference's; recall:
+    share of the second half of a window that repeats itself whose token is the most probable one.
+
+    Args:
+      progress: called with the number of windows done.
+    """
+    graphs, states = zip(*(nnx.split(each) for each in (model, reference)), strict=True)
+    found, done = {}, 0
+    for name, windows in texts.items():
+        parts: dict[str, list[np.ndarray]] = {"nll": [], "kl": [], "agreement": [], "recall": []}
+        for start in range(0, len(windows.tokens), ROWS):
+            rows = slice(start, start + ROWS)
+            seen = _compared(graphs, states, _padded(windows.tokens[rows]))
+            seen["recall"] = _recalled(graphs[0], states[0], _padded(windows.repeats[rows]))
+            count = len(windows.tokens[rows])
+            for figure, value in seen.items():
+                parts[figure].append(np.asarray(value, np.float64)[:count])
+            progress(done := done + count)
+        found[name] = {figure: np.concatenate(values).tolist() for figure, values in parts.items()}
+        found[name] |= {"tokens": [windows.tokens.shape[1] - 1] * len(windows.tokens), "bytes": windows.bytes}
+    return found
+
+
+def _padded(tokens: np.ndarray) -> Array:
+    """Rows filled up to ROWS by the first one."""
+    return jnp.asarray(np.concatenate([tokens, np.repeat(tokens[:1], ROWS - len(tokens), axis=0)]))
+
+
+def _log_probabilities(graph: Any, state: Any, tokens: Array) -> Array:
+    model = nnx.merge(graph, state)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden, _ = model.features(tokens, positions)
+    return jax.nn.log_softmax(model.logits(hidden[:, :-1]).astype(jnp.float32), axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compared(graphs: tuple, states: tuple, tokens: Array) -> dict[str, Array]:
+    own, other = (_log_probabilities(graph, state, tokens) for graph, state in zip(graphs, states, strict=True))
+    nll = -jnp.take_along_axis(own, tokens[:, 1:, None], axis=2)[:, :, 0]
+    kl = jnp.sum(jnp.exp(other) * (other - own), axis=2)
+    agreement = jnp.argmax(own, axis=2) == jnp.argmax(other, axis=2)
+    return {"nll": nll.mean(axis=1), "kl": kl.mean(axis=1), "agreement": agreement.mean(axis=1)}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _recalled(graph: Any, state: Any, tokens: Array) -> Array:
+    half = tokens.shape[1] // 2
+    best = jnp.argmax(_log_probabilities(graph, state, tokens), axis=2)
+    return (best[:, half:] == tokens[:, half + 1 :]).mean(axis=1)

@@ -1,0 +1,106 @@
+"""The models of the quality table: a checkpoint after each method, in Flax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxbench import transformer
+from jaxbench.native import checkpoint, formats
+from jaxbench.native import model as native
+from jaxbench.pretrained.weights import Checkpoint
+from jaxbench.quantization import inputs, linear, quantize
+from jaxbench.quantization.study.quality import Method
+
+
+class Made(NamedTuple):
+    """A model after a method."""
+
+    model: Any
+    bits_per_weight: float  # of the layers' matrices and the embedding, scales counted
+    bytes: int  # of all parameters
+
+
+def make(method: Method, held: Checkpoint, tokens: Callable[[], Int[np.ndarray, "B T"]]) -> Made:
+    """The model of one row.
+
+    Args:
+      tokens: of calibration; called where they are needed.
+
+    Raises:
+      ValueError: groups do not divide a matrix, or torchao is not installed.
+    """
+    if method.recipe is not None:
+        return _of_recipe(method, held, tokens)
+    params, rows = dict(held.params), {}
+    if method.torchao is not None:
+        params, bits, embedding_bits = *_torchao(params, method.torchao), 32.0
+    else:
+        bits = {"bfloat16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5.0}[method.rounded]
+        embedding_bits = max(bits, 8.5)
+        for name in _matrices(params):
+            is_embedding = name == "embed.embedding"
+            kind = "q8_0" if is_embedding and bits < 8 else method.rounded
+            own = checkpoint.quantized(params[name] if is_embedding else params[name].T, kind)
+            values = formats.dequantized(own)
+            params[name], rows[name.rpartition(".")[0]] = values if is_embedding else values.T, own
+    size = _bytes(params, bits, embedding_bits)
+    if method.native is None:
+        return Made(transformer.build(held.config, params), bits, size)
+    packed = checkpoint.pack_rows(held.config, {name: lambda r=r: r for name, r in rows.items()}, params)
+    return Made(_native(packed, method), bits, size)
+
+
+def _bytes(params: dict[str, np.ndarray], bits: float, embedding_bits: float) -> int:
+    """Of the layers' matrices, embedding and head at so many bits, and the rest in float32."""
+    total = 0.0
+    for name, value in params.items():
+        is_matrix = name in _matrices(params)
+        total += value.size * ((bits if name.startswith("layers.") else embedding_bits) if is_matrix else 32)
+    return round(total / 8)
+
+
+def _native(packed: checkpoint.PackedCheckpoint, method: Method) -> native.NativeTransformer:
+    return native.build(packed, cache_dtype=method.native.cache, activations=method.native.activations)
+
+
+def _of_recipe(method: Method, held: Checkpoint, tokens: Callable[[], Any]) -> Made:
+    settings = method.recipe
+    calibration = {}
+    if settings.needs_calibration:
+        calibration = {"calibrator": inputs.LayerByLayer(held.config), "tokens": tokens()}
+    found = quantize.quantize(held.config, held.params, settings, **calibration)
+    if method.native is not None:
+        return Made(_native(checkpoint.pack_quantized(found), method), settings.grid.bits_per_weight, found.bytes)
+    return Made(linear.build(found), settings.grid.bits_per_weight, found.bytes)
+
+
+def _matrices(params: dict[str, np.ndarray]) -> list[str]:
+    return [name for name in params if name.endswith(".kernel") or name == "embed.embedding"]
+
+
+def _torchao(params: dict[str, np.ndarray], kind: str) -> tuple[dict[str, np.ndarray], float]:
+    """The layers' matrices as torchao's weight-only configurations round them; the embedding stays."""
+    try:
+        import torch
+        from torchao import quantization
+    except ImportError as error:
+        raise ValueError(f"torchao={kind}: {error}; install torchao, or leave the method out") from error
+    settings = {
+        "int8": lambda: quantization.Int8WeightOnlyConfig(),
+        "int4": lambda: quantization.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=quantization.PerGroup(32)
+        ),
+    }[kind]()
+    out = dict(params)
+    for name in _matrices(params):
+        if name.startswith("layers."):
+            weight = torch.tensor(np.ascontiguousarray(params[name].T))
+            layer = torch.nn.Sequential(torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False))
+            layer[0].weight.data.copy_(weight)
+            quantization.quantize_(layer, settings)
+            out[name] = layer[0].weight.dequantize().float().detach().numpy().T
+    return out, {"int8": 8.0, "int4": 5.0}[kind]  # int4: a scale in float32 here for 32 weights, zero points aside

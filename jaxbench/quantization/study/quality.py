@@ -1,0 +1,117 @@
+"""What every method of quantisation costs in quality: settings, figures by window, intervals (S file).
+
+Data's way: settings -> for each method a model (methods.py) -> figures of every window of every text (measure.py),
+kept as a part of the run -> means with intervals over windows, and differences between methods on the same windows
+(report.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, model_validator
+from scipy import stats
+
+from jaxbench.config import Base
+from jaxbench.quantization.recipe import Recipe
+
+FIGURES = ("nll", "kl", "agreement", "recall")  # of a window: means over its tokens, nats or shares
+
+
+class Native(Base):
+    """The method's model run by native kernels."""
+
+    activations: Literal["float32", "int8", "bfloat16"] = "float32"
+    cache: Literal["float32", "bfloat16", "int8"] = "float32"
+
+
+class Method(Base):
+    """One row of the table: exactly one way to make the model, and who runs it."""
+
+    recipe: Recipe | None = None
+    rounded: Literal["bfloat16", "q8_0", "q4_0", "q4_1"] | None = None  # as ggml rounds, or to bfloat16
+    torchao: Literal["int8", "int4"] | None = None  # torchao's weight-only configurations, int4 in groups of 32
+    native: Native | None = None  # null = XLA in float32
+
+    @model_validator(mode="after")
+    def _one(self) -> Method:
+        given = [name for name in ("recipe", "rounded", "torchao") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a method has one of recipe, rounded and torchao, got {given}")
+        if self.native is not None and self.recipe is not None and self.recipe.activations != "float":
+            raise ValueError(f"recipe.activations={self.recipe.activations} with native: native has its own setting")
+        if self.native is not None and self.torchao is not None:
+            raise ValueError(f"torchao={self.torchao} with native: its numbers are not packed")
+        return self
+
+
+class Calibration(Base):
+    """Text that calibrated methods see."""
+
+    data: str | None = None  # file; null = the first half of the default text
+    rows: int = Field(128, ge=1)
+    length: int = Field(256, ge=8)  # tokens of a row
+
+
+class Quality(Base):
+    """Settings of the table: configs/quantization/*.yaml."""
+
+    calibration: Calibration = Calibration()
+    texts: dict[str, str | None] = {"default": None}  # name: file; null = the second half of the default text
+    windows: int = Field(64, ge=2)  # of each text
+    length: int = Field(256, ge=16)  # tokens of a window
+    methods: dict[str, Method]
+    pairs: list[tuple[str, str]] = []  # methods compared on the same windows, the better one first
+
+    @model_validator(mode="after")
+    def _known(self) -> Quality:
+        unknown = sorted({name for pair in self.pairs for name in pair} - self.methods.keys())
+        if unknown:
+            raise ValueError(f"pairs name methods that are not there: {', '.join(unknown)}")
+        return self
+
+
+class Estimate(NamedTuple):
+    """A mean over windows with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and t-interval; windows are the units."""
+    array = np.asarray(values, np.float64)
+    mean, count = float(array.mean()), len(array)
+    if count < 2 or not array.std():
+        return Estimate(mean, mean, mean)
+    half = float(stats.t.ppf(0.975, count - 1) * array.std(ddof=1) / math.sqrt(count))
+    return Estimate(mean, mean - half, mean + half)
+
+
+def row(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's figures by text, from its windows and those of the float model."""
+    texts = {}
+    for name, own in found["texts"].items():
+        base = reference["texts"][name]
+        per_byte = np.array(base["tokens"]) / np.array(base["bytes"]) / math.log(2)
+        bits = np.array(own["nll"]) * per_byte
+        texts[name] = {
+            "bits_per_byte": estimate(bits),
+            "bits_added": estimate(bits - np.array(base["nll"]) * per_byte),
+            "kl": estimate(own["kl"]),
+            "agreement": estimate(own["agreement"]),
+            "recall": estimate(own["recall"]),
+        }
+    return {"bits_per_weight": found["bits_per_weight"], "bytes": found["bytes"], "texts": texts}
+
+
+def difference(found: Mapping[str, Any], other: Mapping[str, Any], figure: str = "kl") -> dict[str, Estimate]:
+    """By text, how much larger a figure is with `found` than with `other`, on the same windows."""
+    return {
+        name: estimate(np.array(own[figure]) - np.array(other["texts"][name][figure]))
+        for name, own in found["texts"].items()
+    }

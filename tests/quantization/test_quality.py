@@ -1,0 +1,168 @@
+"""The quality table: its figures by hand, its command on a model that was trained here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+from jaxbench import initial, transformer
+from jaxbench.config import TransformerConfig
+from jaxbench.pretrained import small_tokenizers, weights
+from jaxbench.quantization.study import measure, methods, quality, report, windows
+from jaxbench.quantization.study.quality import Estimate, Method
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = TransformerConfig(
+    vocab_size=257, d_model=32, d_ff=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, max_seq_len=64
+)
+
+W8A8 = quality.Recipe(bits=8, group_size=None, scale_dtype="float32", activations="dynamic")
+
+
+def run_command(main: str, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of a main."""
+    line = [sys.executable, str(ROOT / "experiments" / main), *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ, cwd=ROOT, timeout=240)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A decoder on bytes whose logits differ from one another."""
+    params = {n: v * 4 if v.ndim == 2 else v for n, v in initial.initial_params(CONFIG, 0).items()}
+    path = tmp_path_factory.mktemp("model") / "model"
+    return weights.save_checkpoint(path, CONFIG, params, tokenizer=small_tokenizers.ByteTokenizer())
+
+
+def test_figures_are_those_of_a_sum_by_hand(folder):
+    held = weights.load_checkpoint(folder)
+    other = {name: value * 1.3 for name, value in held.params.items()}
+    tokens = np.random.default_rng(0).integers(0, 256, (5, 12)).astype(np.int32)
+    repeats = np.concatenate([tokens[:, :6], tokens[:, :6]], axis=1)
+    given = {"text": windows.Windows(tokens, [11] * 5, repeats)}
+    models = [transformer.build(CONFIG, params) for params in (other, held.params)]
+    found = measure.figures(*models, given)["text"]
+
+    def logits(model, rows):
+        positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
+        values = np.asarray(model(jnp.asarray(rows), jnp.asarray(positions)), np.float64)
+        return values - np.log(np.exp(values).sum(axis=2, keepdims=True))
+
+    own, reference = (logits(model, tokens)[:, :-1] for model in models)
+    nll = -np.take_along_axis(own, tokens[:, 1:, None], axis=2)[:, :, 0].mean(axis=1)
+    kl = (np.exp(reference) * (reference - own)).sum(axis=2).mean(axis=1)
+    recall = (logits(models[0], repeats)[:, 5:-1].argmax(axis=2)[:, 1:] == repeats[:, 7:]).mean(axis=1)
+    np.testing.assert_allclose(found["nll"], nll, rtol=1e-4)
+    np.testing.assert_allclose(found["kl"], kl, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(found["agreement"], (own.argmax(axis=2) == reference.argmax(axis=2)).mean(axis=1))
+    np.testing.assert_allclose(found["recall"], recall)
+    assert found["tokens"] == [11] * 5
+
+
+def test_bits_per_byte_count_each_windows_bytes():
+    own = {"nll": [1.0, 2.0], "kl": [0, 0], "agreement": [1, 1], "recall": [0, 1], "tokens": [8, 8], "bytes": [16, 32]}
+    found = {"texts": {"t": own}, "bits_per_weight": 4.5, "bytes": 10}
+    row = quality.row(found, found)["texts"]["t"]
+    assert row["bits_per_byte"].mean == pytest.approx((0.5 + 0.5) / 2 / math.log(2))
+    assert row["bits_added"] == Estimate(0.0, 0.0, 0.0) and row["recall"].mean == 0.5
+
+
+def test_an_interval_covers_the_mean_in_nineteen_of_twenty():
+    random = np.random.default_rng(0)
+    estimates = [quality.estimate(random.normal(3.0, 2.0, 12)) for _ in range(2000)]
+    assert 0.93 < np.mean([each.low < 3.0 < each.high for each in estimates]) < 0.97
+
+
+def test_the_default_text_is_calibrated_on_one_half_and_measured_on_the_other():
+    first, second = (windows.documents(None, half)[0] for half in (windows.FIRST, windows.SECOND))
+    assert abs(len(first) - len(second)) < len(first) / 2
+    pieces = [part for part in first.split("\n\n") if len(part) > 80]
+    assert pieces and not any(piece in second for piece in pieces)
+
+
+@pytest.mark.parametrize("method", [{"rounded": "q4_0"}, {"rounded": "bfloat16"}, {"recipe": {"bits": 4}}])
+def test_native_kernels_and_xla_have_the_same_figures(folder, method):
+    from jaxbench.native import library
+
+    if not library.is_available():
+        pytest.skip("native kernels need a C compiler")
+    held = weights.load_checkpoint(folder)
+    texts = {"t": windows.of_text(small_tokenizers.ByteTokenizer(), None, 4, 32)}
+    reference = transformer.build(CONFIG, held.params)
+    made = [methods.make(Method(**method, native=native), held, lambda: None) for native in (None, {})]
+    plain, native = (measure.figures(each.model, reference, texts)["t"] for each in made)
+    np.testing.assert_allclose(plain["kl"], native["kl"], rtol=1e-2, atol=1e-5)
+    assert made[0].bits_per_weight == made[1].bits_per_weight
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "one of recipe, rounded and torchao, got \\[\\]"),
+        ({"rounded": "q4_0", "torchao": "int4"}, "got \\['rounded', 'torchao'\\]"),
+        ({"torchao": "int4", "native": {}}, "torchao=int4 with native"),
+        ({"recipe": W8A8, "native": {}}, "activations=dynamic with native"),
+    ],
+)  # fmt: skip
+def test_a_method_that_says_two_things_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        Method(**values)
+
+
+def test_the_command_measures_keeps_and_shows(folder, tmp_path):
+    settings = {
+        "calibration": {"rows": 8, "length": 32}, "windows": 4, "length": 32,
+        "methods": {
+            "bf16": {"rounded": "bfloat16"},
+            "int3": {"recipe": {"bits": 3, "scales": "minmax"}},
+            "int3-gptq": {"recipe": {"bits": 3, "rounding": "gptq"}},
+            "w8a8": {"recipe": {"bits": 8, "group_size": None, "scale_dtype": "float32", "activations": "static"}},
+        },
+        "pairs": [["int3-gptq", "int3"]],
+    }  # fmt: skip
+    config, workdir = tmp_path / "table.yaml", tmp_path / "out"
+    config.write_text(yaml.safe_dump(settings))
+    command = ("quality.py", f"--config={config}", f"--model={folder}", f"--workdir={workdir}")
+    code, out = run_command(*command)
+    assert code == 0 and "int3-gptq" in out and "bits per byte" in out, out
+    summary = json.loads((workdir / "summary.json").read_text())
+    kl = {name: row["texts"]["default"]["kl"]["mean"] for name, row in summary["methods"].items()}
+    assert kl["bf16"] < kl["w8a8"] < kl["int3"] and kl["int3-gptq"] < kl["int3"]
+    for name in ("report.html", "report.svg", "results.csv"):
+        assert (workdir / name).stat().st_size > 100
+    made = (workdir / "methods" / "int3.json").stat().st_mtime_ns
+    (workdir / "methods" / "w8a8.json").unlink()
+    assert run_command(*command)[0] == 0
+    assert (workdir / "methods" / "int3.json").stat().st_mtime_ns == made
+    code, out = run_command(*command, "--set=windows=6")
+    assert code == 2 and "holds the work of configuration" in out
+
+
+def test_a_number_without_an_interval_stands_alone():
+    assert report.shown(Estimate(0.5, 0.5, 0.5), "{:.2f}") == "0.50"
+    assert report.shown(Estimate(0.5, 0.4, 0.6), "{:+.1f}") == "+0.5 [+0.4, +0.6]"
+
+
+def test_the_quantize_command_writes_what_it_says(folder, tmp_path):
+    code, out = run_command(
+        "quantize.py", f"--model={folder}", "--bits=3", "--group_size=16", "--zero=integer", "--rounding=gptq",
+        "--rows=8", "--length=32", f"--output={tmp_path / 'w3'}",
+    )  # fmt: skip
+    assert code == 0 and "7 matrices rounded, relative error of products" in out, out
+    read = weights.load_checkpoint(tmp_path / "w3")
+    values = read.params["layers.0.mlp.up_proj.kernel"]
+    groups = values.reshape(2, 16, -1)
+    assert max(len(np.unique(groups[g, :, o])) for g in range(2) for o in range(8)) <= 8
+    held = weights.load_checkpoint(folder)
+    np.testing.assert_array_equal(read.params["embed.embedding"], held.params["embed.embedding"])
+    code, out = run_command("quantize.py", f"--model={folder}", "--bits=3", f"--output={tmp_path / 'w3'}")
+    assert code == 2 and "exists and is not an empty folder" in out
