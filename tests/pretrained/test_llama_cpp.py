@@ -12,6 +12,8 @@ import pytest
 from jaxbench import transformer
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.pretrained import assets, tokenizer, weights
+from jaxbench.quantization import gguf_export, grids, inputs, quantize
+from jaxbench.quantization.recipe import Recipe
 from tests.pretrained import test_gguf_file as files
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, llama.cpp as a wheel: pip install xllamacpp")
@@ -136,3 +138,16 @@ def test_the_default_model_gives_llama_cpps_logits(tmp_path):
     )
     narrow = log_probabilities(path, prompts, checkpoint.config.vocab_size)  # activations of 8 bits: other logits
     assert narrow.argmax(1).tolist() == expected.argmax(1).tolist()
+
+
+def test_a_file_of_calibrated_integers_gives_llama_cpps_logits(tmp_path):
+    """llama.cpp computes such products with activations of 8 bits: its logits are near ours, not equal."""
+    path = write(tmp_path / "x.gguf", "llama", LLAMA, files._params(LLAMA))
+    held = weights.load_checkpoint(path)
+    tokens = np.random.default_rng(0).integers(0, 96, (16, 32))
+    recipe = Recipe(**grids.NAMED["q4_0"]._asdict(), rounding="gptq", equalize="awq")
+    made = quantize.quantize(held.config, held.params, recipe, calibrator=inputs.LayerByLayer(LLAMA), tokens=tokens)
+    written = gguf_export.export(path, tmp_path / "q.gguf", format="q4_0", quantized=made).path
+    whole, rounded = (ours(each, PROMPTS, "float32") for each in (path, written))
+    found = log_probabilities(written, PROMPTS, LLAMA.vocab_size)
+    assert np.linalg.norm(found - rounded) < 0.2 * np.linalg.norm(whole - rounded)

@@ -177,3 +177,16 @@ def test_what_has_no_place_in_the_layout_is_refused(tmp_path):
     with pytest.raises(ValueError, match="embed lies on"):
         folder_export.save(tmp_path / "made", made, None)
     assert not (tmp_path / "made").exists()
+
+
+def test_transformers_gives_a_folders_logits(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    import transformers
+
+    made = _saved(tmp_path / "made", Grid(4, 32, scale_dtype="float32"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    tokens, positions = np.arange(18).reshape(2, 9), np.broadcast_to(np.arange(9), (2, 9))
+    with torch.no_grad():
+        found = theirs(torch.tensor(tokens)).logits.numpy()
+    wanted = transformer.build(CONFIG, dequantized(made))(jnp.asarray(tokens), jnp.asarray(positions))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
