@@ -2,7 +2,7 @@
 
     prune.py model --method=wanda --fraction=0.5 --output=FOLDER           half of the weights become zero
     prune.py model --method=2:4 --finetune_steps=200 --output=FOLDER       two of every four; trained on with zeros held
-    prune.py model --method=structured --keep_d_ff=1024 --output=FOLDER    a narrower model, which is faster everywhere
+    prune.py model --method=structured --keep_d_ff=1024 --output=FOLDER    a narrower model, whose products are smaller
     prune.py speed                                                         dense beside sparse, in one process
 
 `model` writes a Hugging Face folder that every command here and transformers read, whole or not at all, with

@@ -75,7 +75,7 @@ def feed_forward_arms(num_tokens: int, d_model: int, d_ff: int, *, seed: int = 0
 def attention_arms(
     length: int, pattern: BlockPattern, *, num_heads: int, num_kv_heads: int, head_dim: int, seed: int = 0
 ) -> list[Arm]:
-    """Causal attention over one row in float32: dense, in its fastest form here, and block-sparse."""
+    """Causal attention over one row in float32: dense, the same with an online softmax, and block-sparse."""
     random = np.random.default_rng(seed)
     shapes = (1, length, num_heads, head_dim), (1, num_kv_heads, head_dim, length), (1, num_kv_heads, length, head_dim)
     arrays = [jnp.asarray(random.standard_normal(shape, dtype=np.float32)) for shape in shapes]
@@ -85,6 +85,7 @@ def attention_arms(
     name = f"block-sparse, {pattern.density(length):.0%} of the blocks"
     return [
         compiled("dense", dense, *arrays, spans),
+        compiled("all blocks, online softmax", functools.partial(dense, implementation="blocked"), *arrays, spans),
         compiled(name, functools.partial(block_sparse_attention, pattern=pattern), *arrays, spans),
     ]
 

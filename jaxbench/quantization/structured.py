@@ -4,7 +4,7 @@
     config, params = structured.keep_width(config, params, 1024)
 
 What comes back is a decoder of the same family with fewer key-value heads, each with its query heads, or a narrower
-feed-forward layer: every program loads it, and it is faster wherever products are. All layers keep equally many, as a
+feed-forward layer: every program loads it, and its products are smaller. All layers keep equally many, as a
 configuration has one number for all. Axis letters: WORKSPACE.md.
 """
 

@@ -47,8 +47,9 @@ def test_half_of_the_weights_are_zero_where_the_arm_says_so(monkeypatch):
 
 def test_block_sparse_attention_counts_fewer_flops_than_dense():
     pattern = BlockPattern(block_size=16, local=2)
-    dense, sparse = sparsity_speed.attention_arms(512, pattern, num_heads=2, num_kv_heads=1, head_dim=16)
+    dense, blocked, sparse = sparsity_speed.attention_arms(512, pattern, num_heads=2, num_kv_heads=1, head_dim=16)
     assert sparse.flops < 0.25 * dense.flops and "12% of the blocks" in sparse.name
+    np.testing.assert_allclose(np.asarray(blocked.run()), np.asarray(dense.run()), rtol=0, atol=1e-5)
     assert np.asarray(dense.run()).shape == np.asarray(sparse.run()).shape == (1, 512, 2, 16)
 
 
