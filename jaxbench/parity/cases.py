@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxbench import initial
+from jaxbench.block_pattern import BlockPattern
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
@@ -131,6 +132,12 @@ def _mark(name: str, **scheme: Any) -> Case:
                 backends=("flax",))  # fmt: skip
 
 
+def _sparse(name: str, **pattern: Any) -> Case:
+    """Case of block-sparse attention on rows with two documents and padding, the last block half full."""
+    return Case(f"sparse_attention/{name}", BlockPattern(block_size=4, **pattern), module="sparse_attention",
+                length=22, exact="sparse_attention", backends=("flax",))  # fmt: skip
+
+
 def _oracle(name: str) -> Case:
     """Case of what all backends share, held to answers from outside."""
     return Case(f"oracle/{name}", LLAMA, module=f"oracles.{name}", exact=f"oracles.{name}")
@@ -168,6 +175,9 @@ CASES: tuple[Case, ...] = (
     Case("transformer/gpt2", GPT2, sampled=True),
     Case("transformer/gpt2-untied-blocked", GPT2.model_copy(update={"tie_embeddings": False}),
          options=BLOCKED),
+    _sparse("local", local=2),
+    _sparse("local-first", local=2, first=1),
+    _sparse("strided", local=1, first=1, stride=3),
     _mark("kgw", scheme="kgw"),
     _mark("kgw-left-5", scheme="kgw", context={"kind": "left", "width": 5}),
     _mark("kgw-min", scheme="kgw", context={"kind": "min", "width": 4}),

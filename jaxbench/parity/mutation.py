@@ -23,7 +23,7 @@ from jaxbench import rotary
 from jaxbench.parity import cases, equinox_bugs, evidence, gates, shared_bugs
 from jaxbench.parity.injection import Mutation, replaced
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
-from torch_ref import attention, functional, nn, prng, sample, train, transformer
+from torch_ref import attention, functional, nn, prng, sample, sparse_attention, train, transformer
 from torch_ref.training import optimizer_step
 
 
@@ -242,6 +242,8 @@ TORCH_BUGS: tuple[Mutation, ...] = (
              lambda original, logits, targets, mask: original(logits, targets, torch.ones_like(mask))),
     Mutation("weights-swapped-on-load", _LLAMA, (nn, "load_params"), _swapped, "layers.0.attention.k_proj"),
     Mutation("sampling-temperature-off", _LLAMA, (sample, "filter_logits"), _temperature_squared),
+    Mutation("block-mask-of-another-block", "sparse_attention/local", (sparse_attention, "_pair_mask"),
+             lambda original, spans, rows, columns, size: original(spans, rows, rows, size)),
 )  # fmt: skip
 
 
@@ -266,7 +268,7 @@ Judged = Iterator[tuple[Mutation | None, list[gates.Gate]]]
 
 
 def _judged_by_oracles(case: cases.Case, mutations: Sequence[Mutation]) -> Judged:
-    """Gates of an oracle's case without a bug, and with each one."""
+    """Gates of a case with gates of its own, without a bug and with each one."""
     from jaxbench.parity import run
 
     for mutation in (None, *mutations):

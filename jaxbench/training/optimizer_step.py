@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from jaxbench import float8, initial, parameters, train
 from jaxbench.parallel import offload
 from jaxbench.training import optimizers, precision
-from jaxbench.training.step_config import StepConfig
+from jaxbench.training.step_config import StepConfig, holds_zeros
 
 CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
 
@@ -116,6 +116,7 @@ def train_step(
     """
     policy = state.policy
     loss, grads, amax_now = _loss_and_gradients(state, batch, dropout_key, step_config, loss_fn)
+    grads = _zeros_held(grads, state.params) if step_config.hold_zeros else grads
     has_norm = is_guarded or step_config.clip_norm is not None
     norm = optax.tree.norm(grads) if has_norm else jnp.full((), jnp.nan, policy.output)
     is_finite = jnp.isfinite(loss) & (jnp.isfinite(norm) if is_guarded else True)
@@ -124,6 +125,7 @@ def train_step(
     rate = jnp.asarray(learning_rate, policy.accumulation)
     optimizer = optimizers.transform(step_config.optimizer, rate, state.params)
     updates, new_moments = optimizer.update(grads, old_moments, state.params)
+    updates = _zeros_held(updates, state.params) if step_config.hold_zeros else updates
     is_taken = is_finite & ~state.is_halted if is_guarded else jnp.ones((), bool)
     new = (optax.apply_updates(state.params, updates), new_moments, float8.remember(state.amax, amax_now))
     old = (state.params, old_moments, state.amax)
@@ -164,6 +166,16 @@ def _loss_and_gradients(
     if policy.is_scaled:
         grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)
     return loss, grads, amax
+
+
+def _zeros_held(changes: Mapping[str, Array], params: Mapping[str, Array]) -> dict[str, Array]:
+    """Gradients or updates, zero where a kernel inside a layer is zero: it stays zero under any optimiser."""
+    held = {
+        name: jnp.where(params[name] == 0, jnp.zeros((), x.dtype), x)
+        for name, x in changes.items()
+        if holds_zeros(name)
+    }
+    return {**changes, **held}
 
 
 def _clipped(grads: dict[str, Array], norm: Float[Array, ""], step_config: StepConfig) -> dict[str, Array]:

@@ -46,6 +46,14 @@ def is_matrix(name: str) -> bool:
     return name.endswith((".kernel", ".embedding")) and not name.endswith("_conv.kernel")
 
 
+def holds_zeros(name: str) -> bool:
+    """True for the parameters, by dotted name, whose zeros StepConfig.hold_zeros holds: kernels inside layers.
+
+    Those are what pruning acts on (quantization/pruning.py); biases, norms and embeddings may start from zeros.
+    """
+    return name.startswith("layers.") and name.endswith(".kernel")
+
+
 class RematConfig(Base):
     """What the backward pass computes again instead of keeping it (Chen et al. 2016, arXiv:1604.06174)."""
 
@@ -73,6 +81,7 @@ class StepConfig(Base):
     remat: RematConfig = RematConfig()
     offload: OffloadConfig = OffloadConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    hold_zeros: bool = False  # weights of layers' kernels that are zero stay zero: a pruned model in training
     torch_compile: bool = False  # PyTorch: loss and gradient by torch.compile (Inductor); JAX always compiles
 
     def on_host(self) -> list[str]:

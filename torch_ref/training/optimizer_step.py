@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jaxbench.training import precision
-from jaxbench.training.step_config import TWIN_OPTIMIZERS, StepConfig
+from jaxbench.training.step_config import TWIN_OPTIMIZERS, StepConfig, holds_zeros
 from torch_ref import nn, train
 
 CLIP_EPS = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
@@ -98,6 +98,9 @@ def train_step(
     loss = _accumulate(state, batch, dropout_key, step_config, loss_fn)
     state.scaler.unscale_(state.moments)
     parameters = [p for p in state.params.parameters() if p.requires_grad]
+    zeros = _zeros(state.params) if step_config.hold_zeros else []
+    for parameter, is_zero in zeros:
+        parameter.grad.masked_fill_(is_zero, 0.0)
     has_norm = is_guarded or step_config.clip_norm is not None
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if has_norm else torch.tensor(torch.nan)
     is_finite = torch.isfinite(loss) & torch.isfinite(norm) if is_guarded else torch.isfinite(loss)
@@ -110,6 +113,9 @@ def train_step(
         for group in state.moments.param_groups:
             group["lr"] = float(learning_rate)
         state.scaler.step(state.moments)
+        with torch.no_grad():
+            for parameter, is_zero in zeros:
+                parameter.masked_fill_(is_zero, 0.0)
     state.scaler.update()
     # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
     is_broken = is_guarded and not (torch.isfinite(loss) if state.policy.is_scaled else is_finite)
@@ -156,6 +162,12 @@ def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:
             if moments.get(key) is not None:
                 trees.setdefault(kind, {})[name] = moments[key]
     return {kind: {name: x.detach().cpu().numpy().copy() for name, x in tree.items()} for kind, tree in trees.items()}
+
+
+def _zeros(model: torch.nn.Module) -> list[tuple[Tensor, Bool[Tensor, "..."]]]:
+    """Trained kernels inside layers, and where each is zero."""
+    named = model.named_parameters()
+    return [(p, p.detach() == 0) for name, p in named if p.requires_grad and holds_zeros(name)]
 
 
 def _accumulate(
