@@ -1,8 +1,9 @@
 """Long float32 curves of the run's step: is Flax as near to PyTorch as PyTorch is to itself?
 
 Both backends take the same steps on the same rows from the same weights. PyTorch takes them again from weights moved by
-one unit in the last place, which is as small as a difference can be; how far that carries it is the noise band, and
-Flax has to stay inside (gates.training_noise). test_update.py takes 300 steps of a small model.
+one unit in the last place, which is as small as a difference can be, with the rows of every batch in reverse, which
+rounds every step's sums differently, as another backend does; how far that carries it is the noise band, and Flax has
+to stay inside (gates.training_noise). test_optimizer_step.py takes 300 steps of a small model.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ def record(
     for _ in range(num_perturbed):
         starts.append(("torch", run.perturbed(params, random)))
     curves = []
-    for backend, values in starts:
-        engine = engines[backend](values)
-        losses = [engine.fetch(engine.step(batch, rate)).loss for batch, rate in zip(batches(), rates, strict=True)]
+    for place, (backend, values) in enumerate(starts):
+        engine, losses = engines[backend](values), []
+        for batch, rate in zip(batches(), rates, strict=True):
+            rows = batch if place < 2 else type(batch)(*(np.ascontiguousarray(part[::-1]) for part in batch))
+            losses.append(engine.fetch(engine.step(rows, rate)).loss)
         curves.append(np.array(losses))
     return Curves(curves[0], curves[1], tuple(curves[2:]))

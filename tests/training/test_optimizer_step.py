@@ -154,7 +154,7 @@ def curves_of(flax_step=StepConfig(), steps=300):
     batches = [cases.arrays(CASE, config, step=step) for step in range(8)]
     rows = [x._replace(segments=np.where(x.positions >= 0, 1, 0).astype(np.int32)) for x in batches]
     params = initial.initial_params(config, 0)
-    return curves.record(makers, params, lambda: (rows[i % 8] for i in range(steps)), [3e-3] * steps, num_perturbed=2)
+    return curves.record(makers, params, lambda: (rows[i % 8] for i in range(steps)), [3e-3] * steps, num_perturbed=4)
 
 
 def test_three_hundred_float32_steps_stay_inside_torch_s_own_noise():
