@@ -52,6 +52,7 @@ CONFIG_MODELS = {
     "memory/cost": "jaxbench.memory.study.cost:Cost",
     "memory/speed": "jaxbench.memory.study.speed:Speed",
     "memory/stability": "jaxbench.memory.study.stability:Stability",
+    "quantization": "jaxbench.quantization.study.quality:Quality",
     "suites": "jaxbench.bench.suite:Suite",
     "watermark": "jaxbench.watermark.generate:GenerateConfig",
     "watermark/benchmark": "jaxbench.watermark.study.benchmark:Benchmark",

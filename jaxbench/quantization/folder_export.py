@@ -33,8 +33,9 @@ def save(folder: str | Path, model: QuantizedModel, source: str | Path | None, *
     Raises:
       ValueError: the layout has no place for the model's grids, or its family's matrices are no linear layers (GPT-2).
     """
-    if hf_config.config_to_hf(model.config)["model_type"] == "gpt2":
-        raise ValueError("--output: compressed-tensors' layout is for linear layers, GPT-2 has Conv1D in their place")
+    family = hf_config.config_to_hf(model.config)["model_type"]
+    if family == "gpt2":
+        raise ValueError(f"--output: the layout is for linear layers, {family} has Conv1D in their place")
     grid = next(iter(model.matrices.values())).grid
     described = compressed_tensors.described(grid, model.activations)
     matrices = {}

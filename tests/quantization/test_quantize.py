@@ -9,10 +9,11 @@ import torch
 
 import torch_ref.quantization.inputs
 import torch_ref.quantization.linear
+import torch_ref.quantization.products
 from jaxbench import initial, transformer
 from jaxbench.config import TransformerConfig
 from jaxbench.eqx.quantization import linear as eqx_linear
-from jaxbench.quantization import equalize, gptq, grids, inputs, linear, quantize, statistics
+from jaxbench.quantization import equalize, gptq, grids, inputs, linear, products, quantize, statistics
 from jaxbench.quantization.recipe import Recipe, dequantized
 
 SIDES = {"flax": inputs.LayerByLayer, "torch": torch_ref.quantization.inputs.LayerByLayer}
@@ -164,13 +165,13 @@ def test_a_product_in_eight_bits_is_the_product_of_its_codes(kind):
     import ml_dtypes  # noqa: F401  names float8_e4m3fn
 
     random = np.random.default_rng(0)
-    limit, kernel_type = linear.LIMITS[kind], np.dtype(kind)
+    limit, kernel_type = products.LIMITS[kind], np.dtype(kind)
     x = random.normal(size=(3, 5, 32)).astype(np.float32)
     x[0, 0] = 0
     kernel = (random.uniform(-limit, limit, (32, 8))).astype(kernel_type)
     scale = random.uniform(0.5, 1.5, 8).astype(np.float32)
     for input_range in (None, 1.5):
-        found = np.asarray(linear.matmul(jnp.asarray(x), jnp.asarray(kernel), jnp.asarray(scale), input_range))
+        found = np.asarray(products.matmul(jnp.asarray(x), jnp.asarray(kernel), jnp.asarray(scale), input_range))
         largest = np.abs(x).max(axis=2, keepdims=True) if input_range is None else np.full((3, 5, 1), input_range)
         step = np.where(largest > 0, largest, limit) / limit
         codes = np.clip(x / step, -limit, limit)
@@ -178,7 +179,7 @@ def test_a_product_in_eight_bits_is_the_product_of_its_codes(kind):
         wanted = codes @ kernel.astype(np.float64) * step * scale
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=np.abs(wanted).max() * 2e-3)
         held = torch.tensor(kernel) if kind == "int8" else torch.tensor(kernel.view(np.uint8)).view(torch.float8_e4m3fn)
-        twin = torch_ref.quantization.linear.matmul(torch.tensor(x), held, torch.tensor(scale), input_range)
+        twin = torch_ref.quantization.products.matmul(torch.tensor(x), held, torch.tensor(scale), input_range)
         np.testing.assert_allclose(twin.numpy(), found, rtol=1e-4, atol=np.abs(wanted).max() * 2e-3)
 
 

@@ -1,6 +1,6 @@
 """Linear layers whose weights and inputs have eight bits: int8, or e4m3 floats.
 
-Twins: jaxbench/quantization/linear.py, whose product this shares, and torch_ref/quantization/linear.py.
+Twins: jaxbench/quantization/linear.py, torch_ref/quantization/linear.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from jaxbench import functional
 from jaxbench.eqx import transformer
-from jaxbench.quantization.linear import matmul
+from jaxbench.quantization.products import matmul
 from jaxbench.quantization.recipe import QuantizedModel, dequantized
 
 

@@ -1,0 +1,35 @@
+"""Products of inputs and weights that have eight bits: int8, or e4m3 floats.
+
+Twin: torch_ref/quantization/products.py. On CPUs XLA's int8 products are slow and e4m3 is emulated; native kernels
+(jaxbench/native) have int8 inputs of their own, with a scale for every 32.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Shaped
+
+LIMITS = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest code by the kernel's type
+
+
+def matmul(
+    x: Float[Array, "*rows I"],
+    kernel: Shaped[Array, "I O"],
+    scale: Float[Array, " O"],
+    input_range: float | None,
+) -> Float[Array, "*rows O"]:
+    """Product of x, rounded to the kernel's type, with scale * kernel, in x's type.
+
+    Args:
+      input_range: the |x| that becomes the type's largest value (static); None = the largest of each row (dynamic).
+    """
+    rows, limit = x.reshape(-1, x.shape[-1]).astype(jnp.float32), LIMITS[kernel.dtype.name]
+    largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True) if input_range is None else jnp.float32(input_range)
+    step = jnp.where(largest > 0, largest, limit) / limit
+    is_int = kernel.dtype == jnp.int8
+    codes = jnp.clip(jnp.round(rows / step) if is_int else rows / step, -limit, limit).astype(kernel.dtype)
+    wide = jnp.int32 if is_int else jnp.float32
+    product = lax.dot_general(codes, kernel, (((1,), (0,)), ((), ())), preferred_element_type=wide)
+    out = product.astype(jnp.float32) * step * scale[None, :]
+    return out.astype(x.dtype).reshape(*x.shape[:-1], -1)
