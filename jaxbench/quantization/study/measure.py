@@ -51,24 +51,30 @@ def _padded(tokens: np.ndarray) -> Array:
     return jnp.asarray(np.concatenate([tokens, np.repeat(tokens[:1], ROWS - len(tokens), axis=0)]))
 
 
-def _log_probabilities(graph: Any, state: Any, tokens: Array) -> Array:
+def _logits(graph: Any, state: Any, tokens: Array) -> Array:
     model = nnx.merge(graph, state)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden, _ = model.features(tokens, positions)
-    return jax.nn.log_softmax(model.logits(hidden[:, :-1]).astype(jnp.float32), axis=-1)
+    return model.logits(hidden[:, :-1]).astype(jnp.float32)
+
+
+# No argmax below: over a vocabulary it takes XLA:CPU longer than all the rest (docs/xla_cpu.md), a maximum does not.
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _compared(graphs: tuple, states: tuple, tokens: Array) -> dict[str, Array]:
-    own, other = (_log_probabilities(graph, state, tokens) for graph, state in zip(graphs, states, strict=True))
-    nll = -jnp.take_along_axis(own, tokens[:, 1:, None], axis=2)[:, :, 0]
-    kl = jnp.sum(jnp.exp(other) * (other - own), axis=2)
-    agreement = jnp.argmax(own, axis=2) == jnp.argmax(other, axis=2)
+    own, other = (_logits(graph, state, tokens) for graph, state in zip(graphs, states, strict=True))
+    total, other_total = (jax.nn.logsumexp(each, axis=2) for each in (own, other))
+    nll = total - jnp.take_along_axis(own, tokens[:, 1:, None], axis=2)[:, :, 0]
+    probability = jnp.exp(other - other_total[:, :, None])
+    kl = jnp.sum(probability * (other - own), axis=2) - other_total + total
+    chosen = jnp.max(jnp.where(other >= jnp.max(other, axis=2, keepdims=True), own, -jnp.inf), axis=2)
+    agreement = chosen >= jnp.max(own, axis=2)
     return {"nll": nll.mean(axis=1), "kl": kl.mean(axis=1), "agreement": agreement.mean(axis=1)}
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _recalled(graph: Any, state: Any, tokens: Array) -> Array:
     half = tokens.shape[1] // 2
-    best = jnp.argmax(_log_probabilities(graph, state, tokens), axis=2)
-    return (best[:, half:] == tokens[:, half + 1 :]).mean(axis=1)
+    logits, wanted = _logits(graph, state, tokens)[:, half:], tokens[:, half + 1 :, None]
+    return (jnp.take_along_axis(logits, wanted, axis=2)[:, :, 0] >= jnp.max(logits, axis=2)).mean(axis=1)
