@@ -280,6 +280,40 @@ FILTERS = {
 }
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_a_nucleus_wider_than_the_candidates_is_found_without_a_sort(top_p):
+    """Values of both signs, equal ones, tokens that a processor forbade; a flat row beside a peaked one."""
+    random = np.random.default_rng(0)
+    logits = np.round(random.standard_normal((3, 3001)), 2).astype(np.float32)
+    logits[1] *= 0.01
+    logits[2, 40:] = -np.inf
+    sampling = sample.SamplingParams(temperature=1.0, top_p=top_p)
+    found = np.isfinite(np.asarray(jax.jit(lambda x: sample.filter_logits(x, sampling))(logits)))
+    for row, kept in zip(logits.astype(np.float64), found, strict=True):
+        probabilities = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        values = np.unique(row)
+        mass = np.array([probabilities[row >= value].sum() for value in values])
+        least = values[mass >= top_p].max()
+        near = np.abs(mass - top_p) < 1e-5  # decided by rounding
+        wrong = kept != (row >= least)
+        assert np.isin(row[wrong], values[near]).all()
+
+
+def test_a_mass_that_rounded_sums_never_reach_keeps_every_token():
+    logits = np.zeros((1, 3000), np.float32)
+    filtered = sample.filter_logits(
+        jnp.asarray(logits), sample.SamplingParams(temperature=1.0, top_p=float(1 - 2**-40))
+    )
+    assert np.isfinite(np.asarray(filtered)).all()
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 50}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1}])
+def test_filters_of_a_large_vocabulary_do_not_sort_it(settings):
+    sampling = sample.SamplingParams(temperature=0.7, **settings)
+    compiled = jax.jit(lambda x: sample.filter_logits(x, sampling)).lower(jnp.zeros((2, 49152))).compile()
+    assert "top_k" in compiled.as_text() and " sort(" not in compiled.as_text()
+
+
 def test_gumbel_draws_follow_the_softmax():
     logits = np.array([2.0, 1.0, 0.0, -1.0], np.float32)
     rows = 20_000
