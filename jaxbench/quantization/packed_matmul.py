@@ -17,6 +17,7 @@ from jaxbench.quantization import packing
 from jaxbench.quantization.packing import Form
 
 jax.tree_util.register_static(Form)  # so that Weights can be an argument of a compiled function
+PRECISIONS = {"float32": lax.Precision.HIGHEST}  # of products by the type of x: no shorter detour for float32
 
 
 class Weights(NamedTuple):
@@ -48,7 +49,9 @@ def matmul(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*rows 
     total = jnp.float32(0)
     for place in range(form.per_byte):
         kernel = values(codes, scales, zeros, form=form, place=place).astype(x.dtype)
-        total += dot(grouped[:, :, place].reshape(len(grouped), -1), kernel.reshape(-1, outputs))
+        rows = grouped[:, :, place].reshape(len(grouped), -1)
+        precision = PRECISIONS.get(x.dtype.name)
+        total += jnp.dot(rows, kernel.reshape(-1, outputs), precision=precision, preferred_element_type=jnp.float32)
     return total.astype(x.dtype).reshape(*x.shape[:-1], outputs)
 
 
@@ -81,11 +84,3 @@ def values(
     if form.grid.zero == "integer":
         return (steps - zeros.astype(jnp.int32)).astype(jnp.float32) * scales.astype(jnp.float32)
     return steps.astype(jnp.float32) * scales.astype(jnp.float32) + zeros.astype(jnp.float32)
-
-
-def dot(x: Float[Array, "R I"], kernel: Float[Array, "I O"]) -> Float[Array, "R O"]:
-    """Product in float32: of bfloat16 by the device's bfloat16 units, of float32 without a shorter detour."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(
-        x, kernel, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )

@@ -22,8 +22,10 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from jaxbench.quantization.grids import Grid, Quantized
+from jaxbench.quantization.recipe import QuantizedModel, dequantized
 
 WIDTHS = {2: 2, 3: 4, 4: 4}  # bits that hold a code; 8 for all others
+IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")  # of the product, see weight_only_pallas.matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,3 +103,32 @@ def _narrowed(part: np.ndarray, dtype: str) -> np.ndarray:
         worst = np.abs(narrow.astype(np.float32) - part.T).max()
         raise ValueError(f"pack: scales or zeros are no values of {dtype}, the largest difference is {worst}")
     return narrow
+
+
+def check_implementation(name: str) -> None:
+    """Check the name of an implementation of the product.
+
+    Raises:
+      ValueError: it is unknown.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"weight_only: implementation={name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+
+
+def parameters(model: QuantizedModel) -> tuple[dict[str, Packed], dict[str, np.ndarray]]:
+    """What a decoder with packed matrices in its layers holds: those by module name, and all parameters by dotted name.
+
+    Embedding and head are floats, dequantised.
+
+    Raises:
+      ValueError: the model's activations have few bits too, or a scale is no value of its grid's scale_dtype.
+    """
+    if model.activations != "float":
+        raise ValueError(f"weight_only: activations={model.activations}, wanted float: use quantization.linear.build")
+    held = {name: pack(matrix) for name, matrix in model.matrices.items() if name.startswith("layers.")}
+    floats = {name: matrix for name, matrix in model.matrices.items() if name not in held}
+    params = dequantized(model._replace(matrices=floats))
+    for name, packed in held.items():
+        parts = {"codes": packed.codes, "scales": packed.scales, "zeros": packed.zeros}
+        params |= {f"{name}.{part}": array for part, array in parts.items() if array is not None}
+    return held, params

@@ -16,14 +16,15 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
-from jaxbench.quantization import packed_matmul
+from jaxbench.quantization import packed_matmul, packing
 from jaxbench.quantization.packed_matmul import Weights
 from jaxbench.quantization.packing import Form
 
-IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")
+BY_PLATFORM = {"cuda": "triton", "tpu": "mosaic"}
 CHUNKS = (128, 64, 32, 16)  # bytes of an output that are taken up at once; tensor cores need 16
+CHUNK_INPUTS = 128  # and at most, for the GPU's shared memory, what they hold
 SPAN = 8  # bytes that share a scale, at least: the rows of a TPU's register
 ROW_TILES = (16, 32, 64)  # rows of a tile; tensor cores need 16
 OUTPUT_TILE = 128  # outputs of a tile: the lanes of a TPU's register
@@ -43,8 +44,7 @@ def matmul(
       ValueError: an unknown implementation, x with another number of inputs, or a kernel asked for by its name that
         does not take the weights.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"weight_only: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    packing.check_implementation(implementation)
     packed_matmul.check_inputs(x.shape, weights.form)
     reason = misfit(weights.form)
     if implementation == "xla" or (implementation == "pallas" and reason):
@@ -52,17 +52,14 @@ def matmul(
     if reason:
         raise ValueError(f"weight_only: no kernel {implementation!r} for these weights: {reason}")
     if implementation == "pallas":
-        kernels = {name: functools.partial(_product, kernel=kernel) for name, kernel in _BY_PLATFORM.items()}
+        kernels = {name: functools.partial(_product, kernel=kernel) for name, kernel in BY_PLATFORM.items()}
         return lax.platform_dependent(x, weights, default=packed_matmul.matmul, **kernels)
     return _product(x, weights, kernel=implementation, interpret=interpret)
 
 
-_BY_PLATFORM = {"cuda": "triton", "tpu": "mosaic"}
-
-
 def misfit(form: Form) -> str:
     """Why the kernel does not take weights of a form, or an empty string."""
-    if not _chunk(form):
+    if not chunk_of(form):
         return (
             f"{form.span} bytes of {form.inputs // form.per_byte} an output share a scale; wanted at least {SPAN}, and "
             f"chunks of {CHUNKS[-1]} or more that are whole groups or parts of one"
@@ -70,10 +67,11 @@ def misfit(form: Form) -> str:
     return ""
 
 
-def _chunk(form: Form) -> int:
+def chunk_of(form: Form) -> int:
     """Bytes of an output that are taken up at once, 0 if none will do."""
     size, span = form.inputs // form.per_byte, form.span
-    fitting = (c for c in CHUNKS if size % c == 0 and (c % span == 0 or span % c == 0))
+    small = (c for c in CHUNKS if c * form.per_byte <= CHUNK_INPUTS)
+    fitting = (c for c in small if size % c == 0 and (c % span == 0 or span % c == 0))
     return next(fitting, 0) if span >= SPAN else 0
 
 
@@ -81,7 +79,7 @@ def _product(x: Array, weights: Weights, *, kernel: str, interpret: bool = False
     """Product by the kernel: arrays with the chunk in front, rows padded to whole tiles."""
     from jax.experimental import pallas as pl
 
-    form, outputs, chunk = weights.form, weights.codes.shape[1], _chunk(weights.form)
+    form, outputs, chunk = weights.form, weights.codes.shape[1], chunk_of(weights.form)
     rows = x.reshape(-1, form.inputs)
     row_tile = next((size for size in ROW_TILES if len(rows) <= size), ROW_TILES[-1])
     padded = jnp.pad(rows, ((0, -len(rows) % row_tile), (0, 0)))
@@ -90,9 +88,8 @@ def _product(x: Array, weights: Weights, *, kernel: str, interpret: bool = False
     chunked = grouped.reshape(form.per_byte, len(padded), -1, chunk).transpose(2, 0, 1, 3)
     scaling = [weights.scales] if weights.zeros is None else [weights.scales, weights.zeros]
     per_chunk = max(1, chunk // form.span)
-    operands = [
-        chunked, weights.codes.reshape(-1, chunk, outputs), *(s.reshape(-1, per_chunk, outputs) for s in scaling)
-    ]  # fmt: skip
+    operands = [weights.codes.reshape(-1, chunk, outputs), *(s.reshape(-1, per_chunk, outputs) for s in scaling)]
+    operands = [chunked, *map(_as_bits, operands)]
     tile = OUTPUT_TILE if outputs > OUTPUT_TILE else outputs
     if kernel == "triton":  # a power of two
         tile = min(OUTPUT_TILE, max(16, 1 << (outputs - 1).bit_length()))
@@ -112,11 +109,17 @@ def _product(x: Array, weights: Weights, *, kernel: str, interpret: bool = False
     return product(*operands)[: len(rows)].reshape(*x.shape[:-1], outputs)
 
 
+def _as_bits(array: Array) -> Array:
+    """Codes and scales of types that not every kernel converts, as whole numbers of the same bits (float_values)."""
+    bits = {"float16": jnp.uint16, "float8_e4m3fn": jnp.uint8}.get(array.dtype.name)
+    return array if bits is None else lax.bitcast_convert_type(array, bits)
+
+
 def _compiler_params(kernel: str):
     if kernel == "triton":
         from jax.experimental.pallas import triton
 
-        return triton.CompilerParams(num_warps=4, num_stages=3)
+        return triton.CompilerParams(num_warps=4, num_stages=2)
     from jax.experimental.pallas import tpu
 
     return tpu.CompilerParams(dimension_semantics=("parallel", "parallel"))
@@ -133,14 +136,19 @@ def _kernel(x_ref, codes_ref, scales_ref, *refs, form: Form, outputs: int | None
     if outputs is not None:
         is_output = pl.program_id(0) * tile + lax.broadcasted_iota(jnp.int32, (1, tile), 1) < outputs
     chunks_per_group = max(1, form.span // chunk)
+    precision = packed_matmul.PRECISIONS.get(x_ref.dtype.name)
 
     def add_chunk(index, total):
         codes = _read(codes_ref, index, is_output)
-        group = index if chunks_per_group == 1 else index // chunks_per_group
+        if form.grid.type == "e4m3":
+            codes = float_values(codes, exponent=4, fraction=3)
+        group = index if chunks_per_group == 1 else lax.div(index, chunks_per_group)
         scales, *zeros = (_each(_read(ref, group, is_output), chunk) for ref in (scales_ref, *zeros_ref))
         for place in range(places):
             own = packed_matmul.values(codes, scales, zeros[0] if zeros else None, form=form, place=place)
-            total += packed_matmul.dot(x_ref[index, place], own.astype(x_ref.dtype))
+            total += jnp.dot(
+                x_ref[index, place], own.astype(x_ref.dtype), precision=precision, preferred_element_type=jnp.float32
+            )
         return total
 
     total = lax.fori_loop(0, chunks, add_chunk, jnp.zeros((rows, tile), jnp.float32)).astype(out_ref.dtype)
@@ -162,9 +170,26 @@ def _read(ref, index, is_output: Array | None) -> Array:
     return triton.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
+def float_values(bits: Shaped[Array, "*shape"], *, exponent: int, fraction: int) -> Float[Array, "*shape"]:
+    """Values in float32 of finite floats that are given as bits: a sign, `exponent` bits, `fraction` bits.
+
+    Not by the device's own conversion: Mosaic loads no float16, Triton converts e4m3 from compute capability 8.9 on.
+    """
+    wide, bias = bits.astype(jnp.int32), 2 ** (exponent - 1) - 1
+    power, rest = (wide >> fraction) & (2**exponent - 1), wide & (2**fraction - 1)
+    # The least numbers have no leading 1; as bits of a float32 float16's would be of those that TPUs flush to 0.
+    least = rest.astype(jnp.float32) * 2.0 ** (1 - bias - fraction)
+    normal = lax.bitcast_convert_type(((power + 127 - bias) << 23) | (rest << (23 - fraction)), jnp.float32)
+    magnitude = jnp.where(power == 0, least, normal)
+    return jnp.where(wide >> (exponent + fraction) == 1, -magnitude, magnitude)
+
+
 def _each(part: Array, chunk: int) -> Array:
     """Scales or zeros of groups, for every byte of a chunk, as whole numbers or float32."""
-    wide = part.astype(jnp.int32 if part.dtype == jnp.uint8 else jnp.float32)
+    if part.dtype == jnp.uint16:
+        wide = float_values(part, exponent=5, fraction=10)
+    else:
+        wide = part.astype(jnp.int32 if part.dtype == jnp.uint8 else jnp.float32)
     if len(wide) == 1:
         return wide
     repeated = jnp.broadcast_to(wide[:, None, :], (len(wide), chunk // len(wide), wide.shape[1]))
