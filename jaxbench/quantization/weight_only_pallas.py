@@ -5,8 +5,11 @@ outputs; it goes through the inputs in chunks, takes the codes out of their byte
 x and weights are handed over with the chunk as leading axis, so that nothing is sliced within a TPU's tiles. Rows are
 padded (they are few), weights never: outputs beyond the last are masked on GPUs and dropped by Mosaic on TPUs.
 
-What is known of it: interpreted, it computes the reference's products; libtpu compiles it for TPUs; it is lowered to
-Triton's IR for CUDA. It has run neither on a GPU nor on a TPU, and no speed is known.
+It has no derivative and is not split over a mesh; XLA's product is both.
+
+What is known of it: interpreted, it computes the reference's products; libtpu compiles it for TPUs; lowered for CUDA,
+it is compiled for compute capability 8.0 and 9.0 by Triton's package. It has run neither on a GPU nor on a TPU, and no
+speed is known.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from flax import nnx
 
 import torch_ref.quantization.packed_matmul
 import torch_ref.quantization.weight_only
-from jaxbench import initial
+import torch_ref.sample
+from jaxbench import initial, sample
 from jaxbench.config import TransformerConfig
 from jaxbench.eqx.quantization import weight_only as eqx_weight_only
 from jaxbench.quantization import grids, linear, packed_matmul, packing, quantize, weight_only, weight_only_pallas
@@ -166,6 +167,11 @@ FAMILIES = {
         {"bits": 5, "group_size": None, "zero": "least", "scale_dtype": "bfloat16"},
     ),
 }
+BACKENDS = {
+    "flax": (weight_only, sample),
+    "equinox": (eqx_weight_only, sample),
+    "torch": (torch_ref.quantization.weight_only, torch_ref.sample),
+}
 TOKENS = np.random.default_rng(7).integers(0, 64, (3, 12)).astype(np.int32)
 POSITIONS = np.broadcast_to(np.arange(12, dtype=np.int32), TOKENS.shape)
 
@@ -203,9 +209,21 @@ def test_in_bfloat16_the_logits_differ_by_sums_alone(model):
     assert np.linalg.norm(found - wanted) < 5e-3 * np.linalg.norm(wanted)
 
 
+def test_the_generators_go_on_alike_with_the_integers(model):
+    """Cached steps, compiled; PyTorch's the same tokens."""
+    wanted = None
+    for module, own in BACKENDS.values():
+        settings = own.SamplingParams(temperature=1.0)
+        generator = own.Generator(module.build(model), eos_id=None, sampling=settings)
+        found = generator([[3, 5, 7], [11]], max_new_tokens=6, seed=5).tokens
+        wanted = found if wanted is None else wanted
+        np.testing.assert_array_equal(found, wanted)
+    assert len(np.unique(wanted)) > 4
+
+
 def test_layers_hold_integers_and_no_float_copy(model):
     held = {n: packing.pack(m) for n, m in model.matrices.items() if n.startswith("layers.")}
-    decoders = [each.build(model) for each in (weight_only, eqx_weight_only, torch_ref.quantization.weight_only)]
+    decoders = [each.build(model) for each, _ in BACKENDS.values()]
     biases = {name: 4 * value.size for name, value in model.params.items() if name.endswith("bias")}
     for name, packed in held.items():
         _, index, part, module = name.split(".")
@@ -217,7 +235,7 @@ def test_layers_hold_integers_and_no_float_copy(model):
 
 
 def test_activations_of_few_bits_are_another_builders(model):
-    for module in (weight_only, eqx_weight_only, torch_ref.quantization.weight_only):
+    for module, _ in BACKENDS.values():
         with pytest.raises(ValueError, match="activations=dynamic, wanted float: use quantization.linear.build"):
             module.build(model._replace(activations="dynamic"))
         with pytest.raises(ValueError, match="implementation='fused' is not one of"):

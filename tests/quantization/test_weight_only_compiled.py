@@ -132,9 +132,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxbench.measure import chips, tpu_compile
 from jaxbench.quantization import weight_only_pallas
 from tests.quantization.test_weight_only_compiled import GRIDS, INPUTS, OUTPUTS, ROWS, abstract
-topology = chips.parse_topology("v5e:2x2")
-where = NamedSharding(Mesh(np.array(tpu_compile.devices(topology)[:1]), ("x",)), PartitionSpec())
-for name, implementation, dtype, shape in json.loads(sys.argv[1]):
+for name, implementation, dtype, shape, slice_ in json.loads(sys.argv[1]):
+    topology = chips.parse_topology(slice_)
+    where = NamedSharding(Mesh(np.array(tpu_compile.devices(topology)[:1]), ("x",)), PartitionSpec())
     rows, inputs, outputs = shape
     weights = abstract(GRIDS[name], inputs, outputs, sharding=where)
     x = jax.ShapeDtypeStruct((rows, inputs), dtype, sharding=where)
@@ -149,10 +149,14 @@ for name, implementation, dtype, shape in json.loads(sys.argv[1]):
     print(json.dumps(memory | {"held": held, "kernels": texts[0].count("tpu_custom_call")}))
 """
 SMALL, LARGE = (ROWS, INPUTS, OUTPUTS), (ROWS, 28672, 8192)
-WANTED = [(name, implementation, dtype, SMALL) for name in GRIDS for implementation, dtype in (
-    ("pallas", "bfloat16"), ("mosaic", "float32"), ("xla", "bfloat16"))]  # fmt: skip
-WANTED += [("q8_0", implementation, "bfloat16", LARGE) for implementation in ("pallas", "xla")]
-WANTED += [("q4_0", "pallas", "float32", (37, 576, 200))]
+SLICES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "v4:2x2x1")
+WANTED = [
+    (name, implementation, dtype, SMALL, SLICES[0])
+    for name in GRIDS
+    for implementation, dtype in (("pallas", "bfloat16"), ("mosaic", "float32"), ("xla", "bfloat16"))
+]
+WANTED += [("q8_0", implementation, "bfloat16", LARGE, SLICES[0]) for implementation in ("pallas", "xla")]
+WANTED += [(name, "pallas", "float32", (37, 576, 200), slice_) for name in ("q4_0", "e4m3") for slice_ in SLICES]
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +173,7 @@ def compiled():
 @each_grid
 def test_a_tpus_program_is_given_the_integers_and_nothing_else(compiled, name):
     form = packing.Form(GRIDS[name], INPUTS)
-    for (own, implementation, dtype, shape), memory in compiled.items():
+    for (own, implementation, dtype, shape, _), memory in compiled.items():
         if own != name or shape != SMALL:
             continue
         rows = ROWS * INPUTS * jnp.dtype(dtype).itemsize
@@ -183,11 +187,15 @@ def test_a_tpus_program_is_given_the_integers_and_nothing_else(compiled, name):
 
 @needs_libtpu
 def test_xla_writes_out_float_weights_that_share_scales_and_the_kernel_does_not(compiled):
-    kernel, xla = (compiled["q8_0", implementation, "bfloat16", LARGE] for implementation in ("pallas", "xla"))
+    kernel, xla = (
+        compiled["q8_0", implementation, "bfloat16", LARGE, SLICES[0]] for implementation in ("pallas", "xla")
+    )
     assert kernel["temp"] == 0
     assert xla["temp"] >= 2 * LARGE[1] * LARGE[2]
 
 
 @needs_libtpu
-def test_shapes_off_the_tiles_compile_for_a_tpu(compiled):
-    assert compiled["q4_0", "pallas", "float32", (37, 576, 200)]["kernels"] == 1
+@pytest.mark.parametrize("slice_", SLICES)
+def test_shapes_off_the_tiles_compile_for_every_tpu(compiled, slice_):
+    for name in ("q4_0", "e4m3"):
+        assert compiled[name, "pallas", "float32", (37, 576, 200), slice_]["kernels"] == 1
