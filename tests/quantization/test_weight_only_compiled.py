@@ -87,21 +87,47 @@ for path in sys.argv[1:]:
 """
 
 
+def triton_ir(*product) -> str:
+    """The kernel's program as JAX hands it to XLA; the arguments are those of `lowered_for_cuda`."""
+    from jaxlib.mlir import ir
+    from jaxlib.triton import dialect
+
+    calls = []
+
+    def keep(op):
+        calls.extend([op] if op.name == "stablehlo.custom_call" else [])
+        return ir.WalkResult.ADVANCE
+
+    module = lowered_for_cuda(*product).compiler_ir()
+    module.operation.walk(keep)
+    code = ir.StringAttr(calls[0].attributes["mhlo.backend_config"]["ir"]).value_bytes
+    dialect.register_dialect(module.context)
+    with module.context:
+        return ir.Module.parse(code).operation.get_asm(enable_debug_info=False)
+
+
+@lowers
+def test_a_gpu_neither_reads_nor_writes_beyond_the_last_output():
+    """Interpreted, tiles are cut off at the end by themselves; here it is the mask alone."""
+    text = triton_ir("q4_0", 5, 40, "float32")
+    (mask, end) = re.search(r"(%\d+) = arith.cmpi slt, %\d+, (%\d+) : tensor<1x64xi32>", text).groups()
+    constant = re.search(rf"{end} = tt.splat (%\S+) : i32 -> tensor<1x64xi32>", text).group(1)
+    assert f"{constant} = arith.constant 40 : i32" in text
+    masks = set(re.findall(rf"(%\d+) = tt.broadcast {mask} : tensor<1x64xi1>", text))
+    reads = re.findall(r"tt.load %\d+, (%\d+), %\d+ : tensor<\S+x64x!tt.ptr", text)
+    writes = re.findall(r"tt.store %\d+, %\d+, (%\d+) : tensor<\S+x64x!tt.ptr", text)
+    assert len(reads) == len(re.findall("tt.load .*x64x!tt.ptr", text)) >= 2
+    assert len(writes) == text.count("tt.store") == 1
+    assert {*reads, *writes} <= masks
+
+
 @lowers
 @needs_triton
 def test_tritons_compiler_makes_programs_of_ampere_and_hopper_of_it(tmp_path):
     """What JAX hands to XLA is compiled by Triton's own package, which is another version than the one in XLA."""
-    from jaxlib.mlir import ir
-    from jaxlib.triton import dialect
-
     for name in GRIDS:
         for rows, outputs, dtype in ((5, 1536, "bfloat16"), (5, 40, "float32"), (64, 1536, "float32")):
-            module, found = lowered_for_cuda(name, rows, outputs, dtype).compiler_ir(), []
-            module.operation.walk(lambda op, found=found: _keep(op, found))
-            code = ir.StringAttr(found[0].attributes["mhlo.backend_config"]["ir"]).value_bytes
-            dialect.register_dialect(module.context)
-            with module.context:
-                text = ir.Module.parse(code).operation.get_asm(enable_debug_info=False)
+            text = triton_ir(name, rows, outputs, dtype)
             (tmp_path / f"{name}_{rows}_{outputs}_{dtype}.ttir").write_text(text)
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-c", TRITON, *map(str, sorted(tmp_path.glob("*.ttir")))]
@@ -112,14 +138,6 @@ def test_tritons_compiler_makes_programs_of_ampere_and_hopper_of_it(tmp_path):
     for each in made:
         assert each["bytes"] > 1000 and each["shared"] < 99 * 2**10 and not each["spills"]
         assert each["mma"] == each["bfloat16"]  # tensor cores; float32 is multiplied in full
-
-
-def _keep(op, found: list):
-    from jaxlib.mlir import ir
-
-    if op.name == "stablehlo.custom_call":
-        found.append(op)
-    return ir.WalkResult.ADVANCE
 
 
 # TPU
