@@ -1,0 +1,73 @@
+"""Linear layers whose weights stay integers in memory, with float inputs; a decoder made of them.
+
+Twins: jaxbench/quantization/weight_only.py, torch_ref/quantization/weight_only.py. The product is Flax's side's.
+"""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxbench import functional, libtpu
+from jaxbench.config import Compute
+from jaxbench.eqx import nn, transformer
+from jaxbench.quantization import packing, weight_only_pallas
+from jaxbench.quantization.packed_matmul import Weights
+from jaxbench.quantization.packing import Form, Packed
+from jaxbench.quantization.recipe import QuantizedModel
+
+
+class WeightOnlyLinear(eqx.Module):
+    """Affine map of the last axis with packed weights; its arrays have shapes but no values until they are loaded."""
+
+    codes: Array
+    scales: Array
+    zeros: Array | None
+    bias: Array | None
+    form: Form = eqx.field(static=True)
+    implementation: str = eqx.field(static=True)
+
+    def __init__(self, packed: Packed, *, use_bias: bool, dtype: str, implementation: str):
+        packing.check_implementation(implementation)
+        arrays = (packed.codes, packed.scales, packed.zeros)
+        self.codes, self.scales, self.zeros = (
+            None if array is None else jnp.zeros(array.shape, array.dtype) for array in arrays
+        )
+        self.bias = jnp.zeros((packed.codes.shape[1],), dtype) if use_bias else None
+        self.form, self.implementation = packed.form, implementation
+
+    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
+        """Affine map x @ weights (+ bias)."""
+        weights = Weights(self.form, self.codes, self.scales, self.zeros)
+        out = weight_only_pallas.matmul(x, weights, implementation=self.implementation)
+        return functional.add_bias(out, self.bias)
+
+
+def build(model: QuantizedModel, *, dtype: str = "float32", implementation: str = "xla") -> transformer.Transformer:
+    """Decoder of a quantised model that holds the integers of its layers' matrices; embedding and head are floats.
+
+    Args:
+      dtype: of everything else, and of the products.
+      implementation: of the products, see weight_only_pallas.matmul.
+
+    Raises:
+      ValueError: activations of few bits, a scale that is no value of its grid's scale_dtype, or an unknown
+        implementation.
+    """
+    libtpu.leave_out_if_absent()
+    held, params = packing.parameters(model)
+
+    def places(tree: transformer.Transformer) -> list:
+        paths = (name.split(".") for name in held)
+        return [getattr(getattr(tree.layers[int(i)], part), module) for _, i, part, module in paths]
+
+    def make() -> transformer.Transformer:
+        linears = [
+            WeightOnlyLinear(packed, use_bias=f"{name}.bias" in params, dtype=dtype, implementation=implementation)
+            for name, packed in held.items()
+        ]
+        return eqx.tree_at(places, transformer.Transformer(model.config, Compute(dtype=dtype)), linears)
+
+    return nn.load_params(eqx.filter_eval_shape(make), params)
