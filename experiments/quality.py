@@ -47,7 +47,8 @@ def main() -> int:
         raise ValueError(f"length: rows of {longest} tokens, and {held.source} has {held.config.max_seq_len} positions")
     workdir = Path(VALUES.workdir)
     about = {"model": held.source, "model_sha256": held.sha256}
-    store.claim(workdir, f"{config.config_id(settings)}-{held.sha256[:12]}")
+    same = config.config_id(settings, exclude=("methods", "pairs"))  # methods come and go, each is a part of its own
+    store.claim(workdir, f"{same}-{held.sha256[:12]}")
     cli.keep(f"finished methods in {workdir} are kept; the same command goes on")
     found = run(settings, held, texts, seen, workdir)
     console = terminal.console()
@@ -61,7 +62,7 @@ def run(settings: Any, held: Any, texts: Any, seen: Any, workdir: Path) -> dict[
     """Figures of every method and of the float model, by name, each kept as a part."""
     from rich import progress
 
-    from jaxbench import store, transformer
+    from jaxbench import config, store, transformer
     from jaxbench.quantization.study import measure, methods
 
     reference = transformer.build(held.config, held.params)
@@ -80,7 +81,8 @@ def run(settings: Any, held: Any, texts: Any, seen: Any, workdir: Path) -> dict[
                 bits, size = (32.0, size) if made is None else (made.bits_per_weight, made.bytes)
                 return {"texts": values, "bits_per_weight": bits, "bytes": size}
 
-            found[name], _ = store.kept(workdir / "methods" / f"{name}.json", compute)
+            own = "" if method is None else f"-{config.config_id(method)}"
+            found[name], _ = store.kept(workdir / "methods" / f"{name}{own}.json", compute)
             moved(completed=count)
     return found
 
