@@ -20,7 +20,7 @@ class Recipe(Base):
     zero: Literal["none", "integer", "least"] = "none"  # grids.Grid
     scale_dtype: Literal["float32", "float16", "bfloat16"] = "float16"
     type: Literal["int", "e4m3"] = "int"
-    scales: Literal["minmax", "percentile", "mse"] = "mse"  # how they are chosen: grids.nearest
+    scales: Literal["minmax", "percentile", "mse"] = "minmax"  # how they are chosen: grids.nearest
     rounding: Literal["nearest", "gptq"] = "nearest"
     equalize: Literal["none", "awq", "smoothquant"] = "none"  # channels scaled beforehand: equalize.py
     activations: Literal["float", "dynamic", "static"] = (
