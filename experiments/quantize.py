@@ -45,7 +45,7 @@ def define() -> None:
     flags.DEFINE_integer("bits", None, "of a weight, with --format=int", lower_bound=2, upper_bound=8)
     flags.DEFINE_integer("group_size", 32, "inputs that share a scale, 0 = all, with --format=int", lower_bound=0)
     flags.DEFINE_enum("zero", "none", ["none", "integer"], "integer: each group has a zero point, with --format=int")
-    flags.DEFINE_enum("scales", None, list(grids.RULES), "how scales are chosen (unset: minmax; with AWQ alone mse)")
+    flags.DEFINE_enum("scales", None, list(grids.RULES), "how scales are chosen (unset: minmax; mse with AWQ alone)")
     flags.DEFINE_enum("rounding", "nearest", ["nearest", "gptq"], "of the weights")
     flags.DEFINE_enum("equalize", "none", ["none", "awq", "smoothquant"], "channels scaled before rounding")
     flags.DEFINE_enum("activations", "float", ["float", "dynamic", "static"], "of a folder in int8: 8 bits or not")
@@ -103,7 +103,8 @@ def _recipe(recipe: Any, grid: Any, is_gguf: bool) -> Any:
     if VALUES.activations != "float" and grid.bits == 8 and grid.group_size is None:
         grid = grid._replace(scale_dtype="float32")
     values = {name: VALUES[name].value for name in OF_RECIPE}
-    is_awq = VALUES.equalize == "awq" and VALUES.rounding == "nearest"  # docs/quantisation.md has the measurement
+    # docs/quantisation.md has the measurement
+    is_awq = VALUES.equalize == "awq" and VALUES.rounding == "nearest" and grid.zero == "none"
     values["scales"] = VALUES.scales or ("mse" if is_awq else "minmax")
     try:
         made = recipe.Recipe(**values, **grid._asdict(), embedding_bits=8 if is_gguf else None)
