@@ -75,7 +75,7 @@ def test_an_interrupted_run_keeps_its_rows_and_the_same_command_goes_on(folder, 
     started = [sys.executable, MAIN, *words, f"--output={output}"]
     process = subprocess.Popen(started, env=shell_environment(**ONE_THREAD), stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 120
-    while not (output.exists() and output.stat().st_size) and time.monotonic() < until:
+    while not (output.exists() and b"\n" in output.read_bytes()) and time.monotonic() < until:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     stderr = process.communicate(timeout=120)[1]
