@@ -12,7 +12,7 @@ from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.quantization.study import quality
 from jaxbench.quantization.study.quality import Estimate, Quality
 
-COLORS = ("#8b8f98", "#3b82f6", "#e5722a", "#0d9f8c", "#9061d6")
+COLORS = ("#8b8f98", "#3b82f6", "#e5722a", "#0d9f8c", "#9061d6", "#c2568f")
 FIGURES = {  # titles of the columns, and how a number stands there
     "kl": ("KL to float32, nats/token", "{:.3g}"),
     "bits_added": ("bits per byte more", "{:+.4f}"),
@@ -94,13 +94,18 @@ def pair_table(pairs: list[dict[str, Any]]) -> Any:
 
 
 def picture(settings: Quality, rows: Mapping[str, Any]) -> str:
-    """KL against bits a weight, a line for each way of rounding, a panel for each text."""
+    """KL against bits a weight, a line for each way of rounding, a panel for each text.
+
+    Of weights alone, run by XLA, with scales that span the whole range: what else there is stands in the table.
+    """
     panels = []
     for text in settings.texts:
         lines: dict[str, list[Point]] = {}
         for name, row in rows.items():
             value = row["texts"][text]["kl"]
-            if settings.methods[name].native is None and value.mean > 0:
+            method = settings.methods[name]
+            is_plain = method.recipe is None or (method.recipe.activations, method.recipe.scales) == ("float", "minmax")
+            if method.native is None and is_plain and value.mean > 0:
                 point = Point(row["bits_per_weight"], value.mean, max(value.low, value.mean / 10), value.high)
                 lines.setdefault(_family(settings, name), []).append(point)
         if not lines:
