@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxbench import functional, nn, parameters, rotary
 from jaxbench.attention import Context, Spans
@@ -29,12 +29,6 @@ class LayerByLayer:
         self.config = config
         blocks = [nnx.eval_shape(lambda i=i: Block(config.at_layer(i), Compute())) for i in range(config.num_layers)]
         self.graphs = [parameters.split(block)[0] for block in blocks]
-
-    def embed(self, params: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T D"]:
-        """The residual stream in front of the first layer."""
-        hidden = np.asarray(params["embed.embedding"], np.float32)[tokens] * np.float32(self.config.embedding_scale)
-        learned = params.get("position.embedding")
-        return hidden if learned is None else hidden + np.asarray(learned, np.float32)[: tokens.shape[1]]
 
     def layer(
         self, index: int, params: Mapping[str, np.ndarray], hidden: Float[np.ndarray, "B T D"], *, histogram: bool

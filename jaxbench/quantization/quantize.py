@@ -27,10 +27,6 @@ Progress = Callable[[int, int], None]  # layers done, layers in all
 class Calibrator(Protocol):
     """LayerByLayer of jaxbench.quantization.inputs or torch_ref.quantization.inputs."""
 
-    def embed(self, params: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T D"]:
-        """The residual stream in front of the first layer."""
-        ...
-
     def layer(
         self, index: int, params: Mapping[str, np.ndarray], hidden: Float[np.ndarray, "B T D"], *, histogram: bool
     ) -> tuple[Float[np.ndarray, "B T D"], dict[str, InputStatistics]]:
@@ -66,7 +62,7 @@ def quantize(
     _check(config, params, recipe)
     made = QuantizedModel(config, {}, {}, recipe.activations, {}, {})
     if recipe.needs_calibration:
-        hidden = calibrator.embed(params, tokens)
+        hidden = embedded(config, params, tokens)
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
         layer = {n.removeprefix(prefix): np.asarray(v) for n, v in params.items() if n.startswith(prefix)}
@@ -91,6 +87,15 @@ def quantize(
         progress(i + 1, config.num_layers)
     _round_ends(made, params, recipe.embedding_grid)
     return made
+
+
+def embedded(
+    config: TransformerConfig, params: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]
+) -> Float[np.ndarray, "B T D"]:
+    """The residual stream in front of the first layer, of rows without padding."""
+    hidden = np.asarray(params["embed.embedding"], np.float32)[tokens] * np.float32(config.embedding_scale)
+    learned = params.get("position.embedding")
+    return hidden if learned is None else hidden + np.asarray(learned, np.float32)[: tokens.shape[1]]
 
 
 def _check(config: TransformerConfig, params: Mapping[str, np.ndarray], recipe: Recipe) -> None:

@@ -83,7 +83,7 @@ def test_an_interval_covers_the_mean_in_nineteen_of_twenty():
 
 
 def test_the_default_text_is_calibrated_on_one_half_and_measured_on_the_other():
-    first, second = (windows.documents(None, half)[0] for half in (windows.FIRST, windows.SECOND))
+    first, second = (windows.documents(None, second_half=half)[0] for half in (False, True))
     assert abs(len(first) - len(second)) < len(first) / 2
     pieces = [part for part in first.split("\n\n") if len(part) > 80]
     assert pieces and not any(piece in second for piece in pieces)

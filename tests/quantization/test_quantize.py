@@ -65,7 +65,7 @@ def test_gptq_and_awq_lose_less_than_rounding_to_nearest(model, side):
 def test_scaled_channels_compute_the_same_function(model, method):
     config, params = model
     side, layer = inputs.LayerByLayer(config), {}
-    hidden = side.embed(params, TOKENS)
+    hidden = quantize.embedded(config, params, TOKENS)
     for i in range(config.num_layers):
         prefix = f"layers.{i}."
         own = {n.removeprefix(prefix): v for n, v in params.items() if n.startswith(prefix)}
@@ -79,9 +79,9 @@ def test_scaled_channels_compute_the_same_function(model, method):
 def test_both_backends_see_the_same_inputs(model):
     config, params = model
     sides = [make(config) for make in SIDES.values()]
-    hidden = [side.embed(params, TOKENS) for side in sides]
+    hidden = quantize.embedded(config, params, TOKENS)
     own = {n.removeprefix("layers.0."): v for n, v in params.items() if n.startswith("layers.0.")}
-    (out, found), (other_out, other) = (s.layer(0, own, h, histogram=True) for s, h in zip(sides, hidden, strict=True))
+    (out, found), (other_out, other) = (side.layer(0, own, hidden, histogram=True) for side in sides)
     np.testing.assert_allclose(out, other_out, rtol=1e-4, atol=1e-4)
     assert found.keys() == other.keys() == set(statistics.SOURCES.values())
     for name, each in found.items():

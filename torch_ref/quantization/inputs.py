@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from jaxbench import rotary
@@ -26,12 +26,6 @@ class LayerByLayer:
 
     def __init__(self, config: TransformerConfig):
         self.config = config
-
-    def embed(self, params: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T D"]:
-        """The residual stream in front of the first layer."""
-        hidden = np.asarray(params["embed.embedding"], np.float32)[tokens] * np.float32(self.config.embedding_scale)
-        learned = params.get("position.embedding")
-        return hidden if learned is None else hidden + np.asarray(learned, np.float32)[: tokens.shape[1]]
 
     @torch.no_grad()
     def layer(

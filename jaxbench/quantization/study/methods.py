@@ -20,7 +20,7 @@ class Made(NamedTuple):
     """A model after a method."""
 
     model: Any
-    bits_per_weight: float  # of the layers' matrices and the embedding, scales counted
+    bits_per_weight: float  # of the layers' matrices, scales counted
     bytes: int  # of all parameters
 
 
@@ -56,11 +56,8 @@ def make(method: Method, held: Checkpoint, tokens: Callable[[], Int[np.ndarray, 
 
 def _bytes(params: dict[str, np.ndarray], bits: float, embedding_bits: float) -> int:
     """Of the layers' matrices, embedding and head at so many bits, and the rest in float32."""
-    total = 0.0
-    for name, value in params.items():
-        is_matrix = name in _matrices(params)
-        total += value.size * ((bits if name.startswith("layers.") else embedding_bits) if is_matrix else 32)
-    return round(total / 8)
+    each = {name: bits if name.startswith("layers.") else embedding_bits for name in _matrices(params)}
+    return round(sum(value.size * each.get(name, 32) for name, value in params.items()) / 8)
 
 
 def _native(packed: checkpoint.PackedCheckpoint, method: Method) -> native.NativeTransformer:

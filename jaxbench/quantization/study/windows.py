@@ -18,16 +18,13 @@ class Windows(NamedTuple):
     repeats: Int[np.ndarray, "N T"]  # the first half of each window, twice
 
 
-def documents(path: str | None, half: slice) -> list[str]:
-    """Documents of a file; of the default text one half of its paragraphs."""
+def documents(path: str | None, *, second_half: bool) -> list[str]:
+    """Documents of a file; of the default text the first half of its paragraphs, or the second."""
     if path is not None:
         return packing.load_text(path)
     paragraphs = [part for text in packing.load_text() for part in text.split("\n\n") if part.strip()]
     middle = len(paragraphs) // 2
-    return ["\n\n".join(paragraphs[:middle] if half == FIRST else paragraphs[middle:])]
-
-
-FIRST, SECOND = slice(None, 2), slice(2, None)
+    return ["\n\n".join(paragraphs[middle:] if second_half else paragraphs[:middle])]
 
 
 def calibration(tokenizer: Any, path: str | None, rows: int, length: int) -> Int[np.ndarray, "B T"]:
@@ -36,7 +33,7 @@ def calibration(tokenizer: Any, path: str | None, rows: int, length: int) -> Int
     Raises:
       ValueError: the text is too short.
     """
-    return np.array(packing.real_prompts(tokenizer, [length] * rows, documents(path, FIRST)), np.int32)
+    return np.array(packing.real_prompts(tokenizer, [length] * rows, documents(path, second_half=False)), np.int32)
 
 
 def of_text(tokenizer: Any, path: str | None, count: int, length: int) -> Windows:
@@ -45,7 +42,7 @@ def of_text(tokenizer: Any, path: str | None, count: int, length: int) -> Window
     Raises:
       ValueError: the text is too short.
     """
-    tokens = np.array(packing.real_prompts(tokenizer, [length] * count, documents(path, SECOND)), np.int32)
+    tokens = np.array(packing.real_prompts(tokenizer, [length] * count, documents(path, second_half=True)), np.int32)
     sizes = [len(tokenizer.decode(row[1:].tolist()).encode()) for row in tokens]
     half = tokens[:, : length // 2]
     return Windows(tokens, sizes, np.concatenate([half, half], axis=1))
