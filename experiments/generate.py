@@ -266,7 +266,7 @@ def note(loaded: decoder.Decoder) -> None:
 def main() -> int:
     """Generate."""
     settings = check_flags()
-    process_environment.ensure(VALUES.device)
+    process_environment.ensure(VALUES.device, library=cli.array_library())
     cli.keep("what was shown is all there is")
     if VALUES.input is not None:
         return rows(settings)

@@ -44,7 +44,7 @@ def main() -> int:
     is_joined = values.cluster or values.coordinator is not None
     if is_joined and (values.backend != "flax" or values.find_batch_size or values.memory_ladder):
         raise ValueError(f"several processes train with --backend=flax only, got --backend={values.backend}")
-    process_environment.ensure(values.device)
+    process_environment.ensure(values.device, library=cli.array_library())
     from jaxbench.training import trainer
 
     run_by = processes.ALONE

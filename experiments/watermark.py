@@ -95,7 +95,7 @@ def write_texts() -> int:
     checks.check_device()
     if VALUES.backend == "torch" and VALUES.device != "cpu":
         raise ValueError(f"--device={VALUES.device}: generate with --backend=torch runs on the CPU")
-    process_environment.ensure(VALUES.device)
+    process_environment.ensure(VALUES.device, library=cli.array_library())
     from jaxbench.watermark import generate
 
     settings = cli.load_config(generate.GenerateConfig)

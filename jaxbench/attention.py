@@ -137,44 +137,42 @@ def attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
-def _wide_einsum(equation: str, left: Array, right: Array) -> Array:
-    return jnp.einsum(equation, left, right, preferred_element_type=jnp.promote_types(left.dtype, jnp.float32))
+def _wide_product(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
+    return jnp.matmul(left, right, preferred_element_type=jnp.promote_types(left.dtype, jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _narrow_einsum(equation: str, left: Array, right: Array) -> Array:
-    return _wide_einsum(equation, left, right)
+@jax.custom_vjp
+def _narrow_product(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
+    return _wide_product(left, right)
 
 
-def _narrow_forward(equation: str, left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _wide_einsum(equation, left, right), (left, right)
+def _narrow_forward(left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _wide_product(left, right), (left, right)
 
 
-def _narrow_backward(equation: str, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _narrow_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     # As in functional.matmul: the default rule multiplies operands of two types, slowly or not at all on XLA:CPU.
     left, right = residuals
-    inputs, out = equation.split("->")
-    left_axes, right_axes = inputs.split(",")
     grad = grad.astype(left.dtype)
-    left_grad = _wide_einsum(f"{out},{right_axes}->{left_axes}", grad, right)
-    right_grad = _wide_einsum(f"{out},{left_axes}->{right_axes}", grad, left)
+    left_grad = _wide_product(grad, jnp.swapaxes(right, 1, 2))
+    right_grad = _wide_product(functional.transposed(left), grad)
     return left_grad.astype(left.dtype), right_grad.astype(right.dtype)
 
 
-_narrow_einsum.defvjp(_narrow_forward, _narrow_backward)
+_narrow_product.defvjp(_narrow_forward, _narrow_backward)
 
 
-def _einsum(equation: str, left: Array, right: Array) -> Array:
-    """Contract operands of one dtype and accumulate in at least float32."""
+def _product(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
+    """Batched product of operands of one dtype, accumulated in at least float32."""
     is_narrow = jnp.finfo(left.dtype).bits < 32
-    return (_narrow_einsum if is_narrow else _wide_einsum)(equation, left, right)
+    return (_narrow_product if is_narrow else _wide_product)(left, right)
 
 
 def _scores(
     query: Float[Array, "B K G T H"], key: Float[Array, "B K H S"], mask: Bool[Array, "B T S"], softcap: float | None
 ) -> Array:
     """Scaled attention scores [B K G T S], capped, -inf where the mask is False."""
-    merged = _einsum("ERH,EHS->ERS", _merge(query, 2, 2), _merge(key, 2, 1))
+    merged = _product(_merge(query, 2, 2), _merge(key, 2, 1))
     scores = merged.reshape(*query.shape[:4], key.shape[3]) / math.sqrt(query.shape[-1])
     scores = scores if softcap is None else functional.softcap(scores, cap=softcap)
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
@@ -182,7 +180,7 @@ def _scores(
 
 def _mix(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
     """Weighted sums of values, in at least float32."""
-    merged = _einsum("ERS,ESH->ERH", _merge(weights.astype(value.dtype), 2, 2), _merge(value, 2, 1))
+    merged = _product(_merge(weights.astype(value.dtype), 2, 2), _merge(value, 2, 1))
     return merged.reshape(*weights.shape[:4], value.shape[3])
 
 

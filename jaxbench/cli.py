@@ -80,6 +80,11 @@ def define_backend(default: str = "flax", choices: Sequence[str] = BACKENDS) -> 
     flags.DEFINE_enum("backend", default, list(choices), "which implementation runs")
 
 
+def array_library() -> str:
+    """Library that computes for --backend, as process_environment.environment takes it."""
+    return "PyTorch" if FLAGS.backend == "torch" else "XLA"
+
+
 def define_device(default: str = "cpu") -> None:
     """Define --device."""
     flags.DEFINE_enum("device", default, list(DEVICES), "where it runs")

@@ -43,7 +43,7 @@ def _narrow_forward(x: Array, kernel: Array, axis: int) -> tuple[Array, tuple[Ar
 def _narrow_backward(axis: int, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     # The default rule would multiply the wide cotangent with the narrow kernel, and XLA:CPU copies the kernel for that.
     x, kernel = residuals
-    kernel_grad = _contract(x.T, grad, 0) if axis == 0 else _contract(grad.T, x, 0)
+    kernel_grad = _contract(transposed(x), grad, 0) if axis == 0 else _contract(transposed(grad), x, 0)
     return _contract(grad, kernel, 1 - axis), kernel_grad
 
 
@@ -66,6 +66,17 @@ def matmul(
         padded = jnp.pad(rows, ((0, padding), (0, 0))) if padding else rows
         product = _narrow_matmul(padded, kernel, int(transposed))[: rows.shape[0]]
     return product.reshape(*x.shape[:-1], product.shape[-1])
+
+
+def transposed(x: Float[Array, "*batch R C"]) -> Float[Array, "*batch C R"]:
+    """Swap the last two axes of what a narrow product contracts over rows; on CPUs it lies in memory as its shape says.
+
+    XLA:CPU multiplies in float32 where an operand is another view of an array (docs/xla_cpu.md, rule 16). A reshape
+    ends the view; a layout constraint would too, but costs an all-gather on a mesh.
+    """
+    swapped = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
+    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
+    return lax.platform_dependent(x, cpu=lambda x: swapped(x[None]).reshape(shape), default=swapped)
 
 
 def rotary_angles(

@@ -1,7 +1,7 @@
 """The environment that a process needs before Python, JAX or PyTorch start (S file: neither JAX nor PyTorch).
 
 Three things can only be set from outside: which platforms JAX looks for (with libtpu installed and no TPU attached,
-looking prints pages of errors), glibc's malloc thresholds (large temporaries are page-fault bound otherwise,
+looking prints pages of errors), how glibc's malloc keeps memory (large arrays are page-fault bound otherwise,
 docs/xla_cpu.md rule 8), and where compiled programs are cached.
 """
 
@@ -20,13 +20,16 @@ GPU_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # of the drivers of NVIDIA
 TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # those of TPUs
 GOOGLE, NO_TPU = "0x1ae0", ("0x0042", "0x001f")  # on the PCI bus: the vendor of TPUs, and its network card and disk
 MALLOC_BYTES = str(8 * 2**30)  # glibc keeps blocks up to this size mapped and does not trim
+ARENAS = "MALLOC_ARENA_MAX"
 MARKER = "JAXBENCH_LAUNCHED"  # set in the process that was started anew; holds its id, which stays the same
 
 
-def environment(device: str) -> dict[str, str]:
+def environment(device: str, *, library: str = "XLA") -> dict[str, str]:
     """Environment variables that a process for `device` needs, on top of the ones it inherits.
 
     The platforms are always those of `device`. Everything else keeps the user's own value where one is set.
+    library: that computes in it. One memory arena for all threads makes XLA's programs faster and PyTorch's slower, so
+    "PyTorch" leaves glibc's own choice.
 
     Raises:
       ValueError: the device is unknown.
@@ -36,12 +39,15 @@ def environment(device: str) -> dict[str, str]:
     wanted = {
         "MALLOC_MMAP_THRESHOLD_": MALLOC_BYTES,
         "MALLOC_TRIM_THRESHOLD_": MALLOC_BYTES,
+        ARENAS: "1",  # blocks above 64 MB of any other arena go back to the system when they are freed
         "TOKENIZERS_PARALLELISM": "false",
         "TF_CPP_MIN_LOG_LEVEL": "2",  # C++ information and warnings off, errors stay
         "JAX_COMPILATION_CACHE_DIR": str(compile_cache_dir()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+    if library == "PyTorch":
+        del wanted[ARENAS]
     if device != "tpu":
         wanted["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu asks the cloud's metadata server otherwise, for minutes
     if device == "gpu":
@@ -97,8 +103,8 @@ def simulated_devices(count: int) -> dict[str, str]:
     return {"XLA_FLAGS": " ".join([*own, *added]), "NPROC": os.environ.get("NPROC", str(4 * count))}
 
 
-def ensure(device: str) -> None:
-    """Start this process anew with `environment(device)`, once; return at once where it already has it.
+def ensure(device: str, *, library: str = "XLA") -> None:
+    """Start this process anew with `environment(device, library=library)`, once; return at once where it has it.
 
     Call it first in a main, before JAX is imported. The command line, the interpreter's options and the process id
     stay.
@@ -106,7 +112,7 @@ def ensure(device: str) -> None:
     Raises:
       ValueError: JAX is imported already, so that the platforms are fixed, or the variables do not last.
     """
-    wanted = environment(device)
+    wanted = environment(device, library=library)
     if all(os.environ.get(name) == value for name, value in wanted.items()):
         return
     if os.environ.get(MARKER) == str(os.getpid()):

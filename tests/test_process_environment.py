@@ -28,6 +28,8 @@ def test_platforms_follow_the_device_and_the_rest_respects_the_user(monkeypatch)
     assert found["JAX_PLATFORMS"] == "cuda,cpu"
     assert found["MALLOC_TRIM_THRESHOLD_"] == "1"
     assert found["MALLOC_MMAP_THRESHOLD_"] == "8589934592"
+    assert found["MALLOC_ARENA_MAX"] == "1"
+    assert "MALLOC_ARENA_MAX" not in process_environment.environment("gpu", library="PyTorch")
     assert process_environment.environment("cpu")["JAX_PLATFORMS"] == "cpu"
     assert "TPU_SKIP_MDS_QUERY" not in process_environment.environment("tpu")
     with pytest.raises(ValueError, match="'phone'"):

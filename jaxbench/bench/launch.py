@@ -326,14 +326,15 @@ class Launch:
 
 def start_worker(plan: Plan, arm: str, log: Path) -> Worker:
     """Start an arm's process with the environment and the time limit of a run."""
-    environment = worker_environment(plan.device, cache=plan.workdir / CACHE, threads=plan.threads)
+    library = ARMS[arm.removesuffix(arm_table.AGAIN)].library or "PyTorch"  # llama.cpp: glibc's own choice too
+    environment = worker_environment(plan.device, cache=plan.workdir / CACHE, threads=plan.threads, library=library)
     limit_s = plan.suite.rounds.worker_timeout_s
     return Worker(arm, WORKER, environment=environment, log=log, threads=plan.threads, timeout_s=limit_s)
 
 
-def worker_environment(device: str, *, cache: Path, threads: int) -> dict[str, str]:
-    """Variables of every worker: jaxbench's own, offline, with the run's own compile cache."""
-    return process.environment(device, threads=threads) | {
+def worker_environment(device: str, *, cache: Path, threads: int, library: str = "XLA") -> dict[str, str]:
+    """Variables of a worker: jaxbench's own, offline, with the run's own compile cache."""
+    return process.environment(device, threads=threads, library=library) | {
         "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),  # the run's own, so that launch 1 is cold
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),

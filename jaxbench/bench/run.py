@@ -81,7 +81,8 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
     malloc = " ".join(f"{name}={value}" for name, value in sorted(variables.items()) if name.startswith("MALLOC_"))
     return [
         f"Every arm runs on {threads} threads of the same machine, in its own process, one arm at a time.",
-        f"Every arm starts with the same malloc settings: {malloc or 'the defaults'}.",
+        f"Arms start with these malloc settings: {malloc or 'the defaults'}; those of PyTorch and llama.cpp without "
+        "MALLOC_ARENA_MAX, which makes PyTorch slower and XLA faster (docs/xla_cpu.md, rule 8).",
         "Every arm gets the same weights, the same prompts, the same dtype, greedy decoding, a fixed number of new "
         "tokens with the end of sequence ignored; float32 tokens are compared between arms.",
         "JAX arms run ahead-of-time compiled programs; torch_eager has no compilation; torch_compile is torch.compile "

@@ -145,10 +145,11 @@ class Worker:
         return status + (f": {lines[-1].strip()[:200]}" if lines else "")
 
 
-def environment(device: str, *, threads: int) -> dict[str, str]:
-    """Variables of a worker: jaxbench's own for the device, and the number of threads."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    return inherited | process_environment.environment(device) | {"OMP_NUM_THREADS": str(threads)}
+def environment(device: str, *, threads: int, library: str = "XLA") -> dict[str, str]:
+    """Variables of a worker: jaxbench's own for the device and the library that computes, and the number of threads."""
+    dropped = ["PYTHONWARNINGS"] + [process_environment.ARENAS] * (library == "PyTorch")
+    inherited = {name: value for name, value in os.environ.items() if name not in dropped}
+    return inherited | process_environment.environment(device, library=library) | {"OMP_NUM_THREADS": str(threads)}
 
 
 def peer_python(peer: str) -> Path:

@@ -27,6 +27,7 @@ from jaxbench.pair import speed_report, speed_worker
 WORKER = "jaxbench.pair.speed_worker"
 BASELINE = "torch_eager"
 ARMS = ("jax_compiled", "jax_eager", BASELINE, "torch_compiled", "torchax", "torch2jax")
+ALONE = (BASELINE, "torch_compiled")  # PyTorch without JAX in the process
 PARTS = ("forward", "forward_backward", "step")
 DTYPES = ("float32", "bfloat16")
 ROUNDS = 2
@@ -151,7 +152,7 @@ class _Launch:
     def run(self) -> None:
         """Measure every type and part; workers are closed whatever happens."""
         threads, cache = self.plan.settings.threads, self.plan.workdir.resolve() / "compile_cache"
-        variables = process.environment("cpu", threads=threads) | {
+        variables = {
             "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "MKL_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
@@ -160,8 +161,10 @@ class _Launch:
             for arm in self.order:
                 log = self.plan.workdir / "logs" / f"launch{self.index}-{arm}.log"
                 log.unlink(missing_ok=True)
+                library = "PyTorch" if arm in ALONE else "XLA"
+                own = process.environment("cpu", threads=threads, library=library)
                 self.workers[arm] = Worker(
-                    arm, WORKER, environment=variables, log=log, threads=threads, timeout_s=TIMEOUT_S
+                    arm, WORKER, environment=own | variables, log=log, threads=threads, timeout_s=TIMEOUT_S
                 )
                 self._ask(arm, "start", Workload(), path=str(self.plan.path))
             for dtype in self.plan.settings.dtypes:

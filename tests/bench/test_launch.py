@@ -208,6 +208,8 @@ def test_workers_get_tuned_malloc_and_a_compile_cache_of_the_run(tmp_path):
     environment = launch.worker_environment("cpu", cache=tmp_path, threads=2)
     assert environment["JAX_PLATFORMS"] == "cpu" and environment["OMP_NUM_THREADS"] == "2"
     assert environment["MALLOC_MMAP_THRESHOLD_"] and environment["HF_HUB_OFFLINE"] == "1"
+    of_torch = launch.worker_environment("cpu", cache=tmp_path, threads=2, library="PyTorch")
+    assert environment["MALLOC_ARENA_MAX"] == "1" and "MALLOC_ARENA_MAX" not in of_torch
     assert environment["JAX_COMPILATION_CACHE_DIR"].startswith(str(tmp_path))
     load = Workload(kind="train", dtype="float32", batch=2, prompt_tokens=8)
     assert launch.rates(load, [{"step_s": 0.5, "loss": 1.0}]) == {"train_tokens_per_s": [32.0]}

@@ -113,7 +113,8 @@ def _request(network: Network, read: str) -> dict:
 
 def _worker(arm: str, workdir: Path, *, is_malloc_tuned: bool = True) -> Worker:
     python = process.peer_python(arm) if arm == "titans" else sys.executable
-    environment, log = process.environment("cpu", threads=1), workdir / "logs" / f"{arm}.log"
+    library, log = "XLA" if arm == "flax" else "PyTorch", workdir / "logs" / f"{arm}.log"
+    environment = process.environment("cpu", threads=1, library=library)
     if not is_malloc_tuned:
         environment = {name: value for name, value in environment.items() if not name.startswith("MALLOC_")}
     return Worker(arm, WORKER, environment=environment, log=log, timeout_s=TIMEOUT_S, python=python)

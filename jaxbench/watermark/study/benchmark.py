@@ -191,7 +191,8 @@ class _Run:
             self.missing[arm] = str(error)
             return None
         module = f"jaxbench.watermark.study.{'peer' if arm in PEERS else 'benchmark'}_worker"
-        environment, log = process.environment("cpu", threads=threads), self.workdir / "logs" / f"{arm}.log"
+        library, log = "PyTorch" if arm in ("torch", *PEERS) else "XLA", self.workdir / "logs" / f"{arm}.log"
+        environment = process.environment("cpu", threads=threads, library=library)
         limits = {"threads": threads, "timeout_s": TIMEOUT_S}
         return Worker(arm, module, environment=environment, log=log, python=python, **limits)
 
