@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import functional, fused_attention, prompts, sharding
+from jaxbench import functional, fused_attention, narrow_products, prompts, sharding
 
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
 
@@ -137,35 +137,10 @@ def attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
-def _wide_product(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
-    return jnp.matmul(left, right, preferred_element_type=jnp.promote_types(left.dtype, jnp.float32))
-
-
-@jax.custom_vjp
-def _narrow_product(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
-    return _wide_product(left, right)
-
-
-def _narrow_forward(left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _wide_product(left, right), (left, right)
-
-
-def _narrow_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    # As in functional.matmul: the default rule multiplies operands of two types, slowly or not at all on XLA:CPU.
-    left, right = residuals
-    grad = grad.astype(left.dtype)
-    left_grad = _wide_product(grad, jnp.swapaxes(right, 1, 2))
-    right_grad = _wide_product(functional.transposed(left), grad)
-    return left_grad.astype(left.dtype), right_grad.astype(right.dtype)
-
-
-_narrow_product.defvjp(_narrow_forward, _narrow_backward)
-
-
 def _product(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
     """Batched product of operands of one dtype, accumulated in at least float32."""
     is_narrow = jnp.finfo(left.dtype).bits < 32
-    return (_narrow_product if is_narrow else _wide_product)(left, right)
+    return (narrow_products.batched if is_narrow else narrow_products.batched_wide)(left, right)
 
 
 def _scores(

@@ -7,47 +7,20 @@ WORKSPACE.md; I and O are a projection's in and out.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
-from jaxbench import prng
+from jaxbench import narrow_products, prng
 
 MIN_ROWS = 4  # XLA:CPU materialises a wider copy of a narrow kernel for one-row products (docs/xla_cpu.md, rule 1)
 
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def _contract(x: Array, kernel: Array, axis: int) -> Array:
-    """Contract the last axis of x with one axis of kernel; accumulate wide, return x's dtype."""
-    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
-    return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _narrow_matmul(x: Float[Array, "R I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "R O"]:
-    return _contract(x, kernel, axis)
-
-
-def _narrow_forward(x: Array, kernel: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
-    return _contract(x, kernel, axis), (x, kernel)
-
-
-def _narrow_backward(axis: int, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    # The default rule would multiply the wide cotangent with the narrow kernel, and XLA:CPU copies the kernel for that.
-    x, kernel = residuals
-    kernel_grad = _contract(transposed(x), grad, 0) if axis == 0 else _contract(transposed(grad), x, 0)
-    return _contract(grad, kernel, 1 - axis), kernel_grad
-
-
-_narrow_matmul.defvjp(_narrow_forward, _narrow_backward)
 
 
 def matmul(
@@ -60,23 +33,12 @@ def matmul(
     """
     rows = x.reshape(-1, x.shape[-1])
     if jnp.finfo(x.dtype).bits >= 32:
-        product = _contract(rows, kernel, int(transposed))
+        product = narrow_products.contract(rows, kernel, int(transposed))
     else:
         padding = max(0, MIN_ROWS - rows.shape[0])
         padded = jnp.pad(rows, ((0, padding), (0, 0))) if padding else rows
-        product = _narrow_matmul(padded, kernel, int(transposed))[: rows.shape[0]]
+        product = narrow_products.multiply(padded, kernel, int(transposed))[: rows.shape[0]]
     return product.reshape(*x.shape[:-1], product.shape[-1])
-
-
-def transposed(x: Float[Array, "*batch R C"]) -> Float[Array, "*batch C R"]:
-    """Swap the last two axes of what a narrow product contracts over rows; on CPUs it lies in memory as its shape says.
-
-    XLA:CPU multiplies in float32 where an operand is another view of an array (docs/xla_cpu.md, rule 16). A reshape
-    ends the view; a layout constraint would too, but costs an all-gather on a mesh.
-    """
-    swapped = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
-    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
-    return lax.platform_dependent(x, cpu=lambda x: swapped(x[None]).reshape(shape), default=swapped)
 
 
 def rotary_angles(

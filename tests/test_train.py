@@ -1,6 +1,7 @@
 """The training step and its loss against numpy, in each of the three backends."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import pytest
 import torch
 
-from jaxbench import parameters, train, transformer
+from jaxbench import functional, parameters, train, transformer
 from jaxbench.eqx import transformer as eqx_transformer
 from jaxbench.parity import cases
 from jaxbench.training import optimizer_step, optimizers
@@ -47,6 +48,41 @@ def test_cross_entropy_is_the_mean_over_the_targets_that_count(backend):
     mask = random.random((2, 5)) < 0.5
     found = float(library.cross_entropy(array(logits), array(targets), array(mask)))
     assert found == pytest.approx(numpy_loss(logits.astype(np.float64), targets, mask), rel=1e-6)
+
+
+def test_the_gradient_of_cross_entropy_is_that_of_its_formula():
+    def formula(logits, targets, mask):
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, :, None], axis=-1)[:, :, 0]
+        return -jnp.sum(jnp.where(mask, picked, 0.0)) / jnp.sum(mask)
+
+    random = np.random.default_rng(1)
+    logits, targets = random.normal(scale=5.0, size=(2, 5, 7)), random.integers(0, 7, (2, 5), dtype=np.int32)
+    mask = np.arange(10).reshape(2, 5) % 3 > 0
+    with jax.enable_x64(True):
+        found, wanted = (jax.jit(jax.grad(loss))(logits, targets, mask) for loss in (train.cross_entropy, formula))
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-15)
+
+
+def product_operands(function, *arrays) -> set[str]:
+    """Element types of the operands of all matrix products in a function's compiled program."""
+    text = jax.jit(function).lower(*arrays).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    types = dict(re.findall(r"%([\w.-]+) = (\w+)\[", entry))
+    products = re.findall(r"(?: dot|ynn_fusion[\w.-]* = \S+ fusion)\(([^)]*)\)", entry)
+    return {types[name.strip().lstrip("%")] for product in products for name in product.split(",")}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_bfloat16_products_multiply_bfloat16_numbers(transposed):
+    x, kernel = (jnp.ones(shape, jnp.bfloat16) for shape in ((48, 128), (320, 128) if transposed else (128, 320)))
+
+    def product(x, kernel):
+        return functional.matmul(x, kernel, transposed=transposed)
+
+    if product_operands(product, x, kernel) != {"bf16"}:
+        pytest.skip("this processor has no bfloat16 products, so XLA widens them all")
+    gradients = jax.grad(lambda *args: jnp.sum(jnp.sin(product(*args).astype(jnp.float32))), argnums=(0, 1))
+    assert product_operands(gradients, x, kernel) == {"bf16"}
 
 
 def test_cross_entropy_of_no_target_is_zero_and_of_large_logits_finite(backend):

@@ -8,6 +8,7 @@ record with its error; the other arms go on.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import shutil
 from collections import defaultdict
@@ -41,6 +42,7 @@ class Launch:
         self.lost: dict[str, str] = {}  # arm -> why it takes no further part
         self.skipped: dict[str, str] = {}  # arm -> why it cannot run here at all
         self.rates = roofline.Rates(0.0, {})
+        self.reads: dict[Workload, list[float]] = defaultdict(list)  # bytes/s beside each visit of decoding
         self.tokens: dict[Workload, dict[str, list]] = defaultdict(dict)
         self.failed: dict[tuple[str, Workload], str] = {}
         self.control = visit.Control(plan.suite.verdicts.control_drift)
@@ -183,13 +185,13 @@ class Launch:
         joules: dict[tuple[str, Workload], list[float]] = defaultdict(list)
         before, stalls = len(self.control.seconds), 0
         self.control.is_calm()
-        for index in range(self.num_rounds):
-            self.say(f"{stage.label()}: round {index + 1} of {self.num_rounds}")
-            order = self.order if index % 2 == 0 else self.order[::-1]
-            for load in loads:
-                for arm in order:
+        for index, load in itertools.product(range(self.num_rounds), loads):
+            self.say(f"{stage.label()}: round {index + 1} of {self.num_rounds}, {load.label()}")
+            with visit.competing(self.plan.suite.rounds.competing):
+                for arm in self.order if index % 2 == 0 else self.order[::-1]:
                     if (arm, load) not in ready or (arm, load) in self.failed or arm in self.lost:
                         continue
+                    self._read(load)
                     request = {"workload": load.model_dump(), "inputs": self.plan.inputs[load]}
                     measure = functools.partial(self._ask, arm, "measure", load, **request)
                     made = visit.visit(measure, self.control, sample_s=self.plan.suite.sample_s(load.kind))
@@ -205,9 +207,20 @@ class Launch:
         self.file.append(
             self._record("control_s", workload, verdicts.median(seconds), "s", samples=seconds, detail=detail)
         )
+        for load in [load for load in loads if self.reads[load]]:
+            reads = tuple(self.reads[load])
+            self.file.append(self._record("reads_beside", load, verdicts.median(reads), "bytes/s", samples=reads))
         for (arm, load), values in joules.items():
             self._append(arm, "energy_j_per_token", load, values)
         return {key: answers for key, answers in samples.items() if answers}
+
+    def _read(self, load: Workload) -> None:
+        """Read once more, where the suite asks for it beside each visit of decoding."""
+        settings, alive = self.plan.suite.roofline, self._alive(quietly=True)
+        reader = next((arm for arm, row in ARMS.items() if row.library and arm in alive), None)
+        if load.kind == "decode" and settings.enabled and settings.in_rounds and reader:
+            if answer := self._ask(reader, "read", size=settings.read_bytes, repeats=3):
+                self.reads[load].append(roofline.rate(settings.read_bytes, answer["seconds"]))
 
     def _latencies(self, loads: list[Workload], ready: dict) -> None:
         """Seconds of every token of one generation an arm."""
@@ -238,7 +251,9 @@ class Launch:
             detail = {}
             if metric.endswith("tokens_per_s"):
                 config = self.plan.trained_config() if load.kind == "train" else self.plan.model.config
-                share = roofline.share(config, load, verdicts.median(values), self.rates, weight_bytes=weight_bytes)
+                read = verdicts.median(self.reads[load]) if self.reads[load] else self.rates.read_bytes_per_s
+                limits = self.rates._replace(read_bytes_per_s=read)
+                share = roofline.share(config, load, verdicts.median(values), limits, weight_bytes=weight_bytes)
                 detail = {} if share is None else {"share_of_roofline": share}
             self._append(arm, metric, load, values, **detail)
 

@@ -77,6 +77,7 @@ class Rounds(Base):
     launches: int = pydantic.Field(default=8, gt=0, le=10_000)  # sets of fresh processes: the unit of replication
     fewer: dict[Arm, pydantic.PositiveInt] = {}  # arms that take part in the first so many launches only
     rounds: int = pydantic.Field(default=2, gt=0)  # visits of each arm a launch; odd rounds run the arms in reverse
+    competing: int = pydantic.Field(default=0, ge=0, le=256)  # processes that keep a core busy each while arms measure
     sample_s: float = pydantic.Field(default=0.4, ge=0)  # seconds that a visit's samples take; one sample at least
     warmup: int = pydantic.Field(default=1, ge=0)  # unrecorded runs before the first round
     budget_s: float = pydantic.Field(default=570, gt=0)  # no new launch starts that would pass it
@@ -98,6 +99,7 @@ class Roofline(Base):
 
     enabled: bool = True
     read_bytes: int = pydantic.Field(default=512 * 2**20, ge=4)  # size of the array of float32 that is summed
+    in_rounds: bool = False  # read again before each visit of decoding: its shares are of the median of these
     gemm_sizes: tuple[GemmSize, ...] = ((512, 576, 1536), (512, 1536, 576), (1024, 1024, 1024))
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     repeats: int = pydantic.Field(default=5, gt=0)

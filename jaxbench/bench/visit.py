@@ -7,9 +7,12 @@ a process's first samples are still warm-up is read from the samples themselves.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +51,18 @@ class Control:
             matrix = matrix @ self._matrix
             self._long.sum()
         return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def competing(count: int) -> Iterator[None]:
+    """Keep `count` processes at work that each take what they can of a core."""
+    loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 class Visit(NamedTuple):

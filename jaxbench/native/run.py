@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jaxbench.native import calls, library, paged
 
-PART_ROWS = 512  # tokens of a block call
+PART_ROWS = 512  # tokens of a block call at most
 
 
 def run(model, layers, configs, tables, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
@@ -22,10 +22,10 @@ def run(model, layers, configs, tables, tokens, positions, cache, settings) -> t
     batch; long prompts go through in parts.
     """
     batch, length = tokens.shape
-    part = max(1, PART_ROWS // batch)
-    if length <= part:
+    parts = -(-length // max(1, PART_ROWS // batch))
+    if parts == 1:
         return run_part(model, layers, configs, tables, tokens, positions, cache, settings)
-    parts = -(-length // part)
+    part = -(-length // parts)  # equal parts: 832 tokens are 2 of 416, not 512 and 512 of which 192 are padding
     short = ((0, 0), (0, parts * part - length))
     tokens, positions = jnp.pad(tokens, short), jnp.pad(positions, short, constant_values=-1)
 

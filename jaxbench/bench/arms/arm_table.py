@@ -50,12 +50,16 @@ ARMS = {
                         "XLA", has_own_weights=True),
     "flax_file_int8": ArmRow("jaxbench.bench.arms.native_arms", "FlaxFileInt8Arm",
                              "Flax native, file's weights, 8-bit activations", "#6f8f2f", "XLA", has_own_weights=True),
+    "flax_int8": ArmRow("jaxbench.bench.arms.native_arms", "FlaxInt8Arm", "Flax native, 8-bit weights and activations",
+                        "#4f9f5f", "XLA", has_own_weights=True),
     "torch_file": ArmRow("jaxbench.bench.arms.native_arms", "TorchFileArm", "PyTorch native, file's weights",
                          "#a06a3a", "PyTorch", has_own_weights=True),
     "llama_cpp": ArmRow("jaxbench.bench.arms.peers", "LlamaCppArm", "llama.cpp in Python", "#9061d6",
                         has_own_weights=True),
     "llama_bench": ArmRow("jaxbench.bench.arms.llama_bench", "LlamaBenchArm", "llama.cpp", "#7a4fd0",
                           has_own_weights=True),
+    "llama_bench_one": ArmRow("jaxbench.bench.arms.llama_bench", "LlamaBenchOneArm", "llama.cpp, one thread", "#a05fc0",
+                              has_own_weights=True),
 }  # fmt: skip
 
 

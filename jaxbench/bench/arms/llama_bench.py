@@ -80,3 +80,14 @@ class LlamaBenchArm(contract.Arm):
 
     def unload(self) -> None:
         """Nothing is held."""
+
+
+class LlamaBenchOneArm(LlamaBenchArm):
+    """The same on one thread, which is its better choice where other processes take the cores."""
+
+    name = "llama_bench_one"
+
+    def start(self) -> str:
+        """Find the programs and the file."""
+        self.threads = 1
+        return super().start()

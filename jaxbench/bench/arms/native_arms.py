@@ -2,7 +2,8 @@
 
 Two kinds. `flax_native` and its like have the weights of the row's type, as every other arm: in float32 rows
 everything is float32, in bfloat16 rows weights, products' operands and cache are bfloat16. `flax_file` and its like
-have the numbers of the model's own GGUF file and stand in the float32 rows, beside llama.cpp, which has the same.
+have the numbers of the model's own GGUF file and stand in the float32 rows, beside llama.cpp, which has the same;
+`flax_int8` has weights rounded here and stands there too.
 """
 
 from __future__ import annotations
@@ -105,6 +106,12 @@ class FlaxFileInt8Arm(FlaxFileArm):
     """The same with activations in 8 bits, as llama.cpp computes."""
 
     name, activations = "flax_file_int8", "int8"
+
+
+class FlaxInt8Arm(FlaxNativeArm):
+    """Weights rounded here to 8 bits, a scale an output, activations in 8 bits."""
+
+    name, weights, activations, cache = "flax_int8", "int8", "int8", "bfloat16"
 
 
 class TorchFileArm(TorchNativeArm):

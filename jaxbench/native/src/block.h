@@ -333,7 +333,14 @@ static int64_t NAME(block_scratch)(const block_call *c) {
   return lay_out(&s, c, NULL);
 }
 
-static void NAME(block)(const block_call *c, team *t) {
+static void NAME(block)(const block_call *whole, team *t) {
+  block_call call = *whole;
+  const block_call *c = &call;
+  while (call.rows > 0 && call.positions[call.rows - 1] < 0) call.rows--; /* padding at the end costs nothing */
+  if (call.out != call.x)
+    memcpy(call.out + call.rows * call.d_model, call.x + call.rows * call.d_model,
+           sizeof(float) * (size_t)((whole->rows - call.rows) * call.d_model));
+  if (!call.rows) return;
   block_state s;
   lay_out(&s, c, team_scratch(t));
   s.team = t;

@@ -1,0 +1,83 @@
+"""Matrix products of narrow types with gradients of their own, as XLA:CPU multiplies them fast (docs/xla_cpu.md).
+
+The default rule of a gradient multiplies the wide cotangent with a narrow operand, and a product that contracts rows
+takes another view of an array: XLA:CPU copies the first into a wider type and multiplies the second in float32. PyTorch
+needs neither. I and O are a kernel's in and out.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def stored_transpose(x: Float[Array, "*batch R C"]) -> Float[Array, "*batch C R"]:
+    """Swap the last two axes of an operand; on CPUs it then lies in memory as its shape says.
+
+    XLA:CPU multiplies in float32 where an operand is another view of an array (docs/xla_cpu.md, rule 16). A reshape
+    ends the view; a layout constraint would too, but costs an all-gather on a mesh.
+    """
+    swapped = functools.partial(jnp.swapaxes, axis1=-1, axis2=-2)
+
+    def stored(x: Array) -> Array:  # the barrier: what computes x would run in the order of its transpose
+        return swapped(lax.optimization_barrier(x)[None]).reshape(*x.shape[:-2], x.shape[-1], x.shape[-2])
+
+    return lax.platform_dependent(x, cpu=stored, default=swapped)
+
+
+def contract(x: Float[Array, "*rows I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "*rows O"]:
+    """Contract the last axis of x with one axis of a kernel; accumulate wide, return x's dtype."""
+    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
+    return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def multiply(x: Float[Array, "R I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "R O"]:
+    """Rows by a kernel (in, out) with axis 0, or (out, in) with axis 1."""
+    return contract(x, kernel, axis)
+
+
+def _multiply_forward(x: Array, kernel: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
+    return contract(x, kernel, axis), (x, kernel)
+
+
+def _multiply_backward(axis: int, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, kernel = residuals
+    left, right = (x, grad) if axis == 0 else (grad, x)
+    return contract(grad, kernel, 1 - axis), contract(stored_transpose(left), right, 0)
+
+
+multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def batched_wide(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
+    """Product of each pair of matrices, in at least float32."""
+    return jnp.matmul(left, right, preferred_element_type=_wide(left.dtype))
+
+
+@jax.custom_vjp
+def batched(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
+    """The same of narrow matrices, whose gradients multiply narrow numbers too."""
+    return batched_wide(left, right)
+
+
+def _batched_forward(left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+    return batched_wide(left, right), (left, right)
+
+
+def _batched_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    left, right = residuals
+    grad = grad.astype(left.dtype)
+    left_grad = batched_wide(grad, jnp.swapaxes(right, 1, 2))
+    return left_grad.astype(left.dtype), batched_wide(stored_transpose(left), grad).astype(right.dtype)
+
+
+batched.defvjp(_batched_forward, _batched_backward)
