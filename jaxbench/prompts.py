@@ -221,6 +221,7 @@ class GeneratorBase:
         processors: Sequence,
     ):
         check_sampling(sampling)
+        self._own_draw = getattr(model, "draw", None)  # native decoders have one
         # XLA:CPU widens a bfloat16 cache, updates it, and narrows all of it at every step (docs/xla_cpu.md, rule 4).
         # PyTorch is faster so on a CPU too: a layer of SmolLM2 writes and attends to 96 slots in 18 us where in 22, to
         # 640 in 62 where in 75 (batch 8: 80 and 110, 416 and 564; one core of an AMD EPYC).

@@ -302,7 +302,7 @@ class Generator(prompts.GeneratorBase):
             states[i], logits = processor.apply(self._seen(i, states, shared), logits, *context)
         where = {"key": state.key, "step": state.step, "row_ids": state.row_ids}
         if not self._drawing:
-            token = draw(logits, self._sampling, **where)
+            token = (self._own_draw or draw)(logits, self._sampling, **where)
         else:
             logits, sample = filter_logits(logits, self._sampling), OrdinaryDraw(**where)
             token = jnp.full(logits.shape[:1], -1, jnp.int32)

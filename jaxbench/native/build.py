@@ -155,7 +155,7 @@ def compile_command(compiler: list[str], output: Path, instructions: str, extra:
     if include is not None:
         files.append("xla.c")
         flags.append(f"-I{include}")
-    return [*compiler, *flags, *(str(SOURCES / file) for file in files), "-o", str(output), "-lpthread"]
+    return [*compiler, *flags, *(str(SOURCES / file) for file in files), "-o", str(output), "-lpthread", "-lm"]
 
 
 def _build(folder: Path, key: str, instructions: str) -> Path:

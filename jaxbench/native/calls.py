@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, UInt8, UInt32
 
+from jaxbench import philox
 from jaxbench.config import TransformerConfig
 from jaxbench.native import formats, library
 from jaxbench.native.checkpoint import Settings
+from jaxbench.prompts import SamplingParams
 
 
 class PackedWeights(NamedTuple):
@@ -47,7 +49,7 @@ def register() -> None:
       NotAvailable: the library cannot be had here.
     """
     handlers = library.load()
-    for name in ("block", "linear", "embed", "norm", "largest"):
+    for name in ("block", "linear", "embed", "norm", "largest", "draw"):
         capsule = jax.ffi.pycapsule(getattr(handlers, f"jaxbench_xla_{name}"))
         jax.ffi.register_ffi_target(f"jaxbench_{name}", capsule, platform="cpu")
 
@@ -95,6 +97,25 @@ def largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     register()
     out = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
     return jax.ffi.ffi_call("jaxbench_largest", out)(logits.astype(jnp.float32))
+
+
+def draw(
+    logits: Float[Array, "B V"],
+    sampling: SamplingParams,
+    *,
+    key: UInt32[Array, "2"],
+    step: Int[Array, ""],
+    row_ids: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    """Token of each row as jaxbench.sample.draw draws it: noise only for tokens that can still be the largest."""
+    if sampling.temperature == 0.0:
+        return largest(logits)
+    register()
+    out = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
+    floats = np.array((sampling.temperature, sampling.top_p, sampling.min_p), np.float64)
+    ints = np.array((sampling.top_k, philox.site_id("sample"), 0), np.int64)
+    arguments = (logits.astype(jnp.float32), key, jnp.asarray(step, jnp.int32), row_ids.astype(jnp.int32))
+    return jax.ffi.ffi_call("jaxbench_draw", out)(*arguments, ints=ints, floats=floats)
 
 
 def blocks(

@@ -8,7 +8,7 @@ import os
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, UInt8, UInt32
 
 from jaxbench.native import build, formats
 
@@ -59,6 +59,15 @@ class BlockCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class Sampling(ctypes.Structure):
+    """`sampling` of src/native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
+        ("top_k", ctypes.c_int64), ("site", ctypes.c_uint32),
+    )  # fmt: skip
+
+
 class Packed(NamedTuple):
     """A packed matrix: `data` is what kernels read."""
 
@@ -87,6 +96,9 @@ def load(instructions: str | None = None) -> ctypes.CDLL:
     library.jaxbench_linear.argtypes = (pointer, pointer, int64, pointer, int32, int64, pointer)
     library.jaxbench_norm.argtypes = (pointer, int64, int64, pointer, pointer, ctypes.c_float, int64, pointer)
     library.jaxbench_largest.argtypes = (pointer, int64, int64, int64, pointer)
+    library.jaxbench_draw.argtypes = (
+        pointer, int64, int64, pointer, ctypes.c_uint32, pointer, ctypes.POINTER(Sampling), int64, pointer,
+    )  # fmt: skip
     library.jaxbench_block_call_bytes.restype = int64
     library.jaxbench_decode.argtypes = (pointer, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)
     library.jaxbench_decode.restype = ctypes.c_char_p
@@ -166,6 +178,27 @@ def largest(logits: Float[np.ndarray, "M V"], instructions: str | None = None) -
     logits = np.ascontiguousarray(logits, np.float32)
     out = np.empty(len(logits), np.int32)
     load(instructions).jaxbench_largest(logits.ctypes.data, *logits.shape, num_threads(), out.ctypes.data)
+    return out
+
+
+def draw(
+    logits: Float[np.ndarray, "B V"],
+    how: Sampling,
+    *,
+    key: UInt32[np.ndarray, "2"],
+    step: int,
+    row_ids: Int[np.ndarray, " B"],
+    threads: int | None = None,
+    instructions: str | None = None,
+) -> Int[np.ndarray, " B"]:
+    """Token of each row as jaxbench.sample.draw draws it with a temperature above 0."""
+    logits, key = np.ascontiguousarray(logits, np.float32), np.ascontiguousarray(key, np.uint32)
+    out, row_ids = np.empty(len(logits), np.int32), np.ascontiguousarray(row_ids, np.int32)
+    if load(instructions).jaxbench_draw(
+        logits.ctypes.data, *logits.shape, key.ctypes.data, step, row_ids.ctypes.data, ctypes.byref(how),
+        threads or num_threads(), out.ctypes.data,
+    ):  # fmt: skip
+        raise MemoryError(f"draw: no memory for logits {logits.shape}")
     return out
 
 

@@ -64,6 +64,8 @@ class PackedEmbed(nnx.Module):
 class NativeTransformer(nnx.Module):
     """A decoder whose decode steps are native calls; what a Generator takes."""
 
+    draw = staticmethod(calls.draw)
+
     def __init__(self, model: Transformer, checkpoint: PackedCheckpoint, cache_dtype: str, settings: Settings):
         self.model, self.settings = model, settings
         self.configs = tuple(checkpoint.config.at_layer(i) for i in range(checkpoint.config.num_layers))

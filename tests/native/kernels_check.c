@@ -262,6 +262,7 @@ static problem make_problem(void) {
 }
 
 #include "block_cases.h"
+#include "draw_cases.h"
 #include "team_cases.h"
 
 int main(int count, char **arguments) {
@@ -272,6 +273,7 @@ int main(int count, char **arguments) {
     check_largest();
     check_norm();
     check_blocks();
+    check_draw();
   }
   if (count < 4) check_teams();
   printf("%s: %lld cases from seed %lld, %lld wrong; worst errors: linear %.2e, block %.2e; hash %016llx\n", INSTRUCTION_SET.name,

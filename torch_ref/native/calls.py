@@ -16,9 +16,11 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from jaxbench import philox
 from jaxbench.config import TransformerConfig
 from jaxbench.native import formats, library
 from jaxbench.native.checkpoint import Settings
+from jaxbench.prompts import SamplingParams
 
 
 class PackedWeights(NamedTuple):
@@ -72,10 +74,16 @@ def register() -> None:
     operators.define("norm(Tensor x, Tensor scale, Tensor? bias, float eps) -> Tensor")
     operators.define("largest(Tensor logits) -> Tensor")
     operators.define(
+        "draw(Tensor logits, Tensor key, int step, Tensor row_ids, float temperature, float top_p, float min_p, "
+        "int top_k) -> Tensor"
+    )
+    operators.define(
         "decode(Tensor x, Tensor positions, Tensor table, Tensor? cosine, Tensor? sine, Tensor? local_cosine, "
         "Tensor? local_sine, int steps) -> Tensor"
     )
-    functions = {"linear": _linear, "embed": _embed, "norm": _norm, "largest": _largest, "decode": _decode}
+    functions = {
+        "linear": _linear, "embed": _embed, "norm": _norm, "largest": _largest, "draw": _draw, "decode": _decode,
+    }  # fmt: skip
     for name, function in functions.items():
         operators.impl(name, functools.partial(function, handlers), "CPU")
     register.kept = operators  # operators go with their Library
@@ -115,6 +123,23 @@ def largest(logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
     return torch.ops.jaxbench.largest(logits.float().contiguous())
 
 
+def draw(
+    logits: Float[Tensor, "B V"],
+    sampling: SamplingParams,
+    *,
+    key: Tensor,
+    step: int | Tensor,
+    row_ids: Int[Tensor, " B"],
+) -> Int[Tensor, " B"]:
+    """Token of each row as torch_ref.sample.draw draws it: noise only for tokens that can still be the largest."""
+    if sampling.temperature == 0.0:
+        return largest(logits)
+    return torch.ops.jaxbench.draw(
+        logits.float().contiguous(), key, int(step), row_ids.int().contiguous(), sampling.temperature, sampling.top_p,
+        sampling.min_p, sampling.top_k,
+    )  # fmt: skip
+
+
 def _threads(settings: Settings) -> int:
     return settings.threads or torch.get_num_threads()
 
@@ -148,6 +173,19 @@ def _largest(handlers, logits) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.int32)
     threads = torch.get_num_threads() if len(logits) > 1 else 1
     handlers.jaxbench_largest(logits.data_ptr(), *logits.shape, threads, out.data_ptr())
+    return out
+
+
+def _draw(handlers, logits, key, step, row_ids, temperature, top_p, min_p, top_k) -> Tensor:
+    out = torch.empty(len(logits), dtype=torch.int32)
+    how = library.Sampling(temperature, top_p, min_p, top_k, philox.site_id("sample"))
+    halves = key.to(torch.int64).to(torch.int32).contiguous()  # the low 32 bits of each, whatever type holds them
+    threads = torch.get_num_threads() if len(logits) > 1 else 1
+    if handlers.jaxbench_draw(
+        logits.data_ptr(), *logits.shape, halves.data_ptr(), step, row_ids.data_ptr(), ctypes.byref(how), threads,
+        out.data_ptr(),
+    ):  # fmt: skip
+        raise MemoryError(f"draw: no memory for logits {tuple(logits.shape)}")
     return out
 
 

@@ -65,6 +65,8 @@ class PackedEmbed(torch.nn.Module):
 class NativeTransformer(torch.nn.Module):
     """A decoder whose decode steps are native calls; what a Generator takes."""
 
+    draw = staticmethod(calls.draw)
+
     torch_compile = ""
 
     def __init__(self, model: Transformer, checkpoint: PackedCheckpoint, cache_dtype: str, settings: Settings):

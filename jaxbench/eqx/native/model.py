@@ -77,6 +77,8 @@ class PackedEmbed(eqx.Module):
 class NativeTransformer(eqx.Module):
     """A decoder whose decode steps are native calls; what a Generator takes."""
 
+    draw = staticmethod(calls.draw)
+
     model: Transformer
     settings: Settings = eqx.field(static=True)
     configs: tuple[TransformerConfig, ...] = eqx.field(static=True)

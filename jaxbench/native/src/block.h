@@ -328,15 +328,21 @@ static void NAME(leave)(void *context, int64_t row) {
   for (int64_t i = 0; i < c->d_model; i++) out[i] = c->mlp_post_norm.scale ? residual[i] + added[i] : residual[i];
 }
 
-static int64_t NAME(block_scratch)(const block_call *c) {
+/* The call without padding at its end, which then costs nothing. */
+INLINE block_call without_padding(const block_call *whole) {
+  block_call c = *whole;
+  while (c.rows > 0 && c.positions[c.rows - 1] < 0) c.rows--;
+  return c;
+}
+
+static int64_t NAME(block_scratch)(const block_call *whole) {
+  block_call c = without_padding(whole); /* fewer rows may take more room: attention is split then */
   block_state s;
-  return lay_out(&s, c, NULL);
+  return lay_out(&s, &c, NULL);
 }
 
 static void NAME(block)(const block_call *whole, team *t) {
-  block_call call = *whole;
-  const block_call *c = &call;
-  while (call.rows > 0 && call.positions[call.rows - 1] < 0) call.rows--; /* padding at the end costs nothing */
+  const block_call call = without_padding(whole), *c = &call;
   if (call.out != call.x)
     memcpy(call.out + call.rows * call.d_model, call.x + call.rows * call.d_model,
            sizeof(float) * (size_t)((whole->rows - call.rows) * call.d_model));

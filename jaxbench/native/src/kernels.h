@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "block.h"
 #include "linear.h"
+#include "sample.h"
 
 const kernels NAME(kernels) = {
     .name = TEXT_LATER(INSTRUCTIONS),
@@ -21,4 +22,6 @@ const kernels NAME(kernels) = {
     .linear = NAME(linear),
     .norm = NAME(norm_rows),
     .largest = NAME(largest),
+    .draw_scratch = NAME(draw_scratch),
+    .draw = NAME(draw),
 };

@@ -73,6 +73,12 @@ typedef struct {
   kv_cache cache;
 } block_call;
 
+typedef struct {
+  float temperature, top_p, min_p; /* above 0; 1: none; 0: none */
+  int64_t top_k;                   /* 0: none */
+  uint32_t site;                   /* of the random stream: jaxbench/philox.py */
+} sampling;
+
 /* A team: the calling thread and helpers that come when they can. See team.c. */
 typedef struct team team;
 typedef void (*chunk_function)(void *context, int64_t chunk);
@@ -93,6 +99,9 @@ typedef struct {
   void (*linear)(const matrix *w, const float *x, int64_t rows, const float *bias, int planes, float *out, team *t);
   void (*norm)(const float *x, int64_t rows, int64_t size, norm n, float eps, float *out, team *t);
   void (*largest)(const float *logits, int64_t rows, int64_t size, int32_t *out, team *t);
+  int64_t (*draw_scratch)(int64_t rows, int64_t size);
+  void (*draw)(const float *logits, int64_t rows, int64_t size, const uint32_t *key, uint32_t step, const int32_t *row_ids,
+               sampling how, int32_t *out, team *t);
 } kernels;
 
 #ifndef INSTRUCTION_SET

@@ -38,6 +38,15 @@ EXPORT int jaxbench_largest(const float *logits, int64_t rows, int64_t size, int
   return 0;
 }
 
+EXPORT int jaxbench_draw(const float *logits, int64_t rows, int64_t size, const uint32_t *key, uint32_t step, const int32_t *row_ids,
+                         const sampling *how, int64_t threads, int32_t *out) {
+  team *t = team_begin(threads, INSTRUCTION_SET.draw_scratch(rows, size), own_pool_schedule, (void *)(intptr_t)threads);
+  if (!t) return 1;
+  INSTRUCTION_SET.draw(logits, rows, size, key, step, row_ids, *how, out, t);
+  team_end(t);
+  return 0;
+}
+
 /* Runs the blocks of a decoder for one token a row: x [rows, d_model] in place. calls: as prepared once, without what is given
  * here; is_local: which layers take the second pair of angles. NULL, or what is wrong. */
 EXPORT const char *jaxbench_decode(block_call *calls, const uint8_t *is_local, int64_t count, float *x, int64_t rows,

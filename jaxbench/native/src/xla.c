@@ -198,3 +198,23 @@ EXPORT XLA_FFI_Error *jaxbench_xla_largest(XLA_FFI_CallFrame *frame) {
   team_end(t);
   return NULL;
 }
+
+/* logits [rows, size], key [2], step, row ids [rows] -> token [rows]; ints: top_k, site, threads; floats: temperature, top_p, min_p. */
+EXPORT XLA_FFI_Error *jaxbench_xla_draw(XLA_FFI_CallFrame *frame) {
+  if (is_question(frame)) return NULL;
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+  const int64_t *ints = attribute(frame, "ints", 3);
+  const double *floats = attribute(frame, "floats", 3);
+  if (frame->args.size != 4 || frame->rets.size != 1 || !ints || !floats) return failed(frame, "jaxbench draw: wrong arguments or attributes");
+  const XLA_FFI_Buffer *x = argument(frame, 0);
+  if (x->rank != 2 || argument(frame, 3)->dims[0] != x->dims[0]) return failed(frame, "jaxbench draw: no row id for each row");
+  if (!(floats[0] > 0)) return failed(frame, "jaxbench draw: the temperature is not above 0");
+  sampling how = {(float)floats[0], (float)floats[1], (float)floats[2], ints[0], (uint32_t)ints[1]};
+  int64_t threads = x->dims[0] > 1 ? threads_of(frame, ints[2]) : 1;
+  team *t = team_begin(threads, INSTRUCTION_SET.draw_scratch(x->dims[0], x->dims[1]), schedule, frame);
+  if (!t) return failed(frame, "jaxbench draw: not enough memory");
+  INSTRUCTION_SET.draw(x->data, x->dims[0], x->dims[1], argument(frame, 1)->data, *(const uint32_t *)argument(frame, 2)->data,
+                       argument(frame, 3)->data, how, result(frame, 0)->data, t);
+  team_end(t);
+  return NULL;
+}
