@@ -45,7 +45,7 @@ class LlamaBenchArm(contract.Arm):
             return {"skip": "llama.cpp has no train step"}
         if workload.dtype != "float32":
             return {"skip": f"has the file's own weights, listed under float32, not {workload.dtype}"}
-        return {}
+        return {"weight_bytes": Path(self.file).stat().st_size}
 
     def measure(self, workload: Workload, inputs: list, *, limit: int | None = None) -> dict:
         """One process of its benchmark: seconds of the prompt, seconds of the tokens after it."""
