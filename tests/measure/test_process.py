@@ -21,7 +21,8 @@ def worker(tmp_path):
 
 def test_answers_errors_and_death(worker):
     answer = worker.request("start", device="cpu", checkpoint="", programs="")
-    assert answer["skip"] and answer["level_bytes"] > 2**20 and "numpy" in answer["versions"]
+    assert "llama" in (answer["skip"] or "llama") and answer["level_bytes"] > 2**20  # skipped where it is not installed
+    assert "numpy" in answer["versions"]
     with pytest.raises(WorkerError, match="llama_cpp: dance: ValueError: worker: unknown operation 'dance'") as caught:
         worker.request("dance")
     assert not caught.value.fatal and worker.alive
