@@ -137,17 +137,11 @@ def attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
-def _product(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
-    """Batched product of operands of one dtype, accumulated in at least float32."""
-    is_narrow = jnp.finfo(left.dtype).bits < 32
-    return (narrow_products.batched if is_narrow else narrow_products.batched_wide)(left, right)
-
-
 def _scores(
     query: Float[Array, "B K G T H"], key: Float[Array, "B K H S"], mask: Bool[Array, "B T S"], softcap: float | None
 ) -> Array:
     """Scaled attention scores [B K G T S], capped, -inf where the mask is False."""
-    merged = _product(_merge(query, 2, 2), _merge(key, 2, 1))
+    merged = narrow_products.product(_merge(query, 2, 2), _merge(key, 2, 1))
     scores = merged.reshape(*query.shape[:4], key.shape[3]) / math.sqrt(query.shape[-1])
     scores = scores if softcap is None else functional.softcap(scores, cap=softcap)
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
@@ -155,7 +149,7 @@ def _scores(
 
 def _mix(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
     """Weighted sums of values, in at least float32."""
-    merged = _product(_merge(weights.astype(value.dtype), 2, 2), _merge(value, 2, 1))
+    merged = narrow_products.product(_merge(weights.astype(value.dtype), 2, 2), _merge(value, 2, 1))
     return merged.reshape(*weights.shape[:4], value.shape[3])
 
 

@@ -58,26 +58,28 @@ def _multiply_backward(axis: int, residuals: tuple[Array, Array], grad: Array) -
 multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def batched_wide(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
-    """Product of each pair of matrices, in at least float32."""
+def product(left: Float[Array, "*batch R I"], right: Float[Array, "*batch I O"]) -> Float[Array, "*batch R O"]:
+    """Product of each pair of matrices of one dtype, in at least float32; gradients of narrow ones are narrow products."""
+    is_narrow = jnp.finfo(left.dtype).bits < 32
+    return (_narrow_product if is_narrow else _wide_product)(left, right)
+
+
+def _wide_product(left: Array, right: Array) -> Array:
     return jnp.matmul(left, right, preferred_element_type=_wide(left.dtype))
 
 
-@jax.custom_vjp
-def batched(left: Float[Array, "E R I"], right: Float[Array, "E I O"]) -> Float[Array, "E R O"]:
-    """The same of narrow matrices, whose gradients multiply narrow numbers too."""
-    return batched_wide(left, right)
+_narrow_product = jax.custom_vjp(_wide_product)
 
 
-def _batched_forward(left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    return batched_wide(left, right), (left, right)
+def _product_forward(left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _wide_product(left, right), (left, right)
 
 
-def _batched_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _product_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     left, right = residuals
     grad = grad.astype(left.dtype)
-    left_grad = batched_wide(grad, jnp.swapaxes(right, 1, 2))
-    return left_grad.astype(left.dtype), batched_wide(stored_transpose(left), grad).astype(right.dtype)
+    left_grad = _wide_product(grad, jnp.swapaxes(right, -1, -2))
+    return left_grad.astype(left.dtype), _wide_product(stored_transpose(left), grad).astype(right.dtype)
 
 
-batched.defvjp(_batched_forward, _batched_backward)
+_narrow_product.defvjp(_product_forward, _product_backward)

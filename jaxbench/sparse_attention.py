@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from jaxbench import attention
+from jaxbench import attention, narrow_products
 from jaxbench.attention import Spans
 from jaxbench.block_pattern import BlockPattern
 
@@ -55,7 +55,7 @@ def block_sparse_attention(
     queries = queries.transpose(0, 1, 3, 4, 2, 5).reshape(count, batch * num_kv_heads, -1, head_dim)
     keys = _cut(key, size, axis=3).reshape(count, batch * num_kv_heads, head_dim, size)
     values = _cut(value, size, axis=2).reshape(count, batch * num_kv_heads, size, head_dim)
-    scores = attention._einsum("PERH,PEHC->PERC", queries[rows], keys[columns]) / math.sqrt(head_dim)
+    scores = narrow_products.product(queries[rows], keys[columns]) / math.sqrt(head_dim)
     mask = _pair_mask(spans, rows, columns, size)[:, :, None, None]  # [P, B, 1, 1, C, C]
     split = scores.reshape(len(rows), batch, num_kv_heads, -1, size, size)
     scores = jnp.where(mask, split, -jnp.inf).reshape(scores.shape)
@@ -63,7 +63,7 @@ def block_sparse_attention(
     peak = jnp.where(jnp.isfinite(peak), peak, jnp.zeros((), peak.dtype))  # [n, E, R]
     weights = jnp.exp(scores - peak[rows][..., None])
     total = jax.ops.segment_sum(jnp.sum(weights, axis=-1), rows, count, indices_are_sorted=True)[..., None]
-    mixed = attention._einsum("PERC,PECH->PERH", weights.astype(value.dtype), values[columns])
+    mixed = narrow_products.product(weights.astype(value.dtype), values[columns])
     mixed = jax.ops.segment_sum(mixed, rows, count, indices_are_sorted=True)
     mixed = mixed / jnp.where(total > 0, total, jnp.ones((), total.dtype))
     mixed = mixed.reshape(count, batch, num_kv_heads, -1, size, head_dim).transpose(1, 0, 4, 2, 3, 5)
