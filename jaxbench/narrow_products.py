@@ -59,7 +59,7 @@ multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def product(left: Float[Array, "*batch R I"], right: Float[Array, "*batch I O"]) -> Float[Array, "*batch R O"]:
-    """Product of each pair of matrices of one dtype, in at least float32; gradients of narrow ones are narrow products."""
+    """Product of each pair of matrices of one dtype, in at least float32; narrow ones have narrow gradients."""
     is_narrow = jnp.finfo(left.dtype).bits < 32
     return (_narrow_product if is_narrow else _wide_product)(left, right)
 
