@@ -27,32 +27,11 @@ def cross_entropy(
 
     Computed in at least float32; 0 where no target counts.
     """
-    losses = _token_losses(logits, targets)
-    count = jnp.maximum(jnp.sum(mask), 1).astype(losses.dtype)
-    return jnp.sum(jnp.where(mask, losses, jnp.zeros((), losses.dtype))) / count
-
-
-@jax.custom_vjp
-def _token_losses(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Cross-entropy of each target. Its gradient keeps the logits in their own type, not their exponentials wide."""
-    return _token_losses_forward(logits, targets)[0]
-
-
-def _token_losses_forward(logits: Array, targets: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
-    log_total = jax.nn.logsumexp(logits.astype(wide), axis=-1)
-    picked = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0].astype(wide)
-    return log_total - picked, (logits, targets, log_total)
-
-
-def _token_losses_backward(residuals: tuple[Array, Array, Array], grad: Array) -> tuple[Array, None]:
-    logits, targets, log_total = residuals
-    probabilities = jnp.exp(logits.astype(log_total.dtype) - log_total[:, :, None])
-    is_target = targets[:, :, None] == jnp.arange(logits.shape[2])[None, None, :]
-    return ((probabilities - is_target.astype(grad.dtype)) * grad[:, :, None]).astype(logits.dtype), None
-
-
-_token_losses.defvjp(_token_losses_forward, _token_losses_backward)
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    picked = jnp.take_along_axis(wide, targets[:, :, None], axis=-1)[:, :, 0]
+    losses = jax.nn.logsumexp(wide, axis=-1) - picked
+    count = jnp.maximum(jnp.sum(mask), 1).astype(wide.dtype)
+    return jnp.sum(jnp.where(mask, losses, jnp.zeros((), wide.dtype))) / count
 
 
 def predict(model: Any, batch: Batch, *, dropout: tuple[Array, Array] | None = None) -> Float[Array, "B T V"]:
