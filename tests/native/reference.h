@@ -160,14 +160,23 @@ typedef struct {
   int is_prompt; /* rows are neighbours of one text: a row alone is no batch of its own */
 } problem;
 
+/* Whether the call's matrices are all bfloat16, so that with one plane its activations are too. */
+static int all_bf16(const problem *p) {
+  for (int i = 0; i < 7; i++)
+    if (p->w[i].m.format != FORMAT_BF16 && (i != 4 || p->call.activation != ACTIVATION_GELU)) return 0;
+  return 1;
+}
+
+static double largest_room; /* of the products since it was last set to 0: large terms may cancel in a small output */
+
 /* A product within a block, with activations as its weights take them. */
 static void project(const problem *p, int which, const double *x, const float *bias, double *y) {
   const weights *w = &p->w[which];
   double *narrow = copied(x, w->m.inputs * 8);
-  int is_bf16 = 1;
-  for (int i = 0; i < 7; i++) is_bf16 &= p->w[i].m.format == FORMAT_BF16 || (i == 4 && p->call.activation == ACTIVATION_GELU);
-  if (p->call.planes == 1 && (is_bf16 || w->m.format >= FORMAT_INT8)) narrowed(narrow, w->m.inputs, w->m.format);
-  multiply(w, narrow, bias, y, NULL);
+  if (p->call.planes == 1 && (all_bf16(p) || w->m.format >= FORMAT_INT8)) narrowed(narrow, w->m.inputs, w->m.format);
+  double *room = fresh(w->m.outputs * 8);
+  multiply(w, narrow, bias, y, room);
+  for (int64_t o = 0; o < w->m.outputs; o++) largest_room = fmax(largest_room, room[o]);
 }
 
 static int64_t width_of(const block_call *c) { return (c->head_dim + 15) / 16 * 16; }
@@ -229,6 +238,7 @@ static void feed_forward(const problem *p, const double *normal, double *out) {
                                                        : x * 0.5 * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
     up[i] = c->activation == ACTIVATION_GELU ? active : active * up[i];
   }
+  largest_room = 0; /* the branch that is added last; what came before is in its inputs */
   project(p, 6, up, c->down_bias, out);
 }
 
