@@ -7,7 +7,10 @@ needs neither. I and O are a kernel's in and out.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +42,29 @@ def contract(x: Float[Array, "*rows I"], kernel: Float[Array, "..."], axis: int)
     return lax.dot_general(x, kernel, dimensions, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+_is_native: ContextVar[bool] = ContextVar("native products", default=False)
+
+
+@contextlib.contextmanager
+def native(is_on: bool) -> Iterator[None]:
+    """Programs traced inside multiply rows by kernels in bfloat16 with the native kernels (native/products.py)."""
+    token = _is_native.set(is_on)
+    try:
+        yield
+    finally:
+        _is_native.reset(token)
+
+
 def multiply(x: Float[Array, "R I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "R O"]:
     """Rows by a kernel (in, out) with axis 0, or (out, in) with axis 1."""
-    return contract(x, kernel, axis)
+    if _is_native.get() and x.dtype == jnp.bfloat16:
+        from jaxbench.native import products  # which needs a compiler
+
+        return products.multiply(x, kernel, axis)
+    return _multiply(x, kernel, axis)
+
+
+_multiply = jax.custom_vjp(contract, nondiff_argnums=(2,))
 
 
 def _multiply_forward(x: Array, kernel: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
@@ -55,7 +77,7 @@ def _multiply_backward(axis: int, residuals: tuple[Array, Array], grad: Array) -
     return contract(grad, kernel, 1 - axis), contract(stored_transpose(left), right, 0)
 
 
-multiply.defvjp(_multiply_forward, _multiply_backward)
+_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def product(left: Float[Array, "*batch R I"], right: Float[Array, "*batch I O"]) -> Float[Array, "*batch R O"]:

@@ -49,7 +49,7 @@ def register() -> None:
       NotAvailable: the library cannot be had here.
     """
     handlers = library.load()
-    for name in ("block", "linear", "embed", "norm", "largest", "draw"):
+    for name in ("block", "linear", "embed", "norm", "largest", "draw", "product"):
         capsule = jax.ffi.pycapsule(getattr(handlers, f"jaxbench_xla_{name}"))
         jax.ffi.register_ffi_target(f"jaxbench_{name}", capsule, platform="cpu")
 

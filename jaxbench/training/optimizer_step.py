@@ -21,7 +21,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jaxbench import float8, initial, parameters, train
+from jaxbench import float8, initial, narrow_products, parameters, train
 from jaxbench.parallel import offload
 from jaxbench.training import optimizers, precision
 from jaxbench.training.step_config import StepConfig, holds_zeros
@@ -105,7 +105,8 @@ def train_step(
     """One optimiser step: the state after it, and its metrics.
 
     Micro-batch k of n takes rows k, k + n, ... and weighs as many targets as it has, so that the loss and its gradient
-    are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py.
+    are those of the whole batch; its dropout step is step * n + k. Compute types: precision.py. step_config.kernels
+    is native or XLA's: what auto means is the engine's to know.
 
     Args:
       batch: arrays [B T]; B is a multiple of step_config.accumulation.
@@ -115,7 +116,8 @@ def train_step(
         computed for clipping only (else it is NaN), so that the program is AdamW and nothing else.
     """
     policy = state.policy
-    loss, grads, amax_now = _loss_and_gradients(state, batch, dropout_key, step_config, loss_fn)
+    with narrow_products.native(step_config.kernels == "native"):
+        loss, grads, amax_now = _loss_and_gradients(state, batch, dropout_key, step_config, loss_fn)
     grads = _zeros_held(grads, state.params) if step_config.hold_zeros else grads
     has_norm = is_guarded or step_config.clip_norm is not None
     norm = optax.tree.norm(grads) if has_norm else jnp.full((), jnp.nan, policy.output)
@@ -219,7 +221,8 @@ def eval_step(
         return (carry[0] + mean * targets.astype(policy.output), carry[1] + targets), None
 
     start = (jnp.zeros((), policy.output), jnp.zeros((), jnp.int32))
-    return lax.scan(body, start, _micro_batches(batch, step_config.accumulation if count is None else count))[0]
+    with narrow_products.native(step_config.kernels == "native"):
+        return lax.scan(body, start, _micro_batches(batch, step_config.accumulation if count is None else count))[0]
 
 
 def state_arrays(state: TrainState) -> dict[str, dict[str, np.ndarray]]:

@@ -82,6 +82,8 @@ class StepConfig(Base):
     offload: OffloadConfig = OffloadConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     hold_zeros: bool = False  # weights of layers' kernels that are zero stay zero: a pruned model in training
+    # JAX, products of rows by kernels in bfloat16 on one CPU: xla, or native (native/products.py); auto = the faster
+    kernels: Literal["auto", "native", "xla"] = "auto"
     torch_compile: bool = False  # PyTorch: loss and gradient by torch.compile (Inductor); JAX always compiles
 
     def on_host(self) -> list[str]:

@@ -263,6 +263,7 @@ static problem make_problem(void) {
 
 #include "block_cases.h"
 #include "draw_cases.h"
+#include "product_cases.h"
 #include "team_cases.h"
 
 int main(int count, char **arguments) {
@@ -274,6 +275,7 @@ int main(int count, char **arguments) {
     check_norm();
     check_blocks();
     check_draw();
+    check_product();
   }
   if (count < 4) check_teams();
   printf("%s: %lld cases from seed %lld, %lld wrong; worst errors: linear %.2e, block %.2e; hash %016llx\n", INSTRUCTION_SET.name,

@@ -48,6 +48,10 @@ class Engine:
         if (parallel := settings.parallel) is not None:
             raise ValueError(f"engine: torch_ref trains on one device, got parallel={parallel}; use --backend=flax")
         self.step_config = step_config = settings.step
+        if step_config.kernels != "auto":
+            raise ValueError(
+                f"engine: step.kernels={step_config.kernels} is JAX's; PyTorch has its own, leave it at auto"
+            )
         self.policy, self.device = precision.POLICIES[step_config.precision], device
         compute = settings.compute(self.policy.parameter)._asdict()
         model = transformer.build(config, params, make_layer=extension.make_layer, device=device, **compute)

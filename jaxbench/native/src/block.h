@@ -99,7 +99,7 @@ static void NAME(enter)(void *context, int64_t row) {
   narrow_row(s->normal + row * d, c->d_model, s->normal_groups + row * num_groups(d) * group_bytes(c->planes), c->planes, s->is_bf16);
 }
 
-#define ROW_BLOCK 64 /* rows of a tile that are computed together */
+#define ROW_BLOCK 96 /* rows of a tile that are computed together: whole ones of every product's number */
 #define FOR_ROW_BLOCKS(c) \
   for (int64_t first = 0, rows; first < (c)->rows && (rows = (c)->rows - first < ROW_BLOCK ? (c)->rows - first : ROW_BLOCK); first += ROW_BLOCK)
 

@@ -13,6 +13,7 @@
 #include "block.h"
 #include "linear.h"
 #include "sample.h"
+#include "product.h"
 
 const kernels NAME(kernels) = {
     .name = TEXT_LATER(INSTRUCTIONS),
@@ -24,4 +25,6 @@ const kernels NAME(kernels) = {
     .largest = NAME(largest),
     .draw_scratch = NAME(draw_scratch),
     .draw = NAME(draw),
+    .product_scratch = NAME(product_scratch),
+    .product = NAME(product),
 };

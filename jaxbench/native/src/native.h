@@ -73,6 +73,13 @@ typedef struct {
   kv_cache cache;
 } block_call;
 
+/* Values of bfloat16, row after row; is_transposed: column after column. */
+typedef struct {
+  const uint16_t *data;
+  int64_t rows, columns;
+  int is_transposed;
+} narrow_matrix;
+
 typedef struct {
   float temperature, top_p, min_p; /* above 0; 1: none; 0: none */
   int64_t top_k;                   /* 0: none */
@@ -102,6 +109,8 @@ typedef struct {
   int64_t (*draw_scratch)(int64_t rows, int64_t size);
   void (*draw)(const float *logits, int64_t rows, int64_t size, const uint32_t *key, uint32_t step, const int32_t *row_ids,
                sampling how, int32_t *out, team *t);
+  int64_t (*product_scratch)(const narrow_matrix *a, const narrow_matrix *b, int64_t threads);
+  void (*product)(const narrow_matrix *a, const narrow_matrix *b, void *out, int is_f32, int64_t threads, team *t);
 } kernels;
 
 #ifndef INSTRUCTION_SET

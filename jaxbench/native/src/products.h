@@ -4,6 +4,9 @@
  * bits in any batch. Integer formats add exact integers over a group of 32 inputs, then groups from first to last;
  * FORMAT_F32 and FORMAT_BF16 add even and odd inputs apart. */
 
+#ifndef PRODUCT_ROWS
+#define PRODUCT_ROWS 4 /* rows of a product in bfloat16 whose sums stay in registers; the vectors' file may say more */
+#endif
 #define AHEAD 4096 /* bytes that the stream of weights is asked for in advance; without it int4 reads at half the rate */
 
 INLINE void ask_ahead(const uint8_t *p, int is_stream) {
@@ -164,7 +167,7 @@ INLINE void float_rows(const uint8_t *w, const float *x, int64_t stride, int64_t
 /* bfloat16 by bfloat16, pairs of inputs from first to last. */
 INLINE void bf16_rows(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups, float *out, const int rows,
                       const int is_stream) {
-  vf sums[8][2];
+  vf sums[PRODUCT_ROWS][2];
   for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = vf_set1(0.0f);
   for (int64_t k = 0; k < groups * GROUP / 2; k++, w += 128, x += 4) {
     ask_ahead(w, is_stream), ask_ahead(w + 64, is_stream);
@@ -213,7 +216,7 @@ FLOATS(FORMAT_F32, MANY_FLOAT, f32_n)
 FLOATS(FORMAT_BF16, 1, bf16_1)
 FLOATS(FORMAT_BF16, MANY_FLOAT, bf16_n)
 
-#define MANY_BF16 8
+#define FEW_BF16 4
 #define BF16(rows, suffix)                                                                                          \
   NOINLINE void NAME(bf16_##suffix)(const uint8_t *w, const uint8_t *x, int64_t row_bytes, int64_t groups,          \
                                     float *out, int is_stream) {                                                    \
@@ -221,7 +224,8 @@ FLOATS(FORMAT_BF16, MANY_FLOAT, bf16_n)
     else bf16_rows(w, x, row_bytes, groups, out, rows, 0);                                                          \
   }
 BF16(1, 1)
-BF16(MANY_BF16, n)
+BF16(FEW_BF16, few)
+BF16(PRODUCT_ROWS, n)
 
 typedef void (*quantized_function)(const uint8_t *, const uint8_t *, int64_t, int64_t, float *, int);
 typedef void (*float_function)(const uint8_t *, const float *, int64_t, int64_t, float *, int);
@@ -242,18 +246,18 @@ static void product_tile(const matrix *m, const operand *x, int64_t tile, int64_
   const uint8_t *w = m->data + tile * tile_bytes(m->format, m->inputs);
   const int is_quantized = m->format >= FORMAT_INT8, is_bf16 = m->format == FORMAT_BF16 && x->is_bf16;
   const int64_t row_bytes = x->num_groups * group_bytes(x->planes);
-  const int many = is_bf16 ? MANY_BF16 : !is_quantized ? MANY_FLOAT : x->planes == 1 ? MANY_8BIT : MANY_24BIT;
+  const int many = is_bf16 ? PRODUCT_ROWS : !is_quantized ? MANY_FLOAT : x->planes == 1 ? MANY_8BIT : MANY_24BIT;
   for (int64_t r = 0; r < rows;) {
-    int is_many = rows - r >= many, is_stream = r == 0;
+    int is_many = rows - r >= many, is_few = is_bf16 && !is_many && rows - r >= FEW_BF16, is_stream = r == 0;
     const uint8_t *groups = x->groups + (first + r) * row_bytes;
     if (is_bf16)
-      (is_many ? NAME(bf16_n) : NAME(bf16_1))(w, groups, row_bytes, x->num_groups, out + r * TILE, is_stream);
+      (is_many ? NAME(bf16_n) : is_few ? NAME(bf16_few) : NAME(bf16_1))(w, groups, row_bytes, x->num_groups, out + r * TILE, is_stream);
     else if (is_quantized)
       NAME(quantized_functions)[m->format][x->planes == 3][is_many](w, groups, row_bytes, x->num_groups, out + r * TILE, is_stream);
     else
       NAME(float_functions)[m->format][is_many](w, x->values + (first + r) * x->stride, x->stride,
                                                 x->num_groups * GROUP, out + r * TILE, is_stream);
-    r += is_many ? many : 1;
+    r += is_many ? many : is_few ? FEW_BF16 : 1;
   }
 }
 

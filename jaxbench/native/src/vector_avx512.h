@@ -5,6 +5,8 @@
 typedef __m512 vf;
 typedef __m512i vi;
 
+#define PRODUCT_ROWS 12 /* 24 sums, two of the other operand, one repeated pair: 27 of 32 registers */
+
 INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
 INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
@@ -59,6 +61,27 @@ INLINE vi vi_dot(vi acc, vi unsigned_bytes, int32_t signed_bytes) {
   return _mm512_dpbusd_epi32(acc, unsigned_bytes, _mm512_set1_epi32(signed_bytes));
 }
 
+/* x[i] lane j becomes x[j] lane i. */
+#define VECTOR_HAS_TRANSPOSE16
+INLINE void vi_transpose16(vi *x) {
+  vi a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) /* lane group g of b[i + k]: column 4 g + k of rows i to i + 3 */
+    for (int k = 0; k < 2; k++) {
+      b[i + 2 * k] = _mm512_unpacklo_epi64(a[i + k], a[i + 2 + k]);
+      b[i + 2 * k + 1] = _mm512_unpackhi_epi64(a[i + k], a[i + 2 + k]);
+    }
+  for (int k = 0; k < 4; k++) {
+    vi low = _mm512_shuffle_i32x4(b[k], b[4 + k], 0x88), high = _mm512_shuffle_i32x4(b[8 + k], b[12 + k], 0x88);
+    x[k] = _mm512_shuffle_i32x4(low, high, 0x88), x[8 + k] = _mm512_shuffle_i32x4(low, high, 0xdd);
+    low = _mm512_shuffle_i32x4(b[k], b[4 + k], 0xdd), high = _mm512_shuffle_i32x4(b[8 + k], b[12 + k], 0xdd);
+    x[4 + k] = _mm512_shuffle_i32x4(low, high, 0x88), x[12 + k] = _mm512_shuffle_i32x4(low, high, 0xdd);
+  }
+}
+
 INLINE vf vf_low_bf16(vi pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 INLINE vf vf_high_bf16(vi pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int32_t)0xffff0000u)));
@@ -71,6 +94,8 @@ INLINE vf vf_load_i8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8
 INLINE void vi_store_i8(int8_t *p, vi a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a)); }
 #ifdef VECTOR_BF16
 #define VECTOR_HAS_DOT_BF16
+#define VECTOR_HAS_TO_BF16
+INLINE void store_bf16(uint16_t *to, vf low, vf high) { _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low)); }
 INLINE vf vf_dot_bf16(vf acc, vi pairs, int32_t pair) {
   return _mm512_dpbf16_ps(acc, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
 }

@@ -218,3 +218,30 @@ EXPORT XLA_FFI_Error *jaxbench_xla_draw(XLA_FFI_CallFrame *frame) {
   team_end(t);
   return NULL;
 }
+
+static narrow_matrix narrow_argument(const XLA_FFI_CallFrame *frame, int i, int64_t is_transposed) {
+  const XLA_FFI_Buffer *b = argument(frame, i);
+  return (narrow_matrix){b->data, b->dims[is_transposed ? 1 : 0], b->dims[is_transposed ? 0 : 1], (int)is_transposed};
+}
+
+/* left, right -> [rows, columns], bfloat16 all; ints: left is transposed, right is transposed, threads. */
+EXPORT XLA_FFI_Error *jaxbench_xla_product(XLA_FFI_CallFrame *frame) {
+  if (is_question(frame)) return NULL;
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+  const int64_t *ints = attribute(frame, "ints", 3);
+  if (frame->args.size != 2 || frame->rets.size != 1 || !ints) return failed(frame, "jaxbench product: wrong arguments or attributes");
+  for (int i = 0; i < 3; i++) {
+    const XLA_FFI_Buffer *b = i < 2 ? argument(frame, i) : result(frame, 0);
+    if (b->rank != 2 || b->dtype != XLA_FFI_DataType_BF16) return failed(frame, "jaxbench product: not matrices of bfloat16");
+    if (!b->dims[0] || !b->dims[1]) return failed(frame, "jaxbench product: an empty matrix");
+  }
+  narrow_matrix a = narrow_argument(frame, 0, ints[0]), b = narrow_argument(frame, 1, ints[1]);
+  const int64_t *out = result(frame, 0)->dims;
+  if (a.columns != b.rows || out[0] != a.rows || out[1] != b.columns) return failed(frame, "jaxbench product: sizes do not fit");
+  int64_t threads = threads_of(frame, ints[2]);
+  team *t = team_begin(threads, INSTRUCTION_SET.product_scratch(&a, &b, threads), schedule, frame);
+  if (!t) return failed(frame, "jaxbench product: not enough memory");
+  INSTRUCTION_SET.product(&a, &b, result(frame, 0)->data, 0, threads, t);
+  team_end(t);
+  return NULL;
+}

@@ -1,0 +1,80 @@
+"""Products of bfloat16 matrices in a training step, as native calls: forward and both gradients (src/product.h).
+
+XLA:CPU multiplies a transposed operand at half of the rate or worse (docs/xla_cpu.md, rule 16). A call takes matrices
+as they lie, transposed or not. I and O are a kernel's in and out.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from jaxbench.native import build, calls, library
+
+
+def choose(wanted: str, *, precision: str, num_devices: int, device: str) -> bool:
+    """True where a step on `num_devices` of `device` (a JAX platform) takes its products from here.
+
+    wanted: auto takes them in bfloat16 on one processor with AVX-512's bfloat16 and no matrix unit, where they are the
+    faster ones; xla never, native always.
+
+    Raises:
+      ValueError: native products are wanted and cannot be had.
+    """
+    can = precision == "bfloat16" and num_devices == 1 and device == "cpu"
+    if wanted == "native" and not can:
+        raise ValueError(
+            f"step.kernels=native needs step.precision=bfloat16 on one CPU device, got precision={precision} on "
+            f"{num_devices} of {device}; use step.kernels=auto"
+        )
+    if wanted == "auto":
+        flags = build.cpu_flags()
+        can = can and "avx512_bf16" in flags and "amx_bf16" not in flags and library.is_available()
+    elif wanted == "native":
+        library.load()
+    return can and wanted != "xla"
+
+
+def product(
+    left: Float[Array, "R I"],
+    right: Float[Array, "I O"],
+    *,
+    left_transposed: bool = False,
+    right_transposed: bool = False,
+) -> Float[Array, "R O"]:
+    """Product of two bfloat16 matrices, sums in float32, rounded to bfloat16.
+
+    left_transposed, right_transposed: the array holds the operand's transpose, [I R] or [O I].
+    """
+    calls.register()
+    rows = left.shape[1 if left_transposed else 0]
+    out = jax.ShapeDtypeStruct((rows, right.shape[0 if right_transposed else 1]), jnp.bfloat16)
+    ints = np.array((left_transposed, right_transposed, 0), np.int64)
+    call = jax.ffi.ffi_call("jaxbench_product", out, vmap_method="sequential")
+    return call(left, right, ints=ints)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def multiply(x: Float[Array, "R I"], kernel: Float[Array, "..."], axis: int) -> Float[Array, "R O"]:
+    """Rows by a kernel (in, out) with axis 0, or (out, in) with axis 1; bfloat16 in and out, sums in float32."""
+    return product(x, kernel, right_transposed=axis == 1)
+
+
+def _forward(x: Array, kernel: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
+    return multiply(x, kernel, axis), (x, kernel)
+
+
+def _backward(axis: int, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, kernel = residuals
+    grad = grad.astype(jnp.bfloat16)
+    left, right = (x, grad) if axis == 0 else (grad, x)
+    x_grad = product(grad, kernel, right_transposed=axis == 0)
+    return x_grad, product(left, right, left_transposed=True)
+
+
+multiply.defvjp(_forward, _backward)
