@@ -53,17 +53,19 @@ class TrainStep(Base):
     seq_len: int = pydantic.Field(default=128, gt=1)  # tokens
     accumulation: int = pydantic.Field(default=1, ge=1)  # micro-batches a step; form run
     implementation: Literal["dense", "blocked", "fused"] = "dense"  # of attention; form run
+    kernels: Literal["auto", "native", "xla"] = "auto"  # of the JAX arms' products (StepConfig.kernels); form run
     learning_rate: float = pydantic.Field(default=1e-4, gt=0)
     # seconds of a visit's steps, for a process's first steps are slow; None = rounds.sample_s
     sample_s: float | None = pydantic.Field(default=None, ge=0)
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> TrainStep:
-        if self.form == "plain" and (self.accumulation, self.implementation) != (1, "dense"):
-            raise ValueError(
-                f"suite: train.accumulation={self.accumulation} and train.implementation={self.implementation} need "
-                f"train.form=run, got {self.form}"
-            )
+        of_runs = {"accumulation": 1, "implementation": "dense", "kernels": "auto"}
+        changed = [
+            f"train.{name}={getattr(self, name)}" for name, kept in of_runs.items() if getattr(self, name) != kept
+        ]
+        if self.form == "plain" and changed:
+            raise ValueError(f"suite: {', '.join(changed)}: train.form=run is needed, got {self.form}")
         if not self.dtype:
             raise ValueError(f"suite: train.dtype={list(self.dtype)} names none; train.enabled=false leaves it out")
         if self.batch % self.accumulation:

@@ -97,7 +97,9 @@ def test_tables_in_yaml_and_defaults_agree_on_field_names():
 
 
 def test_micro_batches_and_attention_kernels_are_those_of_a_run_s_step():
-    with pytest.raises(ValueError, match="train.accumulation=2 and train.implementation=dense need train.form=run"):
-        Suite.model_validate({"train": {"accumulation": 2}})
+    with pytest.raises(
+        ValueError, match="train.accumulation=2, train.kernels=xla: train.form=run is needed, got plain"
+    ):
+        Suite.model_validate({"train": {"accumulation": 2, "kernels": "xla"}})
     with pytest.raises(ValueError, match="train.batch=2 is not a multiple of accumulation=4"):
         Suite.model_validate({"arms": ["flax"], "train": {"form": "run", "accumulation": 4}})

@@ -141,7 +141,7 @@ class JaxArm(twin_arm.TwinArm):
 class FlaxArm(JaxArm):
     """Flax NNX."""
 
-    name, package = "flax", "jaxbench"
+    name, package, has_kernels = "flax", "jaxbench", True
     packages = ("jax", "jaxlib", "flax", "optax", "numpy", "python")
 
 

@@ -25,6 +25,7 @@ class TwinArm(contract.Arm):
 
     package = ""  # where transformer and training.engine live
     functions = ""  # where sample, train and the optimiser step live
+    has_kernels = False  # a run's step may take native products
     attention = "dense"  # implementation of a run's step where the suite has the default, dense
 
     def _import(self) -> None:
@@ -65,7 +66,11 @@ class TwinArm(contract.Arm):
         """Make the engine of a run (place: its device in PyTorch); its device's name and its seconds of compiling."""
         train, params = self.run_settings, self.params
         self.params = None  # the engine holds its own copy
-        step = StepConfig(precision=self.dtype, torch_compile=torch_compile, accumulation=train.get("accumulation", 1))
+        kernels = train.get("kernels", "auto") if self.has_kernels else "auto"
+        accumulation = train.get("accumulation", 1)
+        step = StepConfig(
+            precision=self.dtype, torch_compile=torch_compile, accumulation=accumulation, kernels=kernels
+        )  # fmt: skip
         chosen = train.get("implementation", "dense")
         attention = self.attention if chosen == "dense" else chosen
         settings = TrainConfig(
