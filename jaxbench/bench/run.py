@@ -88,8 +88,8 @@ def fair_settings(*, threads: int, variables: Mapping[str, str]) -> list[str]:
         "JAX arms run ahead-of-time compiled programs; torch_eager has no compilation; torch_compile is torch.compile "
         "(Inductor) layer by layer, on a GPU the whole decode step in CUDA graphs; transformers is `generate` with its "
         "own cache, as a user would call it. PyTorch's arms attend with scaled_dot_product_attention.",
-        "The bfloat16 step of a run multiplies rows by kernels with jaxbench's native products in the flax arm, on one CPU "
-        "with AVX-512's bfloat16 and without matrix units; train.kernels=xla leaves them to XLA.",
+        "The bfloat16 step of a run multiplies rows by kernels with jaxbench's native products in the flax arm, on one "
+        "CPU with AVX-512's bfloat16 and without matrix units; train.kernels=xla leaves them to XLA.",
         "On a CPU torch_eager and torch_compile infer with weights packed for oneDNN's products, transformers without.",
         "torch_eager and transformers compute with the sizes they are given; JAX and torch_compile pad prompts to "
         "multiples of 8 tokens (at least 16), above 64 of 16, above 256 of 64, and rows above 8 to multiples of 4. "
