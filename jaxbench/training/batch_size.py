@@ -17,6 +17,7 @@ import psutil
 from jaxbench import initial, prng, train, transformer
 from jaxbench.config import Compute, TransformerConfig
 from jaxbench.extension import Extension
+from jaxbench.native import products
 from jaxbench.parallel import offload
 from jaxbench.training import optimizer_step, precision
 from jaxbench.training.step_config import OffloadConfig, StepConfig
@@ -78,7 +79,8 @@ def run_bytes(settings: TrainConfig, config: TransformerConfig, *, extension: Ex
 
 def _compiled(settings: TrainConfig, config: TransformerConfig, extension: Extension) -> tuple[Any, Any]:
     """Compiled step and evaluation of the first device; from shapes, no array is made."""
-    step_config, place = settings.step, jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    step_config = products.resolved(settings.step, is_on_mesh=False, device=jax.default_backend())
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def placed(tree: Any) -> Any:
         return jax.tree.map(

@@ -25,18 +25,9 @@ from jaxbench.native import products
 from jaxbench.parallel import distributed, mesh_plan, offload
 from jaxbench.training import optimizer_step, precision
 from jaxbench.training.intercept import intercepted, nnx_modules
-from jaxbench.training.step_config import StepConfig
 from jaxbench.training.train_config import TrainConfig
 
 GEMM_SIZE, GEMM_REPEATS = 1024, 4  # of the product that stands for the machine's rate, where no table has it
-
-
-def _with_kernels(settings: TrainConfig) -> StepConfig:
-    """The step, with what `auto` means here in step.kernels."""
-    num_devices = 1 if settings.parallel is None else len(jax.devices())
-    place = {"num_devices": num_devices, "device": jax.default_backend()}
-    is_native = products.choose(settings.step.kernels, precision=settings.step.precision, **place)
-    return settings.step.model_copy(update={"kernels": "native" if is_native else "xla"})
 
 
 class Engine:
@@ -57,8 +48,9 @@ class Engine:
         Raises:
           ValueError: sizes, mesh, optimiser or rematerialisation do not fit each other; the message names the values.
         """
-        self.step_config = step_config = _with_kernels(settings)
-        self.policy, parallel = precision.POLICIES[step_config.precision], settings.parallel
+        parallel, place = settings.parallel, jax.default_backend()
+        step_config = products.resolved(settings.step, is_on_mesh=parallel is not None, device=place)
+        self.step_config, self.policy = step_config, precision.POLICIES[step_config.precision]
         offload.check(step_config.on_host(), jax.local_devices()[0])
         groups = 1
         if parallel is not None and settings.fused_projections:

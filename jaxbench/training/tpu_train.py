@@ -74,12 +74,14 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     import jax.numpy as jnp
 
     from jaxbench import prng, train
+    from jaxbench.native import products
     from jaxbench.parallel import mesh_plan
     from jaxbench.training import batch_size, optimizer_step
 
     if settings.parallel is None:
         raise ValueError(f"tpu_train: parallel is unset, the {topology.num_chips} chips need parallel.mesh")
-    model, step_config = model_of(settings), settings.step
+    model = model_of(settings)
+    step_config = products.resolved(settings.step, is_on_mesh=True, device="tpu")
     shape = (settings.batch_size, settings.data.seq_len)
     plan = mesh_plan.make_plan(
         model, settings.parallel, batch=shape[0] // step_config.accumulation, tokens=shape[1],

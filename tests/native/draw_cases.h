@@ -36,8 +36,8 @@ static double least_of(const float *x, int64_t size, sampling how, double *slack
 
 static void run_draw(const float *x, int64_t rows, int64_t size, const uint32_t *key, uint32_t step, const int32_t *ids, sampling how,
                      int64_t threads, int32_t *out) {
-  team *t = team_begin(threads, INSTRUCTION_SET.draw_scratch(rows, size), own_pool_schedule, (void *)(intptr_t)threads);
-  memset(team_scratch(t), 0xff, (size_t)INSTRUCTION_SET.draw_scratch(rows, size));
+  team *t = team_begin(threads, INSTRUCTION_SET.draw_scratch(threads, size), own_pool_schedule, (void *)(intptr_t)threads);
+  memset(team_scratch(t), 0xff, (size_t)INSTRUCTION_SET.draw_scratch(threads, size));
   INSTRUCTION_SET.draw(x, rows, size, key, step, ids, how, out, t);
   team_end(t);
 }

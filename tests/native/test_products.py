@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ if not library.is_available():
     pytest.skip("native kernels need a C compiler", allow_module_level=True)
 
 CASE = cases.find("transformer/llama-multi-query")
-HERE = {"precision": "bfloat16", "num_devices": 1, "device": "cpu"}
+HERE = {"is_on_mesh": False, "device": "cpu"}
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
@@ -63,8 +65,8 @@ def test_only_what_is_traced_inside_and_only_bfloat16_is_native():
 def test_rows_under_vmap_are_multiplied_one_after_another():
     x, kernel = _normal(1, 3, 8, 16), _normal(2, 16, 5)
     with narrow_products.native(True):
-        found = jax.jit(jax.vmap(functional.matmul, (0, None)))(x, kernel)
-        np.testing.assert_array_equal(found, jax.jit(functional.matmul)(x, kernel), strict=True)
+        found = jax.jit(jax.vmap(lambda *args: functional.matmul(*args), (0, None)))(x, kernel)
+        np.testing.assert_array_equal(found, jax.jit(lambda *args: functional.matmul(*args))(x, kernel), strict=True)
 
 
 def _losses(kernels: str) -> list[float]:
@@ -87,21 +89,31 @@ def test_a_step_learns_the_same_with_native_products():
     np.testing.assert_allclose(native, by_xla, rtol=5e-3)
 
 
-def test_auto_takes_them_where_the_processor_has_bfloat16_and_no_matrix_unit(monkeypatch):
-    flags = set(build.NEEDED_FLAGS["avx512bf16"])
-    for found, wanted in ((flags, True), (flags | {"amx_bf16"}, False), (flags - {"avx512_bf16"}, False)):
-        monkeypatch.setattr(build, "cpu_flags", lambda found=found: frozenset(found))
-        assert products.choose("auto", **HERE) is wanted
-    for other in ({"precision": "float32"}, {"num_devices": 2}, {"device": "gpu"}):
-        assert not products.choose("auto", **(HERE | other))
-    assert products.choose("native", **HERE) and not products.choose("xla", **HERE)
+def _resolved(kernels: str, precision: str = "bfloat16", **place: object) -> str:
+    return products.resolved(StepConfig(kernels=kernels, precision=precision), **(HERE | place)).kernels
 
 
-@pytest.mark.parametrize("change", [{"precision": "float16"}, {"num_devices": 4}, {"device": "tpu"}])
+def test_auto_takes_them_where_the_library_has_bfloat16_and_the_processor_no_matrix_unit(monkeypatch):
+    flags = frozenset(build.NEEDED_FLAGS["avx512bf16"])
+    for instructions, found, wanted in (
+        ("avx512bf16", flags, "native"),
+        ("avx512bf16", flags | {"amx_bf16"}, "xla"),
+        ("avx512", flags, "xla"),
+    ):
+        monkeypatch.setattr(build, "library_path", lambda name=instructions: Path(f"{name}-0123.so"))
+        monkeypatch.setattr(build, "cpu_flags", lambda found=found: found)
+        assert _resolved("auto") == wanted
+    assert (
+        _resolved("auto", "float32") == _resolved("auto", is_on_mesh=True) == _resolved("auto", device="gpu") == "xla"
+    )
+    assert _resolved("native") == "native" and _resolved("xla") == "xla"
+
+
+@pytest.mark.parametrize("change", [{"precision": "float16"}, {"is_on_mesh": True}, {"device": "tpu"}])
 def test_native_products_that_cannot_be_had_are_refused_with_what_was_asked(change):
-    value = next(iter(change.values()))
-    with pytest.raises(ValueError, match=f"step.kernels=native needs .* got .*{value}.*; use step.kernels=auto"):
-        products.choose("native", **(HERE | change))
+    named = {"is_on_mesh": "with a mesh"}.get(next(iter(change)), next(iter(change.values())))
+    with pytest.raises(ValueError, match=f"step.kernels=native needs .* got .*{named}.*; use step.kernels=auto"):
+        _resolved("native", **change)
 
 
 def test_sizes_that_do_not_fit_are_an_error_and_no_crash():

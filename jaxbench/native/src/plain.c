@@ -40,7 +40,7 @@ EXPORT int jaxbench_largest(const float *logits, int64_t rows, int64_t size, int
 
 EXPORT int jaxbench_draw(const float *logits, int64_t rows, int64_t size, const uint32_t *key, uint32_t step, const int32_t *row_ids,
                          const sampling *how, int64_t threads, int32_t *out) {
-  team *t = team_begin(threads, INSTRUCTION_SET.draw_scratch(rows, size), own_pool_schedule, (void *)(intptr_t)threads);
+  team *t = team_begin(threads, INSTRUCTION_SET.draw_scratch(threads, size), own_pool_schedule, (void *)(intptr_t)threads);
   if (!t) return 1;
   INSTRUCTION_SET.draw(logits, rows, size, key, step, row_ids, *how, out, t);
   team_end(t);

@@ -29,7 +29,7 @@ static void keep_lines(const uint16_t *from, int64_t stride, int64_t lines, int6
     uint16_t *to = (uint16_t *)(pairs + i * ROW_PAIRS);
     if (i < lines) memcpy(to, from + i * stride, 2 * (size_t)inner);
     else memset(to, 0, 2 * (size_t)inner);
-    if (inner % 2) to[inner] = 0;
+    if (inner % 2) memset(to + inner, 0, 2);
   }
 }
 

@@ -16,7 +16,9 @@ typedef struct {
   const int32_t *row_ids;
   sampling how;
   int32_t *out;
-  float *scratch; /* [rows, 3 size]: logits over the temperature; candidates and their weights */
+  float *scratch; /* [threads, 3 size]: logits over the temperature; candidates and their weights */
+  int64_t rows;
+  _Atomic int64_t next;
 } draw_state;
 
 /* Word of one token: jaxbench/philox.py. */
@@ -164,6 +166,9 @@ INLINE void NAME(words_of_64)(const draw_state *s, int64_t row, int64_t first, u
     for (int j = 0; j < 4; j++) out[4 * i + j] = c[j][i] >> 8;
 }
 
+/* What rounding may make of a sum: it is large where the temperature is tiny. */
+INLINE float slack_of(const winner *best) { return 1e-3f + 5e-7f * __builtin_fabsf(best->sum); }
+
 /* 64 tokens by one test without a logarithm: with u uniform, x - log(-log u) > best needs -log u < e^(x - best), and -log u is
  * at least 1 - u. Few pass it and are computed exactly. */
 static void NAME(try_64)(const draw_state *s, int64_t row, const float *x, int64_t first, float least, float near, winner *best) {
@@ -171,7 +176,7 @@ static void NAME(try_64)(const draw_state *s, int64_t row, const float *x, int64
   float reach[64];
   NAME(words_of_64)(s, row, first, words);
   for (int v = 0; v < 4; v++)
-    vf_store(reach + 16 * v, exponential(vf_sub(vf_load(x + first + 16 * v), vf_set1(best->sum - 1e-3f))));
+    vf_store(reach + 16 * v, exponential(vf_sub(vf_load(x + first + 16 * v), vf_set1(best->sum - slack_of(best)))));
   uint32_t is_any = 0;
   for (int i = 0; i < 64; i++) is_any |= ((float)(0xffffffu - words[i]) + 0.5f) * 0x1p-24f < reach[i];
   if (!is_any) return;
@@ -193,17 +198,16 @@ static void NAME(draw_from)(const draw_state *s, int64_t row, const float *x, fl
   for (i = 0; i + 64 <= size; i += 64) {
     vf top = vf_max(vf_max(vf_load(x + i), vf_load(x + i + 16)), vf_max(vf_load(x + i + 32), vf_load(x + i + 48)));
     float most = vf_largest(top);
-    if (most >= least && most >= best.sum - MOST_NOISE) NAME(try_64)(s, row, x, i, least, near, &best);
+    if (most >= least && most >= best.sum - MOST_NOISE - slack_of(&best)) NAME(try_64)(s, row, x, i, least, near, &best);
   }
   for (; i < size; i++)
-    if (x[i] >= least && x[i] < near && x[i] >= best.sum - MOST_NOISE) NAME(try_token)(s, row, x, i, &best);
+    if (x[i] >= least && x[i] < near && x[i] >= best.sum - MOST_NOISE - slack_of(&best)) NAME(try_token)(s, row, x, i, &best);
   s->out[row] = (int32_t)best.token;
 }
 
-static void NAME(draw_row)(void *context, int64_t row) {
-  draw_state *s = context;
+static void NAME(draw_row)(const draw_state *s, int64_t row, float *x) {
   const float *logits = s->logits + row * s->size;
-  float *x = s->scratch + 3 * row * s->size, *room = x + s->size;
+  float *room = x + s->size;
   vf top = vf_set1(-__builtin_inff());
   int is_nan = 0;
   for (int64_t i = 0; i < s->size; i++) {
@@ -232,10 +236,16 @@ static void NAME(draw_row)(void *context, int64_t row) {
   NAME(draw_from)(s, row, x, largest, least);
 }
 
-static int64_t NAME(draw_scratch)(int64_t rows, int64_t size) { return 3 * rows * size * (int64_t)sizeof(float); }
+static void NAME(draw_worker)(void *context, int64_t worker) {
+  draw_state *s = context;
+  for (int64_t row; (row = atomic_fetch_add_explicit(&s->next, 1, memory_order_relaxed)) < s->rows;)
+    NAME(draw_row)(s, row, s->scratch + 3 * worker * s->size);
+}
+
+static int64_t NAME(draw_scratch)(int64_t threads, int64_t size) { return 3 * threads * size * (int64_t)sizeof(float); }
 
 static void NAME(draw)(const float *logits, int64_t rows, int64_t size, const uint32_t *key, uint32_t step, const int32_t *row_ids,
                        sampling how, int32_t *out, team *t) {
-  draw_state s = {logits, size, key, step, row_ids, how, out, team_scratch(t)};
-  team_run(t, NAME(draw_row), &s, rows);
+  draw_state s = {logits, size, key, step, row_ids, how, out, team_scratch(t), rows};
+  team_run(t, NAME(draw_worker), &s, team_threads(t));
 }

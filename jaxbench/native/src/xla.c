@@ -211,7 +211,7 @@ EXPORT XLA_FFI_Error *jaxbench_xla_draw(XLA_FFI_CallFrame *frame) {
   if (!(floats[0] > 0)) return failed(frame, "jaxbench draw: the temperature is not above 0");
   sampling how = {(float)floats[0], (float)floats[1], (float)floats[2], ints[0], (uint32_t)ints[1]};
   int64_t threads = x->dims[0] > 1 ? threads_of(frame, ints[2]) : 1;
-  team *t = team_begin(threads, INSTRUCTION_SET.draw_scratch(x->dims[0], x->dims[1]), schedule, frame);
+  team *t = team_begin(threads, INSTRUCTION_SET.draw_scratch(threads, x->dims[1]), schedule, frame);
   if (!t) return failed(frame, "jaxbench draw: not enough memory");
   INSTRUCTION_SET.draw(x->data, x->dims[0], x->dims[1], argument(frame, 1)->data, *(const uint32_t *)argument(frame, 2)->data,
                        argument(frame, 3)->data, how, result(frame, 0)->data, t);
