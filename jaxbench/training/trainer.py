@@ -129,8 +129,9 @@ class _Trainer:
     def run(self, profile_steps: tuple[int, int]) -> Result:
         """Take the steps that are left, and trace some of them."""
         s, batch = self.settings, self.settings.batch_size
+        products = ", native products" if self.engine.step_config.kernels == "native" else ""
         self.display.say(
-            f"{self.backend} on {self.engine.device_kind()}: {self.num_parameters / 1e6:.2f} M parameters, "
+            f"{self.backend} on {self.engine.device_kind()}{products}: {self.num_parameters / 1e6:.2f} M parameters, "
             f"{self.data.train.num_tokens} tokens, {s.steps} steps of {batch} x {s.data.seq_len}; "
             f"compiled in {self.engine.compile_seconds:.1f} s; starts at step {self.start}"
         )
