@@ -62,7 +62,7 @@ static void check_row(problem *p, const block_call *ran, int64_t row) {
     return;
   }
   block_row(&as_left, row, exact, keys, values);
-  double size = fmax(largest_of(exact, c->d_model), largest_room);
+  double size = largest_of(exact, c->d_model);
   for (int64_t i = 0; i < c->d_model; i++) {
     double one = fabs(c->out[row * c->d_model + i] - exact[i]) / size;
     error = one > error || isnan(one) ? one : error;

@@ -167,16 +167,12 @@ static int all_bf16(const problem *p) {
   return 1;
 }
 
-static double largest_room; /* of the products since it was last set to 0: large terms may cancel in a small output */
-
 /* A product within a block, with activations as its weights take them. */
 static void project(const problem *p, int which, const double *x, const float *bias, double *y) {
   const weights *w = &p->w[which];
   double *narrow = copied(x, w->m.inputs * 8);
   if (p->call.planes == 1 && (all_bf16(p) || w->m.format >= FORMAT_INT8)) narrowed(narrow, w->m.inputs, w->m.format);
-  double *room = fresh(w->m.outputs * 8);
-  multiply(w, narrow, bias, y, room);
-  for (int64_t o = 0; o < w->m.outputs; o++) largest_room = fmax(largest_room, room[o]);
+  multiply(w, narrow, bias, y, NULL);
 }
 
 static int64_t width_of(const block_call *c) { return (c->head_dim + 15) / 16 * 16; }
@@ -238,7 +234,6 @@ static void feed_forward(const problem *p, const double *normal, double *out) {
                                                        : x * 0.5 * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
     up[i] = c->activation == ACTIVATION_GELU ? active : active * up[i];
   }
-  largest_room = 0; /* the branch that is added last; what came before is in its inputs */
   project(p, 6, up, c->down_bias, out);
 }
 
