@@ -116,13 +116,16 @@ class TransformerConfig(Base):
 
     def at_layer(self, index: int) -> TransformerConfig:
         """Configuration of one layer, where windows or rotary frequencies differ from layer to layer."""
-        if self.global_every is None:
-            return self
-        if (index + 1) % self.global_every == 0:
+        if self.global_every is not None and (index + 1) % self.global_every == 0:
             return self.model_copy(update={"sliding_window": None})
-        if self.local_rope_theta is None:
+        if not self.is_local:
             return self
         return self.model_copy(update={"rope_theta": self.local_rope_theta, "rope_scaling": None})
+
+    @property
+    def is_local(self) -> bool:
+        """Whether layers have a window and rotary angles of their own for it (Gemma 3)."""
+        return self.local_rope_theta is not None and self.sliding_window is not None
 
     # What the core asks about layers; a workload with layers of its own overrides it (extension.py).
 

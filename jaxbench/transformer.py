@@ -46,7 +46,7 @@ class Attention(nnx.Module):
         self.sliding_window, self.implementation = config.sliding_window, compute.implementation
         self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
         self.query_scale, self.softcap = config.query_scale, config.attention_softcap
-        self.is_local = config.local_rope_theta is not None and config.sliding_window is not None
+        self.is_local = config.is_local
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None

@@ -42,7 +42,7 @@ class Attention(torch.nn.Module):
         self.sliding_window, self.implementation = config.sliding_window, compute.implementation
         self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
         self.query_scale, self.softcap = config.query_scale, config.attention_softcap
-        self.is_local = config.local_rope_theta is not None and config.sliding_window is not None
+        self.is_local = config.is_local
 
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, cached: tuple[Tensor, Tensor] | None = None

@@ -5,9 +5,10 @@ Twin: torch_ref/native/calls.py. The handlers are in src/xla.c; XLA's own thread
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +23,31 @@ from jaxbench.native.checkpoint import Settings
 from jaxbench.prompts import SamplingParams
 
 
-class PackedWeights(NamedTuple):
-    """A packed matrix on the device: what `data` holds is static."""
+def _static() -> Any:
+    """A field of a pytree that programs are compiled for."""
+    return dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedWeights:
+    """A packed matrix on the device."""
 
     data: UInt8[Array, " bytes"]
-    format: str  # of formats.FORMATS
-    inputs: int
-    outputs: int
+    format: str = _static()  # of formats.FORMATS
+    inputs: int = _static()
+    outputs: int = _static()
 
 
-class BlockWeights(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockWeights:
     """A layer's arrays as the block call takes them; an array of size 0 stands for none."""
 
     norms: tuple[Float[Array, " size"], ...]  # scale and bias of attention, mlp and both post-norms; q_norm, k_norm
     matrices: tuple[UInt8[Array, " bytes"], ...]  # in the order of MATRICES
     biases: tuple[Float[Array, " outputs"], ...]
-    formats: tuple[str, ...]
-    is_local: bool  # takes the rotary angles of layers with a window (Gemma 3)
+    formats: tuple[str, ...] = _static()
 
 
 @functools.cache
@@ -134,7 +143,7 @@ def blocks(
     Args:
       positions: of the tokens; a row at -1 is left as it is.
       angles: rotary cosine and sine [R, head_dim / 2] of the positions; None with learned positions.
-      local_angles: those of layers that say is_local.
+      local_angles: those of layers whose configuration says is_local.
       cache: keys and values [pages, K, page_size, width] of every layer and, of an 8-bit cache, their scales
         [pages, K, page_size]; the calls write into them where XLA lets them.
       table: page of each row's positions, in order. Rows that are tokens of one text have equal ones.
@@ -145,7 +154,7 @@ def blocks(
     """
     arrays: tuple[list, ...] = ([], [], [], [])
     for weights, config, *cached in zip(layers, configs, *cache, strict=True):
-        used = local_angles if weights.is_local else angles
+        used = local_angles if config.is_local else angles
         x, cached = _block(x, positions, used, weights, tuple(cached), table, config, settings)
         for kind, array in zip(arrays, cached, strict=True):
             kind.append(array)

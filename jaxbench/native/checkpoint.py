@@ -88,9 +88,11 @@ def load(spec: str | Path | None = None, *, weights_as: str = FILE) -> PackedChe
     """
     if weights_as not in WEIGHTS:
         raise ValueError(f"weights={weights_as!r} is not one of {', '.join(WEIGHTS)}")
-    path = weights.resolve(spec)
+    if weights_as == FILE and spec in (None, "default"):
+        return _load_default()
     if weights_as == FILE:
-        return _load_folder(path) if path.is_dir() else _load_gguf(path, spec in (None, "default"))
+        path = weights.resolve(spec)
+        return _load_folder(path) if path.is_dir() else _load_gguf(path, lambda: assets.sha256_file(path))
     checkpoint = weights.load_checkpoint(spec)
     return pack_params(
         checkpoint.config, checkpoint.params, weights_as=weights_as,
@@ -182,14 +184,35 @@ def quantized(values: np.ndarray, format: str) -> formats.Rows:
     return formats.Rows(format, quants.quantize(values, constants.GGMLQuantizationType[format.upper()]), None, inputs)
 
 
-def _load_gguf(path: Path, is_default: bool) -> PackedCheckpoint:
-    """A GGUF file's own numbers."""
-    file = gguf_file.read(path)
-    config = gguf_config.config_from_gguf(file)
-    family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
-    tensors = weights.Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
-    sha256 = assets.MODEL_SHA256 if is_default else assets.sha256_file(path)
-    return _pack_file(tensors, config, family, lambda job: gguf_rows(file, job.name), sha256)
+def _load_default() -> PackedCheckpoint:
+    """The default model, packed while its checksum is computed."""
+    path, made = assets.default_model_path(), None
+
+    def sha256() -> str:
+        assets.fetch_default_model()
+        return assets.MODEL_SHA256
+
+    before = path.stat().st_ino if path.is_file() else None
+    if before is not None:
+        try:
+            made = _load_gguf(path, sha256)
+        except ValueError:  # damaged; a whole file is fetched below, or says the same again
+            made = None
+    if made is None or path.stat().st_ino != before:  # it was not the file whose checksum is known
+        made = _load_gguf(assets.fetch_default_model(), sha256)
+    return made
+
+
+def _load_gguf(path: Path, sha256: Callable[[], str]) -> PackedCheckpoint:
+    """A GGUF file's own numbers; its checksum comes from a thread of its own meanwhile."""
+    with ThreadPoolExecutor(1) as beside:
+        digest = beside.submit(sha256)
+        file = gguf_file.read(path)
+        config = gguf_config.config_from_gguf(file)
+        family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
+        tensors = weights.Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
+        packed = _pack_file(tensors, config, family, lambda job: gguf_rows(file, job.name), "")
+        return packed._replace(sha256=digest.result())
 
 
 def _load_folder(path: Path) -> PackedCheckpoint:
@@ -221,25 +244,24 @@ def _pack_file(
         if not _is_matrix(job.ours[0]):
             return weights.values_of(tensors, job, config)
         rows = rows_of(job)
-        if not np.isfinite(formats.scales_of(rows)).all():
-            return None
         if job.rule.kind == "interleaved":
             rows = rows._replace(values=weights.rotate_half_rows(rows.values, config.head_dim))
         parts = [rows.values] if len(job.ours) == 1 else np.split(rows.values, np.cumsum(job.widths)[:-1])
-        return {name: library.pack(rows._replace(values=part)) for name, part in zip(job.ours, parts, strict=True)}
+        try:
+            return {name: library.pack(rows._replace(values=part)) for name, part in zip(job.ours, parts, strict=True)}
+        except ValueError:  # NaN or infinite: read_all names all such tensors
+            return None
 
     params = weights.read_all(tensors.source, weights.plan(tensors, config, family), work)
     matrices = {name.rpartition(".")[0]: value for name, value in params.items() if isinstance(value, Packed)}
-    vectors = {name: value for name, value in params.items() if not isinstance(value, Packed)}
+    vectors = {n: np.asarray(value, np.float32) for n, value in params.items() if not isinstance(value, Packed)}
     return PackedCheckpoint(config, matrices, vectors, tensors.source, tensors.source.name, sha256)
 
 
 def gguf_rows(file: gguf_file.GgufFile, name: str) -> formats.Rows:
     """A tensor of a GGUF file as it lies; types that no kernel reads become the float32 values they stand for."""
-    from gguf import constants
-
     info = file.tensors[name]
-    kind = constants.GGMLQuantizationType(info.kind).name
+    kind, *_ = gguf_file.type_of(info.kind)
     if kind in formats.GGUF_TYPES:
         raw = np.frombuffer(file.content, np.uint8, info.size, info.offset).reshape(info.shape[0], -1)
         return formats.Rows(formats.GGUF_TYPES[kind], raw, None, info.shape[1])

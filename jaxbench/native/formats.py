@@ -72,16 +72,6 @@ def dequantized(rows: Rows) -> Float[np.ndarray, "outputs inputs"]:
     return out.reshape(rows.outputs, -1)
 
 
-def scales_of(rows: Rows) -> np.ndarray:
-    """What is finite exactly where all weights are: scales of quantised weights, floats themselves."""
-    if rows.format == "bfloat16":
-        return dequantized(rows)
-    if rows.format in ("float32", "int8"):
-        return rows.values if rows.scales is None else rows.scales
-    blocks = rows.values.reshape(rows.outputs, -1, BLOCK_BYTES[rows.format])
-    return np.concatenate([_half(blocks, 2 * i) for i in range(2 if rows.format == "q4_1" else 1)])
-
-
 def _half(blocks: UInt8[np.ndarray, "outputs blocks bytes"], at: int) -> Float[np.ndarray, "outputs blocks 1"]:
     return np.ascontiguousarray(blocks[:, :, at : at + 2]).view(np.float16).astype(np.float32)
 

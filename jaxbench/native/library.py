@@ -91,7 +91,6 @@ def load(instructions: str | None = None) -> ctypes.CDLL:
     library = ctypes.CDLL(str(build.library_path(instructions)))
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     library.jaxbench_pack.argtypes = (int32, int64, int64, pointer, pointer, pointer)
-    library.jaxbench_pack.restype = None
     library.jaxbench_embed.argtypes, library.jaxbench_embed.restype = (pointer, pointer, int64, pointer), None
     library.jaxbench_linear.argtypes = (pointer, pointer, int64, pointer, int32, int64, pointer)
     library.jaxbench_norm.argtypes = (pointer, int64, int64, pointer, pointer, ctypes.c_float, int64, pointer)
@@ -122,15 +121,20 @@ def aligned(size: int) -> UInt8[np.ndarray, " size"]:
 
 
 def pack(rows: formats.Rows, instructions: str | None = None) -> Packed:
-    """A matrix in tiles."""
+    """A matrix in tiles.
+
+    Raises:
+      ValueError: weights, or their scales, are NaN or infinite.
+    """
     format = formats.FORMATS.index(rows.format)
     data = aligned(formats.packed_bytes(rows.format, rows.inputs, rows.outputs))
     values = np.ascontiguousarray(rows.values)
     scales = None if rows.scales is None else np.ascontiguousarray(rows.scales, np.float32)
-    load(instructions).jaxbench_pack(
+    if not load(instructions).jaxbench_pack(
         format, rows.inputs, rows.outputs, values.ctypes.data, None if scales is None else scales.ctypes.data,
         data.ctypes.data,
-    )  # fmt: skip
+    ):  # fmt: skip
+        raise ValueError(f"pack: NaN or infinite weights among {rows.outputs} x {rows.inputs} of {rows.format}")
     return Packed(data, rows.format, rows.inputs, rows.outputs)
 
 

@@ -1,22 +1,79 @@
-"""A decoder's way through the native blocks, of Flax's and of Equinox's models: functions on arrays.
+"""A packed decoder's arrays and its way through the native blocks, of Flax's and of Equinox's models: functions on
+arrays.
 
 Twin: torch_ref/native/run.py.
 """
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jax import Array, lax
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxbench.native import calls, library, paged
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from jaxbench import functional
+from jaxbench.config import TransformerConfig
+from jaxbench.native import angles, calls, library, paged
+from jaxbench.native.checkpoint import PackedCheckpoint, Settings
 
 PART_ROWS = 512  # tokens of a block call at most
 
 
-def run(model, layers, configs, tables, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
-    """Hidden states [B T D] of tokens, and the cache with them; of Flax's and of Equinox's models.
+class DecoderWeights(NamedTuple):
+    """A packed decoder on the device."""
 
-    layers: block_weights of each; tables: angles.tables on the device.
+    embed: calls.PackedWeights
+    head: calls.PackedWeights | None  # None: the embedding
+    position: Float[Array, "S D"] | None  # learned positions
+    final_norm: tuple[Float[Array, " D"], Float[Array, " D"] | None]  # scale and bias
+    layers: tuple[calls.BlockWeights, ...]
+    tables: tuple[Float[Array, "S h"] | None, Float[Array, "S h"] | None]  # angles.tables
+
+
+def device_weights(checkpoint: PackedCheckpoint) -> DecoderWeights:
+    """A checkpoint's arrays on the device; on CPUs matrices stay where they are."""
+    config, matrices = checkpoint.config, checkpoint.matrices
+    on_host = {name: matrix.data for name, matrix in matrices.items()} | checkpoint.vectors
+    on_host[""] = np.zeros(0, np.float32)
+    vectors = jax.device_put(on_host, may_alias=True)  # all at once: one by one takes five times as long
+    arrays = {name: calls.PackedWeights(vectors.pop(name), *matrix[1:]) for name, matrix in matrices.items()}
+    return DecoderWeights(
+        arrays["embed"],
+        arrays.get("head"),
+        vectors.get("position.embedding"),
+        (vectors["final_norm.scale"], vectors.get("final_norm.bias")),
+        tuple(_block_weights(f"layers.{i}", arrays, vectors) for i in range(config.num_layers)),
+        jax.device_put(angles.tables(config)),
+    )
+
+
+def _block_weights(layer: str, matrices: dict, vectors: dict) -> calls.BlockWeights:
+    """A layer's arrays in the order of the block call."""
+    norms = [f"{layer}.{name}.{part}" for name in library.NORMS[:4] for part in ("scale", "bias")]
+    norms += [f"{layer}.attention.{name}.scale" for name in library.NORMS[4:]]
+    linears = [f"{layer}.{'attention' if i < 4 else 'mlp'}.{name}" for i, name in enumerate(library.MATRICES)]
+    found = [matrices.get(name) for name in linears]
+    return calls.BlockWeights(
+        tuple(vectors.get(name, vectors[""]) for name in norms),
+        tuple(jnp.zeros(0, jnp.uint8) if each is None else each.data for each in found),
+        tuple(vectors.get(f"{name}.bias", vectors[""]) for name in linears),
+        tuple("float32" if each is None else each.format for each in found),
+    )
+
+
+def run(
+    weights: DecoderWeights,
+    configs: Sequence[TransformerConfig],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: paged.PagedCache,
+    settings: Settings,
+) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
+    """Hidden states of tokens after the final norm, and the cache with them; configs: of each layer.
 
     The tokens of a call are the rows of its blocks, so that a token's result is the same bits in any prompt part and
     batch; long prompts go through in parts.
@@ -24,7 +81,7 @@ def run(model, layers, configs, tables, tokens, positions, cache, settings) -> t
     batch, length = tokens.shape
     parts = -(-length // max(1, PART_ROWS // batch))
     if parts == 1:
-        return run_part(model, layers, configs, tables, tokens, positions, cache, settings)
+        return run_part(weights, configs, tokens, positions, cache, settings)
     part = -(-length // parts)  # equal parts: 832 tokens are 2 of 416, not 512 and 512 of which 192 are padding
     short = ((0, 0), (0, parts * part - length))
     tokens, positions = jnp.pad(tokens, short), jnp.pad(positions, short, constant_values=-1)
@@ -32,7 +89,7 @@ def run(model, layers, configs, tables, tokens, positions, cache, settings) -> t
     def step(i, carry):
         hidden, cache = carry
         here = (lax.dynamic_slice_in_dim(x, i * part, part, axis=1) for x in (tokens, positions))
-        out, cache = run_part(model, layers, configs, tables, *here, cache, settings)
+        out, cache = run_part(weights, configs, *here, cache, settings)
         return lax.dynamic_update_slice_in_dim(hidden, out, i * part, axis=1), cache
 
     hidden = jnp.zeros((batch, parts * part, configs[0].d_model), jnp.float32)
@@ -40,39 +97,33 @@ def run(model, layers, configs, tables, tokens, positions, cache, settings) -> t
     return hidden[:, :length], cache
 
 
-def run_part(model, layers, configs, tables, tokens, positions, cache, settings) -> tuple[Array, paged.PagedCache]:
+def run_part(
+    weights: DecoderWeights,
+    configs: Sequence[TransformerConfig],
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: paged.PagedCache,
+    settings: Settings,
+) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
     """The same for tokens that are few enough for one call a block."""
-    x = model.embed(tokens)
-    if model.position is not None:
-        x = x + model.position(jnp.maximum(positions, 0))
+    x = calls.embed(tokens, weights.embed)
+    if configs[0].embedding_scale != 1.0:
+        x = x * jnp.float32(configs[0].embedding_scale)
+    if weights.position is not None:
+        x = x + weights.position[jnp.maximum(positions, 0)]
     rows, half = positions.reshape(-1), configs[0].head_dim // 2
-    at = [None if table is None else table[jnp.maximum(rows, 0)] for table in tables]
+    at = [None if table is None else table[jnp.maximum(rows, 0)] for table in weights.tables]
     pairs = [each if each is None else (each[:, :half], each[:, half:]) for each in at]
     table = jnp.repeat(cache.table, tokens.shape[1], axis=0)
-    out, arrays = calls.blocks(x.reshape(-1, x.shape[2]), rows, *pairs, layers, cache[:4], table, configs, settings)
-    final, bias = model.final_norm, getattr(model.final_norm, "bias", None)
-    out = calls.norm(out, final.scale[...], None if bias is None else bias[...], eps=final.eps)
+    arguments = (x.reshape(-1, x.shape[2]), rows, *pairs, weights.layers, cache[:4], table, configs, settings)
+    out, arrays = calls.blocks(*arguments)
+    out = calls.norm(out, *weights.final_norm, eps=configs[0].norm_eps)
     return out.reshape(x.shape), paged.PagedCache(*arrays, cache.table)
 
 
-def block_weights(layer) -> calls.BlockWeights:
-    """A layer's arrays in the order of the block call."""
-    attention, mlp, none = layer.attention, layer.mlp, jnp.zeros((0,), jnp.float32)
-
-    def array(module, name: str) -> Array:
-        value = getattr(module, name, None)
-        return none if value is None else value[...]
-
-    norms = []
-    for norm in (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm):
-        norms += [array(norm, "scale"), array(norm, "bias")]
-    norms += [array(norm, "scale") for norm in (attention.q_norm, attention.k_norm)]
-    linears = [getattr(attention, name) for name in library.MATRICES[:4]]
-    linears += [getattr(mlp, name) for name in library.MATRICES[4:]]
-    return calls.BlockWeights(
-        tuple(norms),
-        tuple(jnp.zeros((0,), jnp.uint8) if each is None else each.data[...] for each in linears),
-        tuple(array(each, "bias") for each in linears),
-        tuple("float32" if each is None else each.format for each in linears),
-        attention.is_local,
-    )
+def logits(
+    weights: DecoderWeights, config: TransformerConfig, hidden: Float[Array, "B T D"], settings: Settings
+) -> Float[Array, "B T V"]:
+    """Logits of hidden states, by the head or the tied embedding."""
+    out = calls.linear(hidden, weights.embed if weights.head is None else weights.head, None, settings)
+    return out if config.logit_softcap is None else functional.softcap(out, cap=config.logit_softcap)

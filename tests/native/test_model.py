@@ -163,7 +163,7 @@ def test_a_row_that_is_padding_is_left_alone_and_says_nothing_to_others():
 def test_nan_in_one_row_shows_there_and_nowhere_else():
     packed = packed_of("llama")
     config = packed.config
-    layer = native_model.build(packed).model.layers[0]
+    layer = native_model.build(packed).weights.layers[0]
     x = np.random.default_rng(0).normal(size=(3, config.d_model)).astype(np.float32)
     clean = np.asarray(_block(layer, config, x)[0])
     x[1, 5] = np.nan
@@ -175,7 +175,7 @@ def _block(layer, config, x, positions=(0, 0, 0), table=((0,), (1,), (2,))):
     pages, none = jnp.zeros((3, config.num_kv_heads, 64, 16), jnp.float32), jnp.zeros((0,), jnp.float32)
     angles = (jnp.ones((len(x), config.head_dim // 2)), jnp.zeros((len(x), config.head_dim // 2)))
     return calls.blocks(
-        jnp.asarray(x), jnp.asarray(positions, jnp.int32), angles, None, (run.block_weights(layer),),
+        jnp.asarray(x), jnp.asarray(positions, jnp.int32), angles, None, (layer,),
         ((pages,), (pages,), (none,), (none,)), jnp.asarray(table, jnp.int32), (config,), checkpoint.Settings(),
     )  # fmt: skip
 
@@ -189,7 +189,7 @@ def _block(layer, config, x, positions=(0, 0, 0), table=((0,), (1,), (2,))):
 )
 def test_positions_and_pages_outside_the_cache_are_refused(arguments, message):
     packed = packed_of("llama")
-    layer = native_model.build(packed).model.layers[0]
+    layer = native_model.build(packed).weights.layers[0]
     x = np.zeros((3, packed.config.d_model), np.float32)
     with pytest.raises(Exception, match=message):
         jax.block_until_ready(_block(layer, packed.config, x, **arguments))

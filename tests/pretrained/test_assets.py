@@ -56,6 +56,8 @@ def test_sha256_is_that_of_the_published_example(tmp_path):
     (tmp_path / "abc").write_bytes(b"abc")  # FIPS 180-2, appendix B.1
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert assets.sha256_file(tmp_path / "abc") == expected
+    (tmp_path / "nothing").write_bytes(b"")
+    assert assets.sha256_file(tmp_path / "nothing").startswith("e3b0c44298fc1c14")
 
 
 def test_default_model_in_the_cache_is_the_pinned_one_and_needs_no_download(monkeypatch):

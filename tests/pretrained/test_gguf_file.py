@@ -216,6 +216,12 @@ def _write_gguf(
     return path
 
 
+def test_the_types_kept_here_are_those_of_the_gguf_package():
+    for kind, known in gguf_file.COMMON.items():
+        one = gguf.GGMLQuantizationType(kind)
+        assert known == (one.name, *gguf.GGML_QUANT_SIZES[one])
+
+
 def test_gguf_llama_gives_back_what_was_written(tmp_path):
     params = _params(GROUPED)
     path = _write_gguf(tmp_path / "x.gguf", "llama", _llama_tensors(GROUPED, params), GROUPED)

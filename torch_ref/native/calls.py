@@ -7,6 +7,7 @@ calls, through ctypes, with threads of its own (src/team.c).
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from jaxbench.native.checkpoint import Settings
 from jaxbench.prompts import SamplingParams
 
 
-class PackedWeights(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PackedWeights:
     """A packed matrix."""
 
     data: UInt8[Tensor, " bytes"]
@@ -32,14 +34,14 @@ class PackedWeights(NamedTuple):
     outputs: int
 
 
-class BlockWeights(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class BlockWeights:
     """A layer's arrays; None where there is none."""
 
     norms: tuple[tuple[Tensor | None, Tensor | None], ...]  # scale and bias, in the order of library.NORMS
     matrices: tuple[UInt8[Tensor, " bytes"] | None, ...]  # in the order of library.MATRICES
     biases: tuple[Float[Tensor, " outputs"] | None, ...]
     formats: tuple[str, ...]
-    is_local: bool  # takes the rotary angles of layers with a window (Gemma 3)
 
 
 class _Steps(NamedTuple):
@@ -219,7 +221,7 @@ def _prepare(layers, cache, table, configs, settings) -> _Steps:
         keys = cache[0][i]
         pointers = (_pointer(kind[i]) if kind[i].numel() else None for kind in cache)
         call.cache = library.Cache(*pointers, None, keys.shape[0], keys.shape[2], table.shape[1], kinds[keys.dtype])
-    flags = (ctypes.c_uint8 * len(layers))(*(weights.is_local for weights in layers))
+    flags = (ctypes.c_uint8 * len(layers))(*(config.is_local for config in configs))
     first = (weakref.ref(layers[0].matrices[0]), weakref.ref(cache[0][0]))
     return _Steps(calls, flags, *first, (settings, table.shape[1]), _threads(settings))
 

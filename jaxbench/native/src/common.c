@@ -49,60 +49,91 @@ INLINE int64_t byte_place(int64_t o, int64_t k) { return (k / 4 * 2 + o / 16) * 
 /* The same of four bits: inputs 8s to 8s + 3 in low halves, the next four in high halves. */
 INLINE int64_t nibble_place(int64_t o, int64_t k) { return (k / 8 * 2 + o / 16) * 64 + o % 16 * 4 + k % 4; }
 
-static void pack_floats(const matrix *m, uint8_t *tile, int64_t first, const void *source) {
+INLINE uint32_t word_at(const uint8_t *bytes) {
+  uint32_t word;
+  memcpy(&word, bytes, 4);
+  return word;
+}
+
+/* Whether one of `count` numbers of 2 or 4 bytes has these bits, its exponent's, all set: it is infinite or NaN. */
+INLINE int has_infinite(const void *numbers, int64_t count, int64_t size, uint32_t exponent) {
+  int found = 0;
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t bits = 0;
+    memcpy(&bits, (const uint8_t *)numbers + i * size, (size_t)size);
+    found |= (bits & exponent) == exponent;
+  }
+  return found;
+}
+
+/* These copy the outputs of a tile and return whether all numbers are finite. */
+static int pack_floats(const matrix *m, uint8_t *tile, int64_t first, const void *source) {
   int64_t size = m->format == FORMAT_F32 ? 4 : 2;
+  int is_bad = 0;
   for (int64_t o = 0; o < TILE && first + o < m->outputs; o++) {
     const uint8_t *from = (const uint8_t *)source + (first + o) * m->inputs * size;
+    is_bad |= size == 4 ? has_infinite(from, m->inputs, 4, 0x7f800000) : has_infinite(from, m->inputs, 2, 0x7f80);
     for (int64_t k = 0; k < m->inputs; k++) { /* pairs of inputs; F32: first of both, then second of both */
       int64_t pair = (k / 2 * 2 + o / 16) * 32;
       int64_t place = m->format == FORMAT_F32 ? pair + k % 2 * 16 + o % 16 : pair + o % 16 * 2 + k % 2;
       memcpy(tile + place * size, from + k * size, (size_t)size);
     }
   }
+  return !is_bad;
 }
 
-static void pack_bytes(const matrix *m, uint8_t *tile, int64_t first, const int8_t *source, const float *scales) {
+static int pack_bytes(const matrix *m, uint8_t *tile, int64_t first, const int8_t *source, const float *scales) {
   for (int64_t g = 0; g < num_groups(m->inputs); g++) memset(group_of(tile, m->format, g), 128, GROUP * TILE);
   for (int64_t o = 0; o < TILE && first + o < m->outputs; o++) {
     memcpy(tile + 4 * o, scales + first + o, 4);
     for (int64_t k = 0; k < m->inputs; k++)
       group_of(tile, m->format, k / GROUP)[byte_place(o, k % GROUP)] = (uint8_t)(source[(first + o) * m->inputs + k] + 128);
   }
+  return !has_infinite(scales + first, m->outputs - first < TILE ? m->outputs - first : TILE, 4, 0x7f800000);
 }
 
-static void pack_gguf(const matrix *m, uint8_t *tile, int64_t first, const uint8_t *source) {
-  const int is_byte = m->format == FORMAT_Q8_0, num_scales = m->format == FORMAT_Q4_1 ? 2 : 1;
+INLINE int pack_blocks(const matrix *m, uint8_t *tile, int64_t first, const uint8_t *source, const int is_byte, const int num_scales) {
   const int64_t block = 2 * num_scales + (is_byte ? 32 : 16), groups = num_groups(m->inputs);
+  int is_bad = 0;
   for (int64_t g = 0; g < groups; g++) {
     uint8_t *to = group_of(tile, m->format, g), *values = to + 64 * num_scales;
     if (is_byte) memset(values, 128, GROUP * TILE);
     for (int64_t o = 0; o < TILE && first + o < m->outputs; o++) {
       const uint8_t *from = source + ((first + o) * groups + g) * block, *q = from + 2 * num_scales;
       for (int i = 0; i < num_scales; i++) memcpy(to + 64 * i + 2 * o, from + 2 * i, 2);
-      if (is_byte) {
-        for (int64_t k = 0; k < GROUP; k++) values[byte_place(o, k)] = (uint8_t)(q[k] + 128);
-      } else {
-        for (int64_t k = 0; k < GROUP; k += 8) /* 4 low, 4 high: GGUF has k in q[k % 16], low halves first */
-          for (int64_t j = 0; j < 4; j++) {
-            int shift = k < 16 ? 0 : 4;
-            int low = q[(k + j) % 16] >> shift & 15, high = q[(k + 4 + j) % 16] >> shift & 15;
-            values[nibble_place(o, k + j)] = (uint8_t)(low | high << 4);
-          }
+      is_bad |= has_infinite(from, num_scales, 2, 0x7c00);
+      for (int64_t k = 0; is_byte && k < GROUP; k += 4) { /* four bytes at once: packing a file is most of its loading */
+        uint32_t four = word_at(q + k) ^ 0x80808080u;
+        memcpy(values + byte_place(o, k), &four, 4);
+      }
+      for (int64_t k = 0; !is_byte && k < GROUP; k += 8) { /* 4 low, 4 high: GGUF has k in q[k % 16], low halves first */
+        int shift = k < 16 ? 0 : 4;
+        uint32_t low = word_at(q + k % 16) >> shift & 0x0f0f0f0fu, high = word_at(q + k % 16 + 4) >> shift & 0x0f0f0f0fu;
+        low |= high << 4;
+        memcpy(values + nibble_place(o, k), &low, 4);
       }
     }
   }
+  return !is_bad;
 }
 
-void pack_matrix(matrix *m, uint8_t *packed, const void *source, const float *scales) {
+static int pack_gguf(const matrix *m, uint8_t *tile, int64_t first, const uint8_t *source) {
+  if (m->format == FORMAT_Q8_0) return pack_blocks(m, tile, first, source, 1, 1);
+  return m->format == FORMAT_Q4_0 ? pack_blocks(m, tile, first, source, 0, 1) : pack_blocks(m, tile, first, source, 0, 2);
+}
+
+int pack_matrix(matrix *m, uint8_t *packed, const void *source, const float *scales) {
   int64_t bytes = tile_bytes(m->format, m->inputs);
+  int is_finite = 1;
   for (int64_t tile = 0; tile < num_tiles(m->outputs); tile++) {
     uint8_t *to = packed + tile * bytes;
     memset(to, 0, (size_t)bytes);
-    if (m->format < FORMAT_INT8) pack_floats(m, to, tile * TILE, source);
-    else if (m->format == FORMAT_INT8) pack_bytes(m, to, tile * TILE, source, scales);
-    else pack_gguf(m, to, tile * TILE, source);
+    if (m->format < FORMAT_INT8) is_finite &= pack_floats(m, to, tile * TILE, source);
+    else if (m->format == FORMAT_INT8) is_finite &= pack_bytes(m, to, tile * TILE, source, scales);
+    else is_finite &= pack_gguf(m, to, tile * TILE, source);
   }
   m->data = packed;
+  return is_finite;
 }
 
 /* Outputs `tokens` of the matrix as rows: the embedding of a tied head. A token outside it gives zeros. */

@@ -120,7 +120,7 @@ extern const kernels INSTRUCTION_SET; /* this library's; which one a machine tak
 const char *check_block(const block_call *call);    /* NULL, or what is wrong with it */
 const char *check_matrix(const matrix *w);
 void embed_rows(const matrix *w, const int32_t *tokens, int64_t count, float *out);
-void pack_matrix(matrix *w, uint8_t *packed, const void *source, const float *scales);
+int pack_matrix(matrix *w, uint8_t *packed, const void *source, const float *scales);
 float f16_value(uint16_t bits);
 
 #endif

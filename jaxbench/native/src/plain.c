@@ -4,9 +4,9 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT void jaxbench_pack(int32_t format, int64_t inputs, int64_t outputs, const void *source, const float *scales, uint8_t *packed) {
+EXPORT int jaxbench_pack(int32_t format, int64_t inputs, int64_t outputs, const void *source, const float *scales, uint8_t *packed) {
   matrix m = {NULL, inputs, outputs, format};
-  pack_matrix(&m, packed, source, scales);
+  return pack_matrix(&m, packed, source, scales);
 }
 
 EXPORT void jaxbench_embed(const matrix *m, const int32_t *tokens, int64_t count, float *out) { embed_rows(m, tokens, count, out); }
