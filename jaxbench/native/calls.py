@@ -144,8 +144,8 @@ def blocks(
       positions: of the tokens; a row at -1 is left as it is.
       angles: rotary cosine and sine [R, head_dim / 2] of the positions; None with learned positions.
       local_angles: those of layers whose configuration says is_local.
-      cache: keys and values [pages, K, page_size, width] of every layer and, of an 8-bit cache, their scales
-        [pages, K, page_size]; the calls write into them where XLA lets them.
+      cache: keys [pages, K, width, page_size] and values [pages, K, page_size, width] of every layer and, of an 8-bit
+        cache, their scales [pages, K, page_size]; the calls write into them where XLA lets them.
       table: page of each row's positions, in order. Rows that are tokens of one text have equal ones.
       configs: of each layer (TransformerConfig.at_layer).
 

@@ -21,7 +21,7 @@ LANES = 16  # heads are filled up to whole vectors
 class PagedCache(NamedTuple):
     """Pages of every layer. int8: values are page * scale."""
 
-    keys: tuple[Float[Array, "pages K page_size W"], ...]
+    keys: tuple[Float[Array, "pages K W page_size"], ...]  # positions side by side, as scores are computed
     values: tuple[Float[Array, "pages K page_size W"], ...]
     key_scales: tuple[Float[Array, "pages K page_size"], ...]  # of int8; else of size 0
     value_scales: tuple[Float[Array, "pages K page_size"], ...]
@@ -60,7 +60,7 @@ def empty(config: TransformerConfig, batch_size: int, length: int, dtype: str) -
     layers = range(config.num_layers)
     scales = shape[:3] if dtype == "int8" else (0,)
     return PagedCache(
-        tuple(jnp.zeros(shape, dtype) for _ in layers),
+        tuple(jnp.zeros((*shape[:2], shape[3], shape[2]), dtype) for _ in layers),
         tuple(jnp.zeros(shape, dtype) for _ in layers),
         tuple(jnp.zeros(scales, jnp.float32) for _ in layers),
         tuple(jnp.zeros(scales, jnp.float32) for _ in layers),

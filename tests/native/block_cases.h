@@ -15,8 +15,11 @@ static block_call own_copy(const block_call *c) {
 }
 
 static void copy_slot(const block_call *from, block_call *to, int64_t slot) {
-  int64_t bytes = slot_bytes(from);
-  memcpy((char *)to->cache.keys + slot * bytes, (char *)from->cache.keys + slot * bytes, (size_t)bytes);
+  int64_t bytes = slot_bytes(from), width = width_of(from), each = bytes / width;
+  for (int64_t i = 0; i < width; i++) {
+    int64_t at = place_at(&from->cache, 1, slot, width, i) * each;
+    memcpy((char *)to->cache.keys + at, (char *)from->cache.keys + at, (size_t)each);
+  }
   memcpy((char *)to->cache.values + slot * bytes, (char *)from->cache.values + slot * bytes, (size_t)bytes);
   if (from->cache.kind != CACHE_INT8) return;
   to->cache.key_scales[slot] = from->cache.key_scales[slot];
@@ -38,23 +41,45 @@ static double largest_of(const double *x, int64_t count) {
 }
 
 /* What a row wrote, against its keys or values [kv_heads, head_dim] in double precision. */
-static void check_slots(const block_call *c, int64_t row, const double *exact, const void *written, const float *scales) {
+static void check_slots(const block_call *c, int64_t row, const double *exact, int is_key) {
   int64_t h = c->head_dim;
   double all = fmax(0.5, largest_of(exact, c->num_kv_heads * h)), exactness = (c->planes == 3 ? TOLERANCE : TOLERANCE_8BIT) * all;
   for (int64_t head = 0; head < c->num_kv_heads; head++) {
     double largest = largest_of(exact + head * h, h), step = c->cache.kind == CACHE_INT8 ? largest / 253 : 0;
     for (int64_t i = 0; i < width_of(c); i++) {
-      double value = cached_at(&c->cache, written, scales, slot_at(c, row, head, c->positions[row]), width_of(c), i);
+      double value = cached_at(&c->cache, is_key, slot_at(c, row, head, c->positions[row]), width_of(c), i);
       double wanted = i < h ? exact[head * h + i] : 0, rounding = c->cache.kind == CACHE_BF16 ? fabs(wanted) / 256 : step;
       if (!(fabs(value - wanted) <= exactness + rounding)) return fail("a slot of the cache", value - wanted);
     }
   }
 }
 
+/* The largest difference of a row from its block in double precision, over the largest of that. */
+static double error_of(const float *found, const double *exact, int64_t size) {
+  double error = 0, largest = largest_of(exact, size);
+  for (int64_t i = 0; i < size; i++) {
+    double one = fabs(found[i] - exact[i]) / largest;
+    error = one > error || isnan(one) ? one : error;
+  }
+  return error;
+}
+
+/* The error of the same row where each step of the reference is rounded to float32. */
+static double error_in_float32(const problem *p, int64_t row, const double *exact) {
+  int64_t d = p->call.d_model, kv = p->call.num_kv_heads * p->call.head_dim;
+  double *out = fresh(d * 8), *keys = fresh(kv * 8), *values = fresh(kv * 8);
+  float *narrow = fresh(d * 4);
+  in_float32 = 1;
+  block_row(p, row, out, keys, values);
+  in_float32 = 0;
+  for (int64_t i = 0; i < d; i++) narrow[i] = (float)out[i];
+  return error_of(narrow, exact, d);
+}
+
 static void check_row(problem *p, const block_call *ran, int64_t row) {
   const block_call *c = ran;
   double *exact = fresh(c->d_model * 8), *keys = fresh(c->num_kv_heads * c->head_dim * 8), *values = fresh(c->num_kv_heads * c->head_dim * 8);
-  double error = 0, tolerance = c->planes == 3 ? TOLERANCE : TOLERANCE_8BIT;
+  double error, tolerance = c->planes == 3 ? TOLERANCE : TOLERANCE_8BIT;
   problem as_left = *p;
   as_left.call = *ran;
   if (c->positions[row] < 0) {
@@ -62,15 +87,15 @@ static void check_row(problem *p, const block_call *ran, int64_t row) {
     return;
   }
   block_row(&as_left, row, exact, keys, values);
-  double size = largest_of(exact, c->d_model);
-  for (int64_t i = 0; i < c->d_model; i++) {
-    double one = fabs(c->out[row * c->d_model + i] - exact[i]) / size;
-    error = one > error || isnan(one) ? one : error;
+  error = error_of(c->out + row * c->d_model, exact, c->d_model);
+  if (!(error <= tolerance)) {
+    double plain = error_in_float32(&as_left, row, exact);
+    if (getenv("SHOW")) printf("case %lld row %lld: %.2e, plain float32 %.2e\n", (long long)current_case, (long long)row, error, plain);
+    if (!(c->planes == 3 && error <= 1.5 * plain)) fail("a block is inexact", error);
   }
-  if (!(error <= tolerance)) fail("a block is inexact", error);
   if (c->planes == 3) worst_block = fmax(worst_block, error);
-  check_slots(c, row, keys, c->cache.keys, c->cache.key_scales);
-  check_slots(c, row, values, c->cache.values, c->cache.value_scales);
+  check_slots(c, row, keys, 1);
+  check_slots(c, row, values, 0);
 }
 
 /* Rows `which` of a call as a batch of their own. */
@@ -117,11 +142,12 @@ static void check_spoilt_block(problem *p, const block_call *ran, int64_t row) {
   } else {
     int64_t first = spoilt.window && position >= spoilt.window ? position - spoilt.window + 1 : 0;
     int64_t slot = slot_at(&spoilt, row, below(spoilt.num_kv_heads), between(first < position ? first : position - 1, position - 1));
-    int64_t at = slot * width + below(spoilt.head_dim);
-    void *array = chance(50) ? spoilt.cache.keys : spoilt.cache.values;
+    int is_key = chance(50);
+    int64_t at = place_at(&spoilt.cache, is_key, slot, width, below(spoilt.head_dim));
+    void *array = is_key ? spoilt.cache.keys : spoilt.cache.values;
     if (spoilt.cache.kind == CACHE_F32) ((float *)array)[at] = bad;
     else if (spoilt.cache.kind == CACHE_BF16) ((uint16_t *)array)[at] = (uint16_t)(bf16_of(bad) | (isnan(bad) ? 64 : 0));
-    else (array == spoilt.cache.keys ? spoilt.cache.key_scales : spoilt.cache.value_scales)[slot] = NAN; /* as it is written */
+    else (is_key ? spoilt.cache.key_scales : spoilt.cache.value_scales)[slot] = NAN; /* as it is written */
   }
   run_block(&spoilt, 3);
   for (int64_t i = 0; i < spoilt.rows * d; i++)

@@ -154,8 +154,9 @@ static void fill_cache(block_call *c) {
   for (int a = 0; a < 2; a++) {
     *arrays[a] = memset(fresh(slots * width * size), 0, (size_t)(slots * width * size));
     *scales[a] = k->kind == CACHE_INT8 ? numbers(slots, 0.015f, 0.005f) : NULL;
-    for (int64_t i = 0; i < slots * width; i++) {
-      if (i % width >= c->head_dim) continue;
+    for (int64_t at = 0; at < slots * width; at++) {
+      if (at % width >= c->head_dim) continue;
+      int64_t i = place_at(k, a == 0, at / width, width, at % width);
       if (k->kind == CACHE_F32) ((float *)*arrays[a])[i] = number();
       else if (k->kind == CACHE_BF16) ((uint16_t *)*arrays[a])[i] = bf16_of(number());
       else ((int8_t *)*arrays[a])[i] = (int8_t)between(-127, 127);
@@ -172,9 +173,10 @@ static void spoil_hidden_slots(block_call *c, int is_prompt) {
       int64_t at = c->positions[r];
       if (p < (is_prompt ? last + 1 : at) && (!c->window || p > at - c->window)) continue;
       for (int64_t h = 0; h < c->num_kv_heads; h++) {
-        int64_t slot = slot_at(c, r, h, p), i = slot * width_of(c) + below(c->head_dim);
-        if (k->kind == CACHE_F32) ((float *)k->keys)[i] = ((float *)k->values)[i] = NAN;
-        else if (k->kind == CACHE_BF16) ((uint16_t *)k->keys)[i] = ((uint16_t *)k->values)[i] = 0x7fc0;
+        int64_t slot = slot_at(c, r, h, p), element = below(c->head_dim);
+        int64_t key = place_at(k, 1, slot, width_of(c), element), value = place_at(k, 0, slot, width_of(c), element);
+        if (k->kind == CACHE_F32) ((float *)k->keys)[key] = ((float *)k->values)[value] = NAN;
+        else if (k->kind == CACHE_BF16) ((uint16_t *)k->keys)[key] = ((uint16_t *)k->values)[value] = 0x7fc0;
         else k->key_scales[slot] = k->value_scales[slot] = NAN;
       }
     }

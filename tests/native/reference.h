@@ -111,21 +111,32 @@ static weights make_weights(int32_t format, int64_t inputs, int64_t outputs) {
   return w;
 }
 
+/* The reference rounds each step to float32 where this is set: what the same block costs there, sums in sixteen lanes. */
+static int in_float32;
+static double rounded(double x) { return in_float32 ? (double)(float)x : x; }
+static double sum_of(const double *terms, int64_t count) {
+  double lanes[16] = {0}, sum = 0;
+  for (int64_t i = 0; i < count; i++) lanes[i % 16] = rounded(lanes[i % 16] + rounded(terms[i]));
+  for (int i = 0; i < 16; i++) sum = rounded(sum + lanes[i]);
+  return sum;
+}
+
 /* y [outputs] = W x + bias; where `room` is given, how large the terms are that an output is the sum of. */
 static void multiply(const weights *w, const double *x, const float *bias, double *y, double *room) {
+  double *terms = fresh(w->m.inputs * 8);
   for (int64_t o = 0; o < w->m.outputs; o++) {
-    double sum = bias ? bias[o] : 0.0, squares = sum * sum;
+    double squares = bias ? (double)bias[o] * bias[o] : 0;
     const double *row = w->values + o * w->m.inputs;
     for (int64_t first = 0; first < w->m.inputs; first += GROUP) {
       double largest = 0, of_weights = 0;
       for (int64_t i = first; i < w->m.inputs && i < first + GROUP; i++) {
-        sum += row[i] * x[i];
+        terms[i] = rounded(row[i]) * x[i];
         largest = fmax(largest, fabs(x[i]));
         of_weights += row[i] * row[i] + (w->m.format == FORMAT_Q4_1 ? 1.0 / (double)w->m.inputs : 0); /* a difference */
       }
       squares += largest * largest * of_weights;
     }
-    y[o] = sum;
+    y[o] = rounded(sum_of(terms, w->m.inputs) + (bias ? bias[o] : 0.0));
     if (room) room[o] = sqrt(squares);
   }
 }
@@ -148,10 +159,11 @@ static void narrowed(double *x, int64_t size, int32_t format) {
 }
 
 static void normalised(double *x, int64_t size, norm n, double eps) {
-  double mean = 0, squares = 0;
-  for (int64_t i = 0; n.bias && i < size; i++) mean += x[i] / (double)size;
-  for (int64_t i = 0; i < size; i++) squares += (x[i] - mean) * (x[i] - mean) / (double)size;
-  for (int64_t i = 0; i < size; i++) x[i] = (x[i] - mean) / sqrt(squares + eps) * n.scale[i] + (n.bias ? n.bias[i] : 0);
+  double mean = n.bias ? rounded(sum_of(x, size) / (double)size) : 0, *squares = fresh(size * 8);
+  for (int64_t i = 0; i < size; i++) squares[i] = rounded(x[i] - mean) * rounded(x[i] - mean);
+  double scale = rounded(1 / rounded(sqrt(rounded(sum_of(squares, size) / (double)size + eps))));
+  for (int64_t i = 0; i < size; i++)
+    x[i] = rounded(rounded(rounded(rounded(x[i] - mean) * scale) * n.scale[i]) + (n.bias ? n.bias[i] : 0));
 }
 
 typedef struct {
@@ -180,10 +192,17 @@ static int64_t slot_at(const block_call *c, int64_t row, int64_t head, int64_t p
   int64_t page = c->cache.table[row * c->cache.max_pages + position / c->cache.page_size];
   return (page * c->num_kv_heads + head) * c->cache.page_size + position % c->cache.page_size;
 }
-static double cached_at(const kv_cache *k, const void *values, const float *scales, int64_t slot, int64_t width, int64_t i) {
-  if (k->kind == CACHE_F32) return ((const float *)values)[slot * width + i];
-  if (k->kind == CACHE_BF16) return bf16_value(((const uint16_t *)values)[slot * width + i]);
-  return (double)((const int8_t *)values)[slot * width + i] * scales[slot];
+/* Where element i of a slot lies: a page's keys are [width, page_size], its values [page_size, width]. */
+static int64_t place_at(const kv_cache *k, int is_key, int64_t slot, int64_t width, int64_t i) {
+  int64_t page = slot / k->page_size * k->page_size * width, place = slot % k->page_size;
+  return page + (is_key ? i * k->page_size + place : place * width + i);
+}
+static double cached_at(const kv_cache *k, int is_key, int64_t slot, int64_t width, int64_t i) {
+  const void *array = is_key ? k->keys : k->values;
+  int64_t at = place_at(k, is_key, slot, width, i);
+  if (k->kind == CACHE_F32) return ((const float *)array)[at];
+  if (k->kind == CACHE_BF16) return bf16_value(((const uint16_t *)array)[at]);
+  return (double)((const int8_t *)array)[at] * (is_key ? k->key_scales : k->value_scales)[slot];
 }
 
 /* A head's query or key as attention sees it. */
@@ -192,35 +211,34 @@ static void prepared(const block_call *c, int64_t row, double *x, norm n) {
   if (n.scale) normalised(x, c->head_dim, n, c->norm_eps);
   for (int64_t i = 0; c->cosine && i < half; i++) {
     double first = x[i], second = x[i + half], cosine = c->cosine[row * half + i], sine = c->sine[row * half + i];
-    x[i] = first * cosine - second * sine;
-    x[i + half] = second * cosine + first * sine;
+    x[i] = rounded(rounded(first * cosine) - rounded(second * sine));
+    x[i + half] = rounded(rounded(second * cosine) + rounded(first * sine));
   }
 }
 
 /* Attention of one head over the cache as the call left it. */
 static void attended(const block_call *c, int64_t row, int64_t head, const double *query, double *out) {
-  int64_t position = c->positions[row], first = c->window && position >= c->window ? position - c->window + 1 : 0;
+  int64_t position = c->positions[row], first = c->window && position >= c->window ? position - c->window + 1 : 0, seen = position + 1 - first;
   int64_t kv_head = head / (c->num_heads / c->num_kv_heads), width = width_of(c);
-  double *scores = fresh((position + 1) * 8), largest = -INFINITY, total = 0;
-  for (int64_t p = first; p <= position; p++) {
-    int64_t slot = slot_at(c, row, kv_head, p);
-    scores[p] = 0;
+  double *scores = fresh(seen * 8), *terms = fresh((seen > c->head_dim ? seen : c->head_dim) * 8), largest = -INFINITY;
+  for (int64_t p = 0; p < seen; p++) {
     for (int64_t i = 0; i < c->head_dim; i++)
-      scores[p] += c->query_scale * query[i] * cached_at(&c->cache, c->cache.keys, c->cache.key_scales, slot, width, i);
-    if (c->softcap > 0) scores[p] = c->softcap * tanh(scores[p] / c->softcap);
+      terms[i] = rounded(c->query_scale * query[i]) * cached_at(&c->cache, 1, slot_at(c, row, kv_head, first + p), width, i);
+    scores[p] = sum_of(terms, c->head_dim);
+    if (c->softcap > 0) scores[p] = rounded(c->softcap * rounded(tanh(rounded(scores[p] / c->softcap))));
     largest = scores[p] > largest || isnan(scores[p]) ? scores[p] : largest;
   }
-  for (int64_t i = 0; i < c->head_dim; i++) out[i] = 0;
-  for (int64_t p = first; p <= position; p++) total += exp(scores[p] - largest);
-  for (int64_t p = first; p <= position; p++)
-    for (int64_t i = 0; i < c->head_dim; i++)
-      out[i] += exp(scores[p] - largest) / total *
-                cached_at(&c->cache, c->cache.values, c->cache.value_scales, slot_at(c, row, kv_head, p), width, i);
+  for (int64_t p = 0; p < seen; p++) scores[p] = rounded(exp(rounded(scores[p] - largest)));
+  double total = sum_of(scores, seen);
+  for (int64_t i = 0; i < c->head_dim; i++) {
+    for (int64_t p = 0; p < seen; p++) terms[p] = scores[p] * cached_at(&c->cache, 0, slot_at(c, row, kv_head, first + p), width, i);
+    out[i] = rounded(sum_of(terms, seen) / total);
+  }
 }
 
 static void add_branch(double *residual, double *branch, int64_t size, norm n, double eps) {
   if (n.scale) normalised(branch, size, n, eps);
-  for (int64_t i = 0; i < size; i++) residual[i] += branch[i];
+  for (int64_t i = 0; i < size; i++) residual[i] = rounded(residual[i] + branch[i]);
 }
 
 static void feed_forward(const problem *p, const double *normal, double *out) {
@@ -230,9 +248,10 @@ static void feed_forward(const problem *p, const double *normal, double *out) {
   if (c->activation != ACTIVATION_GELU) project(p, 4, normal, c->gate_bias, gate);
   for (int64_t i = 0; i < c->d_ff; i++) {
     double x = c->activation == ACTIVATION_GELU ? up[i] : gate[i];
-    double active = c->activation == ACTIVATION_SWIGLU ? x / (1 + exp(-x))
+    double active = c->activation == ACTIVATION_SWIGLU ? x / rounded(1 + rounded(exp(-x)))
                                                        : x * 0.5 * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
-    up[i] = c->activation == ACTIVATION_GELU ? active : active * up[i];
+    active = rounded(active);
+    up[i] = c->activation == ACTIVATION_GELU ? active : rounded(active * up[i]);
   }
   project(p, 6, up, c->down_bias, out);
 }

@@ -157,7 +157,7 @@ def test_a_row_that_is_padding_is_left_alone_and_says_nothing_to_others():
     hidden, cache = model.features(tokens, positions)
     alone, _ = model.features(tokens[1:, :2], positions[1:, :2])
     assert np.array_equal(np.asarray(hidden)[1:, :2], np.asarray(alone))
-    assert not np.asarray(cache.keys[0])[1, :, 2:].any()
+    assert not np.asarray(cache.keys[0])[1, :, :, 2:].any()
 
 
 def test_nan_in_one_row_shows_there_and_nowhere_else():
@@ -173,10 +173,11 @@ def test_nan_in_one_row_shows_there_and_nowhere_else():
 
 def _block(layer, config, x, positions=(0, 0, 0), table=((0,), (1,), (2,))):
     pages, none = jnp.zeros((3, config.num_kv_heads, 64, 16), jnp.float32), jnp.zeros((0,), jnp.float32)
+    keys = pages.swapaxes(2, 3)
     angles = (jnp.ones((len(x), config.head_dim // 2)), jnp.zeros((len(x), config.head_dim // 2)))
     return calls.blocks(
         jnp.asarray(x), jnp.asarray(positions, jnp.int32), angles, None, (layer,),
-        ((pages,), (pages,), (none,), (none,)), jnp.asarray(table, jnp.int32), (config,), checkpoint.Settings(),
+        ((keys,), (pages,), (none,), (none,)), jnp.asarray(table, jnp.int32), (config,), checkpoint.Settings(),
     )  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def _prepare(layers, cache, table, configs, settings) -> _Steps:
             setattr(call, name.replace("_proj", "_bias"), _pointer(weights.biases[j]))
         keys = cache[0][i]
         pointers = (_pointer(kind[i]) if kind[i].numel() else None for kind in cache)
-        call.cache = library.Cache(*pointers, None, keys.shape[0], keys.shape[2], table.shape[1], kinds[keys.dtype])
+        call.cache = library.Cache(*pointers, None, keys.shape[0], keys.shape[3], table.shape[1], kinds[keys.dtype])
     flags = (ctypes.c_uint8 * len(layers))(*(config.is_local for config in configs))
     first = (weakref.ref(layers[0].matrices[0]), weakref.ref(cache[0][0]))
     return _Steps(calls, flags, *first, (settings, table.shape[1]), _threads(settings))

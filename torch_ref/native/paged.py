@@ -20,7 +20,7 @@ LANES = 16  # heads are filled up to whole vectors
 class PagedCache(NamedTuple):
     """Pages of every layer. int8: values are page * scale."""
 
-    keys: tuple[Float[Tensor, "pages K page_size W"], ...]
+    keys: tuple[Float[Tensor, "pages K W page_size"], ...]  # positions side by side, as scores are computed
     values: tuple[Float[Tensor, "pages K page_size W"], ...]
     key_scales: tuple[Float[Tensor, "pages K page_size"], ...]  # of int8; else of size 0
     value_scales: tuple[Float[Tensor, "pages K page_size"], ...]
@@ -59,7 +59,7 @@ def empty(config: TransformerConfig, batch_size: int, length: int, dtype: str) -
     shape = (batch_size * pages, config.num_kv_heads, PAGE_SIZE, -(-config.head_dim // LANES) * LANES)
     scales = shape[:3] if dtype == "int8" else (0,)
     return PagedCache(
-        tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in layers),
+        tuple(torch.zeros((*shape[:2], shape[3], shape[2]), dtype=getattr(torch, dtype)) for _ in layers),
         tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in layers),
         tuple(torch.zeros(scales) for _ in layers),
         tuple(torch.zeros(scales) for _ in layers),

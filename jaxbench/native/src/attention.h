@@ -94,17 +94,30 @@ INLINE int64_t cache_bytes(int32_t kind, int64_t count) {
   return count * (kind == CACHE_F32 ? 4 : kind == CACHE_BF16 ? 2 : 1);
 }
 
-static void write_slot(const block_call *c, void *values, float *scales, int64_t slot, const float *x) {
+/* Where element i of a slot's key is: keys lie with positions side by side, so that a vector is that element of sixteen keys. */
+INLINE int64_t key_place(const block_call *c, int64_t slot, int64_t i) {
+  int64_t size = c->cache.page_size;
+  return (slot / size * head_width(c->head_dim) + i) * size + slot % size;
+}
+
+INLINE void scatter(char *to, int64_t stride, const char *from, int64_t count, const int bytes) {
+  for (int64_t i = 0; i < count; i++) memcpy(to + i * stride * bytes, from + i * bytes, (size_t)bytes);
+}
+
+/* Writes a key or a value, and the scale of an 8-bit one. */
+static void write_slot(const block_call *c, int64_t slot, const float *x, int is_key) {
+  const kv_cache *k = &c->cache;
   int64_t width = head_width(c->head_dim);
-  char *to = (char *)values + cache_bytes(c->cache.kind, slot * width);
   float padded[1024];
+  uint16_t narrow[1024];
+  int8_t bytes[1024];
+  const void *from = padded;
   memset(padded + c->head_dim, 0, sizeof(float) * (size_t)(width - c->head_dim));
   memcpy(padded, x, sizeof(float) * (size_t)c->head_dim);
-  if (c->cache.kind == CACHE_F32) {
-    memcpy(to, padded, sizeof(float) * (size_t)width);
-  } else if (c->cache.kind == CACHE_BF16) {
-    for (int64_t i = 0; i < width; i++) ((uint16_t *)to)[i] = rounded_bf16(padded[i]);
-  } else {
+  if (k->kind == CACHE_BF16) {
+    for (int64_t i = 0; i < width; i++) narrow[i] = rounded_bf16(padded[i]);
+    from = narrow;
+  } else if (k->kind == CACHE_INT8) {
     vf largest = vf_set1(0.0f), bad = vf_set1(0.0f);
     for (int64_t i = 0; i < width; i += 16) {
       vf value = vf_load(padded + i);
@@ -113,10 +126,19 @@ static void write_slot(const block_call *c, void *values, float *scales, int64_t
     }
     float top = vf_largest(largest);
     int is_fine = vf_sum(bad) == 0.0f && top > 1e-35f;
-    scales[slot] = vf_sum(bad) == 0.0f ? top / 127.0f : __builtin_nanf("");
+    (is_key ? k->key_scales : k->value_scales)[slot] = vf_sum(bad) == 0.0f ? top / 127.0f : __builtin_nanf("");
     for (int64_t i = 0; i < width; i += 16)
-      vi_store_i8((int8_t *)to + i, vi_round(vf_mul(vf_load(padded + i), vf_set1(is_fine ? 127.0f / top : 0.0f))));
+      vi_store_i8(bytes + i, vi_round(vf_mul(vf_load(padded + i), vf_set1(is_fine ? 127.0f / top : 0.0f))));
+    from = bytes;
   }
+  if (!is_key) {
+    memcpy((char *)k->values + cache_bytes(k->kind, slot * width), from, (size_t)cache_bytes(k->kind, width));
+    return;
+  }
+  char *to = (char *)k->keys + cache_bytes(k->kind, key_place(c, slot, 0));
+  if (k->kind == CACHE_F32) scatter(to, k->page_size, from, width, 4);
+  else if (k->kind == CACHE_BF16) scatter(to, k->page_size, from, width, 2);
+  else scatter(to, k->page_size, from, width, 1);
 }
 
 INLINE vf load_cached(const void *values, int32_t kind, int64_t at) {
@@ -125,130 +147,145 @@ INLINE vf load_cached(const void *values, int32_t kind, int64_t at) {
   return vf_load_i8((const int8_t *)values + at);
 }
 
-#ifndef VECTOR_HAS_SUM16
-INLINE vf vf_sum16(const vf *x) { /* lane i: vf_sum(x[i]) */
-  float sums[16];
-  for (int i = 0; i < 16; i++) sums[i] = vf_sum(x[i]);
-  return vf_load(sums);
-}
+#ifndef ATTEND_VECTORS
+#define ATTEND_VECTORS 1 /* of keys or values at once: the sums of six queries stay in registers */
 #endif
+#define MOST_QUERIES 6 /* that one pass over a span's keys and values serves */
 
-/* Weighted values of one span, `vectors` vectors of a head at a time. */
-INLINE void add_values(const block_call *c, int64_t slot, int64_t count, float scores[4][SPAN], int64_t at, float *mixed,
-                       const int heads, const int vectors, const int32_t kind) {
-  const int64_t width = head_width(c->head_dim);
-  vf sums[4][4];
-  for (int h = 0; h < heads; h++)
-    for (int v = 0; v < vectors; v++) sums[h][v] = vf_set1(0.0f);
-  for (int64_t s = 0; s < count; s++)
-    for (int v = 0; v < vectors; v++) {
-      vf value = load_cached(c->cache.values, kind, (slot + s) * width + at + 16 * v);
-      for (int h = 0; h < heads; h++) sums[h][v] = vf_fma(vf_set1(scores[h][s]), value, sums[h][v]);
+/* A query head, and what it makes of a span: largest score, sum of weights, weighted values. */
+typedef struct {
+  const float *query;
+  float *largest, *total, *mixed;
+} span_query;
+
+#define SUMMED 32 /* elements of a head that one sum takes before it is added to the score: a sum of all of them is less exact */
+
+/* Scores of `vectors` times sixteen positions from `first` on, for each query. */
+INLINE void score_keys(const block_call *c, int64_t slot, int64_t first, const span_query *q, float scores[MOST_QUERIES][SPAN],
+                       const int queries, const int vectors, const int32_t kind) {
+  const int64_t stride = c->cache.page_size, bytes = cache_bytes(kind, 16 * vectors);
+  int64_t at = key_place(c, slot + first, 0);
+  for (int64_t start = 0; start < c->head_dim; start += SUMMED) {
+    int64_t end = start + SUMMED < c->head_dim ? start + SUMMED : c->head_dim;
+    vf sums[MOST_QUERIES][4];
+    for (int i = 0; i < queries; i++)
+      for (int v = 0; v < vectors; v++) sums[i][v] = vf_set1(0.0f);
+    for (int64_t d = start; d < end; d++, at += stride) {
+      vf keys[4];
+      if (c->rows < FEW_ROWS) /* many rows find the span in a cache of the processor */
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)c->cache.keys + cache_bytes(kind, at) + AHEAD + line);
+      for (int v = 0; v < vectors; v++) keys[v] = load_cached(c->cache.keys, kind, at + 16 * v);
+      for (int i = 0; i < queries; i++) {
+        vf one = vf_set1(q[i].query[d]);
+        for (int v = 0; v < vectors; v++) sums[i][v] = vf_fma(keys[v], one, sums[i][v]);
+      }
     }
-  for (int h = 0; h < heads; h++)
-    for (int v = 0; v < vectors; v++) vf_store(mixed + h * width + at + 16 * v, sums[h][v]);
+    for (int i = 0; i < queries; i++)
+      for (int v = 0; v < vectors; v++) {
+        float *to = scores[i] + first + 16 * v;
+        vf_store(to, start ? vf_add(vf_load(to), sums[i][v]) : sums[i][v]);
+      }
+  }
 }
 
-/* Weights of one head over a span from its scores: e^(score - largest), and their sum. */
-INLINE float weigh(float *scores, int64_t count, float softcap, float *largest) {
-  vf top = vf_set1(-__builtin_inff());
-  int64_t end = (count + 15) / 16 * 16;
-  for (int64_t s = 0; s < end; s += 16) {
+/* Sets what a vector of scores holds of positions outside [from, to): they were never written, or are not seen. */
+INLINE void hide(float *scores, int64_t at, int64_t from, int64_t to, float value) {
+  for (int64_t s = at; s < at + 16; s++)
+    if (s < from || s >= to) scores[s] = value;
+}
+
+/* Weights of one query over positions [from, to) of a span from its scores: e^(score - largest), and their sum. */
+INLINE float weigh(float *scores, int64_t from, int64_t to, float softcap, float *largest) {
+  const int64_t start = from / 16 * 16, end = (to + 15) / 16 * 16;
+  vf top = vf_set1(-__builtin_inff()), sum = vf_set1(0.0f);
+  for (int64_t s = start; s < end; s += 16) {
     if (softcap > 0.0f) vf_store(scores + s, vf_mul(vf_set1(softcap), hyperbolic_tangent(vf_div(vf_load(scores + s), vf_set1(softcap)))));
-    for (int64_t j = s > count ? s : count; j < s + 16; j++) scores[j] = -__builtin_inff();
+    if (s < from || s + 16 > to) hide(scores, s, from, to, -__builtin_inff());
     top = vf_max(top, vf_load(scores + s));
   }
   *largest = vf_largest(top);
-  float sum = 0.0f;
-  for (int64_t s = 0; s < end; s += 16) {
+  for (int64_t s = start; s < end; s += 16) {
     vf_store(scores + s, exponential(vf_sub(vf_load(scores + s), vf_set1(*largest))));
-    for (int64_t j = s > count ? s : count; j < s + 16; j++) scores[j] = 0.0f;
-    sum += vf_sum(vf_load(scores + s));
+    if (s < from || s + 16 > to) hide(scores, s, from, to, 0.0f);
+    sum = vf_add(sum, vf_load(scores + s));
   }
-  return sum;
+  return vf_sum(sum);
 }
 
-/* Scores of sixteen positions for each head. vectors: of a head, a constant where queries fit the registers; 0: any. */
-INLINE void score_sixteen(const block_call *c, int64_t slot, int64_t count, const float *query, float scores[4][SPAN],
-                          int64_t first, const int heads, const int vectors, const int32_t kind) {
-  const int64_t width = vectors ? 16 * vectors : head_width(c->head_dim);
-  vf sums[4][16], kept[4][4];
-  for (int h = 0; h < heads; h++)
-    for (int v = 0; v < vectors; v++) kept[h][v] = vf_load(query + h * width + 16 * v);
-  for (int s = 0; s < 16; s++) { /* behind the end the last one again: never read */
-    int64_t at = (slot + (first + s < count ? first + s : count - 1)) * width;
-    if (c->rows < FEW_ROWS) /* many rows find the span in a cache of the processor */
-      for (int64_t line = 0; line < cache_bytes(kind, width); line += 64) {
-        __builtin_prefetch((const char *)c->cache.keys + cache_bytes(kind, at) + AHEAD + line);
-        __builtin_prefetch((const char *)c->cache.values + cache_bytes(kind, at) + line);
-      }
-    vf one[4];
-    for (int h = 0; h < heads; h++) one[h] = vf_set1(0.0f);
-    if (vectors) {
-      for (int v = 0; v < vectors; v++) {
-        vf key = load_cached(c->cache.keys, kind, at + 16 * v);
-        for (int h = 0; h < heads; h++) one[h] = vf_fma(key, kept[h][v], one[h]);
-      }
-    } else {
-      for (int64_t i = 0; i < width; i += 16) {
-        vf key = load_cached(c->cache.keys, kind, at + i);
-        for (int h = 0; h < heads; h++) one[h] = vf_fma(key, vf_load(query + h * width + i), one[h]);
-      }
+/* Weighted values of positions [from, to) of a span, `vectors` vectors of a head from element `at` on. */
+INLINE void add_values(const block_call *c, int64_t slot, int64_t from, int64_t to, const float scores[MOST_QUERIES][SPAN], int64_t at,
+                       const span_query *q, const int queries, const int vectors, const int32_t kind) {
+  const int64_t width = head_width(c->head_dim);
+  vf sums[MOST_QUERIES][4];
+  for (int i = 0; i < queries; i++)
+    for (int v = 0; v < vectors; v++) sums[i][v] = vf_set1(0.0f);
+  for (int64_t s = from; s < to; s++) {
+    vf values[4];
+    for (int v = 0; v < vectors; v++) values[v] = load_cached(c->cache.values, kind, (slot + s) * width + at + 16 * v);
+    for (int i = 0; i < queries; i++) {
+      vf one = vf_set1(scores[i][s]);
+      for (int v = 0; v < vectors; v++) sums[i][v] = vf_fma(values[v], one, sums[i][v]);
     }
-    for (int h = 0; h < heads; h++) sums[h][s] = one[h];
   }
-  for (int h = 0; h < heads; h++) vf_store(scores[h] + first, vf_sum16(sums[h]));
+  for (int i = 0; i < queries; i++)
+    for (int v = 0; v < vectors; v++) vf_store(q[i].mixed + at + 16 * v, sums[i][v]);
 }
 
-/* Query heads of one key-value head over one span: largest score, sum of weights, weighted values [heads, width]. */
-INLINE void attend_heads(const block_call *c, int64_t row, int64_t kv_head, int64_t start, int64_t end, const float *query,
-                         float *largest, float *total, float *mixed, const int heads, const int32_t kind) {
-  const int64_t width = head_width(c->head_dim), count = end - start, slot = slot_of(c, row, kv_head, start);
-  float scores[4][SPAN];
-  for (int64_t first = 0; first < count; first += 16) {
-    if (width == 64) score_sixteen(c, slot, count, query, scores, first, heads, 4, kind);
-    else score_sixteen(c, slot, count, query, scores, first, heads, 0, kind);
+/* Queries of one key-value head over positions [from, to) of the span that starts at `slot`. */
+INLINE void attend_queries(const block_call *c, int64_t slot, int64_t from, int64_t to, const span_query *q, const int queries,
+                           const int32_t kind) {
+  const int64_t width = head_width(c->head_dim), end = (to + 15) / 16 * 16;
+  float scores[MOST_QUERIES][SPAN];
+  int64_t at = from / 16 * 16;
+  if (c->rows < FEW_ROWS)
+    for (int64_t line = 0; line < cache_bytes(kind, (to - from) * width); line += 64)
+      __builtin_prefetch((const char *)c->cache.values + cache_bytes(kind, (slot + from) * width) + line);
+  for (; at + 16 * ATTEND_VECTORS <= end; at += 16 * ATTEND_VECTORS) score_keys(c, slot, at, q, scores, queries, ATTEND_VECTORS, kind);
+  for (; at < end; at += 16) score_keys(c, slot, at, q, scores, queries, 1, kind);
+  for (int i = 0; i < queries; i++) {
+    for (int64_t s = from / 16 * 16; kind == CACHE_INT8 && s < end; s += 16)
+      vf_store(scores[i] + s, vf_mul(vf_load(scores[i] + s), vf_load(c->cache.key_scales + slot + s)));
+    *q[i].total = weigh(scores[i], from, to, c->softcap, q[i].largest);
+    for (int64_t s = from / 16 * 16; kind == CACHE_INT8 && s < end; s += 16)
+      vf_store(scores[i] + s, vf_mul(vf_load(scores[i] + s), vf_load(c->cache.value_scales + slot + s)));
   }
-  for (int h = 0; h < heads; h++) {
-    if (kind == CACHE_INT8)
-      for (int64_t s = 0; s < count; s++) scores[h][s] *= c->cache.key_scales[slot + s];
-    total[h] = weigh(scores[h], count, c->softcap, largest + h);
-    if (kind == CACHE_INT8)
-      for (int64_t s = 0; s < count; s++) scores[h][s] *= c->cache.value_scales[slot + s];
-  }
-  int64_t at = 0;
-  for (; at + 64 <= width; at += 64) add_values(c, slot, count, scores, at, mixed, heads, 4, kind);
-  for (; at < width; at += 16) add_values(c, slot, count, scores, at, mixed, heads, 1, kind);
+  for (at = 0; at + 16 * ATTEND_VECTORS <= width; at += 16 * ATTEND_VECTORS)
+    add_values(c, slot, from, to, scores, at, q, queries, ATTEND_VECTORS, kind);
+  for (; at < width; at += 16) add_values(c, slot, from, to, scores, at, q, queries, 1, kind);
 }
 
-/* Adds a span to what was attended to before it: largest score, sum of weights and weighted values of a head. */
-INLINE void join_span(float *largest, float *total, float *mixed, float span_largest, float span_total, const float *span_mixed,
-                      int64_t width) {
-  float weights[16], top = span_largest > *largest || span_largest != span_largest ? span_largest : *largest;
-  for (int i = 0; i < 16; i++) weights[i] = 0.0f;
-  weights[0] = *largest - top, weights[1] = span_largest - top;
-  if (*largest == -__builtin_inff()) weights[0] = -100.0f; /* nothing before: its values are zeros */
-  vf_store(weights, exponential(vf_load(weights)));
-  *total = *total * weights[0] + span_total * weights[1];
-  for (int64_t i = 0; i < width; i += 16)
-    vf_store(mixed + i, vf_fma(vf_load(span_mixed + i), vf_set1(weights[1]), vf_mul(vf_load(mixed + i), vf_set1(weights[0]))));
-  *largest = top;
+/* Adds a span to what was attended to before it: of each head largest score, sum of weights and weighted values; eight heads'
+ * factors at once. */
+INLINE void join_heads(float *largest, float *total, float *mixed, const float *span_largest, const float *span_total,
+                       const float *span_mixed, int64_t heads, int64_t width) {
+  float factors[16];
+  for (int h = 0; h < 8; h++) {
+    float before = h < heads ? largest[h] : 0.0f, here = h < heads ? span_largest[h] : 0.0f;
+    float top = here > before || here != here ? here : before;
+    factors[2 * h] = before == -__builtin_inff() ? -100.0f : before - top; /* nothing before: its values are zeros */
+    factors[2 * h + 1] = here - top;
+    if (h < heads) largest[h] = top;
+  }
+  vf_store(factors, exponential(vf_load(factors)));
+  for (int64_t h = 0; h < heads; h++) {
+    vf before = vf_set1(factors[2 * h]), here = vf_set1(factors[2 * h + 1]);
+    total[h] = total[h] * factors[2 * h] + span_total[h] * factors[2 * h + 1];
+    for (int64_t i = h * width; i < (h + 1) * width; i += 16)
+      vf_store(mixed + i, vf_fma(vf_load(span_mixed + i), here, vf_mul(vf_load(mixed + i), before)));
+  }
 }
 
-#define ATTEND(heads, kind, suffix)                                                                                  \
-  static __attribute__((noinline)) void NAME(attend_##suffix)(                                                       \
-      const block_call *c, int64_t row, int64_t kv_head, int64_t start, int64_t end, const float *query,             \
-      float *largest, float *total, float *mixed) {                                                                  \
-    attend_heads(c, row, kv_head, start, end, query, largest, total, mixed, heads, kind);                            \
+#define ATTEND(queries, kind, suffix)                                                                                       \
+  static __attribute__((noinline)) void NAME(attend_##suffix)(const block_call *c, int64_t slot, int64_t from, int64_t to, \
+                                                              const span_query *q) {                                       \
+    attend_queries(c, slot, from, to, q, queries, kind);                                                                    \
   }
-#define ATTEND_KIND(kind, name) ATTEND(1, kind, name##_1) ATTEND(2, kind, name##_2) ATTEND(3, kind, name##_3) ATTEND(4, kind, name##_4)
+#define ATTEND_KIND(kind, name) \
+  ATTEND(1, kind, name##_1) ATTEND(2, kind, name##_2) ATTEND(3, kind, name##_3) ATTEND(4, kind, name##_4) ATTEND(6, kind, name##_6)
 ATTEND_KIND(CACHE_F32, f32)
 ATTEND_KIND(CACHE_BF16, bf16)
 ATTEND_KIND(CACHE_INT8, int8)
 
-typedef void (*attend_function)(const block_call *, int64_t, int64_t, int64_t, int64_t, const float *, float *, float *, float *);
-static attend_function NAME(attend_functions)[3][4] = {
-    {NAME(attend_f32_1), NAME(attend_f32_2), NAME(attend_f32_3), NAME(attend_f32_4)},
-    {NAME(attend_bf16_1), NAME(attend_bf16_2), NAME(attend_bf16_3), NAME(attend_bf16_4)},
-    {NAME(attend_int8_1), NAME(attend_int8_2), NAME(attend_int8_3), NAME(attend_int8_4)},
-};
+#define OF_KIND(name) {NULL, NAME(attend_##name##_1), NAME(attend_##name##_2), NAME(attend_##name##_3), NAME(attend_##name##_4), NULL, NAME(attend_##name##_6)}
+typedef void (*attend_function)(const block_call *, int64_t, int64_t, int64_t, const span_query *);
+static attend_function NAME(attend_functions)[3][MOST_QUERIES + 1] = {OF_KIND(f32), OF_KIND(bf16), OF_KIND(int8)}; /* by queries */

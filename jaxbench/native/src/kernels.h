@@ -10,6 +10,8 @@
 
 #include "products.h"
 #include "attention.h"
+#include "block_state.h"
+#include "spans.h"
 #include "block.h"
 #include "linear.h"
 #include "sample.h"

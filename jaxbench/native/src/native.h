@@ -48,7 +48,8 @@ typedef struct {
 } operand;
 
 typedef struct {
-  void *keys, *values;         /* [pages, kv_heads, page_size, width]; width = head_dim up to whole vectors */
+  void *keys;                  /* [pages, kv_heads, width, page_size]; width = head_dim up to whole vectors */
+  void *values;                /* [pages, kv_heads, page_size, width] */
   float *key_scales, *value_scales; /* [pages, kv_heads, page_size], of an 8-bit cache */
   const int32_t *table;        /* [rows, max_pages]: the page of each row's positions, in order */
   int64_t num_pages, page_size, max_pages;

@@ -6,6 +6,7 @@ typedef __m512 vf;
 typedef __m512i vi;
 
 #define PRODUCT_ROWS 12 /* 24 sums, two of the other operand, one repeated pair: 27 of 32 registers */
+#define ATTEND_VECTORS 4 /* six queries' sums of four vectors, the vectors, one query's element: 29 registers */
 
 INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
 INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
@@ -27,22 +28,6 @@ INLINE float vf_sum(vf a) {
   __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
   c = _mm_add_ps(c, _mm_movehl_ps(c, c));
   return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
-}
-
-/* Sums of sixteen vectors, each in the order of vf_sum: halves of two vectors side by side, added, four times over. */
-#define VECTOR_HAS_SUM16
-INLINE vf vf_sum16(const vf *x) {
-  vf a[8], b[4], c[2];
-  for (int i = 0; i < 8; i++) /* lanes 0-7 of x[i], then those of x[i + 8] */
-    a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 8], 0x44), _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee));
-  for (int i = 0; i < 4; i++) /* four lanes each of i, i + 8, i + 4, i + 12 */
-    b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
-  for (int i = 0; i < 2; i++)
-    c[i] = _mm512_add_ps(_mm512_shuffle_ps(b[i], b[i + 2], 0x44), _mm512_shuffle_ps(b[i], b[i + 2], 0xee));
-  vf d = _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
-  /* lane 4 j + k holds vector: j -> {0, 8, 4, 12}, k -> {0, 2, 1, 3} added */
-  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
-  return _mm512_permutexvar_ps(order, d);
 }
 
 INLINE float vf_largest(vf a) { return _mm512_reduce_max_ps(a); }

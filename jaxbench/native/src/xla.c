@@ -88,7 +88,7 @@ static void read_block(const XLA_FFI_CallFrame *f, const int64_t *ints, const do
     if (from->data != to->data) memcpy(to->data, from->data, (size_t)bytes);
   }
   int32_t kind = keys->dtype == XLA_FFI_DataType_S8 ? CACHE_INT8 : keys->dtype == XLA_FFI_DataType_BF16 ? CACHE_BF16 : CACHE_F32;
-  c->cache = (kv_cache){caches[0], caches[1], caches[2], caches[3], table->data, keys->dims[0], keys->dims[2], table->dims[1], kind};
+  c->cache = (kv_cache){caches[0], caches[1], caches[2], caches[3], table->data, keys->dims[0], keys->dims[3], table->dims[1], kind};
   norm *norms[6] = {&c->attention_norm, &c->mlp_norm, &c->attention_post_norm, &c->mlp_post_norm, &c->q_norm, &c->k_norm};
   for (int i = 0; i < 6; i++) {
     norms[i]->scale = data_of(f, i < 4 ? 9 + 2 * i : 13 + i);
@@ -121,8 +121,9 @@ EXPORT XLA_FFI_Error *jaxbench_xla_block(XLA_FFI_CallFrame *frame) {
     return failed(frame, "jaxbench block: wrong number of arguments, results or attributes");
   block_call call;
   read_block(frame, ints, floats, &call);
-  const XLA_FFI_Buffer *keys = argument(frame, 5);
-  if (keys->rank != 4 || keys->dims[1] != call.num_kv_heads || keys->dims[3] != (call.head_dim + 15) / 16 * 16)
+  const XLA_FFI_Buffer *keys = argument(frame, 5), *values = argument(frame, 6);
+  if (keys->rank != 4 || values->rank != 4 || keys->dims[1] != call.num_kv_heads || keys->dims[2] != (call.head_dim + 15) / 16 * 16 ||
+      keys->dims[0] != values->dims[0] || keys->dims[1] != values->dims[1] || keys->dims[2] != values->dims[3] || keys->dims[3] != values->dims[2])
     return failed(frame, "jaxbench block: pages do not have the heads of the model");
   if (argument(frame, 1)->dims[0] != call.rows || argument(frame, 2)->dims[0] != call.rows)
     return failed(frame, "jaxbench block: positions and page table do not have a line for each row");
