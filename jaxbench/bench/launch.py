@@ -137,12 +137,12 @@ class Launch:
                 reason = self.lost.get(arm, "the model could not be loaded in this arm")
                 self._append_absent(arm, loads, "error", reason)
                 continue
-            if train is None and "seconds" in answer:
-                self._append(arm, "load_s", Workload(kind="load", dtype=stage.dtype), [answer["seconds"]])
             for load in loads:
                 facts = self._prepare(arm, load)
                 if facts is not None:
                     ready[arm, load] = facts
+            if train is None and "seconds" in answer and any((arm, load) in ready for load in loads):
+                self._append(arm, "load_s", Workload(kind="load", dtype=stage.dtype), [answer["seconds"]])
         samples = self._rounds(stage, loads, ready)
         if self.plan.suite.decode.latency:
             self._latencies([load for load in loads if load.kind == "decode"], ready)
@@ -153,7 +153,8 @@ class Launch:
                 self._append_mfu(arm, load, answers, ready[arm, load]["device_kind"])
         self._append_tokens(loads)
         for arm in self._alive(quietly=True):
-            for metric, size in (self._ask(arm, "memory") or {}).items():
+            has_run = any((arm, load) in ready for load in loads)  # an arm with no row in this stage holds no model
+            for metric, size in (self._ask(arm, "memory") or {}).items() if has_run else ():
                 self._append(arm, metric, stage, [size])
             self._ask(arm, "unload")
 

@@ -169,7 +169,7 @@ CASES += [
     table(RECIPE, "{bits: 4, activations: dynamic}", "activations=dynamic need weights of 8 bits"),
     table(RECIPE, "{bits: 4, embedding_bits: 1}", "embedding_bits"),
     table(RECIPE, "{bit: 4}", "bit", "bits"),
-    table("int4: {recipe: {bits: 4}}", "int4: {}", "a method has one of recipe, rounded and torchao"),
+    table("int4: {recipe: {bits: 4}}", "int4: {}", "a method has one of recipe, rounded, torchao and qwix"),
     table("int4: {recipe: {bits: 4}}", "int4: {rounded: q4_0, torchao: int4}", "got ['rounded', 'torchao']"),
     table("int4: {recipe: {bits: 4}}", "int4: {rounded: q3_k}", "rounded"),
     table("int4: {recipe: {bits: 4}}", "int4: {rounded: q4_0, native: {cache: q4_0}}", "cache"),

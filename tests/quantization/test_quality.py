@@ -107,9 +107,10 @@ def test_native_kernels_and_xla_have_the_same_figures(folder, method):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "one of recipe, rounded and torchao, got \\[\\]"),
+        ({}, "one of recipe, rounded, torchao and qwix, got \\[\\]"),
         ({"rounded": "q4_0", "torchao": "int4"}, "got \\['rounded', 'torchao'\\]"),
         ({"torchao": "int4", "native": {}}, "torchao=int4 with native"),
+        ({"qwix": "int8", "native": {}}, "qwix=int8 with native"),
         ({"recipe": W8A8, "native": {}}, "activations=dynamic with native"),
     ],
 )  # fmt: skip

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jaxbench import transformer
 from jaxbench.native import checkpoint, formats
@@ -31,13 +32,14 @@ def make(method: Method, held: Checkpoint, tokens: Callable[[], Int[np.ndarray, 
       tokens: of calibration; called where they are needed.
 
     Raises:
-      ValueError: groups do not divide a matrix, or torchao is not installed.
+      ValueError: groups do not divide a matrix, or a peer is not installed.
     """
     if method.recipe is not None:
         return _of_recipe(method, held, tokens)
     params, rows = dict(held.params), {}
-    if method.torchao is not None:
-        params, bits, embedding_bits = *_torchao(params, method.torchao), 32.0
+    if method.torchao is not None or method.qwix is not None:
+        ways = (_torchao, method.torchao) if method.torchao else (_qwix, method.qwix)
+        params, bits, embedding_bits = *_of_peer(*ways, params), 32.0
     else:
         bits = {"bfloat16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5.0}[method.rounded]
         embedding_bits = max(bits, 8.5)
@@ -79,25 +81,47 @@ def _matrices(params: dict[str, np.ndarray]) -> list[str]:
     return [name for name in params if name.endswith(".kernel") or name == "embed.embedding"]
 
 
-def _torchao(params: dict[str, np.ndarray], kind: str) -> tuple[dict[str, np.ndarray], float]:
-    """The layers' matrices as torchao's weight-only configurations round them; the embedding stays."""
+def _of_peer(
+    peer: Callable[[str], Callable[[np.ndarray], np.ndarray]], kind: str, params: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], float]:
+    """The layers' matrices as a peer rounds them, and bits a weight; the embedding stays.
+
+    Raises:
+      ValueError: the peer is not installed.
+    """
+    name = peer.__name__.removeprefix("_")
     try:
-        import torch
-        from torchao import quantization
+        rounded = peer(kind)
     except ImportError as error:
-        raise ValueError(f"torchao={kind}: {error}; install torchao, or leave the method out") from error
+        raise ValueError(f"{name}={kind}: {error}; install {name}, or leave the method out") from error
+    kernels = [key for key in _matrices(params) if key.startswith("layers.")]
+    made = {key: rounded(np.ascontiguousarray(params[key].T)).T for key in kernels}
+    return params | made, {"int8": 8.0, "int4": 5.0}[kind]  # int4: a scale in float32 here for 32 weights, zeros aside
+
+
+def _torchao(kind: str) -> Callable[[np.ndarray], np.ndarray]:
+    import torch
+    from torchao import quantization
+
     settings = {
         "int8": lambda: quantization.Int8WeightOnlyConfig(),
         "int4": lambda: quantization.IntxWeightOnlyConfig(
             weight_dtype=torch.int4, granularity=quantization.PerGroup(32)
         ),
     }[kind]()
-    out = dict(params)
-    for name in _matrices(params):
-        if name.startswith("layers."):
-            weight = torch.tensor(np.ascontiguousarray(params[name].T))
-            layer = torch.nn.Sequential(torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False))
-            layer[0].weight.data.copy_(weight)
-            quantization.quantize_(layer, settings)
-            out[name] = layer[0].weight.dequantize().float().detach().numpy().T
-    return out, {"int8": 8.0, "int4": 5.0}[kind]  # int4: a scale in float32 here for 32 weights, zero points aside
+
+    def rounded(weight: Float[np.ndarray, "O I"]) -> Float[np.ndarray, "O I"]:
+        layer = torch.nn.Sequential(torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False))
+        layer[0].weight.data.copy_(torch.from_numpy(weight))
+        quantization.quantize_(layer, settings)
+        return layer[0].weight.dequantize().float().detach().numpy()
+
+    return rounded
+
+
+def _qwix(kind: str) -> Callable[[np.ndarray], np.ndarray]:
+    import qwix
+
+    tiles = {} if kind == "int8" else {"tiled_axes": {1: 32}}
+    how = {"qtype": kind, "channelwise_axes": [0], **tiles}
+    return lambda weight: np.asarray(qwix.dequantize(qwix.quantize(jnp.asarray(weight), **how)))

@@ -21,6 +21,9 @@ from jaxbench.quantization.recipe import Recipe
 FIGURES = ("nll", "kl", "agreement", "recall")  # of a window: means over its tokens, nats or shares
 
 
+PEERS = ("torchao", "qwix")  # who rounds in place of recipes and ggml
+
+
 class Native(Base):
     """The method's model run by native kernels."""
 
@@ -34,17 +37,18 @@ class Method(Base):
     recipe: Recipe | None = None
     rounded: Literal["bfloat16", "q8_0", "q4_0", "q4_1"] | None = None  # as ggml rounds, or to bfloat16
     torchao: Literal["int8", "int4"] | None = None  # torchao's weight-only configurations, int4 in groups of 32
+    qwix: Literal["int8", "int4"] | None = None  # the same of qwix
     native: Native | None = None  # null = XLA in float32
 
     @model_validator(mode="after")
     def _one(self) -> Method:
-        given = [name for name in ("recipe", "rounded", "torchao") if getattr(self, name) is not None]
+        given = [name for name in ("recipe", "rounded", *PEERS) if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"a method has one of recipe, rounded and torchao, got {given}")
+            raise ValueError(f"a method has one of recipe, rounded, torchao and qwix, got {given}")
         if self.native is not None and self.recipe is not None and self.recipe.activations != "float":
             raise ValueError(f"recipe.activations={self.recipe.activations} with native: native has its own setting")
-        if self.native is not None and self.torchao is not None:
-            raise ValueError(f"torchao={self.torchao} with native: its numbers are not packed")
+        if self.native is not None and given[0] in PEERS:
+            raise ValueError(f"{given[0]}={getattr(self, given[0])} with native: its numbers are not packed")
         return self
 
 

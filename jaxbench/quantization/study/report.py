@@ -127,7 +127,7 @@ def _family(settings: Quality, name: str) -> str:
     """The way of rounding that a method belongs to."""
     method = settings.methods[name]
     if method.recipe is None:
-        return "as ggml rounds" if method.rounded else "torchao"
+        return "as ggml rounds" if method.rounded else "torchao" if method.torchao else "qwix"
     ways = [method.recipe.equalize] * (method.recipe.equalize == "awq") + ["gptq"] * (method.recipe.rounding == "gptq")
     return " and ".join(ways) or "to nearest"
 
