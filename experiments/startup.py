@@ -141,19 +141,19 @@ def main() -> int:
     for index in rich.progress.track(range(VALUES.rounds), "rounds", console=terminal.console(stderr=True)):
         for name in process.turn(list(timed), index):
             seconds[name].append(timed[name]())
+    if VALUES.output is not None:
+        made = {"seconds": seconds, "environment": environment.describe(threads=environment.usable_cores())}
+        outputs.write_json(VALUES.output, made)
     table = rich.table.Table("program", "median s", "ratio to llama.cpp", "95 %")
     for name, found in seconds.items():
         reference = seconds.get(f"{name.partition(',')[0]}, llama-bench")
         row = [name, f"{verdicts.median(found):.3f}", "", ""]
-        if reference and reference is not found:
+        if reference and reference is not found and min(reference) > 0:  # a tiny model loads in less than noise
             logs = [verdicts.log_ratio([a], [b], higher_is_better=True) for a, b in zip(found, reference, strict=True)]
             ratio, low, high = verdicts.t_interval(logs).ratio()
             row[2:] = [f"{ratio:.2f}", f"[{low:.2f}, {high:.2f}]"]
         table.add_row(*row)
     terminal.console().print(table)
-    if VALUES.output is not None:
-        made = {"seconds": seconds, "environment": environment.describe(threads=environment.usable_cores())}
-        outputs.write_json(VALUES.output, made)
     return cli.EXIT_OK
 
 

@@ -92,7 +92,7 @@ def load(spec: str | Path | None = None, *, weights_as: str = FILE) -> PackedChe
         return _load_default()
     if weights_as == FILE:
         path = weights.resolve(spec)
-        return _load_folder(path) if path.is_dir() else _load_gguf(path, lambda: assets.sha256_file(path))
+        return _load_folder(path) if path.is_dir() else _load_gguf(path)
     checkpoint = weights.load_checkpoint(spec)
     return pack_params(
         checkpoint.config, checkpoint.params, weights_as=weights_as,
@@ -186,33 +186,40 @@ def quantized(values: np.ndarray, format: str) -> formats.Rows:
 
 def _load_default() -> PackedCheckpoint:
     """The default model, packed while its checksum is computed."""
+    library.load()
     path, made = assets.default_model_path(), None
-
-    def sha256() -> str:
-        assets.fetch_default_model()
-        return assets.MODEL_SHA256
-
-    before = path.stat().st_ino if path.is_file() else None
-    if before is not None:
-        try:
-            made = _load_gguf(path, sha256)
-        except ValueError:  # damaged; a whole file is fetched below, or says the same again
-            made = None
-    if made is None or path.stat().st_ino != before:  # it was not the file whose checksum is known
-        made = _load_gguf(assets.fetch_default_model(), sha256)
-    return made
-
-
-def _load_gguf(path: Path, sha256: Callable[[], str]) -> PackedCheckpoint:
-    """A GGUF file's own numbers; its checksum comes from a thread of its own meanwhile."""
+    before = _identity(path)
     with ThreadPoolExecutor(1) as beside:
-        digest = beside.submit(sha256)
-        file = gguf_file.read(path)
-        config = gguf_config.config_from_gguf(file)
-        family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
-        tensors = weights.Tensors(path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
-        packed = _pack_file(tensors, config, family, lambda job: gguf_rows(file, job.name), "")
-        return packed._replace(sha256=digest.result())
+        fetched = beside.submit(assets.fetch_default_model)
+        if before is not None:
+            try:
+                made = _pack_gguf(gguf_file.read(path))
+            except ValueError:  # damaged: fetched anew by now, or the same is said below
+                made = None
+        fetched.result()
+    if made is None or _identity(path) != before:  # it was not the file whose checksum is known
+        made = _pack_gguf(gguf_file.read(path))
+    return made._replace(sha256=assets.MODEL_SHA256)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    found = path.stat() if path.is_file() else None
+    return found and (found.st_dev, found.st_ino)
+
+
+def _load_gguf(path: Path) -> PackedCheckpoint:
+    """A GGUF file's own numbers; its checksum comes from a thread of its own meanwhile."""
+    file = gguf_file.read(path)
+    with ThreadPoolExecutor(1) as beside:
+        digest = beside.submit(assets.sha256_file, path)
+        return _pack_gguf(file)._replace(sha256=digest.result())
+
+
+def _pack_gguf(file: gguf_file.GgufFile) -> PackedCheckpoint:
+    config = gguf_config.config_from_gguf(file)
+    family = families.GGUF_FAMILIES[file.metadata["general.architecture"]]
+    tensors = weights.Tensors(file.path, {name: info.shape for name, info in file.tensors.items()}, file.tensor)
+    return _pack_file(tensors, config, family, lambda job: gguf_rows(file, job.name), "")
 
 
 def _load_folder(path: Path) -> PackedCheckpoint:

