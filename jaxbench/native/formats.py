@@ -124,8 +124,6 @@ def as_bfloat16(values: Float[np.ndarray, "..."]) -> np.ndarray:
 def as_int8(values: Float[np.ndarray, "outputs inputs"]) -> tuple[Int8[np.ndarray, "outputs inputs"], np.ndarray]:
     """Integers and scale of each output, round to nearest, symmetric: the largest weight of an output becomes 127."""
     largest = np.abs(values).max(axis=1)
-    scales = np.where(largest == 0, 1, largest / 127).astype(
-        np.float32
-    )  # NaN stays: packing refuses it
+    scales = np.where(largest == 0, 1, largest / 127).astype(np.float32)  # NaN stays: packing refuses it
     with np.errstate(invalid="ignore"):
         return np.rint(values / scales[:, None]).astype(np.int8), scales
