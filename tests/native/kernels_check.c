@@ -206,6 +206,8 @@ static int make_pages(block_call *c, int is_prompt) {
     positions[r] = is_prompt ? (int32_t)(start + r) : chance(12) ? -1 : (int32_t)below(room);
     if (is_prompt) memcpy(pages + r * k->max_pages, pages, (size_t)k->max_pages * 4);
   }
+  for (int64_t r = 1; r < c->rows && !is_prompt && !c->window; r++) /* rows that begin alike share a page that no row writes to */
+    if (positions[r] >= k->page_size && positions[r - 1] >= k->page_size && chance(40)) pages[r * k->max_pages] = pages[(r - 1) * k->max_pages];
   k->table = copied(pages, c->rows * k->max_pages * 4);
   c->positions = positions;
   fill_cache(c);
@@ -214,15 +216,15 @@ static int make_pages(block_call *c, int is_prompt) {
 }
 
 static problem make_problem(void) {
-  static const int64_t head_dims[] = {2, 8, 16, 20, 32, 48, 64, 80, 96, 128}, batches[] = {1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 130};
+  static const int64_t head_dims[] = {2, 8, 16, 20, 32, 48, 64, 80, 96, 128, 160, 256}, batches[] = {1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 65, 130};
   problem p = {0};
   block_call *c = &p.call;
   c->rows = chance(60) ? between(1, 9) : batches[below(12)];
   c->d_model = chance(30) ? 32 * between(1, 5) : between(8, 130);
   c->d_ff = chance(30) ? 32 * between(1, 6) : between(1, 170);
-  c->head_dim = head_dims[below(c->rows > 20 ? 7 : 10)];
+  c->head_dim = head_dims[below(c->rows > 20 ? 7 : c->rows > 9 ? 10 : 12)];
   c->num_kv_heads = between(1, 3);
-  c->num_heads = c->num_kv_heads * between(1, c->rows > 20 ? 3 : 7);
+  c->num_heads = c->num_kv_heads * between(1, c->rows > 20 ? 4 : c->rows > 9 ? 7 : 11);
   c->window = chance(40) ? between(1, 200) : 0;
   c->activation = (int32_t)below(3);
   c->planes = chance(70) ? 3 : 1;

@@ -128,6 +128,15 @@ def test_a_token_has_the_same_bits_whatever_its_batch_its_part_and_the_threads(c
     assert np.array_equal(whole, step_by_step)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_long_text_has_the_same_bits_in_one_prompt_and_token_by_token(window):
+    config = LLAMA.model_copy(update={"sliding_window": window})
+    params = initial.initial_params(config, 0, distinct=True)
+    model = native_model.build(checkpoint.pack_params(config, params, weights_as="float32"), cache_dtype="bfloat16")
+    tokens = np.random.default_rng(2).integers(0, config.vocab_size, (1, 140)).astype(np.int32)
+    assert np.array_equal(logits_of(model, tokens, prompt=140), logits_of(model, tokens, prompt=1))
+
+
 def test_long_prompts_go_through_in_parts(monkeypatch):
     tokens = np.random.default_rng(1).integers(0, LLAMA.vocab_size, (2, 150)).astype(np.int32)
     model = native_model.build(packed_of("llama"))
