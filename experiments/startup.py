@@ -96,6 +96,7 @@ def programs() -> dict[str, Callable[[], float]]:
 
     spec = None if VALUES.model == "default" else VALUES.model
     path = weights.resolve(spec)
+    weights.read_config(path)  # a damaged file is one line here, not one in each process
     program = shutil.which(str(Path(os.environ.get("JAXBENCH_LLAMA_CPP") or arm.FOLDER) / "llama-bench"))
     generate = [sys.executable, str(Path(__file__).parent / "generate.py"), f"--prompt={PROMPT}", "--new_tokens=1"]
     generate.append(f"--model={VALUES.model}")

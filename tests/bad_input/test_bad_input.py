@@ -6,10 +6,21 @@ import collections
 
 import pytest
 
-from tests.bad_input import core, generation, harness, memory, proofs, pruning, quantization, training, watermark
+from tests.bad_input import (
+    core,
+    generation,
+    harness,
+    memory,
+    proofs,
+    pruning,
+    quantization,
+    startup,
+    training,
+    watermark,
+)
 from tests.structure import ROOT
 
-MODULES = (core, generation, memory, proofs, pruning, quantization, training, watermark)
+MODULES = (core, generation, memory, proofs, pruning, quantization, startup, training, watermark)
 CASES = list(harness.cases(*MODULES))
 
 
