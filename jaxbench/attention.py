@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from jaxbench import functional, fused_attention, narrow_products, prompts, sharding
 
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
+SHARED = -1  # segment of keys that every segment sees: a prompt in front of several answers
 
 
 class KVCache(NamedTuple):
@@ -74,7 +75,8 @@ def attention_mask(spans: Spans, sliding_window: int | None) -> Bool[Array, "B T
     if sliding_window is not None:
         mask &= query - key < sliding_window
     if spans.query_segments is not None and spans.key_segments is not None:
-        mask &= spans.query_segments[:, :, None] == spans.key_segments[:, None, :]
+        key = spans.key_segments[:, None, :]
+        mask &= (spans.query_segments[:, :, None] == key) | (key == SHARED)
     return mask
 
 
@@ -137,6 +139,19 @@ def attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
+def attention_weights(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B K H S"],
+    mask: Bool[Array, "B T S"],
+    *,
+    softcap: float | None = None,
+) -> Float[Array, "B N T S"]:
+    """Attention weights, which `dense` multiplies values by, in at least float32; a row that sees no key has zeros."""
+    batch, length, num_heads, head_dim = query.shape
+    grouped = query.reshape(batch, length, key.shape[1], -1, head_dim).transpose(0, 2, 3, 1, 4).astype(key.dtype)
+    return _softmax(_scores(grouped, key, mask, softcap)).reshape(batch, num_heads, length, -1)
+
+
 def _scores(
     query: Float[Array, "B K G T H"], key: Float[Array, "B K H S"], mask: Bool[Array, "B T S"], softcap: float | None
 ) -> Array:
@@ -145,6 +160,13 @@ def _scores(
     scores = merged.reshape(*query.shape[:4], key.shape[3]) / math.sqrt(query.shape[-1])
     scores = scores if softcap is None else functional.softcap(scores, cap=softcap)
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
+
+
+def _softmax(scores: Array) -> Array:
+    """Softmax over keys; zeros for a row without any."""
+    weights = jnp.exp(scores - _row_max(scores))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total > 0, total, jnp.ones((), total.dtype))
 
 
 def _mix(weights: Float[Array, "B K G T S"], value: Float[Array, "B K S H"]) -> Float[Array, "B K G T H"]:
@@ -174,11 +196,7 @@ def _dense(
     mask: Bool[Array, "B T S"],
     softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
-    scores = _scores(query, key, mask, softcap)
-    weights = jnp.exp(scores - _row_max(scores))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, jnp.ones((), total.dtype))
-    return _mix(weights, value).astype(query.dtype)
+    return _mix(_softmax(_scores(query, key, mask, softcap)), value).astype(query.dtype)
 
 
 def _ordered(

@@ -55,13 +55,8 @@ class Attention(nnx.Module):
         batch, length, _ = x.shape
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        angles = context.local_angles if self.is_local else context.angles
-        if angles is not None:
-            query, key = functional.rotate(query, *angles), functional.rotate(key, *angles)
-        if self.query_scale != 1.0:
-            query = query * self.query_scale
+        query = self._placed(query, self.q_norm, context, scale=self.query_scale)
+        key = self._placed(key, self.k_norm, context)
         key = key.transpose(0, 2, 3, 1).reshape(batch * self.num_kv_heads, self.head_dim, length)
         value = value.transpose(0, 2, 1, 3).reshape(batch * self.num_kv_heads, length, self.head_dim)
         if cached is not None:
@@ -79,6 +74,18 @@ class Attention(nnx.Module):
             softcap=self.softcap,
         )
         return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
+
+    def queries(self, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T N H"]:
+        """Queries of a call's tokens, as the call itself makes them."""
+        query = self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
+        return self._placed(query, self.q_norm, context, scale=self.query_scale)
+
+    def _placed(self, part: Array, norm: nn.RMSNorm | None, context: Context, scale: float = 1.0) -> Array:
+        """Queries or keys normalised, turned by their positions and scaled."""
+        part = part if norm is None else norm(part)
+        angles = context.local_angles if self.is_local else context.angles
+        part = part if angles is None else functional.rotate(part, *angles)
+        return part if scale == 1.0 else part * scale
 
 
 class MLP(nnx.Module):
@@ -124,18 +131,27 @@ class Block(nnx.Module):
         cached: tuple | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
         """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
+        x, cached = self.attend(x, context, sites[0], cached)
+        return self.feed(x, context, sites[1]), cached
+
+    def attend(
+        self, x: Float[Array, "B T D"], context: Context, site: int | Array, cached: tuple | None = None
+    ) -> tuple[Float[Array, "B T D"], tuple]:
+        """Residual stream between the block's branches, and the layer's entry of the cache."""
         x = checkpoint_name(x, "input")
         mixed, cached = self._mix(constrain(self.attention_norm(x), "attention_in"), context, cached)
         mixed = checkpoint_name(constrain(mixed, "attention_out"), "attention")
         mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
-        mixed = functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
-        x = constrain(x + mixed, "residual")
+        mixed = functional.dropout(mixed, self.dropout, context.dropout, site=site)
+        return constrain(x + mixed, "residual"), cached
+
+    def feed(self, x: Float[Array, "B T D"], context: Context, site: int | Array) -> Float[Array, "B T D"]:
+        """Residual stream behind the block, from that between its branches."""
         fed = self.mlp(constrain(self.mlp_norm(x), "mlp_in"))
         fed = checkpoint_name(constrain(fed, "mlp_out"), "mlp")
         fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
-        fed = functional.dropout(fed, self.dropout, context.dropout, site=sites[1])
-        x = constrain(x + fed, "residual")
-        return x, cached
+        fed = functional.dropout(fed, self.dropout, context.dropout, site=site)
+        return constrain(x + fed, "residual")
 
     def _mix(self, x: Float[Array, "B T D"], context: Context, cached: tuple | None) -> tuple[Array, tuple]:
         """Attention output, and the layer's entry of the cache."""
@@ -211,7 +227,22 @@ class Transformer(nnx.Module):
         key_positions = positions
         if cache is not None:
             key_positions = lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
-        angles = local_angles = None
+        spans = Spans(positions, key_positions, segments, segments)
+        hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout)
+        run = self._scan if self.scan_layers else self._unroll
+        hidden, keys, values, *memory = run(hidden, context, cache)
+        return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
+
+    def begin(
+        self,
+        tokens: Int[Array, "B T"],
+        spans: Spans,
+        *,
+        slot: Int[Array, ""] | int | None = None,
+        dropout: tuple[Array, Array | int] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Context]:
+        """Residual stream in front of the first block, and what all blocks share."""
+        positions, angles, local_angles = spans.query_positions, None, None
         hidden = self.embed(tokens)
         if self.position is None:
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
@@ -219,10 +250,7 @@ class Transformer(nnx.Module):
             local_angles = functional.rotary_angles(positions, self.local_frequencies, dtype=self.dtype)
         if self.position is not None:
             hidden = hidden + self.position(jnp.maximum(positions, 0))
-        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout, local_angles)
-        run = self._scan if self.scan_layers else self._unroll
-        hidden, keys, values, *memory = run(constrain(hidden, "residual"), context, cache)
-        return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
+        return constrain(hidden, "residual"), Context(spans, angles, slot, dropout, local_angles)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of hidden states, by the head or the tied embedding."""

@@ -23,6 +23,7 @@ from torch_ref import functional
 # 200, 8.1 and 5.8 for 512, 14.5 and 13.7 for 777; in float32 0.59 and 1.81 for 128, 7.9 and 15.5 for 512.
 NARROW_DENSE = 192  # tokens
 IMPLEMENTATIONS = ("dense", "blocked", "fused", "cudnn", "splash")
+SHARED = -1  # segment of keys that every segment sees: a prompt in front of several answers
 
 
 class KVCache(NamedTuple):
@@ -74,7 +75,8 @@ def attention_mask(spans: Spans, sliding_window: int | None) -> Bool[Tensor, "B 
     if sliding_window is not None:
         mask &= query - key < sliding_window
     if spans.query_segments is not None and spans.key_segments is not None:
-        mask &= spans.query_segments[:, :, None] == spans.key_segments[:, None, :]
+        key = spans.key_segments[:, None, :]
+        mask &= (spans.query_segments[:, :, None] == key) | (key == SHARED)
     return mask
 
 
@@ -127,6 +129,19 @@ def attention(
     return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
+def attention_weights(
+    query: Float[Tensor, "B T N H"],
+    key: Float[Tensor, "B K H S"],
+    mask: Bool[Tensor, "B T S"],
+    *,
+    softcap: float | None = None,
+) -> Float[Tensor, "B N T S"]:
+    """Attention weights, which `dense` multiplies values by, in at least float32; a row that sees no key has zeros."""
+    batch, length, num_heads, head_dim = query.shape
+    grouped = query.reshape(batch, length, key.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4).to(key.dtype)
+    return _softmax(_scores(grouped, key, mask, softcap)).reshape(batch, num_heads, length, -1)
+
+
 def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:
     """Contract operands of one dtype; the result is at least float32."""
     return torch.einsum(equation, left, right).to(torch.promote_types(left.dtype, torch.float32))
@@ -139,6 +154,13 @@ def _scores(
     scores = _einsum("BKGTH,BKHS->BKGTS", query, key) / math.sqrt(query.shape[-1])
     scores = scores if softcap is None else functional.softcap(scores, cap=softcap)
     return torch.where(mask[:, None, None], scores, -math.inf)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Softmax over keys; zeros for a row without any."""
+    weights = torch.exp(scores - _row_max(scores))
+    total = torch.sum(weights, dim=-1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1.0)
 
 
 def _row_max(scores: Tensor) -> Tensor:
@@ -154,10 +176,7 @@ def _dense(
     mask: Bool[Tensor, "B T S"],
     softcap: float | None,
 ) -> Float[Tensor, "B K G T H"]:
-    scores = _scores(query, key, mask, softcap)
-    weights = torch.exp(scores - _row_max(scores))
-    total = torch.sum(weights, dim=-1, keepdim=True)
-    weights = weights / torch.where(total > 0, total, 1.0)
+    weights = _softmax(_scores(query, key, mask, softcap))
     return _einsum("BKGTS,BKSH->BKGTH", weights.to(value.dtype), value).to(query.dtype)
 
 

@@ -51,13 +51,8 @@ class Attention(torch.nn.Module):
         batch, length, _ = x.shape
         projected = nn.project(x, (self.q_proj, self.k_proj, self.v_proj), groups=self.projection_groups)
         query, key, value = (part.reshape(batch, length, -1, self.head_dim) for part in projected)
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        angles = context.local_angles if self.is_local else context.angles
-        if angles is not None:
-            query, key = functional.rotate(query, *angles), functional.rotate(key, *angles)
-        if self.query_scale != 1.0:
-            query = query * self.query_scale
+        query = self._placed(query, self.q_norm, context, scale=self.query_scale)
+        key = self._placed(key, self.k_norm, context)
         key = key.transpose(1, 2).reshape(batch * self.num_kv_heads, length, self.head_dim).transpose(1, 2)
         value = value.transpose(1, 2).reshape(batch * self.num_kv_heads, length, self.head_dim)
         filled = None  # slots to attend to, None = all
@@ -77,6 +72,18 @@ class Attention(torch.nn.Module):
             softcap=self.softcap,
         )
         return self.o_proj(mixed.reshape(batch, length, -1)), (key, value)
+
+    def queries(self, x: Float[Tensor, "B T D"], context: Context) -> Float[Tensor, "B T N H"]:
+        """Queries of a call's tokens, as the call itself makes them."""
+        query = self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
+        return self._placed(query, self.q_norm, context, scale=self.query_scale)
+
+    def _placed(self, part: Tensor, norm: nn.RMSNorm | None, context: Context, scale: float = 1.0) -> Tensor:
+        """Queries or keys normalised, turned by their positions and scaled."""
+        part = part if norm is None else norm(part)
+        angles = context.local_angles if self.is_local else context.angles
+        part = part if angles is None else functional.rotate(part, *angles)
+        return part if scale == 1.0 else part * scale
 
 
 def _write(cached: Tensor, new: Tensor, slot: Tensor | int, *, dim: int) -> Tensor:
@@ -128,13 +135,22 @@ class Block(torch.nn.Module):
         self, x: Float[Tensor, "B T D"], context: Context, sites: tuple[int, int], cached: tuple | None = None
     ) -> tuple[Float[Tensor, "B T D"], tuple[Tensor, Tensor]]:
         """Residual stream behind the block, and its keys and values; sites are those of its branches' dropout."""
+        x, cached = self.attend(x, context, sites[0], cached)
+        return self.feed(x, context, sites[1]), cached
+
+    def attend(
+        self, x: Float[Tensor, "B T D"], context: Context, site: int, cached: tuple | None = None
+    ) -> tuple[Float[Tensor, "B T D"], tuple]:
+        """Residual stream between the block's branches, and the layer's entry of the cache."""
         mixed, cached = self._mix(self.attention_norm(x), context, cached)
         mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
-        x = x + functional.dropout(mixed, self.dropout, context.dropout, site=sites[0])
+        return x + functional.dropout(mixed, self.dropout, context.dropout, site=site), cached
+
+    def feed(self, x: Float[Tensor, "B T D"], context: Context, site: int) -> Float[Tensor, "B T D"]:
+        """Residual stream behind the block, from that between its branches."""
         fed = self.mlp(self.mlp_norm(x))
         fed = fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
-        x = x + functional.dropout(fed, self.dropout, context.dropout, site=sites[1])
-        return x, cached
+        return x + functional.dropout(fed, self.dropout, context.dropout, site=site)
 
     def _mix(self, x: Float[Tensor, "B T D"], context: Context, cached: tuple | None) -> tuple[Tensor, tuple]:
         """Attention output, and the layer's entry of the cache."""
@@ -230,7 +246,24 @@ class Transformer(torch.nn.Module):
             raise ValueError(f"features: positions {tuple(positions.shape)} for a cache of rows without positions")
         else:
             key_positions = _write(cache.positions, positions, slot, dim=1)
-        angles = local_angles = None
+        spans = Spans(positions, key_positions, segments, segments)
+        hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout)
+        cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
+        for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
+            hidden, cached[i] = layer(hidden, context, sites, cached[i])
+        keys, values, *memory = extension.by_kind(cached)
+        return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
+
+    def begin(
+        self,
+        tokens: Int[Tensor, "B T"],
+        spans: Spans,
+        *,
+        slot: Tensor | int | None = None,
+        dropout: tuple[Tensor, Tensor | int] | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], Context]:
+        """Residual stream in front of the first block, and what all blocks share."""
+        positions, angles, local_angles = spans.query_positions, None, None
         hidden = self.embed(tokens)
         if self.position is None:
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
@@ -238,12 +271,7 @@ class Transformer(torch.nn.Module):
             local_angles = functional.rotary_angles(positions, self.local_frequencies, dtype=self.dtype)
         if self.position is not None:
             hidden = hidden + self.position(torch.clamp(positions, min=0))
-        context = Context(Spans(positions, key_positions, segments, segments), angles, slot, dropout, local_angles)
-        cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
-        for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
-            hidden, cached[i] = layer(hidden, context, sites, cached[i])
-        keys, values, *memory = extension.by_kind(cached)
-        return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
+        return hidden, Context(spans, angles, slot, dropout, local_angles)
 
     def _plain_positions(
         self, tokens: Int[Tensor, "B T"], cache: KVCache | None, slot: Tensor | int | None, segments: Tensor | None

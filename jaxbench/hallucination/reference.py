@@ -1,0 +1,74 @@
+"""The scores of token_scores.py as their papers write them: one response, one token, one head at a time (S file).
+
+In numpy and as slow as the formulas read. The proof of both backends is equality with this (parity/hallucination.py);
+nothing else uses it. n runs over the slots that predict a response's tokens, slots over the whole text: the prompt,
+its last token included, and the response without its last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+Vector = Float[np.ndarray, " D"]
+
+
+def external_context_score(
+    attention: Float[np.ndarray, " S"], states: Float[np.ndarray, "S D"], n: int, context: Sequence[int], num: int
+) -> float:
+    """Sun et al. 2025, equations 2 and 3: cosine of slot n's last hidden state and the mean of those attended to.
+
+    attention: of one head at slot n; context: slots of the context; num: how many of them count as attended to.
+    """
+    weights = sorted((attention[slot] for slot in context), reverse=True)
+    attended = [slot for slot in context if attention[slot] >= weights[num - 1] and attention[slot] > 0]
+    if not attended:
+        return 0.0
+    mean = sum(states[slot] for slot in attended) / len(attended)
+    return float(mean @ states[n] / (np.linalg.norm(mean) * np.linalg.norm(states[n])))
+
+
+def context_mass(attention: Float[np.ndarray, " S"], context: Sequence[int]) -> float:
+    """Attention weight of all context tokens."""
+    return float(sum(attention[slot] for slot in context))
+
+
+def lookback_ratio(
+    attention: Float[np.ndarray, " S"], context: Sequence[int], generated: Sequence[int]
+) -> float:
+    """Chuang et al. 2024, section 2: A(context) / (A(context) + A(new)), both of them means.
+
+    generated: slots of the response's tokens that a slot sees; where there are none, A(new) is 0.
+    """
+    of_context = sum(attention[slot] for slot in context) / len(context)
+    of_new = sum(attention[slot] for slot in generated) / len(generated) if generated else 0.0
+    return float(of_context / (of_context + of_new)) if of_context + of_new > 0 else 0.0
+
+
+def parametric_knowledge_score(before: Vector, behind: Vector, logits: Callable[[Vector], np.ndarray]) -> float:
+    """Sun et al. 2025, equation 5: Jensen-Shannon divergence of the lens before and behind a feed-forward layer.
+
+    logits: the model's final norm and head, of one residual state.
+    """
+    p, q = softmax(logits(before)), softmax(logits(behind))
+    middle = (p + q) / 2
+    return (relative_entropy(p, middle) + relative_entropy(q, middle)) / 2
+
+
+def relative_entropy(p: np.ndarray, q: np.ndarray) -> float:
+    """Kullback-Leibler divergence of p from q, in nats."""
+    return float(sum(a * np.log(a / b) for a, b in zip(p, q) if a > 0))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Probabilities of logits."""
+    weights = np.exp(logits - np.max(logits))
+    return weights / np.sum(weights)
+
+
+def surprise(logits: np.ndarray, target: int) -> tuple[float, float]:
+    """Negative log-probability of a target and entropy, in nats."""
+    probs = softmax(logits)
+    return float(-np.log(probs[target])), float(-sum(p * np.log(p) for p in probs if p > 0))

@@ -1,0 +1,1 @@
+"""The hallucination lab's reader in PyTorch."""

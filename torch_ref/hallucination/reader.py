@@ -1,0 +1,82 @@
+"""A decoder reads responses to a prompt: residual streams and keys of the responses' tokens, in one pass.
+
+Twin: jaxbench/hallucination/reader.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from jaxbench import extension, philox
+from torch_ref.attention import SHARED, Context, KVCache, Spans
+
+
+class Prompt(NamedTuple):
+    """What is computed of a prompt once, and what of it is context."""
+
+    cache: KVCache  # of P slots
+    hidden: Float[Tensor, "B P D"]  # behind the final norm
+    is_context: Bool[Tensor, "B P"]
+
+
+class Responses(NamedTuple):
+    """Responses packed into rows."""
+
+    tokens: Int[Tensor, "B T"]  # a response's: the prompt's last token, then all of its own but the last
+    targets: Int[Tensor, "B T"]  # its own
+    positions: Int[Tensor, "B T"]  # -1 = padding
+    segments: Int[Tensor, "B T"]  # number of the response, from 0
+    is_generated: Bool[Tensor, "B T"]  # False for the prompt's last token
+
+
+class Trace(NamedTuple):
+    """What a decoder computed at the slots of responses."""
+
+    stream: Float[Tensor, "L+1 B T D"]  # residual stream in front of each block, and behind the last
+    middle: Float[Tensor, "L B T D"]  # between a block's attention and its feed-forward layer
+    hidden: Float[Tensor, "B T D"]  # behind the final norm
+    keys: tuple[Float[Tensor, "E H S"], ...]  # of each layer: P slots of the prompt, then T
+    context: Context
+
+
+def check(config: Any) -> None:
+    """Check that a decoder can be a reader.
+
+    Raises:
+      ValueError: its layers keep something else than keys and values.
+    """
+    if (kind := config.layer_kind) is not None:
+        raise ValueError(f"reader: the model's layers are of kind {kind!r}; wanted a decoder of plain attention")
+
+
+@torch.no_grad()
+def read_prompt(
+    model: Any, tokens: Int[Tensor, "B P"], positions: Int[Tensor, "B P"], is_context: Bool[Tensor, "B P"]
+) -> Prompt:
+    """A prompt without its last token, read; position -1 is padding."""
+    hidden, cache = model.features(tokens, positions)
+    return Prompt(cache, hidden, is_context & (positions >= 0))
+
+
+@torch.no_grad()
+def read_responses(model: Any, prompt: Prompt, responses: Responses) -> Trace:
+    """Responses behind a prompt, read in one pass."""
+    batch, num_prompt = prompt.cache.positions.shape
+    cache = prompt.cache.padded(num_prompt + responses.tokens.shape[1], dtype=model.dtype)
+    key_positions = torch.cat([prompt.cache.positions, responses.positions], dim=1)
+    shared = torch.full((batch, num_prompt), SHARED, dtype=responses.segments.dtype, device=key_positions.device)
+    spans = Spans(
+        responses.positions, key_positions, responses.segments, torch.cat([shared, responses.segments], dim=1)
+    )
+    hidden, context = model.begin(responses.tokens, spans, slot=num_prompt)
+    cached, stream, middle = extension.by_layer(cache), [hidden], []
+    for i, (layer, sites) in enumerate(zip(model.layers, philox.dropout_sites(len(model.layers)))):
+        between, cached[i] = layer.attend(stream[-1], context, sites[0], cached[i])
+        middle.append(between)
+        stream.append(layer.feed(between, context, sites[1]))
+    keys, _ = extension.by_kind(cached)
+    return Trace(torch.stack(stream), torch.stack(middle), model.final_norm(stream[-1]), keys, context)
