@@ -1,4 +1,4 @@
-"""Prompts and responses as padded arrays: which responses share a row, and the sizes programs are compiled for (S file).
+"""Prompts and responses as padded arrays: which share a row, and the sizes that programs are compiled for (S file).
 
 What the arrays mean: reader.py.
 """
@@ -12,14 +12,14 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 PROMPT_SIZES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # tokens; longer: multiples of 4096
-RESPONSE_SIZES = (64, 128, 256, 512, 1024, 2048)  # slots of a row; longer: multiples of 2048
+RESPONSE_SIZES = (64, 128, 256, 384, 512, 1024, 2048)  # slots of a row; longer: multiples of 2048
 
 
 class Text(NamedTuple):
     """A prompt as token ids, and where its context is."""
 
     ids: Sequence[int]
-    context: range  # tokens of the context; the prompt's last token is not one of them
+    context: range  # tokens of the context, or none; the prompt's last token is not one of them
 
 
 class PromptArrays(NamedTuple):
@@ -73,13 +73,13 @@ def prompt_arrays(texts: Sequence[Text], *, share: float, size: int | None = Non
     """Prompts, one a row, padded behind.
 
     Raises:
-      ValueError: a prompt has no token in front of its last, or its context is empty or reaches beyond that.
+      ValueError: a prompt has no token in front of its last, or its context reaches beyond that.
     """
     for text in texts:
-        if len(text.ids) < 2 or not text.context or not 0 <= text.context[0] <= text.context[-1] < len(text.ids) - 1:
+        if len(text.ids) < 2 or not 0 <= text.context.start <= text.context.stop < len(text.ids):
             raise ValueError(
-                f"prompt: {len(text.ids)} tokens with context {text.context}; wanted a context that is not empty and "
-                "ends before the last token"
+                f"prompt: {len(text.ids)} tokens with context {text.context}; wanted two or more, and a context that "
+                "ends before the last"
             )
     size = size or bucket(max(len(text.ids) - 1 for text in texts), PROMPT_SIZES)
     tokens, positions = np.zeros((len(texts), size), np.int32), np.full((len(texts), size), -1, np.int32)

@@ -35,9 +35,7 @@ def context_mass(attention: Float[np.ndarray, " S"], context: Sequence[int]) -> 
     return float(sum(attention[slot] for slot in context))
 
 
-def lookback_ratio(
-    attention: Float[np.ndarray, " S"], context: Sequence[int], generated: Sequence[int]
-) -> float:
+def lookback_ratio(attention: Float[np.ndarray, " S"], context: Sequence[int], generated: Sequence[int]) -> float:
     """Chuang et al. 2024, section 2: A(context) / (A(context) + A(new)), both of them means.
 
     generated: slots of the response's tokens that a slot sees; where there are none, A(new) is 0.

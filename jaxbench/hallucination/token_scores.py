@@ -33,7 +33,7 @@ class AttentionScores(NamedTuple):
 
 
 def attention_scores(
-    model: Any, prompt: Prompt, responses: Responses, trace: Trace, num_attended: Int[Array, "B"]
+    model: Any, prompt: Prompt, responses: Responses, trace: Trace, num_attended: Int[Array, " B"]
 ) -> AttentionScores:
     """Scores of every head, from attention rows of the responses' tokens that are computed again.
 
@@ -76,7 +76,7 @@ def _of_weights(
     prompt: Prompt,
     responses: Responses,
     hidden: Float[Array, "B t D"],
-    num_attended: Int[Array, "B"],
+    num_attended: Int[Array, " B"],
 ) -> tuple[Array, Array, Array]:
     """The three scores of one layer's attention rows."""
     states, num_prompt = prompt.hidden, prompt.hidden.shape[1]
@@ -104,7 +104,7 @@ def _by_layer(found: Float[Array, "Lt B N t"], tiles: int) -> Float[Array, "L N 
     return split.reshape(*split.shape[:3], -1)
 
 
-def kth_largest(values: Float[Array, "B N t P"], k: Int[Array, "B"]) -> Float[Array, "B N t"]:
+def kth_largest(values: Float[Array, "B N t P"], k: Int[Array, " B"]) -> Float[Array, "B N t"]:
     """The k-th largest of each row of values that are not negative, 1 <= k <= P: a search over its bits."""
     bits = jnp.finfo(values.dtype).bits
     whole = jnp.dtype(f"int{bits}")
@@ -129,7 +129,7 @@ def lens_logits(model: Any, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
 
 
 def parametric_scores(
-    model: Any, trace: Trace, slots: Int[Array, "M"], num_slots: Int[Array, ""] | int
+    model: Any, trace: Trace, slots: Int[Array, " M"], num_slots: Int[Array, ""] | int
 ) -> Float[Array, "M L"]:
     """Parametric knowledge score of every layer: Jensen-Shannon divergence, in nats, of the logit lens before and
     behind its feed-forward layer; 0 to ln 2.
@@ -157,7 +157,7 @@ def parametric_scores(
     return jnp.where(jnp.arange(len(slots))[:, None] < num_slots, found, 0.0)
 
 
-def jensen_shannon(left: Float[Array, "R V"], right: Float[Array, "R V"]) -> Float[Array, "R"]:
+def jensen_shannon(left: Float[Array, "R V"], right: Float[Array, "R V"]) -> Float[Array, " R"]:
     """Jensen-Shannon divergence of the distributions of two rows of logits, in nats."""
     left, right = jax.nn.log_softmax(left, axis=-1), jax.nn.log_softmax(right, axis=-1)
     p, q = jnp.exp(left), jnp.exp(right)
@@ -167,9 +167,7 @@ def jensen_shannon(left: Float[Array, "R V"], right: Float[Array, "R V"]) -> Flo
     return 0.5 * jnp.sum(terms, axis=-1)
 
 
-def surprise(
-    model: Any, trace: Trace, targets: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+def surprise(model: Any, trace: Trace, targets: Int[Array, "B T"]) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Negative log-probability of each slot's target, and entropy of its distribution, in nats."""
     hidden = trace.hidden.reshape(-1, trace.hidden.shape[-1])
     rows = len(hidden)

@@ -30,7 +30,7 @@ class AttentionScores(NamedTuple):
 
 @torch.no_grad()
 def attention_scores(
-    model: Any, prompt: Prompt, responses: Responses, trace: Trace, num_attended: Int[Tensor, "B"]
+    model: Any, prompt: Prompt, responses: Responses, trace: Trace, num_attended: Int[Tensor, " B"]
 ) -> AttentionScores:
     """Scores of every head, from attention rows of the responses' tokens that are computed again.
 
@@ -66,7 +66,7 @@ def _of_weights(
     prompt: Prompt,
     responses: Responses,
     hidden: Float[Tensor, "B t D"],
-    num_attended: Int[Tensor, "B"],
+    num_attended: Int[Tensor, " B"],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three scores of one layer's attention rows."""
     states, num_prompt = prompt.hidden, prompt.hidden.shape[1]
@@ -88,7 +88,7 @@ def _of_weights(
     return external, mass, lookback
 
 
-def kth_largest(values: Float[Tensor, "B N t P"], k: Int[Tensor, "B"]) -> Float[Tensor, "B N t"]:
+def kth_largest(values: Float[Tensor, "B N t P"], k: Int[Tensor, " B"]) -> Float[Tensor, "B N t"]:
     """The k-th largest of each row of values that are not negative, 1 <= k <= P."""
     return torch.stack([row.topk(int(count), dim=-1).values[..., -1] for row, count in zip(values, k)])
 
@@ -106,7 +106,7 @@ def lens_logits(model: Any, hidden: Float[Tensor, "R D"]) -> Float[Tensor, "R V"
 
 @torch.no_grad()
 def parametric_scores(
-    model: Any, trace: Trace, slots: Int[Tensor, "M"], num_slots: Tensor | int
+    model: Any, trace: Trace, slots: Int[Tensor, " M"], num_slots: Tensor | int
 ) -> Float[Tensor, "M L"]:
     """Parametric knowledge score of every layer: Jensen-Shannon divergence, in nats, of the logit lens before and
     behind its feed-forward layer; 0 to ln 2.
@@ -127,7 +127,7 @@ def parametric_scores(
     return found
 
 
-def jensen_shannon(left: Float[Tensor, "R V"], right: Float[Tensor, "R V"]) -> Float[Tensor, "R"]:
+def jensen_shannon(left: Float[Tensor, "R V"], right: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
     """Jensen-Shannon divergence of the distributions of two rows of logits, in nats."""
     left, right = F.log_softmax(left, dim=-1), F.log_softmax(right, dim=-1)
     p, q = torch.exp(left), torch.exp(right)

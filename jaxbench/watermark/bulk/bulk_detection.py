@@ -7,13 +7,10 @@ report is there. A run that died, by kill -9 too, is started again with the same
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
-import multiprocessing
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench import outputs
+from jaxbench import outputs, worker_pool
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.text import lines
 from jaxbench.watermark import detection, identify
@@ -29,12 +26,6 @@ from jaxbench.watermark.bulk import part_files
 from jaxbench.watermark.config import num_payloads
 from jaxbench.watermark.schemes.contract import Scheme
 from jaxbench.watermark.texts import Encoded, Ragged, TextEncoder
-
-IN_FLIGHT = 3  # chunks a process, waiting or worked on
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,55 +201,13 @@ def serial_engine(worker: Worker, paths: list[str], *, processes: int, skip: fro
 
 def local_engine(worker: Worker, paths: list[str], *, processes: int, skip: frozenset[str]) -> Iterator[dict]:
     """Yield the reports of all chunks, done by processes of one thread each on this machine."""
-    kept = {name: os.environ.get(name) for name in ONE_THREAD}
-    os.environ.update(ONE_THREAD)  # the processes read it as they start
-    context = multiprocessing.get_context("spawn")
-    arguments = (worker, os.getpid())
-    try:
-        with concurrent.futures.ProcessPoolExecutor(processes, context, _start, arguments) as pool:
-            waiting: set[concurrent.futures.Future] = set()
-            try:
-                for chunk in todo(paths, skip):
-                    waiting.add(pool.submit(_work, chunk))
-                    if len(waiting) >= IN_FLIGHT * processes:
-                        done, waiting = concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED")
-                        yield from (future.result() for future in done)
-                yield from (future.result() for future in concurrent.futures.as_completed(waiting))
-            finally:
-                pool.shutdown(cancel_futures=True)
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return worker_pool.results(worker, todo(paths, skip), processes=processes)
 
 
 def todo(paths: list[str], skip: frozenset[str]) -> Iterator[lines.Chunk]:
     """Yield the chunks of all files that are not done yet."""
     for file, path in enumerate(paths):
         yield from (chunk for chunk in lines.chunks(path, file) if chunk.name not in skip)
-
-
-_worker: Worker | None = None
-
-
-def _start(worker: Worker, parent: int) -> None:
-    global _worker
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _worker = worker
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent is gone: a killed parent cannot say so."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _work(chunk: lines.Chunk) -> dict[str, Any]:
-    assert _worker is not None
-    return _worker(chunk)
 
 
 def describe(job: Job) -> str:

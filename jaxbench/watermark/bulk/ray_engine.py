@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from jaxbench import worker_pool
 from jaxbench.text import lines
 from jaxbench.watermark.bulk import bulk_detection
 
@@ -62,7 +63,7 @@ class _Actor:
     """One process of one thread that scores pieces."""
 
     def __init__(self, worker: bulk_detection.Worker, skip: frozenset[str]):
-        os.environ.update(bulk_detection.ONE_THREAD)
+        os.environ.update(worker_pool.ONE_THREAD)
         self._worker, self._skip = worker, skip
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:

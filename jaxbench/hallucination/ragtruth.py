@@ -1,0 +1,146 @@
+"""Sources, responses and labelled spans in RAGTruth's format (S file).
+
+A folder holds `sources.jsonl[.gz]`, and `responses*.jsonl[.gz]` whose rows name their source. Six responses of six
+generators share a source, so that whatever is fitted is split by source.
+
+Source: Niu et al. 2024, arXiv:2401.00396.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+LABEL_TYPES = ("Evident Conflict", "Subtle Conflict", "Evident Baseless Info", "Subtle Baseless Info")
+TASKS = ("QA", "Summary", "Data2txt")
+# What the generators were asked where the data has no question of its own (Niu et al. 2024, appendix).
+QUESTIONS = {
+    "Summary": "Summarize the following news:",
+    "Data2txt": "Write an objective overview about the following local business based only on the provided structured "
+    "data in the JSON format.",
+}
+
+
+class _Row(pydantic.BaseModel):
+    """A row of a file; keys that nothing here reads are left alone."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class Label(_Row):
+    """A hallucinated span of a response: characters start to end, end not included."""
+
+    start: int
+    end: int
+    label_type: Literal["Evident Conflict", "Subtle Conflict", "Evident Baseless Info", "Subtle Baseless Info"]
+
+
+class Source(_Row):
+    """What a response should rest on."""
+
+    source_id: str
+    task: Literal["QA", "Summary", "Data2txt"]
+    context: str
+    question: str | None = None
+
+    @property
+    def asked(self) -> str:
+        """The question, or what the task asks."""
+        return self.question or QUESTIONS.get(self.task, "")
+
+
+class Response(_Row):
+    """A generator's answer and its labels."""
+
+    id: str
+    source_id: str
+    model: str  # the generator
+    response: str
+    labels: tuple[Label, ...] = pydantic.Field(default=(), strict=False)
+    split: str = ""
+
+    @pydantic.model_validator(mode="after")
+    def _check_spans(self) -> Response:
+        for label in self.labels:
+            if not 0 <= label.start < label.end <= len(self.response):
+                raise ValueError(
+                    f"label {label.start}..{label.end} is outside the response of {len(self.response)} characters"
+                )
+        return self
+
+
+class Data(pydantic.BaseModel):
+    """Responses, and their sources by id."""
+
+    model_config = pydantic.ConfigDict(frozen=True)
+    sources: dict[str, Source]
+    responses: tuple[Response, ...]
+
+    def source(self, response: Response) -> Source:
+        """What a response should rest on."""
+        return self.sources[response.source_id]
+
+
+def load(folder: str | Path) -> Data:
+    """Sources and responses of a folder.
+
+    Raises:
+      ValueError: a file is missing, cut short or has a bad row; two rows have one id; a response's source is missing.
+    """
+    folder = Path(folder)
+    files = sorted([*folder.glob("responses*.jsonl"), *folder.glob("responses*.jsonl.gz")])
+    sources = sorted([*folder.glob("sources.jsonl"), *folder.glob("sources.jsonl.gz")])
+    if not files or len(sources) != 1:
+        raise ValueError(
+            f"--data={folder}: {len(sources)} files sources.jsonl[.gz] and {len(files)} responses*.jsonl[.gz]; wanted "
+            "one of the first and some of the second"
+        )
+    by_id = _by_id((row.source_id, row, place) for row, place in _rows(sources[0], Source))
+    responses = _by_id((row.id, row, place) for file in files for row, place in _rows(file, Response))
+    lost = next((row for row in responses.values() if row.source_id not in by_id), None)
+    if lost is not None:
+        raise ValueError(f"--data={folder}: response {lost.id} names source {lost.source_id}, which is not there")
+    return Data(sources=by_id, responses=tuple(responses.values()))
+
+
+def _by_id(rows: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, row, place in rows:
+        if name in found:
+            raise ValueError(f"{place}: id {name} is there twice")
+        found[name] = row
+    return found
+
+
+def _rows(path: Path, kind: type[_Row]) -> Iterator[tuple[Any, str]]:
+    """Rows of a file, and where they are."""
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield parse(line, kind, place=f"{path} line {number}"), f"{path} line {number}"
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read behind line {number} ({error}); is the file cut short?") from error
+
+
+def parse(line: str, kind: type[_Row], *, place: str) -> Any:
+    """Row of a line of JSON.
+
+    Raises:
+      ValueError: it is no such row; the message names the place, the field and the value.
+    """
+    try:
+        return kind.model_validate(json.loads(line))
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "row"
+        raise ValueError(f"{place}: {field}: {first['msg']} (got {str(first.get('input'))[:80]!r})") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{place}: no JSON ({error}): {line[:80]!r}") from error

@@ -1,0 +1,78 @@
+"""Work on many items by several processes of one thread each on this machine (S file).
+
+Processes of one thread do more together than one process of many where programs have serial parts.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+IN_FLIGHT = 3  # items a process, waiting or worked on
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+}  # fmt: skip
+
+
+def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: int) -> Iterator[Any]:
+    """Yield what `worker`, of which every process has a pickled copy, makes of each item, in the order of completion.
+
+    A process ends with its parent, however that ends; an error of the worker is raised here, and what waits is dropped.
+    """
+    context = multiprocessing.get_context("spawn")
+    with (
+        _environment(ONE_THREAD),  # the processes read it as they start
+        concurrent.futures.ProcessPoolExecutor(processes, context, _start, (worker, os.getpid())) as pool,
+    ):
+        waiting: set[concurrent.futures.Future] = set()
+        try:
+            for item in items:
+                waiting.add(pool.submit(_work, item))
+                if len(waiting) >= IN_FLIGHT * processes:
+                    done, waiting = concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED")
+                    yield from (future.result() for future in done)
+            yield from (future.result() for future in concurrent.futures.as_completed(waiting))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    kept = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+_worker: Callable[[Any], Any] | None = None
+
+
+def _start(worker: Callable[[Any], Any], parent: int) -> None:
+    global _worker
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _worker = worker
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone: a killed parent cannot say so."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _work(item: Any) -> Any:
+    assert _worker is not None
+    return _worker(item)
