@@ -16,13 +16,15 @@ Vector = Float[np.ndarray, " D"]
 
 
 def external_context_score(
-    attention: Float[np.ndarray, " S"], states: Float[np.ndarray, "S D"], n: int, context: Sequence[int], num: int
+    attention: Float[np.ndarray, " S"], states: Float[np.ndarray, "S D"], n: int, context: Sequence[int], percent: int
 ) -> float:
     """Sun et al. 2025, equations 2 and 3: cosine of slot n's last hidden state and the mean of those attended to.
 
-    attention: of one head at slot n; context: slots of the context; num: how many of them count as attended to.
+    attention: of one head at slot n; context: slots of the context, of which the most attended `percent` count, rounded
+    down, at least one.
     """
     weights = sorted((attention[slot] for slot in context), reverse=True)
+    num = max(1, len(context) * percent // 100)
     attended = [slot for slot in context if attention[slot] >= weights[num - 1] and attention[slot] > 0]
     if not attended:
         return 0.0

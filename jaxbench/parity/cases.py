@@ -138,6 +138,12 @@ def _sparse(name: str, **pattern: Any) -> Case:
                 length=22, exact="sparse_attention", backends=("flax",))  # fmt: skip
 
 
+def _reader(family: str) -> Case:
+    """Case of the hallucination lab's token scores, of a model of a family that transformers makes."""
+    return Case(f"hallucination/{family}", LLAMA, module="hallucination.token_scores", exact="hallucination",
+                backends=("flax",))  # fmt: skip
+
+
 def _oracle(name: str) -> Case:
     """Case of what all backends share, held to answers from outside."""
     return Case(f"oracle/{name}", LLAMA, module=f"oracles.{name}", exact=f"oracles.{name}")
@@ -196,6 +202,7 @@ CASES: tuple[Case, ...] = (
     Case("watermark/neural", NeuralConfig(num_rows=64, d_model=16, num_pooled=8, d_hidden=12, dilations=(1, 2, 4)),
          module="watermark.detector.neural", task="watermark.detector.neural", data="watermark.detector.features",
          batch=4, prompt=0, backends=("flax",)),
+    *map(_reader, ("llama", "qwen3", "gpt2", "mistral", "gemma2")),
     _memory("neural", num_persistent=3, length=17),
     _memory("neural-padded", seed=1, depth=1, residual_norm=True, loss_reduction="mean", max_update_norm=0.5),
     _memory("neural-linear", depth=1, read="chunk", forgetting=False, qkv_activation="none", qk_norm=False,

@@ -27,7 +27,7 @@ from jaxbench.parity.oracles import families, transformers_model
 from jaxbench.pretrained import weights
 
 TOLERANCE = 1e-9  # relative 2-norm
-SHARE = 0.1
+PERCENT = 10  # of a context's tokens count as attended to
 SHAPE = families.SHAPE | {"num_hidden_layers": 3}
 # Where transformers keeps the residual stream between a block's branches: the input of this norm.
 BETWEEN = {"gpt2": "ln_2", "gemma2": "pre_feedforward_layernorm"}
@@ -114,7 +114,7 @@ def by_the_formulas(model: torch.nn.Module, sample: Sample, response: list[int])
         cap = getattr(model.config, "final_logit_softcapping", None)
         return out if cap is None else cap * np.tanh(out / cap)
 
-    first, num = len(text.ids) - 1, layout.num_attended(len(text.context), SHARE)
+    first = len(text.ids) - 1
     layers, heads = full.attention.shape[:2]
     found = {name: np.zeros((layers, heads, len(response))) for name in token_scores.AttentionScores._fields}
     found |= {"parametric": np.zeros((len(response), layers)), "loss": np.zeros(len(response))}
@@ -127,7 +127,7 @@ def by_the_formulas(model: torch.nn.Module, sample: Sample, response: list[int])
             if (window := _window(model, layer)) is not None:
                 visible = [slot for slot in generated if n - slot < window]
             here = (layer, head, i)
-            found["external"][here] = reference.external_context_score(row, full.hidden, n, text.context, num)
+            found["external"][here] = reference.external_context_score(row, full.hidden, n, text.context, PERCENT)
             found["context_mass"][here] = reference.context_mass(row, text.context)
             found["lookback"][here] = reference.lookback_ratio(row, text.context, visible)
         for layer in range(layers):
@@ -184,7 +184,7 @@ def in_torch(checkpoint: weights.Checkpoint, given: list[Sample]) -> dict[str, n
 def _arrays(given: list[Sample]) -> tuple[layout.PromptArrays, layout.ResponseArrays]:
     """Arrays longer than the texts."""
     texts = [sample.text for sample in given]
-    prompts = layout.prompt_arrays(texts, share=SHARE, size=40)
+    prompts = layout.prompt_arrays(texts, share=PERCENT / 100, size=40)
     return prompts, layout.response_arrays(texts, [sample.responses for sample in given], size=24)
 
 

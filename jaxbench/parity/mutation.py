@@ -1,7 +1,8 @@
 """Gate P9: a table of bugs, every one of which the float64 gates or the outside oracles must catch.
 
 Those of this file are injected into the PyTorch twin, those of equinox_bugs.py into Equinox's modules; those of
-shared_bugs.py sit in files that all backends share, where only an oracle can see them. The first thirteen are those of
+shared_bugs.py sit in files that all backends share, where only an oracle can see them; those of hallucination_bugs.py
+are of published detectors. The first thirteen are those of
 a published trial of other projects' checks, which caught 0 to 8 of them; the rest came with the gates that first needed
 them. Each bug takes the place of one function of the unchanged code.
 """
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from jaxbench import rotary
-from jaxbench.parity import cases, equinox_bugs, evidence, gates, shared_bugs
+from jaxbench.parity import cases, equinox_bugs, evidence, gates, hallucination_bugs, shared_bugs
 from jaxbench.parity.injection import Mutation, replaced
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 from torch_ref import attention, functional, nn, prng, sample, sparse_attention, train, transformer
@@ -247,7 +248,9 @@ TORCH_BUGS: tuple[Mutation, ...] = (
 )  # fmt: skip
 
 
-MUTATIONS = (*TORCH_BUGS, *equinox_bugs.EQUINOX_BUGS, *shared_bugs.SHARED_BUGS)
+MUTATIONS = (
+    *TORCH_BUGS, *equinox_bugs.EQUINOX_BUGS, *shared_bugs.SHARED_BUGS, *hallucination_bugs.HALLUCINATION_BUGS,
+)  # fmt: skip
 
 
 def score(say: Callable[[str], None] = lambda line: None) -> list[Outcome]:

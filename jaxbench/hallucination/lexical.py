@@ -1,0 +1,101 @@
+"""Lexical evidence: what a response says in words, numbers and names that its context does not have (S file).
+
+No model is read. These counts are the floor that every reader is measured against: on RAGTruth they beat published
+detectors (docs/hallucination.md).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*", re.UNICODE)
+NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
+# Function words, and words that a generator speaks about the text with.
+STOP_WORDS = frozenset(
+    """a about above after again against all also although am an and any are as at be because been before being below
+    between both but by can could did do does doing down during each few for from further had has have having he her
+    here hers him his how however i if in into is it its itself just like may me might more most must my no nor not now
+    of off on once only or other our out over own same she should so some such than that the their them then there
+    these they this those through to too under until up us very was we were what when where which while who whom why
+    will with within without would you your yours according additionally based context furthermore given information
+    mentioned overall passage passages provided""".split()
+)
+SUFFIXES = ("ingly", "edly", "ings", "ness", "ing", "ies", "ied", "est", "ers", "ed", "es", "ly", "er", "s")
+COUNTS = (
+    "words", "novel_words", "novel_share", "novel_numbers", "novel_names", "novel_pairs", "pair_share",
+)  # fmt: skip
+
+
+class Token(NamedTuple):
+    """A word or number of a text."""
+
+    start: int  # characters
+    end: int
+    key: str  # what two forms of a word have in common
+    is_number: bool
+    is_name: bool  # capitalised, and not the first word of a sentence
+    is_content: bool  # no function word
+
+
+class Lexicon:
+    """What a context says."""
+
+    def __init__(self, context: str):
+        found = tokens(context)
+        self.words = {token.key for token in found}
+        content = [token.key for token in found if token.is_content]
+        self.pairs = set(zip(content, content[1:]))
+        self.digits = set(re.findall(r"\d+", context))
+
+
+def stem(word: str) -> str:
+    """A word without its ending, if four letters are left."""
+    word = word.lower().replace("’", "'").removesuffix("'s")
+    for suffix in SUFFIXES:
+        if word.endswith(suffix) and len(word) - len(suffix) >= 4:
+            return word[: -len(suffix)]
+    return word
+
+
+def tokens(text: str) -> list[Token]:
+    """Words and numbers of a text."""
+    found, last_end = [], 0
+    for match in WORD.finditer(text):
+        word, between = match.group(), text[last_end : match.start()]
+        is_first = not last_end or any(mark in between for mark in '.!?:\n"“')
+        is_number = any(letter.isdigit() for letter in word)
+        key = stem(word)
+        found.append(
+            Token(
+                match.start(), match.end(), key, is_number,
+                not is_number and not is_first and word[0].isupper() and word.lower() not in STOP_WORDS,
+                word.lower() not in STOP_WORDS,
+            )
+        )  # fmt: skip
+        last_end = match.end()
+    return found
+
+
+def is_novel(token: Token, lexicon: Lexicon) -> bool:
+    """True where a context has neither a word nor, of a number, its digits."""
+    if token.is_number:
+        return not set(re.findall(r"\d+", token.key)) <= lexicon.digits
+    return token.key not in lexicon.words
+
+
+def counts(response: list[Token], lexicon: Lexicon) -> np.ndarray:
+    """The seven of COUNTS, of a whole response or of a part."""
+    content = [token for token in response if token.is_content]
+    novel = [token for token in content if is_novel(token, lexicon)]
+    pairs = list(zip(content, content[1:]))
+    new_pairs = sum((left.key, right.key) not in lexicon.pairs for left, right in pairs)
+    return np.array(
+        [
+            len(response), len(novel), len(novel) / max(len(content), 1), sum(token.is_number for token in novel),
+            sum(token.is_name for token in novel), new_pairs, new_pairs / max(len(pairs), 1),
+        ],
+        np.float64,
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""How well scores tell hallucinated responses from the others, with intervals over sources (S file).
+
+Labels are booleans, scores rise with suspicion. AUC pooled over tasks rewards knowing the task, and over generators the
+generator: `macro` is the mean over tasks, `stratified` compares only within cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+Array = np.ndarray
+
+
+class Interval(NamedTuple):
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def auc(labels: Array, scores: Array) -> float:
+    """Probability that a positive has the higher score, ties half; NaN where one class is missing."""
+    positive = int(np.sum(labels))
+    negative = len(labels) - positive
+    if not positive or not negative:
+        return float("nan")
+    ranks = stats.rankdata(scores)
+    return float((np.sum(ranks[labels]) - positive * (positive + 1) / 2) / (positive * negative))
+
+
+def macro_auc(labels: Array, scores: Array, tasks: Array) -> float:
+    """Mean AUC of the tasks that have both classes."""
+    found = [auc(labels[tasks == task], scores[tasks == task]) for task in np.unique(tasks)]
+    return float(np.nanmean(found)) if not np.all(np.isnan(found)) else float("nan")
+
+
+def stratified_auc(labels: Array, scores: Array, cells: Array) -> float:
+    """AUC over the pairs of a positive and a negative of one cell: every such pair counts alike."""
+    total = won = 0.0
+    for cell in np.unique(cells):
+        mine = labels[cells == cell]
+        pairs = float(np.sum(mine)) * float(np.sum(~mine))
+        if pairs:
+            total += pairs
+            won += pairs * auc(mine, scores[cells == cell])
+    return won / total if total else float("nan")
+
+
+def average_precision(labels: Array, scores: Array) -> float:
+    """Area under the precision-recall curve, as a sum over its steps."""
+    precision, recall, _ = precision_recall(labels, scores)
+    return float(np.sum(np.diff(recall, prepend=0.0) * precision))
+
+
+def precision_recall(labels: Array, scores: Array) -> tuple[Array, Array, Array]:
+    """Precision and recall at every distinct threshold, the highest first; a score at it counts as flagged."""
+    order = np.argsort(-scores, kind="stable")
+    ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))
+    hits = np.cumsum(labels[order])[ends]
+    return hits / (ends + 1), hits / max(int(np.sum(labels)), 1), scores[order][ends]
+
+
+def best_threshold(labels: Array, scores: Array) -> float:
+    """Threshold with the highest F1, halfway to the next lower score."""
+    precision, recall, thresholds = precision_recall(labels, scores)
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+    best = int(np.argmax(f1))
+    below = thresholds[best + 1] if best + 1 < len(thresholds) else thresholds[best]
+    return float((thresholds[best] + below) / 2)
+
+
+def f1(labels: Array, flagged: Array) -> tuple[float, float, float]:
+    """F1, precision and recall of flags."""
+    hits = float(np.sum(labels & flagged))
+    precision, recall = hits / max(int(np.sum(flagged)), 1), hits / max(int(np.sum(labels)), 1)
+    return 2 * precision * recall / max(precision + recall, 1e-12), precision, recall
+
+
+def correlation(labels: Array, scores: Array) -> float:
+    """Pearson's correlation of scores and labels."""
+    return float(np.corrcoef(labels.astype(float), scores)[0, 1])
+
+
+def bootstrap(
+    statistics: Sequence[Callable[[Array], float]], clusters: Array, *, draws: int = 2000, seed: int = 0
+) -> list[Interval]:
+    """Values of statistics, functions of row indices, with percentile intervals over resampled clusters.
+
+    All statistics see the same draws, so that a difference of two is paired.
+    """
+    names, inverse = np.unique(clusters, return_inverse=True)
+    members = [np.flatnonzero(inverse == i) for i in range(len(names))]
+    random = np.random.default_rng(seed)
+    found = np.array(
+        [
+            [statistic(rows) for statistic in statistics]
+            for rows in (
+                np.concatenate([members[i] for i in random.integers(0, len(names), len(names))]) for _ in range(draws)
+            )
+        ]
+    )
+    every = np.arange(len(clusters))
+    low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
+    return [Interval(statistic(every), *ends) for statistic, ends in zip(statistics, zip(low, high))]

@@ -1,0 +1,84 @@
+"""Features of tokens pooled over a response or its sentences: what detectors are fitted to (S file)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxbench.hallucination import lexical, sentences
+
+HEADS = ("external", "context_mass", "lookback")
+SURPRISE = (
+    "loss", "entropy", "gain", "loss_without", "entropy_gain", "worst_gain", "no_gain_share", "largest_loss",
+    "novel_gain", "novel_loss",
+)  # fmt: skip
+
+
+class Pooled(NamedTuple):
+    """One row a part (a response, or a sentence of it), by family of features; NaN-free."""
+
+    families: dict[str, np.ndarray]  # name -> [parts, columns]
+    spans: list[tuple[int, int]]  # characters of the parts
+
+
+def pool(features: Mapping[str, np.ndarray], response: str, lexicon: lexical.Lexicon, *, by_sentence: bool) -> Pooled:
+    """Features of a response's parts.
+
+    features: of extract.read_group.
+    """
+    spans = sentences.sentences(response) if by_sentence else [(0, len(response))]
+    part = sentences.tokens_of(spans, features["offsets"])
+    count = np.bincount(part, minlength=len(spans)).astype(np.float64)
+
+    def mean(values: np.ndarray, of: np.ndarray = part, over: np.ndarray = count) -> np.ndarray:
+        """Means [parts, columns] of values [tokens, columns]."""
+        summed = np.zeros((len(spans), values.shape[1]))
+        np.add.at(summed, of, values)
+        return summed / np.maximum(over, 1)[:, None]
+
+    families = {name: mean(features[name].reshape(-1, len(part)).T.astype(np.float64)) for name in HEADS}
+    families["states"] = mean(features["states"].astype(np.float64))
+    lens = part[features["parametric_slots"]]
+    lens_count = np.bincount(lens, minlength=len(spans)).astype(np.float64)
+    parametric = mean(features["parametric"].astype(np.float64), lens, lens_count)
+    parametric[lens_count == 0] = features["parametric"].mean(0)
+    families["parametric"] = parametric
+    tokens = lexical.tokens(response)
+    families["lexical"] = np.stack(
+        [
+            lexical.counts([token for token in tokens if start <= token.start < end], lexicon)
+            for start, end in spans
+        ]
+    )  # fmt: skip
+    families["surprise"] = _surprise(features, part, len(spans), _novel(tokens, lexicon, features["offsets"]))
+    return Pooled(families, spans)
+
+
+def _novel(tokens: list[lexical.Token], lexicon: lexical.Lexicon, offsets: np.ndarray) -> np.ndarray:
+    """True for the reader's tokens that are part of a content word which the context does not have."""
+    marked = np.zeros(int(offsets.max(initial=0)) + 1, bool)
+    for token in tokens:
+        if token.is_content and lexical.is_novel(token, lexicon):
+            marked[token.start : token.end] = True
+    return marked[np.maximum(offsets[:, 1] - 1, 0)]
+
+
+def _surprise(features: Mapping[str, np.ndarray], part: np.ndarray, num: int, novel: np.ndarray) -> np.ndarray:
+    """The columns of SURPRISE of each part; gain: what the context takes off a token's loss."""
+    loss, gain = features["loss"].astype(np.float64), features["loss_without"] - features["loss"].astype(np.float64)
+    window = np.convolve(gain, np.ones(5) / 5, mode="same")
+    found = np.zeros((num, len(SURPRISE)))
+    for i in range(num):
+        here = part == i
+        if not here.any():
+            continue
+        mine, new = gain[here], here & novel
+        found[i] = [
+            loss[here].mean(), features["entropy"][here].mean(), mine.mean(), features["loss_without"][here].mean(),
+            (features["entropy_without"] - features["entropy"])[here].mean(), window[here].min(),
+            np.mean(mine < 0.1), loss[here].max(), gain[new].mean() if new.any() else mine.mean(),
+            loss[new].mean() if new.any() else loss[here].mean(),
+        ]  # fmt: skip
+    return found

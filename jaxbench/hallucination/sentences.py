@@ -1,0 +1,39 @@
+"""Sentences of a response and passages of a context, as characters of the text (S file)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+# A sentence ends behind its mark, or at the end of a line.
+END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s)|\n+")
+ABBREVIATION = re.compile(
+    r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Sr|Jr|Prof|Gen|Sen|Rep|Gov|Lt|Col|vs|etc|approx|No|Inc|Ltd|Co|Corp|Ave|Blvd|Rd|Ste|a\.m|p\.m|"
+    r"e\.g|i\.e|U\.S|U\.K)|\b[A-Z]|(?:^|\n)\s*\d+)\.$"
+)
+
+
+def sentences(text: str) -> list[tuple[int, int]]:
+    """Start and end of each sentence, without the space around it; together they hold every letter of the text."""
+    found, start = [], 0
+    for match in [*END.finditer(text), None]:
+        end = len(text) if match is None else match.end()
+        is_line_end = match is None or match.group()[0] == "\n"
+        if not is_line_end and ABBREVIATION.search(text[max(start, end - 12) : end]):
+            continue
+        part = text[start:end]
+        if any(letter.isalnum() for letter in part):
+            found.append((start + len(part) - len(part.lstrip()), end - len(part) + len(part.rstrip())))
+            start = end
+        elif match is None and found:  # marks alone: they belong to what stands before
+            found[-1] = (found[-1][0], end - len(part) + len(part.rstrip()))
+    return found
+
+
+def tokens_of(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
+    """Number of the span [tokens] that each token begins in, or the one before; offsets: characters of tokens [R 2]."""
+    starts = np.array([start for start, _ in spans])
+    middle = (offsets[:, 0] + np.maximum(offsets[:, 1], offsets[:, 0] + 1) - 1) // 2
+    return np.maximum(np.searchsorted(starts, middle, side="right") - 1, 0)
