@@ -93,6 +93,37 @@ def test_scores_are_capped_as_the_definition_says_or_the_kernel_is_refused(modul
         call(module, "fused", 3, *given_, softcap=0.7)
 
 
+@pytest.mark.parametrize("module", [attention, torch_attention], ids=["jax", "torch"])
+@pytest.mark.parametrize("implementation", ["dense", "blocked"])
+def test_a_shared_prompt_is_seen_by_every_segment_behind_it(module, implementation):
+    arrays = inputs(1, T, 7)
+    positions, segments = arrays["positions"], arrays["segments"]
+    positions[:], segments[:] = np.r_[0:3, 3:7, 3:8], np.r_[[-1] * 3, [0] * 4, [1] * 5]
+    convert = torch.from_numpy if module is torch_attention else jnp.asarray
+    found = np.asarray(call(module, implementation, None, *map(convert, arrays.values())))
+    for mine in (np.r_[0:3, 3:7], np.r_[0:3, 7:12]):  # one answer behind the prompt, without the other
+        axes = {"query": 1, "key": 3, "value": 2, "positions": 1, "segments": 1}
+        alone = {name: np.take(x, mine, axis=axes[name]) for name, x in arrays.items()}
+        alone["segments"][:] = 0
+        expected = np.asarray(call(module, implementation, None, *map(convert, alone.values())))
+        np.testing.assert_allclose(found[:, mine[3:]], expected[:, 3:], atol=2e-6)
+
+
+@pytest.mark.parametrize("module", [attention, torch_attention], ids=["jax", "torch"])
+def test_attention_weights_are_what_values_are_weighed_with(module):
+    arrays = inputs(2, 9, 5)
+    convert = torch.from_numpy if module is torch_attention else jnp.asarray
+    given_ = {name: convert(x) for name, x in arrays.items()}
+    spans = module.Spans(*[given_["positions"]] * 2, *[given_["segments"]] * 2)
+    mask = module.attention_mask(spans, 3)
+    weights = np.asarray(module.attention_weights(given_["query"], given_["key"], mask, softcap=0.7))
+    values = np.repeat(arrays["value"], N // K, axis=1)  # of each query head
+    expected = definition(**arrays, window=3, softcap=0.7)
+    np.testing.assert_allclose(np.einsum("BNTS,BNSH->BTNH", weights, values), expected, atol=2e-6)
+    total = weights.sum(-1)
+    np.testing.assert_allclose(total, np.broadcast_to(np.asarray(mask).any(-1)[:, None], total.shape), atol=2e-6)
+
+
 def test_a_row_that_may_attend_to_nothing_is_zero_with_zero_gradient():
     arrays = {name: jnp.asarray(x) for name, x in inputs(0, 5, T).items()}
     for implementation in ("dense", "blocked"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -128,7 +129,7 @@ class Worker:
     """Reads groups; each process works with a copy of its own, which loads its model at the first group."""
 
     def __init__(self, settings: ReaderSettings, store: Store, load: Callable[[ReaderSettings], Any]):
-        """load: settings -> a backend's reader, its tokenizer and its window in tokens, as `load_reader` has them."""
+        """load: settings -> a backend's reader, its tokenizer and its window in tokens (load_reader)."""
         self.settings, self.store, self._load = settings, store, load
         self._loaded: Any = None
 
@@ -200,10 +201,10 @@ def lens_slots(length: int, wanted: int | None) -> np.ndarray:
     return ((np.arange(wanted) + 0.5) * length / wanted).astype(np.int64)
 
 
-def load_reader(settings: ReaderSettings, transformer: Any, reader: Any, features: Any) -> tuple[Any, Any, int]:
+def load_reader(settings: ReaderSettings, *, package: str) -> tuple[Any, Any, int]:
     """A backend's FeatureReader, the tokenizer, and the window in tokens.
 
-    transformer, reader, features: the backend's modules.
+    package: whose modules read: that of JAX or of PyTorch.
 
     Raises:
       ValueError: the model cannot be a reader, or the window is longer than what it was trained on.
@@ -211,6 +212,8 @@ def load_reader(settings: ReaderSettings, transformer: Any, reader: Any, feature
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
+    names = ("transformer", "hallucination.reader", "hallucination.features")
+    transformer, reader, features = (importlib.import_module(f"{package}.{name}") for name in names)
     checkpoint = weights.load_checkpoint(settings.model)
     reader.check(checkpoint.config)
     longest = checkpoint.config.max_seq_len
@@ -219,14 +222,6 @@ def load_reader(settings: ReaderSettings, transformer: Any, reader: Any, feature
     model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
     made = features.FeatureReader(model, state_layer=settings.layer(checkpoint.config.num_layers))
     return made, load_tokenizer(settings.model), settings.window or longest
-
-
-def load_flax(settings: ReaderSettings) -> tuple[Any, Any, int]:
-    """load_reader with Flax."""
-    from jaxbench import transformer
-    from jaxbench.hallucination import features, reader
-
-    return load_reader(settings, transformer, reader, features)
 
 
 def run(work: Sequence[Group], worker: Worker, *, processes: int = 1) -> Iterator[int]:

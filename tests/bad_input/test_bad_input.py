@@ -9,6 +9,7 @@ import pytest
 from tests.bad_input import (
     core,
     generation,
+    hallucination,
     harness,
     memory,
     proofs,
@@ -20,7 +21,7 @@ from tests.bad_input import (
 )
 from tests.structure import ROOT
 
-MODULES = (core, generation, memory, proofs, pruning, quantization, startup, training, watermark)
+MODULES = (core, generation, hallucination, memory, proofs, pruning, quantization, startup, training, watermark)
 CASES = list(harness.cases(*MODULES))
 
 

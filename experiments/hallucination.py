@@ -1,0 +1,158 @@
+"""Does an answer rest on the context it was given? Features, heads and scores of a reader.
+
+    hallucination.py features   --data=FOLDER --workdir=out/hallucination     read every response of a RAGTruth folder
+    hallucination.py copy_heads --output=heads.json                           which attention heads copy
+    hallucination.py redeep     --scores=FILE                                 ReDeEP's regression of stored scores
+
+A folder of RAGTruth's format holds sources.jsonl[.gz] and responses*.jsonl[.gz]. A run of `features` that is killed
+goes on with the same command. Bad input ends with exit code 2 and one line. docs/hallucination.md
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from absl import flags
+
+from jaxbench import cli, outputs, process_environment, terminal
+
+VALUES = flags.FLAGS
+
+
+def needed(name: str, what: str) -> None:
+    """Check that a flag was given.
+
+    Raises:
+      ValueError: it was not.
+    """
+    if not VALUES[name].value:
+        raise ValueError(f"--{name} is missing: name {what}")
+
+
+# Features
+
+
+def define_features() -> None:
+    """Define the flags of features."""
+    cli.define_config("configs/hallucination/reader.yaml")
+    cli.define_backend(choices=("flax", "torch"))
+    cli.define_workdir("out/hallucination")
+    flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz]")
+    flags.DEFINE_integer("processes", 2, "processes of one thread each; 1 = this one, with all threads", lower_bound=1)
+
+
+def features() -> int:
+    """Read every response, and keep its features under --workdir."""
+    from jaxbench.hallucination import extract, ragtruth
+
+    needed("data", "a folder of RAGTruth's format")
+    settings = cli.load_config(extract.ReaderSettings)
+    data = ragtruth.load(VALUES.data)
+    process_environment.ensure("cpu", library=cli.array_library())
+    from jaxbench.pretrained import weights
+
+    folder = cli.workdir("out/hallucination") / "features"
+    store = extract.Store(folder, settings, weights.checksum(settings.model))
+    sources = [data.source(response) for response in data.responses]
+    items = [
+        extract.Item(source.context, source.asked, response.response)
+        for source, response in zip(sources, data.responses)
+    ]
+    work = extract.groups(items, store)
+    cli.keep(f"finished responses are in {folder}; the same command goes on")
+    load = functools.partial(extract.load_reader, package={"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend])
+    total = sum(len(group.keys) for group in work)
+    print(f"{len(items)} responses, {total} of them to be read", flush=True)
+    started, done = time.monotonic(), 0
+    with progress(total) as advance:
+        for count in extract.run(work, extract.Worker(settings, store, load), processes=VALUES.processes):
+            done += count
+            advance(count)
+    seconds = time.monotonic() - started
+    rate = f", {60 * done / seconds:.1f} responses a minute" if done else ""
+    print(f"written: {folder} ({done} responses in {seconds:.0f} s{rate})")
+    return cli.EXIT_OK
+
+
+# Copying heads
+
+
+def define_copy_heads() -> None:
+    """Define the flags of copy_heads."""
+    cli.define_model()
+    flags.DEFINE_integer("rows", 1024, "tokens whose Gershgorin discs are looked at; 0 = all", lower_bound=0)
+    flags.DEFINE_integer("top", 32, "heads that are shown", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "of the sample of tokens", lower_bound=0)
+    flags.DEFINE_string("output", None, "all heads: a .json file")
+    flags.DEFINE_bool("overwrite", False, "replace the output")
+
+
+def rank_copy_heads() -> int:
+    """Rank a model's heads by how much they copy."""
+    from jaxbench.hallucination import copy_heads, reader_table
+
+    if VALUES.output is not None:
+        outputs.check_file(VALUES.output, [VALUES.model], overwrite=VALUES.overwrite)
+    from jaxbench.pretrained import weights
+
+    checkpoint = weights.load_checkpoint(None if VALUES.model == "default" else VALUES.model)
+    config = checkpoint.config
+    with progress(config.num_layers * config.num_heads) as advance:
+        heads = copy_heads.ranked(
+            config, checkpoint.params, num_rows=VALUES.rows or None, seed=VALUES.seed, progress=lambda: advance(1)
+        )
+    terminal.console().print(reader_table.of_heads(heads[: VALUES.top]))
+    if VALUES.output is not None:
+        rows = [head._asdict() for head in heads]
+        outputs.write_json(VALUES.output, {"model_sha256": checkpoint.sha256, "rows": VALUES.rows, "heads": rows})
+        print(f"written: {VALUES.output}")
+    return cli.EXIT_OK
+
+
+# ReDeEP's regression
+
+
+def define_redeep() -> None:
+    """Define the flags of redeep."""
+    flags.DEFINE_string("scores", None, "chunk scores: .jsonl[.gz] with response, chunk_label, external, parametric")
+    flags.DEFINE_integer("top_n", 3, "heads", lower_bound=1)
+    flags.DEFINE_integer("top_k", 4, "layers", lower_bound=1)
+    flags.DEFINE_float("alpha", 0.6, "weight of the external score", lower_bound=0.0)
+    flags.DEFINE_float("m", 1.0, "weight of the parametric score", lower_bound=0.0)
+    flags.DEFINE_integer("folds", 5, "of the nested search", lower_bound=2)
+    flags.DEFINE_integer("repeats", 5, "shuffles of the nested search", lower_bound=1)
+
+
+def redeep() -> int:
+    """Show what a regression scores where it was chosen, and on responses that chose nothing."""
+    from jaxbench.hallucination import reader_table, score_regression, stored_scores
+
+    needed("scores", "a file of chunk scores")
+    units = stored_scores.load(VALUES.scores)
+    point = score_regression.Point(VALUES.top_n, VALUES.top_k, VALUES.alpha, VALUES.m)
+    rows = stored_scores.table(units, point, folds=VALUES.folds, repeats=VALUES.repeats)
+    terminal.console().print(reader_table.of_regression(rows))
+    return cli.EXIT_OK
+
+
+def progress(total: int) -> Any:
+    """Context whose value advances a progress bar on standard error."""
+    from jaxbench.hallucination import reader_table
+
+    return reader_table.progress(total)
+
+
+COMMANDS = {
+    "features": cli.Command(define_features, features, "Features of every response of a folder, resumable."),
+    "copy_heads": cli.Command(define_copy_heads, rank_copy_heads, "A model's attention heads by how much they copy."),
+    "redeep": cli.Command(define_redeep, redeep, "ReDeEP's regression of stored scores, as published and nested."),
+}
+
+if __name__ == "__main__":
+    cli.run_commands(COMMANDS, about=__doc__)

@@ -1,0 +1,101 @@
+"""Bad input of hallucination.py: flags, folders of responses, stored scores, models."""
+
+from __future__ import annotations
+
+import json
+
+from tests.bad_input.core import folder
+from tests.bad_input.harness import Case
+
+SOURCE = {"source_id": "s1", "task": "QA", "question": "when", "context": "The mill was built in 1820."}
+LABEL = {"start": 0, "end": 2, "label_type": "Evident Conflict"}
+RESPONSE = {"id": "r1", "source_id": "s1", "model": "one", "response": "In 1820.", "labels": []}
+SCORES = {"response": 0, "chunk_label": 0, "external": {"a": 1.0, "b": 2.0}, "parametric": {"c": 0.5}}
+FEATURES = ("features", "--data={tmp}/data", "--workdir={tmp}/out")
+
+
+def data(source: dict | str | None = None, response: dict | str | None = None) -> dict[str, str | bytes]:
+    """Return the files of a folder with a changed source or response, or with other text in its place."""
+    lines = {"sources": (SOURCE, source), "responses": (RESPONSE, response)}
+    return {
+        f"data/{name}.jsonl": change if isinstance(change, str) else json.dumps(plain | (change or {}))
+        for name, (plain, change) in lines.items()
+    }
+
+
+def read(*wanted: str, words: str = "", **changes: dict | str) -> Case:
+    """Return a case of `features` on a bad folder, or with bad flags."""
+    return Case(("hallucination.py", *FEATURES, *words.split()), wanted, data(**changes))
+
+
+def regress(text: str | dict, *wanted: str, words: str = "") -> Case:
+    """Return a case of `redeep` on bad scores: a changed first row of two, or the whole file."""
+    if isinstance(text, dict):
+        text = json.dumps(SCORES | text) + "\n" + json.dumps(SCORES | {"response": 1, "chunk_label": 1})
+    return Case(("hallucination.py", "redeep", "--scores={tmp}/s.jsonl", *words.split()), wanted, {"s.jsonl": text})
+
+
+def heads(words: str, *wanted: str, **files: str | bytes) -> Case:
+    """Return a case of `copy_heads`; underscores in the names of files stand for dots."""
+    given = {name.replace("_", "."): content for name, content in files.items()}
+    return Case(("hallucination.py", "copy_heads", *words.split()), wanted, given)
+
+
+CASES = [
+    Case("hallucination.py feature", ("'feature' is no command", "features")),
+    Case("hallucination.py detect_all", ("no command",)),
+    Case("hallucination.py features", ("--data is missing",)),
+    Case("hallucination.py features --data={tmp}/none", ("0 files sources",)),
+    Case("hallucination.py features --data={tmp}/x", ("0 files sources",), {"x/responses.jsonl": "{}"}),
+    Case("hallucination.py features --data={tmp}/x", ("0 responses",), {"x/sources.jsonl": json.dumps(SOURCE)}),
+    Case("hallucination.py redeep", ("--scores is missing",)),
+    Case("hallucination.py redeep --scores={tmp}/none.jsonl", ("none.jsonl is no file",)),
+    read("sources.jsonl line 1", "no JSON", source="{"),
+    read("responses.jsonl line 1", "no JSON", response="{'id': 1}"),
+    read("task", "Poem", source={"task": "Poem"}),
+    read("context", "valid string", source={"context": None}),
+    read("source_id", "5", source={"source_id": 5}),
+    read("response", "valid string", response={"response": 3}),
+    read("names source s9", response={"source_id": "s9"}),
+    read("2..1 is outside", response={"labels": [LABEL | {"start": 2, "end": 1}]}),
+    read("0..99 is outside", response={"labels": [LABEL | {"end": 99}]}),
+    read("-1..2 is outside", response={"labels": [LABEL | {"start": -1}]}),
+    read("label_type", "Lie", response={"labels": [LABEL | {"label_type": "Lie"}]}),
+    read("labels", response={"labels": "none"}),
+    read("row", "[1]", response="[1]"),
+    read("id r1 is there twice", response=json.dumps(RESPONSE) + "\n" + json.dumps(RESPONSE)),
+    read("dtype", "float8", words="--set=dtype=float8"),
+    read("share", "0", words="--set=share=0"),
+    read("share", "1.5", words="--set=share=1.5"),
+    read("lens_tokens", "0", words="--set=lens_tokens=0"),
+    read("lens_tokens", "nearest is lens_tokens", words="--set=lens_token=4"),
+    read("style", "poem", words="--set=style=poem"),
+    read("row_tokens", "-1", words="--set=row_tokens=-1"),
+    read("window", "1", words="--set=window=1"),
+    read("--processes", "0", words="--processes=0"),
+    read("--backend", "equinox", words="--backend=equinox"),
+    read("--batch", "no flag", words="--batch=3"),
+    read("none.gguf does not exist", words="--set=model=none.gguf"),
+    Case(("hallucination.py", *FEATURES, "--config=none.yaml"), ("none.yaml",), data()),
+    regress("", "holds no row"),
+    regress("{", "line 1: no JSON"),
+    regress("[1, 2]", "is no object"),
+    regress({"response": "a"}, "response is 'a', wanted a whole number"),
+    regress({"chunk_label": 3}, "chunk_label is 3, wanted 0 or 1"),
+    regress({"external": {}}, "external is '{}', wanted scores by name"),
+    regress({"external": {"a": None, "b": 1.0}}, "external a is None, wanted a finite number"),
+    regress({"parametric": {"d": 1.0}}, "line 2: parametric has other columns"),
+    regress({"chunk_label": 1}, "wanted both classes"),
+    regress({}, "--top_n=9", "2 columns", words="--top_n=9"),
+    regress({}, "--folds=5", "1 of 2 responses", words="--top_n=2 --top_k=1"),
+    regress({}, "--top_n", "0", words="--top_n=0"),
+    regress({}, "--alpha", "-1", words="--alpha=-1"),
+    regress({}, "--folds", "1", words="--folds=1"),
+    heads("--rows=-1", "--rows", "-1"),
+    heads("--top=0", "--top", "0"),
+    heads("--model=none.gguf", "none.gguf does not exist"),
+    heads("--model=a.txt", "a.txt", "not a GGUF file", a_txt="text"),
+    heads("--output=o.json", "o.json exists", o_json="mine"),
+    heads("--output=configs", "configs"),
+    Case(("hallucination.py", "copy_heads", "--model=model"), ("hidden_size=0",), folder(hidden_size=0)),
+]

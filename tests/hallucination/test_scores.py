@@ -1,0 +1,140 @@
+"""Score regression, metrics, stored scores: published figures, brute force, what other responses make of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench.hallucination import metrics, score_regression, stored_scores
+from tests.structure import ROOT
+
+DATA = ROOT.parent / "shared" / "data" / "ragtruth"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="RAGTruth's stored scores are not beside the project")
+
+
+def brute_auc(labels, scores):
+    pairs = [(a > b) + 0.5 * (a == b) for a in scores[labels] for b in scores[~labels]]
+    return sum(pairs) / len(pairs)
+
+
+PUBLISHED = {  # file -> AUC and PCC where columns were chosen on the same responses
+    "scores_redeep_llama2_7b": (0.747254, 0.420721),
+    "scores_document_baseline": (0.688547, 0.323143),
+}
+
+
+@needs_data
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures_come_out_and_do_not_hold_on_other_responses(name):
+    units = stored_scores.load(DATA / f"{name}.jsonl.gz")
+    rows = stored_scores.table(units, score_regression.Point(), folds=5, repeats=2)
+    assert [round(each, 6) for each in rows[0][1:3]] == list(PUBLISHED[name])
+    assert rows[2][1] < rows[0][1] and rows[3][1] < rows[1][1]
+
+
+values = st.lists(st.tuples(st.booleans(), st.integers(0, 5)), min_size=2, max_size=30)
+
+
+@given(values)
+def test_auc_is_the_share_of_pairs_in_order(rows):
+    labels, scores = np.array([a for a, _ in rows]), np.array([float(b) for _, b in rows])
+    if labels.all() or not labels.any():
+        assert np.isnan(metrics.auc(labels, scores))
+        return
+    assert metrics.auc(labels, scores) == pytest.approx(brute_auc(labels, scores))
+    cells = np.zeros(len(labels), int)
+    assert metrics.stratified_auc(labels, scores, cells) == pytest.approx(brute_auc(labels, scores))
+
+
+def test_average_precision_and_threshold_are_those_of_scikit_learn():
+    from sklearn import metrics as theirs
+
+    random = np.random.default_rng(0)
+    labels, scores = random.random(300) < 0.3, random.integers(0, 40, 300).astype(float)
+    scores += labels * random.integers(0, 20, 300)
+    assert metrics.average_precision(labels, scores) == pytest.approx(theirs.average_precision_score(labels, scores))
+    assert metrics.auc(labels, scores) == pytest.approx(theirs.roc_auc_score(labels, scores))
+    best = metrics.f1(labels, scores >= metrics.best_threshold(labels, scores))
+    found = [theirs.f1_score(labels, scores >= threshold) for threshold in np.unique(scores)]
+    assert best[0] == pytest.approx(max(found))
+    assert metrics.correlation(labels, scores) == pytest.approx(np.corrcoef(labels, scores)[0, 1])
+
+
+def test_knowing_the_cell_alone_is_worth_nothing_within_cells():
+    cells = np.repeat(["easy", "hard"], 50)
+    labels = np.concatenate([np.arange(50) < 5, np.arange(50) < 40])
+    prior = np.where(cells == "hard", 0.8, 0.1)
+    assert metrics.auc(labels, prior) > 0.8
+    assert metrics.stratified_auc(labels, prior, cells) == metrics.macro_auc(labels, prior, cells) == 0.5
+
+
+def test_intervals_resample_clusters_and_pair_differences():
+    random = np.random.default_rng(1)
+    clusters = np.repeat(np.arange(40), 6)
+    labels = random.random(240) < 0.4
+    scores = labels + random.standard_normal(240)
+    copies = [lambda rows: metrics.auc(labels[rows], scores[rows])] * 2
+    both = metrics.bootstrap([*copies, lambda rows: copies[0](rows) - copies[1](rows)], clusters, draws=200)
+    assert both[0] == both[1] and both[2] == (0.0, 0.0, 0.0)
+    assert both[0].low < both[0].value < both[0].high
+
+
+def random_units(num=240, seed=0):
+    random = np.random.default_rng(seed)
+    response = np.sort(random.integers(0, 90, num))
+    response = np.unique(response, return_inverse=True)[1]
+    label = random.random(num) < 0.4
+    external = random.standard_normal((num, 9)) - 2.0 * label[:, None] * np.linspace(0, 1, 9)
+    parametric = random.standard_normal((num, 8)) + 2.0 * label[:, None] * np.linspace(1, 0, 8)
+    return score_regression.Units(external, parametric, label, response)
+
+
+def test_the_search_finds_what_trying_every_point_finds():
+    units = random_units()
+    grid = {"top_n": (1, 3), "top_k": (2, 5), "alpha": (0.4, 1.0), "m": (0.5, 1.0)}
+    labels, tried = score_regression.response_labels(units), {}
+    for point in score_regression.itertools.product(*grid.values()):
+        fitted = score_regression.fit(units, score_regression.Point(*point))
+        tried[point] = brute_auc(labels, score_regression.response_scores(fitted, units))
+    best, found = score_regression.search(units, grid)
+    assert found == pytest.approx(max(tried.values())) == pytest.approx(tried[tuple(best)])
+    heads, layers = score_regression.ranking(units)
+    assert {heads[0], heads[1]} <= {6, 7, 8} and layers[-1] >= 5  # those that know least are last
+
+
+def test_the_grid_is_the_documents():
+    assert np.prod([len(each) for each in score_regression.GRID.values()]) == 1960
+
+
+def test_nested_scores_of_noise_are_noise_where_the_same_responses_look_good():
+    units = random_units(seed=3)
+    random = np.random.default_rng(5)
+    noise = units._replace(external=random.standard_normal((240, 60)), parametric=random.standard_normal((240, 60)))
+    labels = score_regression.response_labels(noise)
+    _, flattered = score_regression.search(noise)
+    nested = [metrics.auc(labels, stored_scores.nested(noise, score_regression.GRID, folds=4, seed=s)) for s in (0, 1)]
+    assert flattered > 0.65 and max(nested) < 0.62
+
+
+ROW = '{"response": 0, "chunk_label": 0, "external": {"a": 1.0}, "parametric": {"b": 2.0}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "holds no row"),
+        ("[1]", "line 1: '\\[1\\]' is no object"),
+        ("{", "line 1: no JSON"),
+        (ROW.replace('"chunk_label": 0', '"chunk_label": 2'), "chunk_label is 2, wanted 0 or 1"),
+        (ROW.replace("1.0", "NaN"), "external a is nan, wanted a finite number"),
+        (ROW + "\n" + ROW.replace('"a"', '"c"'), "line 2: external has other columns"),
+        (ROW, "wanted both classes"),
+    ],
+)
+def test_bad_scores_are_refused_by_line(tmp_path, text, match):
+    path = tmp_path / "scores.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        stored_scores.load(Path(path))
