@@ -1,6 +1,7 @@
 """Does an answer rest on the context it was given? Features, heads and scores of a reader.
 
     hallucination.py features   --data=FOLDER --workdir=out/hallucination     read every response of a RAGTruth folder
+    hallucination.py evaluate   --data=FOLDER --workdir=out/hallucination     how well each score does, nested
     hallucination.py copy_heads --output=heads.json                           which attention heads copy
     hallucination.py redeep     --scores=FILE                                 ReDeEP's regression of stored scores
 
@@ -49,10 +50,10 @@ def define_features() -> None:
 
 def features() -> int:
     """Read every response, and keep its features under --workdir."""
-    from jaxbench.hallucination import extract, ragtruth
+    from jaxbench.hallucination import extract, group, ragtruth
 
     needed("data", "a folder of RAGTruth's format")
-    settings = cli.load_config(extract.ReaderSettings)
+    settings = cli.load_config(group.ReaderSettings)
     data = ragtruth.load(VALUES.data)
     process_environment.ensure("cpu", library=cli.array_library())
     from jaxbench.pretrained import weights
@@ -77,6 +78,47 @@ def features() -> int:
     seconds = time.monotonic() - started
     rate = f", {60 * done / seconds:.1f} responses a minute" if done else ""
     print(f"written: {folder} ({done} responses in {seconds:.0f} s{rate})")
+    return cli.EXIT_OK
+
+
+# Evaluation
+
+
+def define_evaluate() -> None:
+    """Define the flags of evaluate."""
+    cli.define_config("configs/hallucination/reader.yaml")
+    cli.define_workdir("out/hallucination")
+    flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz]")
+    flags.DEFINE_bool("reader", True, "judge what a reader's features give; no: words alone, without `features`")
+    flags.DEFINE_integer("folds", 5, "folds of the judged sources", lower_bound=2)
+    flags.DEFINE_integer("draws", 1000, "of the bootstrap by source", lower_bound=100)
+    flags.DEFINE_integer("seed", 0, "of folds and bootstrap", lower_bound=0)
+
+
+def evaluate_rows() -> int:
+    """Judge priors, words, scores and detectors, each on sources that it was not fitted to."""
+    from jaxbench.hallucination import extract, group, ragtruth, reader_table
+    from jaxbench.hallucination.study import evaluate, table
+
+    needed("data", "a folder of RAGTruth's format")
+    reading = cli.load_config(group.ReaderSettings)
+    settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed)
+    data, workdir, store = ragtruth.load(VALUES.data), cli.workdir("out/hallucination"), None
+    if VALUES.reader:
+        from jaxbench.pretrained import weights
+
+        store = extract.Store(workdir / "features", reading, weights.checksum(reading.model))
+    with progress(len(data.responses)) as advance:
+        made = table.make(data, store, progress=lambda: advance(1))
+    evaluate.judged(made, settings)
+    with reader_table.status() as say:
+        found = evaluate.run(made, settings, say=say)
+    outputs.write_json(
+        workdir / "evaluation.json",
+        {"settings": settings.model_dump(), "reader": reading.model_dump() if VALUES.reader else None, "rows": found},
+    )
+    terminal.console().print(reader_table.of_rows(found))
+    print(f"written: {workdir / 'evaluation.json'}")
     return cli.EXIT_OK
 
 
@@ -150,6 +192,7 @@ def progress(total: int) -> Any:
 
 COMMANDS = {
     "features": cli.Command(define_features, features, "Features of every response of a folder, resumable."),
+    "evaluate": cli.Command(define_evaluate, evaluate_rows, "How well each score does on other sources, nested."),
     "copy_heads": cli.Command(define_copy_heads, rank_copy_heads, "A model's attention heads by how much they copy."),
     "redeep": cli.Command(define_redeep, redeep, "ReDeEP's regression of stored scores, as published and nested."),
 }

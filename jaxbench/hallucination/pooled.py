@@ -46,14 +46,15 @@ def pool(features: Mapping[str, np.ndarray], response: str, lexicon: lexical.Lex
     parametric[lens_count == 0] = features["parametric"].mean(0)
     families["parametric"] = parametric
     tokens = lexical.tokens(response)
-    families["lexical"] = np.stack(
-        [
-            lexical.counts([token for token in tokens if start <= token.start < end], lexicon)
-            for start, end in spans
-        ]
-    )  # fmt: skip
+    families["lexical"] = lexical_counts(tokens, lexicon, spans)
     families["surprise"] = _surprise(features, part, len(spans), _novel(tokens, lexicon, features["offsets"]))
     return Pooled(families, spans)
+
+
+def lexical_counts(tokens: list[lexical.Token], lexicon: lexical.Lexicon, spans: list[tuple[int, int]]) -> np.ndarray:
+    """Counts of each part [parts, columns]; a word is of the part that it begins in."""
+    parts = [[token for token in tokens if start <= token.start < end] for start, end in spans]
+    return np.stack([lexical.counts(part, lexicon) for part in parts])
 
 
 def _novel(tokens: list[lexical.Token], lexicon: lexical.Lexicon, offsets: np.ndarray) -> np.ndarray:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxbench import terminal
 from jaxbench.hallucination.copy_heads import Head
+
+GAINS = ("pooled_gain", "stratified_gain")  # over the lexical regression
 
 
 @contextlib.contextmanager
@@ -20,6 +22,28 @@ def progress(total: int) -> Iterator[Callable[[int], None]]:
     with bars.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda count: bar.advance(task, count)
+
+
+@contextlib.contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """A function that shows on standard error, if that is a terminal, what is being done."""
+    console = terminal.console(stderr=True)
+    if not console.is_terminal:
+        yield lambda name: None
+        return
+    with console.status("") as shown:
+        yield shown.update
+
+
+def of_rows(rows: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Table of an evaluation: AUC three ways, what is gained over the lexical regression, F1."""
+    shown = []
+    for name, row in rows.items():
+        gains = [f"{row[key][0]:+.3f} [{row[key][1]:+.3f}, {row[key][2]:+.3f}]" if key in row else "" for key in GAINS]
+        measured = [f"{row[key][0]:.3f}" for key in ("pooled", "macro", "stratified")]
+        shown.append((name, *measured, *gains, f"{row['average_precision']:.3f}", f"{row['f1']:.3f}"))
+    names = ("", "pooled", "macro", "stratified", "pooled gain", "stratified gain", "AP", "F1")
+    return _table(names, shown)
 
 
 def of_heads(heads: Sequence[Head]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jaxbench.hallucination import extract, ragtruth
+from jaxbench.hallucination import extract, group, ragtruth
 from tests.generation import tiny
 
 CONTEXTS = {
@@ -40,9 +40,9 @@ def items(folder: Path) -> list[extract.Item]:
     return [extract.Item(data.source(r).context, data.source(r).asked, r.response) for r in data.responses]
 
 
-def settings(model: Path, **changes: object) -> extract.ReaderSettings:
+def settings(model: Path, **changes: object) -> group.ReaderSettings:
     """Return settings of a reader in float32."""
-    return extract.ReaderSettings(**({"model": str(model), "dtype": "float32", "lens_tokens": 3} | changes))
+    return group.ReaderSettings(**({"model": str(model), "dtype": "float32", "lens_tokens": 3} | changes))
 
 
 def model(folder: Path) -> Path:

@@ -1,0 +1,158 @@
+"""A fitted detector: regressions on responses and on sentences, and one on what they say (S file).
+
+Two members see whole responses, two see sentences, whose probabilities become a response's: that at least one is wrong,
+their mean and the largest. A last regression weighs all of it; it is fitted on what members say of sources they were
+not fitted to, so that its probabilities are calibrated, and the threshold is chosen there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxbench.hallucination import linear, metrics
+from jaxbench.hallucination.linear import Linear
+
+Array = np.ndarray
+FLOOR = 1e-3  # of probabilities whose logarithm is taken
+STACK_STRENGTH = 0.03
+
+
+class Inputs(NamedTuple):
+    """What a detector sees of responses."""
+
+    whole: Mapping[str, Array]  # family of features -> [responses, columns]
+    parts: Mapping[str, Array]  # of sentences -> [sentences, columns]
+    response: Array  # [sentences] number of each one's response, in order
+
+    def take(self, rows: Array) -> Inputs:
+        """Some responses, by number, with their sentences."""
+        place = np.full(self.num_responses, -1)
+        place[rows] = np.arange(len(rows))
+        mine = np.flatnonzero(place[self.response] >= 0)
+        mine = mine[np.argsort(place[self.response[mine]], kind="stable")]
+        whole = {name: values[rows] for name, values in self.whole.items()}
+        parts = {name: values[mine] for name, values in self.parts.items()}
+        return Inputs(whole, parts, place[self.response[mine]])
+
+    @property
+    def num_responses(self) -> int:
+        """Number of responses."""
+        return len(next(iter(self.whole.values())))
+
+
+class Labels(NamedTuple):
+    """What is known of responses."""
+
+    response: Array  # [responses] bool
+    part: Array  # [sentences] bool
+    source: Array  # [responses], what is never split
+
+
+class Member(NamedTuple):
+    """A regression of the detector."""
+
+    families: tuple[str, ...]
+    of_parts: bool
+    strength: float
+
+
+READER = {
+    "response": Member(("lexical", "surprise", "states", "context_mass", "lookback"), False, 0.003),
+    "lexical": Member(("lexical",), False, 1.0),
+    "sentence": Member(
+        ("lexical", "surprise", "place", "context_mass", "lookback", "external", "states"), True, 0.001
+    ),
+    "surprise": Member(("lexical", "surprise", "place"), True, 0.1),
+}  # fmt: skip
+
+
+class Detector(NamedTuple):
+    """A fitted detector."""
+
+    members: Mapping[str, Member]
+    fitted: Mapping[str, Linear]
+    stack: Linear
+    threshold: float  # probability from which a response counts as hallucinated
+
+
+class Verdicts(NamedTuple):
+    """What a detector says."""
+
+    probability: Array  # [responses]
+    parts: Array  # [sentences], probability by the member that sees most of a sentence
+
+
+def columns(inputs: Inputs, member: Member) -> Array:
+    """What a member sees [rows, columns]; counts as logarithms."""
+    source = inputs.parts if member.of_parts else inputs.whole
+    return np.concatenate([prepared(source, name) for name in member.families], axis=1)
+
+
+def prepared(families: Mapping[str, Array], name: str) -> Array:
+    """A family's columns as regressions take them."""
+    return np.log1p(families[name]) if name == "lexical" else families[name]
+
+
+def said(members: Mapping[str, Member], fitted: Mapping[str, Linear], inputs: Inputs) -> Array:
+    """What members say of responses [responses, 1 or 3 columns a member]."""
+    found = []
+    for name, member in members.items():
+        logit = fitted[name].logit(columns(inputs, member))
+        found += [logit[:, None]] if not member.of_parts else [over_parts(linear.sigmoid(logit), inputs)]
+    return np.concatenate(found, axis=1)
+
+
+def over_parts(probability: Array, inputs: Inputs) -> Array:
+    """Of sentences' probabilities, by response [responses, 3]: that one is wrong, mean, largest; as log-odds."""
+    count = np.bincount(inputs.response, minlength=inputs.num_responses)
+    safe = np.log1p(-np.minimum(probability, 1 - FLOOR))
+    any_wrong = -np.bincount(inputs.response, weights=safe, minlength=len(count))
+    mean = np.bincount(inputs.response, weights=probability, minlength=len(count)) / np.maximum(count, 1)
+    largest = np.zeros(len(count))
+    np.maximum.at(largest, inputs.response, probability)
+    return np.stack([np.log(any_wrong + FLOOR), _log_odds(mean), _log_odds(largest)], axis=1)
+
+
+def _log_odds(probability: Array) -> Array:
+    return np.log(probability + FLOOR) - np.log1p(FLOOR - probability)
+
+
+def fit(
+    inputs: Inputs, labels: Labels, *, members: Mapping[str, Member] = READER, inner_folds: int = 5, seed: int = 0
+) -> Detector:
+    """Detector of labelled responses.
+
+    Raises:
+      ValueError: too few sources, one class only, or a feature that is not finite.
+    """
+    fold = linear.folds(labels.source, inner_folds, seed=seed)
+    heard = None
+    for i in range(inner_folds):
+        test = np.flatnonzero(fold == i)
+        mine = said(members, _fit_members(inputs, labels, np.flatnonzero(fold != i), members), inputs.take(test))
+        heard = np.zeros((len(fold), mine.shape[1])) if heard is None else heard
+        heard[test] = mine
+    stack = linear.fit(heard, labels.response, strength=STACK_STRENGTH)
+    threshold = metrics.best_threshold(labels.response, linear.sigmoid(stack.logit(heard)))
+    return Detector(members, _fit_members(inputs, labels, np.arange(len(fold)), members), stack, threshold)
+
+
+def _fit_members(inputs: Inputs, labels: Labels, rows: Array, members: Mapping[str, Member]) -> dict[str, Linear]:
+    mine = np.isin(inputs.response, rows)
+    found = {}
+    for name, member in members.items():
+        x = columns(inputs, member)
+        x, y = (x[mine], labels.part[mine]) if member.of_parts else (x[rows], labels.response[rows])
+        found[name] = linear.fit(x, y, strength=member.strength)
+    return found
+
+
+def judge(detector: Detector, inputs: Inputs) -> Verdicts:
+    """Probabilities of responses and of their sentences."""
+    probability = linear.sigmoid(detector.stack.logit(said(detector.members, detector.fitted, inputs)))
+    name = next(name for name, member in detector.members.items() if member.of_parts)
+    parts = detector.fitted[name].logit(columns(inputs, detector.members[name]))
+    return Verdicts(probability, linear.sigmoid(parts))

@@ -1,0 +1,104 @@
+"""Features of the responses to one prompt, read by a backend's FeatureReader (S file)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pydantic
+
+from jaxbench import config
+from jaxbench.hallucination import encoding, layout
+
+
+class ReaderSettings(config.Base):
+    """How a decoder reads: what decides a response's features beside the texts."""
+
+    model: str | None = None  # GGUF file, Hugging Face folder or hub id; None = the default model
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # weights and products
+    style: Literal["plain", "chat"] = "plain"  # the text around the context
+    share: float = pydantic.Field(default=0.1, gt=0, le=1)  # of the context's tokens, those that count as attended to
+    lens_tokens: int | None = pydantic.Field(default=8, gt=0)  # of a response, with parametric scores; None = all
+    window: int | None = pydantic.Field(default=None, gt=1)  # tokens of prompt and response; None = the model's
+    state_layer: int | None = pydantic.Field(default=None, ge=0)  # whose output is kept; None = two thirds of the way
+    row_tokens: int = pydantic.Field(default=512, gt=0)  # slots that responses to one prompt share
+
+    def layer(self, num_layers: int) -> int:
+        """The block whose output is kept.
+
+        Raises:
+          ValueError: the model has no such block.
+        """
+        layer = 2 * num_layers // 3 if self.state_layer is None else self.state_layer
+        if layer >= num_layers:
+            raise ValueError(f"state_layer={layer}: the model has {num_layers} blocks, counted from 0")
+        return layer
+
+
+class Group(NamedTuple):
+    """Responses to one prompt, and the names of their files."""
+
+    context: str
+    question: str
+    responses: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+def read_group(
+    group: Group, reader: Any, tokenizer: Any, window: int, settings: ReaderSettings
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yield the features of each response of a group, by key.
+
+    Of R tokens: external, context_mass, lookback [L N R] in float16; loss, entropy, loss_without, entropy_without [R];
+    states [R D] in float16; offsets [R 2], characters of the tokens; parametric_slots [M] and parametric [M L];
+    num_cut [], tokens of the context that did not fit the window.
+
+    Raises:
+      ValueError: a response is longer than the window.
+    """
+    responses = [encoding.encode_response(tokenizer, response) for response in group.responses]
+    longest = max(len(response.ids) for response in responses)
+    if longest > window // 2:
+        raise ValueError(f"response: {longest} tokens, and the window of {window} takes {window // 2}; cut it in parts")
+    prompt = encoding.encode_prompt(
+        tokenizer, group.context, group.question, window=window - longest, style=settings.style
+    )
+    ids = [response.ids for response in responses]
+    rows = layout.pack([len(each) for each in ids], settings.row_tokens)
+    given = [layout.prompt_arrays([text], share=settings.share) for text in (prompt.text, prompt.without)]
+    read, read_without = (reader.read_prompt(arrays) for arrays in given)
+    for row in rows:
+        packed = [ids[i] for i in row]
+        arrays = layout.response_arrays([prompt.text], [packed])
+        places = layout.places(packed)
+        slots = [place.start + lens_slots(len(each), settings.lens_tokens) for place, each in zip(places, packed)]
+        padded = np.zeros(arrays.tokens.size, np.int32)
+        padded[: sum(map(len, slots))] = np.concatenate(slots)
+        found = reader.scores(read, given[0], arrays, padded, sum(map(len, slots)))
+        bare = layout.response_arrays([prompt.without], [packed], size=arrays.tokens.shape[1])
+        without = reader.surprise(read_without, bare)
+        used = 0
+        for i, place, mine in zip(row, places, slots):
+            features = _of_response(found, without, place)
+            features["parametric_slots"] = (mine - place.start).astype(np.int32)
+            features["parametric"] = found["parametric"][used : used + len(mine)].astype(np.float32)
+            features["offsets"] = np.array(responses[i].offsets, np.int32)
+            features["num_cut"] = np.array(prompt.num_cut, np.int32)
+            used += len(mine)
+            yield group.keys[i], features
+
+
+def _of_response(found: dict[str, np.ndarray], without: dict[str, np.ndarray], place: slice) -> dict[str, np.ndarray]:
+    """Features of one response of a single row."""
+    heads = {name: found[name][:, :, 0, place].astype(np.float16) for name in ("external", "context_mass", "lookback")}
+    plain = {name: found[name][0, place].astype(np.float32) for name in ("loss", "entropy")}
+    plain |= {f"{name}_without": value[0, place].astype(np.float32) for name, value in without.items()}
+    return heads | plain | {"states": found["states"][0, place].astype(np.float16)}
+
+
+def lens_slots(length: int, wanted: int | None) -> np.ndarray:
+    """Tokens of a response whose parametric scores are computed: evenly spread; None = all."""
+    if wanted is None or wanted >= length:
+        return np.arange(length)
+    return ((np.arange(wanted) + 0.5) * length / wanted).astype(np.int64)

@@ -1,0 +1,73 @@
+"""Logistic regression on standardised columns: fitted by scikit-learn, applied and saved without it (S file)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxbench.hallucination import metrics
+
+Array = np.ndarray
+STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # inverse regularisation that `choose` tries
+
+
+class Linear(NamedTuple):
+    """A fitted regression."""
+
+    mean: Array  # [columns]
+    scale: Array  # [columns], 1 for a column that is the same throughout
+    weights: Array  # [columns], of standardised columns
+    intercept: Array  # []
+
+    def logit(self, x: Array) -> Array:
+        """Log-odds of rows [rows, columns]."""
+        return ((x - self.mean) / self.scale) @ self.weights + self.intercept
+
+
+def sigmoid(logit: Array) -> Array:
+    """Probability of log-odds."""
+    return 1.0 / (1.0 + np.exp(-np.clip(logit, -60.0, 60.0)))
+
+
+def fit(x: Array, labels: Array, *, strength: float) -> Linear:
+    """Regression of labels on columns.
+
+    Raises:
+      ValueError: a column is not finite, or one class is missing.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    bad = ~np.isfinite(x).all(0)
+    if bad.any():
+        raise ValueError(f"fit: column {int(np.argmax(bad))} of {x.shape[1]} is not finite")
+    if labels.all() or not labels.any():
+        raise ValueError(f"fit: {int(labels.sum())} of {len(labels)} rows are labelled; wanted both classes")
+    mean, scale = x.mean(0), x.std(0)
+    scale = np.where(scale > 0, scale, 1.0)
+    made = LogisticRegression(C=strength, max_iter=500).fit((x - mean) / scale, labels)
+    return Linear(mean, scale, made.coef_[0], np.array(made.intercept_[0]))
+
+
+def folds(groups: Array, count: int, *, seed: int) -> Array:
+    """Fold of each row, 0 to count - 1: groups are dealt out in a shuffled order, whole.
+
+    Raises:
+      ValueError: there are fewer groups than folds.
+    """
+    names, inverse = np.unique(groups, return_inverse=True)
+    if len(names) < count:
+        raise ValueError(f"folds: {len(names)} sources cannot be split into {count} folds")
+    return (np.random.default_rng(seed).permutation(len(names)) % count)[inverse]
+
+
+def choose(x: Array, labels: Array, groups: Array, *, seed: int = 0, count: int = 3) -> float:
+    """Strength with the highest AUC on groups that were not fitted to; the strongest regularisation of equals."""
+    fold = folds(groups, count, seed=seed)
+    found = []
+    for strength in STRENGTHS:
+        scores = np.zeros(len(labels))
+        for i in range(count):
+            scores[fold == i] = fit(x[fold != i], labels[fold != i], strength=strength).logit(x[fold == i])
+        found.append(metrics.auc(labels, scores))
+    return STRENGTHS[int(np.argmax(found))]

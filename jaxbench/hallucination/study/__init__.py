@@ -1,0 +1,1 @@
+"""How well detectors do on responses that they were not fitted to."""

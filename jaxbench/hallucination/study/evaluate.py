@@ -1,0 +1,117 @@
+"""Out-of-fold figures of every row: folds by source, paired intervals by source (S file)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pydantic
+
+from jaxbench import config
+from jaxbench.hallucination import linear, metrics
+from jaxbench.hallucination.study.rows import BASELINE, ROWS, Row
+from jaxbench.hallucination.study.table import Table
+
+Array = np.ndarray
+MEASURES = ("pooled", "macro", "stratified")
+
+
+class Evaluation(config.Base):
+    """How detectors are judged."""
+
+    folds: int = pydantic.Field(default=5, ge=2)  # of the judged sources
+    seed: int = pydantic.Field(default=0, ge=0)  # of the folds
+    draws: int = pydantic.Field(default=1000, ge=100)  # of the bootstrap by source
+    train_split: str = "train"  # whose responses are always on the training side
+    generator: str = "llama-2-7b-chat"  # whose responses are judged apart too
+
+
+def judged(table: Table, settings: Evaluation) -> Array:
+    """Rows that are judged: all but those of the training split.
+
+    Raises:
+      ValueError: there are none of one class.
+    """
+    rows = np.flatnonzero(table.split != settings.train_split)
+    labels = table.labels.response[rows]
+    if not 0 < labels.sum() < len(rows):
+        raise ValueError(f"evaluate: {labels.sum()} of {len(rows)} judged responses are labelled; wanted both classes")
+    return rows
+
+
+def out_of_fold(table: Table, row: Row, settings: Evaluation) -> tuple[Array, Array]:
+    """Scores of the judged rows, each fitted without its source, and their folds."""
+    rows = judged(table, settings)
+    fold = np.full(len(table.split), -1)
+    fold[rows] = linear.folds(table.labels.source[rows], settings.folds, seed=settings.seed)
+    scores = np.zeros(len(fold))
+    for i in range(settings.folds):
+        test = np.flatnonzero(fold == i)
+        held_out = np.isin(table.labels.source, table.labels.source[test])
+        scores[test] = row.score(table, np.flatnonzero(~held_out), test)
+    return scores[rows], fold[rows]
+
+
+def flags(labels: Array, scores: Array, fold: Array) -> Array:
+    """Flags by a threshold that the other folds' scores chose (highest F1)."""
+    found = np.zeros(len(labels), bool)
+    for i in np.unique(fold):
+        mine = fold == i
+        found[mine] = scores[mine] >= metrics.best_threshold(labels[~mine], scores[~mine])
+    return found
+
+
+def measures(table: Table, rows: Array, scores: Array) -> dict[str, Callable[[Array], float]]:
+    """AUC pooled, mean of tasks, and within cells of task and generator: functions of places in `rows`."""
+    labels, task, cell = table.labels.response[rows], table.task[rows], table.cell[rows]
+    return {
+        "pooled": lambda at: metrics.auc(labels[at], scores[at]),
+        "macro": lambda at: metrics.macro_auc(labels[at], scores[at], task[at]),
+        "stratified": lambda at: metrics.stratified_auc(labels[at], scores[at], cell[at]),
+    }
+
+
+def summary(table: Table, settings: Evaluation, scores: Array, fold: Array, baseline: Array | None) -> dict[str, Any]:
+    """Figures of one row's scores; differences to the baseline's are paired."""
+    rows = judged(table, settings)
+    labels, source = table.labels.response[rows], table.labels.source[rows]
+    mine = measures(table, rows, scores)
+    wanted = list(mine.values())
+    if baseline is not None:
+        other = measures(table, rows, baseline)
+        wanted += [lambda at, name=name: mine[name](at) - other[name](at) for name in MEASURES]
+    found = metrics.bootstrap(wanted, source, draws=settings.draws, seed=settings.seed)
+    flagged = flags(labels, scores, fold)
+    f1, precision, recall = metrics.f1(labels, flagged)
+    one = np.flatnonzero(table.generator[rows] == settings.generator)
+    return {
+        **{name: list(each) for name, each in zip(MEASURES, found)},
+        **{f"{name}_gain": list(each) for name, each in zip(MEASURES, found[3:])},
+        "tasks": {task: metrics.auc(labels[at], scores[at]) for task, at in _by(table.task[rows]).items()},
+        "average_precision": metrics.average_precision(labels, scores),
+        "correlation": metrics.correlation(labels, scores),
+        "f1": f1, "precision": precision, "recall": recall,
+        "generator": {"responses": len(one)} | {name: mine[name](one) for name in MEASURES[:2]} if len(one) else None,
+    }  # fmt: skip
+
+
+def _by(keys: Array) -> dict[str, Array]:
+    return {str(key): np.flatnonzero(keys == key) for key in np.unique(keys)}
+
+
+def run(
+    table: Table, settings: Evaluation, *, rows: Sequence[Row] = ROWS, say: Callable[[str], Any] = lambda name: None
+) -> dict[str, Mapping[str, Any]]:
+    """Figures of every row that the table has features for, by name; say is called with each name before it."""
+    has_reader = "states" in table.inputs.whole
+    scores: dict[str, tuple[Array, Array]] = {}
+    found: dict[str, Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row.name != BASELINE):  # which the others are compared with
+        if row.needs_reader and not has_reader:
+            continue
+        say(row.name)
+        scores[row.name] = out_of_fold(table, row, settings)
+        baseline = scores[BASELINE][0] if BASELINE in scores and row.name != BASELINE else None
+        found[row.name] = {"kind": row.kind} | summary(table, settings, *scores[row.name], baseline)
+    return {row.name: found[row.name] for row in rows if row.name in found}

@@ -1,0 +1,138 @@
+"""What is compared: priors, words, families of scores, the document's techniques, detectors (S file).
+
+A row is a function of a table and two lists of responses: fitted on the first, it returns scores of the second. All
+that is chosen (columns, weights, regularisation, thresholds) is chosen inside the first list.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from jaxbench.hallucination import detector, linear, score_regression
+from jaxbench.hallucination.detector import READER, Inputs, Labels, Member
+from jaxbench.hallucination.score_regression import GRID, Point, Units
+from jaxbench.hallucination.study.table import Table
+
+Array = np.ndarray
+Score = Callable[[Table, Array, Array], Array]
+NUM_SELECTED = 32  # columns that mutual information and random choice keep
+
+
+class Row(NamedTuple):
+    """One way to score responses."""
+
+    name: str
+    kind: str  # prior, no reader, one family, the document's, or fitted
+    score: Score
+    needs_reader: bool = True
+
+
+def _prior(column: str, table: Table, train: Array, test: Array) -> Array:
+    """Share of hallucinated responses among those alike."""
+    keys, labels = getattr(table, column), table.labels.response
+    rates = {key: labels[train][keys[train] == key].mean() for key in np.unique(keys[train])}
+    return np.array([rates.get(key, labels[train].mean()) for key in keys[test]])
+
+
+def _novel_words(table: Table, train: Array, test: Array) -> Array:
+    return table.inputs.whole["lexical"][test, 1]
+
+
+def _regression(families: tuple[str, ...], table: Table, train: Array, test: Array) -> Array:
+    x = np.concatenate([detector.prepared(table.inputs.whole, name) for name in families], axis=1)
+    return _fitted(x, table, train, test)
+
+
+def _fitted(x: Array, table: Table, train: Array, test: Array) -> Array:
+    labels, source = table.labels.response[train], table.labels.source[train]
+    strength = linear.choose(x[train], labels, source)
+    return linear.fit(x[train], labels, strength=strength).logit(x[test])
+
+
+def _units(table: Table, rows: Array) -> Units:
+    whole = table.inputs.whole
+    arguments = (whole["external"][rows], whole["parametric"][rows], table.labels.response[rows])
+    return Units(*arguments, np.arange(len(rows)))
+
+
+def _redeep(grid: dict[str, tuple] | None, table: Table, train: Array, test: Array) -> Array:
+    """ReDeEP's regression of responses' mean scores, its columns ranked and its weights searched on the first list."""
+    units = _units(table, train)
+    point = Point() if grid is None else score_regression.search(units, grid)[0]
+    return score_regression.response_scores(score_regression.fit(units, point), _units(table, test))
+
+
+def _mutual_information(table: Table, train: Array, test: Array) -> Array:
+    """Regression on the heads and layers that tell most about the label (the document's technique 13)."""
+    from sklearn.feature_selection import mutual_info_classif
+
+    x = np.concatenate([table.inputs.whole[name] for name in ("external", "parametric")], axis=1)
+    found = mutual_info_classif(x[train], table.labels.response[train], random_state=0)
+    return _fitted(x[:, np.argsort(-found, kind="stable")[:NUM_SELECTED]], table, train, test)
+
+
+def _random_heads(table: Table, train: Array, test: Array) -> Array:
+    """Mean of five regressions on random heads (the document's technique 12)."""
+    x = table.inputs.whole["external"]
+    total = np.zeros(len(test))
+    for seed in range(5):
+        heads = np.random.default_rng(seed).choice(x.shape[1], min(NUM_SELECTED, x.shape[1]), replace=False)
+        total += linear.sigmoid(_fitted(x[:, heads], table, train, test))
+    return total / 5
+
+
+def _rank_ensemble(families: tuple[str, ...], table: Table, train: Array, test: Array) -> Array:
+    """Mean rank by regressions on one family each."""
+    return sum(stats.rankdata(_regression((name,), table, train, test)) for name in families)
+
+
+def _detector(members: dict[str, Member], table: Table, train: Array, test: Array) -> Array:
+    return _fit_and_judge(members, table.inputs, table.labels, train, test)
+
+
+def _fit_and_judge(members: dict[str, Member], inputs: Inputs, labels: Labels, train: Array, test: Array) -> Array:
+    part = labels.part[np.isin(inputs.response, train)]
+    mine = Labels(labels.response[train], part, labels.source[train])
+    return detector.judge(detector.fit(inputs.take(train), mine, members=members), inputs.take(test)).probability
+
+
+def _with_task(table: Table, train: Array, test: Array) -> Array:
+    """The detector that is also told the task."""
+    tasks = np.stack([table.task == task for task in np.unique(table.task)], axis=1).astype(np.float64)
+    inputs = table.inputs._replace(
+        whole={**table.inputs.whole, "task": tasks}, parts={**table.inputs.parts, "task": tasks[table.inputs.response]}
+    )
+    told = {name: member._replace(families=(*member.families, "task")) for name, member in READER.items()}
+    return _fit_and_judge(told, inputs, table.labels, train, test)
+
+
+LEXICAL = {name: member for name, member in READER.items() if name == "lexical"} | {
+    "sentence": Member(("lexical", "place"), True, 1.0)
+}
+FAMILIES = ("lexical", "surprise", "external", "context_mass", "lookback", "states")
+BASELINE = "regression on seven lexical counts"
+ROWS = (
+    Row("the task alone", "prior", functools.partial(_prior, "task"), False),
+    Row("task and generator alone", "prior", functools.partial(_prior, "cell"), False),
+    Row("number of novel words", "no reader", _novel_words, False),
+    Row(BASELINE, "no reader", functools.partial(_regression, ("lexical",)), False),
+    Row("lexical detector, sentences too", "no reader", functools.partial(_detector, LEXICAL), False),
+    Row("parametric knowledge score", "one family", functools.partial(_regression, ("parametric",))),
+    Row("external context score", "one family", functools.partial(_regression, ("external",))),
+    Row("lookback ratio", "one family", functools.partial(_regression, ("lookback",))),
+    Row("context attention", "one family", functools.partial(_regression, ("context_mass",))),
+    Row("losses with and without the context", "one family", functools.partial(_regression, ("surprise",))),
+    Row("hidden states", "one family", functools.partial(_regression, ("states",))),
+    Row("ReDeEP, top_n 3, top_k 4, alpha 0.6", "the document's", functools.partial(_redeep, None)),
+    Row("ReDeEP, grid of 1,960 points (11)", "the document's", functools.partial(_redeep, GRID)),
+    Row("ensemble of random heads (12)", "the document's", _random_heads),
+    Row("mutual information, 32 columns (13)", "the document's", _mutual_information),
+    Row("ranks of six families", "fitted", functools.partial(_rank_ensemble, FAMILIES)),
+    Row("the detector", "fitted", functools.partial(_detector, READER)),
+    Row("the detector, told the task", "fitted", _with_task),
+)  # fmt: skip

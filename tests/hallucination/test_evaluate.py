@@ -1,0 +1,164 @@
+"""Detectors and their evaluation: nothing is fitted on what it is judged by, noise stays noise, signal is found."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxbench.hallucination import detector, linear, metrics, ragtruth
+from jaxbench.hallucination.study import evaluate, rows, table
+from tests.hallucination import small
+from tests.structure import ROOT
+
+SETTINGS = evaluate.Evaluation(draws=100)
+NAMES = ("external", "context_mass", "lookback", "states", "surprise")
+
+
+def made(signal: float, *, num: int = 300, seed: int = 0) -> table.Table:
+    """Return a table of random features, of which one column of two families knows the label."""
+    random = np.random.default_rng(seed)
+    source, parts = np.arange(num) // 5, random.integers(1, 5, num)
+    response = np.repeat(np.arange(num), parts)
+    label = random.random(num) < 0.4
+    part_label = label[response] & np.diff(response, prepend=-1).astype(bool)  # a response's first sentence
+    whole = {name: random.standard_normal((num, 6)) for name in NAMES} | {"parametric": random.random((num, 4))}
+    inside = {name: random.standard_normal((len(response), 6)) for name in NAMES}
+    whole["context_mass"][:, 0] += signal * label
+    inside["states"][:, 1] += signal * part_label
+    whole["lexical"], inside["lexical"] = (random.integers(0, 9, (n, 7)) * 1.0 for n in (num, len(response)))
+    inside["place"] = random.random((len(response), 2))
+    labels = detector.Labels(label, part_label, source.astype(str))
+    task, generator = np.array(["QA", "Summary"])[source % 2], np.array(["one", "two"])[np.arange(num) % 2]
+    split = np.where(source < 6, "train", "dev")
+    spans = [[(i, i + 1) for i in range(count)] for count in parts]
+    return table.Table(detector.Inputs(whole, inside, response), labels, task, generator, split, spans)
+
+
+def by_name(name: str) -> rows.Row:
+    return next(row for row in rows.ROWS if row.name == name)
+
+
+def test_noise_is_noise_out_of_fold_although_it_fits_what_it_saw():
+    noise = made(0.0)
+    scores, fold = evaluate.out_of_fold(noise, by_name("the detector"), SETTINGS)
+    judged = evaluate.judged(noise, SETTINGS)
+    assert abs(metrics.auc(noise.labels.response[judged], scores) - 0.5) < 0.1
+    whole = detector.fit(noise.inputs, noise.labels)
+    member = whole.members["response"]
+    seen = whole.fitted["response"].logit(detector.columns(noise.inputs, member))
+    assert metrics.auc(noise.labels.response, seen) > 0.58 and len(np.unique(fold)) == 5
+
+
+def test_a_signal_is_found_by_the_detector_and_beats_the_lexical_regression_with_its_interval():
+    found = evaluate.run(made(2.5), SETTINGS, rows=[by_name(name) for name in (rows.BASELINE, "the detector")])
+    row = found["the detector"]
+    assert row["pooled"][0] > 0.8 and row["stratified_gain"][1] > 0.1 and row["f1"] > 0.6
+    assert row["pooled"][1] < row["pooled"][0] < row["pooled"][2] and "pooled_gain" not in found[rows.BASELINE]
+
+
+@pytest.mark.parametrize("row", rows.ROWS, ids=lambda row: row.name)
+def test_every_row_sees_labels_of_other_sources_only(row, monkeypatch):
+    seen = made(1.0, num=120)
+
+    def watched(given, train, test):
+        assert not set(seen.labels.source[train]) & set(seen.labels.source[test])
+        hidden = np.array(given.labels.response)
+        hidden[test] = ~hidden[test]  # what is judged must not matter
+        parts = np.where(np.isin(given.inputs.response, test), ~given.labels.part, given.labels.part)
+        turned = given._replace(labels=given.labels._replace(response=hidden, part=parts))
+        expected = row.score(given, train, test)
+        np.testing.assert_array_equal(row.score(turned, train, test), expected)
+        return expected
+
+    scores, _ = evaluate.out_of_fold(seen, row._replace(score=watched), evaluate.Evaluation(folds=2, draws=100))
+    assert np.isfinite(scores).all() and len(scores) == (seen.split == "dev").sum()
+
+
+def test_training_rows_of_a_judged_source_are_left_out():
+    seen = made(1.0, num=60)
+    seen = seen._replace(split=np.where(np.arange(60) % 5 == 0, "train", "dev"))  # one of each source
+    watched = []
+    score = lambda given, train, test: watched.append((train, test)) or np.zeros(len(test))
+    evaluate.out_of_fold(seen, rows.Row("none", "none", score), SETTINGS)
+    assert all(not set(seen.labels.source[train]) & set(seen.labels.source[test]) for train, test in watched)
+    assert all((seen.split[test] == "dev").all() for _, test in watched)
+
+
+def test_sentences_become_a_response_that_one_of_them_is_wrong():
+    inputs = detector.Inputs({"x": np.zeros((2, 1))}, {}, np.array([0, 0, 1]))
+    found = detector.over_parts(np.array([0.5, 0.5, 0.1]), inputs)
+    np.testing.assert_allclose(np.exp(found[:, 0]), [-np.log(0.25) + 1e-3, -np.log(0.9) + 1e-3])
+    assert found[0, 1] == pytest.approx(0.0, abs=1e-9) and found[0, 2] == found[0, 1]
+
+
+def test_taking_responses_takes_their_sentences_in_order():
+    inputs = made(0.0, num=30).inputs
+    rows_ = np.array([7, 2, 20])
+    taken = inputs.take(rows_)
+    parts = np.concatenate([np.flatnonzero(inputs.response == i) for i in rows_])
+    np.testing.assert_array_equal(taken.parts["states"], inputs.parts["states"][parts])
+    np.testing.assert_array_equal(taken.response, np.repeat([0, 1, 2], [(inputs.response == i).sum() for i in rows_]))
+
+
+def test_probabilities_are_calibrated_and_the_threshold_is_where_f1_is_highest_inside():
+    known, judged = made(2.0, num=600, seed=1), made(2.0, num=600, seed=2)
+    fitted = detector.fit(known.inputs, known.labels)
+    found = detector.judge(fitted, judged.inputs)
+    for low, high in ((0.0, 0.3), (0.3, 0.7), (0.7, 1.01)):
+        mine = (found.probability >= low) & (found.probability < high)
+        assert abs(found.probability[mine].mean() - judged.labels.response[mine].mean()) < 0.15
+    assert 0 < fitted.threshold < 1 and len(found.parts) == len(judged.labels.part)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda x, y: (np.where(x == x.max(), np.nan, x), y), "column 0 of 2 is not finite"),
+        (lambda x, y: (x, np.ones_like(y)), "20 of 20 rows are labelled"),
+    ],
+)
+def test_features_that_are_not_finite_and_one_class_are_refused(change, match):
+    x, y = np.arange(40.0).reshape(20, 2)[:, ::-1], np.arange(20) % 2 == 0
+    with pytest.raises(ValueError, match=match):
+        linear.fit(*change(x, y), strength=1.0)
+    with pytest.raises(ValueError, match="3 sources cannot be split into 5 folds"):
+        linear.folds(np.array(list("aabbc")), 5, seed=0)
+
+
+def test_words_alone_are_judged_by_the_command(tmp_path):
+    folder = small.write(tmp_path / "data")
+    random = np.random.default_rng(0)
+    source, response = (json.loads((folder / f"{name}.jsonl").read_text().splitlines()[0]) for name in NAMES_OF)
+    sources, responses = [], []
+    for i in range(24):
+        sources.append(source | {"source_id": f"s{i}", "task": ragtruth.TASKS[i % 2]})
+        for j in range(2):
+            wrong = bool(random.random() < 0.5)
+            text = "It was built in 1850 by Anna." if wrong else "It was built in 1820."
+            label = {"start": 0, "end": len(text), "label_type": "Evident Conflict"}
+            changed = {"id": f"r{i}.{j}", "source_id": f"s{i}", "response": text, "labels": [label] * wrong}
+            responses.append(response | changed)
+    for name, lines in zip(NAMES_OF, (sources, responses)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, str(ROOT / "experiments/hallucination.py"), "evaluate", f"--data={folder}", "--noreader"]
+    command += [f"--workdir={tmp_path / 'out'}", "--draws=100", "--folds=3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rows"]
+    assert found["number of novel words"]["pooled"][0] == 1.0 and "the detector" not in found
+    assert rows.BASELINE in done.stdout
+
+
+NAMES_OF = ("sources", "responses")
+
+
+def test_features_that_are_missing_are_named(tmp_path):
+    from jaxbench.hallucination import extract
+
+    data = ragtruth.load(small.write(tmp_path / "data"))
+    store = extract.Store(tmp_path / "features", small.settings(tmp_path), "a model")
+    with pytest.raises(ValueError, match="features of response r1 are not in .*run `hallucination.py features`"):
+        table.make(data, store)
