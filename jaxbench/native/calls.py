@@ -58,7 +58,7 @@ def register() -> None:
       NotAvailable: the library cannot be had here.
     """
     handlers = library.load()
-    for name in ("block", "linear", "embed", "norm", "largest", "draw", "product"):
+    for name in ("block", "linear", "embed", "norm", "largest", "kth_largest", "draw", "product"):
         capsule = jax.ffi.pycapsule(getattr(handlers, f"jaxbench_xla_{name}"))
         jax.ffi.register_ffi_target(f"jaxbench_{name}", capsule, platform="cpu")
 
@@ -106,6 +106,13 @@ def largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     register()
     out = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
     return jax.ffi.ffi_call("jaxbench_largest", out)(logits.astype(jnp.float32))
+
+
+def kth_largest(values: Float[Array, "B ... P"], k: Int[Array, " B"]) -> Float[Array, "B ..."]:
+    """The k-th largest of each row of values that are not negative, 1 <= k <= P."""
+    register()
+    out = jax.ShapeDtypeStruct(values.shape[:-1], jnp.float32)
+    return jax.ffi.ffi_call("jaxbench_kth_largest", out)(values.astype(jnp.float32), k.astype(jnp.int32))
 
 
 def draw(

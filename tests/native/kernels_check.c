@@ -121,6 +121,27 @@ static void check_largest(void) {
   }
 }
 
+static int falling(const void *a, const void *b) {
+  float x = *(const float *)a, y = *(const float *)b;
+  return (x < y) - (x > y);
+}
+
+static void check_kth_largest(void) {
+  int64_t groups = between(1, 3), each = between(1, 5), size = between(1, 300), rows = groups * each;
+  float *x = numbers(rows * size, 0, 8), *found = fresh(rows * 4);
+  int32_t *k = fresh(groups * 4);
+  snprintf(description, sizeof description, "kth largest groups %lld rows %lld size %lld", (long long)groups, (long long)each, (long long)size);
+  for (int64_t g = 0; g < groups; g++) k[g] = (int32_t)between(1, size);
+  for (int64_t i = 0; i < rows * size; i++) x[i] = chance(30) ? 0 : chance(30) ? floorf(fabsf(x[i])) : fabsf(x[i]) * 1e-6f; /* ties, zeros */
+  team *t = team_begin(2, 0, own_pool_schedule, (void *)2);
+  INSTRUCTION_SET.kth_largest(x, rows, each, size, k, found, t);
+  team_end(t);
+  for (int64_t r = 0; r < rows; r++) {
+    qsort(x + r * size, (size_t)size, 4, falling);
+    if (found[r] != x[r * size + k[r / each] - 1]) fail("kth largest", found[r]);
+  }
+}
+
 static void check_norm(void) {
   int64_t rows = between(1, 9), size = between(8, 200);
   norm n = {numbers(size, 1, 0.2f), chance(50) ? numbers(size, 0, 0.2f) : NULL};
@@ -276,6 +297,7 @@ int main(int count, char **arguments) {
     random_state = (uint64_t)(seed * 1000003 + current_case); /* a case is the same whatever came before it */
     check_linear();
     check_largest();
+    check_kth_largest();
     check_norm();
     check_blocks();
     check_draw();

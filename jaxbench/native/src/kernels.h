@@ -25,6 +25,7 @@ const kernels NAME(kernels) = {
     .linear = NAME(linear),
     .norm = NAME(norm_rows),
     .largest = NAME(largest),
+    .kth_largest = NAME(kth_largest_rows),
     .draw_scratch = NAME(draw_scratch),
     .draw = NAME(draw),
     .product_scratch = NAME(product_scratch),

@@ -107,6 +107,7 @@ typedef struct {
   void (*linear)(const matrix *w, const float *x, int64_t rows, const float *bias, int planes, float *out, team *t);
   void (*norm)(const float *x, int64_t rows, int64_t size, norm n, float eps, float *out, team *t);
   void (*largest)(const float *logits, int64_t rows, int64_t size, int32_t *out, team *t);
+  void (*kth_largest)(const float *values, int64_t rows, int64_t each, int64_t size, const int32_t *k, float *out, team *t);
   int64_t (*draw_scratch)(int64_t threads, int64_t size);
   void (*draw)(const float *logits, int64_t rows, int64_t size, const uint32_t *key, uint32_t step, const int32_t *row_ids,
                sampling how, int32_t *out, team *t);

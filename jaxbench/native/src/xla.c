@@ -200,6 +200,22 @@ EXPORT XLA_FFI_Error *jaxbench_xla_largest(XLA_FFI_CallFrame *frame) {
   return NULL;
 }
 
+/* values [groups, ..., size], k [groups] -> k-th largest of each row [groups, ...]. */
+EXPORT XLA_FFI_Error *jaxbench_xla_kth_largest(XLA_FFI_CallFrame *frame) {
+  if (is_question(frame)) return NULL;
+  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
+  if (frame->args.size != 2 || frame->rets.size != 1) return failed(frame, "jaxbench kth_largest: wrong arguments");
+  const XLA_FFI_Buffer *x = argument(frame, 0), *k = argument(frame, 1);
+  if (x->rank < 2 || k->rank != 1 || k->dims[0] != x->dims[0]) return failed(frame, "jaxbench kth_largest: no k for each group of rows");
+  int64_t each = 1;
+  for (int64_t i = 1; i + 1 < x->rank; i++) each *= x->dims[i];
+  team *t = team_begin(threads_of(frame, 0), 0, schedule, frame);
+  if (!t) return failed(frame, "jaxbench kth_largest: not enough memory");
+  INSTRUCTION_SET.kth_largest(x->data, x->dims[0] * each, each, x->dims[x->rank - 1], k->data, result(frame, 0)->data, t);
+  team_end(t);
+  return NULL;
+}
+
 /* logits [rows, size], key [2], step, row ids [rows] -> token [rows]; ints: top_k, site, threads; floats: temperature, top_p, min_p. */
 EXPORT XLA_FFI_Error *jaxbench_xla_draw(XLA_FFI_CallFrame *frame) {
   if (is_question(frame)) return NULL;
