@@ -2,11 +2,14 @@
 
     hallucination.py features   --data=FOLDER --workdir=out/hallucination     read every response of a RAGTruth folder
     hallucination.py evaluate   --data=FOLDER --workdir=out/hallucination     how well each score does, nested
+    hallucination.py fit        --data=FOLDER --output=detector.safetensors   fit the detector to labelled responses
+    hallucination.py detect     --detector=FILE --input=FILE --output=FILE    verdicts on responses of a JSONL file
     hallucination.py copy_heads --output=heads.json                           which attention heads copy
     hallucination.py redeep     --scores=FILE                                 ReDeEP's regression of stored scores
 
-A folder of RAGTruth's format holds sources.jsonl[.gz] and responses*.jsonl[.gz]. A run of `features` that is killed
-goes on with the same command. Bad input ends with exit code 2 and one line. docs/hallucination.md
+A folder of RAGTruth's format holds sources.jsonl[.gz] and responses*.jsonl[.gz]. A run of `features` or
+`detect` that is killed goes on with the same command. Bad input ends with exit code 2 and one line.
+docs/hallucination.md
 """
 
 from __future__ import annotations
@@ -89,6 +92,7 @@ def define_evaluate() -> None:
     cli.define_config("configs/hallucination/reader.yaml")
     cli.define_workdir("out/hallucination")
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz]")
+    flags.DEFINE_string("detector", None, "judge this saved detector alone, as it is, on responses it has not seen")
     flags.DEFINE_bool("reader", True, "judge what a reader's features give; no: words alone, without `features`")
     flags.DEFINE_integer("folds", 5, "folds of the judged sources", lower_bound=2)
     flags.DEFINE_integer("draws", 1000, "of the bootstrap by source", lower_bound=100)
@@ -103,22 +107,98 @@ def evaluate_rows() -> int:
     needed("data", "a folder of RAGTruth's format")
     reading = cli.load_config(group.ReaderSettings)
     settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed)
-    data, workdir, store = ragtruth.load(VALUES.data), cli.workdir("out/hallucination"), None
-    if VALUES.reader:
+    data, workdir, store, saved = ragtruth.load(VALUES.data), cli.workdir("out/hallucination"), None, None
+    if VALUES.reader or VALUES.detector:
+        from jaxbench.hallucination import saved_detector
         from jaxbench.pretrained import weights
 
-        store = extract.Store(workdir / "features", reading, weights.checksum(reading.model))
+        checksum = weights.checksum(reading.model)
+        if VALUES.detector:
+            saved = saved_detector.load(VALUES.detector)
+            saved_detector.check_model(saved, checksum, name=reading.model or "the default model")
+            reading = saved.settings.model_copy(update={"model": reading.model})
+        store = extract.Store(workdir / "features", reading, checksum)
     with progress(len(data.responses)) as advance:
         made = table.make(data, store, progress=lambda: advance(1))
     evaluate.judged(made, settings)
     with reader_table.status() as say:
-        found = evaluate.run(made, settings, say=say)
+        found = (
+            evaluate.run(made, settings, say=say) if saved is None else evaluate.frozen(made, settings, saved.detector)
+        )
     outputs.write_json(
         workdir / "evaluation.json",
-        {"settings": settings.model_dump(), "reader": reading.model_dump() if VALUES.reader else None, "rows": found},
+        {"settings": settings.model_dump(), "reader": None if store is None else reading.model_dump(), "rows": found},
     )
     terminal.console().print(reader_table.of_rows(found))
     print(f"written: {workdir / 'evaluation.json'}")
+    return cli.EXIT_OK
+
+
+# The detector
+
+
+def define_fit() -> None:
+    """Define the flags of fit."""
+    cli.define_config("configs/hallucination/reader.yaml")
+    cli.define_workdir("out/hallucination")
+    flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz], all fitted to")
+    flags.DEFINE_string("output", None, "the detector: a .safetensors file")
+    flags.DEFINE_bool("overwrite", False, "replace the output")
+
+
+def fit() -> int:
+    """Fit the detector to labelled responses whose features are there, and save it."""
+    from jaxbench.hallucination import detector, extract, group, ragtruth, saved_detector
+    from jaxbench.hallucination.study import table
+
+    needed("data", "a folder of RAGTruth's format")
+    needed("output", "a file for the detector")
+    reading = cli.load_config(group.ReaderSettings)
+    outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
+    data = ragtruth.load(VALUES.data)
+    from jaxbench.pretrained import weights
+
+    checksum = weights.checksum(reading.model)
+    store = extract.Store(cli.workdir("out/hallucination") / "features", reading, checksum)
+    with progress(len(data.responses)) as advance:
+        made = table.make(data, store, progress=lambda: advance(1))
+    fitted = detector.fit(made.inputs, made.labels)
+    saved_detector.save(VALUES.output, saved_detector.Saved(fitted, reading, checksum))
+    print(f"written: {VALUES.output} (from {len(data.responses)} responses)")
+    return cli.EXIT_OK
+
+
+def define_detect() -> None:
+    """Define the flags of detect."""
+    cli.define_model()
+    cli.define_backend(choices=("flax", "torch"))
+    flags.DEFINE_string("detector", None, "what `fit` wrote")
+    flags.DEFINE_string("input", None, "a .jsonl file with context, question and response; other keys are kept")
+    flags.DEFINE_string("output", None, "verdicts: a .jsonl file, one line a row")
+    flags.DEFINE_bool("overwrite", False, "replace the output")
+
+
+def detect_all() -> int:
+    """Write the verdict on every row of a file."""
+    from jaxbench.hallucination import detect
+
+    for name, what in (("detector", "what `fit` wrote"), ("input", "a .jsonl file"), ("output", "a .jsonl file")):
+        needed(name, what)
+    given = (VALUES.input, VALUES.detector)
+    output = outputs.check_file(VALUES.output, given, overwrite=VALUES.overwrite)
+    total = sum(1 for _ in detect.read_rows(VALUES.input))  # every line is looked at before the first verdict
+    process_environment.ensure("cpu", library=cli.array_library())
+    model = None if VALUES.model == "default" else VALUES.model
+    package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]
+    made = detect.HallucinationDetector(VALUES.detector, model=model, package=package)
+    part = detect.part_file(output, *given)
+    cli.keep(f"finished verdicts are in {part}; the same command goes on")
+    count = flagged = 0
+    with progress(total) as advance:
+        for verdict in detect.detect_rows(made, detect.read_rows(VALUES.input), part, output):
+            count, flagged = count + 1, flagged + verdict.is_hallucinated
+            advance(1)
+    print(f"written: {output} ({total} verdicts, {count} of them now, {flagged} of these hallucinated)")
     return cli.EXIT_OK
 
 
@@ -193,6 +273,8 @@ def progress(total: int) -> Any:
 COMMANDS = {
     "features": cli.Command(define_features, features, "Features of every response of a folder, resumable."),
     "evaluate": cli.Command(define_evaluate, evaluate_rows, "How well each score does on other sources, nested."),
+    "fit": cli.Command(define_fit, fit, "The detector, fitted to labelled responses and saved."),
+    "detect": cli.Command(define_detect, detect_all, "Verdicts on responses and their sentences, resumable."),
     "copy_heads": cli.Command(define_copy_heads, rank_copy_heads, "A model's attention heads by how much they copy."),
     "redeep": cli.Command(define_redeep, redeep, "ReDeEP's regression of stored scores, as published and nested."),
 }

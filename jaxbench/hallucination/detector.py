@@ -7,13 +7,14 @@ not fitted to, so that its probabilities are calibrated, and the threshold is ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxbench.hallucination import linear, metrics
 from jaxbench.hallucination.linear import Linear
+from jaxbench.hallucination.pooled import Pooled
 
 Array = np.ndarray
 FLOOR = 1e-3  # of probabilities whose logarithm is taken
@@ -36,6 +37,18 @@ class Inputs(NamedTuple):
         whole = {name: values[rows] for name, values in self.whole.items()}
         parts = {name: values[mine] for name, values in self.parts.items()}
         return Inputs(whole, parts, place[self.response[mine]])
+
+    @classmethod
+    def join(cls, read: Sequence[tuple[Pooled, Pooled]]) -> Inputs:
+        """Inputs of responses: what is pooled over each, and over its sentences."""
+        counts = [len(parts.spans) for _, parts in read]
+        joined = [
+            {name: np.concatenate([each[i].families[name] for each in read]) for name in read[0][i].families}
+            for i in range(2)
+        ]
+        places = [np.stack([np.arange(count) / count, np.full(count, count)], axis=1) for count in counts]
+        joined[1]["place"] = np.concatenate(places)
+        return cls(*joined, np.repeat(np.arange(len(read)), counts))
 
     @property
     def num_responses(self) -> int:
@@ -76,6 +89,7 @@ class Detector(NamedTuple):
     fitted: Mapping[str, Linear]
     stack: Linear
     threshold: float  # probability from which a response counts as hallucinated
+    part_threshold: float  # and a sentence
 
 
 class Verdicts(NamedTuple):
@@ -129,15 +143,18 @@ def fit(
       ValueError: too few sources, one class only, or a feature that is not finite.
     """
     fold = linear.folds(labels.source, inner_folds, seed=seed)
-    heard = None
+    heard, parts = None, np.zeros(len(labels.part))
     for i in range(inner_folds):
         test = np.flatnonzero(fold == i)
-        mine = said(members, _fit_members(inputs, labels, np.flatnonzero(fold != i), members), inputs.take(test))
+        fitted, taken = _fit_members(inputs, labels, np.flatnonzero(fold != i), members), inputs.take(test)
+        mine = said(members, fitted, taken)
         heard = np.zeros((len(fold), mine.shape[1])) if heard is None else heard
         heard[test] = mine
+        parts[np.isin(inputs.response, test)] = of_parts(members, fitted, taken)
     stack = linear.fit(heard, labels.response, strength=STACK_STRENGTH)
     threshold = metrics.best_threshold(labels.response, linear.sigmoid(stack.logit(heard)))
-    return Detector(members, _fit_members(inputs, labels, np.arange(len(fold)), members), stack, threshold)
+    fitted = _fit_members(inputs, labels, np.arange(len(fold)), members)
+    return Detector(members, fitted, stack, threshold, metrics.best_threshold(labels.part, parts))
 
 
 def _fit_members(inputs: Inputs, labels: Labels, rows: Array, members: Mapping[str, Member]) -> dict[str, Linear]:
@@ -153,6 +170,10 @@ def _fit_members(inputs: Inputs, labels: Labels, rows: Array, members: Mapping[s
 def judge(detector: Detector, inputs: Inputs) -> Verdicts:
     """Probabilities of responses and of their sentences."""
     probability = linear.sigmoid(detector.stack.logit(said(detector.members, detector.fitted, inputs)))
-    name = next(name for name, member in detector.members.items() if member.of_parts)
-    parts = detector.fitted[name].logit(columns(inputs, detector.members[name]))
-    return Verdicts(probability, linear.sigmoid(parts))
+    return Verdicts(probability, of_parts(detector.members, detector.fitted, inputs))
+
+
+def of_parts(members: Mapping[str, Member], fitted: Mapping[str, Linear], inputs: Inputs) -> Array:
+    """Probability of each sentence, by the first member that sees sentences."""
+    name = next(name for name, member in members.items() if member.of_parts)
+    return linear.sigmoid(fitted[name].logit(columns(inputs, members[name])))

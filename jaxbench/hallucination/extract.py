@@ -32,10 +32,10 @@ class Item(NamedTuple):
     response: str
 
 
-def code_version() -> str:
+def code_version(names: Sequence[str] = CODE) -> str:
     """Hash of the code that decides features; comments and docstrings are not part of it."""
     digest = hashlib.sha256()
-    for name in CODE:
+    for name in names:
         tree = ast.parse((Path(__file__).parent / name).read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:

@@ -35,6 +35,15 @@ def regress(text: str | dict, *wanted: str, words: str = "") -> Case:
     return Case(("hallucination.py", "redeep", "--scores={tmp}/s.jsonl", *words.split()), wanted, {"s.jsonl": text})
 
 
+def detect(row: dict | str, *wanted: str, words: str = "", names: tuple[str, ...] = ("d", "i"), d: str = "") -> Case:
+    """Return a case of `detect` on a changed row, or other text in its place; names: the files that are there."""
+    text = row if isinstance(row, str) else json.dumps({"context": "a", "question": "b", "response": "c"} | row)
+    command = "hallucination.py detect --detector={tmp}/d --input={tmp}/i --output={tmp}/o"
+    return Case(
+        (*command.split(), *words.split()), wanted, {k: v for k, v in {"d": d, "i": text}.items() if k in names}
+    )
+
+
 def heads(words: str, *wanted: str, **files: str | bytes) -> Case:
     """Return a case of `copy_heads`; underscores in the names of files stand for dots."""
     given = {name.replace("_", "."): content for name, content in files.items()}
@@ -90,6 +99,30 @@ CASES = [
     ),
     Case(("hallucination.py", "evaluate", "--data={tmp}/data", "--folds=1"), ("--folds", "1"), data()),
     Case(("hallucination.py", "evaluate", "--data={tmp}/data", "--draws=5"), ("--draws", "5"), data()),
+    Case(
+        ("hallucination.py", "evaluate", "--data={tmp}/data", "--detector={tmp}/d"),
+        ("d is no file", "hallucination.py fit"),
+        data(),
+    ),
+    Case("hallucination.py fit", ("--data is missing",)),
+    Case(("hallucination.py", "fit", "--data={tmp}/data"), ("--output is missing",), data()),
+    Case(("hallucination.py", "fit", "--data={tmp}/data", "--output=configs"), ("configs is a folder",), data()),
+    Case(
+        ("hallucination.py", "fit", "--data={tmp}/data", "--output={tmp}/d", "--workdir={tmp}/out"),
+        ("features of response r1 are not in",),
+        data(),
+    ),
+    Case("hallucination.py detect", ("--detector is missing",)),
+    detect("", "d is no file", names=("i", "o")),
+    detect("", "damaged or no detector", d="text"),
+    detect("", "i is no file", names=("d", "o")),
+    detect("{", "line 1: no JSON"),
+    detect("[1]", "line 1", "the text context"),
+    detect({"response": None}, "line 1", "the text response"),
+    detect({"response": " "}, "line 1: response is empty"),
+    detect({"context": ""}, "line 1: context is empty"),
+    detect("", "i is the input", words="--output={tmp}/i --overwrite"),
+    detect("", "--backend", words="--backend=equinox"),
     regress("", "holds no row"),
     regress("{", "line 1: no JSON"),
     regress("[1, 2]", "is no object"),

@@ -113,6 +113,16 @@ def test_probabilities_are_calibrated_and_the_threshold_is_where_f1_is_highest_i
     assert 0 < fitted.threshold < 1 and len(found.parts) == len(judged.labels.part)
 
 
+def test_a_saved_detector_is_judged_as_it_is_on_all_but_the_training_split():
+    known, new = made(2.0, num=600, seed=1), made(2.0, num=300, seed=2)
+    fitted = detector.fit(known.inputs, known.labels)
+    rows_ = evaluate.judged(new, SETTINGS)
+    (found,) = evaluate.frozen(new, SETTINGS, fitted).values()
+    probability, labels = detector.judge(fitted, new.inputs).probability[rows_], new.labels.response[rows_]
+    assert found["pooled"][0] == metrics.auc(labels, probability) > 0.7 and len(rows_) < 300
+    assert found["f1"] == metrics.f1(labels, probability >= fitted.threshold)[0]
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

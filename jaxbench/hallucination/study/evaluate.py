@@ -10,6 +10,7 @@ import pydantic
 
 from jaxbench import config
 from jaxbench.hallucination import linear, metrics
+from jaxbench.hallucination.detector import Detector, judge
 from jaxbench.hallucination.study.rows import BASELINE, ROWS, Row
 from jaxbench.hallucination.study.table import Table
 
@@ -72,8 +73,10 @@ def measures(table: Table, rows: Array, scores: Array) -> dict[str, Callable[[Ar
     }
 
 
-def summary(table: Table, settings: Evaluation, scores: Array, fold: Array, baseline: Array | None) -> dict[str, Any]:
-    """Figures of one row's scores; differences to the baseline's are paired."""
+def summary(
+    table: Table, settings: Evaluation, scores: Array, flagged: Array, baseline: Array | None
+) -> dict[str, Any]:
+    """Figures of one row's scores and flags; differences to the baseline's are paired."""
     rows = judged(table, settings)
     labels, source = table.labels.response[rows], table.labels.source[rows]
     mine = measures(table, rows, scores)
@@ -82,7 +85,6 @@ def summary(table: Table, settings: Evaluation, scores: Array, fold: Array, base
         other = measures(table, rows, baseline)
         wanted += [lambda at, name=name: mine[name](at) - other[name](at) for name in MEASURES]
     found = metrics.bootstrap(wanted, source, draws=settings.draws, seed=settings.seed)
-    flagged = flags(labels, scores, fold)
     f1, precision, recall = metrics.f1(labels, flagged)
     one = np.flatnonzero(table.generator[rows] == settings.generator)
     return {
@@ -107,11 +109,22 @@ def run(
     has_reader = "states" in table.inputs.whole
     scores: dict[str, tuple[Array, Array]] = {}
     found: dict[str, Mapping[str, Any]] = {}
+    labels = table.labels.response[judged(table, settings)]
     for row in sorted(rows, key=lambda row: row.name != BASELINE):  # which the others are compared with
         if row.needs_reader and not has_reader:
             continue
         say(row.name)
         scores[row.name] = out_of_fold(table, row, settings)
         baseline = scores[BASELINE][0] if BASELINE in scores and row.name != BASELINE else None
-        found[row.name] = {"kind": row.kind} | summary(table, settings, *scores[row.name], baseline)
+        found[row.name] = {"kind": row.kind} | summary(
+            table, settings, scores[row.name][0], flags(labels, *scores[row.name]), baseline
+        )
     return {row.name: found[row.name] for row in rows if row.name in found}
+
+
+def frozen(table: Table, settings: Evaluation, detector: Detector) -> dict[str, Mapping[str, Any]]:
+    """Figures of a fitted detector on responses that it has not seen: nothing is chosen here."""
+    rows = judged(table, settings)
+    scores = judge(detector, table.inputs.take(rows)).probability
+    found = summary(table, settings, scores, scores >= detector.threshold, None)
+    return {"the detector as saved": {"kind": "saved"} | found}

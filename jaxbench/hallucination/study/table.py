@@ -38,28 +38,18 @@ def make(data: Data, store: Store | None, *, progress: Callable[[], Any] = lambd
       ValueError: a response's features are missing.
     """
     contexts = {name: lexical.Lexicon(source.context) for name, source in data.sources.items()}
-    whole: dict[str, list] = {}
-    parts: dict[str, list] = {}
-    spans, part_labels, counts = [], [], []
+    read, part_labels = [], []
     for response in data.responses:
-        by_response, by_sentence = _pooled(data, response, contexts[response.source_id], store)
-        for found, kept in ((by_response, whole), (by_sentence, parts)):
-            for name, values in found.families.items():
-                kept.setdefault(name, []).append(values)
-        number = len(by_sentence.spans)
-        parts.setdefault("place", []).append(np.stack([np.arange(number) / number, np.full(number, number)], axis=1))
-        spans.append(by_sentence.spans)
-        part_labels += [is_labelled(response, start, end) for start, end in by_sentence.spans]
-        counts.append(number)
+        read.append(_pooled(data, response, contexts[response.source_id], store))
+        part_labels += [is_labelled(response, start, end) for start, end in read[-1][1].spans]
         progress()
-    joined = [{name: np.concatenate(values) for name, values in kept.items()} for kept in (whole, parts)]
     rows = data.responses
     labels = Labels(
         np.array([bool(row.labels) for row in rows]), np.array(part_labels), np.array([row.source_id for row in rows])
     )
     tasks = np.array([data.source(row).task for row in rows])
-    inputs = Inputs(*joined, np.repeat(np.arange(len(rows)), counts))
-    return Table(inputs, labels, tasks, np.array([r.model for r in rows]), np.array([r.split for r in rows]), spans)
+    generators, splits = (np.array([getattr(row, name) for row in rows]) for name in ("model", "split"))
+    return Table(Inputs.join(read), labels, tasks, generators, splits, [parts.spans for _, parts in read])
 
 
 def is_labelled(response: Response, start: int, end: int) -> bool:

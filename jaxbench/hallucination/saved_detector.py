@@ -1,0 +1,93 @@
+"""A fitted detector as one safetensors file, which says what reader and features it was fitted to (S file)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from jaxbench import outputs
+from jaxbench.hallucination import extract
+from jaxbench.hallucination.detector import Detector, Member
+from jaxbench.hallucination.group import ReaderSettings
+from jaxbench.hallucination.linear import Linear
+
+FORMAT = 1
+CODE = (*extract.CODE, "pooled.py", "lexical.py", "sentences.py", "detector.py")  # what decides its columns
+STACK = "stack"
+
+
+class Saved(NamedTuple):
+    """A detector, and what it sees by."""
+
+    detector: Detector
+    settings: ReaderSettings  # without the model, which is known by its checksum
+    model_sha256: str
+
+
+def save(path: str | Path, saved: Saved) -> None:
+    """Write a detector, whole or not at all."""
+    detector = saved.detector
+    regressions = {**detector.fitted, STACK: detector.stack}
+    tensors = {
+        f"{name}.{field}": np.ascontiguousarray(value, np.float64)
+        for name, regression in regressions.items()
+        for field, value in regression._asdict().items()
+    }
+    about = {
+        "format": FORMAT, "code": extract.code_version(CODE), "model_sha256": saved.model_sha256,
+        "reader": saved.settings.model_dump(exclude={"model"}),
+        # their order is that of the stack's columns
+        "members": {name: member._asdict() for name, member in detector.members.items()},
+        "threshold": float(detector.threshold), "part_threshold": float(detector.part_threshold),
+    }  # fmt: skip
+    with outputs.whole(path) as temporary:
+        save_file(tensors, temporary, {"detector": json.dumps(about)})
+
+
+def load(path: str | Path) -> Saved:
+    """Read a detector.
+
+    Raises:
+      ValueError: the file is missing, damaged or no detector, or was fitted to features of other code.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"detector: {path} is no file; `hallucination.py fit` makes one")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about: dict[str, Any] = json.loads((file.metadata() or {})["detector"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except Exception as error:  # safetensors raises its own type
+        raise ValueError(f"detector: {path} is damaged or no detector ({error!r}); fit it again") from error
+    if about.get("format") != FORMAT or about.get("code") != extract.code_version(CODE):
+        raise ValueError(f"detector: {path} was fitted to features of another version of jaxbench; fit it again")
+    bad = [name for name, values in tensors.items() if not np.isfinite(values).all()]
+    if bad:
+        raise ValueError(f"detector: {path}: {bad[0]} is not finite; fit it again")
+    members = {
+        name: Member(tuple(each["families"]), each["of_parts"], each["strength"])
+        for name, each in about["members"].items()
+    }
+    regressions = {
+        name: Linear(*(tensors[f"{name}.{field}"] for field in Linear._fields)) for name in (*members, STACK)
+    }
+    stack = regressions.pop(STACK)
+    detector = Detector(members, regressions, stack, about["threshold"], about["part_threshold"])
+    return Saved(detector, ReaderSettings(**about["reader"]), about["model_sha256"])
+
+
+def check_model(saved: Saved, model_sha256: str, *, name: str) -> None:
+    """Check that a reader is the one that a detector was fitted with.
+
+    Raises:
+      ValueError: it is another.
+    """
+    if saved.model_sha256 != model_sha256:
+        raise ValueError(
+            f"detector: fitted with the model of checksum {saved.model_sha256[:12]}, and {name} has "
+            f"{model_sha256[:12]}; name that model, or fit a detector with this one"
+        )
