@@ -108,13 +108,6 @@ def largest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jax.ffi.ffi_call("jaxbench_largest", out)(logits.astype(jnp.float32))
 
 
-def kth_largest(values: Float[Array, "B ... P"], k: Int[Array, " B"]) -> Float[Array, "B ..."]:
-    """The k-th largest of each row of values that are not negative, 1 <= k <= P."""
-    register()
-    out = jax.ShapeDtypeStruct(values.shape[:-1], jnp.float32)
-    return jax.ffi.ffi_call("jaxbench_kth_largest", out)(values.astype(jnp.float32), k.astype(jnp.int32))
-
-
 def draw(
     logits: Float[Array, "B V"],
     sampling: SamplingParams,
