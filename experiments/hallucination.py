@@ -187,6 +187,8 @@ def detect_all() -> int:
     given = (VALUES.input, VALUES.detector)
     output = outputs.check_file(VALUES.output, given, overwrite=VALUES.overwrite)
     total = sum(1 for _ in detect.read_rows(VALUES.input))  # every line is looked at before the first verdict
+    if not total:
+        raise ValueError(f"--input={VALUES.input} holds no row")
     process_environment.ensure("cpu", library=cli.array_library())
     model = None if VALUES.model == "default" else VALUES.model
     package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]

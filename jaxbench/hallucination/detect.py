@@ -158,6 +158,7 @@ def detect_rows(
 
     A run that was killed goes on behind the last whole line.
     """
+    part.parent.mkdir(parents=True, exist_ok=True)
     done = _whole_lines(part)
     with open(part, "a", encoding="utf-8") as file:
         for number, row in enumerate(rows):

@@ -74,7 +74,8 @@ def test_a_run_that_was_stopped_goes_on_and_writes_every_row_once(made, tmp_path
     rows = [dict(zip(detect.TEXTS, item), id=i) for i, item in enumerate(small.items(folder / "data"))]
     rows = [row | {"question": row["question"] or ""} for row in rows]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output, part = tmp_path / "verdicts.jsonl", detect.part_file(tmp_path / "verdicts.jsonl", source, path)
+    output = tmp_path / "new" / "verdicts.jsonl"
+    part = detect.part_file(output, source, path)
     in_use = detect.HallucinationDetector(path, model=model)
     run = detect.detect_rows(in_use, detect.read_rows(source), part, output)
     assert len([next(run), next(run)]) == 2
