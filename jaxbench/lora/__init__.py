@@ -1,0 +1,1 @@
+"""Low-rank adapters: a few parameters beside frozen projections."""

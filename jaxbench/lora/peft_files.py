@@ -1,0 +1,127 @@
+"""Adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors, both ways (S file).
+
+Module names are transformers'; A and B lie there as (rank, in) and (out, rank).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxbench import outputs
+from jaxbench.config import TransformerConfig
+from jaxbench.lora.config import LoraConfig, LoraTransformerConfig, with_lora
+from jaxbench.pretrained import families, hf_config
+
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+
+
+def save(
+    folder: str | Path, config: LoraTransformerConfig, params: Mapping[str, np.ndarray], *, base: str | None = None
+) -> Path:
+    """Write the adapters of a decoder as a folder that PEFT reads; all of it appears at once or nothing.
+
+    base: name or folder of the decoder without them, as PEFT keeps it.
+
+    Raises:
+      ValueError: the folder has content, or transformers joins an adapted projection with others.
+    """
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"save: {folder} exists and is not an empty folder; choose another name or remove it")
+    theirs = _modules(config)
+    tensors = {}
+    for name, value in params.items():
+        module, _, part = name.partition(".lora_")
+        if part:
+            letter = {"a.kernel": "A", "b.kernel": "B"}[part]
+            tensors[f"{PREFIX}{theirs[module]}.lora_{letter}.weight"] = np.ascontiguousarray(np.asarray(value).T)
+    lora = config.lora
+    values: dict[str, Any] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "inference_mode": True,
+        "fan_in_fan_out": False, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
+        "target_modules": sorted({theirs[module].rsplit(".", 1)[1] for module in _adapted(params)}),
+        "layers_to_transform": None if lora.layers is None else list(lora.layers),
+    }  # fmt: skip
+    with outputs.whole_folder(folder) as made:
+        save_file(tensors, made / WEIGHTS, metadata={"format": "pt"})
+        (made / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def load(folder: str | Path, config: TransformerConfig) -> tuple[LoraTransformerConfig, dict[str, np.ndarray]]:
+    """A decoder's shape with the adapters of a folder, and their parameters.
+
+    Raises:
+      ValueError: a file is missing or damaged, adapters of another kind, or of another decoder.
+    """
+    from safetensors.numpy import load_file
+
+    folder = Path(folder)
+    try:
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: cannot be read as PEFT's adapters ({error})") from error
+    except Exception as error:  # safetensors' own type
+        raise ValueError(f"{folder / WEIGHTS}: cannot be read ({error}); is the file cut short?") from error
+    _check_kind(folder, values)
+    layers = values.get("layers_to_transform")
+    layers = (layers,) if isinstance(layers, int) else layers
+    targets = [name for name in values.get("target_modules") or ()]
+    lora = LoraConfig(
+        rank=values["r"], alpha=values["lora_alpha"], dropout=values.get("lora_dropout", 0.0),
+        targets=tuple(targets), layers=None if layers is None else tuple(layers),
+    )  # fmt: skip
+    shape = with_lora(config, lora)
+    names = {f"{PREFIX}{theirs}": ours for ours, theirs in _modules(shape).items()}
+    params = {}
+    for name, value in tensors.items():
+        module, _, part = name.partition(".lora_")
+        if module not in names or part not in ("A.weight", "B.weight"):
+            raise ValueError(f"{folder / WEIGHTS}: {name} is no adapter of this decoder")
+        params[f"{names[module]}.lora_{part[0].lower()}.kernel"] = np.ascontiguousarray(value.T)
+    return shape, params
+
+
+def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
+    """Raise where adapters do something that these have not."""
+    wanted = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
+    for name, value in wanted.items():
+        if values.get(name, value) != value:
+            raise ValueError(f"{folder / CONFIG}: {name} is {values[name]!r}, and only {value!r} is read")
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias"):
+        if values.get(name):
+            raise ValueError(f"{folder / CONFIG}: {name} is {str(values[name])[:60]}, which is not read")
+    if not isinstance(values.get("target_modules"), list):
+        raise ValueError(
+            f"{folder / CONFIG}: target_modules is no list of names"
+        )
+
+
+def _adapted(params: Mapping[str, np.ndarray]) -> list[str]:
+    return sorted({name.partition(".lora_")[0] for name in params if ".lora_" in name})
+
+
+def _modules(config: TransformerConfig) -> dict[str, str]:
+    """transformers' name of each projection.
+
+    Raises:
+      ValueError: the family joins projections, as GPT-2 does.
+    """
+    plain = TransformerConfig(**{name: getattr(config, name) for name in TransformerConfig.model_fields})
+    family = families.HF_FAMILIES[hf_config.config_to_hf(plain)["model_type"]]
+    found = {}
+    for rule in family.rules:
+        if rule.kind == "conv1d" or len(rule.ours) > 1:
+            raise ValueError(f"peft: {rule.theirs} joins projections or lies transposed in this family; merge instead")
+        if rule.kind == "linear" and "{i}" in rule.theirs:
+            found |= {rule.ours[0].format(i=i): rule.theirs.format(i=i) for i in range(config.num_layers)}
+    return found

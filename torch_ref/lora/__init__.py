@@ -1,0 +1,1 @@
+"""The PyTorch twins of jaxbench/lora/."""
