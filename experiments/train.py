@@ -53,7 +53,10 @@ def main() -> int:
         run_by = join(values.coordinator, values.num_processes, values.process_id)
     package = "jaxbench" if values.backend == "flax" else "torch_ref"
     importlib.import_module(f"{package}.devices").check_device(values.device)
-    extension = importlib.import_module(f"{package}.memory.decoder").extension(settings.memory)
+    if settings.lora is None:
+        extension = importlib.import_module(f"{package}.memory.decoder").extension(settings.memory)
+    else:
+        extension = importlib.import_module(f"{package}.lora.layers").extension(settings.lora)
     engine = importlib.import_module(f"{package}.training.engine").Engine
     make_engine = functools.partial(engine, extension=extension)
     if values.backend == "torch":

@@ -122,6 +122,11 @@ def with_lora(model: TransformerConfig, lora: LoraConfig | None) -> TransformerC
         raise ValueError("; ".join(problems)) from error
 
 
+def plain(config: LoraTransformerConfig) -> TransformerConfig:
+    """Shape of the decoder without its adapters."""
+    return TransformerConfig(**{name: getattr(config, name) for name in TransformerConfig.model_fields})
+
+
 def merged(config: LoraTransformerConfig, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Parameters of the plain decoder that computes the same: adapters multiplied out and added to their kernels."""
     found = {name: value for name, value in params.items() if ".lora_" not in name}

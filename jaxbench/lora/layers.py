@@ -7,20 +7,21 @@ Source: Hu et al. 2021, arXiv:2106.09685; dropout acts on the adapters' inputs, 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from jaxbench import functional, nn, philox, transformer
 from jaxbench.attention import Context
 from jaxbench.config import Compute
 from jaxbench.extension import Extension
-from jaxbench.lora.config import ATTENTION, LoraConfig, LoraTransformerConfig
+from jaxbench.lora.config import ATTENTION, PARAMETERS, LoraConfig, LoraTransformerConfig
+from jaxbench.sharding import Rule
 
 _stream: ContextVar[tuple | None] = ContextVar("dropout of adapters", default=None)
 
@@ -93,4 +94,9 @@ def build(config: Any, params: Mapping[str, np.ndarray], **compute: Any) -> tran
 
 def extension(lora: LoraConfig | None) -> Extension:
     """What adapters add to the decoder in training; nothing without any."""
-    return Extension() if lora is None else Extension(make_layer=functools.partial(make_layer))
+    return Extension() if lora is None else Extension(make_layer=make_layer, add_rules=with_adapters)
+
+
+def with_adapters(rules: tuple[Rule, ...], config: LoraTransformerConfig, **axes: Any) -> tuple[Rule, ...]:
+    """Decoder's sharding rules, and one for its adapters: whole on every device, small as they are."""
+    return (*rules, (PARAMETERS, P()))

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxbench import outputs
 from jaxbench.config import TransformerConfig
-from jaxbench.lora.config import LoraConfig, LoraTransformerConfig, with_lora
+from jaxbench.lora.config import LoraConfig, LoraTransformerConfig, plain, with_lora
 from jaxbench.pretrained import families, hf_config
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -101,9 +101,7 @@ def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
         if values.get(name):
             raise ValueError(f"{folder / CONFIG}: {name} is {str(values[name])[:60]}, which is not read")
     if not isinstance(values.get("target_modules"), list):
-        raise ValueError(
-            f"{folder / CONFIG}: target_modules is no list of names"
-        )
+        raise ValueError(f"{folder / CONFIG}: target_modules is no list of names")
 
 
 def _adapted(params: Mapping[str, np.ndarray]) -> list[str]:
@@ -116,8 +114,7 @@ def _modules(config: TransformerConfig) -> dict[str, str]:
     Raises:
       ValueError: the family joins projections, as GPT-2 does.
     """
-    plain = TransformerConfig(**{name: getattr(config, name) for name in TransformerConfig.model_fields})
-    family = families.HF_FAMILIES[hf_config.config_to_hf(plain)["model_type"]]
+    family = families.HF_FAMILIES[hf_config.config_to_hf(plain(config))["model_type"]]
     found = {}
     for rule in family.rules:
         if rule.kind == "conv1d" or len(rule.ours) > 1:

@@ -16,11 +16,12 @@ from jaxbench.training.train_config import TrainConfig
 class MemoryOptimizerConfig(OptimizerConfig):
     """An optimiser that may leave a decoder as it is but for its memory."""
 
-    trained: Literal["all", "memory"] = "all"  # memory: a decoder's memory layers learn, the rest stays as it is
+    # memory: a decoder's memory layers learn, the rest stays as it is
+    trained: Literal["all", "adapters", "memory"] = "all"
 
     def is_trained(self, name: str) -> bool:
         """True where the parameter of this dotted name is trained."""
-        return self.trained == "all" or re.fullmatch(PARAMETERS, name) is not None
+        return re.fullmatch(PARAMETERS, name) is not None if self.trained == "memory" else super().is_trained(name)
 
 
 class MemoryStepConfig(StepConfig):
@@ -40,6 +41,8 @@ class MemoryTrainConfig(TrainConfig):
         trained = self.step.optimizer.trained
         if trained == "memory" and self.memory is None:
             raise ValueError(f"step.optimizer.trained={trained}, but memory is null: there would be nothing to train")
+        if self.memory is not None and self.lora is not None:
+            raise ValueError("lora: a decoder with memory layers takes no adapters; leave memory or lora out")
         return self
 
     def decoder(self, vocab_size: int | None) -> TransformerConfig:
@@ -50,8 +53,9 @@ class MemoryTrainConfig(TrainConfig):
         """Settings that stay the same from one start of a run to the next; without a memory those of a TrainConfig."""
         content = super().identity()
         if self.memory is None:
-            del content["memory"], content["step"]["optimizer"]["trained"]
+            del content["memory"]
             return content
+        content["step"]["optimizer"]["trained"] = self.step.optimizer.trained
         if (bank := content["memory"].get("bank")) is not None:
             bank.pop("memory_slots")  # a bank may grow or shrink between starts: no parameter depends on its slots
         return content

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import pydantic
 
 from jaxbench.config import Base
+from jaxbench.lora.config import PARAMETERS as ADAPTERS
 from jaxbench.training.precision import DelayedScaling, LossScaling
 
 TWIN_OPTIMIZERS = ("adamw", "sgd")  # those that torch_ref has too
@@ -27,14 +29,15 @@ class OptimizerConfig(Base):
     weight_decay: float = pydantic.Field(default=0.1, ge=0)  # decoupled, times the learning rate; sgd: L2
     decay: Literal["all", "matrices"] = "matrices"  # which parameters decay: all, or kernels and embeddings
     muon_ratio: float = pydantic.Field(default=1.0, gt=0)  # muon: rate of the kernels over AdamW's rate for the rest
+    trained: Literal["all", "adapters"] = "all"  # adapters: those of `lora` learn, the rest stays as it is
 
     def decays(self, name: str) -> bool:
         """True where weight decay acts on the parameter of this dotted name."""
         return self.decay == "all" or is_matrix(name)
 
     def is_trained(self, name: str) -> bool:
-        """True where the parameter of this dotted name is trained; a workload may leave some as they are."""
-        return True
+        """True where the parameter of this dotted name is trained; a workload may leave others as they are."""
+        return self.trained == "all" or re.fullmatch(ADAPTERS, name) is not None
 
 
 def is_matrix(name: str) -> bool:

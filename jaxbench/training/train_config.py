@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pydantic
 
 from jaxbench.config import Base, Compute, TransformerConfig
+from jaxbench.lora.config import LoraConfig, with_lora
 from jaxbench.mesh import ParallelConfig
 from jaxbench.training import schedules
 from jaxbench.training.schedules import ScheduleConfig
@@ -76,6 +77,7 @@ class TrainConfig(Base):
 
     model: DecoderConfig
     start: str | None = None  # parameters to start from: "default", a folder, GGUF file or hub id; null = random ones
+    lora: LoraConfig | None = None  # adapters of the decoder; step.optimizer.trained=adapters trains them alone
     data: DataConfig
     batch_size: int = pydantic.Field(gt=0)  # rows a step, over all devices and micro-batches
     steps: int = pydantic.Field(gt=0)
@@ -108,6 +110,15 @@ class TrainConfig(Base):
         schedules.learning_rate(self.schedule, 0, **rate)  # both raise where the settings do not fit each other
         scaling = {"batch": self.batch_size, "base_batch": self.base_batch}
         schedules.scaled_peak(self.learning_rate, self.learning_rate_scaling, **scaling)
+        trained = self.step.optimizer.trained
+        if (self.lora is None) == (trained == "adapters"):
+            problem = "there would be nothing to train" if self.lora is None else "adapters are trained alone"
+            lora = "null" if self.lora is None else "there"
+            raise ValueError(
+                f"step.optimizer.trained={trained} and lora is {lora}: {problem}; lora goes with trained=adapters"
+            )
+        if self.lora is not None and self.fused_projections:
+            raise ValueError("lora: adapters need fused_projections=false, for projections of their own")
         self.decoder(self.model.vocab_size or 1)
         return self
 
@@ -117,7 +128,7 @@ class TrainConfig(Base):
         Raises:
           ValueError: as DecoderConfig.resolved, or a workload's layers do not fit the decoder.
         """
-        return self.model.resolved(vocab_size)
+        return with_lora(self.model.resolved(vocab_size), self.lora)
 
     def compute(self, dtype: str, projection_groups: int = 1) -> Compute:
         """How the decoder is computed; projection_groups are the parts of fused kernels, where they are fused."""
@@ -128,4 +139,7 @@ class TrainConfig(Base):
         """Settings that stay the same from one start of a run to the next, as JSON."""
         content = self.model_dump(mode="json", exclude=set(MAY_CHANGE))
         content["data"].pop("path")  # the text itself counts, not where it lies
+        if self.lora is None:  # as runs were before there were adapters
+            del content["lora"]
+            content["step"]["optimizer"].pop("trained")
         return content

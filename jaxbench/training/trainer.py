@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from jaxbench import cli, config, initial, outputs
 from jaxbench.config import TransformerConfig
+from jaxbench.lora import config as lora
+from jaxbench.lora import peft_files
 from jaxbench.parallel.processes import ALONE, Processes, held
 from jaxbench.pretrained import weights
 from jaxbench.training import observe, schedules, train_inputs
@@ -28,6 +30,7 @@ from jaxbench.training.train_config import TrainConfig
 
 RECORDS, SUMMARY, CONFIG = "records.jsonl", "summary.json", "config.yaml"
 CHECKPOINTS, EXPORT, BOARD, PROFILE = "checkpoints", "export", "tensorboard", "profile"
+ADAPTERS = "adapters"  # folder of a run that trained adapters, for PEFT
 
 
 class Result(NamedTuple):
@@ -288,10 +291,16 @@ class _Trainer:
             return ""
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            weights.save_checkpoint(folder, self.model, params, tokenizer=self.data.tokenizer)
+            if self.settings.lora is None:
+                weights.save_checkpoint(folder, self.model, params, tokenizer=self.data.tokenizer)
+                return f"{EXPORT}/"
+            plain, merged = lora.plain(self.model), lora.merged(self.model, params)
+            weights.save_checkpoint(folder, plain, merged, tokenizer=self.data.tokenizer)
+            shutil.rmtree(self.workdir / ADAPTERS, ignore_errors=True)
+            peft_files.save(self.workdir / ADAPTERS, self.model, params, base=self.settings.start)
         except ValueError as error:  # no Hugging Face architecture is this decoder
             return f"not exported ({error})"
-        return f"{EXPORT}/"
+        return f"{EXPORT}/ (adapters merged), {ADAPTERS}/"
 
     def close(self) -> None:
         """Stop the display and free the threads of the checkpoints."""

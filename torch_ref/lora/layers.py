@@ -7,7 +7,6 @@ Source: Hu et al. 2021, arXiv:2106.09685; dropout acts on the adapters' inputs, 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -96,4 +95,4 @@ def build(config: Any, params: Mapping[str, np.ndarray], **compute: Any) -> tran
 
 def extension(lora: LoraConfig | None) -> Extension:
     """What adapters add to the decoder in training; nothing without any."""
-    return Extension() if lora is None else Extension(make_layer=functools.partial(make_layer))
+    return Extension() if lora is None else Extension(make_layer=make_layer)
