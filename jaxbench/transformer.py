@@ -167,9 +167,9 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, compute: Compute, make_layer: Callable[..., Block] | None = None):
         kind, d_model, dtype = config.layer_kind, config.d_model, compute.dtype
         if kind is not None and make_layer is None:
-            raise ValueError(f"transformer: memory.kind={kind} needs a make_layer, got {make_layer}")
+            raise ValueError(f"transformer: layers of kind {kind!r} need a make_layer, got {make_layer}")
         if kind is not None and compute.scan_layers:
-            raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={kind}")
+            raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got some of kind {kind!r}")
         if config.global_every is not None and compute.scan_layers:
             raise ValueError(
                 f"transformer: scan_layers=True needs layers that are alike, got global_every={config.global_every}"

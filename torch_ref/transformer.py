@@ -168,12 +168,14 @@ class Transformer(torch.nn.Module):
         super().__init__()
         kind, d_model, dtype = config.layer_kind, config.d_model, compute.dtype
         if kind is not None and make_layer is None:
-            raise ValueError(f"transformer: memory.kind={kind} needs a make_layer, got {make_layer}")
+            raise ValueError(f"transformer: layers of kind {kind!r} need a make_layer, got {make_layer}")
         if kind is not None and compute.scan_layers:
-            raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got memory={kind}")
+            raise ValueError(f"transformer: scan_layers=True needs layers that are alike, got some of kind {kind!r}")
         if compute.torch_compile not in ("", "layers", "step") or (kind is not None and compute.torch_compile):
             wanted = "'', 'layers' or 'step', and layers that are alike"
-            raise ValueError(f"transformer: torch_compile={compute.torch_compile!r} and memory={kind}, wanted {wanted}")
+            raise ValueError(
+                f"transformer: torch_compile={compute.torch_compile!r} and layers of kind {kind!r}, wanted {wanted}"
+            )
         if config.global_every is not None and compute.scan_layers:
             raise ValueError(
                 f"transformer: scan_layers=True needs layers that are alike, got global_every={config.global_every}"

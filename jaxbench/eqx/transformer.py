@@ -196,7 +196,7 @@ class Transformer(eqx.Module):
 
     def __init__(self, config: TransformerConfig, compute: Compute, make_layer: Callable[..., Block] | None = None):
         if config.layer_kind is not None:
-            raise ValueError(f"transformer: the Equinox twin has no memory layers, got memory.kind={config.layer_kind}")
+            raise ValueError(f"transformer: the Equinox twin has no layers of kind {config.layer_kind!r}")
         d_model, dtype = config.d_model, compute.dtype
         if config.global_every is not None and compute.scan_layers:
             raise ValueError(

@@ -31,13 +31,13 @@ class LoraConfig(Base):
         """What the adapters' output is multiplied by."""
         return self.alpha / self.rank
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> LoraConfig:
+    @pydantic.field_validator("targets")
+    @classmethod
+    def _ordered(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
         known = (*ATTENTION, *FEED_FORWARD)
-        wrong = [name for name in self.targets if name not in known]
-        if wrong or not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"lora: targets={list(self.targets)} must be different ones of {', '.join(known)}")
-        return self
+        if not targets or not set(targets) <= set(known) or len(set(targets)) < len(targets):
+            raise ValueError(f"lora: targets={list(targets)} must be different ones of {', '.join(known)}")
+        return tuple(sorted(targets, key=known.index))  # no order of names decides anything
 
 
 class LoraTransformerConfig(TransformerConfig):

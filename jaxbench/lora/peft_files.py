@@ -100,6 +100,9 @@ def _check_kind(folder: Path, values: Mapping[str, Any]) -> None:
     for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias"):
         if values.get(name):
             raise ValueError(f"{folder / CONFIG}: {name} is {str(values[name])[:60]}, which is not read")
+    for name in ("r", "lora_alpha"):
+        if not isinstance(values.get(name), int | float):
+            raise ValueError(f"{folder / CONFIG}: {name} is {values.get(name)!r}, wanted a number")
     if not isinstance(values.get("target_modules"), list):
         raise ValueError(f"{folder / CONFIG}: target_modules is no list of names")
 

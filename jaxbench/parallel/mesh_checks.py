@@ -47,7 +47,7 @@ def _check_pipeline(
     if model.layer_kind is not None:
         raise ValueError(
             f"parallel: stage={stages} with micro_batches={micro} needs layers that are alike, and "
-            f"memory.kind={model.layer_kind} makes some of them differ; use data, fsdp and model"
+            f"some are of kind {model.layer_kind!r}; use data, fsdp and model"
         )
     if model.global_every is not None or model.logit_softcap is not None:
         raise ValueError(

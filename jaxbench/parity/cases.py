@@ -22,6 +22,7 @@ import numpy as np
 from jaxbench import initial
 from jaxbench.block_pattern import BlockPattern
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.lora.config import LoraConfig, with_lora
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
 from jaxbench.memory.config import NeuralMemoryConfig
@@ -60,6 +61,9 @@ YARN_SCALING = RotaryScaling(kind="yarn", factor=4.0, original_max_seq_len=64, b
 GATED = with_memory(LLAMA, DecoderMemory(
     kind="mag", layers=(1,), window=4, num_persistent=2, max_documents=2,
     neural=NeuralMemoryConfig(d_model=32, num_heads=2, head_dim=8, chunk_size=4),
+))  # fmt: skip
+ADAPTED = with_lora(LLAMA, LoraConfig(
+    rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"), layers=(1,),
 ))  # fmt: skip
 
 
@@ -216,6 +220,7 @@ CASES: tuple[Case, ...] = (
          prompt=0, backends=("flax",)),
     Case("transformer/memory-gate", GATED, module="memory.decoder", length=12, prompt=7, sampled=True,
          backends=("flax",)),
+    Case("transformer/lora", ADAPTED, module="lora.layers", sampled=True, backends=("flax",)),
     _block("mac", seed=1),
     _block("mag", length=7),
     _block("mag", seed=1, length=8, depth=0)._replace(id="memory/mag-none"),

@@ -162,7 +162,7 @@ def save_checkpoint(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"save: {folder} exists and is not an empty folder; choose another name or remove it")
     if config.layer_kind is not None:
-        raise ValueError(f"save: memory.kind={config.layer_kind}: no Hugging Face architecture has memory layers")
+        raise ValueError(f"save: no Hugging Face architecture has layers of kind {config.layer_kind!r}")
     values = hf_config.config_to_hf(config)
     wanted = parameter_shapes(config)
     shapes = {name: np.shape(value) for name, value in params.items()}

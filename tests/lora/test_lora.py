@@ -1,0 +1,169 @@
+"""Low-rank adapters: PEFT's own outputs, folders both ways, what is trained, what is merged, what is refused."""
+
+import json
+import warnings
+
+import jax
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from jaxbench import config, initial, prng, transformer
+from jaxbench.lora import layers as flax_layers
+from jaxbench.lora import peft_files
+from jaxbench.lora.config import LoraConfig, merged, with_lora
+from jaxbench.memory.train_config import MemoryTrainConfig
+from jaxbench.parity import cases, hallucination
+from jaxbench.parity.oracles import transformers_model
+from jaxbench.pretrained import weights
+from jaxbench.training import engine, trainer
+from tests.structure import ROOT
+from torch_ref import prng as torch_prng
+from torch_ref.lora import layers as torch_layers
+from torch_ref.training import engine as torch_engine
+
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 20))
+POSITIONS = np.tile(np.arange(20), (2, 1))
+SOME = LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"), layers=(0, 2))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_outputs_are_peft_s_and_its_folders_are_read_back(family, tmp_path):
+    import peft
+
+    theirs = hallucination.family_model(family)
+    transformers_model.save(theirs, tmp_path / "model")
+    checkpoint = weights.load_checkpoint(tmp_path / "model")
+    shape = with_lora(checkpoint.config, SOME)
+    drawn = initial.initial_params(shape, 0, distinct=True)
+    params = {**checkpoint.params, **{name: value for name, value in drawn.items() if ".lora_" in name}}
+    peft_files.save(tmp_path / "ours", shape, params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's own
+        adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "ours").double()
+        adapted.save_pretrained(tmp_path / "theirs")
+    with torch.no_grad(), transformers_model.wide():
+        wanted = adapted(torch.tensor(TOKENS)).logits.numpy()
+    found = torch_layers.build(shape, params, dtype="float64")(torch.tensor(TOKENS), torch.tensor(POSITIONS))
+    assert np.abs(found.detach().numpy() - wanted).max() <= 1e-11 * np.abs(wanted).max()
+    again, read = peft_files.load(tmp_path / "theirs", checkpoint.config)
+    assert again.lora == shape.lora and read.keys() == {name for name in params if ".lora_" in name}
+    assert all(np.allclose(read[name], params[name], rtol=1e-6, atol=0) for name in read)
+
+
+def test_backends_agree_with_dropout_and_merged_kernels_compute_the_same():
+    shape = with_lora(cases.LLAMA, cases.ADAPTED.lora.model_copy(update={"dropout": 0.3}))
+    params = initial.initial_params(shape, 0, distinct=True)
+    flax = flax_layers.build(shape, params)
+    run = jax.jit(lambda tokens, key: flax(tokens, POSITIONS, dropout=None if key is None else (key, 3)))
+    plain, dropped = run(TOKENS, None), run(TOKENS, prng.key_from_seed(0))
+    whole = transformer.build(cases.LLAMA, merged(shape, params))
+    np.testing.assert_allclose(jax.jit(lambda x: whole(x, POSITIONS))(TOKENS), plain, rtol=0, atol=2e-6)
+    twin = torch_layers.build(shape, params)
+    given = (torch.tensor(TOKENS), torch.tensor(POSITIONS))
+    with torch.no_grad():
+        np.testing.assert_allclose(twin(*given), plain, rtol=0, atol=2e-6)
+        found = twin(*given, dropout=(torch_prng.key_from_seed(0), 3))
+    np.testing.assert_allclose(found, dropped, rtol=0, atol=2e-6)
+    assert np.abs(np.asarray(dropped) - plain).max() > 1e-3
+
+
+def test_new_adapters_leave_the_decoder_as_it_is():
+    params = initial.initial_params(cases.LLAMA, 0)
+    shape = with_lora(cases.LLAMA, SOME.model_copy(update={"layers": None}))
+    with torch.no_grad():
+        given = (torch.tensor(TOKENS), torch.tensor(POSITIONS))
+        found = torch_layers.build(shape, initial.inserted(shape, params, 0), dtype="float64")(*given)
+        assert torch.equal(found, torch_layers.build(cases.LLAMA, params, dtype="float64")(*given))
+
+
+def settings(**changes):
+    content = yaml.safe_load((ROOT / "configs/lm/tiny.yaml").read_text(encoding="utf-8"))
+    content["model"]["dropout"] = 0.0
+    content |= {"steps": 6, "lora": {"rank": 4, "dropout": 0.1}, "step": {"optimizer": {"trained": "adapters"}}}
+    return MemoryTrainConfig(**(content | changes))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return the folders of one run in both backends."""
+    found = {}
+    for name, layers, module in (("flax", flax_layers, engine), ("torch", torch_layers, torch_engine)):
+        run, extension = settings(), layers.extension(settings().lora)
+        make = lambda *args, module=module, extension=extension: module.Engine(*args, extension=extension)
+        found[name] = tmp_path_factory.mktemp(name)
+        trainer.run(run, make, workdir=found[name], backend=name)
+    return found
+
+
+def test_a_run_trains_adapters_alone_alike_in_both_backends(runs):
+    losses = []
+    for folder in runs.values():
+        records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+        losses.append([record["loss"] for record in records if "loss" in record])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2e-6)
+    assert len(losses[0]) == 6 and losses[0][-1] < losses[0][0]
+
+
+def test_a_run_exports_its_adapters_for_peft_and_merged(runs):
+    start = initial.initial_params(settings().decoder(257), 0)
+    for folder in runs.values():
+        export = weights.load_checkpoint(folder / "export")
+        shape, adapters = peft_files.load(folder / "adapters", export.config)
+        assert shape.lora.rank == 4 and any(np.any(v) for n, v in adapters.items() if "lora_b" in n)
+        wanted = merged(shape, {**start, **adapters})
+        for name, value in export.params.items():
+            np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-7, err_msg=name)
+        assert np.array_equal(export.params["embed.embedding"], np.float32(start["embed.embedding"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"step": {}}, "trained=all and lora is there: adapters are trained alone"),
+        ({"lora": None}, "trained=adapters and lora is null: there would be nothing to train"),
+        ({"lora": {"targets": ["head"]}}, "must be different ones of q_proj"),
+        ({"lora": {"layers": [2]}}, "must be different layers from 0 to 1"),
+        ({"lora": {"rank": 0}}, "greater than 0"),
+        ({"fused_projections": True}, "lora: adapters need fused_projections=false"),
+    ],
+)
+def test_runs_that_do_not_fit_their_adapters_are_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        settings(**changes)
+
+
+def test_a_run_without_adapters_is_the_run_it_was():
+    identity = settings(lora=None, step={}).identity()
+    assert "lora" not in identity and "trained" not in identity["step"]["optimizer"]
+    assert settings().identity()["lora"]["rank"] == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"target_modules": "all-linear"}, "target_modules is no list"),
+        ({"r": None}, "r is None"),
+    ],
+)
+def test_folders_that_would_be_read_wrongly_are_refused(change, match, tmp_path):
+    params = initial.initial_params(cases.ADAPTED, 0)
+    peft_files.save(tmp_path / "a", cases.ADAPTED, params)
+    path = tmp_path / "a" / peft_files.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=match):
+        peft_files.load(tmp_path / "a", cases.LLAMA)
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        peft_files.save(tmp_path / "a", cases.ADAPTED, params)
+    torn = tmp_path / "a" / peft_files.WEIGHTS
+    torn.write_bytes(torn.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="cannot be read|is None|is True|no list|pattern"):
+        peft_files.load(tmp_path / "a", cases.LLAMA)
+
+
+def test_the_shipped_configuration_adapts_the_default_model():
+    shipped = config.load("configs/lm/smollm2_lora.yaml", (), MemoryTrainConfig)
+    assert shipped.step.optimizer.trained == "adapters" and shipped.start == "default"
