@@ -127,11 +127,6 @@ class TransformerConfig(Base):
         """Whether layers have a window and rotary angles of their own for it (Gemma 3)."""
         return self.local_rope_theta is not None and self.sliding_window is not None
 
-    @property
-    def has_dropout(self) -> bool:
-        """True where training draws dropout masks."""
-        return self.dropout > 0
-
     # What the core asks about layers; a workload with layers of its own overrides it (extension.py).
 
     @property

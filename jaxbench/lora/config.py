@@ -65,11 +65,6 @@ class LoraTransformerConfig(TransformerConfig):
         """Kind of the layers with adapters."""
         return "lora"
 
-    @property
-    def has_dropout(self) -> bool:
-        """True where training draws masks."""
-        return self.dropout > 0 or self.lora.dropout > 0
-
     def layer_counts(self) -> dict[int, int]:
         """Number of layers with adapters and without, by the index of one of them."""
         chosen = [i for i in range(self.num_layers) if self.has_adapter(i)]

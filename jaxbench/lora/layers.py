@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from jaxbench import functional, nn, philox, transformer
 from jaxbench.attention import Context
 from jaxbench.config import Compute
 from jaxbench.extension import Extension
-from jaxbench.lora.config import ATTENTION, PARAMETERS, LoraConfig, LoraTransformerConfig
-from jaxbench.sharding import Rule
+from jaxbench.lora import placement
+from jaxbench.lora.config import ATTENTION, LoraConfig, LoraTransformerConfig
 
 _stream: ContextVar[tuple | None] = ContextVar("dropout of adapters", default=None)
 
@@ -94,9 +93,4 @@ def build(config: Any, params: Mapping[str, np.ndarray], **compute: Any) -> tran
 
 def extension(lora: LoraConfig | None) -> Extension:
     """What adapters add to the decoder in training; nothing without any."""
-    return Extension() if lora is None else Extension(make_layer=make_layer, add_rules=with_adapters)
-
-
-def with_adapters(rules: tuple[Rule, ...], config: LoraTransformerConfig, **axes: Any) -> tuple[Rule, ...]:
-    """Decoder's sharding rules, and one for its adapters: whole on every device, small as they are."""
-    return (*rules, (PARAMETERS, P()))
+    return Extension() if lora is None else Extension(make_layer=make_layer, add_rules=placement.with_adapters)

@@ -42,7 +42,7 @@ class MemoryTrainConfig(TrainConfig):
         if trained == "memory" and self.memory is None:
             raise ValueError(f"step.optimizer.trained={trained}, but memory is null: there would be nothing to train")
         if self.memory is not None and self.lora is not None:
-            raise ValueError("lora: a decoder with memory layers takes no adapters; leave memory or lora out")
+            raise ValueError(f"lora: adapters do not go with memory.kind={self.memory.kind}; leave memory or lora out")
         return self
 
     def decoder(self, vocab_size: int | None) -> TransformerConfig:

@@ -91,7 +91,7 @@ def _compiled(settings: TrainConfig, config: TransformerConfig, extension: Exten
     state = placed(abstract_state(config, compute, step_config, host=place, extension=extension))
     shape = (settings.batch_size, settings.data.seq_len)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, bool))
-    key = jax.eval_shape(lambda: prng.key_from_seed(0)) if config.has_dropout else None
+    key = jax.eval_shape(lambda: prng.key_from_seed(0)) if settings.has_dropout else None
     batch, rate, key = placed((train.Batch(ids, ids, ids, mask, ids), jax.ShapeDtypeStruct((), "float32"), key))
     evaluate = functools.partial(optimizer_step.eval_step, graph=state.graph, step_config=step_config)
     step = jax.jit(functools.partial(optimizer_step.train_step, step_config=step_config), donate_argnums=0)

@@ -58,7 +58,7 @@ class Engine:
         compute = settings.compute(self.policy.compute, groups)
         model = transformer.build(config, params, make_layer=extension.make_layer, **compute._asdict())
         self.state = optimizer_step.init_state(model, params, step_config)
-        self.dropout_key = prng.key_from_seed(settings.seed) if config.has_dropout else None
+        self.dropout_key = prng.key_from_seed(settings.seed) if settings.has_dropout else None
         self.extension, self.plan, self.num_devices = extension, None, 1
         self.batch_size, self.rows = settings.batch_size, (0, settings.batch_size)
         shape = (settings.batch_size, settings.data.seq_len)

@@ -94,7 +94,7 @@ def lower_step(settings: TrainConfig, topology: chips.Topology, extension: Exten
     everywhere = jax.sharding.NamedSharding(plan.mesh, jax.sharding.PartitionSpec())
     state = batch_size.abstract_state(model, compute, step_config, host=everywhere, extension=extension)
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
-    key = jax.eval_shape(lambda: prng.key_from_seed(0)) if model.has_dropout else None
+    key = jax.eval_shape(lambda: prng.key_from_seed(0)) if model.dropout else None
     extras = {"learning_rate": jax.ShapeDtypeStruct((), "float32"), "dropout_key": key}
     step = mesh_plan.make_step(plan, state, step=functools.partial(optimizer_step.train_step, step_config=step_config))
     lowered = step.lower(state, train.Batch(ids, ids, ids, mask, ids), extras)

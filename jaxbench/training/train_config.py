@@ -118,7 +118,9 @@ class TrainConfig(Base):
                 f"step.optimizer.trained={trained} and lora is {lora}: {problem}; lora goes with trained=adapters"
             )
         if self.lora is not None and self.fused_projections:
-            raise ValueError("lora: adapters need fused_projections=false, for projections of their own")
+            raise ValueError(
+                f"lora: adapters need projections of their own, got fused_projections={self.fused_projections}"
+            )
         self.decoder(self.model.vocab_size or 1)
         return self
 
@@ -129,6 +131,11 @@ class TrainConfig(Base):
           ValueError: as DecoderConfig.resolved, or a workload's layers do not fit the decoder.
         """
         return with_lora(self.model.resolved(vocab_size), self.lora)
+
+    @property
+    def has_dropout(self) -> bool:
+        """True where steps draw dropout masks."""
+        return self.model.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def compute(self, dtype: str, projection_groups: int = 1) -> Compute:
         """How the decoder is computed; projection_groups are the parts of fused kernels, where they are fused."""

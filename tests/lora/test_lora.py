@@ -126,7 +126,7 @@ def test_a_run_exports_its_adapters_for_peft_and_merged(runs):
         ({"lora": {"targets": ["head"]}}, "must be different ones of q_proj"),
         ({"lora": {"layers": [2]}}, "must be different layers from 0 to 1"),
         ({"lora": {"rank": 0}}, "greater than 0"),
-        ({"fused_projections": True}, "lora: adapters need fused_projections=false"),
+        ({"fused_projections": True}, "projections of their own, got fused_projections=True"),
     ],
 )
 def test_runs_that_do_not_fit_their_adapters_are_refused(changes, match):

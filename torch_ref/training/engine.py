@@ -56,7 +56,7 @@ class Engine:
         compute = settings.compute(self.policy.parameter)._asdict()
         model = transformer.build(config, params, make_layer=extension.make_layer, device=device, **compute)
         self.state = optimizer_step.init_state(model, params, step_config)
-        self.dropout_key = prng.key_from_seed(settings.seed).to(device) if config.has_dropout else None
+        self.dropout_key = prng.key_from_seed(settings.seed).to(device) if settings.has_dropout else None
         self.extension = extension
         self.rows, self.num_devices = (0, settings.batch_size), 1
         self._loss = _CompiledLoss() if step_config.torch_compile else train.loss_fn
