@@ -280,7 +280,7 @@ def test_bad_memories_are_refused_with_their_values():
             with_memory(PLAIN.model_copy(update={"qkv_bias": True}), memory(kind))
     with pytest.raises(ValueError, match="which has no .'query_scale': 0.5"):
         with_memory(PLAIN.model_copy(update={"query_pre_attn_scalar": 32.0}), memory("mag"))
-    with pytest.raises(ValueError, match="scan_layers=True needs layers that are alike, got memory=mag"):
+    with pytest.raises(ValueError, match="scan_layers=True needs layers that are alike, got some of kind 'mag'"):
         shape = with_memory(PLAIN, memory("mag"))
         decoder.build(shape, {}, scan_layers=True)
     segments = np.array([[1, 1, 1, 0], [2, 3, 4, 0]])
