@@ -1,8 +1,9 @@
-"""A fitted detector: regressions on responses and on sentences, and one on what they say (S file).
+"""A fitted detector: regressions on responses and sentences, a token classifier, and one on what they say (S file).
 
 Two members see whole responses, two see sentences, whose probabilities become a response's: that at least one is wrong,
-their mean and the largest. A last regression weighs all of it; it is fitted on what members say of sources they were
-not fitted to, so that its probabilities are calibrated, and the threshold is chosen there too.
+their mean and the largest; a token classifier, where there is one, sees tokens. A last regression weighs all of it; it
+is fitted on what members say of sources they were not fitted to, so that its probabilities are calibrated, and the
+thresholds are chosen there too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxbench.hallucination import linear, metrics
+from jaxbench.hallucination import linear, metrics, token_scoring
 from jaxbench.hallucination.linear import Linear
 from jaxbench.hallucination.pooled import Pooled
+from jaxbench.hallucination.token_inputs import Nested, Tokens, Trained
 
 Array = np.ndarray
 FLOOR = 1e-3  # of probabilities whose logarithm is taken
@@ -27,6 +29,7 @@ class Inputs(NamedTuple):
     whole: Mapping[str, Array]  # family of features -> [responses, columns]
     parts: Mapping[str, Array]  # of sentences -> [sentences, columns]
     response: Array  # [sentences] number of each one's response, in order
+    tokens: tuple[Tokens, ...] = ()  # of each response, or none at all
 
     def take(self, rows: Array) -> Inputs:
         """Some responses, by number, with their sentences."""
@@ -36,11 +39,12 @@ class Inputs(NamedTuple):
         mine = mine[np.argsort(place[self.response[mine]], kind="stable")]
         whole = {name: values[rows] for name, values in self.whole.items()}
         parts = {name: values[mine] for name, values in self.parts.items()}
-        return Inputs(whole, parts, place[self.response[mine]])
+        tokens = tuple(self.tokens[row] for row in rows) if self.tokens else ()
+        return Inputs(whole, parts, place[self.response[mine]], tokens)
 
     @classmethod
-    def join(cls, read: Sequence[tuple[Pooled, Pooled]]) -> Inputs:
-        """Inputs of responses: what is pooled over each, and over its sentences."""
+    def join(cls, read: Sequence[tuple[Pooled, Pooled]], tokens: Sequence[Tokens] = ()) -> Inputs:
+        """Inputs of responses: what is pooled over each, and over its sentences; their tokens."""
         counts = [len(parts.spans) for _, parts in read]
         joined = [
             {name: np.concatenate([each[i].families[name] for each in read]) for name in read[0][i].families}
@@ -48,7 +52,7 @@ class Inputs(NamedTuple):
         ]
         places = [np.stack([np.arange(count) / count, np.full(count, count)], axis=1) for count in counts]
         joined[1]["place"] = np.concatenate(places)
-        return cls(*joined, np.repeat(np.arange(len(read)), counts))
+        return cls(*joined, np.repeat(np.arange(len(read)), counts), tuple(tokens))
 
     @property
     def num_responses(self) -> int:
@@ -62,6 +66,12 @@ class Labels(NamedTuple):
     response: Array  # [responses] bool
     part: Array  # [sentences] bool
     source: Array  # [responses], what is never split
+    tokens: tuple[Array, ...] = ()  # of each response [tokens] bool, or none at all
+
+    def take(self, rows: Array, inputs: Inputs) -> Labels:
+        """Labels of some responses, by ascending number, and of their sentences."""
+        tokens = tuple(self.tokens[row] for row in rows) if self.tokens else ()
+        return Labels(self.response[rows], self.part[np.isin(inputs.response, rows)], self.source[rows], tokens)
 
 
 class Member(NamedTuple):
@@ -90,6 +100,8 @@ class Detector(NamedTuple):
     stack: Linear
     threshold: float  # probability from which a response counts as hallucinated
     part_threshold: float  # and a sentence
+    tokens: tuple[Trained, ...] = ()  # token classifiers, whose log-odds are averaged
+    token_threshold: float = 1.0  # probability from which a token counts
 
 
 class Verdicts(NamedTuple):
@@ -97,6 +109,7 @@ class Verdicts(NamedTuple):
 
     probability: Array  # [responses]
     parts: Array  # [sentences], probability by the member that sees most of a sentence
+    tokens: tuple[Array, ...]  # probability of each response's tokens; () without a token classifier
 
 
 def columns(inputs: Inputs, member: Member) -> Array:
@@ -135,9 +148,17 @@ def _log_odds(probability: Array) -> Array:
 
 
 def fit(
-    inputs: Inputs, labels: Labels, *, members: Mapping[str, Member] = READER, inner_folds: int = 5, seed: int = 0
+    inputs: Inputs,
+    labels: Labels,
+    *,
+    members: Mapping[str, Member] = READER,
+    tokens: Nested | None = None,
+    inner_folds: int = 5,
+    seed: int = 0,
 ) -> Detector:
     """Detector of labelled responses.
+
+    tokens: of token_training.nested on the same responses; None = without a token classifier.
 
     Raises:
       ValueError: too few sources, one class only, or a feature that is not finite.
@@ -151,10 +172,13 @@ def fit(
         heard = np.zeros((len(fold), mine.shape[1])) if heard is None else heard
         heard[test] = mine
         parts[np.isin(inputs.response, test)] = of_parts(members, fitted, taken)
+    if tokens is not None:
+        heard = np.concatenate([heard, token_scoring.of_responses(tokens.logits)], axis=1)
     stack = linear.fit(heard, labels.response, strength=STACK_STRENGTH)
     threshold = metrics.best_threshold(labels.response, linear.sigmoid(stack.logit(heard)))
     fitted = _fit_members(inputs, labels, np.arange(len(fold)), members)
-    return Detector(members, fitted, stack, threshold, metrics.best_threshold(labels.part, parts))
+    of_tokens = () if tokens is None else (tokens.trained, tokens.threshold)
+    return Detector(members, fitted, stack, threshold, metrics.best_threshold(labels.part, parts), *of_tokens)
 
 
 def _fit_members(inputs: Inputs, labels: Labels, rows: Array, members: Mapping[str, Member]) -> dict[str, Linear]:
@@ -167,10 +191,18 @@ def _fit_members(inputs: Inputs, labels: Labels, rows: Array, members: Mapping[s
     return found
 
 
-def judge(detector: Detector, inputs: Inputs) -> Verdicts:
-    """Probabilities of responses and of their sentences."""
-    probability = linear.sigmoid(detector.stack.logit(said(detector.members, detector.fitted, inputs)))
-    return Verdicts(probability, of_parts(detector.members, detector.fitted, inputs))
+def judge(detector: Detector, inputs: Inputs, *, package: str = "jaxbench") -> Verdicts:
+    """Probabilities of responses, of their sentences and of their tokens.
+
+    package: whose token classifier computes: that of JAX or of PyTorch.
+    """
+    heard, tokens = said(detector.members, detector.fitted, inputs), []
+    if detector.tokens:
+        tokens = token_scoring.logits(detector.tokens, inputs.tokens, package=package)
+        heard = np.concatenate([heard, token_scoring.of_responses(tokens)], axis=1)
+    probability = linear.sigmoid(detector.stack.logit(heard))
+    parts = of_parts(detector.members, detector.fitted, inputs)
+    return Verdicts(probability, parts, tuple(map(linear.sigmoid, tokens)))
 
 
 def of_parts(members: Mapping[str, Member], fitted: Mapping[str, Linear], inputs: Inputs) -> Array:

@@ -57,17 +57,22 @@ def average_precision(labels: Array, scores: Array) -> float:
     return float(np.sum(np.diff(recall, prepend=0.0) * precision))
 
 
-def precision_recall(labels: Array, scores: Array) -> tuple[Array, Array, Array]:
-    """Precision and recall at every distinct threshold, the highest first; a score at it counts as flagged."""
+def precision_recall(labels: Array, scores: Array, weights: Array | None = None) -> tuple[Array, Array, Array]:
+    """Precision and recall at every distinct threshold, the highest first; a score at it counts as flagged.
+
+    weights: how much each one counts; None = 1.
+    """
+    weights = np.ones(len(labels)) if weights is None else weights
     order = np.argsort(-scores, kind="stable")
     ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))
-    hits = np.cumsum(labels[order])[ends]
-    return hits / (ends + 1), hits / max(int(np.sum(labels)), 1), scores[order][ends]
+    hits = np.cumsum((labels * weights)[order])[ends]
+    flagged = np.maximum(np.cumsum(weights[order])[ends], 1e-12)
+    return hits / flagged, hits / max(float(np.sum(labels * weights)), 1e-12), scores[order][ends]
 
 
-def best_threshold(labels: Array, scores: Array) -> float:
+def best_threshold(labels: Array, scores: Array, weights: Array | None = None) -> float:
     """Threshold with the highest F1, halfway to the next lower score."""
-    precision, recall, thresholds = precision_recall(labels, scores)
+    precision, recall, thresholds = precision_recall(labels, scores, weights)
     f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
     best = int(np.argmax(f1))
     below = thresholds[best + 1] if best + 1 < len(thresholds) else thresholds[best]

@@ -15,9 +15,10 @@ from jaxbench.hallucination import extract
 from jaxbench.hallucination.detector import Detector, Member
 from jaxbench.hallucination.group import ReaderSettings
 from jaxbench.hallucination.linear import Linear
+from jaxbench.hallucination.token_inputs import Scale, TokenConfig, Trained
 
-FORMAT = 1
-CODE = (*extract.CODE, "pooled.py", "lexical.py", "sentences.py", "detector.py")  # what decides its columns
+FORMAT = 2
+CODE = (*extract.CODE, "pooled.py", "lexical.py", "sentences.py", "detector.py", "token_inputs.py", "token_scoring.py")
 STACK = "stack"
 
 
@@ -38,12 +39,17 @@ def save(path: str | Path, saved: Saved) -> None:
         for name, regression in regressions.items()
         for field, value in regression._asdict().items()
     }
+    for i, one in enumerate(detector.tokens):
+        arrays = {**one.params, **one.scale._asdict()}
+        tensors |= {f"tokens.{i}.{name}": np.ascontiguousarray(value, np.float32) for name, value in arrays.items()}
     about = {
         "format": FORMAT, "code": extract.code_version(CODE), "model_sha256": saved.model_sha256,
         "reader": saved.settings.model_dump(exclude={"model"}),
         # their order is that of the stack's columns
         "members": {name: member._asdict() for name, member in detector.members.items()},
         "threshold": float(detector.threshold), "part_threshold": float(detector.part_threshold),
+        "token_threshold": float(detector.token_threshold),
+        "tokens": [one.config.model_dump() for one in detector.tokens],
     }  # fmt: skip
     with outputs.whole(path) as temporary:
         save_file(tensors, temporary, {"detector": json.dumps(about)})
@@ -76,8 +82,17 @@ def load(path: str | Path) -> Saved:
         name: Linear(*(tensors[f"{name}.{field}"] for field in Linear._fields)) for name in (*members, STACK)
     }
     stack = regressions.pop(STACK)
-    detector = Detector(members, regressions, stack, about["threshold"], about["part_threshold"])
+    tokens = tuple(_token_classifier(tensors, i, config) for i, config in enumerate(about["tokens"]))
+    thresholds = (about[name] for name in ("threshold", "part_threshold"))
+    detector = Detector(members, regressions, stack, *thresholds, tokens, about["token_threshold"])
     return Saved(detector, ReaderSettings(**about["reader"]), about["model_sha256"])
+
+
+def _token_classifier(tensors: dict[str, np.ndarray], number: int, config: dict[str, Any]) -> Trained:
+    prefix = f"tokens.{number}."
+    mine = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    scale = Scale(*(mine.pop(field) for field in Scale._fields))
+    return Trained(TokenConfig(**config), mine, scale)
 
 
 def check_model(saved: Saved, model_sha256: str, *, name: str) -> None:

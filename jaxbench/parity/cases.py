@@ -22,6 +22,7 @@ import numpy as np
 from jaxbench import initial
 from jaxbench.block_pattern import BlockPattern
 from jaxbench.config import RotaryScaling, TransformerConfig
+from jaxbench.hallucination.token_inputs import TokenConfig
 from jaxbench.lora.config import LoraConfig, with_lora
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
@@ -206,6 +207,9 @@ CASES: tuple[Case, ...] = (
     Case("watermark/neural", NeuralConfig(num_rows=64, d_model=16, num_pooled=8, d_hidden=12, dilations=(1, 2, 4)),
          module="watermark.detector.neural", task="watermark.detector.neural", data="watermark.detector.features",
          batch=4, prompt=0, backends=("flax",)),
+    Case("hallucination/tokens", TokenConfig(num_columns=24, d_model=32),
+         module="hallucination.token_classifier", task="hallucination.token_classifier",
+         data="hallucination.token_inputs", batch=8, length=32, prompt=0, backends=("flax",)),
     *map(_reader, ("llama", "qwen3", "gpt2", "mistral", "gemma2")),
     _memory("neural", num_persistent=3, length=17),
     _memory("neural-padded", seed=1, depth=1, residual_norm=True, loss_reduction="mean", max_update_norm=0.5),

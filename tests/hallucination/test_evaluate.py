@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxbench.hallucination import detector, linear, metrics, ragtruth
+from jaxbench.hallucination import detector, linear, metrics, ragtruth, token_inputs
 from jaxbench.hallucination.study import evaluate, rows, table
 from tests.hallucination import small
 from tests.structure import ROOT
@@ -30,11 +30,24 @@ def made(signal: float, *, num: int = 300, seed: int = 0) -> table.Table:
     inside["states"][:, 1] += signal * part_label
     whole["lexical"], inside["lexical"] = (random.integers(0, 9, (n, 7)) * 1.0 for n in (num, len(response)))
     inside["place"] = random.random((len(response), 2))
-    labels = detector.Labels(label, part_label, source.astype(str))
+    tokens = tuple(made_tokens(here, random, signal) for here in label)
+    marks = [[(2, 6)] if here else [] for here in label]
+    token_labels = tuple(each.labels(mine) for each, mine in zip(tokens, marks))
+    labels = detector.Labels(label, part_label, source.astype(str), token_labels)
     task, generator = np.array(["QA", "Summary"])[source % 2], np.array(["one", "two"])[np.arange(num) % 2]
     split = np.where(source < 6, "train", "dev")
     spans = [[(i, i + 1) for i in range(count)] for count in parts]
-    return table.Table(detector.Inputs(whole, inside, response), labels, task, generator, split, spans)
+    inputs = detector.Inputs(whole, inside, response, tokens)
+    return table.Table(inputs, labels, task, generator, split, spans, marks)
+
+
+def made_tokens(is_hallucinated: bool, random: np.random.Generator, signal: float) -> token_inputs.Tokens:
+    """Return a response of six to eight tokens of two characters, whose second and third are wrong if it is."""
+    num_tokens = int(random.integers(6, 9))
+    columns = random.standard_normal((num_tokens, 5))
+    columns[1:3, 0] += signal * is_hallucinated
+    ends = 2 * np.arange(1, num_tokens + 1)
+    return token_inputs.Tokens(columns.astype(np.float16), np.stack([ends - 2, ends], axis=1))
 
 
 def by_name(name: str) -> rows.Row:
@@ -68,7 +81,8 @@ def test_every_row_sees_labels_of_other_sources_only(row, monkeypatch):
         hidden = np.array(given.labels.response)
         hidden[test] = ~hidden[test]  # what is judged must not matter
         parts = np.where(np.isin(given.inputs.response, test), ~given.labels.part, given.labels.part)
-        turned = given._replace(labels=given.labels._replace(response=hidden, part=parts))
+        tokens = [~each if i in test else each for i, each in enumerate(given.labels.tokens)]
+        turned = given._replace(labels=given.labels._replace(response=hidden, part=parts, tokens=tuple(tokens)))
         expected = row.score(given, train, test)
         np.testing.assert_array_equal(row.score(turned, train, test), expected)
         return expected

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from jaxbench.hallucination import detector, linear, score_regression
-from jaxbench.hallucination.detector import READER, Inputs, Labels, Member
+from jaxbench.hallucination import detector, linear, score_regression, token_scoring
+from jaxbench.hallucination.detector import READER, Detector, Inputs, Labels, Member
 from jaxbench.hallucination.score_regression import GRID, Point, Units
 from jaxbench.hallucination.study.table import Table
+from jaxbench.hallucination.token_inputs import Training
 
 Array = np.ndarray
 Score = Callable[[Table, Array, Array], Array]
@@ -96,13 +97,34 @@ def _detector(members: dict[str, Member], table: Table, train: Array, test: Arra
 
 
 def _fit_and_judge(members: dict[str, Member], inputs: Inputs, labels: Labels, train: Array, test: Array) -> Array:
-    part = labels.part[np.isin(inputs.response, train)]
-    mine = Labels(labels.response[train], part, labels.source[train])
-    return detector.judge(detector.fit(inputs.take(train), mine, members=members), inputs.take(test)).probability
+    fitted = detector.fit(inputs.take(train), labels.take(train, inputs), members=members)
+    return detector.judge(fitted, inputs.take(test)).probability
+
+
+def fit_with_tokens(table: Table, train: Array, settings: Training = Training()) -> Detector:
+    """The detector with a token classifier, of some responses."""
+    from jaxbench.hallucination import token_training
+
+    inputs, labels = table.inputs.take(train), table.labels.take(train, table.inputs)
+    tokens = token_training.nested(inputs.tokens, labels.tokens, labels.source, settings)
+    return detector.fit(inputs, labels, tokens=tokens)
+
+
+def _with_tokens(table: Table, train: Array, test: Array) -> Array:
+    return detector.judge(fit_with_tokens(table, train), table.inputs.take(test)).probability
+
+
+def _tokens_alone(table: Table, train: Array, test: Array) -> Array:
+    """Log-sum-exp of token log-odds by a classifier of the first list."""
+    from jaxbench.hallucination import token_training
+
+    tokens, labels = table.inputs.tokens, table.labels.tokens
+    trained = token_training.fit([tokens[i].columns for i in train], [labels[i] for i in train], Training())
+    return token_scoring.of_responses(token_scoring.logits([trained], [tokens[i] for i in test]))[:, 0]
 
 
 def _with_task(table: Table, train: Array, test: Array) -> Array:
-    """The detector that is also told the task."""
+    """The detector without tokens that is also told the task."""
     tasks = np.stack([table.task == task for task in np.unique(table.task)], axis=1).astype(np.float64)
     inputs = table.inputs._replace(
         whole={**table.inputs.whole, "task": tasks}, parts={**table.inputs.parts, "task": tasks[table.inputs.response]}
@@ -133,6 +155,8 @@ ROWS = (
     Row("ensemble of random heads (12)", "the document's", _random_heads),
     Row("mutual information, 32 columns (13)", "the document's", _mutual_information),
     Row("ranks of six families", "fitted", functools.partial(_rank_ensemble, FAMILIES)),
-    Row("the detector", "fitted", functools.partial(_detector, READER)),
-    Row("the detector, told the task", "fitted", _with_task),
+    Row("the detector without tokens", "fitted", functools.partial(_detector, READER)),
+    Row("the detector without tokens, told the task", "fitted", _with_task),
+    Row("token classifier alone", "fitted", _tokens_alone),
+    Row("the detector", "fitted", _with_tokens),
 )  # fmt: skip

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.hallucination import lexical, pooled, sentences
+from jaxbench.hallucination import lexical, pooled, sentences, token_inputs
 from jaxbench.hallucination.detector import Inputs, Labels
 from jaxbench.hallucination.extract import Item, Store
 from jaxbench.hallucination.ragtruth import Data, Response
@@ -24,6 +24,7 @@ class Table(NamedTuple):
     generator: Array  # [responses]
     split: Array  # [responses]
     spans: list[list[tuple[int, int]]]  # characters of each response's sentences
+    marks: list[list[tuple[int, int]]]  # characters that are labelled
 
     @property
     def cell(self) -> Array:
@@ -38,18 +39,23 @@ def make(data: Data, store: Store | None, *, progress: Callable[[], Any] = lambd
       ValueError: a response's features are missing.
     """
     contexts = {name: lexical.Lexicon(source.context) for name, source in data.sources.items()}
-    read, part_labels = [], []
+    read, part_labels, tokens = [], [], []
     for response in data.responses:
-        read.append(_pooled(data, response, contexts[response.source_id], store))
+        features = None if store is None else _features(data, response, store)
+        lexicon = contexts[response.source_id]
+        read.append(_pooled(features, response, lexicon))
+        tokens += [] if features is None else [token_inputs.tokens(features, response.response, lexicon)]
         part_labels += [is_labelled(response, start, end) for start, end in read[-1][1].spans]
         progress()
-    rows = data.responses
+    rows, marks = data.responses, [[(label.start, label.end) for label in row.labels] for row in data.responses]
     labels = Labels(
-        np.array([bool(row.labels) for row in rows]), np.array(part_labels), np.array([row.source_id for row in rows])
-    )
+        np.array([bool(row.labels) for row in rows]), np.array(part_labels), np.array([row.source_id for row in rows]),
+        tuple(each.labels(mine) for each, mine in zip(tokens, marks)),
+    )  # fmt: skip
     tasks = np.array([data.source(row).task for row in rows])
     generators, splits = (np.array([getattr(row, name) for row in rows]) for name in ("model", "split"))
-    return Table(Inputs.join(read), labels, tasks, generators, splits, [parts.spans for _, parts in read])
+    spans = [parts.spans for _, parts in read]
+    return Table(Inputs.join(read, tokens), labels, tasks, generators, splits, spans, marks)
 
 
 def is_labelled(response: Response, start: int, end: int) -> bool:
@@ -58,22 +64,25 @@ def is_labelled(response: Response, start: int, end: int) -> bool:
 
 
 def _pooled(
-    data: Data, response: Response, lexicon: lexical.Lexicon, store: Store | None
+    features: Mapping[str, Array] | None, response: Response, lexicon: lexical.Lexicon
 ) -> tuple[pooled.Pooled, pooled.Pooled]:
     """Features of a response, and of its sentences."""
-    source = data.source(response)
-    if store is None:
+    if features is None:
         tokens = lexical.tokens(response.response)
         parts = sentences.sentences(response.response)
         return tuple(
             pooled.Pooled({"lexical": pooled.lexical_counts(tokens, lexicon, spans)}, spans)
             for spans in ([(0, len(response.response))], parts)
         )
+    return tuple(pooled.pool(features, response.response, lexicon, by_sentence=by) for by in (False, True))
+
+
+def _features(data: Data, response: Response, store: Store) -> dict[str, Array]:
+    source = data.source(response)
     key = store.key(Item(source.context, source.asked, response.response))
     if not store.has(key):
         raise ValueError(
             f"features of response {response.id} are not in {store.folder}; run `hallucination.py features` with the "
             "same --config, --set and --workdir"
         )
-    features = store.read(key)
-    return tuple(pooled.pool(features, response.response, lexicon, by_sentence=by) for by in (False, True))
+    return store.read(key)

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxbench import nn
+from jaxbench.dilated_convolution import DilatedConvolution, gelu
 from jaxbench.watermark.detector.features import FEATURES, NeuralConfig
 
 
@@ -33,21 +34,6 @@ class Batch(NamedTuple):
     labels: Float[Array, " B"]  # 1 = marked, 0 = not
 
 
-class Layer(nnx.Module):
-    """Residual convolution over a token and its neighbours `dilation` places before and after it."""
-
-    def __init__(self, d_model: int, *, dilation: int, norm_eps: float, dtype: str):
-        self.norm = nn.RMSNorm(d_model, eps=norm_eps, dtype=dtype)
-        self.conv = nn.Linear(3 * d_model, d_model, use_bias=True, dtype=dtype)
-        self.dilation = dilation
-
-    def __call__(self, x: Float[Array, "B T D"], is_token: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Residual stream; padding counts as zeros."""
-        hidden = jnp.where(is_token[:, :, None], self.norm(x), jnp.zeros((), x.dtype))
-        taps = (shifted(hidden, self.dilation), hidden, shifted(hidden, -self.dilation))
-        return x + gelu(self.conv(jnp.concatenate(taps, axis=-1)))
-
-
 class NeuralDetector(nnx.Module):
     """Evidence and tokens in, one logit a text out."""
 
@@ -55,7 +41,7 @@ class NeuralDetector(nnx.Module):
                  norm_eps: float, dtype: str):  # fmt: skip
         self.embed = nn.Embed(num_rows, d_model, dtype=dtype)
         self.evidence = nn.Linear(FEATURES, d_model, use_bias=True, dtype=dtype)
-        layers = [Layer(d_model, dilation=d, norm_eps=norm_eps, dtype=dtype) for d in dilations]
+        layers = [DilatedConvolution(d_model, dilation=d, norm_eps=norm_eps, dtype=dtype) for d in dilations]
         self.layers = nnx.List(layers)
         self.pool = nn.Linear(d_model, num_pooled, use_bias=True, dtype=dtype)
         self.hidden = nn.Linear(3 * num_pooled, d_hidden, use_bias=True, dtype=dtype)
@@ -91,12 +77,6 @@ def token_features(evidence: Float[Array, "B T"], scored: Bool[Array, "B T"], *,
     return jnp.stack([jnp.where(scored, part, zero) for part in parts], axis=-1).astype(dtype)
 
 
-def shifted(x: Float[Array, "B T D"], places: int) -> Float[Array, "B T D"]:
-    """x moved to later places (to earlier ones where negative), with zeros moved in."""
-    places = max(-x.shape[1], min(places, x.shape[1]))
-    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (places, -places, 0), (0, 0, 0)))
-
-
 def pool(x: Float[Array, "B T P"], scored: Bool[Array, "B T"]) -> Float[Array, "B Q"]:
     """Sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -110,11 +90,6 @@ def pool(x: Float[Array, "B T P"], scored: Bool[Array, "B T"]) -> Float[Array, "
     highest = jax.nn.logsumexp(highest, axis=1) - jnp.log(count)
     highest = jnp.where(jnp.any(scored, axis=1)[:, None], highest, zero)
     return jnp.concatenate([total / jnp.sqrt(count), total / count, highest], axis=-1).astype(x.dtype)
-
-
-def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """GELU in its tanh form, rounded once."""
-    return jax.nn.gelu(x.astype(jnp.promote_types(x.dtype, jnp.float32)), approximate=True).astype(x.dtype)
 
 
 def predict(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Array, " B"]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from jaxbench.watermark.detector.features import FEATURES, NeuralConfig
 from torch_ref import nn
+from torch_ref.dilated_convolution import DilatedConvolution, gelu
 
 
 class Batch(NamedTuple):
@@ -27,22 +28,6 @@ class Batch(NamedTuple):
     labels: Float[Tensor, " B"]  # 1 = marked, 0 = not
 
 
-class Layer(torch.nn.Module):
-    """Residual convolution over a token and its neighbours `dilation` places before and after it."""
-
-    def __init__(self, d_model: int, *, dilation: int, norm_eps: float, dtype: str):
-        super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=norm_eps, dtype=dtype)
-        self.conv = nn.Linear(3 * d_model, d_model, use_bias=True, dtype=dtype)
-        self.dilation = dilation
-
-    def forward(self, x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
-        """Residual stream; padding counts as zeros."""
-        hidden = torch.where(is_token[:, :, None], self.norm(x), torch.zeros((), dtype=x.dtype, device=x.device))
-        taps = (shifted(hidden, self.dilation), hidden, shifted(hidden, -self.dilation))
-        return x + gelu(self.conv(torch.cat(taps, dim=-1)))
-
-
 class NeuralDetector(torch.nn.Module):
     """Evidence and tokens in, one logit a text out."""
 
@@ -51,7 +36,7 @@ class NeuralDetector(torch.nn.Module):
         super().__init__()
         self.embed = nn.Embed(num_rows, d_model, dtype=dtype)
         self.evidence = nn.Linear(FEATURES, d_model, use_bias=True, dtype=dtype)
-        layers = [Layer(d_model, dilation=d, norm_eps=norm_eps, dtype=dtype) for d in dilations]
+        layers = [DilatedConvolution(d_model, dilation=d, norm_eps=norm_eps, dtype=dtype) for d in dilations]
         self.layers = torch.nn.ModuleList(layers)
         self.pool = nn.Linear(d_model, num_pooled, use_bias=True, dtype=dtype)
         self.hidden = nn.Linear(3 * num_pooled, d_hidden, use_bias=True, dtype=dtype)
@@ -86,12 +71,6 @@ def token_features(
     return torch.stack([torch.where(scored, part, zero) for part in parts], dim=-1).to(getattr(torch, dtype))
 
 
-def shifted(x: Float[Tensor, "B T D"], places: int) -> Float[Tensor, "B T D"]:
-    """x moved to later places (to earlier ones where negative), with zeros moved in."""
-    places = max(-x.shape[1], min(places, x.shape[1]))
-    return F.pad(x, (0, 0, places, -places))
-
-
 def pool(x: Float[Tensor, "B T P"], scored: Bool[Tensor, "B T"]) -> Float[Tensor, "B Q"]:
     """Sum / sqrt(n), mean and log-mean-exp over the n scored tokens of each text, Q = 3 P; zeros where n = 0."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -105,11 +84,6 @@ def pool(x: Float[Tensor, "B T P"], scored: Bool[Tensor, "B T"]) -> Float[Tensor
     highest = torch.logsumexp(highest, dim=1) - torch.log(count)
     highest = torch.where(scored.any(dim=1)[:, None], highest, zero)
     return torch.cat([total / torch.sqrt(count), total / count, highest], dim=-1).to(x.dtype)
-
-
-def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """GELU in its tanh form, rounded once."""
-    return F.gelu(x.to(torch.promote_types(x.dtype, torch.float32)), approximate="tanh").to(x.dtype)
 
 
 def predict(model: NeuralDetector, batch: Batch, *, dropout: Any = None) -> Float[Tensor, " B"]:

@@ -1,0 +1,69 @@
+"""What trained token classifiers say: of tokens, of the response they make up, and as spans of characters (S file).
+
+The backend's model comes in by the name of its package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxbench.hallucination import metrics, token_inputs
+from jaxbench.hallucination.linear import sigmoid
+from jaxbench.hallucination.token_inputs import Tokens, Trained
+
+Array = np.ndarray
+ROWS = 16  # responses of one call
+LARGEST = 8  # tokens whose mean log-odds are one of a response's numbers
+FLOOR = 1e-3  # of a sum whose logarithm is taken
+
+
+def logits(
+    trained: Sequence[Trained], tokens: Sequence[Tokens], *, package: str = "jaxbench"
+) -> list[Float[Array, " T"]]:
+    """Mean log-odds of each response's tokens by all classifiers, float64.
+
+    package: whose module computes: that of JAX or of PyTorch.
+    """
+    module = importlib.import_module(f"{package}.hallucination.token_classifier")
+    order = np.argsort([len(each.columns) for each in tokens], kind="stable")
+    found: list[Array] = [np.zeros(len(each.columns)) for each in tokens]
+    for one in trained:
+        score = module.scorer(one.config, one.params)
+        for start in range(0, len(order), ROWS):
+            rows = order[start : start + ROWS]
+            arrays = token_inputs.padded([tokens[i].columns for i in rows], None, one.scale, num_rows=ROWS)
+            for said, i in zip(score(arrays), rows):
+                found[i] += said[: len(found[i])] / len(trained)
+    return found
+
+
+def of_responses(logits: Sequence[Float[Array, " T"]]) -> Float[Array, "R 4"]:
+    """What tokens say of their responses: log-sum-exp, that one of them is wrong, mean of the largest, mean."""
+    rows = []
+    for each in logits:
+        any_wrong = -np.log1p(-np.minimum(sigmoid(each), 1 - FLOOR)).sum()
+        largest = np.sort(each)[-LARGEST:]
+        rows.append([np.logaddexp.reduce(each), np.log(any_wrong + FLOOR), largest.mean(), each.mean()])
+    return np.array(rows)
+
+
+def threshold(tokens: Sequence[Tokens], labels: Sequence[Array], logits: Sequence[Array]) -> float:
+    """Probability with the highest F1 over characters."""
+    joined = [np.concatenate(each) for each in (labels, logits, [each.width for each in tokens])]
+    return metrics.best_threshold(joined[0], sigmoid(joined[1]), weights=joined[2])
+
+
+def spans(offsets: Array, probability: Array, threshold: float, text: str) -> list[tuple[int, int]]:
+    """Runs of tokens at or above a threshold as characters (from, to), without white space at their ends."""
+    found: list[tuple[int, int]] = []
+    for start, end in offsets[probability >= threshold].tolist():
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif end > start:
+            found.append((start, end))
+    stripped = [(b - len(text[a:b].lstrip()), a + len(text[a:b].rstrip())) for a, b in found]
+    return [(a, b) for a, b in stripped if a < b]

@@ -1,0 +1,97 @@
+"""Train the token classifier on labelled responses, and ask it about others.
+
+A trained classifier is numpy arrays, so that whoever keeps it need not know what trained it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Shaped
+
+from jaxbench import prng
+from jaxbench.hallucination import linear, token_classifier, token_inputs, token_scoring
+from jaxbench.hallucination.token_inputs import Nested, Tokens, Trained, Training
+from jaxbench.training import optimizer_step
+from jaxbench.training.step_config import OptimizerConfig, StepConfig
+
+WARMUP = 20  # steps
+CLIP_NORM = 1.0
+INNER_FOLDS = 5
+
+
+def nested(
+    tokens: Sequence[Tokens],
+    labels: Sequence[Bool[np.ndarray, " T"]],
+    source: Shaped[np.ndarray, " R"],
+    settings: Training,
+    *,
+    inner_folds: int = INNER_FOLDS,
+    seed: int = 0,
+) -> Nested:
+    """Classifiers of all responses, and what is said of each by those trained without its source.
+
+    Raises:
+      ValueError: as fit.
+    """
+    fold, said = linear.folds(source, inner_folds, seed=seed), [np.zeros(0)] * len(tokens)
+    for i in range(inner_folds):
+        train, test = np.flatnonzero(fold != i), np.flatnonzero(fold == i)
+        trained = _ensemble([tokens[j] for j in train], [labels[j] for j in train], settings)
+        for j, each in zip(test, token_scoring.logits(trained, [tokens[j] for j in test])):
+            said[j] = each
+    return Nested(_ensemble(tokens, labels, settings), said, token_scoring.threshold(tokens, labels, said))
+
+
+def _ensemble(tokens: Sequence[Tokens], labels: Sequence[np.ndarray], settings: Training) -> tuple[Trained, ...]:
+    columns = [each.columns for each in tokens]
+    each = (settings.model_copy(update={"seed": settings.seed + i}) for i in range(settings.num_seeds))
+    return tuple(fit(columns, labels, one) for one in each)
+
+
+def fit(
+    tokens: Sequence[Float[np.ndarray, "T C"]], labels: Sequence[Bool[np.ndarray, " T"]], settings: Training
+) -> Trained:
+    """Classifier of responses' tokens, by AdamW with a rate that falls to 0.
+
+    Raises:
+      ValueError: fewer responses than a batch, one class only, a column or the loss that is not finite.
+    """
+    size = settings.batch_size
+    if len(tokens) < size:
+        raise ValueError(f"token classifier: {len(tokens)} responses, wanted at least batch_size={size}")
+    rate = np.concatenate(labels).mean()
+    if not 0 < rate < 1:
+        raise ValueError("token classifier: all tokens have one label; wanted both")
+    scale = token_inputs.scale_of(tokens)
+    bad = ~np.isfinite(scale.mean) | ~np.isfinite(scale.deviation)
+    if bad.any():
+        raise ValueError(f"token classifier: column {int(np.argmax(bad))} of {len(bad)} is not finite")
+    config = token_inputs.TokenConfig(num_columns=len(bad), **settings.shape())
+    params = token_inputs.initial_params(config, settings.seed, rate=rate)
+    adamw = OptimizerConfig(b1=0.9, b2=0.999, weight_decay=settings.weight_decay, decay="matrices")
+    step_config = StepConfig(clip_norm=CLIP_NORM, optimizer=adamw)
+    state = optimizer_step.init_state(token_classifier.build(config, params), params, step_config)
+    step_fn, key = _step(step_config), prng.key_from_seed(settings.seed)
+    lengths, random, done = np.array([len(each) for each in tokens]), np.random.default_rng(settings.seed), 0
+    total = settings.epochs * (len(tokens) // size)
+    for _ in range(settings.epochs):
+        for rows in token_inputs.batches(lengths, size=size, random=random):
+            arrays = token_inputs.padded([tokens[i] for i in rows], [labels[i] for i in rows], scale, num_rows=size)
+            now = settings.learning_rate * min(1.0, (done + 1) / WARMUP) * (1.0 - done / total)
+            state, metrics = step_fn(state, token_classifier.Batch(*arrays), jnp.float32(now), key)
+            done += 1
+    if not np.isfinite(float(metrics.loss)):
+        raise ValueError(f"token classifier: loss {float(metrics.loss)}; lower learning_rate={settings.learning_rate}")
+    return Trained(config, optimizer_step.state_arrays(state)["params"], scale)
+
+
+@functools.cache
+def _step(step_config: StepConfig):
+    """One compiled step for every fit of a process: folds share it."""
+    step = functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=token_classifier.loss_fn)
+    return jax.jit(step, donate_argnums=0)
