@@ -94,6 +94,7 @@ def define_evaluate() -> None:
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz]")
     flags.DEFINE_string("detector", None, "judge this saved detector alone, as it is, on responses it has not seen")
     flags.DEFINE_bool("reader", True, "judge what a reader's features give; no: words alone, without `features`")
+    flags.DEFINE_bool("curve", False, "judge detectors fitted to a half, a quarter, ... of the sources, too")
     flags.DEFINE_integer("folds", 5, "folds of the judged sources", lower_bound=2)
     flags.DEFINE_integer("draws", 1000, "of the bootstrap by source", lower_bound=100)
     flags.DEFINE_integer("seed", 0, "of folds and bootstrap", lower_bound=0)
@@ -102,13 +103,14 @@ def define_evaluate() -> None:
 def evaluate_rows() -> int:
     """Judge priors, words, scores and detectors, each on sources that it was not fitted to."""
     from jaxbench.hallucination import extract, group, ragtruth, reader_table
-    from jaxbench.hallucination.study import evaluate, table
+    from jaxbench.hallucination.study import evaluate, rows, table
 
     needed("data", "a folder of RAGTruth's format")
     reading = cli.load_config(group.ReaderSettings)
     settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed)
     data, workdir, store, saved = ragtruth.load(VALUES.data), cli.workdir("out/hallucination"), None, None
     if VALUES.reader or VALUES.detector:
+        process_environment.ensure("cpu")
         from jaxbench.hallucination import saved_detector
         from jaxbench.pretrained import weights
 
@@ -123,7 +125,9 @@ def evaluate_rows() -> int:
     evaluate.judged(made, settings)
     with reader_table.status() as say:
         found = (
-            evaluate.run(made, settings, say=say) if saved is None else evaluate.frozen(made, settings, saved.detector)
+            evaluate.run(made, settings, rows=rows.ROWS + rows.CURVE * VALUES.curve, say=say)
+            if saved is None
+            else evaluate.frozen(made, settings, saved.detector)
         )
     outputs.write_json(
         workdir / "evaluation.json",
@@ -143,12 +147,14 @@ def define_fit() -> None:
     cli.define_workdir("out/hallucination")
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz], all fitted to")
     flags.DEFINE_string("output", None, "the detector: a .safetensors file")
+    flags.DEFINE_bool("labels", True, "fit to the labels; no: the detector that needs none, on the same responses")
+    flags.DEFINE_float("rate", 0.4, "share of responses that a detector without labels flags")
     flags.DEFINE_bool("overwrite", False, "replace the output")
 
 
 def fit() -> int:
     """Fit the detector to labelled responses whose features are there, and save it."""
-    from jaxbench.hallucination import detector, extract, group, ragtruth, saved_detector
+    from jaxbench.hallucination import extract, group, ragtruth, reader_table, saved_detector, unlabelled
     from jaxbench.hallucination.study import table
 
     needed("data", "a folder of RAGTruth's format")
@@ -156,13 +162,20 @@ def fit() -> int:
     reading = cli.load_config(group.ReaderSettings)
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     data = ragtruth.load(VALUES.data)
+    process_environment.ensure("cpu")
+    from jaxbench.hallucination import token_training
     from jaxbench.pretrained import weights
 
     checksum = weights.checksum(reading.model)
     store = extract.Store(cli.workdir("out/hallucination") / "features", reading, checksum)
     with progress(len(data.responses)) as advance:
         made = table.make(data, store, progress=lambda: advance(1))
-    fitted = detector.fit(made.inputs, made.labels)
+    with reader_table.status() as say:
+        say("fitting")
+        if VALUES.labels:
+            fitted = token_training.fit_detector(made.inputs, made.labels)
+        else:
+            fitted = unlabelled.fit(made.inputs, rate=VALUES.rate)
     saved_detector.save(VALUES.output, saved_detector.Saved(fitted, reading, checksum))
     print(f"written: {VALUES.output} (from {len(data.responses)} responses)")
     return cli.EXIT_OK

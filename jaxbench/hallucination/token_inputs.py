@@ -25,7 +25,7 @@ class TokenConfig(Base):
 
     num_columns: int = Field(ge=1, le=2**20)  # numbers that it is told of a token
     d_model: int = Field(default=64, ge=1, le=2**14)
-    dilations: tuple[int, ...] = (1, 3)  # tokens between a convolution's three taps, one for each layer
+    dilations: tuple[int, ...] = (1, 2, 4, 8)  # tokens between a convolution's three taps, one for each layer
     dropout: float = Field(default=0.3, ge=0, lt=1)  # of every layer's output in training
     norm_eps: float = Field(default=1e-5, gt=0)
 
@@ -40,7 +40,7 @@ class Training(Base):
     seed: int = Field(default=0, ge=0, lt=2**63)
     num_seeds: int = Field(default=1, ge=1)  # classifiers whose log-odds are averaged
     d_model: int = Field(default=64, ge=1, le=2**14)
-    dilations: tuple[int, ...] = (1, 3)
+    dilations: tuple[int, ...] = (1, 2, 4, 8)
     dropout: float = Field(default=0.3, ge=0, lt=1)
 
     def shape(self) -> dict[str, Any]:

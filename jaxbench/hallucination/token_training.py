@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
 from jaxbench import prng
-from jaxbench.hallucination import linear, token_classifier, token_inputs, token_scoring
+from jaxbench.hallucination import detector, linear, token_classifier, token_inputs, token_scoring
+from jaxbench.hallucination.detector import Detector, Inputs, Labels
 from jaxbench.hallucination.token_inputs import Nested, Tokens, Trained, Training
 from jaxbench.training import optimizer_step
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
@@ -22,6 +23,15 @@ from jaxbench.training.step_config import OptimizerConfig, StepConfig
 WARMUP = 20  # steps
 CLIP_NORM = 1.0
 INNER_FOLDS = 5
+
+
+def fit_detector(inputs: Inputs, labels: Labels, settings: Training = Training()) -> Detector:
+    """The detector with a token classifier, of labelled responses.
+
+    Raises:
+      ValueError: as fit, and as detector.fit.
+    """
+    return detector.fit(inputs, labels, tokens=nested(inputs.tokens, labels.tokens, labels.source, settings))
 
 
 def nested(
@@ -59,11 +69,9 @@ def fit(
     """Classifier of responses' tokens, by AdamW with a rate that falls to 0.
 
     Raises:
-      ValueError: fewer responses than a batch, one class only, a column or the loss that is not finite.
+      ValueError: one class only, a column or the loss that is not finite.
     """
-    size = settings.batch_size
-    if len(tokens) < size:
-        raise ValueError(f"token classifier: {len(tokens)} responses, wanted at least batch_size={size}")
+    size = min(settings.batch_size, len(tokens))
     rate = np.concatenate(labels).mean()
     if not 0 < rate < 1:
         raise ValueError("token classifier: all tokens have one label; wanted both")

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxbench.hallucination import detect, detector, extract, ragtruth, saved_detector
+from jaxbench.hallucination import detect, detector, extract, ragtruth, saved_detector, token_inputs, token_training
 from jaxbench.hallucination.study import table
 from jaxbench.pretrained import weights
 from tests.hallucination import small
@@ -30,10 +30,11 @@ def made(tmp_path_factory):
         {name: values[rows] for name, values in inputs.whole.items()},
         {name: np.tile(values, (6, 1)) for name, values in inputs.parts.items()},
         np.concatenate([inputs.response + len(data.responses) * i for i in range(6)]),
+        inputs.tokens * 6,
     )
     source = np.array([f"{name} {i}" for i in range(6) for name in read.labels.source])
-    labels = detector.Labels(read.labels.response[rows], np.tile(read.labels.part, 6), source)
-    fitted = detector.fit(repeated, labels)
+    labels = detector.Labels(read.labels.response[rows], np.tile(read.labels.part, 6), source, read.labels.tokens * 6)
+    fitted = token_training.fit_detector(repeated, labels, token_inputs.Training(learning_rate=0.01, epochs=8))
     path = folder / "detector.safetensors"
     saved_detector.save(path, saved_detector.Saved(fitted, settings, weights.checksum(str(model))))
     return folder, read, path, fitted, str(model)

@@ -38,7 +38,7 @@ def made(signal: float, *, num: int = 300, seed: int = 0) -> table.Table:
     split = np.where(source < 6, "train", "dev")
     spans = [[(i, i + 1) for i in range(count)] for count in parts]
     inputs = detector.Inputs(whole, inside, response, tokens)
-    return table.Table(inputs, labels, task, generator, split, spans, marks)
+    return table.Table(inputs, labels, task, generator, split, spans, marks, ["." * 20] * num)
 
 
 def made_tokens(is_hallucinated: bool, random: np.random.Generator, signal: float) -> token_inputs.Tokens:
@@ -56,7 +56,7 @@ def by_name(name: str) -> rows.Row:
 
 def test_noise_is_noise_out_of_fold_although_it_fits_what_it_saw():
     noise = made(0.0)
-    scores, fold = evaluate.out_of_fold(noise, by_name("the detector"), SETTINGS)
+    (scores, _), fold = evaluate.out_of_fold(noise, by_name("the detector"), SETTINGS)
     judged = evaluate.judged(noise, SETTINGS)
     assert abs(metrics.auc(noise.labels.response[judged], scores) - 0.5) < 0.1
     whole = detector.fit(noise.inputs, noise.labels)
@@ -69,6 +69,7 @@ def test_a_signal_is_found_by_the_detector_and_beats_the_lexical_regression_with
     found = evaluate.run(made(2.5), SETTINGS, rows=[by_name(name) for name in (rows.BASELINE, "the detector")])
     row = found["the detector"]
     assert row["pooled"][0] > 0.8 and row["stratified_gain"][1] > 0.1 and row["f1"] > 0.6
+    assert row["spans"]["f1"][0] > 0.5 and row["spans"]["f1"][1] < row["spans"]["f1"][0] < row["spans"]["f1"][2]
     assert row["pooled"][1] < row["pooled"][0] < row["pooled"][2] and "pooled_gain" not in found[rows.BASELINE]
 
 
@@ -83,11 +84,12 @@ def test_every_row_sees_labels_of_other_sources_only(row, monkeypatch):
         parts = np.where(np.isin(given.inputs.response, test), ~given.labels.part, given.labels.part)
         tokens = [~each if i in test else each for i, each in enumerate(given.labels.tokens)]
         turned = given._replace(labels=given.labels._replace(response=hidden, part=parts, tokens=tuple(tokens)))
-        expected = row.score(given, train, test)
-        np.testing.assert_array_equal(row.score(turned, train, test), expected)
+        expected, again = row.judge(given, train, test), row.judge(turned, train, test)
+        np.testing.assert_array_equal(again.scores, expected.scores)
+        assert again.spans == expected.spans
         return expected
 
-    scores, _ = evaluate.out_of_fold(seen, row._replace(score=watched), evaluate.Evaluation(folds=2, draws=100))
+    (scores, _), _ = evaluate.out_of_fold(seen, row._replace(score=watched), evaluate.Evaluation(folds=2, draws=100))
     assert np.isfinite(scores).all() and len(scores) == (seen.split == "dev").sum()
 
 

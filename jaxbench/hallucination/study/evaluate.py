@@ -11,7 +11,7 @@ import pydantic
 from jaxbench import config
 from jaxbench.hallucination import linear, metrics
 from jaxbench.hallucination.detector import Detector, judge
-from jaxbench.hallucination.study.rows import BASELINE, ROWS, Row
+from jaxbench.hallucination.study.rows import BASELINE, ROWS, Row, Scored, Spans, spans_of
 from jaxbench.hallucination.study.table import Table
 
 Array = np.ndarray
@@ -41,17 +41,20 @@ def judged(table: Table, settings: Evaluation) -> Array:
     return rows
 
 
-def out_of_fold(table: Table, row: Row, settings: Evaluation) -> tuple[Array, Array]:
-    """Scores of the judged rows, each fitted without its source, and their folds."""
+def out_of_fold(table: Table, row: Row, settings: Evaluation) -> tuple[Scored, Array]:
+    """What a row says of the judged responses, each time fitted without their sources, and their folds."""
     rows = judged(table, settings)
     fold = np.full(len(table.split), -1)
     fold[rows] = linear.folds(table.labels.source[rows], settings.folds, seed=settings.seed)
-    scores = np.zeros(len(fold))
+    scores, spans = np.zeros(len(fold)), [None] * len(fold)
     for i in range(settings.folds):
         test = np.flatnonzero(fold == i)
         held_out = np.isin(table.labels.source, table.labels.source[test])
-        scores[test] = row.score(table, np.flatnonzero(~held_out), test)
-    return scores[rows], fold[rows]
+        found = row.judge(table, np.flatnonzero(~held_out), test)
+        scores[test] = found.scores
+        for j, each in zip(test, found.spans or ()):
+            spans[j] = each
+    return Scored(scores[rows], None if found.spans is None else [spans[j] for j in rows]), fold[rows]
 
 
 def flags(labels: Array, scores: Array, fold: Array) -> Array:
@@ -61,6 +64,26 @@ def flags(labels: Array, scores: Array, fold: Array) -> Array:
         mine = fold == i
         found[mine] = scores[mine] >= metrics.best_threshold(labels[~mine], scores[~mine])
     return found
+
+
+def span_figures(table: Table, settings: Evaluation, spans: Sequence[Spans]) -> dict[str, list[float]]:
+    """F1, precision and recall of marked characters over all judged responses, with intervals by source."""
+    rows, counts = judged(table, settings), []
+    for row, found in zip(rows, spans, strict=True):
+        wanted, marked = np.zeros((2, len(table.texts[row])), bool)
+        for mask, each in ((wanted, table.marks[row]), (marked, found)):
+            for start, end in each:
+                mask[start:end] = True
+        counts.append([(wanted & marked).sum(), marked.sum(), wanted.sum()])
+    counts = np.array(counts, np.float64)
+
+    def share(*of: int) -> Callable[[Array], float]:
+        return lambda at: float(len(of) * counts[at, 0].sum() / max(counts[at][:, of].sum(), 1.0))
+
+    names = {"f1": (1, 2), "precision": (1,), "recall": (2,)}
+    wanted = [share(*of) for of in names.values()]
+    found = metrics.bootstrap(wanted, table.labels.source[rows], draws=settings.draws, seed=settings.seed)
+    return {name: list(each) for name, each in zip(names, found)}
 
 
 def measures(table: Table, rows: Array, scores: Array) -> dict[str, Callable[[Array], float]]:
@@ -107,7 +130,7 @@ def run(
 ) -> dict[str, Mapping[str, Any]]:
     """Figures of every row that the table has features for, by name; say is called with each name before it."""
     has_reader = "states" in table.inputs.whole
-    scores: dict[str, tuple[Array, Array]] = {}
+    scores: dict[str, tuple[Scored, Array]] = {}
     found: dict[str, Mapping[str, Any]] = {}
     labels = table.labels.response[judged(table, settings)]
     for row in sorted(rows, key=lambda row: row.name != BASELINE):  # which the others are compared with
@@ -115,16 +138,20 @@ def run(
             continue
         say(row.name)
         scores[row.name] = out_of_fold(table, row, settings)
-        baseline = scores[BASELINE][0] if BASELINE in scores and row.name != BASELINE else None
-        found[row.name] = {"kind": row.kind} | summary(
-            table, settings, scores[row.name][0], flags(labels, *scores[row.name]), baseline
-        )
+        baseline = scores[BASELINE][0].scores if BASELINE in scores and row.name != BASELINE else None
+        said, fold = scores[row.name]
+        flagged = flags(labels, said.scores, fold)
+        found[row.name] = {"kind": row.kind} | summary(table, settings, said.scores, flagged, baseline)
+        if said.spans is not None:
+            found[row.name]["spans"] = span_figures(table, settings, said.spans)
     return {row.name: found[row.name] for row in rows if row.name in found}
 
 
 def frozen(table: Table, settings: Evaluation, detector: Detector) -> dict[str, Mapping[str, Any]]:
     """Figures of a fitted detector on responses that it has not seen: nothing is chosen here."""
     rows = judged(table, settings)
-    scores = judge(detector, table.inputs.take(rows)).probability
-    found = summary(table, settings, scores, scores >= detector.threshold, None)
+    said = judge(detector, table.inputs.take(rows))
+    found = summary(table, settings, said.probability, said.probability >= detector.threshold, None)
+    if detector.tokens:
+        found["spans"] = span_figures(table, settings, spans_of(table, rows, detector, said.tokens))
     return {"the detector as saved": {"kind": "saved"} | found}

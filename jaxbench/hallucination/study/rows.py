@@ -1,27 +1,35 @@
 """What is compared: priors, words, families of scores, the document's techniques, detectors (S file).
 
-A row is a function of a table and two lists of responses: fitted on the first, it returns scores of the second. All
-that is chosen (columns, weights, regularisation, thresholds) is chosen inside the first list.
+A row is a function of a table and two lists of responses: fitted on the first, it scores the second, and marks
+characters of it if it can. All that is chosen (columns, weights, regularisation, thresholds) is chosen inside the
+first list.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from jaxbench.hallucination import detector, linear, score_regression, token_scoring
+from jaxbench.hallucination import detector, linear, score_regression, token_scoring, unlabelled
 from jaxbench.hallucination.detector import READER, Detector, Inputs, Labels, Member
 from jaxbench.hallucination.score_regression import GRID, Point, Units
 from jaxbench.hallucination.study.table import Table
 from jaxbench.hallucination.token_inputs import Training
 
 Array = np.ndarray
-Score = Callable[[Table, Array, Array], Array]
+Spans = list[tuple[int, int]]
 NUM_SELECTED = 32  # columns that mutual information and random choice keep
+
+
+class Scored(NamedTuple):
+    """What a row says of responses."""
+
+    scores: Array  # [responses], larger = more likely hallucinated
+    spans: list[Spans] | None = None  # characters that it marks in each; None = it marks none
 
 
 class Row(NamedTuple):
@@ -29,8 +37,13 @@ class Row(NamedTuple):
 
     name: str
     kind: str  # prior, no reader, one family, the document's, or fitted
-    score: Score
+    score: Callable[[Table, Array, Array], Array | Scored]
     needs_reader: bool = True
+
+    def judge(self, table: Table, train: Array, test: Array) -> Scored:
+        """What the row, fitted on some responses, says of others."""
+        found = self.score(table, train, test)
+        return found if isinstance(found, Scored) else Scored(found)
 
 
 def _prior(column: str, table: Table, train: Array, test: Array) -> Array:
@@ -101,17 +114,31 @@ def _fit_and_judge(members: dict[str, Member], inputs: Inputs, labels: Labels, t
     return detector.judge(fitted, inputs.take(test)).probability
 
 
-def fit_with_tokens(table: Table, train: Array, settings: Training = Training()) -> Detector:
-    """The detector with a token classifier, of some responses."""
+def _with_tokens(table: Table, train: Array, test: Array) -> Scored:
     from jaxbench.hallucination import token_training
 
-    inputs, labels = table.inputs.take(train), table.labels.take(train, table.inputs)
-    tokens = token_training.nested(inputs.tokens, labels.tokens, labels.source, settings)
-    return detector.fit(inputs, labels, tokens=tokens)
+    fitted = token_training.fit_detector(table.inputs.take(train), table.labels.take(train, table.inputs))
+    found = detector.judge(fitted, table.inputs.take(test))
+    return Scored(found.probability, spans_of(table, test, fitted, found.tokens))
 
 
-def _with_tokens(table: Table, train: Array, test: Array) -> Array:
-    return detector.judge(fit_with_tokens(table, train), table.inputs.take(test)).probability
+def spans_of(table: Table, test: Array, fitted: Detector, probabilities: Sequence[Array]) -> list[Spans]:
+    """Characters of responses that a detector marks."""
+    return [
+        token_scoring.spans(table.inputs.tokens[i].offsets, each, fitted.token_threshold, table.texts[i])
+        for i, each in zip(test, probabilities, strict=True)
+    ]
+
+
+def _share(share: float, table: Table, train: Array, test: Array) -> Scored:
+    """The detector, fitted to a share of the first list's sources."""
+    names = np.unique(table.labels.source[train])
+    kept = np.random.default_rng(0).permutation(names)[: max(1, round(share * len(names)))]
+    return _with_tokens(table, train[np.isin(table.labels.source[train], kept)], test)
+
+
+def _unlabelled(table: Table, train: Array, test: Array) -> Array:
+    return detector.judge(unlabelled.fit(table.inputs.take(train), rate=0.5), table.inputs.take(test)).probability
 
 
 def _tokens_alone(table: Table, train: Array, test: Array) -> Array:
@@ -154,9 +181,14 @@ ROWS = (
     Row("ReDeEP, grid of 1,960 points (11)", "the document's", functools.partial(_redeep, GRID)),
     Row("ensemble of random heads (12)", "the document's", _random_heads),
     Row("mutual information, 32 columns (13)", "the document's", _mutual_information),
+    Row("no labels: fixed signs of four families", "no labels", _unlabelled),
     Row("ranks of six families", "fitted", functools.partial(_rank_ensemble, FAMILIES)),
     Row("the detector without tokens", "fitted", functools.partial(_detector, READER)),
     Row("the detector without tokens, told the task", "fitted", _with_task),
     Row("token classifier alone", "fitted", _tokens_alone),
     Row("the detector", "fitted", _with_tokens),
 )  # fmt: skip
+CURVE = tuple(
+    Row(f"the detector, 1/{part} of the sources", "curve", functools.partial(_share, 1 / part))
+    for part in (16, 8, 4, 2)
+)

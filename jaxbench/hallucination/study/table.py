@@ -25,6 +25,7 @@ class Table(NamedTuple):
     split: Array  # [responses]
     spans: list[list[tuple[int, int]]]  # characters of each response's sentences
     marks: list[list[tuple[int, int]]]  # characters that are labelled
+    texts: list[str]  # the responses
 
     @property
     def cell(self) -> Array:
@@ -55,7 +56,9 @@ def make(data: Data, store: Store | None, *, progress: Callable[[], Any] = lambd
     tasks = np.array([data.source(row).task for row in rows])
     generators, splits = (np.array([getattr(row, name) for row in rows]) for name in ("model", "split"))
     spans = [parts.spans for _, parts in read]
-    return Table(Inputs.join(read, tokens), labels, tasks, generators, splits, spans, marks)
+    return Table(
+        Inputs.join(read, tokens), labels, tasks, generators, splits, spans, marks, [row.response for row in rows]
+    )
 
 
 def is_labelled(response: Response, start: int, end: int) -> bool:
