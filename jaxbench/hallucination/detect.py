@@ -7,20 +7,21 @@ verdict.is_hallucinated, [sentence.text for sentence in verdict.sentences if sen
 
 from __future__ import annotations
 
-import hashlib
-import json
+import functools
 import math
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxbench import outputs
+import numpy as np
+
 from jaxbench.hallucination import detector as detectors
 from jaxbench.hallucination import extract, lexical, pooled, saved_detector, sentences
 from jaxbench.hallucination.group import Group, read_group
+from jaxbench.hallucination.layout import PromptArrays
 
-TEXTS = ("context", "question", "response")
+if TYPE_CHECKING:
+    from jaxbench.hallucination.follow import Follower
 
 
 class Passage(NamedTuple):
@@ -41,6 +42,10 @@ class Sentence(NamedTuple):
     is_flagged: bool
     passage: Passage | None  # what it should rest on: the sentence of the context that shares most with it
 
+    def to_dict(self) -> dict[str, Any]:
+        """The sentence as JSON has it."""
+        return self._asdict() | {"passage": None if self.passage is None else self.passage._asdict()}
+
 
 class Verdict(NamedTuple):
     """What a detector says of a response."""
@@ -52,11 +57,7 @@ class Verdict(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict as JSON has it."""
-        found = [
-            each._asdict() | {"passage": None if each.passage is None else each.passage._asdict()}
-            for each in self.sentences
-        ]
-        return self._asdict() | {"sentences": found}
+        return self._asdict() | {"sentences": [each.to_dict() for each in self.sentences]}
 
 
 class HallucinationDetector:
@@ -74,7 +75,16 @@ class HallucinationDetector:
         self.saved = saved_detector.load(path)
         saved_detector.check_model(self.saved, weights.checksum(model), name=model or "the default model")
         self.settings = self.saved.settings.model_copy(update={"model": model})
-        self._reader = extract.load_reader(self.settings, package=package)
+        self._package = package
+
+    @functools.cached_property
+    def reader(self) -> tuple[Any, Any, int]:
+        """Its model as a FeatureReader, the tokenizer, the window in tokens; loaded when they are first used.
+
+        So a detector can be made, and refused, at once, and be sent to other processes.
+        """
+        made, tokenizer, window = extract.load_reader(self.settings, package=self._package)
+        return RememberingReader(made), tokenizer, window
 
     def detect(self, context: str, question: str, response: str) -> Verdict:
         """Verdict on a response to a question about a context.
@@ -82,8 +92,33 @@ class HallucinationDetector:
         Raises:
           ValueError: context or response is empty, or the response is longer than half of the reader's window.
         """
-        group = Group(context, question, (response,), ("",))
-        ((_, features),) = read_group(group, *self._reader, self.settings)
+        (verdict,) = self.detect_group(context, question, (response,))
+        return verdict
+
+    def detect_group(self, context: str, question: str, responses: Sequence[str]) -> list[Verdict]:
+        """Verdicts on responses to one prompt, which is read once for all of them.
+
+        A context that does not fit the window beside the longest is read again for each, so that no response decides
+        how much of the context another one is judged by.
+
+        Raises:
+          ValueError: as `detect`.
+        """
+        group = Group(context, question, tuple(responses), tuple(map(str, range(len(responses)))))
+        found = {}
+        for key, features in read_group(group, *self.reader, self.settings):
+            if features["num_cut"] and len(responses) > 1:
+                return [self.detect(context, question, response) for response in responses]
+            found[key] = self._verdict(context, responses[int(key)], features)
+        return [found[key] for key in group.keys]
+
+    def follow(self, context: str, question: str) -> Follower:
+        """What judges an answer while it is written, sentence by sentence."""
+        from jaxbench.hallucination.follow import Follower
+
+        return Follower(self, context, question)
+
+    def _verdict(self, context: str, response: str, features: dict[str, np.ndarray]) -> Verdict:
         lexicon = lexical.Lexicon(context)
         read = tuple(pooled.pool(features, response, lexicon, by_sentence=by) for by in (False, True))
         found = detectors.judge(self.saved.detector, detectors.Inputs.join([read]))
@@ -98,6 +133,23 @@ class HallucinationDetector:
         probability = float(found.probability[0])
         is_hallucinated = probability >= self.saved.detector.threshold
         return Verdict(probability, is_hallucinated, marked, int(features["num_cut"]))
+
+
+class RememberingReader:
+    """A FeatureReader that keeps the last prompts that it read, one with its context and one without."""
+
+    def __init__(self, reader: Any):
+        self.scores, self.surprise = reader.scores, reader.surprise
+        self._reader = reader
+        self._read: dict[tuple[bytes, ...], Any] = {}  # by the prompts' arrays, the last used one last
+
+    def read_prompt(self, prompts: PromptArrays) -> Any:
+        """What the reader made of prompts, now or before."""
+        key = tuple(array.tobytes() for array in prompts)
+        if key not in self._read and len(self._read) == 2:
+            del self._read[next(iter(self._read))]  # in front of the reading: a prompt of 8,192 tokens is 190 MB
+        self._read[key] = self._read.pop(key) if key in self._read else self._reader.read_prompt(prompts)
+        return self._read[key]
 
 
 class Passages:
@@ -119,69 +171,3 @@ class Passages:
 
 def _content(text: str) -> set[str]:
     return {token.key for token in lexical.tokens(text) if token.is_content}
-
-
-def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of a JSONL file with context, question and response, one at a time.
-
-    Raises:
-      ValueError: a line is no object with these texts; it is named.
-    """
-    if not Path(path).is_file():
-        raise ValueError(f"--input={path} is no file")
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path} line {number}: no JSON ({error})") from None
-            wrong = [name for name in TEXTS if not isinstance(row, dict) or not isinstance(row.get(name), str)]
-            if wrong:
-                raise ValueError(f"{path} line {number}: wanted an object with the text {wrong[0]}, got {line[:60]!r}")
-            empty = [name for name in ("context", "response") if not row[name].strip()]
-            if empty:
-                raise ValueError(f"{path} line {number}: {empty[0]} is empty")
-            yield row
-
-
-def part_file(output: Path, *inputs: str | Path) -> Path:
-    """Where finished lines are until all are: named by the inputs as they are now, so that no others' lines count."""
-    stats = [Path(path).stat() for path in inputs]
-    identity = [[str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(inputs, stats)]
-    return output.with_name(f"{output.name}.{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}.part")
-
-
-def detect_rows(
-    detector: HallucinationDetector, rows: Iterator[Mapping[str, Any]], part: Path, output: Path
-) -> Iterator[Verdict]:
-    """Yield the verdict of each row; its line goes to `part`, which becomes `output` when all are done.
-
-    A run that was killed goes on behind the last whole line.
-    """
-    part.parent.mkdir(parents=True, exist_ok=True)
-    done = _whole_lines(part)
-    with open(part, "a", encoding="utf-8") as file:
-        for number, row in enumerate(rows):
-            if number < done:
-                continue
-            try:
-                verdict = detector.detect(*(row[name] for name in TEXTS))
-            except ValueError as error:
-                raise ValueError(f"row {number + 1}: {error}") from None
-            kept = {name: value for name, value in row.items() if name not in TEXTS}
-            file.write(json.dumps(kept | verdict.to_dict(), ensure_ascii=False) + "\n")
-            file.flush()
-            yield verdict
-    os.replace(part, output)
-
-
-def _whole_lines(part: Path) -> int:
-    """Number of whole lines of a file; what a killed run left of another is taken off."""
-    if not part.is_file():
-        return 0
-    content = part.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        with outputs.whole(part) as temporary:
-            temporary.write_bytes(content[:end])
-    return content.count(b"\n", 0, end)
