@@ -8,56 +8,18 @@ verdict.is_hallucinated, [sentence.text for sentence in verdict.sentences if sen
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxbench.hallucination import detector as detectors
-from jaxbench.hallucination import extract, lexical, pooled, saved_detector, sentences
+from jaxbench.hallucination import extract, lexical, pooled, saved_detector
+from jaxbench.hallucination.follow import Follower
 from jaxbench.hallucination.group import Group, read_group
 from jaxbench.hallucination.layout import PromptArrays
-
-if TYPE_CHECKING:
-    from jaxbench.hallucination.follow import Follower
-
-
-class Passage(NamedTuple):
-    """A sentence of the context."""
-
-    start: int  # characters
-    end: int
-    text: str
-
-
-class Sentence(NamedTuple):
-    """A sentence of a response."""
-
-    start: int  # characters
-    end: int
-    text: str
-    probability: float  # that it says what the context does not
-    is_flagged: bool
-    passage: Passage | None  # what it should rest on: the sentence of the context that shares most with it
-
-    def to_dict(self) -> dict[str, Any]:
-        """The sentence as JSON has it."""
-        return self._asdict() | {"passage": None if self.passage is None else self.passage._asdict()}
-
-
-class Verdict(NamedTuple):
-    """What a detector says of a response."""
-
-    probability: float  # that some of it is hallucinated
-    is_hallucinated: bool
-    sentences: tuple[Sentence, ...]
-    num_cut: int  # tokens of the context, from its end, that did not fit the reader's window
-
-    def to_dict(self) -> dict[str, Any]:
-        """The verdict as JSON has it."""
-        return self._asdict() | {"sentences": [each.to_dict() for each in self.sentences]}
+from jaxbench.hallucination.verdict import Passages, Sentence, Verdict
 
 
 class HallucinationDetector:
@@ -90,7 +52,7 @@ class HallucinationDetector:
         """Verdict on a response to a question about a context.
 
         Raises:
-          ValueError: context or response is empty, or the response is longer than half of the reader's window.
+          ValueError: context is empty, the response has no letter and no digit, or is longer than half of the reader's window.
         """
         (verdict,) = self.detect_group(context, question, (response,))
         return verdict
@@ -104,6 +66,9 @@ class HallucinationDetector:
         Raises:
           ValueError: as `detect`.
         """
+        for response in responses:
+            if response.strip() and not any(letter.isalnum() for letter in response):
+                raise ValueError(f"response: {response[:40]!r} has no letter and no digit; there is nothing to judge")
         group = Group(context, question, tuple(responses), tuple(map(str, range(len(responses)))))
         found = {}
         for key, features in read_group(group, *self.reader, self.settings):
@@ -114,9 +79,7 @@ class HallucinationDetector:
 
     def follow(self, context: str, question: str) -> Follower:
         """What judges an answer while it is written, sentence by sentence."""
-        from jaxbench.hallucination.follow import Follower
-
-        return Follower(self, context, question)
+        return Follower(functools.partial(self.detect, context, question))
 
     def _verdict(self, context: str, response: str, features: dict[str, np.ndarray]) -> Verdict:
         lexicon = lexical.Lexicon(context)
@@ -150,24 +113,3 @@ class RememberingReader:
             del self._read[next(iter(self._read))]  # in front of the reading: a prompt of 8,192 tokens is 190 MB
         self._read[key] = self._read.pop(key) if key in self._read else self._reader.read_prompt(prompts)
         return self._read[key]
-
-
-class Passages:
-    """A context's sentences, by the words they are known by."""
-
-    def __init__(self, context: str):
-        self._spans = [Passage(a, b, context[a:b]) for a, b in sentences.sentences(context)]
-        self._words = [_content(passage.text) for passage in self._spans]
-        count = {word: sum(word in words for words in self._words) for word in set().union(*self._words)}
-        self._weight = {word: math.log(1 + len(self._spans) / number) for word, number in count.items()}
-
-    def nearest(self, text: str) -> Passage | None:
-        """The sentence that shares most content words with a text, rare ones counting more; None where none does."""
-        words = _content(text)
-        shared = [sum(self._weight[word] for word in sorted(words & mine)) for mine in self._words]
-        best = max(shared, default=0.0)
-        return self._spans[shared.index(best)] if best > 0 else None
-
-
-def _content(text: str) -> set[str]:
-    return {token.key for token in lexical.tokens(text) if token.is_content}

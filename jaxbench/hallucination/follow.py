@@ -11,24 +11,24 @@ The prompt is read once; the answer's own tokens are read again from its start w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxbench.hallucination import sentences
-from jaxbench.hallucination.detect import HallucinationDetector, Sentence, Verdict
+from jaxbench.hallucination.verdict import Sentence, Verdict
 
 
 class Follower:
     """An answer that grows, and the verdict on it so far."""
 
-    def __init__(self, detector: HallucinationDetector, context: str, question: str):
+    def __init__(self, judge: Callable[[str], Verdict]):
+        """judge: of an answer to the question; HallucinationDetector.follow makes it."""
         self.text = ""
-        self.verdict: Verdict | None = None  # on the text up to the end of the last sentence that was yielded
-        self._detector, self._prompt = detector, (context, question)
-        self._num_known = 0
+        self.verdict: Verdict | None = None  # on the text up to the end of the last sentence that was handed out
+        self._judge, self._num_known = judge, 0
 
-    def add(self, text: str) -> Iterator[Sentence]:
-        """Go on with the answer; yield the sentences that it completes, which are read together.
+    def add(self, text: str) -> tuple[Sentence, ...]:
+        """Go on with the answer; the sentences that this completes, which are read together.
 
         A sentence is complete where the space or the line's end behind it is there.
 
@@ -38,23 +38,23 @@ class Follower:
         self.text += text
         # what comes next belongs to the sentence that is still open: with a letter in its place there always is one
         complete = sentences.sentences(self.text + "x")[:-1]
-        yield from self._judge(self.text[: complete[-1][1]] if complete else "", len(complete))
+        return self._known(self.text[: complete[-1][1]] if complete else "", len(complete))
 
-    def end(self) -> Iterator[Sentence]:
-        """Take the answer as complete: yield its last sentence, if that was still open.
+    def end(self) -> tuple[Sentence, ...]:
+        """Take the answer as complete; its last sentence, if that was still open.
 
         Raises:
           ValueError: as `add`.
         """
-        yield from self._judge(self.text, len(sentences.sentences(self.text)))
+        return self._known(self.text, len(sentences.sentences(self.text)))
 
-    def _judge(self, text: str, num_complete: int) -> Iterator[Sentence]:
+    def _known(self, text: str, num_complete: int) -> tuple[Sentence, ...]:
         if num_complete <= self._num_known:
-            return
-        self.verdict = self._detector.detect(*self._prompt, text)
+            return ()
+        self.verdict = self._judge(text)
         new = self.verdict.sentences[self._num_known : num_complete]
         self._num_known = num_complete
-        yield from new
+        return new
 
 
 def check(given: Mapping[str, bool]) -> None:
@@ -68,19 +68,20 @@ def check(given: Mapping[str, bool]) -> None:
             raise ValueError(f"--follow reads standard input and writes standard output, and takes no --{name}")
 
 
-def run(detector: HallucinationDetector, lines: Iterable[str]) -> None:
+def run(begin: Callable[[str, str], Follower], lines: Iterable[str]) -> None:
     """Print what `follow_lines` yields, as JSON lines, each as soon as it is known.
 
     Raises:
       ValueError: as `follow_lines`.
     """
-    for said in follow_lines(detector, lines):
+    for said in follow_lines(begin, lines):
         print(json.dumps(said, ensure_ascii=False), flush=True)
 
 
-def follow_lines(detector: HallucinationDetector, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def follow_lines(begin: Callable[[str, str], Follower], lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield what is said of each sentence of answers that arrive as JSON lines.
 
+    begin: HallucinationDetector.follow.
     lines: {"context": .., "question": ..} begins an answer and ends the one before, {"text": ..} goes on with it.
     What is yielded: `answer`, its number from 1, the sentence, and `so_far`, the verdict on the answer up to it.
 
@@ -98,7 +99,7 @@ def follow_lines(detector: HallucinationDetector, lines: Iterable[str]) -> Itera
                 continue
             if follower is not None:
                 yield from _said(follower, answer, follower.end())
-            follower, answer = detector.follow(given["context"], given["question"]), answer + 1
+            follower, answer = begin(given["context"], given["question"]), answer + 1
         except ValueError as error:
             raise ValueError(f"standard input line {number}: {error}") from None
     if follower is not None:
@@ -118,7 +119,7 @@ def _object(line: str) -> dict[str, str]:
     return given
 
 
-def _said(follower: Follower, answer: int, found: Iterator[Sentence]) -> Iterator[dict[str, Any]]:
+def _said(follower: Follower, answer: int, found: Iterable[Sentence]) -> Iterator[dict[str, Any]]:
     for sentence in found:
         assert follower.verdict is not None
         so_far = {name: getattr(follower.verdict, name) for name in ("probability", "is_hallucinated", "num_cut")}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxbench.hallucination.detect import Verdict
+from jaxbench.hallucination.verdict import Verdict
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -133,6 +133,8 @@ def _numbered(path: str | Path, columns: Iterable[str] | None = None) -> Iterato
                 raise ValueError(f"{place}: {name} is no Unicode text ({error})") from None
             if name != "question" and not row[name].strip():
                 raise ValueError(f"{place}: {name} is empty")
+        if not any(letter.isalnum() for letter in row["response"]):
+            raise ValueError(f"{place}: response {row['response'][:40]!r} has no letter and no digit")
         yield place, row
 
 
