@@ -186,34 +186,46 @@ def define_detect() -> None:
     cli.define_model()
     cli.define_backend(choices=("flax", "torch"))
     flags.DEFINE_string("detector", None, "what `fit` wrote")
-    flags.DEFINE_string("input", None, "a .jsonl file with context, question and response; other keys are kept")
-    flags.DEFINE_string("output", None, "verdicts: a .jsonl file, one line a row")
-    flags.DEFINE_bool("overwrite", False, "replace the output")
+    flags.DEFINE_string("input", None, "rows with context, question and response: .jsonl or .parquet")
+    flags.DEFINE_string("output", None, "verdicts, one a row, beside its other keys: .jsonl or .parquet")
+    flags.DEFINE_string("sentences", None, "also one line a sentence: .jsonl or .parquet")
+    flags.DEFINE_string("page", None, "also a page that shows rows, sentences and passages: .html")
+    flags.DEFINE_bool("overwrite", False, "replace the outputs; never an input")
+    flags.DEFINE_integer("processes", 1, "of one thread each, or Ray actors; 1 = this one, all threads", lower_bound=1)
+    flags.DEFINE_enum("engine", "local", ["local", "ray"], "where they run: this machine, or a Ray cluster")
+    flags.DEFINE_bool("follow", False, "verdicts on answers while they are written: JSON lines from standard input")
 
 
 def detect_all() -> int:
-    """Write the verdict on every row of a file."""
-    from jaxbench.hallucination import detect
-
-    for name, what in (("detector", "what `fit` wrote"), ("input", "a .jsonl file"), ("output", "a .jsonl file")):
-        needed(name, what)
-    given = (VALUES.input, VALUES.detector)
-    output = outputs.check_file(VALUES.output, given, overwrite=VALUES.overwrite)
-    total = sum(1 for _ in detect.read_rows(VALUES.input))  # every line is looked at before the first verdict
-    if not total:
-        raise ValueError(f"--input={VALUES.input} holds no row")
+    """Write the verdict on every row of a file, or on answers that are being written."""
+    needed("detector", "what `fit` wrote")
     process_environment.ensure("cpu", library=cli.array_library())
-    model = None if VALUES.model == "default" else VALUES.model
+    from jaxbench.hallucination import detect, follow
+    from jaxbench.hallucination.bulk import run
+
+    names = run.Outputs._fields
+    wanted = part = None
+    if VALUES.follow:
+        follow.check({name: VALUES[name].present for name in ("input", *names, "overwrite", "processes", "engine")})
+    else:
+        for name in ("input", "output"):
+            needed(name, "a .jsonl or .parquet file")
+        wanted = run.Outputs.of(**{name: VALUES[name].value for name in names})
+        part, total = run.check(VALUES.input, VALUES.detector, wanted, overwrite=VALUES.overwrite)
     package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]
+    model = None if VALUES.model == "default" else VALUES.model
     made = detect.HallucinationDetector(VALUES.detector, model=model, package=package)
-    part = detect.part_file(output, *given)
+    if VALUES.follow:
+        follow.run(made.follow, sys.stdin)
+        return cli.EXIT_OK
     cli.keep(f"finished verdicts are in {part}; the same command goes on")
-    count = flagged = 0
+    count, results = 0, run.ENGINES[VALUES.engine]
     with progress(total) as advance:
-        for verdict in detect.detect_rows(made, detect.read_rows(VALUES.input), part, output):
-            count, flagged = count + 1, flagged + verdict.is_hallucinated
-            advance(1)
-    print(f"written: {output} ({total} verdicts, {count} of them now, {flagged} of these hallucinated)")
+        for verdicts in run.detect(made, VALUES.input, part, processes=VALUES.processes, results=results):
+            count += len(verdicts)
+            advance(len(verdicts))
+    flagged = run.finish(VALUES.input, part, wanted, made)
+    print(f"written: {wanted} ({total} verdicts, {count} of them now; {flagged} hallucinated)")
     return cli.EXIT_OK
 
 

@@ -7,56 +7,19 @@ verdict.is_hallucinated, [sentence.text for sentence in verdict.sentences if sen
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
+import functools
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from jaxbench import outputs
+import numpy as np
+
 from jaxbench.hallucination import detector as detectors
-from jaxbench.hallucination import extract, lexical, pooled, saved_detector, sentences
+from jaxbench.hallucination import extract, lexical, pooled, saved_detector, token_inputs, token_scoring
+from jaxbench.hallucination.follow import Follower
 from jaxbench.hallucination.group import Group, read_group
-
-TEXTS = ("context", "question", "response")
-
-
-class Passage(NamedTuple):
-    """A sentence of the context."""
-
-    start: int  # characters
-    end: int
-    text: str
-
-
-class Sentence(NamedTuple):
-    """A sentence of a response."""
-
-    start: int  # characters
-    end: int
-    text: str
-    probability: float  # that it says what the context does not
-    is_flagged: bool
-    passage: Passage | None  # what it should rest on: the sentence of the context that shares most with it
-
-
-class Verdict(NamedTuple):
-    """What a detector says of a response."""
-
-    probability: float  # that some of it is hallucinated
-    is_hallucinated: bool
-    sentences: tuple[Sentence, ...]
-    num_cut: int  # tokens of the context, from its end, that did not fit the reader's window
-
-    def to_dict(self) -> dict[str, Any]:
-        """The verdict as JSON has it."""
-        found = [
-            each._asdict() | {"passage": None if each.passage is None else each.passage._asdict()}
-            for each in self.sentences
-        ]
-        return self._asdict() | {"sentences": found}
+from jaxbench.hallucination.layout import PromptArrays
+from jaxbench.hallucination.verdict import Passages, Sentence, Span, Verdict
 
 
 class HallucinationDetector:
@@ -74,19 +37,56 @@ class HallucinationDetector:
         self.saved = saved_detector.load(path)
         saved_detector.check_model(self.saved, weights.checksum(model), name=model or "the default model")
         self.settings = self.saved.settings.model_copy(update={"model": model})
-        self._reader = extract.load_reader(self.settings, package=package)
+        self._package = package
+
+    @functools.cached_property
+    def reader(self) -> tuple[Any, Any, int]:
+        """Its model as a FeatureReader, the tokenizer, the window in tokens; loaded when they are first used.
+
+        So a detector can be made, and refused, at once, and be sent to other processes.
+        """
+        made, tokenizer, window = extract.load_reader(self.settings, package=self._package)
+        return RememberingReader(made), tokenizer, window
 
     def detect(self, context: str, question: str, response: str) -> Verdict:
         """Verdict on a response to a question about a context.
 
         Raises:
-          ValueError: context or response is empty, or the response is longer than half of the reader's window.
+          ValueError: context is empty, the response has no letter and no digit, or is longer than half of the reader's window.
         """
-        group = Group(context, question, (response,), ("",))
-        ((_, features),) = read_group(group, *self._reader, self.settings)
+        (verdict,) = self.detect_group(context, question, (response,))
+        return verdict
+
+    def detect_group(self, context: str, question: str, responses: Sequence[str]) -> list[Verdict]:
+        """Verdicts on responses to one prompt, which is read once for all of them.
+
+        A context that does not fit the window beside the longest is read again for each, so that no response decides
+        how much of the context another one is judged by.
+
+        Raises:
+          ValueError: as `detect`.
+        """
+        for response in responses:
+            if response.strip() and not any(letter.isalnum() for letter in response):
+                raise ValueError(f"response: {response[:40]!r} has no letter and no digit; there is nothing to judge")
+        group = Group(context, question, tuple(responses), tuple(map(str, range(len(responses)))))
+        found = {}
+        for key, features in read_group(group, *self.reader, self.settings):
+            if features["num_cut"] and len(responses) > 1:
+                return [self.detect(context, question, response) for response in responses]
+            found[key] = self._verdict(context, responses[int(key)], features)
+        return [found[key] for key in group.keys]
+
+    def follow(self, context: str, question: str) -> Follower:
+        """What judges an answer while it is written, sentence by sentence."""
+        return Follower(functools.partial(self.detect, context, question))
+
+    def _verdict(self, context: str, response: str, features: dict[str, np.ndarray]) -> Verdict:
         lexicon = lexical.Lexicon(context)
         read = tuple(pooled.pool(features, response, lexicon, by_sentence=by) for by in (False, True))
-        found = detectors.judge(self.saved.detector, detectors.Inputs.join([read]))
+        tokens = token_inputs.tokens(features, response, lexicon)
+        inputs = detectors.Inputs.join([read], [tokens])
+        found = detectors.judge(self.saved.detector, inputs, package=self._package)
         passages = Passages(context)
         marked = tuple(
             Sentence(
@@ -97,91 +97,35 @@ class HallucinationDetector:
         )  # fmt: skip
         probability = float(found.probability[0])
         is_hallucinated = probability >= self.saved.detector.threshold
-        return Verdict(probability, is_hallucinated, marked, int(features["num_cut"]))
+        spans = self._spans(response, marked, tokens.offsets, found.tokens)
+        return Verdict(probability, is_hallucinated, marked, spans, int(features["num_cut"]))
+
+    def _spans(
+        self, response: str, parts: tuple[Sentence, ...], offsets: np.ndarray, found: tuple[np.ndarray, ...]
+    ) -> tuple[Span, ...]:
+        """Characters that the token classifier marks."""
+        spans = []
+        for probability in found:  # of the one response, or of none
+            for start, end in token_scoring.spans(offsets, probability, self.saved.detector.token_threshold, response):
+                inside = (offsets[:, 0] < end) & (start < offsets[:, 1])
+                number = max(i for i, part in enumerate(parts) if i == 0 or part.start <= start)
+                passage, text = parts[number].passage, response[start:end]
+                spans.append(Span(start, end, text, float(probability[inside].max()), number, passage))
+        return tuple(spans)
 
 
-class Passages:
-    """A context's sentences, by the words they are known by."""
+class RememberingReader:
+    """A FeatureReader that keeps the last prompts that it read, one with its context and one without."""
 
-    def __init__(self, context: str):
-        self._spans = [Passage(a, b, context[a:b]) for a, b in sentences.sentences(context)]
-        self._words = [_content(passage.text) for passage in self._spans]
-        count = {word: sum(word in words for words in self._words) for word in set().union(*self._words)}
-        self._weight = {word: math.log(1 + len(self._spans) / number) for word, number in count.items()}
+    def __init__(self, reader: Any):
+        self.scores, self.surprise = reader.scores, reader.surprise
+        self._reader = reader
+        self._read: dict[tuple[bytes, ...], Any] = {}  # by the prompts' arrays, the last used one last
 
-    def nearest(self, text: str) -> Passage | None:
-        """The sentence that shares most content words with a text, rare ones counting more; None where none does."""
-        words = _content(text)
-        shared = [sum(self._weight[word] for word in sorted(words & mine)) for mine in self._words]
-        best = max(shared, default=0.0)
-        return self._spans[shared.index(best)] if best > 0 else None
-
-
-def _content(text: str) -> set[str]:
-    return {token.key for token in lexical.tokens(text) if token.is_content}
-
-
-def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of a JSONL file with context, question and response, one at a time.
-
-    Raises:
-      ValueError: a line is no object with these texts; it is named.
-    """
-    if not Path(path).is_file():
-        raise ValueError(f"--input={path} is no file")
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path} line {number}: no JSON ({error})") from None
-            wrong = [name for name in TEXTS if not isinstance(row, dict) or not isinstance(row.get(name), str)]
-            if wrong:
-                raise ValueError(f"{path} line {number}: wanted an object with the text {wrong[0]}, got {line[:60]!r}")
-            empty = [name for name in ("context", "response") if not row[name].strip()]
-            if empty:
-                raise ValueError(f"{path} line {number}: {empty[0]} is empty")
-            yield row
-
-
-def part_file(output: Path, *inputs: str | Path) -> Path:
-    """Where finished lines are until all are: named by the inputs as they are now, so that no others' lines count."""
-    stats = [Path(path).stat() for path in inputs]
-    identity = [[str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(inputs, stats)]
-    return output.with_name(f"{output.name}.{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}.part")
-
-
-def detect_rows(
-    detector: HallucinationDetector, rows: Iterator[Mapping[str, Any]], part: Path, output: Path
-) -> Iterator[Verdict]:
-    """Yield the verdict of each row; its line goes to `part`, which becomes `output` when all are done.
-
-    A run that was killed goes on behind the last whole line.
-    """
-    part.parent.mkdir(parents=True, exist_ok=True)
-    done = _whole_lines(part)
-    with open(part, "a", encoding="utf-8") as file:
-        for number, row in enumerate(rows):
-            if number < done:
-                continue
-            try:
-                verdict = detector.detect(*(row[name] for name in TEXTS))
-            except ValueError as error:
-                raise ValueError(f"row {number + 1}: {error}") from None
-            kept = {name: value for name, value in row.items() if name not in TEXTS}
-            file.write(json.dumps(kept | verdict.to_dict(), ensure_ascii=False) + "\n")
-            file.flush()
-            yield verdict
-    os.replace(part, output)
-
-
-def _whole_lines(part: Path) -> int:
-    """Number of whole lines of a file; what a killed run left of another is taken off."""
-    if not part.is_file():
-        return 0
-    content = part.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        with outputs.whole(part) as temporary:
-            temporary.write_bytes(content[:end])
-    return content.count(b"\n", 0, end)
+    def read_prompt(self, prompts: PromptArrays) -> Any:
+        """What the reader made of prompts, now or before."""
+        key = tuple(array.tobytes() for array in prompts)
+        if key not in self._read and len(self._read) == 2:
+            del self._read[next(iter(self._read))]  # in front of the reading: a prompt of 8,192 tokens is 190 MB
+        self._read[key] = self._read.pop(key) if key in self._read else self._reader.read_prompt(prompts)
+        return self._read[key]

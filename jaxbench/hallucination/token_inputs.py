@@ -179,9 +179,16 @@ class Nested(NamedTuple):
 
 
 def scale_of(tokens: Sequence[Float[Array, "T C"]]) -> Scale:
-    """Scale of responses' columns; a column that is the same throughout has deviation 1."""
+    """Scale of responses' columns; a column that is the same throughout has deviation 1.
+
+    Raises:
+      ValueError: a column is not finite.
+    """
     count = sum(len(each) for each in tokens)
     mean = sum(each.sum(0, dtype=np.float64) for each in tokens) / count
+    if not np.isfinite(mean).all():
+        bad = int(np.argmax(~np.isfinite(mean)))
+        raise ValueError(f"token classifier: column {bad} of {len(mean)} is not finite")
     variance = sum(np.square(each - mean.astype(np.float32), dtype=np.float32).sum(0) for each in tokens) / count
     return Scale(mean, np.where(variance > 1e-12, np.sqrt(variance), 1.0))
 

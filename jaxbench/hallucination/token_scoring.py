@@ -30,12 +30,13 @@ def logits(
     """
     module = importlib.import_module(f"{package}.hallucination.token_classifier")
     order = np.argsort([len(each.columns) for each in tokens], kind="stable")
+    num_rows = min(ROWS, 1 + ROWS * (len(tokens) > 1))  # one response alone is not filled up
     found: list[Array] = [np.zeros(len(each.columns)) for each in tokens]
     for one in trained:
         score = module.scorer(one.config, one.params)
         for start in range(0, len(order), ROWS):
             rows = order[start : start + ROWS]
-            arrays = token_inputs.padded([tokens[i].columns for i in rows], None, one.scale, num_rows=ROWS)
+            arrays = token_inputs.padded([tokens[i].columns for i in rows], None, one.scale, num_rows=num_rows)
             for said, i in zip(score(arrays), rows):
                 found[i] += said[: len(found[i])] / len(trained)
     return found

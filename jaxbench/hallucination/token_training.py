@@ -76,10 +76,7 @@ def fit(
     if not 0 < rate < 1:
         raise ValueError("token classifier: all tokens have one label; wanted both")
     scale = token_inputs.scale_of(tokens)
-    bad = ~np.isfinite(scale.mean) | ~np.isfinite(scale.deviation)
-    if bad.any():
-        raise ValueError(f"token classifier: column {int(np.argmax(bad))} of {len(bad)} is not finite")
-    config = token_inputs.TokenConfig(num_columns=len(bad), **settings.shape())
+    config = token_inputs.TokenConfig(num_columns=len(scale.mean), **settings.shape())
     params = token_inputs.initial_params(config, settings.seed, rate=rate)
     adamw = OptimizerConfig(b1=0.9, b2=0.999, weight_decay=settings.weight_decay, decay="matrices")
     step_config = StepConfig(clip_norm=CLIP_NORM, optimizer=adamw)

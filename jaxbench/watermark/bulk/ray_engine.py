@@ -7,18 +7,13 @@ that any machine reads by itself; a .gz file, which has to be read from its star
 from __future__ import annotations
 
 import json
-import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from jaxbench import worker_pool
+from jaxbench import ray_pool, worker_pool
 from jaxbench.text import lines
 from jaxbench.watermark.bulk import bulk_detection
-
-# Ray puts sockets into the folder for temporary files, under names of 66 characters; a socket's path has at most 107.
-LONGEST_FOLDER = 40
 
 
 def engine(
@@ -31,18 +26,9 @@ def engine(
     Raises:
       ValueError: Ray is not installed.
     """
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise ValueError(f"engine: ray cannot be imported ({error}); pip install 'jaxbench[ray]'") from error
-    if not ray.is_initialized():
-        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        if len(tempfile.gettempdir()) > LONGEST_FOLDER:
-            options["_temp_dir"] = "/tmp/ray"  # where Ray itself puts them on a system that names no folder
-        ray.init(num_cpus=processes, **options)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray_pool.start(processes)
+    import ray
+
     pieces = list(_pieces(paths, skip))
     if not pieces:
         return

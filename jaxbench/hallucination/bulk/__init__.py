@@ -1,0 +1,1 @@
+"""Verdicts on files larger than memory."""

@@ -1,0 +1,52 @@
+"""Verdicts as one HTML page that opens offline: page.html, written row by row (S file).
+
+Everything that comes from a row is escaped, and the page may load nothing from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from jaxbench import outputs
+
+TEMPLATE = Path(__file__).with_name("page.html")
+
+
+class About(NamedTuple):
+    """What stands on top of a page."""
+
+    name: str  # of the input
+    total: int  # responses
+    flagged: int  # of them
+    threshold: float  # probability from which a response counts as hallucinated
+    part_threshold: float  # and a sentence
+
+
+def write(path: Path, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], about: About) -> None:
+    """Write the page of rows and their verdicts, whole or not at all; no more than one row is held at a time."""
+    pages = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )  # fmt: skip
+    template = pages.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    rows = (
+        {"number": number, "row": row, "verdict": verdict, "parts": parts(row["response"], verdict["sentences"])}
+        for number, (row, verdict) in enumerate(pairs, 1)
+    )
+    with outputs.whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(template.generate(about._asdict() | {"rows": rows}))
+
+
+def parts(response: str, sentences: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    """Yield a response in pieces that together are all of it: each sentence, and what stands between them."""
+    end = 0
+    for sentence in sentences:
+        if between := response[end : sentence["start"]]:
+            yield between, None
+        end = sentence["end"]
+        yield response[sentence["start"] : end], sentence
+    if end < len(response):
+        yield response[end:], None

@@ -1,0 +1,187 @@
+"""Files of rows with context, question and response, JSON lines or Parquet, read a batch at a time (S file)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxbench.hallucination.verdict import Verdict
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TEXTS = ("context", "question", "response")
+SHOWN = (*TEXTS, "id")  # of a row beside its verdict, in a page or a file of sentences
+KINDS = ("jsonl", "parquet")
+BATCH_ROWS = 1024
+
+
+def kind_of(path: str | Path, *, flag: str) -> str:
+    """Kind of a file by its suffix.
+
+    Raises:
+      ValueError: an unknown suffix.
+    """
+    kind = Path(path).suffix.lstrip(".")
+    if kind not in KINDS:
+        raise ValueError(f"{flag}={path} has an unknown suffix, wanted .jsonl or .parquet (a page: --page=FILE.html)")
+    return kind
+
+
+def check(path: str | Path, kinds: Collection[str]) -> int:
+    """Number of rows of a file, every one of which is read and can be written to outputs of some kinds.
+
+    Raises:
+      ValueError: the file or a row of it is bad; it is named.
+    """
+    count = 0
+    for place, row in _numbered(path, None if "jsonl" in kinds else TEXTS):
+        count += 1
+        if "jsonl" in kinds:
+            try:
+                json.dumps(row, ensure_ascii=False).encode()
+            except (TypeError, ValueError) as error:  # a date of a Parquet file, a lone surrogate
+                raise ValueError(f"{place} cannot be a line of JSON ({error}); name a .parquet output") from None
+    if not count:
+        raise ValueError(f"--input={path} holds no row")
+    if "parquet" in kinds:
+        kept_schema(path)
+    return count
+
+
+def rows(path: str | Path, columns: Iterable[str] | None = None) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a file in order.
+
+    columns: that are wanted, where leaving out others saves time; None = all.
+
+    Raises:
+      ValueError: as `check`.
+    """
+    return (row for _, row in _numbered(path, columns))
+
+
+def kept(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a row goes to the output beside the verdict."""
+    return {name: value for name, value in row.items() if name not in TEXTS}
+
+
+def kept_schema(path: str | Path) -> pa.Schema:
+    """Arrow types of what is kept: those of a Parquet file, or the narrowest that hold all of a file of JSON lines.
+
+    Raises:
+      ValueError: values under one key have no type in common, or one that Parquet does not have.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind_of(path, flag="--input") == "parquet":
+        with _opened(path) as file:
+            return pa.schema([field for field in file.schema_arrow if field.name not in TEXTS])
+    schema, lines = pa.schema([]), map(kept, rows(path))
+    for first in itertools.count(1, BATCH_ROWS):
+        if not (batch := list(itertools.islice(lines, BATCH_ROWS))):
+            break
+        names = dict.fromkeys(name for row in batch for name in row)
+        name = ""
+        try:
+            for name in names:
+                own = pa.schema([(name, pa.infer_type([row.get(name) for row in batch]))])
+                schema = pa.unify_schemas([schema, own], promote_options="permissive")
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            place = f"{path} lines {first} to {first + len(batch) - 1}: {name}"
+            raise ValueError(f"{place} is no one type ({error}); name a .jsonl output") from None
+    try:
+        pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
+    except pa.ArrowException as error:  # an object without keys in every row
+        raise ValueError(f"{path}: {error}; name a .jsonl output") from None
+    return schema
+
+
+def kept_batches(path: str | Path, schema: pa.Schema) -> Iterator[tuple[int, pa.Table]]:
+    """Yield what is kept of a file's rows, a batch at a time: the number of rows, which may have no column, and they.
+
+    schema: of kept_schema; a Parquet file's columns stay as they are.
+    """
+    import pyarrow as pa
+
+    if kind_of(path, flag="--input") == "parquet":
+        with _opened(path) as file:
+            for batch in file.iter_batches(BATCH_ROWS):
+                yield batch.num_rows, pa.Table.from_batches([batch]).select(schema.names)
+        return
+    lines = map(kept, rows(path))
+    while batch := list(itertools.islice(lines, BATCH_ROWS)):
+        yield len(batch), pa.Table.from_pylist(batch, schema)
+
+
+def _numbered(path: str | Path, columns: Iterable[str] | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each row is, for errors, and the row, checked."""
+    kind = kind_of(path, flag="--input")
+    if not Path(path).is_file():
+        raise ValueError(f"--input={path} is no file")
+    for place, row in _parquet(path, columns) if kind == "parquet" else _json_lines(path):
+        for name in TEXTS:
+            if not isinstance(row, dict) or not isinstance(row.get(name), str):
+                raise ValueError(f"{place}: wanted an object with the text {name}, got {str(row)[:60]!r}")
+            try:
+                row[name].encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{place}: {name} is no Unicode text ({error})") from None
+            if name != "question" and not row[name].strip():
+                raise ValueError(f"{place}: {name} is empty")
+        if not any(letter.isalnum() for letter in row["response"]):
+            raise ValueError(f"{place}: response {row['response'][:40]!r} has no letter and no digit")
+        yield place, row
+
+
+def _json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            place = f"{path} line {number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{place}: no JSON ({error})") from None
+            if isinstance(row, dict):
+                _check_names(place, list(row))
+            yield place, row
+
+
+def _parquet(path: str | Path, columns: Iterable[str] | None) -> Iterator[tuple[str, Any]]:
+    with _opened(path) as file:
+        names = file.schema_arrow.names
+        _check_names(str(path), names)
+        if missing := [name for name in TEXTS if name not in names]:
+            raise ValueError(f"{path} has no column {missing[0]}; it has {', '.join(names)}")
+        number = itertools.count(1)
+        for batch in file.iter_batches(BATCH_ROWS, columns=None if columns is None else list(columns)):
+            yield from ((f"{path} row {next(number)}", row) for row in batch.to_pylist())
+
+
+def _check_names(place: str, names: list[str]) -> None:
+    for name in names:
+        if name in Verdict._fields:
+            raise ValueError(f"{place}: {name} is where the verdict goes; rename it")
+        if names.count(name) > 1:
+            raise ValueError(f"{place}: there are {names.count(name)} columns {name}; rename them")
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    """A Parquet file.
+
+    Raises:
+      ValueError: it is none, or damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as Parquet ({error})") from error

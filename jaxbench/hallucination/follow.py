@@ -1,0 +1,126 @@
+"""Verdicts on an answer while it is written (S file).
+
+follower = detector.follow(context, question)
+for piece in pieces:
+    for sentence in follower.add(piece):
+        sentence.is_flagged, follower.verdict.probability  # of the answer so far
+
+The prompt is read once; the answer's own tokens are read again from its start whenever a sentence is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxbench.hallucination import sentences
+from jaxbench.hallucination.verdict import Sentence, Verdict
+
+
+class Follower:
+    """An answer that grows, and the verdict on it so far."""
+
+    def __init__(self, judge: Callable[[str], Verdict]):
+        """judge: of an answer to the question; HallucinationDetector.follow makes it."""
+        self.text = ""
+        self.verdict: Verdict | None = None  # on the text up to the end of the last sentence that was handed out
+        self._judge, self._num_known = judge, 0
+
+    def add(self, text: str) -> tuple[Sentence, ...]:
+        """Go on with the answer; the sentences that this completes, which are read together.
+
+        A sentence is complete where the space or the line's end behind it is there.
+
+        Raises:
+          ValueError: context empty, or an answer longer than half of the reader's window.
+        """
+        self.text += text
+        # what comes next belongs to the sentence that is still open: with a letter in its place there always is one
+        complete = sentences.sentences(self.text + "x")[:-1]
+        return self._known(self.text[: complete[-1][1]] if complete else "", len(complete))
+
+    def end(self) -> tuple[Sentence, ...]:
+        """Take the answer as complete; its last sentence, if that was still open.
+
+        Raises:
+          ValueError: as `add`.
+        """
+        return self._known(self.text, len(sentences.sentences(self.text)))
+
+    def _known(self, text: str, num_complete: int) -> tuple[Sentence, ...]:
+        if num_complete <= self._num_known:
+            return ()
+        self.verdict = self._judge(text)
+        new = self.verdict.sentences[self._num_known : num_complete]
+        self._num_known = num_complete
+        return new
+
+
+def check(given: Mapping[str, bool]) -> None:
+    """Check that no flag was given that has no meaning where answers come from standard input.
+
+    Raises:
+      ValueError: one was; it is named.
+    """
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"--follow reads standard input and writes standard output, and takes no --{name}")
+
+
+def run(begin: Callable[[str, str], Follower], lines: Iterable[str]) -> None:
+    """Print what `follow_lines` yields, as JSON lines, each as soon as it is known.
+
+    Raises:
+      ValueError: as `follow_lines`.
+    """
+    for said in follow_lines(begin, lines):
+        print(json.dumps(said, ensure_ascii=False), flush=True)
+
+
+def follow_lines(begin: Callable[[str, str], Follower], lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield what is said of each sentence of answers that arrive as JSON lines.
+
+    begin: HallucinationDetector.follow.
+    lines: {"context": .., "question": ..} begins an answer and ends the one before, {"text": ..} goes on with it.
+    What is yielded: `answer`, its number from 1, the sentence, and `so_far`, the verdict on the answer up to it.
+
+    Raises:
+      ValueError: a line is no such object, or comes before an answer has begun; it is named.
+    """
+    follower, answer = None, 0
+    for number, line in enumerate(lines, 1):
+        try:
+            given = _object(line)
+            if "text" in given:
+                if follower is None:
+                    raise ValueError("text before any context and question")
+                yield from _said(follower, answer, follower.add(given["text"]))
+                continue
+            if follower is not None:
+                yield from _said(follower, answer, follower.end())
+            follower, answer = begin(given["context"], given["question"]), answer + 1
+        except ValueError as error:
+            raise ValueError(f"standard input line {number}: {error}") from None
+    if follower is not None:
+        yield from _said(follower, answer, follower.end())
+
+
+def _object(line: str) -> dict[str, str]:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON ({error})") from None
+    is_object = isinstance(given, dict) and set(given) in ({"text"}, {"context", "question"})
+    if not is_object or not all(isinstance(text, str) for text in given.values()):
+        raise ValueError(f"wanted an object with the texts context and question, or text; got {line[:60]!r}")
+    if not given.get("context", "-").strip():
+        raise ValueError("context is empty")
+    return given
+
+
+def _said(follower: Follower, answer: int, found: Iterable[Sentence]) -> Iterator[dict[str, Any]]:
+    for sentence in found:
+        assert follower.verdict is not None
+        so_far = {name: getattr(follower.verdict, name) for name in ("probability", "is_hallucinated", "num_cut")}
+        yield {"answer": answer} | sentence.to_dict() | {"so_far": so_far}

@@ -1,0 +1,66 @@
+"""Verdicts on an answer while it is written: which sentences are complete when, and what is read again."""
+
+import json
+
+import pytest
+
+from jaxbench.hallucination import detect, follow
+
+CONTEXT, QUESTION = "The mill was built in 1820 by Reed. It burned.", "when"  # with it fits the window of 128 tokens:
+ANSWER = "Built by Dr. Reed. It burned!\nWas it 2.5 m? Yes"
+SENTENCES = ["Built by Dr. Reed.", "It burned!", "Was it 2.5 m?", "Yes"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_sentences_come_once_when_they_are_complete_however_the_text_arrives(made, size):
+    _, _, path, _, model = made
+    detector = detect.HallucinationDetector(path, model=model)
+    follower, found = detector.follow(CONTEXT, QUESTION), []
+    for start in range(0, len(ANSWER), size):
+        for sentence in follower.add(ANSWER[start : start + size]):
+            found.append(sentence.text)
+            assert follower.text[sentence.end].isspace()
+            if size == 1:  # a sentence at a time: the verdict is that on the answer up to it
+                assert follower.verdict == detector.detect(CONTEXT, QUESTION, ANSWER[: sentence.end])
+    assert found == SENTENCES[:-1]
+    assert [sentence.text for sentence in follower.end()] == SENTENCES[-1:]
+    assert follower.verdict == detector.detect(CONTEXT, QUESTION, ANSWER) and follower.end() == ()
+
+
+def test_the_prompt_of_an_answer_is_read_once(made, monkeypatch):
+    _, _, path, _, model = made
+    detector = detect.HallucinationDetector(path, model=model)
+    inner, count = detector.reader[0]._reader, []
+    read = inner.read_prompt
+    monkeypatch.setattr(inner, "read_prompt", lambda prompts: count.append(prompts) or read(prompts))
+    follower = detector.follow(CONTEXT, QUESTION)
+    assert sum(len(follower.add(letter)) for letter in ANSWER) == 3 and len(count) == 2
+
+
+def test_lines_begin_answers_and_go_on_with_them(made):
+    _, _, path, _, model = made
+    detector = detect.HallucinationDetector(path, model=model)
+    begin = {"context": CONTEXT, "question": QUESTION}
+    lines = [begin, {"text": "It was built in 18"}, {"text": "20. It bu"}, begin, {"text": "Jonas Reed built it."}]
+    said = list(follow.follow_lines(detector.follow, map(json.dumps, lines)))
+    assert [(each["answer"], each["text"]) for each in said] == [
+        (1, "It was built in 1820."), (1, "It bu"), (2, "Jonas Reed built it."),
+    ]  # fmt: skip
+    whole = detector.detect(CONTEXT, QUESTION, "It was built in 1820. It bu")
+    assert said[1]["so_far"]["probability"] == whole.probability
+    assert said[1]["probability"] == whole.sentences[1].probability
+
+
+@pytest.mark.parametrize(
+    "line, problem",
+    [
+        ("{", "line 1: no JSON"),
+        ('{"text": "It"}', "line 1: text before any context"),
+        ('{"text": 5}', "line 1: wanted an object with the texts"),
+        ('{"context": "a"}', "line 1: wanted an object with the texts"),
+        ('{"context": " ", "question": ""}', "line 1: context is empty"),
+    ],
+)
+def test_lines_that_are_no_answers_are_named(line, problem):
+    with pytest.raises(ValueError, match=f"standard input {problem}"):
+        list(follow.follow_lines(lambda context, question: None, [line]))
