@@ -52,7 +52,8 @@ class HallucinationDetector:
         """Verdict on a response to a question about a context.
 
         Raises:
-          ValueError: context is empty, the response has no letter and no digit, or is longer than half of the reader's window.
+          ValueError: context is empty, the response has no letter and no digit or is longer than half of the reader's
+            window.
         """
         (verdict,) = self.detect_group(context, question, (response,))
         return verdict

@@ -41,8 +41,9 @@ def of_rows(rows: Mapping[str, Mapping[str, Any]]) -> Any:
     for name, row in rows.items():
         gains = [f"{row[key][0]:+.3f} [{row[key][1]:+.3f}, {row[key][2]:+.3f}]" if key in row else "" for key in GAINS]
         measured = [f"{row[key][0]:.3f}" for key in ("pooled", "macro", "stratified")]
-        shown.append((name, *measured, *gains, f"{row['average_precision']:.3f}", f"{row['f1']:.3f}"))
-    names = ("", "pooled", "macro", "stratified", "pooled gain", "stratified gain", "AP", "F1")
+        spans = f"{row['spans']['f1'][0]:.3f}" if "spans" in row else ""
+        shown.append((name, *measured, *gains, f"{row['average_precision']:.3f}", f"{row['f1']:.3f}", spans))
+    names = ("", "pooled", "macro", "stratified", "pooled gain", "stratified gain", "AP", "F1", "span F1")
     return _table(names, shown)
 
 

@@ -21,7 +21,15 @@ from jaxtyping import Bool, Float
 
 from jaxbench import functional, nn
 from jaxbench.dilated_convolution import DilatedConvolution, gelu
-from jaxbench.hallucination.token_inputs import RESPONSE_WEIGHT, Arrays, TokenConfig, dropout_sites
+from jaxbench.hallucination.token_inputs import (
+    LIMIT,
+    RESPONSE_WEIGHT,
+    Arrays,
+    Scale,
+    TokenConfig,
+    Trained,
+    dropout_sites,
+)
 
 
 class Batch(NamedTuple):
@@ -54,6 +62,12 @@ class TokenClassifier(nnx.Module):
         for layer in self.layers:
             x = layer(x, is_token, dropout)
         return self.head(self.norm(x))[:, :, 0]
+
+
+def standardised(columns: Float[Array, "B T C"], scale: Scale) -> Float[Array, "B T C"]:
+    """Columns less their mean, over their standard deviation, float32, none further than LIMIT from 0."""
+    mean, deviation = (each[None, None, :] for each in scale)
+    return jnp.clip((columns.astype(jnp.float32) - mean) / deviation, -LIMIT, LIMIT)
 
 
 def response_logits(logits: Float[Array, "B T"], is_token: Bool[Array, "B T"]) -> Float[Array, " B"]:
@@ -98,13 +112,24 @@ def build(config: TokenConfig, params: Mapping[str, np.ndarray], *, dtype: str =
     return nn.load_params(TokenClassifier(**dict(config), dtype=dtype), params)
 
 
-def scorer(config: TokenConfig, params: Mapping[str, np.ndarray]) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
+def scorer(trained: Trained) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
     """Function from batches to token logits, compiled once a shape whatever the parameters."""
-    state = nnx.split(build(config, params))[1]
-    return lambda arrays: np.asarray(_program(config)(state, Batch(*arrays)), np.float64)
+    state = nnx.split(build(trained.config, trained.params))[1]
+    scale, program = single(trained.scale), _program(trained.config)
+    return lambda arrays: np.asarray(program(state, scale, Batch(*arrays)), np.float64)
+
+
+def single(scale: Scale) -> Scale:
+    """A scale in float32."""
+    return Scale(*(jnp.asarray(each, jnp.float32) for each in scale))
 
 
 @functools.cache
 def _program(config: TokenConfig) -> Callable:
     graph = nnx.split(TokenClassifier(**dict(config), dtype="float32"))[0]
-    return jax.jit(lambda state, batch: predict(nnx.merge(graph, state), batch))
+
+    def run(state: Any, scale: Scale, batch: Batch) -> Array:
+        batch = batch._replace(columns=standardised(batch.columns, scale))
+        return predict(nnx.merge(graph, state), batch)
+
+    return jax.jit(run)

@@ -194,20 +194,15 @@ def scale_of(tokens: Sequence[Float[Array, "T C"]]) -> Scale:
 
 
 def padded(
-    tokens: Sequence[Float[Array, "T C"]], labels: Sequence[Bool[Array, " T"]] | None, scale: Scale, *, num_rows: int
+    tokens: Sequence[Float[Array, "T C"]], labels: Sequence[Bool[Array, " T"]] | None, *, num_rows: int
 ) -> Arrays:
-    """Batch of responses, filled up to num_rows and to the next of BUCKETS."""
+    """Batch of responses, filled up to num_rows and to the next of BUCKETS; columns as they are, not standardised."""
     longest = max(map(len, tokens))
     length = next((size for size in BUCKETS if size >= longest), -(-longest // BUCKETS[-1]) * BUCKETS[-1])
-    values = np.zeros((num_rows, length, tokens[0].shape[1]), np.float32)
+    values = np.zeros((num_rows, length, tokens[0].shape[1]), tokens[0].dtype)
     is_token, targets = np.zeros((num_rows, length), bool), np.zeros((num_rows, length), np.float32)
-    mean, deviation = scale.mean.astype(np.float32), scale.deviation.astype(np.float32)
     for i, each in enumerate(tokens):
-        row = values[i, : len(each)]
-        np.subtract(each, mean, out=row)
-        np.divide(row, deviation, out=row)
-        np.clip(row, -LIMIT, LIMIT, out=row)
-        is_token[i, : len(each)] = True
+        values[i, : len(each)], is_token[i, : len(each)] = each, True
         if labels is not None:
             targets[i, : len(each)] = labels[i]
     return Arrays(values, is_token, targets)

@@ -33,10 +33,10 @@ def logits(
     num_rows = min(ROWS, 1 + ROWS * (len(tokens) > 1))  # one response alone is not filled up
     found: list[Array] = [np.zeros(len(each.columns)) for each in tokens]
     for one in trained:
-        score = module.scorer(one.config, one.params)
+        score = module.scorer(one)
         for start in range(0, len(order), ROWS):
             rows = order[start : start + ROWS]
-            arrays = token_inputs.padded([tokens[i].columns for i in rows], None, one.scale, num_rows=num_rows)
+            arrays = token_inputs.padded([tokens[i].columns for i in rows], None, num_rows=num_rows)
             for said, i in zip(score(arrays), rows):
                 found[i] += said[: len(found[i])] / len(trained)
     return found

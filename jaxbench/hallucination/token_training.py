@@ -22,7 +22,7 @@ from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
 WARMUP = 20  # steps
 CLIP_NORM = 1.0
-INNER_FOLDS = 5
+INNER_FOLDS = 3
 
 
 def fit_detector(inputs: Inputs, labels: Labels, settings: Training = Training()) -> Detector:
@@ -82,13 +82,14 @@ def fit(
     step_config = StepConfig(clip_norm=CLIP_NORM, optimizer=adamw)
     state = optimizer_step.init_state(token_classifier.build(config, params), params, step_config)
     step_fn, key = _step(step_config), prng.key_from_seed(settings.seed)
+    wide = token_classifier.single(scale)
     lengths, random, done = np.array([len(each) for each in tokens]), np.random.default_rng(settings.seed), 0
     total = settings.epochs * (len(tokens) // size)
     for _ in range(settings.epochs):
         for rows in token_inputs.batches(lengths, size=size, random=random):
-            arrays = token_inputs.padded([tokens[i] for i in rows], [labels[i] for i in rows], scale, num_rows=size)
+            arrays = token_inputs.padded([tokens[i] for i in rows], [labels[i] for i in rows], num_rows=size)
             now = settings.learning_rate * min(1.0, (done + 1) / WARMUP) * (1.0 - done / total)
-            state, metrics = step_fn(state, token_classifier.Batch(*arrays), jnp.float32(now), key)
+            state, metrics = step_fn(state, token_classifier.Batch(*arrays), wide, jnp.float32(now), key)
             done += 1
     if not np.isfinite(float(metrics.loss)):
         raise ValueError(f"token classifier: loss {float(metrics.loss)}; lower learning_rate={settings.learning_rate}")
@@ -99,4 +100,9 @@ def fit(
 def _step(step_config: StepConfig):
     """One compiled step for every fit of a process: folds share it."""
     step = functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=token_classifier.loss_fn)
-    return jax.jit(step, donate_argnums=0)
+
+    def run(state, batch, scale, rate, key):
+        batch = batch._replace(columns=token_classifier.standardised(batch.columns, scale))
+        return step(state, batch, rate, key)
+
+    return jax.jit(run, donate_argnums=0)

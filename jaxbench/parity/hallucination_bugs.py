@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from jaxbench.hallucination import layout
 from jaxbench.parity.injection import Mutation
-from torch_ref import attention, transformer
-from torch_ref.hallucination import reader, token_scores
+from torch_ref import attention, dilated_convolution, transformer
+from torch_ref.hallucination import reader, token_classifier, token_scores
 
 
 def _swapped(original: Callable, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -49,6 +49,12 @@ def _no_segments(original: Callable, spans: attention.Spans, window: int | None)
     return original(spans._replace(query_segments=None, key_segments=None), window)
 
 
+def _padding_counts(original: Callable, logits: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
+    """Let padding be tokens of a response."""
+    return original(logits, torch.ones_like(is_token))
+
+
+_TOKENS = "hallucination/tokens"
 _LLAMA, _MISTRAL = "hallucination/llama", "hallucination/mistral"
 _LENS = (token_scores, "parametric_scores")
 
@@ -69,6 +75,9 @@ HALLUCINATION_BUGS = (
              lambda original, num_context, share: original(num_context, share) + 1, side="shared"),
     Mutation("window-ignored", _MISTRAL, (token_scores, "attention_mask"),
              lambda original, spans, window: original(spans, None)),
+    Mutation("padding-counts-in-responses", _TOKENS, (token_classifier, "response_logits"), _padding_counts),
+    Mutation("convolution-looks-the-other-way", _TOKENS, (dilated_convolution, "shifted"),
+             lambda original, x, places: original(x, -places)),
     Mutation("branches-in-one", _LLAMA, (transformer.Block, "feed"),
              lambda original, self, x, *args: x),
 )  # fmt: skip

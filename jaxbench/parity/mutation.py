@@ -25,6 +25,7 @@ from jaxbench.parity import cases, equinox_bugs, evidence, gates, hallucination_
 from jaxbench.parity.injection import Mutation, replaced
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 from torch_ref import attention, functional, nn, prng, sample, sparse_attention, train, transformer
+from torch_ref.lora.layers import LoraLinear
 from torch_ref.training import optimizer_step
 
 
@@ -38,6 +39,15 @@ class Outcome(NamedTuple):
     def is_caught(self) -> bool:
         """True where at least one gate failed."""
         return bool(self.caught_by)
+
+
+def _adapter_unscaled(original: Callable, self: LoraLinear, x: torch.Tensor) -> torch.Tensor:
+    """Forget alpha / rank."""
+    scale, self.lora_scale = self.lora_scale, 1.0
+    try:
+        return original(self, x)
+    finally:
+        self.lora_scale = scale
 
 
 def _rms_eps(original: Callable, self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -206,6 +216,7 @@ _NORM, _MASK, _ATTEND = (nn.RMSNorm, "forward"), (attention, "attention_mask"), 
 _ANGLES, _ROTATE, _OPTIMIZER = (functional, "rotary_angles"), (functional, "rotate"), (optimizer_step, "_optimizer")
 _FEATURES = (transformer.Transformer, "features")
 TORCH_BUGS: tuple[Mutation, ...] = (
+    Mutation("adapter-not-scaled", "transformer/lora", (LoraLinear, "forward"), _adapter_unscaled),
     Mutation("rms-norm-eps", _LLAMA, _NORM, _rms_eps, "layers.0.attention_norm", True),
     Mutation("gelu-erf-for-tanh", _GPT2, (F, "gelu"), lambda original, x, **_: original(x), "layers.0.mlp", True),
     Mutation("rope-base", _LLAMA, _ANGLES, _rope_base, "model", True),

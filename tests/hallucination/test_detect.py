@@ -30,11 +30,11 @@ def test_a_verdict_is_that_of_the_table_and_names_sentences_and_passages(made, p
     assert sentence.is_flagged == (sentence.probability >= fitted.part_threshold)
     assert sentence.passage.text == "The old mill was built in 1820 by Jonas Reed."
     assert context[sentence.passage.start : sentence.passage.end] == sentence.passage.text
-    assert all(small.RESPONSES[1][3][span.start : span.end] == span.text for span in verdict.spans)
-    assert all(span.sentence == 0 and span.passage == sentence.passage for span in verdict.spans)
+    assert all(small.RESPONSES[1][3][span.start : span.end] == span.text for span in found.spans)
+    assert all(span.sentence == 0 and span.passage == sentence.passage for span in found.spans)
     marked = expected.tokens[1] >= fitted.token_threshold
-    assert bool(verdict.spans) == marked.any() and max(
-        (span.probability for span in verdict.spans), default=0.0
+    assert bool(found.spans) == marked.any() and max(
+        (span.probability for span in found.spans), default=0.0
     ) == pytest.approx(max(expected.tokens[1][marked], default=0.0), abs=1e-2)
     assert not in_use.detect(context, question, small.RESPONSES[0][3]).is_hallucinated
     with pytest.raises(ValueError, match="response: ' ' is empty"):

@@ -6,7 +6,7 @@ import pytest
 from jaxbench.hallucination import detector, linear, metrics, token_inputs, token_scoring, token_training, unlabelled
 from jaxbench.hallucination.token_inputs import Tokens, Training
 
-TRAINING = Training(epochs=16, batch_size=8, learning_rate=0.01, d_model=16, dilations=(1, 2))
+TRAINING = Training(epochs=40, batch_size=8, learning_rate=0.01, d_model=16, dilations=(1, 2))
 
 
 def responses(

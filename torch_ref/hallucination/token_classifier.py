@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from jaxbench.hallucination.token_inputs import RESPONSE_WEIGHT, Arrays, TokenConfig, dropout_sites
+from jaxbench.hallucination.token_inputs import (
+    LIMIT,
+    RESPONSE_WEIGHT,
+    Arrays,
+    Scale,
+    TokenConfig,
+    Trained,
+    dropout_sites,
+)
 from torch_ref import functional, nn
 from torch_ref.dilated_convolution import DilatedConvolution, gelu
 
@@ -50,6 +58,11 @@ class TokenClassifier(torch.nn.Module):
         for layer in self.layers:
             x = layer(x, is_token, dropout)
         return self.head(self.norm(x))[:, :, 0]
+
+
+def standardised(columns: Float[Tensor, "B T C"], scale: Scale) -> Float[Tensor, "B T C"]:
+    """Columns less their mean, over their standard deviation, float32, none further than LIMIT from 0."""
+    return ((columns.float() - scale.mean) / scale.deviation).clamp(-LIMIT, LIMIT)
 
 
 def response_logits(logits: Float[Tensor, "B T"], is_token: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
@@ -98,12 +111,19 @@ def build(
     return nn.load_params(model, params, device=device)
 
 
-def scorer(config: TokenConfig, params: Mapping[str, np.ndarray]) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
+def scorer(trained: Trained) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
     """Function from batches to token logits."""
-    model = build(config, params)
+    model, scale = build(trained.config, trained.params), single(trained.scale)
 
     @torch.no_grad()
     def score(arrays: Arrays) -> np.ndarray:
-        return predict(model, Batch(*map(torch.from_numpy, arrays))).double().numpy()
+        batch = Batch(*map(torch.from_numpy, arrays))
+        batch = batch._replace(columns=standardised(batch.columns, scale))
+        return predict(model, batch).double().numpy()
 
     return score
+
+
+def single(scale: Scale) -> Scale:
+    """A scale in float32."""
+    return Scale(*(torch.from_numpy(each).float() for each in scale))

@@ -26,6 +26,13 @@ class About(NamedTuple):
     part_threshold: float  # and a sentence
 
 
+class Piece(NamedTuple):
+    """A piece of a response."""
+
+    text: str
+    probability: float | None  # of the span that it lies in
+
+
 def write(path: Path, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], about: About) -> None:
     """Write the page of rows and their verdicts, whole or not at all; no more than one row is held at a time."""
     pages = jinja2.Environment(
@@ -33,20 +40,32 @@ def write(path: Path, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]
     )  # fmt: skip
     template = pages.from_string(TEMPLATE.read_text(encoding="utf-8"))
     rows = (
-        {"number": number, "row": row, "verdict": verdict, "parts": parts(row["response"], verdict["sentences"])}
+        {"number": number, "row": row, "verdict": verdict, "parts": parts(row["response"], verdict)}
         for number, (row, verdict) in enumerate(pairs, 1)
     )
     with outputs.whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.writelines(template.generate(about._asdict() | {"rows": rows}))
 
 
-def parts(response: str, sentences: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
-    """Yield a response in pieces that together are all of it: each sentence, and what stands between them."""
+def parts(response: str, verdict: Mapping[str, Any]) -> Iterator[tuple[list[Piece], Mapping[str, Any] | None]]:
+    """Yield a response in parts that together are all of it: each sentence, and what stands between them."""
     end = 0
-    for sentence in sentences:
+    for sentence in verdict["sentences"]:
         if between := response[end : sentence["start"]]:
-            yield between, None
+            yield [Piece(between, None)], None
         end = sentence["end"]
-        yield response[sentence["start"] : end], sentence
+        yield pieces(response, sentence["start"], end, verdict["spans"]), sentence
     if end < len(response):
-        yield response[end:], None
+        yield [Piece(response[end:], None)], None
+
+
+def pieces(response: str, start: int, end: int, spans: Iterable[Mapping[str, Any]]) -> list[Piece]:
+    """Characters `start` to `end` of a response, cut where a span begins or ends."""
+    found = []
+    for span in spans:
+        first, last = max(start, span["start"]), min(end, span["end"])
+        if first < last:
+            found += [Piece(response[start:first], None)] * (start < first)
+            found.append(Piece(response[first:last], span["probability"]))
+            start = last
+    return found + [Piece(response[start:end], None)] * (start < end)
