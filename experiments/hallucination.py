@@ -3,7 +3,7 @@
     hallucination.py features   --data=FOLDER --workdir=out/hallucination     read every response of a RAGTruth folder
     hallucination.py evaluate   --data=FOLDER --workdir=out/hallucination     how well each score does, nested
     hallucination.py fit        --data=FOLDER --output=detector.safetensors   fit the detector to labelled responses
-    hallucination.py detect     --detector=FILE --input=FILE --output=FILE    verdicts on responses of a JSONL file
+    hallucination.py detect     --detector=FILE --input=FILE --output=FILE    verdicts on the responses of a file
     hallucination.py copy_heads --output=heads.json                           which attention heads copy
     hallucination.py redeep     --scores=FILE                                 ReDeEP's regression of stored scores
 

@@ -52,8 +52,7 @@ class HallucinationDetector:
         """Verdict on a response to a question about a context.
 
         Raises:
-          ValueError: context is empty, the response has no letter and no digit or is longer than half of the reader's
-            window.
+          ValueError: context is empty; the response has no letter and no digit, or more tokens than half the window.
         """
         (verdict,) = self.detect_group(context, question, (response,))
         return verdict

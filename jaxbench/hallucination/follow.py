@@ -94,7 +94,7 @@ def follow_lines(begin: Callable[[str, str], Follower], lines: Iterable[str]) ->
             given = _object(line)
             if "text" in given:
                 if follower is None:
-                    raise ValueError("text before any context and question")
+                    raise ValueError(f"text {given['text'][:40]!r} before any context and question")
                 yield from _said(follower, answer, follower.add(given["text"]))
                 continue
             if follower is not None:
@@ -115,7 +115,7 @@ def _object(line: str) -> dict[str, str]:
     if not is_object or not all(isinstance(text, str) for text in given.values()):
         raise ValueError(f"wanted an object with the texts context and question, or text; got {line[:60]!r}")
     if not given.get("context", "-").strip():
-        raise ValueError("context is empty")
+        raise ValueError(f"context {given['context'][:40]!r} is empty")
     return given
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from tests.bad_input.core import folder
 from tests.bad_input.harness import Case
@@ -35,13 +39,21 @@ def regress(text: str | dict, *wanted: str, words: str = "") -> Case:
     return Case(("hallucination.py", "redeep", "--scores={tmp}/s.jsonl", *words.split()), wanted, {"s.jsonl": text})
 
 
-def detect(row: dict | str, *wanted: str, words: str = "", names: tuple[str, ...] = ("d", "i"), d: str = "") -> Case:
+def detect(
+    row: dict | str, *wanted: str, words: str = "", names: tuple[str, ...] = ("d", "i.jsonl"), d: str = ""
+) -> Case:
     """Return a case of `detect` on a changed row, or other text in its place; names: the files that are there."""
     text = row if isinstance(row, str) else json.dumps({"context": "a", "question": "b", "response": "c"} | row)
-    command = "hallucination.py detect --detector={tmp}/d --input={tmp}/i --output={tmp}/o"
-    return Case(
-        (*command.split(), *words.split()), wanted, {k: v for k, v in {"d": d, "i": text}.items() if k in names}
-    )
+    files: dict[str, str | bytes] = {"d": d, "i.jsonl": text, "i.csv": text, "i.parquet": text}
+    command = "hallucination.py detect --detector={tmp}/d --input={tmp}/i.jsonl --output={tmp}/o.jsonl"
+    return Case((*command.split(), *words.split()), wanted, {k: v for k, v in files.items() if k in names})
+
+
+def table(**columns: list) -> bytes:
+    """Return a Parquet file of these columns."""
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue()
 
 
 def heads(words: str, *wanted: str, **files: str | bytes) -> Case:
@@ -113,16 +125,49 @@ CASES = [
         data(),
     ),
     Case("hallucination.py detect", ("--detector is missing",)),
-    detect({}, "d is no file", names=("i", "o")),
+    detect({}, "d is no file", names=("i.jsonl",)),
     detect({}, "damaged or no detector", d="text"),
-    detect({}, "i is no file", names=("d", "o")),
+    detect({}, "i.jsonl is no file", names=("d",)),
     detect("", "holds no row"),
     detect("{", "line 1: no JSON"),
     detect("[1]", "line 1", "the text context"),
     detect({"response": None}, "line 1", "the text response"),
     detect({"response": " "}, "line 1: response is empty"),
     detect({"context": ""}, "line 1: context is empty"),
-    detect({}, "i is the input", words="--output={tmp}/i --overwrite"),
+    detect({}, "i.jsonl is the input", words="--output={tmp}/i.jsonl --overwrite"),
+    detect({}, "--page", "d is the input", words="--page={tmp}/d --overwrite"),
+    detect({"response": "?!"}, "line 1: response '?!' has no letter and no digit"),
+    detect({"response": "\ud800"}, "line 1: response is no Unicode text"),
+    detect({"id": "\ud800"}, "line 1 cannot be a line of JSON"),
+    detect({"probability": 1}, "line 1: probability is where the verdict goes"),
+    detect({"id": {}}, "i.jsonl: ", "name a .jsonl output", words="--output={tmp}/o.parquet"),
+    detect('{"context": "a", "question": "b", "response": "c", "id": 1}\n' * 2 + "{", "line 3: no JSON"),
+    detect(
+        "".join(json.dumps({"context": "a", "question": "b", "response": "c", "id": i}) + "\n" for i in (1, "x")),
+        "lines 1 to 2: id is no one type",
+        words="--output={tmp}/o.parquet",
+    ),
+    detect({}, "o.html has an unknown suffix", "--page=", words="--output={tmp}/o.html"),
+    detect({}, "i.csv has an unknown suffix", words="--input={tmp}/i.csv", names=("d", "i.jsonl", "i.csv")),
+    detect({}, "p.pdf has an unknown suffix", words="--page={tmp}/p.pdf"),
+    detect({}, "--sentences=", "s.txt has an unknown suffix", words="--sentences={tmp}/s.txt"),
+    detect({}, "--sentences must be other files", words="--sentences={tmp}/o.jsonl"),
+    detect({}, "i.parquet cannot be read as Parquet", words="--input={tmp}/i.parquet", names=("d", "i.parquet")),
+    Case(
+        "hallucination.py detect --detector={tmp}/d --input={tmp}/i.parquet --output={tmp}/o.jsonl",
+        ("i.parquet has no column context; it has response",),
+        {"d": "", "i.parquet": table(response=["It is."])},
+    ),
+    Case(
+        "hallucination.py detect --detector={tmp}/d --input={tmp}/i.parquet --output={tmp}/o.jsonl",
+        ("i.parquet row 2", "the text response"),
+        {"d": "", "i.parquet": table(context=["a", "b"], question=["", ""], response=["It is.", None])},
+    ),
+    detect({}, "--processes", "0", words="--processes=0"),
+    detect({}, "--engine", "spark", words="--engine=spark"),
+    detect({}, "--follow", "takes no --input", words="--follow"),
+    Case("hallucination.py detect --follow --detector={tmp}/d --processes=2", ("takes no --processes",)),
+    Case("hallucination.py detect --follow --detector={tmp}/d", ("d is no file",)),
     detect({}, "--backend", words="--backend=equinox"),
     regress("", "holds no row"),
     regress("{", "line 1: no JSON"),

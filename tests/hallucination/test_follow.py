@@ -55,10 +55,10 @@ def test_lines_begin_answers_and_go_on_with_them(made):
     "line, problem",
     [
         ("{", "line 1: no JSON"),
-        ('{"text": "It"}', "line 1: text before any context"),
+        ('{"text": "It"}', "line 1: text 'It' before any context"),
         ('{"text": 5}', "line 1: wanted an object with the texts"),
         ('{"context": "a"}', "line 1: wanted an object with the texts"),
-        ('{"context": " ", "question": ""}', "line 1: context is empty"),
+        ('{"context": " ", "question": ""}', "line 1: context ' ' is empty"),
     ],
 )
 def test_lines_that_are_no_answers_are_named(line, problem):

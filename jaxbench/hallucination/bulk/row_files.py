@@ -49,7 +49,7 @@ def check(path: str | Path, kinds: Collection[str]) -> int:
     if not count:
         raise ValueError(f"--input={path} holds no row")
     if "parquet" in kinds:
-        kept_schema(path)
+        _check_types(path)
     return count
 
 
@@ -89,7 +89,7 @@ def kept_schema(path: str | Path) -> pa.Schema:
         name = ""
         try:
             for name in names:
-                own = pa.schema([(name, pa.infer_type([row.get(name) for row in batch]))])
+                own = pa.schema([(name, pa.array([row.get(name) for row in batch]).type)])
                 schema = pa.unify_schemas([schema, own], promote_options="permissive")
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
             place = f"{path} lines {first} to {first + len(batch) - 1}: {name}"
@@ -116,6 +116,19 @@ def kept_batches(path: str | Path, schema: pa.Schema) -> Iterator[tuple[int, pa.
     lines = map(kept, rows(path))
     while batch := list(itertools.islice(lines, BATCH_ROWS)):
         yield len(batch), pa.Table.from_pylist(batch, schema)
+
+
+def _check_types(path: str | Path) -> None:
+    """Check that what is kept of rows fits one table: later would be too late."""
+    import pyarrow as pa
+
+    schema = kept_schema(path)
+    if kind_of(path, flag="--input") == "jsonl":
+        try:
+            for _ in kept_batches(path, schema):
+                pass
+        except (pa.ArrowException, OverflowError) as error:  # 2 ** 60 + 1 among numbers with a fraction
+            raise ValueError(f"{path}: values fit no one type ({error}); name a .jsonl output") from None
 
 
 def _numbered(path: str | Path, columns: Iterable[str] | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:

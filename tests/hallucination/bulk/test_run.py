@@ -1,0 +1,215 @@
+"""Verdicts on files: every kind of file, number of processes and engine says the same; stopped runs go on."""
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxbench.hallucination import detect
+from jaxbench.hallucination.bulk import row_files, run
+from tests.hallucination import small
+from tests.structure import ROOT
+from tests.test_cli import shell_environment
+
+# A process of its own: Ray starts others, which JAX in the tests' process warns about.
+CODE = """
+import sys
+from jaxbench.hallucination import detect
+from jaxbench.hallucination.bulk import run
+
+if __name__ == "__main__":
+    source, output, path, model, engine, processes = sys.argv[1:]
+    wanted = run.Outputs.of(output=output)
+    part, _ = run.check(source, path, wanted)
+    detector = detect.HallucinationDetector(path, model=model)
+    for verdicts in run.detect(detector, source, part, processes=int(processes), results=run.ENGINES[engine]):
+        print(len(verdicts), flush=True)
+    run.finish(source, part, wanted, detector)
+"""
+
+
+def rows(folder):
+    """Return seven rows, of which neighbours 0 to 2 and 4 to 5 share context and question."""
+    contexts = {key: (context, question or "") for key, (_, question, context) in small.CONTEXTS.items()}
+    found = [(*contexts[source], response) for _, source, _, response, _ in small.RESPONSES]
+    found += [
+        found[0],
+        found[1],
+        (*contexts["s2"], "Rain: 'fell' </script><script>alert(1)</script> & \u2028 so it was."),
+    ]
+    return [dict(zip(row_files.TEXTS, row), id=f"r{i}", n={"i": i}) for i, row in enumerate(found)]
+
+
+def write(path, content):
+    """Write rows as JSON lines or Parquet, the latter in row groups of two."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(content), path, row_group_size=2)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return path
+
+
+def lines(path):
+    """Return the objects of a file of JSON lines; some of its texts hold U+2028, which ends no line."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def judge(made, source, output, *, steps=None, **how):
+    """Run over a file, or only the first steps of it; return the numbers of verdicts a step and the number flagged."""
+    path, model = made[2], made[4]
+    wanted = run.Outputs.of(output=str(output), sentences=how.pop("sentences", None), page=how.pop("page", None))
+    part, _ = run.check(str(source), str(path), wanted)
+    detector = detect.HallucinationDetector(path, model=model)
+    found = run.detect(detector, source, part, **how)
+    if steps is not None:
+        done = [len(next(found)) for _ in range(steps)]
+        found.close()
+        return done, part
+    return [len(each) for each in found], run.finish(source, part, wanted, detector)
+
+
+@pytest.fixture(scope="module")
+def judged(made, tmp_path_factory):
+    """Return a folder with rows.jsonl and verdicts.jsonl, and these verdicts."""
+    folder = tmp_path_factory.mktemp("rows")
+    source = write(folder / "rows.jsonl", rows(made[0]))
+    steps, flagged = judge(made, source, folder / "verdicts.jsonl")
+    found = lines(folder / "verdicts.jsonl")
+    assert steps == [3, 1, 2, 1] and flagged == sum(row["is_hallucinated"] for row in found)
+    return folder, found
+
+
+def test_verdicts_are_those_of_the_library_beside_the_other_keys(made, judged):
+    _, found = judged
+    detector = detect.HallucinationDetector(made[2], model=made[4])
+    assert [(row["id"], row["n"]) for row in found] == [(f"r{i}", {"i": i}) for i in range(7)]
+    for row, verdict in zip(rows(made[0]), found, strict=True):
+        alone = detector.detect(*(row[name] for name in row_files.TEXTS)).to_dict()
+        assert verdict["probability"] == pytest.approx(alone["probability"], abs=1e-5)
+        assert [each["text"] for each in verdict["sentences"]] == [each["text"] for each in alone["sentences"]]
+    assert {row["is_hallucinated"] for row in found} == {True, False}
+
+
+@pytest.mark.parametrize("kinds", ["jsonl parquet", "parquet parquet", "parquet jsonl"])
+def test_every_kind_of_file_says_the_same(made, judged, tmp_path, kinds, monkeypatch):
+    monkeypatch.setattr(row_files, "BATCH_ROWS", 3)
+    (read, written), (_, wanted) = kinds.split(), judged
+    source = write(tmp_path / f"rows.{read}", rows(made[0]))
+    output, sentences = tmp_path / f"verdicts.{written}", tmp_path / f"sentences.{written}"
+    judge(made, source, output, sentences=str(sentences))
+    load = {"parquet": lambda path: pq.read_table(path).to_pylist(), "jsonl": lines}[written]
+    assert load(output) == wanted
+    own = [{"row": i, "id": row["id"]} | each for i, row in enumerate(wanted, 1) for each in row["sentences"]]
+    assert load(sentences) == own
+
+
+def test_columns_of_parquet_keep_their_types_and_dates_are_no_json(made, tmp_path):
+    day = datetime.date(2026, 1, 2)
+    content = [{"context": "The mill is old.", "question": "", "response": "It is old.", "day": day}]
+    source = write(tmp_path / "rows.parquet", content)
+    judge(made, source, tmp_path / "verdicts.parquet")
+    table = pq.read_table(tmp_path / "verdicts.parquet")
+    assert table.schema.field("day").type == pa.date32() and table["day"].to_pylist() == [day]
+    with pytest.raises(ValueError, match="row 1 cannot be a line of JSON .*date.*name a .parquet output"):
+        judge(made, source, tmp_path / "verdicts.jsonl")
+
+
+def test_two_processes_say_the_same_in_the_same_order(made, judged, tmp_path):
+    folder, _ = judged
+    judge(made, folder / "rows.jsonl", tmp_path / "two.jsonl", processes=2)
+    assert (tmp_path / "two.jsonl").read_bytes() == (folder / "verdicts.jsonl").read_bytes()
+
+
+def test_results_that_come_out_of_order_are_written_in_order(made, judged, tmp_path):
+    def backwards(worker, items, *, processes):
+        yield from [worker(item) for item in items][::-1]
+
+    folder, _ = judged
+    steps, _ = judge(made, folder / "rows.jsonl", tmp_path / "back.jsonl", processes=2, results=backwards)
+    assert steps == [3, 1, 2, 1]
+    assert (tmp_path / "back.jsonl").read_bytes() == (folder / "verdicts.jsonl").read_bytes()
+
+
+def test_a_run_that_was_stopped_goes_on_and_writes_every_row_once(made, judged, tmp_path):
+    folder, _ = judged
+    output = tmp_path / "new" / "verdicts.jsonl"
+    done, part = judge(made, folder / "rows.jsonl", output, steps=2)
+    with open(part, "a") as file:
+        file.write('[{"torn')
+    assert done == [3, 1] and not output.exists()
+    steps, flagged = judge(made, folder / "rows.jsonl", output)
+    assert steps == [2, 1] and flagged == sum(row["is_hallucinated"] for row in judged[1])
+    assert output.read_bytes() == (folder / "verdicts.jsonl").read_bytes() and not part.exists()
+
+
+def start(made, source, output, engine, processes):
+    """Start a run as a process of its own."""
+    script = output.with_name("script.py")
+    script.write_text(CODE)
+    words = [sys.executable, str(script), str(source), str(output), str(made[2]), made[4], engine, str(processes)]
+    environment = shell_environment(PYTHONPATH=str(ROOT), RAY_USAGE_STATS_ENABLED="0")
+    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_process_leaves_whole_groups(made, judged, tmp_path):
+    folder, _ = judged
+    source = write(tmp_path / "rows.jsonl", rows(made[0]) * 40)
+    output = tmp_path / "verdicts.jsonl"
+    process = start(made, source, output, "local", 1)
+    assert process.stdout.readline() == "3\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    (part,) = tmp_path.glob("*.part")
+    kept = part.read_text().count("\n")
+    assert kept >= 1 and not output.exists()
+    steps, _ = judge(made, source, output)
+    assert len(steps) == 160 - kept
+    assert output.read_text() == (folder / "verdicts.jsonl").read_text() * 40
+
+
+def test_two_ray_actors_say_what_one_process_says(made, judged, tmp_path):
+    pytest.importorskip("ray")
+    folder, _ = judged
+    process = start(made, folder / "rows.jsonl", tmp_path / "ray.jsonl", "ray", 2)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert (tmp_path / "ray.jsonl").read_bytes() == (folder / "verdicts.jsonl").read_bytes()
+
+
+def test_a_row_that_cannot_be_judged_is_named_by_every_engine(made, tmp_path):
+    content = rows(made[0])[:4] + [{"context": "a", "question": "", "response": "long " * 20}]
+    source = write(tmp_path / "rows.jsonl", content)
+    for processes in (1, 2):
+        with pytest.raises(ValueError, match="row 5: response: 100 tokens, and the window of 128 takes 64"):
+            judge(made, source, tmp_path / "verdicts.jsonl", processes=processes)
+    long = [row | {"context": content[0]["context"], "question": content[0]["question"]} for row in content[3:]]
+    source = write(tmp_path / "long.jsonl", content[:3] + long[1:])
+    with pytest.raises(ValueError, match="one of rows 1 to 4: response: 100 tokens"):
+        judge(made, source, tmp_path / "long_verdicts.jsonl")
+
+
+def test_long_runs_of_one_prompt_are_several_groups(tmp_path):
+    row = {"context": "The mill is old.", "question": "", "response": "It is."}
+    source = write(tmp_path / "rows.jsonl", [row] * (run.GROUP_ROWS + 3))
+    found = [(group.number, group.first_row, len(group.responses)) for group in run.groups(source)]
+    assert found == [(0, 1, run.GROUP_ROWS), (1, run.GROUP_ROWS + 1, 3)]
+
+
+def test_a_group_waits_for_no_more_rows_than_it_has(tmp_path, monkeypatch):
+    taken = []
+    row = {"context": "The mill is old.", "question": "", "response": "It is."}
+
+    def endless(path, columns=None):
+        for number in range(10**9):
+            taken.append(number)
+            yield row | {"question": str(number // 3)}
+
+    monkeypatch.setattr(row_files, "rows", endless)
+    found = run.groups(tmp_path)
+    assert [next(found).first_row, next(found).first_row] == [1, 4] and len(taken) <= 7
