@@ -60,9 +60,6 @@ class HallucinationDetector:
     def detect_group(self, context: str, question: str, responses: Sequence[str]) -> list[Verdict]:
         """Verdicts on responses to one prompt, which is read once for all of them.
 
-        A context that does not fit the window beside the longest is read again for each, so that no response decides
-        how much of the context another one is judged by.
-
         Raises:
           ValueError: as `detect`.
         """
@@ -70,11 +67,8 @@ class HallucinationDetector:
             if response.strip() and not any(letter.isalnum() for letter in response):
                 raise ValueError(f"response: {response[:40]!r} has no letter and no digit; there is nothing to judge")
         group = Group(context, question, tuple(responses), tuple(map(str, range(len(responses)))))
-        found = {}
-        for key, features in read_group(group, *self.reader, self.settings):
-            if features["num_cut"] and len(responses) > 1:
-                return [self.detect(context, question, response) for response in responses]
-            found[key] = self._verdict(context, responses[int(key)], features)
+        read = read_group(group, *self.reader, self.settings)
+        found = {key: self._verdict(context, responses[int(key)], features) for key, features in read}
         return [found[key] for key in group.keys]
 
     def follow(self, context: str, question: str) -> Follower:

@@ -64,6 +64,11 @@ def read_group(
     prompt = encoding.encode_prompt(
         tokenizer, group.context, group.question, window=window - longest, style=settings.style
     )
+    if prompt.num_cut and len(responses) > 1:  # or the longest would decide how much of the context the others rest on
+        for key, response in zip(group.keys, group.responses):
+            alone = group._replace(responses=(response,), keys=(key,))
+            yield from read_group(alone, reader, tokenizer, window, settings)
+        return
     ids = [response.ids for response in responses]
     rows = layout.pack([len(each) for each in ids], settings.row_tokens)
     given = [layout.prompt_arrays([text], share=settings.share) for text in (prompt.text, prompt.without)]

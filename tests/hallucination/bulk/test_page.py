@@ -43,10 +43,11 @@ def sentence(start, end, probability, passage=None):
     }  # fmt: skip
 
 
-def verdict(*sentences, cut=0, probability=0.9):
+def verdict(*sentences, cut=0, probability=0.9, spans=()):
     """Return a verdict."""
     return {
-        "probability": probability, "is_hallucinated": probability > 0.42, "sentences": list(sentences), "num_cut": cut
+        "probability": probability, "is_hallucinated": probability > 0.42, "sentences": list(sentences),
+        "spans": [{"start": start, "end": end, "probability": 0.75} for start, end in spans], "num_cut": cut,
     }  # fmt: skip
 
 
@@ -85,6 +86,15 @@ def test_flagged_sentences_and_responses_are_marked_by_more_than_colour(read):
     assert [attrs["aria-describedby"] in notes for attrs in shown] == [True, True]
     assert "flagged, probability 0.90. No passage" in found.of("note") and "Nearest passage: x" in found.of("note")
     assert found.of("verdict") == "flagged, 0.90not flagged, 0.10"
+
+
+def test_words_without_support_are_marked_inside_their_sentences_and_nothing_is_lost_or_doubled(read):
+    row = {"context": "a", "question": "", "response": RESPONSE}
+    marked = verdict(sentence(0, 17, 0.9), sentence(18, 60, 0.1), spans=[(6, 9), (9, 17), (14, 30)])
+    found = read((row, marked))
+    assert found.of("response") == RESPONSE
+    assert found.of("t").removeprefix("bold") == RESPONSE[6:17] + RESPONSE[18:30]
+    assert {attrs["title"] for _, attrs in found.elements if "title" in attrs} == {"without support: 0.75"}
 
 
 def test_the_page_loads_nothing_and_has_both_themes(read, tmp_path):
