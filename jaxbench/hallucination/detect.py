@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,11 +121,11 @@ def _content(text: str) -> set[str]:
     return {token.key for token in lexical.tokens(text) if token.is_content}
 
 
-def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of a JSONL file with context, question and response, one at a time.
+def read_rows(path: str | Path, texts: Sequence[str] = TEXTS) -> Iterator[Mapping[str, Any]]:
+    """Rows of a JSONL file with context, question and response, or the texts that are named, one at a time.
 
     Raises:
-      ValueError: a line is no object with these texts; it is named.
+      ValueError: a line is no object with these texts, or one but the question is empty; it is named.
     """
     if not Path(path).is_file():
         raise ValueError(f"--input={path} is no file")
@@ -135,19 +135,20 @@ def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:
                 row = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path} line {number}: no JSON ({error})") from None
-            wrong = [name for name in TEXTS if not isinstance(row, dict) or not isinstance(row.get(name), str)]
+            wrong = [name for name in texts if not isinstance(row, dict) or not isinstance(row.get(name), str)]
             if wrong:
                 raise ValueError(f"{path} line {number}: wanted an object with the text {wrong[0]}, got {line[:60]!r}")
-            empty = [name for name in ("context", "response") if not row[name].strip()]
+            empty = [name for name in texts if name != "question" and not row[name].strip()]
             if empty:
                 raise ValueError(f"{path} line {number}: {empty[0]} is empty")
             yield row
 
 
-def part_file(output: Path, *inputs: str | Path) -> Path:
-    """Where finished lines are until all are: named by the inputs as they are now, so that no others' lines count."""
+def part_file(output: Path, *inputs: str | Path, settings: str = "") -> Path:
+    """Where finished lines are until all are: named by inputs and settings as they are now; no others' lines count."""
     stats = [Path(path).stat() for path in inputs]
     identity = [[str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(inputs, stats)]
+    identity += [settings] if settings else []
     return output.with_name(f"{output.name}.{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}.part")
 
 
