@@ -13,6 +13,7 @@ import transformers
 from jaxbench import initial
 from jaxbench.config import TransformerConfig
 from jaxbench.hallucination import detect, layout, mitigation, reference
+from jaxbench.hallucination.study import mitigated
 from jaxbench.parity import hallucination as proof
 from jaxbench.parity.oracles import transformers_model
 from jaxbench.pretrained import weights
@@ -181,7 +182,7 @@ def test_a_run_that_was_stopped_goes_on_and_writes_every_row_once(package, tmp_p
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["id"] for row in found] == [0, 1, 2]
     assert all(row["num_reweighted"] == row["num_tokens"] > 0 and isinstance(row["response"], str) for row in found)
-    with pytest.raises(ValueError, match="rows 1 to 1: context: 14 tokens around it leave no room in a window of 8"):
+    with pytest.raises(ValueError, match="rows 1 to 1: context: 16 tokens around it leave no room in a window of 8"):
         list(mitigation.answer_rows(answering, rows, part, output, new_tokens=120, batch_size=1))
 
 
@@ -229,3 +230,17 @@ def test_rows_to_be_answered_need_no_response(tmp_path):
     assert len(list(detect.read_rows(path, detect.TEXTS[:2]))) == 1
     with pytest.raises(ValueError, match="the text response"):
         list(detect.read_rows(path))
+
+
+def test_the_control_scales_as_many_other_heads_and_differences_are_paired_by_source():
+    arms = mitigated.arms(settings(), num_layers=3, num_heads=4)
+    heads = [set(arms[name].heads) for name in ("every token", mitigated.CONTROL)]
+    assert len(heads[0]) == len(heads[1]) == 3 and not heads[0] & heads[1]
+    assert arms["every token"].layers == arms[mitigated.CONTROL].layers and arms[mitigated.PLAIN] is None
+    random = np.random.default_rng(0)
+    plain = random.normal(size=(30, len(mitigated.MEASURES)))
+    values = {name: plain for name in arms} | {"AARF": plain + [1, 0, 0, 0, -2]}
+    found = mitigated.compared(values, np.arange(30).astype(str))
+    assert found["AARF"]["words"]["over_plain"] == pytest.approx([-2, -2, -2])
+    assert found["AARF"]["lexical logit"]["over_control"] == pytest.approx([1, 1, 1])
+    assert found["every token"]["words"]["over_plain"] == [0, 0, 0]

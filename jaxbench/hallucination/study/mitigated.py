@@ -4,7 +4,7 @@
     python -m jaxbench.hallucination.study.mitigated --data=FOLDER --workdir=out/mitigation --calibrate
 
 Arms answer the same sources of the split `dev`, the shortest contexts first; differences to the plain arm are paired
-by source. With --calibrate: the percentiles of scores over plain answers to sources of the split `train`.
+by source, those to the control say what the choice of heads is worth. With --calibrate: the percentiles of scores over plain answers to sources of the split `train`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from jaxbench.hallucination.study import table
 from jaxbench.pretrained import weights
 
 VALUES = flags.FLAGS
+PLAIN, CONTROL = "plain", "every token, random heads"
 MEASURES = ("lexical logit", "share of novel words", "novel words", "loss, nats a token", "words")
 
 
@@ -50,13 +51,11 @@ def arms(settings: Mitigation, *, num_layers: int, num_heads: int, seed: int = 0
     drawn = np.random.default_rng(seed).choice(len(others), len(settings.heads), replace=False)
     random = tuple(others[i] for i in sorted(drawn))
     always = settings.model_copy(update={"tau": None})
-    strong = {"attention_factor": 5.0, "feed_factor": 0.2}  # of the paper, table 3
     return {
-        "plain": None,
+        PLAIN: None,
         "AARF": settings,
         "every token": always,
-        "every token, random heads": always.model_copy(update={"heads": random}),
-        "the paper's factors, every token": always.model_copy(update=strong),
+        CONTROL: always.model_copy(update={"heads": random}),
     }
 
 
@@ -128,15 +127,15 @@ def measured(rows: Sequence[dict], regression: linear.Linear, loss: Sequence[flo
 
 
 def compared(by_arm: dict[str, np.ndarray], source: np.ndarray) -> dict[str, Any]:
-    """Mean of every measure by arm, and its difference to the plain arm with an interval over sources."""
+    """Mean of every measure by arm, and differences to the plain arm and to the control, with intervals over sources."""
     found: dict[str, Any] = {}
     for name, values in by_arm.items():
-        gain = values - by_arm["plain"]
-        statistics = [lambda rows, gain=gain[:, j]: float(gain[rows].mean()) for j in range(len(MEASURES))]
-        found[name] = {
-            measure: {"mean": float(values[:, j].mean()), "over_plain": list(interval)}
-            for j, (measure, interval) in enumerate(zip(MEASURES, metrics.bootstrap(statistics, source)))
-        }
+        found[name] = {measure: {"mean": float(mean)} for measure, mean in zip(MEASURES, values.mean(0))}
+        for other, key in ((PLAIN, "over_plain"), (CONTROL, "over_control")):
+            gains = (values - by_arm[other]).T
+            statistics = [lambda rows, gain=gain: float(gain[rows].mean()) for gain in gains]
+            for measure, interval in zip(MEASURES, metrics.bootstrap(statistics, source)):
+                found[name][measure][key] = list(interval)
     return found
 
 
@@ -162,8 +161,8 @@ def main() -> int:
     regression = lexical_regression(data, {source.source_id for source in given})
     read = extract.load_reader(group.ReaderSettings(), package="jaxbench")
     by_arm = {name: measured(each, regression, losses(each, *read)) for name, each in rows.items()}
-    source = np.array([row["source_id"] for row in rows["plain"]])
-    plain = [row["response"] for row in rows["plain"]]
+    source = np.array([row["source_id"] for row in rows[PLAIN]])
+    plain = [row["response"] for row in rows[PLAIN]]
     told = {
         name: {
             "settings": None if wanted[name] is None else wanted[name].model_dump(),
