@@ -4,7 +4,8 @@
     python -m jaxbench.hallucination.study.mitigated --data=FOLDER --workdir=out/mitigation --calibrate
 
 Arms answer the same sources of the split `dev`, the shortest contexts first; differences to the plain arm are paired
-by source, those to the control say what the choice of heads is worth. With --calibrate: the percentiles of scores over plain answers to sources of the split `train`.
+by source, those to the control say what the choice of heads is worth. With --calibrate: the percentiles of scores over
+plain answers to sources of the split `train`.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def measured(rows: Sequence[dict], regression: linear.Linear, loss: Sequence[flo
 
 
 def compared(by_arm: dict[str, np.ndarray], source: np.ndarray) -> dict[str, Any]:
-    """Mean of every measure by arm, and differences to the plain arm and to the control, with intervals over sources."""
+    """Means by arm, and differences to the plain arm and to the control, with intervals over sources."""
     found: dict[str, Any] = {}
     for name, values in by_arm.items():
         found[name] = {measure: {"mean": float(mean)} for measure, mean in zip(MEASURES, values.mean(0))}
@@ -189,6 +190,6 @@ if __name__ == "__main__":
     cli.define_part()
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz]", required=True)
     flags.DEFINE_bool("calibrate", False, "measure the ranges of scores, and nothing else")
-    flags.DEFINE_integer("sources", 60, "that are answered", lower_bound=2)
+    flags.DEFINE_integer("sources", 40, "that are answered", lower_bound=2)
     flags.DEFINE_integer("new_tokens", 64, "of an answer, at most", lower_bound=1)
     cli.run(main, about=__doc__)
