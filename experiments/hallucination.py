@@ -5,10 +5,11 @@
     hallucination.py fit        --data=FOLDER --output=detector.safetensors   fit the detector to labelled responses
     hallucination.py detect     --detector=FILE --input=FILE --output=FILE    verdicts on the responses of a file
     hallucination.py copy_heads --output=heads.json                           which attention heads copy
+    hallucination.py answer     --input=FILE --output=FILE                    answers, risky tokens read again (AARF)
     hallucination.py redeep     --scores=FILE                                 ReDeEP's regression of stored scores
 
-A folder of RAGTruth's format holds sources.jsonl[.gz] and responses*.jsonl[.gz]. A run of `features` or
-`detect` that is killed goes on with the same command. Bad input ends with exit code 2 and one line.
+A folder of RAGTruth's format holds sources.jsonl[.gz] and responses*.jsonl[.gz]. A run of `features`,
+`detect` or `answer` that is killed goes on with the same command. Bad input ends with exit code 2 and one line.
 docs/hallucination.md
 """
 
@@ -264,6 +265,49 @@ def rank_copy_heads() -> int:
     return cli.EXIT_OK
 
 
+# Answers
+
+
+def define_answer() -> None:
+    """Define the flags of answer."""
+    cli.define_config("configs/hallucination/mitigation.yaml")
+    cli.define_model()
+    cli.define_backend(choices=("flax", "torch"))
+    flags.DEFINE_bool("mitigate", True, "compute risky tokens again (AARF); no: plain answers")
+    flags.DEFINE_string("input", None, "rows with context and question, other keys are kept: .jsonl or .parquet")
+    flags.DEFINE_string("output", None, "the same rows with a response: a .jsonl file")
+    flags.DEFINE_bool("overwrite", False, "replace the output")
+    flags.DEFINE_integer("new_tokens", 128, "of an answer, at most", lower_bound=1)
+    flags.DEFINE_integer("batch_size", 8, "rows that are answered together", lower_bound=1)
+
+
+def answer() -> int:
+    """Answer every row of a file."""
+    from jaxbench.hallucination import mitigation
+    from jaxbench.hallucination.bulk import row_files
+
+    for name in ("input", "output"):
+        needed(name, "a .jsonl file")
+    settings = cli.load_config(mitigation.Mitigation)
+    output = outputs.check_file(VALUES.output, (VALUES.input,), overwrite=VALUES.overwrite)
+    rows = list(row_files.rows(VALUES.input, texts=row_files.PROMPT))
+    if not rows:
+        raise ValueError(f"--input={VALUES.input} holds no row")
+    process_environment.ensure("cpu", library=cli.array_library())
+    names = ("backend", "mitigate", "new_tokens", "batch_size")
+    model, package = None if VALUES.model == "default" else VALUES.model, {"flax": "jaxbench", "torch": "torch_ref"}
+    answering = mitigation.load(model, settings, is_on=VALUES.mitigate, package=package[VALUES.backend])
+    chosen = [settings.model_dump(), answering.sha256, *(VALUES[name].value for name in names)]
+    part = mitigation.part_file(output, VALUES.input, chosen)
+    cli.keep(f"finished answers are in {part}; the same command goes on")
+    how = {"new_tokens": VALUES.new_tokens, "batch_size": VALUES.batch_size}
+    with progress(len(rows)) as advance:
+        for count in mitigation.answer_rows(answering, rows, part, output, **how):
+            advance(count)
+    print(f"written: {output} ({len(rows)} answers)")
+    return cli.EXIT_OK
+
+
 # ReDeEP's regression
 
 
@@ -303,6 +347,7 @@ COMMANDS = {
     "fit": cli.Command(define_fit, fit, "The detector, fitted to labelled responses and saved."),
     "detect": cli.Command(define_detect, detect_all, "Verdicts on responses and their sentences, resumable."),
     "copy_heads": cli.Command(define_copy_heads, rank_copy_heads, "A model's attention heads by how much they copy."),
+    "answer": cli.Command(define_answer, answer, "Answers, risky tokens computed again (AARF), resumable."),
     "redeep": cli.Command(define_redeep, redeep, "ReDeEP's regression of stored scores, as published and nested."),
 }
 

@@ -62,6 +62,17 @@ def heads(words: str, *wanted: str, **files: str | bytes) -> Case:
     return Case(("hallucination.py", "copy_heads", *words.split()), wanted, given)
 
 
+def answer(row: dict | str, *wanted: str, words: str = "", names: tuple[str, ...] = ("i.jsonl",)) -> Case:
+    """Return a case of `answer` on a changed row, or other text in its place."""
+    text = row if isinstance(row, str) else json.dumps({"context": "a", "question": "b"} | row)
+    command = "hallucination.py answer --input={tmp}/i.jsonl --output={tmp}/o"
+    return Case(
+        (*command.split(), *words.split()),
+        wanted,
+        {k: v for k, v in {"i.jsonl": text, "o": "mine"}.items() if k in names},
+    )
+
+
 CASES = [
     Case("hallucination.py feature", ("'feature' is no command", "features")),
     Case("hallucination.py detect_all", ("no command",)),
@@ -169,6 +180,34 @@ CASES = [
     Case("hallucination.py detect --follow --detector={tmp}/d --processes=2", ("takes no --processes",)),
     Case("hallucination.py detect --follow --detector={tmp}/d", ("d is no file",)),
     detect({}, "--backend", words="--backend=equinox"),
+    Case("hallucination.py answer", ("--input is missing",)),
+    Case("hallucination.py answer --input={tmp}/i", ("--output is missing",), {"i": "{}"}),
+    answer({}, "i.jsonl is no file", names=()),
+    answer({}, "o exists", names=("i.jsonl", "o")),
+    answer({}, "i.jsonl is the input", words="--output={tmp}/i.jsonl --overwrite"),
+    answer("", "holds no row"),
+    answer("{", "line 1: no JSON"),
+    answer({"question": None}, "line 1", "the text question"),
+    answer({"context": " "}, "line 1: context is empty"),
+    answer({}, "tau", "1.5", words="--set=tau=1.5"),
+    answer({}, "tau", "-0.1", words="--set=tau=-0.1"),
+    answer({}, "attention_factor", "0", words="--set=attention_factor=0"),
+    answer({}, "feed_factor", "-1", words="--set=feed_factor=-1"),
+    answer({}, "heads", words="--set=heads=[]"),
+    answer({}, "heads", "named twice", words="--set=heads=[[0,1],[0,1]]"),
+    answer({}, "heads: [30, 0] is not in a model of 30 layers of 9 heads", words="--set=heads=[[30,0]]"),
+    answer({}, "heads: [0, 9] is not in a model of 30 layers of 9 heads", words="--set=heads=[[0,9]]"),
+    answer({}, "layers: -1 is not in a model of 30 layers", words="--set=layers=[-1]"),
+    answer({}, "external_range=0.5, 0.5", "the lower end first", words="--set=external_range=[0.5,0.5]"),
+    answer({}, "--new_tokens", "0", words="--new_tokens=0"),
+    answer({}, "rows 1 to 1", "leave no room in a window", words="--new_tokens=9000"),
+    answer({}, "--batch_size", "0", words="--batch_size=0"),
+    answer({}, "none.gguf does not exist", words="--model=none.gguf"),
+    Case(
+        "hallucination.py answer --input={tmp}/i --output={tmp}/o",
+        ("i has an unknown suffix", "wanted .jsonl or .parquet"),
+        {"i": "{}"},
+    ),
     regress("", "holds no row"),
     regress("{", "line 1: no JSON"),
     regress("[1, 2]", "is no object"),

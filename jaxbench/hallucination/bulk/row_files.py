@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TEXTS = ("context", "question", "response")
+PROMPT = TEXTS[:2]
 SHOWN = (*TEXTS, "id")  # of a row beside its verdict, in a page or a file of sentences
 KINDS = ("jsonl", "parquet")
 BATCH_ROWS = 1024
@@ -53,15 +54,17 @@ def check(path: str | Path, kinds: Collection[str]) -> int:
     return count
 
 
-def rows(path: str | Path, columns: Iterable[str] | None = None) -> Iterator[Mapping[str, Any]]:
+def rows(
+    path: str | Path, columns: Iterable[str] | None = None, *, texts: Collection[str] = TEXTS
+) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a file in order.
 
-    columns: that are wanted, where leaving out others saves time; None = all.
+    columns: that are wanted, where leaving out others saves time; None = all. texts: that every row must have.
 
     Raises:
       ValueError: as `check`.
     """
-    return (row for _, row in _numbered(path, columns))
+    return (row for _, row in _numbered(path, columns, texts))
 
 
 def kept(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,13 +134,15 @@ def _check_types(path: str | Path) -> None:
             raise ValueError(f"{path}: values fit no one type ({error}); name a .jsonl output") from None
 
 
-def _numbered(path: str | Path, columns: Iterable[str] | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _numbered(
+    path: str | Path, columns: Iterable[str] | None = None, texts: Collection[str] = TEXTS
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each row is, for errors, and the row, checked."""
     kind = kind_of(path, flag="--input")
     if not Path(path).is_file():
         raise ValueError(f"--input={path} is no file")
-    for place, row in _parquet(path, columns) if kind == "parquet" else _json_lines(path):
-        for name in TEXTS:
+    for place, row in _parquet(path, columns, texts) if kind == "parquet" else _json_lines(path):
+        for name in texts:
             if not isinstance(row, dict) or not isinstance(row.get(name), str):
                 raise ValueError(f"{place}: wanted an object with the text {name}, got {str(row)[:60]!r}")
             try:
@@ -146,7 +151,7 @@ def _numbered(path: str | Path, columns: Iterable[str] | None = None) -> Iterato
                 raise ValueError(f"{place}: {name} is no Unicode text ({error})") from None
             if name != "question" and not row[name].strip():
                 raise ValueError(f"{place}: {name} is empty")
-        if not any(letter.isalnum() for letter in row["response"]):
+        if "response" in texts and not any(letter.isalnum() for letter in row["response"]):
             raise ValueError(f"{place}: response {row['response'][:40]!r} has no letter and no digit")
         yield place, row
 
@@ -164,11 +169,11 @@ def _json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
             yield place, row
 
 
-def _parquet(path: str | Path, columns: Iterable[str] | None) -> Iterator[tuple[str, Any]]:
+def _parquet(path: str | Path, columns: Iterable[str] | None, texts: Collection[str]) -> Iterator[tuple[str, Any]]:
     with _opened(path) as file:
         names = file.schema_arrow.names
         _check_names(str(path), names)
-        if missing := [name for name in TEXTS if name not in names]:
+        if missing := [name for name in texts if name not in names]:
             raise ValueError(f"{path} has no column {missing[0]}; it has {', '.join(names)}")
         number = itertools.count(1)
         for batch in file.iter_batches(BATCH_ROWS, columns=None if columns is None else list(columns)):
