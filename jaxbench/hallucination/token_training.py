@@ -74,7 +74,7 @@ def fit(
     size = min(settings.batch_size, len(tokens))
     rate = np.concatenate(labels).mean()
     if not 0 < rate < 1:
-        raise ValueError("token classifier: all tokens have one label; wanted both")
+        raise ValueError(f"token classifier: {rate:.0%} of the tokens are labelled; wanted both classes")
     scale = token_inputs.scale_of(tokens)
     config = token_inputs.TokenConfig(num_columns=len(scale.mean), **settings.shape())
     params = token_inputs.initial_params(config, settings.seed, rate=rate)

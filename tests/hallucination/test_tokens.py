@@ -90,7 +90,7 @@ def test_the_threshold_counts_characters():
 def test_columns_that_are_no_numbers_and_labels_of_one_class_are_refused(value):
     tokens, labels, _ = responses(9)
     columns = [each.columns.copy() for each in tokens]
-    with pytest.raises(ValueError, match="all tokens have one label; wanted both"):
+    with pytest.raises(ValueError, match="0% of the tokens are labelled; wanted both classes"):
         token_training.fit(columns, [np.zeros_like(each) for each in labels], TRAINING)
     columns[4][1, 3] = value
     with pytest.raises(ValueError, match="column 3 of 5 is not finite"):
