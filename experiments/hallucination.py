@@ -149,7 +149,9 @@ def define_fit() -> None:
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz], all fitted to")
     flags.DEFINE_string("output", None, "the detector: a .safetensors file")
     flags.DEFINE_bool("labels", True, "fit to the labels; no: the detector that needs none, on the same responses")
-    flags.DEFINE_float("rate", 0.4, "share of responses that a detector without labels flags")
+    flags.DEFINE_float(
+        "rate", 0.4, "share of responses that a detector without labels flags", lower_bound=0, upper_bound=1
+    )
     flags.DEFINE_bool("overwrite", False, "replace the output")
 
 

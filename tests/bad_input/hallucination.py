@@ -180,6 +180,7 @@ CASES = [
     Case("hallucination.py detect --follow --detector={tmp}/d --processes=2", ("takes no --processes",)),
     Case("hallucination.py detect --follow --detector={tmp}/d", ("d is no file",)),
     detect({}, "--backend", words="--backend=equinox"),
+    Case("hallucination.py fit --data={tmp} --output={tmp}/o --nolabels --rate=1.5", ("--rate", "1.5")),
     Case("hallucination.py answer", ("--input is missing",)),
     Case("hallucination.py answer --input={tmp}/i", ("--output is missing",), {"i": "{}"}),
     answer({}, "i.jsonl is no file", names=()),

@@ -69,6 +69,7 @@ def test_a_signal_is_found_by_the_detector_and_beats_the_lexical_regression_with
     found = evaluate.run(made(2.5), SETTINGS, rows=[by_name(name) for name in (rows.BASELINE, "the detector")])
     row = found["the detector"]
     assert row["pooled"][0] > 0.8 and row["stratified_gain"][1] > 0.1 and row["f1"] > 0.6
+    assert 0 < row["f1_at_half"] < 1 and found[rows.BASELINE]["f1_at_half"] is None  # whose scores are log-odds
     assert row["spans"]["f1"][0] > 0.5 and row["spans"]["f1"][1] < row["spans"]["f1"][0] < row["spans"]["f1"][2]
     assert row["pooled"][1] < row["pooled"][0] < row["pooled"][2] and "pooled_gain" not in found[rows.BASELINE]
 

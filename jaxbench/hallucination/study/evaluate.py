@@ -109,6 +109,7 @@ def summary(
         wanted += [lambda at, name=name: mine[name](at) - other[name](at) for name in MEASURES]
     found = metrics.bootstrap(wanted, source, draws=settings.draws, seed=settings.seed)
     f1, precision, recall = metrics.f1(labels, flagged)
+    is_probability = bool((scores >= 0).all() and (scores <= 1).all())
     one = np.flatnonzero(table.generator[rows] == settings.generator)
     return {
         **{name: list(each) for name, each in zip(MEASURES, found)},
@@ -116,6 +117,7 @@ def summary(
         "tasks": {task: metrics.auc(labels[at], scores[at]) for task, at in _by(table.task[rows]).items()},
         "average_precision": metrics.average_precision(labels, scores),
         "correlation": metrics.correlation(labels, scores),
+        "f1_at_half": metrics.f1(labels, scores >= 0.5)[0] if is_probability else None,
         "f1": f1, "precision": precision, "recall": recall,
         "generator": {"responses": len(one)} | {name: mine[name](one) for name in MEASURES[:2]} if len(one) else None,
     }  # fmt: skip
