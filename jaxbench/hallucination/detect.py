@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxbench.hallucination import detector as detectors
-from jaxbench.hallucination import extract, lexical, pooled, saved_detector, token_inputs, token_scoring
+from jaxbench.hallucination import extract, lexical, pooled, portable, saved_detector, token_inputs, token_scoring
 from jaxbench.hallucination.follow import Follower
 from jaxbench.hallucination.group import Group, read_group
 from jaxbench.hallucination.layout import PromptArrays
@@ -26,15 +27,26 @@ class HallucinationDetector:
     """A saved detector and its reader."""
 
     def __init__(self, path: str | os.PathLike[str], *, model: str | None = None, package: str = "jaxbench"):
-        """path: what `hallucination.py fit` wrote; model: its reader (file, folder or hub id), None = the default one;
-        package: whose modules read.
+        """path: what `hallucination.py fit` wrote, or the folder of `export`, which holds its reader; model: its reader
+        (file, folder or hub id), None = the default one; package: whose modules read.
 
         Raises:
-          ValueError: the file is no detector of this version, or was fitted with another model.
+          ValueError: the file is no detector of this version, was fitted with another model, or has its own.
         """
         from jaxbench.pretrained import weights
 
+        self._bundle, self._path = None, Path(path)
+        if self._path.is_dir():
+            if model is not None:
+                raise ValueError(f"model={model}: {path} holds a reader of its own")
+            self._bundle = portable.load(path)
+            path = self._path / portable.DETECTOR
+            model = str(self._path / portable.MODEL) if self._bundle.kind == "safetensors" else None
         self.saved = saved_detector.load(path)
+        if self._bundle is not None and model is None:
+            saved_detector.check_model(self.saved, self._bundle.model_sha256, name=f"the program in {self._path}")
+            self.settings = self.saved.settings.model_copy(update={"row_tokens": 1})  # a response a row
+            return
         saved_detector.check_model(self.saved, weights.checksum(model), name=model or "the default model")
         self.settings = self.saved.settings.model_copy(update={"model": model})
         self._package = package
@@ -45,7 +57,10 @@ class HallucinationDetector:
 
         So a detector can be made, and refused, at once, and be sent to other processes.
         """
-        made, tokenizer, window = extract.load_reader(self.settings, package=self._package)
+        if self._bundle is not None and self._bundle.kind != "safetensors":
+            made, tokenizer, window = portable.load_reader(self._path, self._bundle)
+        else:
+            made, tokenizer, window = extract.load_reader(self.settings, package=self._package)
         return RememberingReader(made), tokenizer, window
 
     def detect(self, context: str, question: str, response: str) -> Verdict:

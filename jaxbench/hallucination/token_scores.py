@@ -91,12 +91,25 @@ def _of_weights(
     total = old + new
     lookback = jnp.where(total > 0, old / jnp.where(total > 0, total, 1.0), 0.0)
 
+    return _external(context, states, hidden, num_attended), mass, lookback
+
+
+def _external(
+    context: Float[Array, "B N t P"],
+    states: Float[Array, "B P D"],
+    hidden: Float[Array, "B t D"],
+    num_attended: Int[Array, " B"],
+) -> Float[Array, "B N t"]:
+    """External context score of attention weights; the native kernel, where there is one, adds only what is chosen."""
+    if hidden.dtype == jnp.float32 and jax.default_backend() == "cpu" and library.is_available():
+        calls.register()
+        call = jax.ffi.ffi_call("jaxbench_external", jax.ShapeDtypeStruct(context.shape[:-1], jnp.float32))
+        return call(context, num_attended.astype(jnp.int32), states.astype(jnp.float32), hidden)
     chosen = (context >= kth_largest(context, num_attended)[..., None]) & (context > 0)
     attended = jnp.einsum("BNtP,BPD->BNtD", chosen.astype(states.dtype), states, preferred_element_type=hidden.dtype)
     dot = jnp.einsum("BNtD,BtD->BNt", attended, hidden)
     length = jnp.sqrt(jnp.sum(jnp.square(attended), axis=-1) * jnp.sum(jnp.square(hidden), axis=-1)[:, None])
-    external = jnp.where(length > 0, dot / jnp.where(length > 0, length, 1.0), 0.0)
-    return external, mass, lookback
+    return jnp.where(length > 0, dot / jnp.where(length > 0, length, 1.0), 0.0)
 
 
 def _by_layer(found: Float[Array, "Lt B N t"], tiles: int) -> Float[Array, "L N B T"]:
@@ -106,14 +119,7 @@ def _by_layer(found: Float[Array, "Lt B N t"], tiles: int) -> Float[Array, "L N 
 
 
 def kth_largest(values: Float[Array, "B N t P"], k: Int[Array, " B"]) -> Float[Array, "B N t"]:
-    """The k-th largest of each row of values that are not negative, 1 <= k <= P: a search over its bits.
-
-    The native kernel, where there is one, does the same a row at a time, and no bit differs.
-    """
-    if values.dtype == jnp.float32 and jax.default_backend() == "cpu" and library.is_available():
-        calls.register()
-        call = jax.ffi.ffi_call("jaxbench_kth_largest", jax.ShapeDtypeStruct(values.shape[:-1], values.dtype))
-        return call(values, k.astype(jnp.int32))
+    """The k-th largest of each row of values that are not negative, 1 <= k <= P: a search over its bits."""
     bits = jnp.finfo(values.dtype).bits
     whole = jnp.dtype(f"int{bits}")
 

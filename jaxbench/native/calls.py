@@ -58,7 +58,7 @@ def register() -> None:
       NotAvailable: the library cannot be had here.
     """
     handlers = library.load()
-    for name in ("block", "linear", "embed", "norm", "largest", "kth_largest", "draw", "product"):
+    for name in ("block", "linear", "embed", "norm", "largest", "external", "draw", "product"):
         capsule = jax.ffi.pycapsule(getattr(handlers, f"jaxbench_xla_{name}"))
         jax.ffi.register_ffi_target(f"jaxbench_{name}", capsule, platform="cpu")
 

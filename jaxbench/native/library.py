@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -104,8 +107,23 @@ def load(instructions: str | None = None) -> ctypes.CDLL:
     return library
 
 
+_is_off = contextvars.ContextVar("is_off", default=False)
+
+
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    """Inside, there are no native kernels: programs that are traced there run on machines that have none."""
+    token = _is_off.set(True)
+    try:
+        yield
+    finally:
+        _is_off.reset(token)
+
+
 def is_available() -> bool:
-    """True where the library is there or can be built."""
+    """True where the library is there or can be built, and is not switched off."""
+    if _is_off.get():
+        return False
     try:
         load()
     except build.NotAvailable:

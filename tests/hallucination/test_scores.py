@@ -146,16 +146,35 @@ def _flushed(values):
     return np.where(values < np.finfo(np.float32).tiny, 0, values)
 
 
-def test_native_kth_largest_is_that_of_the_search(monkeypatch):
+def test_the_kth_largest_of_values_with_ties_and_zeros_is_that_of_a_sort():
     from jaxbench.hallucination import token_scores
-    from jaxbench.native import library
 
     random = np.random.default_rng(0)
     values = np.round(random.random((2, 3, 5, 70)), 2).astype(np.float32) * (random.random((2, 3, 5, 70)) < 0.7)
     k = np.array([1, 44], np.int32)
     wanted = np.stack([np.sort(each, axis=-1)[..., -count] for each, count in zip(values, k, strict=True)])
     assert (wanted == 0).any() and (wanted > 0).any()
-    if library.is_available():
-        np.testing.assert_array_equal(_flushed(token_scores.kth_largest(values, k)), wanted)
-    monkeypatch.setattr(library, "is_available", lambda: False)
     np.testing.assert_array_equal(_flushed(token_scores.kth_largest(values, k)), wanted)
+
+
+@pytest.mark.parametrize("width", [64, 100])
+def test_native_external_scores_are_those_of_xla(monkeypatch, width):
+    import jax.numpy as jnp
+
+    from jaxbench.hallucination import token_scores
+    from jaxbench.native import library
+
+    if not library.is_available():
+        pytest.skip("native kernels cannot be had on this machine (no C compiler)")
+    random = np.random.default_rng(0)
+    weights = np.round(random.random((2, 3, 40, 70)), 2).astype(np.float32) * (random.random((2, 3, 40, 70)) < 0.7)
+    weights[0, 0, :3] = 0.0
+    given = [jnp.asarray(random.normal(0.5, 1, shape).astype(np.float32)) for shape in ((2, 70, width), (2, 40, width))]
+    for dtype in ("float32", "bfloat16"):
+        states, k = given[0].astype(dtype), jnp.asarray([7, 44], jnp.int32)
+        with monkeypatch.context() as off:
+            off.setattr(library, "is_available", lambda: False)
+            wanted = token_scores._external(jnp.asarray(weights), states, given[1], k)
+        found = token_scores._external(jnp.asarray(weights), states, given[1], k)
+        np.testing.assert_allclose(found, wanted, atol=2e-6)
+        assert (np.asarray(found)[0, 0, :3] == 0).all() and np.abs(np.asarray(found)[1]).min() > 0

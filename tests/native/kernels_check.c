@@ -126,19 +126,36 @@ static int falling(const void *a, const void *b) {
   return (x < y) - (x > y);
 }
 
-static void check_kth_largest(void) {
-  int64_t groups = between(1, 3), each = between(1, 5), size = between(1, 300), rows = groups * each;
-  float *x = numbers(rows * size, 0, 8), *found = fresh(rows * 4);
-  int32_t *k = fresh(groups * 4);
-  snprintf(description, sizeof description, "kth largest groups %lld rows %lld size %lld", (long long)groups, (long long)each, (long long)size);
-  for (int64_t g = 0; g < groups; g++) k[g] = (int32_t)between(1, size);
-  for (int64_t i = 0; i < rows * size; i++) x[i] = chance(30) ? 0 : chance(30) ? floorf(fabsf(x[i])) : fabsf(x[i]) * 1e-6f; /* ties, zeros */
-  team *t = team_begin(2, 0, own_pool_schedule, (void *)2);
-  INSTRUCTION_SET.kth_largest(x, rows, each, size, k, found, t);
+static void check_external(void) {
+  int64_t batch = between(1, 2), heads = between(1, 3), slots = between(1, 70), tokens = between(1, 90), width = between(1, 200);
+  float *weights = numbers(batch * heads * slots * tokens, 0, 8), *states = numbers(batch * tokens * width, 0.3f, 1);
+  float *hidden = numbers(batch * slots * width, 0.3f, 1), *found = fresh(batch * heads * slots * 4), *sorted = fresh(tokens * 4);
+  int32_t *k = fresh(batch * 4);
+  snprintf(description, sizeof description, "external batch %lld heads %lld slots %lld tokens %lld width %lld", (long long)batch,
+           (long long)heads, (long long)slots, (long long)tokens, (long long)width);
+  for (int64_t b = 0; b < batch; b++) k[b] = (int32_t)between(1, tokens);
+  for (int64_t i = 0; i < batch * heads * slots * tokens; i++) /* ties, zeros */
+    weights[i] = chance(30) ? 0 : chance(30) ? floorf(fabsf(weights[i])) : fabsf(weights[i]) * 1e-6f;
+  external_call call = {weights, states, hidden, k, found, batch, heads, slots, tokens, width};
+  team *t = team_begin(2, INSTRUCTION_SET.external_scratch(&call, 2), own_pool_schedule, (void *)2);
+  INSTRUCTION_SET.external(&call, 2, t);
   team_end(t);
-  for (int64_t r = 0; r < rows; r++) {
-    qsort(x + r * size, (size_t)size, 4, falling);
-    if (found[r] != x[r * size + k[r / each] - 1]) fail("kth largest", found[r]);
+  for (int64_t r = 0; r < batch * heads * slots; r++) {
+    int64_t b = r / (heads * slots), slot = r % slots;
+    const float *row = weights + r * tokens, *own = hidden + (b * slots + slot) * width;
+    memcpy(sorted, row, (size_t)tokens * 4);
+    qsort(sorted, (size_t)tokens, 4, falling);
+    double dot = 0, square = 0, length = 0;
+    for (int64_t j = 0; j < width; j++) {
+      double sum = 0;
+      for (int64_t i = 0; i < tokens; i++)
+        if (row[i] > 0 && row[i] >= sorted[k[b] - 1]) sum += states[(b * tokens + i) * width + j];
+      dot += sum * own[j];
+      square += sum * sum;
+      length += (double)own[j] * own[j];
+    }
+    double wanted = square > 0 ? dot / sqrt(square * length) : 0;
+    if (!(fabs(found[r] - wanted) <= 1e-5)) return fail("external", found[r] - wanted);
   }
 }
 
@@ -297,7 +314,7 @@ int main(int count, char **arguments) {
     random_state = (uint64_t)(seed * 1000003 + current_case); /* a case is the same whatever came before it */
     check_linear();
     check_largest();
-    check_kth_largest();
+    check_external();
     check_norm();
     check_blocks();
     check_draw();

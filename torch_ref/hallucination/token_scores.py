@@ -90,6 +90,9 @@ def _of_weights(
 
 def kth_largest(values: Float[Tensor, "B N t P"], k: Int[Tensor, " B"]) -> Float[Tensor, "B N t"]:
     """The k-th largest of each row of values that are not negative, 1 <= k <= P."""
+    if torch.compiler.is_exporting():  # an exported program's k is a number that is not known yet
+        place = (k.long() - 1)[:, None, None, None].expand(*values.shape[:-1], 1)
+        return torch.gather(torch.sort(values, dim=-1, descending=True).values, -1, place)[..., 0]
     return torch.stack([row.topk(int(count), dim=-1).values[..., -1] for row, count in zip(values, k)])
 
 

@@ -14,6 +14,7 @@
 #include "spans.h"
 #include "block.h"
 #include "linear.h"
+#include "external.h"
 #include "sample.h"
 #include "product.h"
 
@@ -25,7 +26,8 @@ const kernels NAME(kernels) = {
     .linear = NAME(linear),
     .norm = NAME(norm_rows),
     .largest = NAME(largest),
-    .kth_largest = NAME(kth_largest_rows),
+    .external_scratch = NAME(external_scratch),
+    .external = NAME(external),
     .draw_scratch = NAME(draw_scratch),
     .draw = NAME(draw),
     .product_scratch = NAME(product_scratch),

@@ -132,30 +132,3 @@ static void NAME(largest)(const float *logits, int64_t rows, int64_t size, int32
   largest_state s = {logits, size, out};
   team_run(t, NAME(largest_row), &s, rows);
 }
-
-typedef struct {
-  const float *values;
-  const int32_t *k;
-  int64_t each, size; /* rows that share a k, values of a row */
-  float *out;
-} kth_state;
-
-/* The k-th largest of values that are not negative: their bits, from the highest on, as long as k values are not below. */
-static void NAME(kth_of_row)(void *context, int64_t row) {
-  kth_state *s = context;
-  const float *restrict x = s->values + row * s->size;
-  int32_t k = s->k[row / s->each], found = 0;
-  for (int bit = 30; bit >= 0; bit--) {
-    int32_t candidate = found | 1 << bit, count = 0;
-    float limit;
-    memcpy(&limit, &candidate, 4);
-    for (int64_t i = 0; i < s->size; i++) count += x[i] >= limit;
-    if (count >= k) found = candidate;
-  }
-  memcpy(s->out + row, &found, 4);
-}
-
-static void NAME(kth_largest_rows)(const float *values, int64_t rows, int64_t each, int64_t size, const int32_t *k, float *out, team *t) {
-  kth_state s = {values, k, each, size, out};
-  team_run(t, NAME(kth_of_row), &s, rows);
-}

@@ -87,6 +87,17 @@ typedef struct {
   uint32_t site;                   /* of the random stream: jaxbench/philox.py */
 } sampling;
 
+/* Cosine of slots' hidden states and the sum of the states of the k tokens with the largest weights, and their ties. */
+typedef struct {
+  const float *weights; /* [batch, heads, slots, tokens], not negative; those of 0 never count */
+  const float *states;  /* [batch, tokens, width] */
+  const float *hidden;  /* [batch, slots, width] */
+  const int32_t *k;     /* [batch], 1 to tokens */
+  float *out;           /* [batch, heads, slots] */
+  int64_t batch, heads, slots, tokens, width;
+} external_call;
+#define EXTERNAL_PARTS 4 /* of the work, for each thread */
+
 /* A team: the calling thread and helpers that come when they can. See team.c. */
 typedef struct team team;
 typedef void (*chunk_function)(void *context, int64_t chunk);
@@ -107,7 +118,8 @@ typedef struct {
   void (*linear)(const matrix *w, const float *x, int64_t rows, const float *bias, int planes, float *out, team *t);
   void (*norm)(const float *x, int64_t rows, int64_t size, norm n, float eps, float *out, team *t);
   void (*largest)(const float *logits, int64_t rows, int64_t size, int32_t *out, team *t);
-  void (*kth_largest)(const float *values, int64_t rows, int64_t each, int64_t size, const int32_t *k, float *out, team *t);
+  int64_t (*external_scratch)(const external_call *call, int64_t threads);
+  void (*external)(const external_call *call, int64_t threads, team *t); /* threads: as the scratch was counted for */
   int64_t (*draw_scratch)(int64_t threads, int64_t size);
   void (*draw)(const float *logits, int64_t rows, int64_t size, const uint32_t *key, uint32_t step, const int32_t *row_ids,
                sampling how, int32_t *out, team *t);

@@ -200,18 +200,22 @@ EXPORT XLA_FFI_Error *jaxbench_xla_largest(XLA_FFI_CallFrame *frame) {
   return NULL;
 }
 
-/* values [groups, ..., size], k [groups] -> k-th largest of each row [groups, ...]. */
-EXPORT XLA_FFI_Error *jaxbench_xla_kth_largest(XLA_FFI_CallFrame *frame) {
+/* weights [batch, heads, slots, tokens], k [batch], states [batch, tokens, width], hidden [batch, slots, width] -> [batch, heads, slots]. */
+EXPORT XLA_FFI_Error *jaxbench_xla_external(XLA_FFI_CallFrame *frame) {
   if (is_question(frame)) return NULL;
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
-  if (frame->args.size != 2 || frame->rets.size != 1) return failed(frame, "jaxbench kth_largest: wrong arguments");
-  const XLA_FFI_Buffer *x = argument(frame, 0), *k = argument(frame, 1);
-  if (x->rank < 2 || k->rank != 1 || k->dims[0] != x->dims[0]) return failed(frame, "jaxbench kth_largest: no k for each group of rows");
-  int64_t each = 1;
-  for (int64_t i = 1; i + 1 < x->rank; i++) each *= x->dims[i];
-  team *t = team_begin(threads_of(frame, 0), 0, schedule, frame);
-  if (!t) return failed(frame, "jaxbench kth_largest: not enough memory");
-  INSTRUCTION_SET.kth_largest(x->data, x->dims[0] * each, each, x->dims[x->rank - 1], k->data, result(frame, 0)->data, t);
+  if (frame->args.size != 4 || frame->rets.size != 1) return failed(frame, "jaxbench external: wrong arguments");
+  const XLA_FFI_Buffer *w = argument(frame, 0), *k = argument(frame, 1), *states = argument(frame, 2), *hidden = argument(frame, 3);
+  if (w->rank != 4 || k->rank != 1 || states->rank != 3 || hidden->rank != 3) return failed(frame, "jaxbench external: wrong ranks");
+  external_call call = {w->data, states->data, hidden->data, k->data, result(frame, 0)->data,
+                        w->dims[0], w->dims[1], w->dims[2], w->dims[3], states->dims[2]};
+  if (k->dims[0] != call.batch || states->dims[0] != call.batch || states->dims[1] != call.tokens || hidden->dims[0] != call.batch ||
+      hidden->dims[1] != call.slots || hidden->dims[2] != call.width)
+    return failed(frame, "jaxbench external: sizes do not fit");
+  int64_t threads = threads_of(frame, 0);
+  team *t = team_begin(threads, INSTRUCTION_SET.external_scratch(&call, threads), schedule, frame);
+  if (!t) return failed(frame, "jaxbench external: not enough memory");
+  INSTRUCTION_SET.external(&call, threads, t);
   team_end(t);
   return NULL;
 }

@@ -1,0 +1,67 @@
+"""A reader as ONNX, by PyTorch's exporter: one graph of fixed sizes, its weights beside it (programs.py runs it).
+
+Twin: jaxbench/hallucination/exported.py, which writes StableHLO.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jaxbench.hallucination import programs
+from torch_ref.hallucination import reader, token_scores
+
+OPSET = 20
+
+
+def write_programs(model: Any, folder: Path, example: Mapping[str, np.ndarray], *, state_layer: int) -> None:
+    """Write a decoder's programs into a folder: ONNX Runtime, TensorRT and other readers of ONNX take them.
+
+    example: arrays of the sizes that programs take; state_layer: the block whose output is kept, counted from 0.
+
+    Raises:
+      ValueError: the packages that write ONNX are not installed.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"export: {error}; install jaxbench's extra `export`") from error
+    arrays = tuple(torch.as_tensor(array) for array in example.values())
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of the exporter, about itself
+        program = torch.onnx.export(
+            _Program(model, state_layer).eval(), arrays, input_names=list(example), output_names=list(programs.SCORES),
+            opset_version=OPSET, dynamo=True, verbose=False,
+        )  # fmt: skip
+        program.save(str(folder / programs.ONNX), external_data=True)
+
+
+class _Program(torch.nn.Module):
+    """Everything that a reader computes of one response behind one prompt."""
+
+    def __init__(self, model: Any, state_layer: int):
+        super().__init__()
+        self.model, self.state_layer = model, state_layer
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, is_context: Tensor, num_attended: Tensor, response_tokens: Tensor,
+        targets: Tensor, response_positions: Tensor, segments: Tensor, is_generated: Tensor, slots: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The arrays of programs.SCORES."""
+        tokens, positions, response_tokens, response_positions, slots = (  # ONNX gathers by 64 bits alone
+            each.long() for each in (tokens, positions, response_tokens, response_positions, slots)
+        )
+        prompt = reader.read_prompt(self.model, tokens, positions, is_context)
+        responses = reader.Responses(response_tokens, targets, response_positions, segments, is_generated)
+        trace = reader.read_responses(self.model, prompt, responses)
+        scores = token_scores.attention_scores(self.model, prompt, responses, trace, num_attended)
+        parametric = token_scores.parametric_scores(self.model, trace, slots, slots.shape[0])
+        loss, entropy = token_scores.surprise(self.model, trace, responses.targets)
+        return (*scores, parametric, loss, entropy, trace.stream[self.state_layer + 1].float())
