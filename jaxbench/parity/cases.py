@@ -23,6 +23,7 @@ from jaxbench import initial
 from jaxbench.block_pattern import BlockPattern
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.hallucination.token_inputs import TokenConfig
+from jaxbench.hallucination.tuned_inputs import TunedConfig
 from jaxbench.lora.config import LoraConfig, with_lora
 from jaxbench.memory.bank_config import BankConfig
 from jaxbench.memory.block_config import BlockConfig
@@ -66,6 +67,10 @@ GATED = with_memory(LLAMA, DecoderMemory(
 ADAPTED = with_lora(LLAMA, LoraConfig(
     rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"), layers=(1,),
 ))  # fmt: skip
+TUNED = TunedConfig(
+    decoder=LLAMA.model_copy(update={"num_layers": 3}), first=1, num_blocks=2,
+    lora=LoraConfig(rank=3, alpha=5.0, dropout=0.1, targets=("q_proj", "v_proj", "up_proj")),
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -210,6 +215,8 @@ CASES: tuple[Case, ...] = (
     Case("hallucination/tokens", TokenConfig(num_columns=24, d_model=32),
          module="hallucination.token_classifier", task="hallucination.token_classifier",
          data="hallucination.token_inputs", batch=8, length=32, prompt=0, backends=("flax",)),
+    Case("hallucination/tuned", TUNED, module="hallucination.tuned_reader", task="hallucination.tuned_reader",
+         data="hallucination.tuned_inputs", prompt=0, backends=("flax",)),
     *map(_reader, ("llama", "qwen3", "gpt2", "mistral", "gemma2")),
     _memory("neural", num_persistent=3, length=17),
     _memory("neural-padded", seed=1, depth=1, residual_norm=True, loss_reduction="mean", max_update_norm=0.5),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxbench.hallucination import layout
 from jaxbench.parity.injection import Mutation
 from torch_ref import attention, dilated_convolution, transformer
-from torch_ref.hallucination import reader, token_classifier, token_scores
+from torch_ref.hallucination import reader, token_classifier, token_scores, tuned_reader
 
 
 def _swapped(original: Callable, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,12 @@ def _padding_counts(original: Callable, logits: torch.Tensor, is_token: torch.Te
     return original(logits, torch.ones_like(is_token))
 
 
-_TOKENS = "hallucination/tokens"
+def _one_response(original: Callable, output: torch.Tensor, batch: tuned_reader.Batch) -> torch.Tensor:
+    """Take the responses of a row for one."""
+    return original(output, batch._replace(segments=torch.zeros_like(batch.segments)))
+
+
+_TOKENS, _TUNED = "hallucination/tokens", "hallucination/tuned"
 _LLAMA, _MISTRAL = "hallucination/llama", "hallucination/mistral"
 _LENS = (token_scores, "parametric_scores")
 
@@ -78,6 +83,8 @@ HALLUCINATION_BUGS = (
     Mutation("padding-counts-in-responses", _TOKENS, (token_classifier, "response_logits"), _padding_counts),
     Mutation("convolution-looks-the-other-way", _TOKENS, (dilated_convolution, "shifted"),
              lambda original, x, places: original(x, -places)),
+    Mutation("tuned-responses-see-each-other", _TUNED, (attention, "attention_mask"), _no_segments),
+    Mutation("tuned-row-is-one-response", _TUNED, (tuned_reader, "loss_of"), _one_response),
     Mutation("branches-in-one", _LLAMA, (transformer.Block, "feed"),
              lambda original, self, x, *args: x),
 )  # fmt: skip

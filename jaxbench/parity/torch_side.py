@@ -124,7 +124,8 @@ def _hooked(
     inputs: dict[str, tuple] = {}
 
     def before(name: str, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        inputs[name] = _floating((args, kwargs))
+        # Copies: attention writes into the cache that it is handed.
+        inputs[name] = tuple(x.detach().clone() for x in _floating((args, kwargs)))
 
     def after(name: str, module: torch.nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
         outputs = _floating(result)[:1]

@@ -1,0 +1,116 @@
+"""Which tokens of a response are hallucinated, by a reader whose upper blocks have adapters, in Flax NNX.
+
+Twin: torch_ref/hallucination/tuned_reader.py.
+Data's way: residual stream in front of the first tuned block, and the prompt's keys and values (tuned_inputs.py) ->
+blocks with adapters -> norm -> logit of the token that was read. A response's logit is the log-sum-exp of its tokens'
+logits less one, as in token_classifier.py. Axis letters: L tuned blocks, P tokens of the prompt, M responses of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jaxbench import functional, nn, philox, rotary
+from jaxbench.attention import SHARED, Context, Spans
+from jaxbench.config import Compute
+from jaxbench.hallucination.token_inputs import RESPONSE_WEIGHT
+from jaxbench.hallucination.tuned_inputs import MAX_RESPONSES, TunedConfig
+from jaxbench.lora import layers
+
+
+class Batch(NamedTuple):
+    """Rows of responses behind their prompts."""
+
+    stream: Float[Array, "B T D"]  # residual stream in front of the first tuned block
+    keys: Float[Array, "B L K H P"]  # of the prompt, by tuned block
+    values: Float[Array, "B L K P H"]
+    prompt_positions: Int[Array, "B P"]  # -1 = padding
+    positions: Int[Array, "B T"]  # of the responses' tokens, behind the prompt; -1 = padding
+    segments: Int[Array, "B T"]  # number of the response
+    mask: Bool[Array, "B T"]  # True for tokens
+    labels: Float[Array, "B T"]  # 1 = hallucinated
+
+
+class TunedReader(nnx.Module):
+    """Upper blocks of a decoder with adapters, and a head of one logit."""
+
+    def __init__(self, config: TunedConfig, compute: Compute):
+        decoder, dtype = config.adapted, compute.dtype
+        self.layers = nnx.List([layers.make_layer(decoder.at_layer(i), i, compute) for i in config.blocks])
+        self.final_norm = nn.norm(decoder.norm, decoder.d_model, eps=decoder.norm_eps, dtype=dtype)
+        self.head = nn.Linear(decoder.d_model, 1, use_bias=True, dtype=dtype)
+        self.frequencies = self.local_frequencies = None
+        if decoder.position == "rotary":
+            self.frequencies = rotary.frequencies(decoder.head_dim, decoder.rope_theta, decoder.rope_scaling)
+        if decoder.local_rope_theta is not None:
+            self.local_frequencies = rotary.frequencies(decoder.head_dim, decoder.local_rope_theta, None)
+        self.sites = philox.dropout_sites(decoder.num_layers)[config.first : config.blocks.stop]
+        self.dtype = str(dtype)
+
+    def __call__(self, batch: Batch, *, dropout: Any = None) -> Float[Array, "B T"]:
+        """Log-odds that each token is hallucinated; dropout is (Philox key, step), None outside training."""
+        rows, num_prompt = batch.prompt_positions.shape
+        shared = jnp.full((rows, num_prompt), SHARED, batch.segments.dtype)
+        spans = Spans(
+            batch.positions, jnp.concatenate([batch.prompt_positions, batch.positions], axis=1),
+            batch.segments, jnp.concatenate([shared, batch.segments], axis=1),
+        )  # fmt: skip
+        angles = [
+            None if each is None else functional.rotary_angles(batch.positions, each, dtype=self.dtype)
+            for each in (self.frequencies, self.local_frequencies)
+        ]
+        context = Context(spans, angles[0], num_prompt, dropout, angles[1])
+        room = (0, batch.positions.shape[1])
+        keys = jnp.pad(batch.keys.astype(self.dtype), ((0, 0),) * 4 + (room,))
+        values = jnp.pad(batch.values.astype(self.dtype), ((0, 0),) * 3 + (room, (0, 0)))
+        x = batch.stream.astype(self.dtype)
+        for i, (layer, sites) in enumerate(zip(self.layers, self.sites)):
+            cached = tuple(each[:, i].reshape(-1, *each.shape[3:]) for each in (keys, values))
+            x, _ = layer(x, context, sites, cached)
+        return self.head(self.final_norm(x))[:, :, 0]
+
+
+def predict(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[Array, "B T"]:
+    """Token logits of a batch; 0 at padding."""
+    return jnp.where(batch.mask, model(batch, dropout=dropout), 0.0)
+
+
+def loss_of(output: Float[Array, "B T"], batch: Batch) -> Float[Array, ""]:
+    """Mean binary cross-entropy of tokens, and RESPONSE_WEIGHT times that of responses, nats, in at least float32."""
+    wide = output.astype(jnp.promote_types(output.dtype, jnp.float32))
+    labels = batch.labels.astype(wide.dtype)
+    of_tokens = _mean(jax.nn.softplus(wide) - labels * wide, batch.mask)
+    member = batch.mask[:, :, None] & (batch.segments[:, :, None] == jnp.arange(MAX_RESPONSES)[None, None])
+    is_response = jnp.any(member, axis=1)
+    member = member | ~is_response[:, None]  # a logit for those that are not there, which no mean takes
+    logits = jax.nn.logsumexp(jnp.where(member, wide[:, :, None], -jnp.inf), axis=1) - 1.0
+    logits = jnp.where(is_response, logits, 0.0)
+    wrong = jnp.max(jnp.where(member, labels[:, :, None], 0.0), axis=1)
+    return of_tokens + RESPONSE_WEIGHT * _mean(jax.nn.softplus(logits) - wrong * logits, is_response)
+
+
+def _mean(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ""]:
+    return jnp.sum(jnp.where(where, x, 0.0)) / jnp.maximum(jnp.sum(where), 1)
+
+
+def loss_fn(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
+    """The model's loss on a batch, nats."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
+
+
+def build(config: TunedConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32") -> TunedReader:
+    """Tuned reader of a configuration holding `params`, cast to dtype.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    model = nnx.eval_shape(lambda: TunedReader(config, Compute(dtype=dtype)))
+    return nn.load_params(model, params)

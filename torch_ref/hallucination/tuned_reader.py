@@ -1,0 +1,121 @@
+"""Which tokens of a response are hallucinated, by a reader whose upper blocks have adapters, in PyTorch.
+
+Twin: jaxbench/hallucination/tuned_reader.py, which has the data's way. Axis letters: L tuned blocks, P tokens of the
+prompt, M responses of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from jaxbench import philox, rotary
+from jaxbench.config import Compute
+from jaxbench.hallucination.token_inputs import RESPONSE_WEIGHT
+from jaxbench.hallucination.tuned_inputs import MAX_RESPONSES, TunedConfig
+from torch_ref import functional, nn
+from torch_ref.attention import SHARED, Context, Spans
+from torch_ref.lora import layers
+
+
+class Batch(NamedTuple):
+    """Rows of responses behind their prompts."""
+
+    stream: Float[Tensor, "B T D"]  # residual stream in front of the first tuned block
+    keys: Float[Tensor, "B L K H P"]  # of the prompt, by tuned block
+    values: Float[Tensor, "B L K P H"]
+    prompt_positions: Int[Tensor, "B P"]  # -1 = padding
+    positions: Int[Tensor, "B T"]  # of the responses' tokens, behind the prompt; -1 = padding
+    segments: Int[Tensor, "B T"]  # number of the response
+    mask: Bool[Tensor, "B T"]  # True for tokens
+    labels: Float[Tensor, "B T"]  # 1 = hallucinated
+
+
+class TunedReader(torch.nn.Module):
+    """Upper blocks of a decoder with adapters, and a head of one logit."""
+
+    def __init__(self, config: TunedConfig, compute: Compute):
+        super().__init__()
+        decoder, dtype = config.adapted, compute.dtype
+        blocks = [layers.make_layer(decoder.at_layer(i), i, compute) for i in config.blocks]
+        self.layers = torch.nn.ModuleList(blocks)
+        self.final_norm = nn.norm(decoder.norm, decoder.d_model, eps=decoder.norm_eps, dtype=dtype)
+        self.head = nn.Linear(decoder.d_model, 1, use_bias=True, dtype=dtype)
+        self.frequencies = self.local_frequencies = None
+        if decoder.position == "rotary":
+            self.frequencies = rotary.frequencies(decoder.head_dim, decoder.rope_theta, decoder.rope_scaling)
+        if decoder.local_rope_theta is not None:
+            self.local_frequencies = rotary.frequencies(decoder.head_dim, decoder.local_rope_theta, None)
+        self.sites = philox.dropout_sites(decoder.num_layers)[config.first : config.blocks.stop]
+        self.dtype = str(dtype)
+
+    def forward(self, batch: Batch, *, dropout: Any = None) -> Float[Tensor, "B T"]:
+        """Log-odds that each token is hallucinated; dropout is (Philox key, step), None outside training."""
+        rows, num_prompt = batch.prompt_positions.shape
+        shared = torch.full((rows, num_prompt), SHARED, dtype=batch.segments.dtype, device=batch.segments.device)
+        spans = Spans(
+            batch.positions, torch.cat([batch.prompt_positions, batch.positions], dim=1),
+            batch.segments, torch.cat([shared, batch.segments], dim=1),
+        )  # fmt: skip
+        angles = [
+            None if each is None else functional.rotary_angles(batch.positions, each, dtype=self.dtype)
+            for each in (self.frequencies, self.local_frequencies)
+        ]
+        context = Context(spans, angles[0], num_prompt, dropout, angles[1])
+        room, kind = (0, batch.positions.shape[1]), getattr(torch, self.dtype)
+        keys = F.pad(batch.keys.to(kind), room)
+        values = F.pad(batch.values.to(kind), (0, 0, *room))
+        x = batch.stream.to(kind)
+        for i, (layer, sites) in enumerate(zip(self.layers, self.sites)):
+            # A copy for each block: attention writes into it, which must not touch what others' gradients need.
+            cached = tuple(each[:, i].clone().reshape(-1, *each.shape[3:]) for each in (keys, values))
+            x, _ = layer(x, context, sites, cached)
+        return self.head(self.final_norm(x))[:, :, 0]
+
+
+def predict(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[Tensor, "B T"]:
+    """Token logits of a batch; 0 at padding."""
+    return model(batch, dropout=dropout).masked_fill(~batch.mask, 0.0)
+
+
+def loss_of(output: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, ""]:
+    """Mean binary cross-entropy of tokens, and RESPONSE_WEIGHT times that of responses, nats, in at least float32."""
+    wide = output.to(torch.promote_types(output.dtype, torch.float32))
+    labels = batch.labels.to(wide.dtype)
+    of_tokens = _mean(F.softplus(wide) - labels * wide, batch.mask)
+    numbers = torch.arange(MAX_RESPONSES, device=batch.segments.device)
+    member = batch.mask[:, :, None] & (batch.segments[:, :, None] == numbers)
+    is_response = member.any(dim=1)
+    member = member | ~is_response[:, None]  # a logit for those that are not there, which no mean takes
+    logits = torch.logsumexp(wide[:, :, None].masked_fill(~member, -torch.inf), dim=1) - 1.0
+    logits = logits.masked_fill(~is_response, 0.0)
+    wrong = labels[:, :, None].masked_fill(~member, 0.0).amax(dim=1)
+    return of_tokens + RESPONSE_WEIGHT * _mean(F.softplus(logits) - wrong * logits, is_response)
+
+
+def _mean(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, ""]:
+    return x.masked_fill(~where, 0.0).sum() / where.sum().clamp(min=1)
+
+
+def loss_fn(model: TunedReader, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
+    """The model's loss on a batch, nats."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
+
+
+def build(
+    config: TunedConfig, params: Mapping[str, np.ndarray], *, dtype: str = "float32", device: str = "cpu"
+) -> TunedReader:
+    """Tuned reader of a configuration holding `params`, cast to dtype.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    with torch.device("meta"):
+        model = TunedReader(config, Compute(dtype=dtype))
+    return nn.load_params(model, params, device=device)
