@@ -104,7 +104,7 @@ def define_evaluate() -> None:
 def evaluate_rows() -> int:
     """Judge priors, words, scores and detectors, each on sources that it was not fitted to."""
     from jaxbench.hallucination import extract, group, ragtruth, reader_table
-    from jaxbench.hallucination.study import evaluate, rows, table
+    from jaxbench.hallucination.study import evaluate, report, rows, table
 
     needed("data", "a folder of RAGTruth's format")
     reading = cli.load_config(group.ReaderSettings)
@@ -134,8 +134,9 @@ def evaluate_rows() -> int:
         workdir / "evaluation.json",
         {"settings": settings.model_dump(), "reader": None if store is None else reading.model_dump(), "rows": found},
     )
+    report.write(found, workdir)
     terminal.console().print(reader_table.of_rows(found))
-    print(f"written: {workdir / 'evaluation.json'}")
+    print(f"written: {workdir / 'evaluation.json'}, and .csv, .svg, .html beside it")
     return cli.EXIT_OK
 
 

@@ -91,6 +91,21 @@ def correlation(labels: Array, scores: Array) -> float:
     return float(np.corrcoef(labels.astype(float), scores)[0, 1])
 
 
+def brier(labels: Array, probability: Array) -> float:
+    """Mean squared error of probabilities, 0 to 1."""
+    from sklearn.metrics import brier_score_loss
+
+    return float(brier_score_loss(labels, probability))
+
+
+def reliability(labels: Array, probability: Array, *, bins: int = 10) -> dict[str, list[float]]:
+    """Of as many bins with equally many rows: mean probability ("said") and share of positives ("share")."""
+    from sklearn.calibration import calibration_curve
+
+    share, said = calibration_curve(labels, probability, n_bins=bins, strategy="quantile")
+    return {"said": said.tolist(), "share": share.tolist()}
+
+
 def bootstrap(
     statistics: Sequence[Callable[[Array], float]], clusters: Array, *, draws: int = 2000, seed: int = 0
 ) -> list[Interval]:

@@ -1,9 +1,11 @@
 """Detectors and their evaluation: nothing is fitted on what it is judged by, noise stays noise, signal is found."""
 
+import csv
 import json
 import os
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -177,6 +179,25 @@ def test_words_alone_are_judged_by_the_command(tmp_path):
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rows"]
     assert found["number of novel words"]["pooled"][0] == 1.0 and "the detector" not in found
     assert rows.BASELINE in done.stdout
+    lines = list(csv.DictReader((tmp_path / "out" / "evaluation.csv").read_text(encoding="utf-8").splitlines()))
+    assert {each["row"]: float(each["pooled"]) for each in lines} == {name: r["pooled"][0] for name, r in found.items()}
+    assert sorted(found["the task alone"]["reliability"]) == ["said", "share"]
+    assert found[rows.BASELINE]["brier"] is None
+    picture = ElementTree.parse(tmp_path / "out" / "evaluation.svg").getroot()
+    named = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert set(found) <= set(named) and named.index("the task alone") < named.index("number of novel words")
+    page = (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")
+    assert "Probabilities and how often they come true" in page and rows.BASELINE in page
+
+
+def test_probabilities_that_come_true_lie_on_the_diagonal():
+    random = np.random.default_rng(0)
+    probability = random.random(20_000)
+    labels = random.random(20_000) < probability
+    bins = metrics.reliability(labels, probability)
+    assert np.abs(np.array(bins["said"]) - bins["share"]).max() < 0.03 and len(bins["said"]) == 10
+    assert metrics.brier(labels, probability) == pytest.approx(1 / 6, abs=0.01)
+    assert metrics.brier(labels, labels.astype(float)) == 0.0
 
 
 NAMES_OF = ("sources", "responses")

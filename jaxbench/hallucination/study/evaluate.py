@@ -118,6 +118,8 @@ def summary(
         "average_precision": metrics.average_precision(labels, scores),
         "correlation": metrics.correlation(labels, scores),
         "f1_at_half": metrics.f1(labels, scores >= 0.5)[0] if is_probability else None,
+        "brier": metrics.brier(labels, scores) if is_probability else None,
+        "reliability": metrics.reliability(labels, scores) if is_probability else None,
         "f1": f1, "precision": precision, "recall": recall,
         "generator": {"responses": len(one)} | {name: mine[name](one) for name in MEASURES[:2]} if len(one) else None,
     }  # fmt: skip

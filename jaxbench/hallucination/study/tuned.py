@@ -185,11 +185,11 @@ def tune(data: ragtruth.Data, made: table.Table, settings: evaluate.Evaluation, 
 
 def main() -> int:
     """Tune, and judge; return the exit code."""
+    data, workdir = ragtruth.load(VALUES.data), cli.workdir("out/hallucination")
+    process_environment.ensure("cpu")
     from jaxbench.hallucination import tuning
     from jaxbench.pretrained import weights
 
-    data, workdir = ragtruth.load(VALUES.data), cli.workdir("out/hallucination")
-    process_environment.ensure("cpu")
     reading, settings = cli.load_config(group.ReaderSettings), evaluate.Evaluation()
     checksum = weights.checksum(None)
     features = extract.Store(workdir / "features", reading, checksum)
