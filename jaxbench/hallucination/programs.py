@@ -1,4 +1,4 @@
-"""A reader's exported programs, run: ONNX by ONNX Runtime, StableHLO by JAX (S file).
+"""A reader's exported programs, run: ONNX by ONNX Runtime, StableHLO by JAX.
 
 A folder has reader.onnx with its weights beside it, or scores.stablehlo, surprise.stablehlo and weights.safetensors.
 Every program takes the arrays of INPUTS in that order. A StableHLO program takes the weights before them, in the order
