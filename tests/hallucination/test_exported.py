@@ -78,7 +78,10 @@ def test_programs_compute_what_the_reader_computes_for_any_lengths_and_numbers(g
         cut = {"parametric": np.s_[: len(slots)], "states": np.s_[:, :answer]}
         for name, value in wanted.items():
             part = cut.get(name, np.s_[..., :answer])
-            np.testing.assert_allclose(found[name][part], value[part], rtol=2e-5, atol=2e-6, err_msg=name)
+            scale = np.abs(value[part]).max()  # float32 rounds sums by their largest terms
+            np.testing.assert_allclose(
+                found[name][part], value[part], rtol=2e-5, atol=2e-6 * max(1, scale), err_msg=name
+            )
         bare = layout.prompt_arrays([text._replace(context=range(0))], share=share, size=32)
         wanted = plain.surprise(plain.read_prompt(bare), rows)
         for name, value in exported.surprise(exported.read_prompt(bare), rows).items():
