@@ -4,6 +4,7 @@
     hallucination.py evaluate   --data=FOLDER --workdir=out/hallucination     how well each score does, nested
     hallucination.py fit        --data=FOLDER --output=detector.safetensors   fit the detector to labelled responses
     hallucination.py detect     --detector=FILE --input=FILE --output=FILE    verdicts on the responses of a file
+    hallucination.py export     --detector=FILE --format=onnx --output=FOLDER a detector for other runtimes
     hallucination.py copy_heads --output=heads.json                           which attention heads copy
     hallucination.py answer     --input=FILE --output=FILE                    answers, risky tokens read again (AARF)
     hallucination.py redeep     --scores=FILE                                 ReDeEP's regression of stored scores
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, outputs, process_environment, terminal
+from jaxbench.hallucination import export_command
 
 VALUES = flags.FLAGS
 
@@ -189,7 +191,7 @@ def define_detect() -> None:
     """Define the flags of detect."""
     cli.define_model()
     cli.define_backend(choices=("flax", "torch"))
-    flags.DEFINE_string("detector", None, "what `fit` wrote")
+    flags.DEFINE_string("detector", None, "what `fit` wrote, or a folder of `export`, which holds its reader")
     flags.DEFINE_string("input", None, "rows with context, question and response: .jsonl or .parquet")
     flags.DEFINE_string("output", None, "verdicts, one a row, beside its other keys: .jsonl or .parquet")
     flags.DEFINE_string("sentences", None, "also one line a sentence: .jsonl or .parquet")
@@ -349,6 +351,7 @@ COMMANDS = {
     "evaluate": cli.Command(define_evaluate, evaluate_rows, "How well each score does on other sources, nested."),
     "fit": cli.Command(define_fit, fit, "The detector, fitted to labelled responses and saved."),
     "detect": cli.Command(define_detect, detect_all, "Verdicts on responses and their sentences, resumable."),
+    "export": cli.Command(export_command.define, export_command.export, export_command.ABOUT),
     "copy_heads": cli.Command(define_copy_heads, rank_copy_heads, "A model's attention heads by how much they copy."),
     "answer": cli.Command(define_answer, answer, "Answers, risky tokens computed again (AARF), resumable."),
     "redeep": cli.Command(define_redeep, redeep, "ReDeEP's regression of stored scores, as published and nested."),

@@ -35,21 +35,17 @@ class HallucinationDetector:
         """
         from jaxbench.pretrained import weights
 
-        self._bundle, self._path = None, Path(path)
-        if self._path.is_dir():
-            if model is not None:
-                raise ValueError(f"model={model}: {path} holds a reader of its own")
-            self._bundle = portable.load(path)
-            path = self._path / portable.DETECTOR
-            model = str(self._path / portable.MODEL) if self._bundle.kind == "safetensors" else None
-        self.saved = saved_detector.load(path)
-        if self._bundle is not None and model is None:
-            saved_detector.check_model(self.saved, self._bundle.model_sha256, name=f"the program in {self._path}")
-            self.settings = self.saved.settings.model_copy(update={"row_tokens": 1})  # a response a row
+        self._package, self._folder, self._bundle = package, Path(path).absolute(), None
+        if not self._folder.is_dir():
+            self.saved = saved_detector.load(path)
+            saved_detector.check_model(self.saved, weights.checksum(model), name=model or "the default model")
+            self.settings = self.saved.settings.model_copy(update={"model": model})
             return
-        saved_detector.check_model(self.saved, weights.checksum(model), name=model or "the default model")
-        self.settings = self.saved.settings.model_copy(update={"model": model})
-        self._package = package
+        if model is not None:
+            raise ValueError(f"--model={model}: {path} holds its own reader; leave the model out")
+        self._bundle = portable.load(self._folder)
+        self.saved = saved_detector.load(self._folder / portable.DETECTOR)
+        self.settings = portable.settings(self._folder, self._bundle, self.saved)
 
     @functools.cached_property
     def reader(self) -> tuple[Any, Any, int]:
@@ -57,10 +53,11 @@ class HallucinationDetector:
 
         So a detector can be made, and refused, at once, and be sent to other processes.
         """
-        if self._bundle is not None and self._bundle.kind != "safetensors":
-            made, tokenizer, window = portable.load_reader(self._path, self._bundle)
-        else:
+        if self._bundle is None:
             made, tokenizer, window = extract.load_reader(self.settings, package=self._package)
+        else:
+            reading = (self._folder, self._bundle, self.settings)
+            made, tokenizer, window = portable.load_reader(*reading, package=self._package)
         return RememberingReader(made), tokenizer, window
 
     def detect(self, context: str, question: str, response: str) -> Verdict:

@@ -1,6 +1,6 @@
 """A detector for other runtimes: one folder with its reader as programs of fixed sizes, or as a model folder (S file).
 
-    bundle.json              what follows, as Bundle
+    bundle.json              what follows, as Bundle, with every file's SHA-256
     detector.safetensors     the detector, bound to this reader
     tokenizer/               onnx, stablehlo: the reader's tokenizer; the programs are a backend's exported.py
     model/                   safetensors: the reader as a Hugging Face folder, which both backends read
@@ -12,24 +12,28 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pydantic
 
 from jaxbench import config, outputs
-from jaxbench.hallucination import programs, saved_detector
+from jaxbench.hallucination import extract, programs, saved_detector
+from jaxbench.hallucination.group import ReaderSettings
 from jaxbench.hallucination.layout import PromptArrays, ResponseArrays
 
 DETECTOR, ABOUT, MODEL, TOKENIZER = "detector.safetensors", "bundle.json", "model", "tokenizer"
 Kind = Literal["onnx", "stablehlo", "safetensors"]
+KINDS = get_args(Kind)
+WINDOW = 1024  # tokens of programs whose window nobody names
 
 
 class Sizes(config.Base):
     """What programs are compiled for."""
 
-    window: int = pydantic.Field(default=1024, ge=16)  # tokens of prompt and response
+    window: int = pydantic.Field(default=WINDOW, ge=16)  # tokens of prompt and response
     lens_slots: int = pydantic.Field(default=8, ge=1)  # tokens of a response with parametric scores
 
     @property
@@ -38,7 +42,7 @@ class Sizes(config.Base):
         return self.window // 2
 
     def example(self) -> dict[str, np.ndarray]:
-        """Arrays of these sizes, by name, as programs take them."""
+        """Arrays of these sizes, by name in the order of programs.INPUTS."""
         prompt, response = (1, self.window), (1, self.response)
         return {
             "tokens": np.zeros(prompt, np.int32), "positions": np.full(prompt, -1, np.int32),
@@ -54,8 +58,12 @@ class Bundle(config.Base):
 
     format: Literal[1] = 1
     kind: Kind
-    sizes: Sizes
-    model_sha256: str
+    dtype: Literal["float32", "bfloat16"]  # weights and products
+    model_sha256: str  # of the reader that the detector is bound to
+    sizes: Sizes | None  # of programs; None = a model folder
+    inputs: dict[str, str]  # of programs, in order: type and sizes, as int32[1,64]
+    outputs: dict[str, tuple[str, ...]]  # of each program, in order
+    files: dict[str, str]  # path inside the folder -> SHA-256
 
 
 class ProgramReader:
@@ -92,67 +100,150 @@ class ProgramReader:
         return made
 
 
+def check(
+    folder: str | Path, kind: Kind, *, model: str | None, window: int | None, inputs: tuple[str | None, ...] = (),
+    overwrite: bool = False,
+) -> Path:  # fmt: skip
+    """Check what `write` is asked for without reading a tensor; the folder's path.
+
+    inputs: files and folders that must not lie in it; overwrite: another export may be in its place.
+
+    Raises:
+      ValueError: something else is in the folder's place; the window is not the reader's, or goes with no program; the
+        model cannot be a reader; or a package is missing.
+    """
+    from jaxbench.hallucination import reader
+    from jaxbench.pretrained import weights
+
+    path = outputs.check_folder(folder, flag="--output")
+    place = path.resolve()
+    held = [each for each in inputs if each is not None and Path(each).resolve().is_relative_to(place)]
+    if held:
+        raise ValueError(f"--output={folder} holds the input {held[0]}, which would be lost; name another folder")
+    if path.is_dir() and any(path.iterdir()):
+        if not overwrite:
+            raise ValueError(f"--output={folder} exists; name another folder, or pass --overwrite")
+        if not (path / ABOUT).is_file():
+            raise ValueError(f"--output={folder} holds no export, and --overwrite replaces nothing else")
+    if kind == "onnx":
+        try:
+            import onnx  # noqa: F401
+            import onnxscript  # noqa: F401
+        except ImportError as error:
+            raise ValueError(f"--format=onnx: {error}; pip install 'jaxbench[export]'") from error
+    if kind == "safetensors" and window is not None:
+        raise ValueError(f"--window={window} is of programs; a folder of --format={kind} reads any window")
+    decoder = weights.read_config(model)
+    reader.check(decoder)
+    if kind != "safetensors" and (window or WINDOW) > decoder.max_seq_len:
+        raise ValueError(
+            f"--window={window or WINDOW}: {model or 'the default model'} was trained on {decoder.max_seq_len} tokens; "
+            "pass --window=TOKENS"
+        )
+    return path
+
+
 def write(
-    folder: str | Path, saved: saved_detector.Saved, kind: Kind, *, model: str | None, window: int, package: str
-) -> Bundle:
+    folder: str | Path, saved: saved_detector.Saved, kind: Kind, *, model: str | None, window: int | None = None,
+    package: str,
+) -> Bundle:  # fmt: skip
     """Write a detector and its reader for another runtime; all of it appears at once or nothing.
 
+    An export that is there is replaced. window: tokens of prompt and response, of programs; None = WINDOW.
     package: whose exporter writes: ONNX by PyTorch's, StableHLO by JAX's.
 
     Raises:
-      ValueError: the model is not the detector's, the window is longer than the model's, or the folder has content.
+      ValueError: as `check`, with overwrite; or the model is not the detector's.
     """
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
+    folder = check(folder, kind, model=model, window=window, overwrite=True)
     checkpoint = weights.load_checkpoint(model)
     saved_detector.check_model(saved, checkpoint.sha256, name=model or "the default model")
-    if window > checkpoint.config.max_seq_len:
-        raise ValueError(f"--window={window}: the model was trained on {checkpoint.config.max_seq_len} tokens")
-    lens = saved.settings.lens_tokens
-    sizes = Sizes(window=window, lens_slots=window // 2 if lens is None else min(lens, window // 2))
-    tokenizer = load_tokenizer(model)
+    tokenizer, sizes = load_tokenizer(model), None
     with outputs.whole_folder(folder) as made:
         if kind == "safetensors":
+            dtype = saved.settings.dtype
             weights.save_checkpoint(made / MODEL, checkpoint.config, checkpoint.params, tokenizer=tokenizer)
-            saved = saved._replace(model_sha256=weights.checksum(str(made / MODEL)))
+            saved = saved._replace(model_sha256=weights.checksum(made / MODEL))
         else:
+            sizes = _sizes(saved.settings, window or WINDOW)
+            dtype = "float32" if kind == "onnx" else saved.settings.dtype  # ONNX Runtime has few kernels of bfloat16
             (made / TOKENIZER).mkdir()
             tokenizer.save(made / TOKENIZER)
             names = ("transformer", "hallucination.exported")
             transformer, exported = (importlib.import_module(f"{package}.{name}") for name in names)
-            dtype = "float32" if kind == "onnx" else saved.settings.dtype
             decoder = transformer.build(checkpoint.config, checkpoint.params, dtype=dtype)
             layer = saved.settings.layer(checkpoint.config.num_layers)
             exported.write_programs(decoder, made, sizes.example(), state_layer=layer)
         saved_detector.save(made / DETECTOR, saved)
-        bundle = Bundle(kind=kind, sizes=sizes, model_sha256=saved.model_sha256)
+        bundle = Bundle(
+            kind=kind, dtype=dtype, model_sha256=saved.model_sha256, sizes=sizes,
+            inputs={} if sizes is None else programs.specs(sizes.example()),
+            outputs={} if sizes is None else {"scores": programs.SCORES, "surprise": programs.SURPRISE},
+            files=_checksums(made),
+        )  # fmt: skip
         outputs.write_json(made / ABOUT, bundle.model_dump())
+        if folder.is_dir() and any(folder.iterdir()):
+            os.rename(folder, made.with_name(f"{folder.name}-before"))  # goes with the folder that `made` is in
     return bundle
 
 
+def _sizes(settings: ReaderSettings, window: int) -> Sizes:
+    lens = window // 2 if settings.lens_tokens is None else min(settings.lens_tokens, window // 2)
+    return Sizes(window=window, lens_slots=lens)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    from jaxbench.pretrained import assets
+
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / ABOUT)
+    return {path.relative_to(folder).as_posix(): assets.sha256_file(path) for path in files}
+
+
 def load(folder: str | Path) -> Bundle:
-    """What a folder holds.
+    """What a folder holds, when all of it is as it was written.
 
     Raises:
-      ValueError: it is no such folder.
+      ValueError: it is no such folder, or a file is missing, new or changed.
     """
     path = Path(folder) / ABOUT
     try:
-        return Bundle(**json.loads(path.read_text(encoding="utf-8")))
+        bundle = Bundle(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"detector: {folder} holds no bundle of `hallucination.py export` ({reason})") from error
+    found = _checksums(Path(folder))
+    changed = sorted(name for name in {*found, *bundle.files} if found.get(name) != bundle.files.get(name))
+    if changed:
+        what = "is missing" if changed[0] not in found else "is not what was exported"
+        raise ValueError(f"detector: {folder}: {changed[0]} {what}; export the detector again")
+    return bundle
 
 
-def load_reader(folder: str | Path, bundle: Bundle) -> tuple[Any, Any, int]:
-    """The programs of a folder as a FeatureReader, the tokenizer and the window, as extract.load_reader.
+def settings(folder: Path, bundle: Bundle, saved: saved_detector.Saved) -> ReaderSettings:
+    """How the reader of a folder reads.
 
     Raises:
-      ValueError: a program is missing or damaged.
+      ValueError: the detector is bound to another reader.
+    """
+    saved_detector.check_model(saved, bundle.model_sha256, name=f"the reader in {folder}")
+    # programs take a response a row
+    changes = {"model": str(folder / MODEL)} if bundle.kind == "safetensors" else {"row_tokens": 1}
+    return saved.settings.model_copy(update=changes)
+
+
+def load_reader(folder: Path, bundle: Bundle, reading: ReaderSettings, *, package: str) -> tuple[Any, Any, int]:
+    """The reader of a folder, the tokenizer and the window, as extract.load_reader.
+
+    Raises:
+      ValueError: a program is missing or damaged, or ONNX Runtime is not installed.
     """
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
+    if bundle.sizes is None:
+        return extract.load_reader(reading, package=package)
     load_programs = programs.load_onnx if bundle.kind == "onnx" else programs.load_stablehlo
-    made = ProgramReader(load_programs(Path(folder)), bundle.sizes)
-    return made, load_tokenizer(str(Path(folder) / TOKENIZER)), bundle.sizes.window
+    made = ProgramReader(load_programs(folder, bundle.sizes.example()), bundle.sizes)
+    return made, load_tokenizer(str(folder / TOKENIZER)), bundle.sizes.window

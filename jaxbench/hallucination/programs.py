@@ -1,83 +1,127 @@
-"""A reader's exported programs, run: ONNX by ONNX Runtime, StableHLO by JAX (S file).
+"""A reader's exported programs, run: ONNX by ONNX Runtime, StableHLO by JAX.
 
 A folder has reader.onnx with its weights beside it, or scores.stablehlo, surprise.stablehlo and weights.safetensors.
+Every program takes the arrays of INPUTS in that order. A StableHLO program takes the weights before them, in the order
+of their names; an ONNX file holds both programs in one graph, as outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 ONNX, WEIGHTS = "reader.onnx", "weights.safetensors"
 STABLEHLO = {"scores": "scores.stablehlo", "surprise": "surprise.stablehlo"}
+INPUTS = (
+    "tokens", "positions", "is_context", "num_attended", "response_tokens", "targets", "response_positions",
+    "segments", "is_generated", "slots",
+)  # fmt: skip
 SCORES = ("external", "context_mass", "lookback", "parametric", "loss", "entropy", "states")
-SURPRISE = ("loss", "entropy")
-Program = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+SURPRISE = ("loss", "entropy")  # what `surprise` computes, from all inputs but slots
+PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")  # of ONNX Runtime, the first that is there
+Program = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 class Programs(NamedTuple):
     """A reader's two programs, of one response behind one prompt."""
 
-    scores: Program  # arrays of portable.Sizes.example -> arrays of SCORES
+    scores: Program  # arrays of INPUTS -> arrays of SCORES
     surprise: Program  # the same arrays without slots -> arrays of SURPRISE
 
 
-def load_onnx(folder: Path) -> Programs:
-    """Programs by ONNX Runtime, on its default processor: one graph, of which `surprise` runs a part.
+def specs(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Type and sizes of arrays by name, as int32[1,64]."""
+    return {name: _spec(array.dtype, array.shape) for name, array in arrays.items()}
+
+
+def _spec(dtype: Any, shape: Iterable[int]) -> str:
+    return f"{np.dtype(dtype)}[{','.join(map(str, shape))}]"
+
+
+def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
+    """Programs by ONNX Runtime, on a GPU where it has one: one graph, of which `surprise` runs a part.
+
+    example: arrays of INPUTS, of the sizes that the programs must take.
 
     Raises:
-      ValueError: ONNX Runtime is not installed, or the file is missing or damaged.
+      ValueError: ONNX Runtime is not installed, or the file is missing, damaged or of other sizes.
     """
     try:
         import onnxruntime
     except ImportError as error:
-        raise ValueError(f"detector: {folder} is for ONNX Runtime ({error}); install onnxruntime") from error
+        raise ValueError(f"detector: {folder} needs ONNX Runtime ({error}); pip install 'jaxbench[export]'") from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS", 0))  # which it does not read; 0 = all cores
+    providers = [name for name in PROVIDERS if name in onnxruntime.get_available_providers()]
     try:
-        session = onnxruntime.InferenceSession(
-            str(folder / ONNX), options, providers=onnxruntime.get_available_providers()
-        )
+        session = onnxruntime.InferenceSession(str(folder / ONNX), options, providers=providers)
     except Exception as error:  # it raises types of its own
-        raise ValueError(f"detector: {folder / ONNX} cannot be read ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"detector: {folder / ONNX} cannot be read ({_reason(error)})") from error
+    types = {"tensor(int32)": "int32", "tensor(bool)": "bool"}
+    found = {
+        each.name: f"{types.get(each.type, each.type)}{each.shape}".replace(" ", "") for each in session.get_inputs()
+    }
+    _check(found, example, folder / ONNX)
     part = onnxruntime.RunOptions()
     part.only_execute_path_to_fetches = True
-    no_slots = np.zeros(session.get_inputs()[-1].shape, np.int32)
+    no_slots = np.zeros_like(example["slots"])
 
-    def scores(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(zip(SCORES, session.run(list(SCORES), arrays)))
+    def scores(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(zip(SCORES, session.run(list(SCORES), dict(arrays)), strict=True))
 
-    def surprise(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(zip(SURPRISE, session.run(list(SURPRISE), arrays | {"slots": no_slots}, part)))
+    def surprise(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(zip(SURPRISE, session.run(list(SURPRISE), {**arrays, "slots": no_slots}, part), strict=True))
 
     return Programs(scores, surprise)
 
 
-def load_stablehlo(folder: Path) -> Programs:
+def load_stablehlo(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
     """Programs by JAX, on whatever device it has.
 
+    example: arrays of INPUTS, of the sizes that the programs must take.
+
     Raises:
-      ValueError: a file is missing or damaged.
+      ValueError: a file is missing, damaged or of other sizes.
     """
     import jax
     from jax import export
     from safetensors.numpy import load_file
 
     try:
-        held = load_file(folder / WEIGHTS)
-        calls = {name: jax.jit(export.deserialize((folder / file).read_bytes()).call) for name, file in STABLEHLO.items()}
+        weights = jax.device_put(load_file(folder / WEIGHTS))
+        read = {name: export.deserialize((folder / file).read_bytes()) for name, file in STABLEHLO.items()}
     except Exception as error:  # each library raises types of its own
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
-        raise ValueError(f"detector: the programs in {folder} cannot be read ({reason})") from error
-    weights = jax.device_put([held[name] for name in sorted(held)])
+        raise ValueError(f"detector: the programs in {folder} cannot be read ({_reason(error)})") from error
+    calls = {}
+    for name, outputs, program in (("scores", SCORES, read["scores"]), ("surprise", SURPRISE, read["surprise"])):
+        inputs = INPUTS[: len(program.in_avals) - len(weights)]
+        avals = [_spec(each.dtype, each.shape) for each in program.in_avals]
+        _check(dict(zip([*sorted(weights), *inputs], avals)), weights | {k: example[k] for k in inputs}, folder)
+        calls[name] = _called(jax, program, weights, inputs, outputs)
+    return Programs(**calls)
 
-    def scores(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return jax.device_get(calls["scores"](weights, arrays))
 
-    def surprise(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return jax.device_get(calls["surprise"](weights, arrays))
+def _called(jax: Any, program: Any, weights: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Program:
+    run = jax.jit(program.call)
 
-    return Programs(scores, surprise)
+    def call(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(zip(outputs, jax.device_get(run(weights, *(arrays[name] for name in inputs))), strict=True))
+
+    return call
+
+
+def _check(found: Mapping[str, str], wanted: Mapping[str, np.ndarray], place: Path) -> None:
+    expected = specs(wanted)
+    wrong = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    if wrong:
+        takes, says = found.get(wrong[0]), expected.get(wrong[0])
+        raise ValueError(f"detector: {place} takes {wrong[0]} as {takes}, and its folder says {says}; export it again")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else repr(error)

@@ -62,6 +62,12 @@ def heads(words: str, *wanted: str, **files: str | bytes) -> Case:
     return Case(("hallucination.py", "copy_heads", *words.split()), wanted, given)
 
 
+def export(words: str, *wanted: str, **files: str | bytes) -> Case:
+    """Return a case of `export`; a double underscore in the names of files stands for a slash, one for a dot."""
+    given = {name.replace("__", "/").replace("_", "."): content for name, content in files.items()}
+    return Case(("hallucination.py", "export", *words.split()), wanted, given)
+
+
 def answer(row: dict | str, *wanted: str, words: str = "", names: tuple[str, ...] = ("i.jsonl",)) -> Case:
     """Return a case of `answer` on a changed row, or other text in its place."""
     text = row if isinstance(row, str) else json.dumps({"context": "a", "question": "b"} | row)
@@ -181,6 +187,31 @@ CASES = [
     Case("hallucination.py detect --follow --detector={tmp}/d", ("d is no file",)),
     detect({}, "--backend", words="--backend=equinox"),
     Case("hallucination.py fit --data={tmp} --output={tmp}/o --nolabels --rate=1.5", ("--rate", "1.5")),
+    detect({}, "configs/bundle.json is no file", words="--detector={tmp}/configs"),
+    Case(
+        "hallucination.py detect --follow --detector=b",
+        ("b holds no bundle of `hallucination.py export`",),
+        {"b/bundle.json": "{"},
+    ),
+    Case(
+        "hallucination.py detect --follow --detector=b --model=none.gguf",
+        ("b holds its own reader",),
+        {"b/bundle.json": "{"},
+    ),
+    export("", "--detector is missing"),
+    export("--detector=d", "--format is missing"),
+    export("--detector=d --format=onnx", "--output is missing"),
+    export("--detector=d --format=gguf --output=o", "--format", "gguf"),
+    export("--detector=d --format=onnx --output=o", "d is no file"),
+    export("--detector=d --format=onnx --output=o", "damaged or no detector", d="text"),
+    export("--detector=d --format=onnx --output=o --window=8", "--window", "8"),
+    export("--detector=d --format=onnx --output=o --window=9000", "--window=9000", "trained on 8192 tokens"),
+    export("--detector=d --format=safetensors --output=o --window=64", "--window=64 is of programs"),
+    export("--detector=d --format=onnx --output=configs", "configs exists", "--overwrite"),
+    export("--detector=d --format=onnx --output=configs --overwrite", "configs holds no export"),
+    export("--detector=d --format=onnx --output=d", "d cannot be a folder", d="text"),
+    export("--detector=o/d --format=onnx --output=o --overwrite", "holds the input o/d", o__d="text"),
+    export("--detector=d --format=stablehlo --output=o --model=none.gguf", "none.gguf does not exist"),
     Case("hallucination.py answer", ("--input is missing",)),
     Case("hallucination.py answer --input={tmp}/i", ("--output is missing",), {"i": "{}"}),
     answer({}, "i.jsonl is no file", names=()),

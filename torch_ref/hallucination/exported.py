@@ -5,6 +5,7 @@ Twin: jaxbench/hallucination/exported.py, which writes StableHLO.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,24 +24,23 @@ OPSET = 20
 def write_programs(model: Any, folder: Path, example: Mapping[str, np.ndarray], *, state_layer: int) -> None:
     """Write a decoder's programs into a folder: ONNX Runtime, TensorRT and other readers of ONNX take them.
 
-    example: arrays of the sizes that programs take; state_layer: the block whose output is kept, counted from 0.
-
-    Raises:
-      ValueError: the packages that write ONNX are not installed.
+    example: arrays of programs.INPUTS in the sizes that programs take; state_layer: the block whose output is kept,
+    counted from 0. Needs the packages onnx and onnxscript.
     """
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"export: {error}; install jaxbench's extra `export`") from error
-    arrays = tuple(torch.as_tensor(array) for array in example.values())
+    arrays = tuple(torch.as_tensor(example[name]) for name in programs.INPUTS)
+    log = logging.getLogger("torch.onnx")
+    level = log.level
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of the exporter, about itself
-        program = torch.onnx.export(
-            _Program(model, state_layer).eval(), arrays, input_names=list(example), output_names=list(programs.SCORES),
-            opset_version=OPSET, dynamo=True, verbose=False,
-        )  # fmt: skip
-        program.save(str(folder / programs.ONNX), external_data=True)
+        log.setLevel(logging.ERROR)  # it misses torchvision, whose operators no decoder has
+        try:
+            program = torch.onnx.export(
+                _Program(model, state_layer).eval(), arrays, input_names=list(programs.INPUTS),
+                output_names=list(programs.SCORES), opset_version=OPSET, dynamo=True, verbose=False,
+            )  # fmt: skip
+        finally:
+            log.setLevel(level)
+    program.save(str(folder / programs.ONNX), external_data=True)
 
 
 class _Program(torch.nn.Module):
@@ -54,7 +54,7 @@ class _Program(torch.nn.Module):
         self, tokens: Tensor, positions: Tensor, is_context: Tensor, num_attended: Tensor, response_tokens: Tensor,
         targets: Tensor, response_positions: Tensor, segments: Tensor, is_generated: Tensor, slots: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The arrays of programs.SCORES."""
+        """The arrays of programs.SCORES, from those of programs.INPUTS."""
         tokens, positions, response_tokens, response_positions, slots = (  # ONNX gathers by 64 bits alone
             each.long() for each in (tokens, positions, response_tokens, response_positions, slots)
         )

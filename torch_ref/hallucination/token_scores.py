@@ -39,13 +39,14 @@ def attention_scores(
     """
     batch, length = responses.tokens.shape
     spans, hidden = trace.context.spans, trace.hidden.to(_wide(trace.hidden))
+    size = QUERY_TILE * (4 if torch.compiler.is_exporting() else 1)  # tiles of an exported program are all nodes of it
     found = []
     for layer, x, key in zip(model.layers, trace.stream[:-1], trace.keys):
         queries = layer.attention.queries(layer.attention_norm(x), trace.context)
         key = key.reshape(batch, -1, *key.shape[1:])
         parts = []
-        for start in range(0, length, QUERY_TILE):
-            part = slice(start, start + QUERY_TILE)
+        for start in range(0, length, size):
+            part = slice(start, start + size)
             tile = Spans(
                 spans.query_positions[:, part], spans.key_positions, spans.query_segments[:, part], spans.key_segments
             )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxbench import outputs, ray_pool, worker_pool
+from jaxbench.hallucination import portable
 from jaxbench.hallucination.bulk import page, row_files, verdict_files
 from jaxbench.hallucination.detect import HallucinationDetector
 
@@ -58,7 +59,8 @@ def check(source: str, detector: str, wanted: Outputs, *, overwrite: bool = Fals
     Raises:
       ValueError: the input is bad, or an output exists, is an input, is there twice or has an unknown suffix.
     """
-    inputs = (source, detector)
+    # an exported detector's bundle.json has the checksums of all that is in its folder
+    inputs = (source, str(Path(detector) / portable.ABOUT) if Path(detector).is_dir() else detector)
     for path, flag in zip(inputs, ("--input", "--detector")):
         if not Path(path).is_file():
             raise ValueError(f"{flag}={path} is no file")
