@@ -7,6 +7,7 @@ verdict.is_hallucinated, [sentence.text for sentence in verdict.sentences if sen
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Sequence
@@ -21,14 +22,23 @@ from jaxbench.hallucination.follow import Follower
 from jaxbench.hallucination.group import Group, read_group
 from jaxbench.hallucination.layout import PromptArrays
 from jaxbench.hallucination.verdict import Passages, Sentence, Span, Verdict
+from jaxbench.hallucination.where import Where
 
 
 class HallucinationDetector:
     """A saved detector and its reader."""
 
-    def __init__(self, path: str | os.PathLike[str], *, model: str | None = None, package: str = "jaxbench"):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: str | None = None,
+        package: str = "jaxbench",
+        where: Where | None = None,
+    ):
         """path: what `hallucination.py fit` wrote, or the folder of `export`, which holds its reader; model: its reader
-        (file, folder or hub id), None = the default one; package: whose modules read.
+        (file, folder or hub id), None = the default one; package: whose modules read; where: the device, Where("gpu"),
+        and blocks whose weights lie in the host's memory, None = the backend's own choice.
 
         Raises:
           ValueError: the file is no detector of this version, was fitted with another model, or has its own.
@@ -43,13 +53,15 @@ class HallucinationDetector:
             path = self._path / portable.DETECTOR
             model = str(self._path / portable.MODEL) if self._bundle.kind == "safetensors" else None
         self.saved = saved_detector.load(path)
+        self._package, self._where = package, where
         if self._bundle is not None and model is None:
+            if where is not None and (where.device != "cpu" or where.offload_layers):
+                raise ValueError(f"{where}: {path} holds programs, which run where their runtime puts them")
             saved_detector.check_model(self.saved, self._bundle.model_sha256, name=f"the program in {self._path}")
             self.settings = self.saved.settings.model_copy(update={"row_tokens": 1})  # a response a row
             return
         saved_detector.check_model(self.saved, weights.checksum(model), name=model or "the default model")
         self.settings = self.saved.settings.model_copy(update={"model": model})
-        self._package = package
 
     @functools.cached_property
     def reader(self) -> tuple[Any, Any, int]:
@@ -60,8 +72,18 @@ class HallucinationDetector:
         if self._bundle is not None and self._bundle.kind != "safetensors":
             made, tokenizer, window = portable.load_reader(self._path, self._bundle)
         else:
-            made, tokenizer, window = extract.load_reader(self.settings, package=self._package)
+            made, tokenizer, window = extract.load_reader(self.settings, package=self._package, where=self._where)
         return RememberingReader(made), tokenizer, window
+
+    def by_device(self) -> list[HallucinationDetector]:
+        """A detector for each device of `where`, with equal verdicts; threads may use one each at once."""
+        if self._where is None or self._where.devices == 1 or (self._bundle and self._bundle.kind != "safetensors"):
+            return [self]
+        found = []
+        for made, *rest in extract.load_readers(self.settings, package=self._package, where=self._where):
+            found.append(copy.copy(self))
+            found[-1].reader = (RememberingReader(made), *rest)
+        return found
 
     def detect(self, context: str, question: str, response: str) -> Verdict:
         """Verdict on a response to a question about a context.
