@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from absl import flags
 
 from jaxbench import cli, outputs, process_environment, terminal
-from jaxbench.hallucination import export_command
+from jaxbench.hallucination import export_command, where
 
 VALUES = flags.FLAGS
 
@@ -49,6 +49,7 @@ def define_features() -> None:
     """Define the flags of features."""
     cli.define_config("configs/hallucination/reader.yaml")
     cli.define_backend(choices=("flax", "torch"))
+    where.define()
     cli.define_workdir("out/hallucination")
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz]")
     flags.DEFINE_integer("processes", 2, "processes of one thread each; 1 = this one, with all threads", lower_bound=1)
@@ -61,7 +62,9 @@ def features() -> int:
     needed("data", "a folder of RAGTruth's format")
     settings = cli.load_config(group.ReaderSettings)
     data = ragtruth.load(VALUES.data)
-    process_environment.ensure("cpu", library=cli.array_library())
+    place, processes = where.chosen()
+    package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]
+    where.start(package)
     from jaxbench.pretrained import weights
 
     folder = cli.workdir("out/hallucination") / "features"
@@ -73,12 +76,17 @@ def features() -> int:
     ]
     work = extract.groups(items, store)
     cli.keep(f"finished responses are in {folder}; the same command goes on")
-    load = functools.partial(extract.load_reader, package={"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend])
+    reading = {"package": package, "where": place}
+    if processes > 1:
+        worker = extract.Worker(settings, store, functools.partial(extract.load_reader, **reading))
+        results = extract.run(work, worker, processes=processes)
+    else:
+        results = extract.run_by_device(work, settings, store, **reading)
     total = sum(len(group.keys) for group in work)
     print(f"{len(items)} responses, {total} of them to be read", flush=True)
     started, done = time.monotonic(), 0
     with progress(total) as advance:
-        for count in extract.run(work, extract.Worker(settings, store, load), processes=VALUES.processes):
+        for count in results:
             done += count
             advance(count)
     seconds = time.monotonic() - started
@@ -93,6 +101,7 @@ def features() -> int:
 def define_evaluate() -> None:
     """Define the flags of evaluate."""
     cli.define_config("configs/hallucination/reader.yaml")
+    cli.define_device()
     cli.define_workdir("out/hallucination")
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz]")
     flags.DEFINE_string("detector", None, "judge this saved detector alone, as it is, on responses it has not seen")
@@ -113,7 +122,7 @@ def evaluate_rows() -> int:
     settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed)
     data, workdir, store, saved = ragtruth.load(VALUES.data), cli.workdir("out/hallucination"), None, None
     if VALUES.reader or VALUES.detector:
-        process_environment.ensure("cpu")
+        where.start()
         from jaxbench.hallucination import saved_detector
         from jaxbench.pretrained import weights
 
@@ -148,6 +157,7 @@ def evaluate_rows() -> int:
 def define_fit() -> None:
     """Define the flags of fit."""
     cli.define_config("configs/hallucination/reader.yaml")
+    cli.define_device()
     cli.define_workdir("out/hallucination")
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz], all fitted to")
     flags.DEFINE_string("output", None, "the detector: a .safetensors file")
@@ -168,7 +178,7 @@ def fit() -> int:
     reading = cli.load_config(group.ReaderSettings)
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     data = ragtruth.load(VALUES.data)
-    process_environment.ensure("cpu")
+    where.start()
     from jaxbench.hallucination import token_training
     from jaxbench.pretrained import weights
 
@@ -191,6 +201,7 @@ def define_detect() -> None:
     """Define the flags of detect."""
     cli.define_model()
     cli.define_backend(choices=("flax", "torch"))
+    where.define()
     flags.DEFINE_string("detector", None, "what `fit` wrote, or a folder of `export`, which holds its reader")
     flags.DEFINE_string("input", None, "rows with context, question and response: .jsonl or .parquet")
     flags.DEFINE_string("output", None, "verdicts, one a row, beside its other keys: .jsonl or .parquet")
@@ -205,29 +216,31 @@ def define_detect() -> None:
 def detect_all() -> int:
     """Write the verdict on every row of a file, or on answers that are being written."""
     needed("detector", "what `fit` wrote")
-    process_environment.ensure("cpu", library=cli.array_library())
+    place, processes = where.chosen()
+    package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]
+    where.start(package)
     from jaxbench.hallucination import detect, follow
     from jaxbench.hallucination.bulk import run
 
     names = run.Outputs._fields
     wanted = part = None
     if VALUES.follow:
-        follow.check({name: VALUES[name].present for name in ("input", *names, "overwrite", "processes", "engine")})
+        others = ("input", *names, "overwrite", "processes", "engine", "devices")
+        follow.check({name: VALUES[name].present for name in others})
     else:
         for name in ("input", "output"):
             needed(name, "a .jsonl or .parquet file")
         wanted = run.Outputs.of(**{name: VALUES[name].value for name in names})
         part, total = run.check(VALUES.input, VALUES.detector, wanted, overwrite=VALUES.overwrite)
-    package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]
     model = None if VALUES.model == "default" else VALUES.model
-    made = detect.HallucinationDetector(VALUES.detector, model=model, package=package)
+    made = detect.HallucinationDetector(VALUES.detector, model=model, package=package, where=place)
     if VALUES.follow:
         follow.run(made.follow, sys.stdin)
         return cli.EXIT_OK
     cli.keep(f"finished verdicts are in {part}; the same command goes on")
     count, results = 0, run.ENGINES[VALUES.engine]
     with progress(total) as advance:
-        for verdicts in run.detect(made, VALUES.input, part, processes=VALUES.processes, results=results):
+        for verdicts in run.detect(made, VALUES.input, part, processes=processes, results=results):
             count += len(verdicts)
             advance(len(verdicts))
     flagged = run.finish(VALUES.input, part, wanted, made)

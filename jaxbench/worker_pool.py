@@ -1,4 +1,4 @@
-"""Work on many items by several processes of one thread each on this machine (S file).
+"""Work on many items by several processes of one thread each on this machine, or a thread a device (S file).
 
 Processes of one thread do more together than one process of many where programs have serial parts.
 """
@@ -9,9 +9,10 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 IN_FLIGHT = 3  # items a process, waiting or worked on
@@ -31,16 +32,46 @@ def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: in
         _environment(ONE_THREAD),  # the processes read it as they start
         concurrent.futures.ProcessPoolExecutor(processes, context, _start, (worker, os.getpid())) as pool,
     ):
-        waiting: set[concurrent.futures.Future] = set()
+        yield from _completed(pool, _work, items, processes)
+
+
+def by_threads(workers: Sequence[Callable[[Any], Any]], items: Iterable[Any]) -> Iterator[Any]:
+    """Yield what workers of this process, each on one item at a time, make of items, in the order of completion.
+
+    For workers with a device each. An error of one is raised here, and what waits is dropped.
+    """
+    if len(workers) == 1:
+        yield from map(workers[0], items)
+        return
+    free: queue.SimpleQueue[Callable[[Any], Any]] = queue.SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def work(item: Any) -> Any:
+        worker = free.get()
         try:
-            for item in items:
-                waiting.add(pool.submit(_work, item))
-                if len(waiting) >= IN_FLIGHT * processes:
-                    done, waiting = concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED")
-                    yield from (future.result() for future in done)
-            yield from (future.result() for future in concurrent.futures.as_completed(waiting))
+            return worker(item)
         finally:
-            pool.shutdown(cancel_futures=True)
+            free.put(worker)
+
+    with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
+        yield from _completed(pool, work, items, len(workers))
+
+
+def _completed(
+    pool: concurrent.futures.Executor, work: Callable[[Any], Any], items: Iterable[Any], workers: int
+) -> Iterator[Any]:
+    """Results in the order of completion, a few items in flight."""
+    waiting: set[concurrent.futures.Future] = set()
+    try:
+        for item in items:
+            waiting.add(pool.submit(work, item))
+            if len(waiting) >= IN_FLIGHT * workers:
+                done, waiting = concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED")
+                yield from (future.result() for future in done)
+        yield from (future.result() for future in concurrent.futures.as_completed(waiting))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
-"""Processes of one thread that share work: results, errors, settings, what is left behind."""
+"""Processes of one thread, or threads, that share work: results, errors, settings, what is left behind."""
 
+import functools
 import os
+import threading
 import time
 
 import pytest
@@ -32,3 +34,30 @@ def test_an_error_of_a_worker_is_raised_here_and_no_process_is_left():
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_workers_of_one_process_work_at_once_each_on_one_item_at_a_time():
+    meeting, busy = threading.Barrier(2, timeout=60), [0, 0]
+
+    def work(number: int, item: int) -> int:
+        busy[number] += 1
+        assert busy[number] == 1
+        meeting.wait()  # passes only where the other one works too
+        busy[number] -= 1
+        return item
+
+    workers = [functools.partial(work, number) for number in range(2)]
+    assert sorted(worker_pool.by_threads(workers, range(8))) == list(range(8))
+
+
+def test_an_error_of_a_thread_is_raised_and_what_waits_is_dropped():
+    def work(item: int) -> int:
+        done.append(item)
+        if item == 1:
+            raise ValueError(f"row {item} is bad")
+        return item
+
+    done: list[int] = []
+    with pytest.raises(ValueError, match="row 1 is bad"):
+        list(worker_pool.by_threads([work, work], range(1000)))
+    assert len(done) < 100

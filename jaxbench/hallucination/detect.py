@@ -7,6 +7,7 @@ verdict.is_hallucinated, [sentence.text for sentence in verdict.sentences if sen
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Sequence
@@ -21,21 +22,31 @@ from jaxbench.hallucination.follow import Follower
 from jaxbench.hallucination.group import Group, read_group
 from jaxbench.hallucination.layout import PromptArrays
 from jaxbench.hallucination.verdict import Passages, Sentence, Span, Verdict
+from jaxbench.hallucination.where import Where
 
 
 class HallucinationDetector:
     """A saved detector and its reader."""
 
-    def __init__(self, path: str | os.PathLike[str], *, model: str | None = None, package: str = "jaxbench"):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: str | None = None,
+        package: str = "jaxbench",
+        where: Where | None = None,
+    ):
         """path: what `hallucination.py fit` wrote, or the folder of `export`, which holds its reader; model: its reader
-        (file, folder or hub id), None = the default one; package: whose modules read.
+        (file, folder or hub id), None = the default one; package: whose modules read; where: the device, Where("gpu"),
+        and blocks whose weights lie in the host's memory, None = the backend's own choice.
 
         Raises:
           ValueError: the file is no detector of this version, was fitted with another model, or has its own.
         """
         from jaxbench.pretrained import weights
 
-        self._package, self._folder, self._bundle = package, Path(path).absolute(), None
+        self._package, self._where = package, where
+        self._folder, self._bundle = Path(path).absolute(), None
         if not self._folder.is_dir():
             self.saved = saved_detector.load(path)
             saved_detector.check_model(self.saved, weights.checksum(model), name=model or "the default model")
@@ -44,8 +55,15 @@ class HallucinationDetector:
         if model is not None:
             raise ValueError(f"--model={model}: {path} holds its own reader; leave the model out")
         self._bundle = portable.load(self._folder)
+        if self._is_program and where is not None and (where.device != "cpu" or where.offload_layers):
+            raise ValueError(f"{where}: {path} holds programs, which run where their runtime puts them")
         self.saved = saved_detector.load(self._folder / portable.DETECTOR)
         self.settings = portable.settings(self._folder, self._bundle, self.saved)
+
+    @property
+    def _is_program(self) -> bool:
+        """Whether the reader is a program of fixed sizes, for a runtime of its own."""
+        return self._bundle is not None and self._bundle.sizes is not None
 
     @functools.cached_property
     def reader(self) -> tuple[Any, Any, int]:
@@ -53,12 +71,21 @@ class HallucinationDetector:
 
         So a detector can be made, and refused, at once, and be sent to other processes.
         """
-        if self._bundle is None:
-            made, tokenizer, window = extract.load_reader(self.settings, package=self._package)
+        if self._is_program:
+            made, tokenizer, window = portable.load_reader(self._folder, self._bundle)
         else:
-            reading = (self._folder, self._bundle, self.settings)
-            made, tokenizer, window = portable.load_reader(*reading, package=self._package)
+            made, tokenizer, window = extract.load_reader(self.settings, package=self._package, where=self._where)
         return RememberingReader(made), tokenizer, window
+
+    def by_device(self) -> list[HallucinationDetector]:
+        """A detector for each device of `where`, with equal verdicts; threads may use one each at once."""
+        if self._where is None or self._where.devices == 1 or self._is_program:
+            return [self]
+        found = []
+        for made, *rest in extract.load_readers(self.settings, package=self._package, where=self._where):
+            found.append(copy.copy(self))
+            found[-1].reader = (RememberingReader(made), *rest)
+        return found
 
     def detect(self, context: str, question: str, response: str) -> Verdict:
         """Verdict on a response to a question about a context.

@@ -8,6 +8,7 @@ The backend's FeatureReader comes in as a function.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import json
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxbench import outputs
+from jaxbench import outputs, worker_pool
 from jaxbench.hallucination.group import Group, ReaderSettings, read_group
+from jaxbench.hallucination.where import Where
 
 CODE = ("encoding.py", "layout.py", "reader.py", "token_scores.py", "features.py", "group.py")
 
@@ -108,31 +110,51 @@ class Worker:
         return len(group.keys)
 
 
-def load_reader(settings: ReaderSettings, *, package: str) -> tuple[Any, Any, int]:
-    """A backend's FeatureReader, the tokenizer, and the window in tokens.
+def load_reader(settings: ReaderSettings, *, package: str, where: Where | None = None) -> tuple[Any, Any, int]:
+    """A backend's FeatureReader, the tokenizer, and the window in tokens: the first of load_readers."""
+    return load_readers(settings, package=package, where=where)[0]
 
-    package: whose modules read: that of JAX or of PyTorch.
+
+def load_readers(settings: ReaderSettings, *, package: str, where: Where | None = None) -> list[tuple[Any, Any, int]]:
+    """The same for every device: each holds all weights, and readers of several devices read at once in threads.
+
+    package: whose modules read: that of JAX or of PyTorch. where: None = one device, the backend's own choice.
 
     Raises:
-      ValueError: the model cannot be a reader, or the window is longer than what it was trained on.
+      ValueError: the model cannot be a reader, the window is longer than what it was trained on, or `where` names more
+        devices or blocks than there are, or memory that the device has not.
     """
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
-    names = ("transformer", "hallucination.reader", "hallucination.features")
-    transformer, reader, features = (importlib.import_module(f"{package}.{name}") for name in names)
+    names = ("transformer", "hallucination.reader", "hallucination.features", "hallucination.placement")
+    transformer, reader, features, placement = (importlib.import_module(f"{package}.{name}") for name in names)
+    devices = None if where is None else placement.devices(where.device, where.devices)
     checkpoint = weights.load_checkpoint(settings.model)
     reader.check(checkpoint.config)
     longest = checkpoint.config.max_seq_len
     if settings.window is not None and settings.window > longest:
         raise ValueError(f"window={settings.window}: the model was trained on {longest} tokens")
-    model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
-    made = features.FeatureReader(model, state_layer=settings.layer(checkpoint.config.num_layers))
-    return made, load_tokenizer(settings.model), settings.window or longest
+    with placement.in_host_memory() if devices else contextlib.nullcontext():
+        model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
+    models = [model]
+    if where is not None:
+        models = [placement.placed(model, device, offload_layers=where.offload_layers) for device in devices]
+    layer = settings.layer(checkpoint.config.num_layers)
+    made = [features.FeatureReader(each, state_layer=layer) for each in models]
+    return [(each, load_tokenizer(settings.model), settings.window or longest) for each in made]
 
 
 def run(work: Sequence[Group], worker: Worker, *, processes: int = 1) -> Iterator[int]:
     """Yield the number of responses of each finished group."""
-    from jaxbench import worker_pool
-
     return worker_pool.results(worker, work, processes=processes) if processes > 1 else map(worker, work)
+
+
+def run_by_device(
+    work: Sequence[Group], settings: ReaderSettings, store: Store, *, package: str, where: Where
+) -> Iterator[int]:
+    """The same by all devices of this process at once, each group on one of them."""
+    if work:
+        readers = load_readers(settings, package=package, where=where)
+        workers = [Worker(settings, store, lambda _, each=each: each) for each in readers]
+        yield from worker_pool.by_threads(workers, work)

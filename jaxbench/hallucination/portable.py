@@ -20,7 +20,7 @@ import numpy as np
 import pydantic
 
 from jaxbench import config, outputs
-from jaxbench.hallucination import extract, programs, saved_detector
+from jaxbench.hallucination import programs, saved_detector
 from jaxbench.hallucination.group import ReaderSettings
 from jaxbench.hallucination.layout import PromptArrays, ResponseArrays
 
@@ -234,16 +234,14 @@ def settings(folder: Path, bundle: Bundle, saved: saved_detector.Saved) -> Reade
     return saved.settings.model_copy(update=changes)
 
 
-def load_reader(folder: Path, bundle: Bundle, reading: ReaderSettings, *, package: str) -> tuple[Any, Any, int]:
-    """The reader of a folder, the tokenizer and the window, as extract.load_reader.
+def load_reader(folder: Path, bundle: Bundle) -> tuple[Any, Any, int]:
+    """The programs of a folder as a reader, the tokenizer and the window, as extract.load_reader.
 
     Raises:
       ValueError: a program is missing or damaged, or ONNX Runtime is not installed.
     """
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
-    if bundle.sizes is None:
-        return extract.load_reader(reading, package=package)
     load_programs = programs.load_onnx if bundle.kind == "onnx" else programs.load_stablehlo
     made = ProgramReader(load_programs(folder, bundle.sizes.example()), bundle.sizes)
     return made, load_tokenizer(str(folder / TOKENIZER)), bundle.sizes.window

@@ -101,16 +101,18 @@ def detect(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the verdicts on each group that the part file does not have yet, in order, as it gets them.
 
-    results: one of ENGINES, not used with one process of this machine, which reads with all its threads.
+    results: one of ENGINES, not used with one process of this machine, which reads with all threads and devices.
 
     Raises:
       ValueError: a row cannot be judged; it is named.
     """
     part.parent.mkdir(parents=True, exist_ok=True)
     done = _whole_lines(part)
-    work, worker = itertools.islice(groups(source), done, None), functools.partial(judged, detector)
-    is_here = results is worker_pool.results and processes == 1
-    found = map(worker, work) if is_here else results(worker, work, processes=processes)
+    work = itertools.islice(groups(source), done, None)
+    if results is worker_pool.results and processes == 1:
+        found = _judged_here(detector, work)
+    else:
+        found = results(functools.partial(judged, detector), work, processes=processes)
     waiting: dict[int, list[dict[str, Any]]] = {}  # behind a group that is not finished
     with open(part, "a", encoding="utf-8") as file:
         for number, verdicts in found:
@@ -120,6 +122,13 @@ def detect(
                 file.flush()
                 yield waiting.pop(done)
                 done += 1
+
+
+def _judged_here(detector: HallucinationDetector, work: Iterator[Group]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Groups judged by all devices of this process; no model is loaded where none is left."""
+    for first in work:
+        workers = [functools.partial(judged, each) for each in detector.by_device()]
+        yield from worker_pool.by_threads(workers, itertools.chain((first,), work))
 
 
 def judged(detector: HallucinationDetector, group: Group) -> tuple[int, list[dict[str, Any]]]:

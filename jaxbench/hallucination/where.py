@@ -1,0 +1,57 @@
+"""Where a reader runs: kind and number of devices, blocks in the host's memory; the flags that say so (S file).
+
+Nothing here decides a feature: it is no part of what features are named by.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import NamedTuple
+
+from absl import flags
+
+from jaxbench import cli, process_environment
+
+VALUES = flags.FLAGS
+
+
+class Where(NamedTuple):
+    """Where a reader runs."""
+
+    device: str = "cpu"  # or gpu, tpu
+    devices: int | None = None  # of this process, each with all weights and with responses of its own; None = all
+    offload_layers: int = 0  # last blocks whose weights lie in the host's memory and come to the device for their calls
+
+
+def define() -> None:
+    """Define the flags of a command that reads."""
+    cli.define_device()
+    flags.DEFINE_integer("devices", None, "that read, in one process (unset: every GPU or TPU; one CPU)", lower_bound=1)
+    about = "last blocks whose weights stay in the host's memory, for a model that a device cannot hold"
+    flags.DEFINE_integer("offload_layers", 0, about, lower_bound=0)
+
+
+def chosen() -> tuple[Where, int]:
+    """What the flags say, and the number of processes: one where it has several devices or an accelerator.
+
+    Raises:
+      ValueError: several processes, or Ray's, were asked for there.
+    """
+    is_shared = VALUES.device != "cpu" or (VALUES.devices or 1) > 1
+    for name, plain in (("processes", 1), ("engine", "local")):
+        if is_shared and name in VALUES and VALUES[name].present and VALUES[name].value != plain:
+            asked = f"--device={VALUES.device}" if VALUES.device != "cpu" else f"--devices={VALUES.devices}"
+            raise ValueError(f"--{name}={VALUES[name].value}: {asked} is for one process, which uses all of them")
+    devices = VALUES.devices or (1 if VALUES.device == "cpu" else None)
+    return Where(VALUES.device, devices, VALUES.offload_layers), 1 if is_shared else VALUES.processes
+
+
+def start(package: str = "jaxbench") -> None:
+    """Start this process anew as --device needs it, once; package: whose modules run, those of JAX or of PyTorch.
+
+    Raises:
+      ValueError: they see no such device.
+    """
+    library = "PyTorch" if package == "torch_ref" else "XLA"
+    process_environment.ensure(VALUES.device, library=library)
+    importlib.import_module(f"{package}.devices").check_device(VALUES.device)
