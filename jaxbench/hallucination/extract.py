@@ -11,7 +11,7 @@ import ast
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +19,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxbench import outputs
-from jaxbench.hallucination.group import Group, ReaderSettings, read_group
+from jaxbench.hallucination.group import Group, read_group
+from jaxbench.hallucination.reader_settings import ReaderSettings
 
-CODE = ("encoding.py", "layout.py", "reader.py", "token_scores.py", "features.py", "group.py")
+CODE = (
+    "encoding.py", "layout.py", "reader.py", "token_scores.py", "features.py", "group.py", "reader_settings.py",
+)  # fmt: skip
 
 
 class Item(NamedTuple):
@@ -49,7 +52,7 @@ class Store:
 
     def __init__(self, folder: str | Path, settings: ReaderSettings, model_sha256: str):
         self.folder = Path(folder)
-        identity = settings.model_dump(exclude={"model", "row_tokens"}) | {"model": model_sha256}
+        identity = settings.identity() | {"model": model_sha256}
         self._identity = json.dumps(identity | {"code": code_version()}, sort_keys=True)
 
     def key(self, item: Item) -> str:
@@ -119,16 +122,30 @@ def load_reader(settings: ReaderSettings, *, package: str) -> tuple[Any, Any, in
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
-    names = ("transformer", "hallucination.reader", "hallucination.features")
-    transformer, reader, features = (importlib.import_module(f"{package}.{name}") for name in names)
+    names = ("hallucination.reader", "hallucination.features")
+    reader, features = (importlib.import_module(f"{package}.{name}") for name in names)
     checkpoint = weights.load_checkpoint(settings.model)
     reader.check(checkpoint.config)
     longest = checkpoint.config.max_seq_len
     if settings.window is not None and settings.window > longest:
         raise ValueError(f"window={settings.window}: the model was trained on {longest} tokens")
-    model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
+    model = decoder(settings, checkpoint.config, checkpoint.params, package=package)
     made = features.FeatureReader(model, state_layer=settings.layer(checkpoint.config.num_layers))
     return made, load_tokenizer(settings.model), settings.window or longest
+
+
+def decoder(settings: ReaderSettings, config: Any, params: Mapping[str, np.ndarray], *, package: str) -> Any:
+    """A backend's decoder with a model's weights as floats, or its blocks' matrices as integers.
+
+    Raises:
+      ValueError: the matrices cannot be held as integers.
+    """
+    if settings.recipe is None:
+        return importlib.import_module(f"{package}.transformer").build(config, params, dtype=settings.dtype)
+    from jaxbench.quantization import quantize
+
+    weight_only = importlib.import_module(f"{package}.quantization.weight_only")
+    return weight_only.build(quantize.quantize(config, params, settings.recipe), dtype=settings.dtype)
 
 
 def run(work: Sequence[Group], worker: Worker, *, processes: int = 1) -> Iterator[int]:

@@ -100,11 +100,15 @@ def write(
     package: whose exporter writes: ONNX by PyTorch's, StableHLO by JAX's.
 
     Raises:
-      ValueError: the model is not the detector's, the window is longer than the model's, or the folder has content.
+      ValueError: the model is not the detector's, the window is longer than the model's, the folder has content, or
+        programs are asked for of a reader that holds integers.
     """
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
+    if saved.settings.bits is not None and kind != "safetensors":
+        raise ValueError(f"export: {kind} has float weights, and the detector's reader bits={saved.settings.bits}; "
+                         "wanted safetensors")  # fmt: skip
     checkpoint = weights.load_checkpoint(model)
     saved_detector.check_model(saved, checkpoint.sha256, name=model or "the default model")
     if window > checkpoint.config.max_seq_len:
