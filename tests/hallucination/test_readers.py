@@ -2,23 +2,18 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from jaxbench import config
-from jaxbench.hallucination import extract, group, portable, ragtruth, saved_detector
+from jaxbench.hallucination import detector, extract, group, linear, portable, ragtruth, saved_detector
 from jaxbench.hallucination.reader_settings import ReaderSettings
-from jaxbench.hallucination.study import readers
+from jaxbench.hallucination.study import readers, table
 from jaxbench.pretrained import weights
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from jaxbench.quantization import quantize
 from jaxbench.quantization.recipe import dequantized
 from tests.hallucination import small
-from tests.structure import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -140,31 +135,46 @@ def test_forms_that_nobody_knows_are_named():
         readers.wanted_forms(["5_bits"])
 
 
-def test_the_study_measures_every_form_and_goes_on_where_it_stopped(model, tmp_path):
-    folder, settings = write(tmp_path / "data"), tmp_path / "reader.yaml"
-    config.dump(small.settings(model), settings)
-    options = [f"--data={folder}", f"--workdir={tmp_path / 'out'}", f"--config={settings}"]
-    flags = ["--sources=6", "--measured=1", "--forms=2_bits,lens_1", "--processes=1", "--draws=100"]
-    run = {"capture_output": True, "text": True, "env": os.environ, "cwd": ROOT, "timeout": 240}
-    main = [sys.executable, str(ROOT / "experiments/hallucination.py"), "features", *options, "--processes=1"]
-    done = subprocess.run([*main, "--set=dtype=bfloat16"], **run)
-    assert done.returncode == 0, done.stderr
-    study = [sys.executable, "-m", "jaxbench.hallucination.study.readers", *options, *flags]
-    done = subprocess.run([*study, "--seed=1"], **run)
-    assert done.returncode == 0, done.stderr
-    result = tmp_path / "out" / "readers.json"
-    found = json.loads(result.read_text())
-    assert found["sources"] == 6 and found["responses"] == 12 and found["labelled"] == 6
-    base, few, lens = (found["forms"][name] for name in ("bfloat16", "2_bits", "lens_1"))
-    assert few["weight_bytes"] < base["weight_bytes"] == lens["weight_bytes"]
-    assert few["responses"] == 2 and few["tokens"] == 42 and few["peak_bytes"] > few["weight_bytes"]
-    assert few["cpu_s"] > 0 and few["responses_a_core_minute"] == pytest.approx(120 / few["cpu_s"])
-    assert base["pooled_gain"] == [0, 0, 0] == lens["pooled_gain"] and lens["settings"]["lens_tokens"] == 1
-    assert len(few["pooled_gain"]) == 3 and 0 <= few["parametric"][0] <= 1 and "2_bits" in done.stdout
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/**/*") if path.is_file() and path != result}
-    done = subprocess.run([*study, "--seed=1"], **run)
-    assert done.returncode == 0 and json.loads(result.read_text())["forms"] == found["forms"]
-    after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/**/*") if path.is_file() and path != result}
-    assert after == before
-    done = subprocess.run([*study, "--set=share=0.2"], **run)
-    assert done.returncode == 2 and "features of 48 of 48 responses are not in" in done.stderr
+def test_a_form_is_read_on_the_clock_in_a_process_of_its_own_and_judged_as_the_detector_stands(made, tmp_path):
+    folder, read, _, fitted, model = made
+    data, settings = ragtruth.load(folder / "data"), small.settings(model)
+    study = readers.Study(settings, weights.checksum(model), data, ("s1",), folder / "features", tmp_path)
+    found = readers.cost(study, "2_bits", num_sources=1)
+    texts = [row[3] for row in small.RESPONSES[:3]]
+    assert found["responses"] == 3 and found["tokens"] == sum(map(len, texts))
+    assert found["peak_bytes"] > found["weight_bytes"] > 0 and found["load_cpu_s"] > 0
+    assert found["responses_a_core_minute"] == pytest.approx(180 / found["cpu_s"])
+    few = study.form("2_bits")
+    assert few.bits == 2 and extract.groups(readers.items(study.part(True)), study.store(few)) == []
+    x, labels = read.inputs.whole["parametric"], read.labels.response
+    judges = (fitted, linear.fit(x, labels, strength=1.0))
+    expected = detector.judge(fitted, read.inputs.take(np.arange(3))).probability
+    plain, rounded = (readers.scores(study, name, judges)["detector"] for name in ("float32", "2_bits"))
+    np.testing.assert_allclose(plain, expected, atol=1e-6)
+    assert np.abs(np.subtract(plain, rounded)).max() > 1e-3
+
+
+def test_forms_are_compared_with_the_first_one_on_the_same_draws(tmp_path):
+    given = table.make(ragtruth.load(write(tmp_path / "data")), None)
+    labels, noise = given.labels.response, np.random.default_rng(0).random(len(given.labels.response))
+    said = {"bfloat16": labels + noise / 2, "2_bits": np.zeros(len(labels)), "lens_1": labels + noise / 3}
+    by_form = {name: {"detector": each, "parametric": -each} for name, each in said.items()}
+    found = readers.compared(given, by_form, draws=100, seed=0)
+    assert found["bfloat16"]["pooled"] == [1, 1, 1] and found["lens_1"]["pooled_gain"] == [0, 0, 0]
+    assert found["2_bits"]["pooled_gain"] == [-0.5] * 3 == found["2_bits"]["stratified_gain"]
+    assert found["2_bits"]["parametric_gain"] == [0.5] * 3  # the first one's has every response on the wrong side
+    costs = {"weight_bytes": 3e6, "peak_bytes": 5e6, "cpu_s_a_response": 2.0, "responses_a_core_minute": 30.0}
+    shown = readers.shown({name: costs | row for name, row in found.items()})
+    assert [row[0] for row in shown][0] == "2_bits" and shown[0][1:6] == (
+        "3", "5", "2.00", "30.0", "0.500 -0.500 [-0.500, -0.500]",
+    )  # fmt: skip
+
+
+def test_forms_are_not_read_before_the_first_one_has_read_everything(model, tmp_path):
+    data = ragtruth.load(small.write(tmp_path / "data"))
+    study = readers.Study(small.settings(model), "m", data, ("s1",), tmp_path / "features", tmp_path)
+    assert [row.id for row in study.part(True).responses] == ["r1", "r2", "r3"]
+    assert [row.id for row in study.part(False).responses] == ["r4"]
+    assert [study.reading(name).lens_tokens for name in ("lens_4", "lens_all", "2_bits")] == [None, None, 3]
+    with pytest.raises(ValueError, match="features of 4 of 4 responses are not in .*run `hallucination.py features`"):
+        readers.check_features(study)
