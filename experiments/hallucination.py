@@ -57,10 +57,10 @@ def define_features() -> None:
 
 def features() -> int:
     """Read every response, and keep its features under --workdir."""
-    from jaxbench.hallucination import extract, group, ragtruth
+    from jaxbench.hallucination import extract, ragtruth, reader_settings
 
     needed("data", "a folder of RAGTruth's format")
-    settings = cli.load_config(group.ReaderSettings)
+    settings = cli.load_config(reader_settings.ReaderSettings)
     data = ragtruth.load(VALUES.data)
     place, processes = where.chosen()
     package = {"flax": "jaxbench", "torch": "torch_ref"}[VALUES.backend]
@@ -114,11 +114,11 @@ def define_evaluate() -> None:
 
 def evaluate_rows() -> int:
     """Judge priors, words, scores and detectors, each on sources that it was not fitted to."""
-    from jaxbench.hallucination import extract, group, ragtruth, reader_table
+    from jaxbench.hallucination import extract, ragtruth, reader_settings, reader_table
     from jaxbench.hallucination.study import evaluate, report, rows, table
 
     needed("data", "a folder of RAGTruth's format")
-    reading = cli.load_config(group.ReaderSettings)
+    reading = cli.load_config(reader_settings.ReaderSettings)
     settings = evaluate.Evaluation(folds=VALUES.folds, draws=VALUES.draws, seed=VALUES.seed)
     data, workdir, store, saved = ragtruth.load(VALUES.data), cli.workdir("out/hallucination"), None, None
     if VALUES.reader or VALUES.detector:
@@ -130,6 +130,7 @@ def evaluate_rows() -> int:
         if VALUES.detector:
             saved = saved_detector.load(VALUES.detector)
             saved_detector.check_model(saved, checksum, name=reading.model or "the default model")
+            saved_detector.check_bits(saved, reading)
             reading = saved.settings.model_copy(update={"model": reading.model})
         store = extract.Store(workdir / "features", reading, checksum)
     with progress(len(data.responses)) as advance:
@@ -170,12 +171,12 @@ def define_fit() -> None:
 
 def fit() -> int:
     """Fit the detector to labelled responses whose features are there, and save it."""
-    from jaxbench.hallucination import extract, group, ragtruth, reader_table, saved_detector, unlabelled
+    from jaxbench.hallucination import extract, ragtruth, reader_settings, reader_table, saved_detector, unlabelled
     from jaxbench.hallucination.study import table
 
     needed("data", "a folder of RAGTruth's format")
     needed("output", "a file for the detector")
-    reading = cli.load_config(group.ReaderSettings)
+    reading = cli.load_config(reader_settings.ReaderSettings)
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     data = ragtruth.load(VALUES.data)
     where.start()

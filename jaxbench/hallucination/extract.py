@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +20,13 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxbench import outputs, worker_pool
-from jaxbench.hallucination.group import Group, ReaderSettings, read_group
+from jaxbench.hallucination.group import Group, read_group
+from jaxbench.hallucination.reader_settings import ReaderSettings
 from jaxbench.hallucination.where import Where
 
-CODE = ("encoding.py", "layout.py", "reader.py", "token_scores.py", "features.py", "group.py")
+CODE = (
+    "encoding.py", "layout.py", "reader.py", "token_scores.py", "features.py", "group.py", "reader_settings.py",
+)  # fmt: skip
 
 
 class Item(NamedTuple):
@@ -51,7 +54,7 @@ class Store:
 
     def __init__(self, folder: str | Path, settings: ReaderSettings, model_sha256: str):
         self.folder = Path(folder)
-        identity = settings.model_dump(exclude={"model", "row_tokens"}) | {"model": model_sha256}
+        identity = settings.identity() | {"model": model_sha256}
         self._identity = json.dumps(identity | {"code": code_version()}, sort_keys=True)
 
     def key(self, item: Item) -> str:
@@ -127,8 +130,8 @@ def load_readers(settings: ReaderSettings, *, package: str, where: Where | None 
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
-    names = ("transformer", "hallucination.reader", "hallucination.features", "hallucination.placement")
-    transformer, reader, features, placement = (importlib.import_module(f"{package}.{name}") for name in names)
+    names = ("hallucination.reader", "hallucination.features", "hallucination.placement")
+    reader, features, placement = (importlib.import_module(f"{package}.{name}") for name in names)
     devices = None if where is None else placement.devices(where.device, where.devices)
     checkpoint = weights.load_checkpoint(settings.model)
     reader.check(checkpoint.config)
@@ -136,13 +139,27 @@ def load_readers(settings: ReaderSettings, *, package: str, where: Where | None 
     if settings.window is not None and settings.window > longest:
         raise ValueError(f"window={settings.window}: the model was trained on {longest} tokens")
     with placement.in_host_memory() if devices else contextlib.nullcontext():
-        model = transformer.build(checkpoint.config, checkpoint.params, dtype=settings.dtype)
+        model = decoder(settings, checkpoint.config, checkpoint.params, package=package)
     models = [model]
     if where is not None:
         models = [placement.placed(model, device, offload_layers=where.offload_layers) for device in devices]
     layer = settings.layer(checkpoint.config.num_layers)
     made = [features.FeatureReader(each, state_layer=layer) for each in models]
     return [(each, load_tokenizer(settings.model), settings.window or longest) for each in made]
+
+
+def decoder(settings: ReaderSettings, config: Any, params: Mapping[str, np.ndarray], *, package: str) -> Any:
+    """A backend's decoder with a model's weights as floats, or its blocks' matrices as integers.
+
+    Raises:
+      ValueError: the matrices cannot be held as integers.
+    """
+    if settings.recipe is None:
+        return importlib.import_module(f"{package}.transformer").build(config, params, dtype=settings.dtype)
+    from jaxbench.quantization import quantize
+
+    weight_only = importlib.import_module(f"{package}.quantization.weight_only")
+    return weight_only.build(quantize.quantize(config, params, settings.recipe), dtype=settings.dtype)
 
 
 def run(work: Sequence[Group], worker: Worker, *, processes: int = 1) -> Iterator[int]:

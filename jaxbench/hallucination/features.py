@@ -30,6 +30,11 @@ class FeatureReader:
         self._with = jax.jit(lambda state, *arrays: _with_context(merge(state), state_layer, *arrays))
         self._without = jax.jit(lambda state, *arrays: _without_context(merge(state), *arrays))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the arrays that hold the decoder's weights."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
+
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
         """Prompts, read, to be handed to `scores` and `surprise` any number of times."""
         return self._read(self._state, *prompts[:3])

@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import pydantic
 
-from jaxbench import config
 from jaxbench.hallucination import encoding, layout
-
-
-class ReaderSettings(config.Base):
-    """How a decoder reads: what decides a response's features beside the texts."""
-
-    model: str | None = None  # GGUF file, Hugging Face folder or hub id; None = the default model
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # weights and products
-    style: Literal["plain", "chat"] = "plain"  # the text around the context
-    share: float = pydantic.Field(default=0.1, gt=0, le=1)  # of the context's tokens, those that count as attended to
-    lens_tokens: int | None = pydantic.Field(default=8, gt=0)  # of a response, with parametric scores; None = all
-    window: int | None = pydantic.Field(default=None, gt=1)  # tokens of prompt and response; None = the model's
-    state_layer: int | None = pydantic.Field(default=None, ge=0)  # whose output is kept; None = two thirds of the way
-    row_tokens: int = pydantic.Field(default=512, gt=0)  # slots that responses to one prompt share
-
-    def layer(self, num_layers: int) -> int:
-        """The block whose output is kept.
-
-        Raises:
-          ValueError: the model has no such block.
-        """
-        layer = 2 * num_layers // 3 if self.state_layer is None else self.state_layer
-        if layer >= num_layers:
-            raise ValueError(f"state_layer={layer}: the model has {num_layers} blocks, counted from 0")
-        return layer
+from jaxbench.hallucination.reader_settings import ReaderSettings
 
 
 class Group(NamedTuple):

@@ -21,8 +21,8 @@ import pydantic
 
 from jaxbench import config, outputs
 from jaxbench.hallucination import programs, saved_detector
-from jaxbench.hallucination.group import ReaderSettings
 from jaxbench.hallucination.layout import PromptArrays, ResponseArrays
+from jaxbench.hallucination.reader_settings import ReaderSettings
 
 DETECTOR, ABOUT, MODEL, TOKENIZER = "detector.safetensors", "bundle.json", "model", "tokenizer"
 Kind = Literal["onnx", "stablehlo", "safetensors"]
@@ -153,11 +153,16 @@ def write(
     package: whose exporter writes: ONNX by PyTorch's, StableHLO by JAX's.
 
     Raises:
-      ValueError: as `check`, with overwrite; or the model is not the detector's.
+      ValueError: as `check`, with overwrite; the model is not the detector's; programs are wanted of integers.
     """
     from jaxbench.pretrained import weights
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
+    if saved.settings.bits is not None and kind != "safetensors":
+        raise ValueError(
+            f"export: --format={kind} has float weights, and the detector's reader bits={saved.settings.bits}; wanted "
+            "safetensors"
+        )
     folder = check(folder, kind, model=model, window=window, overwrite=True)
     checkpoint = weights.load_checkpoint(model)
     saved_detector.check_model(saved, checkpoint.sha256, name=model or "the default model")

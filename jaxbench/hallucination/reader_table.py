@@ -44,12 +44,12 @@ def of_rows(rows: Mapping[str, Mapping[str, Any]]) -> Any:
         spans = f"{row['spans']['f1'][0]:.3f}" if "spans" in row else ""
         shown.append((name, *measured, *gains, f"{row['average_precision']:.3f}", f"{row['f1']:.3f}", spans))
     names = ("", "pooled", "macro", "stratified", "pooled gain", "stratified gain", "AP", "F1", "span F1")
-    return _table(names, shown)
+    return plain(names, shown)
 
 
 def of_heads(heads: Sequence[Head]) -> Any:
     """Table of copying heads, the first ranks first."""
-    return _table(
+    return plain(
         ("layer", "head", "trace", "outliers", "sum of ranks"),
         [(each.layer, each.head, f"{each.trace:,.1f}", each.outliers, f"{each.rank:g}") for each in heads],
     )
@@ -58,10 +58,11 @@ def of_heads(heads: Sequence[Head]) -> Any:
 def of_regression(rows: Sequence[tuple[str, float, float, str]]) -> Any:
     """Table of a regression's figures: name, AUC, correlation, and what chose the columns and weights."""
     shown = [(name, f"{auc:.6f}", f"{correlation:.6f}", chosen) for name, auc, correlation, chosen in rows]
-    return _table(("", "AUC", "PCC", "chosen on"), shown)
+    return plain(("", "AUC", "PCC", "chosen on"), shown)
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+def plain(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+    """Table without lines."""
     from rich import table
 
     made = table.Table(*names, box=None, pad_edge=False)

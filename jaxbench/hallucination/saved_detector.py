@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from jaxbench import outputs
 from jaxbench.hallucination import extract
 from jaxbench.hallucination.detector import Detector, Member
-from jaxbench.hallucination.group import ReaderSettings
 from jaxbench.hallucination.linear import Linear
+from jaxbench.hallucination.reader_settings import ReaderSettings
 from jaxbench.hallucination.token_inputs import Scale, TokenConfig, Trained
 
 FORMAT = 2
@@ -105,4 +105,17 @@ def check_model(saved: Saved, model_sha256: str, *, name: str) -> None:
         raise ValueError(
             f"detector: fitted with the model of checksum {saved.model_sha256[:12]}, and {name} has "
             f"{model_sha256[:12]}; name that model, or fit a detector with this one"
+        )
+
+
+def check_bits(saved: Saved, settings: ReaderSettings) -> None:
+    """Check that settings which say how many bits weights have say what a detector was fitted to.
+
+    Raises:
+      ValueError: they say something else.
+    """
+    if "bits" in settings.model_fields_set and settings.bits != saved.settings.bits:
+        raise ValueError(
+            f"detector: fitted to a reader of bits={saved.settings.bits}, and the settings say bits={settings.bits}; "
+            "leave bits out, or fit a detector to such a reader"
         )

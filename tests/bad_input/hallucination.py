@@ -106,6 +106,7 @@ CASES = [
     read("share", "0", words="--set=share=0"),
     read("share", "1.5", words="--set=share=1.5"),
     read("lens_tokens", "0", words="--set=lens_tokens=0"),
+    read("bits", "2, 3, 4 or 8", "5", words="--set=bits=5"),
     read("lens_tokens", "nearest is lens_tokens", words="--set=lens_token=4"),
     read("style", "poem", words="--set=style=poem"),
     read("row_tokens", "-1", words="--set=row_tokens=-1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jaxbench.hallucination import extract, group, ragtruth
+from jaxbench.hallucination import extract, ragtruth, reader_settings
 from tests.generation import tiny
 
 CONTEXTS = {
@@ -40,9 +40,9 @@ def items(folder: Path) -> list[extract.Item]:
     return [extract.Item(data.source(r).context, data.source(r).asked, r.response) for r in data.responses]
 
 
-def settings(model: Path, **changes: object) -> group.ReaderSettings:
+def settings(model: Path, **changes: object) -> reader_settings.ReaderSettings:
     """Return settings of a reader in float32."""
-    return group.ReaderSettings(**({"model": str(model), "dtype": "float32", "lens_tokens": 3} | changes))
+    return reader_settings.ReaderSettings(**({"model": str(model), "dtype": "float32", "lens_tokens": 3} | changes))
 
 
 def model(folder: Path) -> Path:

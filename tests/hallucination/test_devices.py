@@ -13,7 +13,7 @@ import torch
 
 from jaxbench import initial, transformer
 from jaxbench.config import TransformerConfig
-from jaxbench.hallucination import extract, group, layout, placement
+from jaxbench.hallucination import extract, layout, placement, reader_settings
 from jaxbench.hallucination.bulk import run
 from jaxbench.hallucination.detect import HallucinationDetector
 from jaxbench.hallucination.features import FeatureReader
@@ -181,7 +181,7 @@ def test_more_blocks_than_there_are_and_a_device_without_such_memory_are_refused
 
 
 def test_where_a_reader_runs_is_no_part_of_the_features_name():
-    assert not set(Where._fields) & set(group.ReaderSettings.model_fields)
+    assert not set(Where._fields) & set(reader_settings.ReaderSettings.model_fields)
     assert not {"where.py", "placement.py"} & set(extract.CODE)
 
 

@@ -23,6 +23,11 @@ class FeatureReader:
         """state_layer: the block whose output is kept as tokens' states, counted from 0."""
         self._model, self._state_layer = model, state_layer
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the arrays that hold the decoder's weights."""
+        return sum(array.nbytes for array in self._model.parameters())
+
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
         """Prompts, read, to be handed to `scores` and `surprise` any number of times."""
         return reader.read_prompt(self._model, *map(self._tensor, prompts[:3]))

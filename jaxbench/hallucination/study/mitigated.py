@@ -22,13 +22,13 @@ from jaxbench.hallucination import (
     detector,
     encoding,
     extract,
-    group,
     layout,
     lexical,
     linear,
     metrics,
     mitigation,
     ragtruth,
+    reader_settings,
 )  # fmt: skip
 from jaxbench.hallucination.bulk import row_files
 from jaxbench.hallucination.mitigation import Mitigation
@@ -160,7 +160,7 @@ def main() -> int:
     empty = {row["source_id"] for each in rows.values() for row in each if not lexical.tokens(row["response"])}
     rows = {name: [row for row in each if row["source_id"] not in empty] for name, each in rows.items()}
     regression = lexical_regression(data, {source.source_id for source in given})
-    read = extract.load_reader(group.ReaderSettings(), package="jaxbench")
+    read = extract.load_reader(reader_settings.ReaderSettings(), package="jaxbench")
     by_arm = {name: measured(each, regression, losses(each, *read)) for name, each in rows.items()}
     source = np.array([row["source_id"] for row in rows[PLAIN]])
     plain = [row["response"] for row in rows[PLAIN]]

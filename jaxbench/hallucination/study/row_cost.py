@@ -87,10 +87,10 @@ def measured(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
 
 def main() -> int:
     """Measure, and show; return the exit code."""
-    from jaxbench.hallucination import group
+    from jaxbench.hallucination import reader_settings
     from jaxbench.measure import environment
 
-    settings = cli.load_config(group.ReaderSettings)
+    settings = cli.load_config(reader_settings.ReaderSettings)
     process_environment.ensure("cpu")
     seconds = measured(parts(settings, VALUES.prompt_tokens, VALUES.lens_slots), VALUES.rounds)
     attention = "responses and attention scores"

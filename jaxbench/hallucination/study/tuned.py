@@ -22,7 +22,16 @@ from absl import flags
 from safetensors.numpy import load_file, save_file
 
 from jaxbench import cli, config, outputs, process_environment, store, terminal, worker_pool
-from jaxbench.hallucination import detector, extract, group, linear, ragtruth, reader_table, token_scoring
+from jaxbench.hallucination import (
+    detector,
+    extract,
+    group,
+    linear,
+    ragtruth,
+    reader_settings,
+    reader_table,
+    token_scoring,
+)  # fmt: skip
 from jaxbench.hallucination.detector import READER
 from jaxbench.hallucination.study import evaluate, rows, table
 from jaxbench.hallucination.study.rows import BASELINE, Row, Scored
@@ -190,7 +199,7 @@ def main() -> int:
     from jaxbench.hallucination import tuning
     from jaxbench.pretrained import weights
 
-    reading, settings = cli.load_config(group.ReaderSettings), evaluate.Evaluation()
+    reading, settings = cli.load_config(reader_settings.ReaderSettings), evaluate.Evaluation()
     checksum = weights.checksum(None)
     features = extract.Store(workdir / "features", reading, checksum)
     with reader_table.progress(len(data.responses)) as advance:
