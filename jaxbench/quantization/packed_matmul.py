@@ -42,6 +42,21 @@ def matmul(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*rows 
       ValueError: x has another number of inputs than the weights.
     """
     check_inputs(x.shape, weights.form)
+    arrays = (x, weights.codes, weights.scales, weights.zeros)
+
+    def product(*arrays: Array) -> Array:
+        return _product(arrays[0], Weights(weights.form, *arrays[1:]))
+
+    def alone(*arrays: Array) -> Array:
+        """The product as a branch: XLA:CPU would make the floats of all matrices of a program first, and hold them."""
+        shape = (*x.shape[:-1], weights.codes.shape[1])
+        is_taken = lax.optimization_barrier(jnp.bool_(True))
+        return lax.cond(is_taken, product, lambda *_: jnp.zeros(shape, x.dtype), *arrays)
+
+    return lax.platform_dependent(*arrays, cpu=alone, default=product)
+
+
+def _product(x: Float[Array, "*rows I"], weights: Weights) -> Float[Array, "*rows O"]:
     form, outputs = weights.form, weights.codes.shape[1]
     grouped = x.reshape(-1, form.inputs // form.group, form.per_byte, form.span)
     codes = weights.codes.reshape(-1, form.span, outputs)
