@@ -13,7 +13,7 @@ from jaxbench.measure.svg_card import MARGIN, WIDTH, card, element
 Rows = Mapping[str, Mapping[str, Any]]
 MEASURES = {"pooled": "#3b82f6", "stratified": "#e5722a"}  # AUC, and the colour it is drawn in
 LEFT, LINE, TOP = 330, 24, 118  # of the picture: room for names, height of a row, where rows begin
-FIRST, LAST = 0.35, 0.9  # AUC at the picture's edges
+FIRST, LAST = 0.3, 0.9  # AUC at the picture's edges
 STYLE = "  .grid { stroke: #8b949e; stroke-opacity: 0.3; }\n"
 
 
@@ -50,7 +50,7 @@ def picture(found: Rows) -> str:
         return LEFT + (min(max(value, FIRST), LAST) - FIRST) / (LAST - FIRST) * (right - LEFT)
 
     body = []
-    for tenth in range(4, 10):
+    for tenth in range(3, 10):
         x = at(tenth / 10)
         body.append(element("line", class_="grid", x1=x, x2=x, y1=TOP - 12.0, y2=float(end)))
         body.append(element("text", f"{tenth / 10:.1f}", class_="note", x=x, y=end + 18.0, text_anchor="middle"))
