@@ -6,8 +6,10 @@ import pytest
 
 from jaxbench import initial, transformer
 from jaxbench.config import TransformerConfig
+from jaxbench.hallucination import detector as detectors
 from jaxbench.hallucination import encoding, metrics, tuned_inputs, tuned_reader, tuning
 from jaxbench.hallucination.group import Group
+from jaxbench.hallucination.study import tuned as study
 from jaxbench.lora.config import LoraConfig
 from jaxbench.pretrained.tokenizer import load_tokenizer
 from tests.hallucination import small
@@ -84,6 +86,16 @@ def test_a_row_that_fills_a_batch_changes_no_loss(decoder):
     loss = jax.jit(tuned_reader.loss_fn)
     plain, filled = (float(loss(model, tuned_reader.Batch(*arrays))) for arrays in (given, empty))
     assert filled == pytest.approx(plain, rel=1e-6)
+
+
+def test_no_source_is_on_two_sides_of_a_split():
+    source = np.array([f"s{i // 3}" for i in range(60)])
+    labels = detectors.Labels(np.zeros(60, bool), np.zeros(0, bool), source)
+    test = np.flatnonzero(np.isin(source, ["s2", "s11"]))
+    parts = study.split(labels, np.setdiff1d(np.arange(60), test), test)
+    sides = [set(source[part]) for part in parts]
+    assert len(set.union(*sides)) == sum(map(len, sides)) == 20 and sides[2] == {"s2", "s11"}
+    assert len(parts.weigh) < len(parts.train) / 2 and sum(map(len, parts)) == 60
 
 
 def test_blocks_that_the_decoder_does_not_have_are_refused(decoder):
