@@ -106,6 +106,7 @@ def define_evaluate() -> None:
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz]")
     flags.DEFINE_string("detector", None, "judge this saved detector alone, as it is, on responses it has not seen")
     flags.DEFINE_bool("reader", True, "judge what a reader's features give; no: words alone, without `features`")
+    flags.DEFINE_integer("processes", 2, "of one thread each, that read for a detector's tuned reader", lower_bound=1)
     flags.DEFINE_bool("curve", False, "judge detectors fitted to a half, a quarter, ... of the sources, too")
     flags.DEFINE_integer("folds", 5, "folds of the judged sources", lower_bound=2)
     flags.DEFINE_integer("draws", 1000, "of the bootstrap by source", lower_bound=100)
@@ -135,6 +136,12 @@ def evaluate_rows() -> int:
         store = extract.Store(workdir / "features", reading, checksum)
     with progress(len(data.responses)) as advance:
         made = table.make(data, store, progress=lambda: advance(1))
+    if saved is not None and saved.detector.tuned is not None:
+        from jaxbench.hallucination import tuned_sources
+
+        lower = tuned_sources.of_detector(workdir / "tuned", reading, saved.detector.tuned)
+        tuned_sources.read(lower, data, processes=VALUES.processes, bar=progress)
+        made = made._replace(inputs=made.inputs._replace(tuned=tuned_sources.said(lower, data, saved.detector.tuned)))
     evaluate.judged(made, settings)
     with reader_table.status() as say:
         found = (
@@ -163,6 +170,8 @@ def define_fit() -> None:
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz], all fitted to")
     flags.DEFINE_string("output", None, "the detector: a .safetensors file")
     flags.DEFINE_bool("labels", True, "fit to the labels; no: the detector that needs none, on the same responses")
+    flags.DEFINE_bool("tuned", False, "with a tuned reader as a member: adapters on four blocks, an hour of two cores")
+    flags.DEFINE_integer("processes", 2, "of one thread each, that read for the tuned reader", lower_bound=1)
     flags.DEFINE_float(
         "rate", 0.4, "share of responses that a detector without labels flags", lower_bound=0, upper_bound=1
     )
@@ -171,11 +180,15 @@ def define_fit() -> None:
 
 def fit() -> int:
     """Fit the detector to labelled responses whose features are there, and save it."""
+    import numpy as np
+
     from jaxbench.hallucination import extract, ragtruth, reader_settings, reader_table, saved_detector, unlabelled
     from jaxbench.hallucination.study import table
 
     needed("data", "a folder of RAGTruth's format")
     needed("output", "a file for the detector")
+    if VALUES.tuned and not VALUES.labels:
+        raise ValueError("--tuned with --nolabels: a reader is tuned to labels; leave one of them out")
     reading = cli.load_config(reader_settings.ReaderSettings)
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     data = ragtruth.load(VALUES.data)
@@ -184,13 +197,22 @@ def fit() -> int:
     from jaxbench.pretrained import weights
 
     checksum = weights.checksum(reading.model)
-    store = extract.Store(cli.workdir("out/hallucination") / "features", reading, checksum)
+    workdir, heard = cli.workdir("out/hallucination"), None
+    store = extract.Store(workdir / "features", reading, checksum)
     with progress(len(data.responses)) as advance:
         made = table.make(data, store, progress=lambda: advance(1))
+    if VALUES.tuned:
+        from jaxbench.hallucination import tuned_sources, tuning
+
+        lower = tuned_sources.Lower.of(workdir / "tuned", reading, tuning.Tuning())
+        tuned_sources.read(lower, data, processes=VALUES.processes, bar=progress)
+        everyone = np.arange(len(data.responses))
+        parts = tuned_sources.split(made.labels, everyone)
+        heard, _ = tuned_sources.tune(lower, data, made.labels, parts, everyone[:0], bar=progress)
     with reader_table.status() as say:
         say("fitting")
         if VALUES.labels:
-            fitted = token_training.fit_detector(made.inputs, made.labels)
+            fitted = token_training.fit_detector(made.inputs, made.labels, tuned=heard)
         else:
             fitted = unlabelled.fit(made.inputs, rate=VALUES.rate)
     saved_detector.save(VALUES.output, saved_detector.Saved(fitted, reading, checksum))

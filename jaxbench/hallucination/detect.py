@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 
 from jaxbench.hallucination import detector as detectors
-from jaxbench.hallucination import extract, lexical, pooled, portable, saved_detector, token_inputs, token_scoring
+from jaxbench.hallucination import (
+    extract,
+    lexical,
+    pooled,
+    portable,
+    saved_detector,
+    token_inputs,
+    token_scoring,
+    tuned_reading,
+)
 from jaxbench.hallucination.follow import Follower
 from jaxbench.hallucination.group import Group, read_group
 from jaxbench.hallucination.layout import PromptArrays
@@ -77,6 +86,15 @@ class HallucinationDetector:
             made, tokenizer, window = extract.load_reader(self.settings, package=self._package, where=self._where)
         return RememberingReader(made), tokenizer, window
 
+    @functools.cached_property
+    def token_reader(self) -> Any:
+        """The tuned reader of a detector that has one, from a group to log-odds of its responses' tokens; or None."""
+        tuned = self.saved.detector.tuned
+        if tuned is None:
+            return None
+        how = {"package": self._package, "where": self._where}
+        return tuned_reading.load_reader(self.settings, tuned.config, tuned.trained, **how)
+
     def by_device(self) -> list[HallucinationDetector]:
         """A detector for each device of `where`, with equal verdicts; threads may use one each at once."""
         if self._where is None or self._where.devices == 1 or self._is_program:
@@ -85,6 +103,7 @@ class HallucinationDetector:
         for made, *rest in extract.load_readers(self.settings, package=self._package, where=self._where):
             found.append(copy.copy(self))
             found[-1].reader = (RememberingReader(made), *rest)
+            found[-1].token_reader = self.token_reader
         return found
 
     def detect(self, context: str, question: str, response: str) -> Verdict:
@@ -107,18 +126,24 @@ class HallucinationDetector:
                 raise ValueError(f"response: {response[:40]!r} has no letter and no digit; there is nothing to judge")
         group = Group(context, question, tuple(responses), tuple(map(str, range(len(responses)))))
         read = read_group(group, *self.reader, self.settings)
-        found = {key: self._verdict(context, responses[int(key)], features) for key, features in read}
+        tuned = () if self.token_reader is None else self.token_reader(group)
+        found = {}
+        for key, features in read:
+            number = int(key)
+            found[key] = self._verdict(context, responses[number], features, tuned[number : number + 1])
         return [found[key] for key in group.keys]
 
     def follow(self, context: str, question: str) -> Follower:
         """What judges an answer while it is written, sentence by sentence."""
         return Follower(functools.partial(self.detect, context, question))
 
-    def _verdict(self, context: str, response: str, features: dict[str, np.ndarray]) -> Verdict:
+    def _verdict(
+        self, context: str, response: str, features: dict[str, np.ndarray], tuned: Sequence[np.ndarray]
+    ) -> Verdict:
         lexicon = lexical.Lexicon(context)
         read = tuple(pooled.pool(features, response, lexicon, by_sentence=by) for by in (False, True))
         tokens = token_inputs.tokens(features, response, lexicon)
-        inputs = detectors.Inputs.join([read], [tokens])
+        inputs = detectors.Inputs.join([read], [tokens])._replace(tuned=tuple(tuned))
         found = detectors.judge(self.saved.detector, inputs, package=self._package)
         passages = Passages(context)
         marked = tuple(

@@ -3,7 +3,8 @@
 Two members see whole responses, two see sentences, whose probabilities become a response's: that at least one is wrong,
 their mean and the largest; a token classifier, where there is one, sees tokens. A last regression weighs all of it; it
 is fitted on what members say of sources they were not fitted to, so that its probabilities are calibrated, and the
-thresholds are chosen there too.
+thresholds are chosen there too. A tuned reader, where there is one, is weighed with the result on sources that were
+kept from its tuning.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from jaxbench.hallucination import linear, metrics, token_scoring
 from jaxbench.hallucination.linear import Linear
 from jaxbench.hallucination.pooled import Pooled
 from jaxbench.hallucination.token_inputs import Nested, Tokens, Trained
+from jaxbench.hallucination.tuned_inputs import TunedConfig
 
 Array = np.ndarray
 FLOOR = 1e-3  # of probabilities whose logarithm is taken
 STACK_STRENGTH = 0.03
+TUNED_STRENGTH = 0.1
 
 
 class Inputs(NamedTuple):
@@ -30,6 +33,7 @@ class Inputs(NamedTuple):
     parts: Mapping[str, Array]  # of sentences -> [sentences, columns]
     response: Array  # [sentences] number of each one's response, in order
     tokens: tuple[Tokens, ...] = ()  # of each response, or none at all
+    tuned: tuple[Array, ...] = ()  # a tuned reader's log-odds of each response's tokens, or none at all
 
     def take(self, rows: Array) -> Inputs:
         """Some responses, by number, with their sentences."""
@@ -39,8 +43,8 @@ class Inputs(NamedTuple):
         mine = mine[np.argsort(place[self.response[mine]], kind="stable")]
         whole = {name: values[rows] for name, values in self.whole.items()}
         parts = {name: values[mine] for name, values in self.parts.items()}
-        tokens = tuple(self.tokens[row] for row in rows) if self.tokens else ()
-        return Inputs(whole, parts, place[self.response[mine]], tokens)
+        tokens, tuned = (tuple(each[row] for row in rows) if each else () for each in (self.tokens, self.tuned))
+        return Inputs(whole, parts, place[self.response[mine]], tokens, tuned)
 
     @classmethod
     def join(cls, read: Sequence[tuple[Pooled, Pooled]], tokens: Sequence[Tokens] = ()) -> Inputs:
@@ -92,6 +96,23 @@ READER = {
 }  # fmt: skip
 
 
+class Tuned(NamedTuple):
+    """A tuned reader as a member of a detector."""
+
+    config: TunedConfig
+    trained: Mapping[str, Array]  # adapters and head, by name
+    weighing: Linear  # of the other members' log-odds and four numbers by token_scoring.of_responses
+
+
+class Heard(NamedTuple):
+    """What a tuned reader said of labelled responses to sources that it was not tuned to."""
+
+    config: TunedConfig
+    trained: Mapping[str, Array]
+    rows: Array  # their numbers
+    logits: Sequence[Array]  # log-odds of their tokens
+
+
 class Detector(NamedTuple):
     """A fitted detector."""
 
@@ -102,6 +123,7 @@ class Detector(NamedTuple):
     part_threshold: float  # and a sentence
     tokens: tuple[Trained, ...] = ()  # token classifiers, whose log-odds are averaged
     token_threshold: float = 1.0  # probability from which a token counts
+    tuned: Tuned | None = None  # who speaks last: the stack's log-odds are weighed with it
 
 
 class Verdicts(NamedTuple):
@@ -153,12 +175,14 @@ def fit(
     *,
     members: Mapping[str, Member] = READER,
     tokens: Nested | None = None,
+    tuned: Heard | None = None,
     inner_folds: int = 5,
     seed: int = 0,
 ) -> Detector:
     """Detector of labelled responses.
 
     tokens: of token_training.nested on the same responses; None = without a token classifier.
+    tuned: what a tuned reader said of some of them, on which it is weighed with the rest; None = without one.
 
     Raises:
       ValueError: too few sources, one class only, or a feature that is not finite.
@@ -178,7 +202,23 @@ def fit(
     threshold = metrics.best_threshold(labels.response, linear.sigmoid(stack.logit(heard)))
     fitted = _fit_members(inputs, labels, np.arange(len(fold)), members)
     of_tokens = () if tokens is None else (tokens.trained, tokens.threshold)
-    return Detector(members, fitted, stack, threshold, metrics.best_threshold(labels.part, parts), *of_tokens)
+    made = Detector(members, fitted, stack, threshold, metrics.best_threshold(labels.part, parts), *of_tokens)
+    return made if tuned is None else _weighed(made, tuned, heard, labels.response)
+
+
+def _weighed(detector: Detector, tuned: Heard, heard: Array, labels: Array) -> Detector:
+    """The detector with a tuned reader, weighed by responses that neither it nor the other members were fitted to."""
+    mine = labels[tuned.rows]
+    others = np.setdiff1d(np.arange(len(labels)), tuned.rows)
+    stack = linear.fit(heard[others], labels[others], strength=STACK_STRENGTH)  # one that did not see them either
+    columns = _with_tuned(stack.logit(heard[tuned.rows]), tuned.logits)
+    weighing = linear.fit(columns, mine, strength=TUNED_STRENGTH)
+    threshold = metrics.best_threshold(mine, linear.sigmoid(weighing.logit(columns)))
+    return detector._replace(threshold=threshold, tuned=Tuned(tuned.config, tuned.trained, weighing))
+
+
+def _with_tuned(logit: Array, tuned: Sequence[Array]) -> Array:
+    return np.concatenate([logit[:, None], token_scoring.of_responses(tuned)], axis=1)
 
 
 def _fit_members(inputs: Inputs, labels: Labels, rows: Array, members: Mapping[str, Member]) -> dict[str, Linear]:
@@ -200,7 +240,10 @@ def judge(detector: Detector, inputs: Inputs, *, package: str = "jaxbench") -> V
     if detector.tokens:
         tokens = token_scoring.logits(detector.tokens, inputs.tokens, package=package)
         heard = np.concatenate([heard, token_scoring.of_responses(tokens)], axis=1)
-    probability = linear.sigmoid(detector.stack.logit(heard))
+    logit = detector.stack.logit(heard)
+    if detector.tuned is not None:
+        logit = detector.tuned.weighing.logit(_with_tuned(logit, inputs.tuned))
+    probability = linear.sigmoid(logit)
     parts = of_parts(detector.members, detector.fitted, inputs)
     return Verdicts(probability, parts, tuple(map(linear.sigmoid, tokens)))
 

@@ -163,6 +163,11 @@ def write(
             f"export: --format={kind} has float weights, and the detector's reader bits={saved.settings.bits}; wanted "
             "safetensors"
         )
+    if saved.detector.tuned is not None and kind != "safetensors":
+        raise ValueError(
+            f"export: --format={kind} has the reader's programs alone, and the detector has a tuned reader beside it; "
+            "wanted safetensors, or a detector that was fitted without --tuned"
+        )
     folder = check(folder, kind, model=model, window=window, overwrite=True)
     checkpoint = weights.load_checkpoint(model)
     saved_detector.check_model(saved, checkpoint.sha256, name=model or "the default model")

@@ -12,14 +12,18 @@ from safetensors.numpy import save_file
 
 from jaxbench import outputs
 from jaxbench.hallucination import extract
-from jaxbench.hallucination.detector import Detector, Member
+from jaxbench.hallucination.detector import Detector, Member, Tuned
 from jaxbench.hallucination.linear import Linear
 from jaxbench.hallucination.reader_settings import ReaderSettings
 from jaxbench.hallucination.token_inputs import Scale, TokenConfig, Trained
+from jaxbench.hallucination.tuned_inputs import TunedConfig
 
-FORMAT = 2
-CODE = (*extract.CODE, "pooled.py", "lexical.py", "sentences.py", "detector.py", "token_inputs.py", "token_scoring.py")
-STACK = "stack"
+FORMAT = 3
+CODE = (
+    *extract.CODE, "pooled.py", "lexical.py", "sentences.py", "detector.py", "token_inputs.py", "token_scoring.py",
+    "tuned_inputs.py", "tuned_reader.py", "tuned_reading.py", "lower_reader.py",
+)  # fmt: skip
+STACK, TUNED, WEIGHING = "stack", "tuned.", "tuned_weighing"
 
 
 class Saved(NamedTuple):
@@ -33,7 +37,9 @@ class Saved(NamedTuple):
 def save(path: str | Path, saved: Saved) -> None:
     """Write a detector, whole or not at all."""
     detector = saved.detector
-    regressions = {**detector.fitted, STACK: detector.stack}
+    regressions, tuned = {**detector.fitted, STACK: detector.stack}, detector.tuned
+    if tuned is not None:
+        regressions[WEIGHING] = tuned.weighing
     tensors = {
         f"{name}.{field}": np.ascontiguousarray(value, np.float64)
         for name, regression in regressions.items()
@@ -42,6 +48,8 @@ def save(path: str | Path, saved: Saved) -> None:
     for i, one in enumerate(detector.tokens):
         arrays = {**one.params, **one.scale._asdict()}
         tensors |= {f"tokens.{i}.{name}": np.ascontiguousarray(value, np.float32) for name, value in arrays.items()}
+    if tuned is not None:
+        tensors |= {TUNED + name: np.ascontiguousarray(value, np.float32) for name, value in tuned.trained.items()}
     about = {
         "format": FORMAT, "code": extract.code_version(CODE), "model_sha256": saved.model_sha256,
         "reader": saved.settings.model_dump(exclude={"model"}),
@@ -50,6 +58,7 @@ def save(path: str | Path, saved: Saved) -> None:
         "threshold": float(detector.threshold), "part_threshold": float(detector.part_threshold),
         "token_threshold": float(detector.token_threshold),
         "tokens": [one.config.model_dump() for one in detector.tokens],
+        "tuned": None if tuned is None else tuned.config.model_dump(),
     }  # fmt: skip
     with outputs.whole(path) as temporary:
         save_file(tensors, temporary, {"detector": json.dumps(about)})
@@ -78,13 +87,16 @@ def load(path: str | Path) -> Saved:
         name: Member(tuple(each["families"]), each["of_parts"], each["strength"])
         for name, each in about["members"].items()
     }
-    regressions = {
-        name: Linear(*(tensors[f"{name}.{field}"] for field in Linear._fields)) for name in (*members, STACK)
-    }
+    names = (*members, STACK, *([WEIGHING] if about["tuned"] else []))
+    regressions = {name: Linear(*(tensors[f"{name}.{field}"] for field in Linear._fields)) for name in names}
+    tuned = None
+    if about["tuned"]:
+        trained = {name.removeprefix(TUNED): each for name, each in tensors.items() if name.startswith(TUNED)}
+        tuned = Tuned(TunedConfig(**about["tuned"]), trained, regressions.pop(WEIGHING))
     stack = regressions.pop(STACK)
     tokens = tuple(_token_classifier(tensors, i, config) for i, config in enumerate(about["tokens"]))
     thresholds = (about[name] for name in ("threshold", "part_threshold"))
-    detector = Detector(members, regressions, stack, *thresholds, tokens, about["token_threshold"])
+    detector = Detector(members, regressions, stack, *thresholds, tokens, about["token_threshold"], tuned)
     return Saved(detector, ReaderSettings(**about["reader"]), about["model_sha256"])
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Shaped
 
 from jaxbench import prng
 from jaxbench.hallucination import detector, linear, token_classifier, token_inputs, token_scoring
-from jaxbench.hallucination.detector import Detector, Inputs, Labels
+from jaxbench.hallucination.detector import Detector, Heard, Inputs, Labels
 from jaxbench.hallucination.token_inputs import Nested, Tokens, Trained, Training
 from jaxbench.training import optimizer_step
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
@@ -25,13 +25,16 @@ CLIP_NORM = 1.0
 INNER_FOLDS = 3
 
 
-def fit_detector(inputs: Inputs, labels: Labels, settings: Training = Training()) -> Detector:
-    """The detector with a token classifier, of labelled responses.
+def fit_detector(
+    inputs: Inputs, labels: Labels, settings: Training = Training(), *, tuned: Heard | None = None
+) -> Detector:
+    """The detector with a token classifier, and with a tuned reader where there is one, of labelled responses.
 
     Raises:
       ValueError: as fit, and as detector.fit.
     """
-    return detector.fit(inputs, labels, tokens=nested(inputs.tokens, labels.tokens, labels.source, settings))
+    tokens = nested(inputs.tokens, labels.tokens, labels.source, settings)
+    return detector.fit(inputs, labels, tokens=tokens, tuned=tuned)
 
 
 def nested(

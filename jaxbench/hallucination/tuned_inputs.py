@@ -21,6 +21,7 @@ from jaxbench.training.step_config import OptimizerConfig
 
 Array = np.ndarray
 MAX_RESPONSES = 16  # that share a row
+PROMPT_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # that batches are padded to: one program each
 HEAD = ("head.kernel", "head.bias")
 
 
@@ -88,6 +89,21 @@ def starting_params(config: TunedConfig, params: Mapping[str, Array], *, seed: i
     found = _of_blocks(config, {**params, **own})
     kernel = np.zeros((config.decoder.d_model, 1), np.float32)
     return found | {"head.kernel": kernel, "head.bias": np.full(1, np.log(rate / (1.0 - rate)), np.float32)}
+
+
+def with_trained(config: TunedConfig, params: Mapping[str, Array], trained: Mapping[str, Array]) -> dict[str, Array]:
+    """Parameters of a decoder's blocks with adapters and head that were trained on them.
+
+    Raises:
+      ValueError: the trained ones are not those of this configuration.
+    """
+    shapes = parameter_shapes(config)
+    wanted = {name: shape for name, shape in shapes.items() if TunedOptimizer().is_trained(name)}
+    found = {name: value.shape for name, value in trained.items()}
+    if found != wanted:
+        odd = sorted({name for name in {*found, *wanted} if found.get(name) != wanted.get(name)})
+        raise ValueError(f"tuned reader: {odd[0]} is {found.get(odd[0])}; wanted {wanted.get(odd[0])}")
+    return _of_blocks(config, params) | dict(trained)
 
 
 def _of_blocks(config: TunedConfig, values: Mapping[str, tuple | Array]) -> dict[str, tuple | Array]:

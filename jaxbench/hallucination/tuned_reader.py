@@ -8,7 +8,7 @@ logits less one, as in token_classifier.py. Axis letters: L tuned blocks, P toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jaxbench import functional, nn, philox, rotary
 from jaxbench.attention import SHARED, Context, Spans
 from jaxbench.config import Compute
 from jaxbench.hallucination.token_inputs import RESPONSE_WEIGHT
-from jaxbench.hallucination.tuned_inputs import MAX_RESPONSES, TunedConfig
+from jaxbench.hallucination.tuned_inputs import MAX_RESPONSES, Arrays, TunedConfig
 from jaxbench.lora import layers
 
 
@@ -114,3 +114,10 @@ def build(config: TunedConfig, params: Mapping[str, np.ndarray], *, dtype: str =
     """
     model = nnx.eval_shape(lambda: TunedReader(config, Compute(dtype=dtype)))
     return nn.load_params(model, params)
+
+
+def scorer(model: TunedReader) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
+    """Function from rows to token logits in float64, compiled once a size."""
+    graph, state = nnx.split(model)
+    program = jax.jit(lambda state, batch: predict(nnx.merge(graph, state), batch))
+    return lambda arrays: np.asarray(program(state, Batch(*arrays)), np.float64)

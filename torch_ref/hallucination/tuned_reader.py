@@ -6,7 +6,7 @@ prompt, M responses of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from jaxbench import philox, rotary
 from jaxbench.config import Compute
 from jaxbench.hallucination.token_inputs import RESPONSE_WEIGHT
-from jaxbench.hallucination.tuned_inputs import MAX_RESPONSES, TunedConfig
+from jaxbench.hallucination.tuned_inputs import MAX_RESPONSES, Arrays, TunedConfig
 from torch_ref import functional, nn
 from torch_ref.attention import SHARED, Context, Spans
 from torch_ref.lora import layers
@@ -119,3 +119,14 @@ def build(
     with torch.device("meta"):
         model = TunedReader(config, Compute(dtype=dtype))
     return nn.load_params(model, params, device=device)
+
+
+def scorer(model: TunedReader) -> Callable[[Arrays], Float[np.ndarray, "B T"]]:
+    """Function from rows to token logits in float64."""
+    device = model.head.kernel.device
+
+    @torch.no_grad()
+    def score(arrays: Arrays) -> np.ndarray:
+        return predict(model, Batch(*(torch.from_numpy(each).to(device) for each in arrays))).double().numpy(force=True)
+
+    return score

@@ -1,19 +1,18 @@
-"""What a reader is worth whose upper blocks are tuned to labelled tokens, alone and beside the detector (S file).
+"""What a reader is worth whose upper blocks are tuned to labelled tokens, alone and in the detector (S file).
 
     python -m jaxbench.hallucination.study.tuned --data=FOLDER --workdir=out/hallucination
 
 Stands on `hallucination.py features` in the same workdir. Sources of each outer fold are judged as `evaluate` judges
-them. Of the others, one inner split: on three quarters the reader is tuned and the other members are fitted, on the
-last quarter a regression weighs what these say. The control has the same split without the tuned reader. Killed, it
-goes on with the fold that was not finished.
+them, by what `fit --tuned` makes of the others; the control is what `fit` makes. Killed, it goes on with the fold that
+was not finished.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +20,10 @@ import numpy as np
 from absl import flags
 from safetensors.numpy import load_file, save_file
 
-from jaxbench import cli, config, outputs, process_environment, store, terminal, worker_pool
+from jaxbench import cli, outputs, process_environment, terminal, worker_pool
 from jaxbench.hallucination import (
     detector,
     extract,
-    group,
     linear,
     metrics,
     ragtruth,
@@ -33,135 +31,92 @@ from jaxbench.hallucination import (
     reader_table,
     token_scoring,
 )  # fmt: skip
-from jaxbench.hallucination.detector import READER
 from jaxbench.hallucination.study import evaluate, rows, table
 from jaxbench.hallucination.study.rows import BASELINE, Row, Scored
-from jaxbench.hallucination.token_inputs import Training
 
 VALUES = flags.FLAGS
 Array = np.ndarray
-INNER = 4  # one of so many parts weighs members, the others train them
-WEIGHING = 0.1  # inverse regularisation of the regression that weighs
-CONTROL, TUNED = "regressions and token classifier, one inner split", "the same, and the tuned reader"
+CONTROL, TUNED, ALONE = "the detector", "the detector with the tuned reader", "the tuned reader alone"
 
 
-class Split(NamedTuple):
-    """Responses of an outer fold, by number."""
+class Fold(NamedTuple):
+    """An outer fold's responses by number: those that are judged, and all others."""
 
-    train: Array  # members are fitted to these
-    weigh: Array  # and weighed on these
+    train: Array
     test: Array
-
-
-def split(labels: detector.Labels, train: Array, test: Array) -> Split:
-    """An outer fold's one inner split, by source."""
-    fold = linear.folds(labels.source[train], INNER, seed=0)
-    return Split(train[fold != 0], train[fold == 0], test)
-
-
-class LowerWorker:
-    """Reads what is below the tuned blocks, source by source; each process loads its model at the first."""
-
-    def __init__(self, tuning: Any):
-        self.tuning, self._loaded = tuning, None
-
-    def __call__(self, work: tuple[Path, group.Group]) -> Path:
-        """Write a source's file."""
-        from jaxbench.hallucination import tuning
-        from jaxbench.pretrained import tokenizer, weights
-
-        path, mine = work
-        if self._loaded is None:
-            checkpoint = weights.load_checkpoint(None)
-            made = tuning.LowerReader(checkpoint.config, checkpoint.params, self.tuning)
-            self._loaded = made, tokenizer.load_tokenizer(None), checkpoint.config.max_seq_len
-        made, text, window = self._loaded
-        tuning.write(path, made.read(mine, text, window))
-        return path
 
 
 class FoldWorker:
     """Tunes the reader for an outer fold and keeps what it says of the responses it was not tuned to."""
 
-    def __init__(self, sources: Mapping[Path, Sequence[int]], labels: Sequence[Array], tuning: Any):
-        """sources: numbers of each file's responses, in its order; labels: of all responses' tokens."""
-        self.sources, self.labels, self.tuning = sources, labels, tuning
+    def __init__(self, lower: Any, data: ragtruth.Data, labels: detector.Labels):
+        """lower: tuned_sources.Lower."""
+        self._lower, self._data, self._labels = lower, data, labels
 
-    def __call__(self, work: tuple[Path, Split]) -> Path:
+    def __call__(self, work: tuple[Path, Fold]) -> Path:
         """Write an outer fold's file: log-odds of tokens by the response's number."""
-        from jaxbench.hallucination import tuned_inputs, tuning
-        from jaxbench.pretrained import weights
+        from jaxbench.hallucination import tuned_sources
 
-        path, parts = work
-        checkpoint, settings = weights.load_checkpoint(None), self.tuning
-        tuned = tuned_inputs.TunedConfig(
-            decoder=checkpoint.config, lora=settings.lora, first=settings.first, num_blocks=settings.num_blocks
-        )
-        rate = float(np.concatenate([self.labels[i] for i in parts.train]).mean())
-        start = tuned_inputs.starting_params(tuned, checkpoint.params, seed=settings.seed, rate=rate)
-        found = tuning.fit(tuned, start, self._rows(parts.train), self.labels, settings)
-        others = self._rows(np.concatenate([parts.weigh, parts.test]))
-        said = tuning.logits(tuned, {**start, **found}, others, self.labels, settings)
+        path, fold = work
+        parts = tuned_sources.split(self._labels, fold.train)
+        heard, others = tuned_sources.tune(self._lower, self._data, self._labels, parts, fold.test, bar=_silent)
+        found = dict(zip(heard.rows.tolist(), heard.logits)) | others
         with outputs.whole(path) as temporary:
-            save_file({str(number): each for number, each in said.items()}, temporary)
+            save_file({str(number): each for number, each in found.items()}, temporary)
         return path
 
-    def _rows(self, wanted: Array) -> list[Any]:
-        """Rows of the sources that responses belong to."""
-        from jaxbench.hallucination import tuning
 
-        kept = set(wanted.tolist())
-        mine = [(path, numbers) for path, numbers in self.sources.items() if kept.issuperset(numbers)]
-        return [row for path, numbers in mine for row in tuning.places(path, numbers, self.tuning)]
+def _silent(total: int) -> Any:
+    return contextlib.nullcontext(lambda count: None)
 
 
-def weighed(folder: Path, with_tuned: bool, made: table.Table, train: Array, test: Array) -> Scored:
-    """Regressions on responses and sentences, a token classifier and the tuned reader, weighed on the inner split."""
-    from jaxbench.hallucination import token_training
+class Judge:
+    """Scores of the three rows; what the members of a fold say is computed once."""
 
-    parts = split(made.labels, train, test)
-    tokens, labels = made.inputs.tokens, made.labels
-    classifier = token_training.fit(
-        [tokens[i].columns for i in parts.train], [labels.tokens[i] for i in parts.train], Training()
-    )
-    columns = []
-    for fitted_to, of in ((parts.train, parts.weigh), (train, test)):
-        members = detector.fit(made.inputs.take(fitted_to), labels.take(fitted_to, made.inputs), members=READER)
-        probability = detector.judge(members, made.inputs.take(of)).probability
-        mine = [np.log(probability / (1 - probability))[:, None]]
-        mine.append(token_scoring.of_responses(token_scoring.logits([classifier], [tokens[i] for i in of])))
-        if with_tuned:
-            said = read(folder, parts)
-            mine.append(token_scoring.of_responses([said[i] for i in of]))
-        columns.append(np.concatenate(mine, axis=1))
-    return Scored(linear.fit(columns[0], labels.response[parts.weigh], strength=WEIGHING).logit(columns[1]))
+    def __init__(self, folder: Path, shape: Any):
+        """shape: the tuned reader's TunedConfig."""
+        self._folder, self._shape = folder, shape
+        self._kept: dict[bytes, Mapping[str, Scored]] = {}
+
+    def row(self, name: str) -> Row:
+        """One of the rows."""
+
+        def score(made: table.Table, train: Array, test: Array) -> Scored:
+            key = train.tobytes() + test.tobytes()
+            if key not in self._kept:
+                self._kept[key] = self._scores(made, Fold(train, test))
+            return self._kept[key][name]
+
+        return Row(name, "fitted", score)
+
+    def _scores(self, made: table.Table, fold: Fold) -> Mapping[str, Scored]:
+        from jaxbench.hallucination import token_training, tuned_sources
+
+        train, test = fold
+        parts = tuned_sources.split(made.labels, train)
+        said = read(self._folder, fold)
+        inputs, labels = made.inputs.take(train), made.labels.take(train, made.inputs)
+        places = np.searchsorted(train, parts.weigh)
+        heard = detector.Heard(self._shape, {}, places, [said[i] for i in parts.weigh])
+        fitted = token_training.fit_detector(inputs, labels, tuned=heard)
+        given = made.inputs.take(test)._replace(tuned=tuple(said[i] for i in test))
+        found = {}
+        for name, judge in ((CONTROL, fitted._replace(tuned=None)), (TUNED, fitted)):
+            verdicts = detector.judge(judge, given)
+            found[name] = Scored(verdicts.probability, rows.spans_of(made, test, judge, verdicts.tokens))
+        return found | {ALONE: alone(made, parts.weigh, test, said)}
 
 
-def alone(folder: Path, made: table.Table, train: Array, test: Array) -> Scored:
+def alone(made: table.Table, weigh: Array, test: Array, said: Mapping[int, Array]) -> Scored:
     """The tuned reader by itself: its four numbers of a response, weighed on the inner split; and what it marks."""
-    parts = split(made.labels, train, test)
-    said = read(folder, parts)
-    columns = [token_scoring.of_responses([said[i] for i in of]) for of in (parts.weigh, parts.test)]
-    fitted = linear.fit(columns[0], made.labels.response[parts.weigh], strength=WEIGHING)
-    of_weigh = [[each[i] for i in parts.weigh] for each in (made.inputs.tokens, made.labels.tokens, said)]
+    columns = [token_scoring.of_responses([said[i] for i in of]) for of in (weigh, test)]
+    fitted = linear.fit(columns[0], made.labels.response[weigh], strength=detector.TUNED_STRENGTH)
+    of_weigh = [[each[i] for i in weigh] for each in (made.inputs.tokens, made.labels.tokens, said)]
     limit = token_scoring.threshold(*of_weigh)
     spans = [
         token_scoring.spans(made.inputs.tokens[i].offsets, linear.sigmoid(said[i]), limit, made.texts[i]) for i in test
     ]
     return Scored(fitted.logit(columns[1]), spans)
-
-
-def remembered(row: Row) -> Row:
-    """The row, which computes what it says of a fold once."""
-    kept: dict[bytes, Scored] = {}
-
-    def score(made: table.Table, train: Array, test: Array) -> Scored:
-        key = train.tobytes() + test.tobytes()
-        if key not in kept:
-            kept[key] = row.judge(made, train, test)
-        return kept[key]
-
-    return row._replace(score=score)
 
 
 def gained(made: table.Table, settings: evaluate.Evaluation, better: Row, worse: Row) -> dict[str, list[float]]:
@@ -176,74 +131,57 @@ def gained(made: table.Table, settings: evaluate.Evaluation, better: Row, worse:
     return {name: list(each) for name, each in zip(evaluate.MEASURES, found)}
 
 
-def fold_path(folder: Path, parts: Split) -> Path:
-    """File of an outer fold, named by what it was tuned to."""
-    numbers = json.dumps([part.tolist() for part in parts])
+def fold_path(folder: Path, fold: Fold) -> Path:
+    """File of an outer fold, named by what was not judged and what was."""
+    numbers = json.dumps([part.tolist() for part in fold])
     return folder / f"fold-{hashlib.sha256(numbers.encode()).hexdigest()[:12]}.safetensors"
 
 
-def read(folder: Path, parts: Split) -> dict[int, Array]:
+def read(folder: Path, fold: Fold) -> dict[int, Array]:
     """What the tuned reader of an outer fold says of the responses it was not tuned to."""
-    return {int(name): each for name, each in load_file(fold_path(folder, parts)).items()}
+    return {int(name): each for name, each in load_file(fold_path(folder, fold)).items()}
 
 
-def tune(data: ragtruth.Data, made: table.Table, settings: evaluate.Evaluation, folder: Path, tuning: Any) -> None:
-    """Read what is below the tuned blocks, and tune the reader for every outer fold; what is there stays."""
-    by_source: dict[str, list[int]] = {}
-    for number, response in enumerate(data.responses):
-        by_source.setdefault(response.source_id, []).append(number)
-    files = {folder / "sources" / f"{name}.safetensors": numbers for name, numbers in by_source.items()}
-    work = []
-    for path, numbers in files.items():
-        source = data.source(data.responses[numbers[0]])
-        texts = tuple(data.responses[i].response for i in numbers)
-        if not path.exists():
-            work.append((path, group.Group(source.context, source.asked, texts, tuple(map(str, numbers)))))
-    work.sort(key=lambda each: -len(each[1].context))
-    with reader_table.progress(len(work)) as advance:
-        for _ in worker_pool.results(LowerWorker(tuning), work, processes=VALUES.processes):
-            advance(1)
+def outer_folds(made: table.Table, settings: evaluate.Evaluation) -> list[Fold]:
+    """The folds of `evaluate`."""
     judged = evaluate.judged(made, settings)
-    fold = linear.folds(made.labels.source[judged], settings.folds, seed=settings.seed)
-    todo = []
-    for i in range(settings.folds):
-        test = judged[fold == i]
-        train = np.flatnonzero(~np.isin(made.labels.source, made.labels.source[test]))
-        parts = split(made.labels, train, test)
-        if not fold_path(folder, parts).exists():
-            todo.append((fold_path(folder, parts), parts))
-    worker = FoldWorker(files, made.labels.tokens, tuning)
-    with reader_table.progress(len(todo)) as advance:
-        for _ in worker_pool.results(worker, todo, processes=min(VALUES.processes, max(len(todo), 1))):
-            advance(1)
+    number = linear.folds(made.labels.source[judged], settings.folds, seed=settings.seed)
+    tests = [judged[number == i] for i in range(settings.folds)]
+    return [
+        Fold(np.flatnonzero(~np.isin(made.labels.source, made.labels.source[test])), np.sort(test)) for test in tests
+    ]
 
 
 def main() -> int:
     """Tune, and judge; return the exit code."""
     data, workdir = ragtruth.load(VALUES.data), cli.workdir("out/hallucination")
     process_environment.ensure("cpu")
-    from jaxbench.hallucination import tuning
+    from jaxbench.hallucination import tuned_sources, tuning
     from jaxbench.pretrained import weights
 
     reading, settings = cli.load_config(reader_settings.ReaderSettings), evaluate.Evaluation()
-    checksum = weights.checksum(None)
-    features = extract.Store(workdir / "features", reading, checksum)
+    lower = tuned_sources.Lower.of(workdir / "tuned", reading, tuning.Tuning())
+    features = extract.Store(workdir / "features", reading, lower.model_sha256)
     with reader_table.progress(len(data.responses)) as advance:
         made = table.make(data, features, progress=lambda: advance(1))
-    wanted = tuning.Tuning()
-    folder = workdir / "tuned"
-    store.claim(folder, config.config_id(wanted, extra={"model_sha256": checksum, "data": VALUES.data}))
-    tune(data, made, settings, folder, wanted)
-    control, tuned = (
-        remembered(Row(name, "fitted", functools.partial(weighed, folder, with_tuned)))
-        for name, with_tuned in ((CONTROL, False), (TUNED, True))
-    )
-    single = Row("the tuned reader alone", "fitted", functools.partial(alone, folder))
+    tuned_sources.read(lower, data, processes=VALUES.processes, bar=reader_table.progress)
+    identity = [lower.tuning.model_dump(), lower.model_sha256, lower.settings.identity()]
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    folder = workdir / "tuned" / name
+    cli.keep(f"finished folds are in {folder}; the same command goes on")
+    todo = [(fold_path(folder, fold), fold) for fold in outer_folds(made, settings)]
+    todo = [each for each in todo if not each[0].exists()]
+    worker, processes = FoldWorker(lower, data, made.labels), min(VALUES.processes, max(len(todo), 1))
+    with reader_table.progress(len(todo)) as advance:
+        for _ in worker_pool.results(worker, todo, processes=processes):
+            advance(1)
+    judge = Judge(folder, lower.tuning.tuned(weights.read_config(reading.model)))
+    single, control, tuned = map(judge.row, (ALONE, CONTROL, TUNED))
     baseline = next(row for row in rows.ROWS if row.name == BASELINE)
     with reader_table.status() as say:
         found = evaluate.run(made, settings, rows=(baseline, single, control, tuned), say=say)
     gain = gained(made, settings, tuned, control)
-    outputs.write_json(workdir / "tuned.json", {"tuning": wanted.model_dump(), "gain": gain, "rows": found})
+    outputs.write_json(workdir / "tuned.json", {"tuning": lower.tuning.model_dump(), "gain": gain, "rows": found})
     terminal.console().print(reader_table.of_rows(found))
     shown = (f"{name} {value:+.3f} [{low:+.3f}, {high:+.3f}]" for name, (value, low, high) in gain.items())
     print(f"the tuned reader over the control: {', '.join(shown)}")
