@@ -107,6 +107,7 @@ def define_evaluate() -> None:
     flags.DEFINE_string("detector", None, "judge this saved detector alone, as it is, on responses it has not seen")
     flags.DEFINE_bool("reader", True, "judge what a reader's features give; no: words alone, without `features`")
     flags.DEFINE_integer("processes", 2, "of one thread each, that read for a detector's tuned reader", lower_bound=1)
+    flags.DEFINE_bool("ablation", True, "judge every score and technique; no: priors, words and the detector, minutes")
     flags.DEFINE_bool("curve", False, "judge detectors fitted to a half, a quarter, ... of the sources, too")
     flags.DEFINE_integer("folds", 5, "folds of the judged sources", lower_bound=2)
     flags.DEFINE_integer("draws", 1000, "of the bootstrap by source", lower_bound=100)
@@ -143,9 +144,10 @@ def evaluate_rows() -> int:
         tuned_sources.read(lower, data, processes=VALUES.processes, bar=progress)
         made = made._replace(inputs=made.inputs._replace(tuned=tuned_sources.said(lower, data, saved.detector.tuned)))
     evaluate.judged(made, settings)
+    wanted = rows.ROWS if VALUES.ablation else rows.SHORT
     with reader_table.status() as say:
         found = (
-            evaluate.run(made, settings, rows=rows.ROWS + rows.CURVE * VALUES.curve, say=say)
+            evaluate.run(made, settings, rows=wanted + rows.CURVE * VALUES.curve, say=say)
             if saved is None
             else evaluate.frozen(made, settings, saved.detector)
         )

@@ -88,7 +88,8 @@ def span_figures(table: Table, settings: Evaluation, spans: Sequence[Spans]) -> 
 
 def measures(table: Table, rows: Array, scores: Array) -> dict[str, Callable[[Array], float]]:
     """AUC pooled, mean of tasks, and within cells of task and generator: functions of places in `rows`."""
-    labels, task, cell = table.labels.response[rows], table.task[rows], table.cell[rows]
+    labels = table.labels.response[rows]
+    task, cell = (np.unique(each[rows], return_inverse=True)[1] for each in (table.task, table.cell))
     return {
         "pooled": lambda at: metrics.auc(labels[at], scores[at]),
         "macro": lambda at: metrics.macro_auc(labels[at], scores[at], task[at]),
