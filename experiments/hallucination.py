@@ -190,7 +190,7 @@ def fit() -> int:
     needed("data", "a folder of RAGTruth's format")
     needed("output", "a file for the detector")
     if VALUES.tuned and not VALUES.labels:
-        raise ValueError("--tuned with --nolabels: a reader is tuned to labels; leave one of them out")
+        raise ValueError(f"--tuned, --labels={VALUES.labels}: a reader is tuned to labels; leave one of them out")
     reading = cli.load_config(reader_settings.ReaderSettings)
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     data = ragtruth.load(VALUES.data)
@@ -379,9 +379,8 @@ def redeep() -> int:
 
 def progress(total: int) -> Any:
     """Context whose value advances a progress bar on standard error."""
-    from jaxbench.hallucination import reader_table
 
-    return reader_table.progress(total)
+    return terminal.progress(total)
 
 
 COMMANDS = {

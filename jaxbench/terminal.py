@@ -6,6 +6,8 @@ content, whatever COLUMNS says: a path broken in two can be neither copied nor s
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 UNWRAPPED = 10_000  # columns of output that is no terminal; wider than any table here
@@ -22,3 +24,15 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Any:
     console = Console(**options)
     # Asked of the file itself: FORCE_COLOR makes rich call a pipe a terminal.
     return console if console.file.isatty() else Console(**options, width=UNWRAPPED, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A function that advances a progress bar on standard error."""
+    from rich import progress as bars
+
+    columns = (bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
+    to = console(stderr=True)
+    with bars.Progress(*columns, console=to, disable=not to.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -13,18 +13,6 @@ GAINS = ("pooled_gain", "stratified_gain")  # over the lexical regression
 
 
 @contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A function that advances a progress bar on standard error."""
-    from rich import progress as bars
-
-    columns = (bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
-    console = terminal.console(stderr=True)
-    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
-
-
-@contextlib.contextmanager
 def status() -> Iterator[Callable[[str], None]]:
     """A function that shows on standard error, if that is a terminal, what is being done."""
     console = terminal.console(stderr=True)

@@ -120,7 +120,7 @@ def fitted(study: Study) -> tuple[detector.Detector, linear.Linear]:
     @functools.cache
     def made() -> table.Table:
         others = study.part(False)
-        with reader_table.progress(len(others.responses)) as advance:
+        with terminal.progress(len(others.responses)) as advance:
             return table.make(others, study.store(settings), progress=lambda: advance(1))
 
     def saved() -> saved_detector.Saved:
@@ -178,7 +178,7 @@ def read(study: Study, settings: ReaderSettings, *, processes: int) -> None:
     """Read all judged responses that were not read yet."""
     work = extract.groups(items(study.part(True)), study.store(settings))
     load = functools.partial(extract.load_reader, package="jaxbench")
-    with reader_table.progress(sum(len(each.keys) for each in work)) as advance:
+    with terminal.progress(sum(len(each.keys) for each in work)) as advance:
         for count in extract.run(work, extract.Worker(settings, study.store(settings), load), processes=processes):
             advance(count)
 

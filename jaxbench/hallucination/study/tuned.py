@@ -162,9 +162,9 @@ def main() -> int:
     reading, settings = cli.load_config(reader_settings.ReaderSettings), evaluate.Evaluation()
     lower = tuned_sources.Lower.of(workdir / "tuned", reading, tuning.Tuning())
     features = extract.Store(workdir / "features", reading, lower.model_sha256)
-    with reader_table.progress(len(data.responses)) as advance:
+    with terminal.progress(len(data.responses)) as advance:
         made = table.make(data, features, progress=lambda: advance(1))
-    tuned_sources.read(lower, data, processes=VALUES.processes, bar=reader_table.progress)
+    tuned_sources.read(lower, data, processes=VALUES.processes, bar=terminal.progress)
     identity = [lower.tuning.model_dump(), lower.model_sha256, lower.settings.identity()]
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     folder = workdir / "tuned" / name
@@ -172,7 +172,7 @@ def main() -> int:
     todo = [(fold_path(folder, fold), fold) for fold in outer_folds(made, settings)]
     todo = [each for each in todo if not each[0].exists()]
     worker, processes = FoldWorker(lower, data, made.labels), min(VALUES.processes, max(len(todo), 1))
-    with reader_table.progress(len(todo)) as advance:
+    with terminal.progress(len(todo)) as advance:
         for _ in worker_pool.results(worker, todo, processes=processes):
             advance(1)
     judge = Judge(folder, lower.tuning.tuned(weights.read_config(reading.model)))

@@ -1,0 +1,1 @@
+"""Serving: many requests in one running batch, each answered as if it were alone."""

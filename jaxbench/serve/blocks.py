@@ -1,0 +1,172 @@
+"""Blocks of the cache: which are free, who reads which, and which hold text that others can go on from (S file).
+
+A block holds the keys and values of `block_size` neighbouring positions. Several requests may read one; a request
+writes only into blocks that it alone reads. A block whose text is known is found again by that text and all text before
+it, also when nobody reads it, until its room is needed.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+ROOT = b""  # digest of no text
+
+
+class Match(NamedTuple):
+    """What of a text is in blocks already."""
+
+    blocks: list[int]  # whole ones, in order; the caller reads them from now on
+    tail: int | None  # a block whose beginning goes on with the text, to be copied from; nobody reads it for that
+    tail_length: int  # positions of it that are the text's
+    digests: list[bytes]  # of the whole blocks
+
+
+class BlockPool:
+    """All blocks but block 0, which belongs to nobody: padding is written there."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        """num_blocks: with block 0.
+
+        Raises:
+          ValueError: there is no block to give away.
+        """
+        if num_blocks < 2 or block_size < 1:
+            raise ValueError(f"blocks: {num_blocks} of {block_size} positions; wanted at least 2 of at least 1")
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self._free = collections.deque(range(1, num_blocks))  # that hold nothing
+        self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()  # known, unread; oldest first
+        self._readers = [0] * num_blocks
+        self._text: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # block -> parent's digest, its own, tokens
+        self._block: dict[bytes, int] = {}  # digest -> block
+        self._behind: dict[bytes, set[int]] = collections.defaultdict(set)  # parent's digest -> blocks
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had: those that hold nothing and those that nobody reads."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_known(self) -> int:
+        """Blocks that can be found by their text."""
+        return len(self._text)
+
+    def allocate(self) -> int | None:
+        """A block of the caller's own, or None where there is none; known text that was unread longest makes room."""
+        if self._free:
+            block = self._free.popleft()
+        elif self._kept:
+            block, _ = self._kept.popitem(last=False)
+            self._forget(block)
+        else:
+            return None
+        self._readers[block] = 1
+        return block
+
+    def release(self, block: int) -> None:
+        """One reader less.
+
+        Raises:
+          ValueError: the block has none.
+        """
+        if not 0 < block < self.num_blocks or self._readers[block] < 1:
+            raise ValueError(f"blocks: block {block} is released, and nobody reads it")
+        self._readers[block] -= 1
+        if self._readers[block] == 0:
+            if block in self._text:
+                self._kept[block] = None
+            else:
+                self._free.append(block)
+
+    def is_shared(self, block: int) -> bool:
+        """True where others read it too, or may come to read it by its text."""
+        return self._readers[block] > 1 or block in self._text
+
+    def publish(self, block: int, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Make a whole block known by its text, and return the digest; a text that is known keeps its first block.
+
+        parent: digest of the block before it, ROOT for the first.
+        """
+        own = digest(parent, tokens)
+        if own not in self._block and block not in self._text:
+            self._text[block] = parent, own, tuple(tokens)
+            self._block[own] = block
+            self._behind[parent].add(block)
+        return own
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """Blocks that hold the beginning of a text; one of its tokens at least stays to be computed."""
+        size, most = self.block_size, len(tokens) - 1
+        blocks, digests, parent = [], [], ROOT
+        while (len(blocks) + 1) * size <= most:
+            part = tokens[len(blocks) * size : (len(blocks) + 1) * size]
+            own = digest(parent, part)
+            block = self._block.get(own)
+            if block is None:
+                break
+            blocks.append(block)
+            digests.append(own)
+            parent = own
+        for block in blocks:
+            self._read(block)
+        rest = tokens[len(blocks) * size : most]
+        tail, length = None, 0
+        for block in self._behind.get(parent, ()):
+            common = _common(self._text[block][2], rest)
+            if common > length or (common == length > 0 and tail is not None and block < tail):
+                tail, length = block, common
+        return Match(blocks, tail, length, digests)
+
+    def forget(self) -> None:
+        """Make every text unknown: what the blocks hold does not count any more."""
+        for block in list(self._text):
+            self._forget(block)
+        self._free.extend(self._kept)
+        self._kept.clear()
+
+    def _read(self, block: int) -> None:
+        if self._readers[block] == 0:
+            del self._kept[block]
+        self._readers[block] += 1
+
+    def _forget(self, block: int) -> None:
+        parent, own, _ = self._text.pop(block)
+        del self._block[own]
+        self._behind[parent].discard(block)
+        if not self._behind[parent]:
+            del self._behind[parent]
+
+    def check(self, readers: Sequence[int]) -> None:
+        """Check that the books are right; readers: how many requests hold each block.
+
+        Raises:
+          AssertionError: a block is in two lists or in none, or a number is wrong.
+        """
+        free, kept = set(self._free), set(self._kept)
+        held = {block for block in range(1, self.num_blocks) if self._readers[block]}
+        assert list(readers) == self._readers, (list(readers), self._readers)
+        assert len(free) == len(self._free) and not (free & kept or free & held or kept & held), (free, kept, held)
+        assert free | kept | held == set(range(1, self.num_blocks)), (free, kept, held)
+        assert kept <= set(self._text) and not free & set(self._text), (kept, free)
+        assert {own: block for block, (_, own, _) in self._text.items()} == self._block
+        behind = collections.defaultdict(set)
+        for block, (parent, own, tokens) in self._text.items():
+            assert own == digest(parent, tokens) and len(tokens) == self.block_size, (block, own)
+            behind[parent].add(block)
+        assert behind == self._behind, (behind, self._behind)
+
+
+def digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Name of a block's text and of all before it."""
+    return hashlib.sha256(parent + np.asarray(tokens, np.int32).tobytes()).digest()
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
+    return int(differ[0]) if len(differ) else length

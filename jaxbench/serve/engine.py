@@ -1,0 +1,237 @@
+"""The running batch: requests in, tokens out, a step at a time (S file).
+
+engine = Engine(runner)
+engine.add(Request("a", prompt, max_new_tokens=32))
+while engine.is_busy:
+    for event in engine.step(): ...
+
+A runner computes logits; which requests share a step never decides a token. A step that raises is done again from the
+texts alone; a request that was in two such steps is given up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxbench.serve import sampler
+from jaxbench.serve.blocks import BlockPool
+from jaxbench.serve.request import Ended, Request, Sequence, TokenLogprobs
+from jaxbench.serve.scheduler import Limits, Plan, Scheduler
+
+MAX_FAILURES = 2  # failed steps that a request may be in
+
+
+class Batch(NamedTuple):
+    """One step for a runner. R: tokens, padded to one of its sizes; P: blocks of the longest request it takes."""
+
+    tokens: Int[np.ndarray, " R"]
+    positions: Int[np.ndarray, " R"]  # -1 = padding
+    table: Int[np.ndarray, "R P"]  # block of each row's positions, in order; 0 where there is none
+    wanted: Int[np.ndarray, " M"]  # rows whose logits are wanted; what is behind the first `num_wanted` is padding
+    num_wanted: int
+    copies: Int[np.ndarray, "C 2"]  # blocks (from, to), copied all at once before anything is written
+
+
+class Runner(Protocol):
+    """A model and the blocks of its cache."""
+
+    num_blocks: int  # with block 0, which padding is written to
+    block_size: int
+    max_seq_len: int
+    vocab_size: int
+    sizes: tuple[int, ...]  # numbers of rows that are compiled, ascending
+    max_wanted: int
+
+    def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
+        """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
+
+    def reset(self) -> None:
+        """Make the cache anew; nothing in it counts any more."""
+
+
+class Event(NamedTuple):
+    """What happened to a request: a token, its end, or both."""
+
+    id: str
+    token: int | None
+    logprobs: TokenLogprobs | None
+    ended: Ended | None
+    error: str | None = None
+
+
+class QueueFull(Exception):
+    """No more requests may wait."""
+
+
+class Engine:
+    """Requests and one runner."""
+
+    def __init__(self, runner: Runner, limits: Limits = Limits(), *, clock: Callable[[], float] = time.monotonic):
+        """Engine with nothing to do.
+
+        Raises:
+          ValueError: the runner does not take a step of these limits.
+        """
+        if runner.sizes[-1] < limits.max_batch_tokens or runner.max_wanted < limits.max_running:
+            raise ValueError(
+                f"max_batch_tokens={limits.max_batch_tokens}, max_running={limits.max_running}: the runner takes "
+                f"{runner.sizes[-1]} tokens and {runner.max_wanted} answers a step"
+            )
+        self.runner, self.limits, self._clock = runner, limits, clock
+        self.scheduler = Scheduler(BlockPool(runner.num_blocks, runner.block_size), limits)
+        self._sequences: dict[str, Sequence] = {}
+        self._arrivals = 0
+        self.num_steps = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a request waits or runs."""
+        return bool(self._sequences)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait.
+
+        Raises:
+          ValueError: it has no token, one outside the vocabulary, or more than the model or the blocks take; or its id
+            is in use.
+          QueueFull: as many wait as may.
+        """
+        self.check(request)
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id!r}: the id is in use")
+        if len(self.scheduler.waiting) >= self.limits.max_waiting:
+            raise QueueFull(f"{len(self.scheduler.waiting)} requests wait, no more may")
+        sequence = Sequence(request, self._arrivals)
+        self._arrivals += 1
+        self._sequences[request.id] = sequence
+        self.scheduler.add(sequence)
+
+    def check(self, request: Request) -> None:
+        """Check that a request can be served when it is alone.
+
+        Raises:
+          ValueError: as `add`, but for the id.
+        """
+        prompt, size = request.prompt, self.runner.vocab_size
+        if not prompt or min(prompt) < 0 or max(prompt) >= size:
+            shown = f"tokens from {min(prompt)} to {max(prompt)}" if prompt else "no token"
+            raise ValueError(f"request {request.id!r}: the prompt has {shown}; wanted some, each from 0 to {size - 1}")
+        total = len(prompt) + request.max_new_tokens
+        if request.max_new_tokens < 1 or total > self.runner.max_seq_len:
+            raise ValueError(
+                f"request {request.id!r}: {len(prompt)} tokens of the prompt and max_new_tokens="
+                f"{request.max_new_tokens}; wanted at least 1 new one and {self.runner.max_seq_len} together at most"
+            )
+        if not self.scheduler.fits(total):
+            raise ValueError(
+                f"request {request.id!r}: {total} tokens; the cache has room for "
+                f"{(self.runner.num_blocks - 1) * self.runner.block_size}"
+            )
+        odd = [token for token in request.sampling.logit_bias if token >= size]
+        if odd:
+            raise ValueError(f"request {request.id!r}: logit_bias of token {odd[0]}; wanted tokens below {size}")
+
+    def cancel(self, id: str, ended: Ended = "cancelled") -> Event | None:
+        """End a request now; None where there is none of this id."""
+        return self._end(self._sequences[id], ended) if id in self._sequences else None
+
+    def step(self) -> list[Event]:
+        """Compute one step, and return what happened to whom."""
+        now = self._clock()
+        late = [each for each in self._sequences.values() if each.request.deadline <= now]
+        events = [self._end(sequence, "deadline") for sequence in late]
+        plan = self.scheduler.plan()
+        if not plan.parts:
+            return events
+        self.num_steps += 1
+        try:
+            logits = self.runner.run(self._batch(plan))
+        except Exception as error:  # whatever a runner raises: the texts are known, and what it computed is not
+            return events + self._start_over(plan, error)
+        for part in plan.parts:
+            self.scheduler.computed(part)
+        finishing = [part.sequence for part in plan.parts if part.is_last]
+        for sequence, row in zip(finishing, logits):
+            events.append(self._next_token(sequence, row))
+        return events
+
+    def _batch(self, plan: Plan) -> Batch:
+        rows = next(size for size in self.runner.sizes if size >= plan.num_tokens)
+        width = -(-self.runner.max_seq_len // self.runner.block_size)
+        tokens, positions = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
+        table, at, wanted = np.zeros((rows, width), np.int32), 0, []
+        for sequence, start, count in plan.parts:
+            place = slice(at, at + count)
+            tokens[place] = sequence.tokens[start : start + count]
+            positions[place] = np.arange(start, start + count)
+            table[place, : len(sequence.blocks)] = sequence.blocks
+            at += count
+            if start + count == len(sequence.tokens):
+                wanted.append(at - 1)
+        padded = np.zeros(min(rows, self.runner.max_wanted), np.int32)
+        padded[: len(wanted)] = wanted
+        copies = np.array(plan.copies, np.int32).reshape(-1, 2)
+        return Batch(tokens, positions, table, padded, len(wanted), copies)
+
+    def _next_token(self, sequence: Sequence, logits: Float[np.ndarray, " V"]) -> Event:
+        request = sequence.request
+        try:
+            token, logprobs = sampler.choose(sequence, logits)
+        except Exception as error:
+            return self._end(sequence, "error", error=f"{type(error).__name__}: {error}")
+        sequence.tokens.append(token)
+        if token in request.end_ids or sequence.num_new == request.max_new_tokens:
+            ended: Ended = "stop" if token in request.end_ids else "length"
+            return self._end(sequence, ended)._replace(token=token, logprobs=logprobs)
+        return Event(request.id, token, logprobs, None)
+
+    def _end(self, sequence: Sequence, ended: Ended, *, error: str | None = None) -> Event:
+        sequence.ended = ended
+        self.scheduler.remove(sequence)
+        del self._sequences[sequence.request.id]
+        return Event(sequence.request.id, None, None, ended, error)
+
+    def _start_over(self, plan: Plan, error: Exception) -> list[Event]:
+        """Behind a failed step: every running request waits again, with a cache that is empty."""
+        events = []
+        for sequence, *_ in plan.parts:
+            sequence.failures += 1
+            if sequence.failures >= MAX_FAILURES:
+                events.append(self._end(sequence, "error", error=f"{type(error).__name__}: {error}"))
+        for sequence in list(self.scheduler.running):
+            self.scheduler.preempt(sequence)
+        self.scheduler.pool.forget()
+        self.runner.reset()
+        return events
+
+    def generate(self, requests: Iterable[Request]) -> dict[str, list[Event]]:
+        """All events of requests, by id, with what is in the engine besides; every request is taken, one by one.
+
+        Raises:
+          ValueError: as `add`.
+        """
+        found: dict[str, list[Event]] = {}
+        waiting = iter(requests)
+        more: Request | None = next(waiting, None)
+        while more is not None or self.is_busy:
+            while more is not None and len(self.scheduler.waiting) < max(self.limits.max_waiting, 1):
+                self.add(more)
+                found[more.id] = []
+                more = next(waiting, None)
+            for event in self.step():
+                found.setdefault(event.id, []).append(event)
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of now: requests that run and wait, blocks, preemptions, steps."""
+        pool = self.scheduler.pool
+        return {
+            "running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),
+            "blocks": pool.num_blocks - 1, "blocks_available": pool.num_available, "blocks_known": pool.num_known,
+            "preempted": self.scheduler.num_preempted, "steps": self.num_steps,
+        }  # fmt: skip

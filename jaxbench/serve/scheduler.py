@@ -1,0 +1,202 @@
+"""Which tokens of which requests are computed in a step, and in which blocks (S file).
+
+Data's way: waiting requests by rank -> admitted where a slot and blocks for all their tokens are free, or held by a
+request of lower priority -> a step has one token of every request that is decoding, then parts of prompts up to
+max_batch_tokens. A decoding request that gets no block takes those of the request that ranks last, which waits again
+and is computed anew: its text is the same, so that its answer is.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import NamedTuple
+
+import pydantic
+
+from jaxbench.config import Base
+from jaxbench.serve.blocks import ROOT, BlockPool
+from jaxbench.serve.request import Sequence
+
+
+class Limits(Base):
+    """What a step and the queue hold at most."""
+
+    max_running: int = pydantic.Field(default=32, ge=1)  # requests at once
+    max_batch_tokens: int = pydantic.Field(default=256, ge=1)  # of a step; at least max_running
+    max_waiting: int = pydantic.Field(default=256, ge=0)  # requests; more are refused
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Limits:
+        if self.max_batch_tokens < self.max_running:
+            raise ValueError(
+                f"max_batch_tokens={self.max_batch_tokens} is less than max_running={self.max_running}: a step has a "
+                "token of every running request"
+            )
+        return self
+
+
+class Part(NamedTuple):
+    """Tokens of a request that a step computes."""
+
+    sequence: Sequence
+    start: int  # position of the first
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """True where the next token follows from the last of them."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+class Plan(NamedTuple):
+    """One step."""
+
+    parts: list[Part]
+    copies: list[tuple[int, int]]  # blocks (from, to) that are copied before it, all at once
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it computes."""
+        return sum(part.count for part in self.parts)
+
+
+class Scheduler:
+    """Requests that run and wait, and their blocks."""
+
+    def __init__(self, pool: BlockPool, limits: Limits):
+        self.pool, self.limits = pool, limits
+        self.running: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # by rank
+        self.num_preempted = 0
+        self._copies: dict[int, int] = {}  # block -> the one that it is copied from before the next step
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a request wait."""
+        bisect.insort(self.waiting, sequence, key=lambda each: each.rank)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-num_tokens // self.pool.block_size)
+
+    def fits(self, num_tokens: int) -> bool:
+        """True where a request of so many tokens can be computed when it is alone."""
+        return self.most_blocks(num_tokens) < self.pool.num_blocks
+
+    def plan(self) -> Plan:
+        """The next step; requests are admitted and preempted for it."""
+        self._admit()
+        budget, parts = self.limits.max_batch_tokens, []
+        for sequence in list(self.running):
+            if sequence.num_waiting == 1 and sequence in self.running and self._extend(sequence):
+                parts.append(Part(sequence, sequence.num_computed, 1))
+        parts = [part for part in parts if part.sequence in self.running]
+        budget -= len(parts)
+        for sequence in self.running:
+            count = min(sequence.num_waiting, budget)
+            if sequence.num_waiting > 1 and count > 0:
+                parts.append(Part(sequence, sequence.num_computed, count))
+                budget -= count
+        copies = [(source, block) for block, source in self._copies.items()]
+        self._copies.clear()
+        return Plan(parts, copies)
+
+    def _admit(self) -> None:
+        """Let waiting requests run, by rank, up to the first that does not fit."""
+        while self.waiting:
+            sequence = self.waiting[0]
+            while not self._take_blocks(sequence):
+                last = self.running[-1] if self.running else None
+                if last is None or last.request.priority <= sequence.request.priority:
+                    return
+                self.preempt(last)
+            self.waiting.remove(sequence)
+            bisect.insort(self.running, sequence, key=lambda each: each.rank)
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Give a request blocks for all its tokens, those with its text where they are; False where none are free.
+
+        A block for every running request stays free, so that who comes last does not give its room away at once.
+        """
+        if len(self.running) >= self.limits.max_running:
+            return False
+        match = self.pool.match(sequence.tokens)
+        needed = self.most_blocks(len(sequence.tokens)) - len(match.blocks)
+        if self.pool.num_available < needed + len(self.running):
+            for block in reversed(match.blocks):
+                self.pool.release(block)
+            return False
+        new = [self._allocate() for _ in range(needed)]
+        sequence.blocks, sequence.digests = match.blocks + new, list(match.digests)
+        sequence.num_computed = len(match.blocks) * self.pool.block_size + match.tail_length
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+        if match.tail is not None and match.tail != new[0]:
+            self._copies[new[0]] = match.tail
+        return True
+
+    def _allocate(self) -> int | None:
+        """A block that nothing is to be copied to: who had it before may have been preempted in this very step."""
+        block = self.pool.allocate()
+        self._copies.pop(block, None)
+        return block
+
+    def _extend(self, sequence: Sequence) -> bool:
+        """Give a running request the block of its next token; False where it has to wait again."""
+        while len(sequence.blocks) < self.most_blocks(len(sequence.tokens)):
+            block = self._allocate()
+            if block is not None:
+                sequence.blocks.append(block)
+                continue
+            last = self.running[-1]
+            self.preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running request's blocks; it waits again, with what it has of its answer."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.add(sequence)
+        self.num_preempted += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a request, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def computed(self, part: Part) -> None:
+        """Take note that a part's keys and values are in the blocks; whole blocks become known."""
+        sequence, size = part.sequence, self.pool.block_size
+        sequence.num_computed = part.start + part.count
+        while (len(sequence.digests) + 1) * size <= sequence.num_computed:
+            number = len(sequence.digests)
+            parent = sequence.digests[-1] if sequence.digests else ROOT
+            tokens = sequence.tokens[number * size : (number + 1) * size]
+            sequence.digests.append(self.pool.publish(sequence.blocks[number], parent, tokens))
+
+    def _release(self, sequence: Sequence) -> None:
+        for block in reversed(sequence.blocks):  # the beginning of a text is what others share: it is kept longest
+            self.pool.release(block)
+        sequence.blocks, sequence.digests, sequence.num_computed = [], [], 0
+
+    def check(self) -> None:
+        """Check that the books are right.
+
+        Raises:
+          AssertionError: they are not.
+        """
+        readers = [0] * self.pool.num_blocks
+        for sequence in self.running:
+            assert len(set(sequence.blocks)) == len(sequence.blocks), sequence.blocks
+            assert self.most_blocks(sequence.num_computed) <= len(sequence.blocks), sequence.blocks
+            for block in sequence.blocks:
+                readers[block] += 1
+        self.pool.check(readers)
+        assert all(not sequence.blocks for sequence in self.waiting)
+        for group in (self.running, self.waiting):
+            assert [each.rank for each in group] == sorted(each.rank for each in group)
+        assert len(self.running) <= self.limits.max_running

@@ -1,0 +1,1 @@
+"""What serving costs, and what it withstands."""

@@ -1,0 +1,185 @@
+"""Every answer of a busy engine is the answer of the request alone: random requests, seeded faults, no end (S file).
+
+    python -m jaxbench.serve.study.fuzz --steps=1000000
+
+Requests join, share beginnings, are cancelled, preempted, late, spoilt; the runner fails. Behind every action the books
+of the blocks are checked, and every answer that ends is compared with the one that a model without a cache gives.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import time
+
+from absl import flags
+
+from jaxbench import cli, terminal
+from jaxbench.serve import sampler
+from jaxbench.serve.engine import Engine, Event, QueueFull
+from jaxbench.serve.request import Request, Sampling, Sequence
+from jaxbench.serve.scheduler import Limits
+from jaxbench.serve.study.oracle import HashModel, HashRunner
+
+VALUES = flags.FLAGS
+VOCAB_SIZE = 11
+ACTIONS = {
+    "step": 60, "add": 20, "cancel": 3, "preempt": 4, "fail": 1, "spoil": 1, "pass_time": 2, "cancel_unknown": 1,
+}  # fmt: skip
+
+
+class Fuzz:
+    """An engine, and what each of its requests has to answer."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        draw = self.random.choice
+        block_size, running = draw((1, 2, 4, 8)), draw((1, 2, 5))
+        budget = running + draw((0, 1, 7, 40))
+        longest = draw((12, 30))
+        blocks = -(-longest // block_size) + 1 + draw((0, 1, 3, 12))
+        runner = HashRunner(
+            num_blocks=blocks, block_size=block_size, max_seq_len=longest, vocab_size=VOCAB_SIZE,
+            sizes=(max(1, budget // 3), budget), max_wanted=running,
+        )  # fmt: skip
+        self.runner, self.model, self.now = runner, HashModel(VOCAB_SIZE), 0.0
+        limits = Limits(max_running=running, max_batch_tokens=budget, max_waiting=4)
+        self.engine = Engine(runner, limits, clock=lambda: self.now)
+        self.stems = [self._tokens(longest // 2) for _ in range(3)]  # that prompts share
+        self.requests: dict[str, Request] = {}  # in the engine
+        self.answers: dict[str, list[int]] = {}  # what came of each so far
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
+
+    def act(self, name: str) -> None:
+        """Do one thing, and check the books and what ended."""
+        self.counts[name] += 1
+        getattr(self, name)()
+        self.engine.scheduler.check()
+        assert self.engine.is_busy == bool(self.requests)
+
+    def step(self) -> None:
+        """One step of the engine."""
+        spoilt = bool(self.runner.spoilt)
+        for event in self.engine.step():
+            self._happened(event, is_spoilt=spoilt)
+
+    def add(self) -> None:
+        """A request, which may share its beginning with others, also with their answers."""
+        stem = self.random.choice([*self.stems, *list(self.answers.values())[-2:]])
+        prompt = [*stem[: self.random.randint(0, len(stem))], *self._tokens(self.random.randint(1, 4))]
+        longest = self.runner.max_seq_len
+        prompt = prompt[-(longest - 1) :]
+        name, draw = f"r{self.counts['add']}", self.random.random
+        sampling = Sampling(
+            temperature=self.random.choice((0.0, 0.7, 1.5)), top_k=self.random.choice((0, 3)),
+            top_p=self.random.choice((1.0, 0.8)), frequency_penalty=self.random.choice((0.0, 0.5)),
+            repetition_penalty=self.random.choice((1.0, 1.3)), seed=self.random.randrange(5),
+        )  # fmt: skip
+        request = Request(
+            name, tuple(prompt), self.random.randint(1, longest - len(prompt)), sampling,
+            end_ids=frozenset({0}) if draw() < 0.5 else frozenset(), priority=self.random.randint(0, 1),
+            deadline=self.now + 5 if draw() < 0.1 else float("inf"),
+        )  # fmt: skip
+        try:
+            self.engine.add(request)
+        except QueueFull:
+            self.counts["refused"] += 1
+            return
+        self.requests[name], self.answers[name] = request, []
+
+    def cancel(self) -> None:
+        """Somebody goes."""
+        if self.requests:
+            event = self.engine.cancel(self.random.choice(list(self.requests)))
+            assert event is not None
+            self._happened(event)
+
+    def cancel_unknown(self) -> None:
+        """Somebody who is not there goes."""
+        assert self.engine.cancel("nobody") is None
+
+    def preempt(self) -> None:
+        """A running request loses its blocks."""
+        if running := self.engine.scheduler.running:
+            self.engine.scheduler.preempt(self.random.choice(running))
+
+    def fail(self) -> None:
+        """The runner raises at the next step."""
+        self.runner.fails = 1
+
+    def spoil(self) -> None:
+        """The next step has logits that are NaN."""
+        self.runner.spoilt = {0}
+
+    def pass_time(self) -> None:
+        """Deadlines come nearer; sometimes the clock goes back."""
+        self.now += self.random.choice((-3.0, 1.0, 4.0))
+
+    def drain(self) -> None:
+        """Let all end, and check that no block is held."""
+        for _ in range(100_000):
+            if not self.engine.is_busy:
+                break
+            self.step()
+        assert not self.engine.is_busy and not self.requests
+        assert self.engine.scheduler.pool.num_available == self.runner.num_blocks - 1
+
+    def _happened(self, event: Event, *, is_spoilt: bool = False) -> None:
+        request = self.requests[event.id]
+        answer = self.answers[event.id]
+        if event.token is not None:
+            wanted = self.next_token(request, answer)
+            assert event.token == wanted, (event, request, answer, wanted)
+            answer.append(event.token)
+        if event.ended is None:
+            return
+        self.counts[event.ended] += 1
+        if event.ended == "stop":
+            assert answer[-1] in request.end_ids
+        elif event.ended == "length":
+            assert len(answer) == request.max_new_tokens
+        elif event.ended == "deadline":
+            assert request.deadline <= self.now
+        elif event.ended == "error":
+            assert "nan" in event.error or "told to fail" in event.error, event
+        del self.requests[event.id]
+
+    def next_token(self, request: Request, answer: list[int]) -> int:
+        """The token that the request gets when it is alone."""
+        alone = Sequence(request, 0)
+        alone.tokens += answer
+        return sampler.choose(alone, self.model.logits(alone.tokens))[0]
+
+
+def main() -> int:
+    """Act until there were as many steps as wanted; return the exit code."""
+    started, steps, seed = time.monotonic(), 0, VALUES.seed
+    total: collections.Counter[str] = collections.Counter()
+    names, weights = list(ACTIONS), list(ACTIONS.values())
+    with terminal.progress(VALUES.steps) as advance:
+        while steps < VALUES.steps:
+            fuzz = Fuzz(seed)
+            try:
+                for _ in range(VALUES.actions):
+                    fuzz.act(fuzz.random.choices(names, weights)[0])
+                fuzz.drain()
+            except Exception:
+                print(f"seed {seed}: failed; --seed={seed} does it again")
+                raise
+            steps, seed = steps + fuzz.engine.num_steps, seed + 1
+            advance(fuzz.engine.num_steps)
+            total += fuzz.counts
+            total["preempted"] += fuzz.engine.scheduler.num_preempted
+    counts = ", ".join(f"{name} {count}" for name, count in sorted(total.items()))
+    print(f"{steps} steps of {seed - VALUES.seed} engines in {time.monotonic() - started:.0f} s: {counts}")
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("steps", 1_000_000, "of engines, at least", lower_bound=1)
+    flags.DEFINE_integer("actions", 300, "of one engine", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "of the first engine", lower_bound=0)
+    cli.run(main, about=__doc__)

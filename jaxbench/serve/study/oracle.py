@@ -1,0 +1,99 @@
+"""A model whose next token is a hash of everything that it sees, with its cache and without (S file).
+
+What a block holds of a token is a hash of the token and of what the blocks hold of all tokens before it, as keys and
+values of a deep decoder depend on them. One wrong block, position or order, and the next token is another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxbench.serve.engine import Batch
+
+MASK = 2**61 - 1
+
+
+def mixed(hash: int, value: int) -> int:
+    """Hash of what came before and of one more number."""
+    return (hash * 6364136223846793005 + value * 2862933555777941757 + 1442695040888963407) % MASK
+
+
+def logits_of(hash: int, vocab_size: int) -> np.ndarray:
+    """Float32 logits that the hash decides."""
+    return np.random.default_rng(hash).standard_normal(vocab_size).astype(np.float32)
+
+
+class HashModel:
+    """The model without a cache."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Logits behind a text."""
+        held: list[int] = []
+        for token in tokens:
+            held.append(_held(held, token))
+        return logits_of(_seen(held), self.vocab_size)
+
+
+class HashRunner:
+    """The same as an engine's Runner; it can be told to fail."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_seq_len: int, vocab_size: int, sizes: tuple[int, ...],
+        max_wanted: int,
+    ):  # fmt: skip
+        self.num_blocks, self.block_size, self.max_seq_len = num_blocks, block_size, max_seq_len
+        self.vocab_size, self.sizes, self.max_wanted = vocab_size, sizes, max_wanted
+        self.cells: dict[tuple[int, int], int] = {}
+        self.fails = 0  # of the next steps
+        self.spoilt: set[int] = set()  # of the next step's wanted rows, those whose logits are NaN
+
+    def reset(self) -> None:
+        """Forget what the blocks hold."""
+        self.cells.clear()
+
+    def run(self, batch: Batch) -> np.ndarray:
+        """Logits of the wanted rows.
+
+        Raises:
+          RuntimeError: it was told to fail; half of what it was to compute is computed.
+        """
+        copied = [
+            {(to, i): self.cells[from_, i] for i in range(self.block_size) if (from_, i) in self.cells}
+            for from_, to in batch.copies.tolist()
+        ]
+        for cells in copied:
+            self.cells |= cells
+        rows, count = {}, len(batch.tokens)
+        for row in range(count // 2 if self.fails else count):
+            position = int(batch.positions[row])
+            if position < 0:
+                continue
+            held = [self.cells.get(self._cell(batch, row, i), -1) for i in range(position)]
+            held.append(_held(held, int(batch.tokens[row])))
+            self.cells[self._cell(batch, row, position)] = held[-1]
+            rows[row] = _seen(held)
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError(f"the runner was told to fail, {self.fails} times more")
+        found = np.zeros((len(batch.wanted), self.vocab_size), np.float32)
+        for i, row in enumerate(batch.wanted[: batch.num_wanted].tolist()):
+            found[i] = np.nan if i in self.spoilt else logits_of(rows[row], self.vocab_size)
+        self.spoilt = set()
+        return found
+
+    def _cell(self, batch: Batch, row: int, position: int) -> tuple[int, int]:
+        return int(batch.table[row, position // self.block_size]), position % self.block_size
+
+
+def _held(before: list[int], token: int) -> int:
+    return mixed(_seen(before), token)
+
+
+def _seen(held: list[int]) -> int:
+    hash = len(held)
+    for each in held:
+        hash = mixed(hash, each)
+    return hash

@@ -1,0 +1,244 @@
+"""The running batch: whatever joins, leaves, fails or shares text, a request is answered as if it were alone."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jaxbench.serve import blocks, engine, scheduler
+from jaxbench.serve.engine import Engine, QueueFull
+from jaxbench.serve.request import Request, Sampling
+from jaxbench.serve.scheduler import Limits
+from jaxbench.serve.study.fuzz import ACTIONS, Fuzz
+from jaxbench.serve.study.oracle import HashModel, HashRunner
+
+
+class Busy(RuleBasedStateMachine):
+    """An engine that anything may happen to."""
+
+    @initialize(seed=st.integers(0, 2**32))
+    def begin(self, seed):
+        self.fuzz = Fuzz(seed)
+
+    @rule(
+        names=st.lists(st.sampled_from([name for name, weight in ACTIONS.items() for _ in range(weight)]), max_size=8)
+    )
+    def act(self, names):
+        for name in names:
+            self.fuzz.act(name)
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count):
+        for _ in range(count):
+            self.fuzz.act("step")
+
+    @invariant()
+    def books_are_right(self):
+        if hasattr(self, "fuzz"):
+            self.fuzz.engine.scheduler.check()
+
+    def teardown(self):
+        if hasattr(self, "fuzz"):
+            self.fuzz.drain()
+
+
+TestBusy = Busy.TestCase
+TestBusy.settings = settings(
+    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def run(seeds, actions=150):
+    steps = 0
+    for seed in seeds:
+        fuzz = Fuzz(seed)
+        for _ in range(actions):
+            fuzz.act(fuzz.random.choices(list(ACTIONS), list(ACTIONS.values()))[0])
+        fuzz.drain()
+        steps += fuzz.engine.num_steps
+    return steps
+
+
+def test_ten_thousand_steps_of_random_engines_answer_as_each_request_alone():
+    assert run(range(1000, 1120)) > 10_000
+
+
+def _no_copies(self):
+    plan = scheduler.Scheduler.whole_plan(self)
+    return plan._replace(copies=[])
+
+
+def _one_too_many(self, tokens):
+    found = blocks.BlockPool.whole_match(self, tokens)
+    return found if found.tail is None else found._replace(tail_length=found.tail_length + 1)
+
+
+def _row_before(self, plan):
+    batch = engine.Engine.whole__batch(self, plan)
+    return batch._replace(wanted=np.maximum(batch.wanted - 1, 0))
+
+
+def _forgets(self, sequence):
+    scheduler.Scheduler.whole_preempt(self, sequence)
+    sequence.tokens = list(sequence.request.prompt)
+
+
+def _shares_its_last_block(self, tokens):
+    found = blocks.BlockPool.whole_match(self, tokens)
+    if found.tail is not None:
+        self._read(found.tail)
+        return found._replace(blocks=[*found.blocks, found.tail], tail=None, tail_length=0)
+    return found
+
+
+BUGS = {
+    "a block's beginning is not copied": (scheduler.Scheduler, "plan", _no_copies),
+    "a block is known by its own text alone": (blocks, "digest", lambda parent, tokens: bytes(tokens)),
+    "a block that others read is written to": (blocks.BlockPool, "match", _shares_its_last_block),
+    "one token of a copied block counts too much": (blocks.BlockPool, "match", _one_too_many),
+    "an answer is lost where its blocks are": (scheduler.Scheduler, "preempt", _forgets),
+    "a cache is trusted behind a failed step": (blocks.BlockPool, "forget", lambda self: None),
+    "logits are those of the row before": (engine.Engine, "_batch", _row_before),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_in_the_books_is_a_wrong_token_or_a_wrong_book(bug, monkeypatch):
+    owner, name, replaced = BUGS[bug]
+    monkeypatch.setattr(owner, f"whole_{name}", getattr(owner, name), raising=False)
+    monkeypatch.setattr(owner, name, replaced)
+    with pytest.raises((AssertionError, KeyError)):
+        run(range(2000, 2060))
+
+
+# One engine, looked at
+
+
+def made(limits=None, **changes):
+    settings = {
+        "num_blocks": 20, "block_size": 4, "max_seq_len": 40, "vocab_size": 11, "sizes": (4, 16), "max_wanted": 4,
+    } | changes  # fmt: skip
+    runner = HashRunner(**settings)
+    return Engine(runner, limits or Limits(max_running=4, max_batch_tokens=16, max_waiting=4))
+
+
+def alone(request):
+    model, tokens = HashModel(11), list(request.prompt)
+    for _ in range(request.max_new_tokens):
+        tokens.append(int(np.argmax(model.logits(tokens))))
+    return tokens[len(request.prompt) :]
+
+
+def tokens_of(events):
+    return [event.token for event in events if event.token is not None]
+
+
+def test_a_prompt_is_computed_beside_the_answers_of_others():
+    busy = made()
+    busy.add(Request("short", (1, 2), 30))
+    busy.step()
+    busy.add(Request("long", tuple(range(10)) * 3, 5))
+    found = [busy.step(), busy.step()]
+    assert [[event.id for event in events] for events in found] == [["short"], ["short", "long"]]
+
+
+def test_the_beginning_of_a_text_is_computed_once_and_a_part_of_a_block_is_copied():
+    busy = made()
+    first = Request("first", tuple(range(10)) + (3, 4, 5), 4)
+    events = busy.generate([first])["first"]
+    assert tokens_of(events) == alone(first)
+    second = Request("second", (*range(10), 7), 4)
+    busy.add(second)
+    sequence = busy._sequences["second"]
+    events = busy.step()
+    assert sequence.num_cached == 10  # two whole blocks and two of the third
+    while busy.is_busy:
+        events += busy.step()
+    assert tokens_of(events) == alone(second)
+
+
+def test_who_ranks_last_waits_again_when_blocks_are_out_and_answers_all_the_same():
+    busy = made(num_blocks=9)  # eight for two requests of six
+    requests = [Request(f"r{i}", (i, i + 1, 5), 20) for i in range(2)]
+    found = busy.generate(requests)
+    assert busy.scheduler.num_preempted > 0
+    assert all(tokens_of(found[each.id]) == alone(each) for each in requests)
+
+
+def test_a_request_of_lower_priority_gives_its_room_to_one_of_higher():
+    busy = made(num_blocks=9)
+    busy.add(Request("low", (1,) * 12, 16, priority=1))
+    busy.step()
+    busy.add(Request("high", (2,) * 20, 4, priority=0))
+    assert [event.id for event in busy.step() + busy.step()] == ["high"]
+    low, high = busy._sequences["low"], busy._sequences["high"]
+    assert busy.scheduler.running == [high] and busy.scheduler.waiting == [low]
+
+
+def test_a_step_that_raises_twice_costs_the_requests_that_were_in_it_and_nobody_else():
+    busy = made(Limits(max_running=1, max_batch_tokens=16, max_waiting=4))
+    requests = [Request("a", (1, 2), 6), Request("b", (3, 4), 6)]
+    for each in requests:
+        busy.add(each)
+    busy.runner.fails = 2
+    events = []
+    while busy.is_busy:
+        events += busy.step()
+    ended = {event.id: event for event in events if event.ended}
+    assert ended["a"].ended == "error" and "told to fail" in ended["a"].error
+    assert ended["b"].ended == "length"
+    assert tokens_of([event for event in events if event.id == "b"]) == alone(requests[1])
+    assert busy.scheduler.pool.num_available == 19
+
+
+def test_logits_that_are_nan_end_one_request_with_an_error():
+    busy = made()
+    for each in ("a", "b"):
+        busy.add(Request(each, (1, 2, 3), 5))
+    busy.runner.spoilt = {0}
+    events = busy.step()
+    assert [(event.id, event.ended) for event in events] == [("a", "error"), ("b", None)]
+    assert "the largest of 11 is nan" in events[0].error
+
+
+def test_bad_requests_are_refused_and_change_nothing():
+    busy = made()
+    good = Request("r", (1, 2), 3)
+    bad = {
+        "no token": good._replace(prompt=()),
+        "tokens from 2 to 11; wanted some, each from 0 to 10": good._replace(prompt=(2, 11)),
+        "2 tokens of the prompt and max_new_tokens=0": good._replace(max_new_tokens=0),
+        "39 together|40 together at most": good._replace(max_new_tokens=39),
+        "logit_bias of token 11": good._replace(sampling=Sampling(logit_bias={11: 1.0})),
+    }
+    for match, request in bad.items():
+        with pytest.raises(ValueError, match=match):
+            busy.add(request)
+    small = made(num_blocks=3)
+    with pytest.raises(ValueError, match="9 tokens; the cache has room for 8"):
+        small.add(good._replace(max_new_tokens=7))
+    busy.add(good)
+    with pytest.raises(ValueError, match="'r': the id is in use"):
+        busy.add(good)
+    for i in range(3):
+        busy.add(good._replace(id=f"w{i}"))
+    with pytest.raises(QueueFull, match="4 requests wait"):
+        busy.add(good._replace(id="last"))
+    with pytest.raises(ValueError, match="max_batch_tokens=2 is less than max_running=4"):
+        Limits(max_running=4, max_batch_tokens=2)
+    with pytest.raises(ValueError, match="the runner takes 16 tokens and 4 answers a step"):
+        made(Limits(max_running=8, max_batch_tokens=16))
+    busy.scheduler.check()
+
+
+def test_all_requests_of_a_long_list_are_answered_although_few_may_wait():
+    busy = made()
+    random_, requests = random.Random(0), []
+    for i in range(30):
+        prompt = tuple(random_.randrange(11) for _ in range(random_.randint(1, 20)))
+        requests.append(Request(f"r{i}", prompt, random_.randint(1, 12)))
+    found = busy.generate(iter(requests))
+    assert all(tokens_of(found[each.id]) == alone(each) for each in requests)
