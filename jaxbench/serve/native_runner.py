@@ -1,0 +1,91 @@
+"""Steps of the engine by native kernels, in programs that are compiled before the first request.
+
+Twin: torch_ref/serve/native_runner.py. A row of a program is one token with the blocks of its own request, and its
+result does not depend on the other rows, so that an answer is the same bits in any company (native/run.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jaxbench.native import paged, run
+from jaxbench.native.model import NativeTransformer
+from jaxbench.serve.engine import Batch
+
+
+class NativeRunner:
+    """A packed decoder and the blocks of its cache, pages of paged.PAGE_SIZE positions."""
+
+    def __init__(
+        self, model: NativeTransformer, *, num_blocks: int, sizes: tuple[int, ...], max_wanted: int,
+        progress: Callable[[], Any] = lambda: None,
+    ):  # fmt: skip
+        """Runner whose programs are compiled; progress is called behind each of them.
+
+        num_blocks: of the cache, with block 0, which padding is written to. sizes: numbers of rows, ascending.
+        """
+        self.num_blocks, self.sizes, self.max_wanted = num_blocks, sizes, max_wanted
+        self.block_size, self.max_seq_len, self.vocab_size = paged.PAGE_SIZE, model.max_seq_len, model.vocab_size
+        self._config, self._cache_dtype = model.configs[0], model.cache_dtype
+        self.reset()
+        graph, self._weights = nnx.split(model)
+        self._programs = {}
+        for size in sizes:
+            self._programs[size] = _compiled(graph, self._weights, self._pages, self._shapes(size))
+            progress()
+        pairs = jax.ShapeDtypeStruct((max_wanted, 2), jnp.int32)
+        self._copy = jax.jit(_copied, donate_argnums=0).lower(self._pages, pairs).compile()
+        progress()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the blocks."""
+        return sum(each.nbytes for each in jax.tree.leaves(self._pages))
+
+    def reset(self) -> None:
+        """Make the cache anew; nothing in it counts any more."""
+        self._pages = None  # gone before the new one is there
+        self._pages = paged.empty(self._config, self.num_blocks, self.block_size, self._cache_dtype)[:4]
+
+    def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
+        """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
+        pages, self._pages = self._pages, None  # donated: should the program fail, there are none
+        for start in range(0, len(batch.copies), self.max_wanted):
+            pairs = np.zeros((self.max_wanted, 2), np.int32)  # block 0 onto itself
+            pairs[: len(batch.copies[start:])] = batch.copies[start : start + self.max_wanted]
+            pages = self._copy(pages, pairs)
+        program = self._programs[len(batch.tokens)]
+        logits, self._pages = program(self._weights, pages, batch.tokens, batch.positions, batch.table, batch.wanted)
+        return np.asarray(logits)
+
+    def _shapes(self, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        width, wanted = -(-self.max_seq_len // self.block_size), min(size, self.max_wanted)
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size,), (size,), (size, width), (wanted,)))
+
+
+def _compiled(graph: Any, weights: Any, pages: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable:
+    step = functools.partial(_step, graph)
+    return jax.jit(step, donate_argnums=1).lower(weights, pages, *shapes).compile()
+
+
+def _step(
+    graph: Any, weights: Any, pages: Any, tokens: Array, positions: Array, table: Array, wanted: Array
+) -> tuple[Array, Any]:
+    model = nnx.merge(graph, weights)
+    cache = paged.PagedCache(*pages, table)
+    arguments = (tokens[:, None], positions[:, None], cache, model.settings)
+    hidden, cache = run.run_part(model.weights, model.configs, *arguments)
+    return model.logits(hidden[wanted])[:, 0], cache[:4]
+
+
+def _copied(pages: Any, pairs: Array) -> Any:
+    return jax.tree.map(lambda x: x if x.size == 0 else x.at[pairs[:, 1]].set(x[pairs[:, 0]]), pages)

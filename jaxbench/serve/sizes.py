@@ -1,0 +1,22 @@
+"""Which numbers of rows a runner has programs for (S file)."""
+
+from __future__ import annotations
+
+from jaxbench.serve.scheduler import Limits
+
+FINE = 32  # up to so many rows a size every eight; above, steps of a quarter
+
+
+def row_sizes(limits: Limits) -> tuple[int, ...]:
+    """Numbers of rows, ascending: a step of n tokens takes the least that holds it, less than a third of it padding.
+
+    The last is max_batch_tokens.
+    """
+    most = limits.max_batch_tokens
+    found = [size for size in (1, 2, 4, *range(8, FINE + 1, 8)) if size < most]
+    size = FINE
+    while size < most:
+        step = size // 4
+        found += [each for each in range(size + step, 2 * size + 1, step) if each < most]
+        size *= 2
+    return (*found, most)

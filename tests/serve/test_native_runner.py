@@ -1,0 +1,141 @@
+"""The engine on real models: an answer is the bits that the request gets alone, in any company, on both backends."""
+
+import functools
+
+import jax.monitoring
+import numpy as np
+import pytest
+
+from jaxbench import initial, sample
+from jaxbench.config import TransformerConfig
+from jaxbench.native import checkpoint, library
+from jaxbench.native import model as native
+from jaxbench.serve.engine import Engine
+from jaxbench.serve.native_runner import NativeRunner
+from jaxbench.serve.request import Request, Sampling
+from jaxbench.serve.scheduler import Limits
+from jaxbench.serve.sizes import row_sizes
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
+
+CONFIG = TransformerConfig(
+    vocab_size=96, d_model=64, d_ff=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_seq_len=320
+)
+LIMITS = Limits(max_running=3, max_batch_tokens=48, max_waiting=8)
+KINDS = {"float32": ("float32", "float32"), "int8": ("q8_0", "int8"), "bfloat16": ("bfloat16", "bfloat16")}
+
+
+@functools.cache
+def packed(weights):
+    return checkpoint.pack_params(CONFIG, initial.initial_params(CONFIG, 3, distinct=True), weights_as=weights)
+
+
+@functools.cache
+def runner(kind, package="jaxbench"):
+    weights, cache = KINDS[kind]
+    made, of = native, NativeRunner
+    if package == "torch_ref":
+        from torch_ref.native import model as made
+        from torch_ref.serve.native_runner import NativeRunner as of
+    model = made.build(packed(weights), cache_dtype=cache)
+    return of(model, num_blocks=9, sizes=row_sizes(LIMITS), max_wanted=LIMITS.max_running)
+
+
+@functools.cache
+def trace():
+    """(step at which it comes, request): shared beginnings, long and short, greedy and drawn, some with penalties."""
+    random = np.random.default_rng(0)
+    stem, found = tuple(random.integers(0, 96, 150).tolist()), []
+    for i in range(10):
+        shared = (0, 70, 150)[i % 3]
+        prompt = stem[:shared] + tuple(random.integers(0, 96, random.integers(2, 60)).tolist())
+        sampling = Sampling(
+            temperature=0.9 * (i % 2), top_k=20 * (i % 4 == 1), seed=i, frequency_penalty=0.3 * (i % 5 == 2)
+        )
+        found.append((3 * i, Request(f"r{i}", prompt, int(random.integers(4, 40)), sampling, logprobs=2)))
+    return found
+
+
+def played(engine, requests):
+    """Play a trace, a request that is cancelled at step 12 and one that loses its blocks at step 20 among it."""
+    events, waiting, step = {request.id: [] for _, request in requests}, list(requests), 0
+    while waiting or engine.is_busy:
+        while waiting and waiting[0][0] <= step and len(engine.scheduler.waiting) < 8:
+            engine.add(waiting.pop(0)[1])
+        if step == 12 and (event := engine.cancel("r1")):
+            events["r1"].append(event)
+        if step == 20 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[0])
+        for event in engine.step():
+            events[event.id].append(event)
+        engine.scheduler.check()
+        step += 1
+    return events
+
+
+def answers(events):
+    return {
+        name: [(each.token, each.logprobs) for each in found if each.token is not None]
+        for name, found in events.items()
+    }
+
+
+@functools.cache
+def together(kind, package="jaxbench"):
+    engine = Engine(runner(kind, package), LIMITS)
+    engine.runner.reset()
+    found = answers(played(engine, trace()))
+    assert engine.scheduler.num_preempted > 0 and engine.scheduler.pool.num_available == 8
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_log_probabilities_are_those_of_the_request_alone(kind):
+    busy = together(kind)
+    for _, request in trace():
+        engine = Engine(runner(kind), LIMITS)
+        engine.runner.reset()
+        (alone,) = answers(engine.generate([request])).values()
+        count = len(busy[request.id]) if request.id == "r1" else request.max_new_tokens
+        assert len(busy[request.id]) == count and busy[request.id] == alone[:count], request.id
+
+
+def test_both_backends_give_the_same_tokens():
+    flax, torch = (together("float32", package) for package in ("jaxbench", "torch_ref"))
+    for name, answer in flax.items():
+        assert [token for token, _ in answer] == [token for token, _ in torch[name]], name
+        given, other = ([each.token for _, each in found[name]] for found in (flax, torch))
+        np.testing.assert_allclose(given, other, atol=1e-4)
+
+
+def test_answers_are_those_of_the_generator_too():
+    model = native.build(packed("float32"))
+    for _, request in trace()[:2]:
+        generate = sample.Generator(model, sampling=request.sampling.params())
+        how = {"max_new_tokens": request.max_new_tokens, "seed": request.sampling.seed}
+        tokens = generate([list(request.prompt)], **how)[0][0].tolist()
+        busy = [token for token, _ in together("float32")[request.id]]
+        assert busy == tokens[: len(busy)], request.id
+
+
+def test_nothing_is_compiled_behind_the_first_request():
+    engine, compiled = Engine(runner("float32"), LIMITS), []
+    engine.runner.reset()
+
+    def listen(event, *_, **__):
+        compiled.append(event) if "compile" in event else None
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        played(engine, trace())
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert compiled == []
+
+
+def test_steps_have_little_padding_and_few_sizes():
+    sizes = row_sizes(Limits(max_running=32, max_batch_tokens=256))
+    assert sizes[-1] == 256 and len(sizes) < 24 and list(sizes) == sorted(set(sizes))
+    least = [next(size for size in sizes if size >= count) for count in range(9, 257)]
+    assert all(size < 1.5 * count for size, count in zip(least, range(9, 257)))
+    assert row_sizes(Limits(max_running=1, max_batch_tokens=1)) == (1,)

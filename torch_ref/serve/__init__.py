@@ -1,0 +1,1 @@
+"""Serving's runners in PyTorch."""

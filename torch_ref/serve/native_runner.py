@@ -1,0 +1,56 @@
+"""Steps of the engine by native kernels in PyTorch. Twin: jaxbench/serve/native_runner.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from jaxbench.serve.engine import Batch
+from torch_ref.native import paged, run
+from torch_ref.native.model import NativeTransformer
+
+
+class NativeRunner:
+    """A packed decoder and the blocks of its cache, pages of paged.PAGE_SIZE positions."""
+
+    def __init__(
+        self, model: NativeTransformer, *, num_blocks: int, sizes: tuple[int, ...], max_wanted: int,
+        progress: Callable[[], Any] = lambda: None,
+    ):  # fmt: skip
+        """Runner; nothing is compiled.
+
+        num_blocks: of the cache, with block 0, which padding is written to. sizes: numbers of rows, ascending.
+        """
+        self.num_blocks, self.sizes, self.max_wanted = num_blocks, sizes, max_wanted
+        self.block_size, self.max_seq_len, self.vocab_size = paged.PAGE_SIZE, model.max_seq_len, model.vocab_size
+        self._model = model
+        self.reset()
+        progress()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the blocks."""
+        return sum(each.nbytes for kind in self._pages for each in kind)
+
+    def reset(self) -> None:
+        """Make the cache anew; nothing in it counts any more."""
+        self._pages = paged.empty(self._model.configs[0], self.num_blocks, self.block_size, self._model.cache_dtype)[:4]
+
+    @torch.no_grad()
+    def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
+        """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
+        if len(batch.copies):
+            source, to = torch.from_numpy(np.ascontiguousarray(batch.copies.T)).long()
+            for kind in self._pages:
+                for each in kind:
+                    if each.numel():
+                        each[to] = each[source]
+        tokens, positions, table, wanted = map(torch.from_numpy, batch[:4])
+        cache = paged.PagedCache(*self._pages, table)
+        model, arguments = self._model, (tokens[:, None], positions[:, None], cache, self._model.settings)
+        hidden, _ = run.run_part(model.weights, model.configs, *arguments)
+        return model.logits(hidden[wanted.long()])[:, 0].numpy()
