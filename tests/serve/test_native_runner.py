@@ -111,7 +111,7 @@ def test_both_backends_give_the_same_tokens():
 def test_answers_are_those_of_the_generator_too():
     model = native.build(packed("float32"))
     for _, request in trace()[:2]:
-        generate = sample.Generator(model, sampling=request.sampling.params())
+        generate = sample.Generator(model, eos_id=None, sampling=request.sampling.params())
         how = {"max_new_tokens": request.max_new_tokens, "seed": request.sampling.seed}
         tokens = generate([list(request.prompt)], **how)[0][0].tolist()
         busy = [token for token, _ in together("float32")[request.id]]
