@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from jaxbench.serve.scheduler import Limits
 
-FINE = 32  # up to so many rows a size every eight; above, steps of a quarter
+FINE = 32  # up to so many rows a size every four; above, steps of a quarter
 
 
 def row_sizes(limits: Limits) -> tuple[int, ...]:
-    """Numbers of rows, ascending: a step of n tokens takes the least that holds it, less than a third of it padding.
+    """Numbers of rows, ascending: a step of n tokens takes the least that holds it, a quarter of it padding at most, or three rows.
 
     The last is max_batch_tokens.
     """
     most = limits.max_batch_tokens
-    found = [size for size in (1, 2, 4, *range(8, FINE + 1, 8)) if size < most]
+    found = [size for size in (1, 2, *range(4, FINE + 1, 4)) if size < most]
     size = FINE
     while size < most:
         step = size // 4

@@ -136,6 +136,6 @@ def test_nothing_is_compiled_behind_the_first_request():
 def test_steps_have_little_padding_and_few_sizes():
     sizes = row_sizes(Limits(max_running=32, max_batch_tokens=256))
     assert sizes[-1] == 256 and len(sizes) < 24 and list(sizes) == sorted(set(sizes))
-    least = [next(size for size in sizes if size >= count) for count in range(9, 257)]
-    assert all(size < 1.5 * count for size, count in zip(least, range(9, 257)))
+    least = {count: next(size for size in sizes if size >= count) for count in range(4, 257)}
+    assert all(size - count <= max(size / 4, 3) for count, size in least.items())
     assert row_sizes(Limits(max_running=1, max_batch_tokens=1)) == (1,)
