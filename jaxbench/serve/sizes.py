@@ -8,7 +8,7 @@ FINE = 32  # up to so many rows a size every four; above, steps of a quarter
 
 
 def row_sizes(limits: Limits) -> tuple[int, ...]:
-    """Numbers of rows, ascending, the last max_batch_tokens: of a step's rows a quarter at most is padding, or three."""
+    """Numbers of rows, ascending, the last max_batch_tokens: a quarter of a step at most is padding, or three rows."""
     most = limits.max_batch_tokens
     found = [size for size in (1, 2, *range(4, FINE + 1, 4)) if size < most]
     size = FINE
