@@ -18,7 +18,7 @@ export NO_VENV
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help environment assets compare bench parity test lint peers clean
+.PHONY: help environment assets serve compare bench parity test lint peers clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 20
@@ -37,6 +37,9 @@ compare: assets  ## the comparison: parity, speed, memory and TPU cost (10 minut
 bench: assets  ## the long comparison: more launches, sequence and batch grids
 	@echo "==> comparison: configs/suites/full.yaml"
 	@$(PY) experiments/compare.py --config=configs/suites/full.yaml $(ARGS)
+
+serve: assets  ## the default model behind OpenAI's interface on http://127.0.0.1:8000
+	@$(PY) experiments/serve.py $(ARGS)
 
 parity: assets  ## do the three backends compute the same function? every case
 	@echo "==> parity of every case"

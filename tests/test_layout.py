@@ -55,6 +55,7 @@ CONFIG_MODELS = {
     "memory/speed": "jaxbench.memory.study.speed:Speed",
     "memory/stability": "jaxbench.memory.study.stability:Stability",
     "quantization": "jaxbench.quantization.study.quality:Quality",
+    "serve": "jaxbench.serve.settings:ServerConfig",
     "suites": "jaxbench.bench.suite:Suite",
     "watermark": "jaxbench.watermark.generate:GenerateConfig",
     "watermark/benchmark": "jaxbench.watermark.study.benchmark:Benchmark",

@@ -50,8 +50,16 @@ class Tokenizer:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self.core.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
         """Render {"role": ..., "content": ...} messages with the model's template; encode with add_special=False.
+
+        tools: descriptions that the template may show to the model.
 
         Raises:
           ValueError: the model has no chat template, or its template refuses these messages.
@@ -65,7 +73,7 @@ class Tokenizer:
         names = {name: self.core.id_to_token(i) if i is not None else "" for name, i in self._special_ids().items()}
         try:
             return environment.from_string(self.chat_template).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **names
+                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=tools, **names
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"chat: the model's template failed: {error}") from error

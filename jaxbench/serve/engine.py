@@ -62,6 +62,7 @@ class Event(NamedTuple):
     logprobs: TokenLogprobs | None
     ended: Ended | None
     error: str | None = None
+    num_cached: int = 0  # tokens of the prompt that were found in the cache
 
 
 class QueueFull(Exception):
@@ -188,13 +189,13 @@ class Engine:
         if token in request.end_ids or sequence.num_new == request.max_new_tokens:
             ended: Ended = "stop" if token in request.end_ids else "length"
             return self._end(sequence, ended)._replace(token=token, logprobs=logprobs)
-        return Event(request.id, token, logprobs, None)
+        return Event(request.id, token, logprobs, None, None, sequence.num_cached or 0)
 
     def _end(self, sequence: Sequence, ended: Ended, *, error: str | None = None) -> Event:
         sequence.ended = ended
         self.scheduler.remove(sequence)
         del self._sequences[sequence.request.id]
-        return Event(sequence.request.id, None, None, ended, error)
+        return Event(sequence.request.id, None, None, ended, error, sequence.num_cached or 0)
 
     def _start_over(self, plan: Plan, error: Exception) -> list[Event]:
         """Behind a failed step: every running request waits again, with a cache that is empty."""

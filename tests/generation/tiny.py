@@ -29,11 +29,11 @@ def has_native() -> bool:
     return library.is_available()
 
 
-def make(folder: Path) -> Path:
-    """Write the model as a Hugging Face folder."""
-    weights.save_checkpoint(
-        folder, CONFIG, initial.initial_params(CONFIG, 0, distinct=True), tokenizer=small_tokenizers.ByteTokenizer()
-    )
+def make(folder: Path, **changes: int) -> Path:
+    """Write the model as a Hugging Face folder; changes: of its configuration."""
+    config = CONFIG.model_copy(update=changes)
+    params = initial.initial_params(config, 0, distinct=True)
+    weights.save_checkpoint(folder, config, params, tokenizer=small_tokenizers.ByteTokenizer())
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
     return folder

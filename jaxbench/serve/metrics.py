@@ -1,0 +1,67 @@
+"""What the server counts, for Prometheus (S file; extra `serve`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+PREFIX = "jaxbench_serve_"
+GAUGES = {
+    "running": "requests that are computed", "waiting": "requests that wait", "blocks": "blocks of the cache",
+    "blocks_available": "blocks that nobody reads", "blocks_known": "blocks whose text is known",
+}  # fmt: skip
+
+
+class Metrics:
+    """Counters, histograms and gauges of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        options = {"registry": self._registry}
+        self._gauges = {name: Gauge(PREFIX + name, about, **options) for name, about in GAUGES.items()}
+        self._preempted = Gauge(PREFIX + "preempted", "requests that lost their blocks, since the start", **options)
+        self._steps = Gauge(PREFIX + "steps", "steps of the engine, since its start", **options)
+        self._deaths = Counter(PREFIX + "worker_deaths", "workers that ended unasked", **options)
+        self._http = Counter(PREFIX + "http_requests", "by path and status", ["path", "status"], **options)
+        self._answers = Counter(PREFIX + "answers", "by the way they ended", ["ended"], **options)
+        self._prompt = Counter(PREFIX + "prompt_tokens", "of answered requests", **options)
+        self._cached = Counter(PREFIX + "cached_tokens", "of these, found in the cache", **options)
+        self._tokens = Counter(PREFIX + "tokens", "generated", **options)
+        times = {"buckets": SECONDS, **options}
+        self._first = Histogram(PREFIX + "first_token_seconds", "from the request to its first token", **times)
+        self._between = Histogram(PREFIX + "between_tokens_seconds", "from a token to the next", **times)
+        self._whole = Histogram(PREFIX + "answer_seconds", "from the request to its end", **times)
+
+    def engine(self, stats: Mapping[str, Any]) -> None:
+        """Numbers of now, of Engine.stats."""
+        for name, gauge in self._gauges.items():
+            gauge.set(stats[name])
+        self._preempted.set(stats["preempted"])
+        self._steps.set(stats["steps"])
+
+    def token(self, seconds: float, *, is_first: bool) -> None:
+        """A token came, so many seconds behind the one before it or behind the request."""
+        self._tokens.inc()
+        (self._first if is_first else self._between).observe(seconds)
+
+    def answered(self, ended: str, prompt: int, cached: int, seconds: float) -> None:
+        """An answer ended."""
+        self._answers.labels(ended).inc()
+        self._prompt.inc(prompt)
+        self._cached.inc(cached)
+        self._whole.observe(seconds)
+
+    def http(self, path: str, status: int) -> None:
+        """A response was sent; path: of a route, not what a client made up."""
+        self._http.labels(path, str(status)).inc()
+
+    def worker_died(self) -> None:
+        """The engine's process is gone."""
+        self._deaths.inc()
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self._registry)

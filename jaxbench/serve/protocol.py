@@ -1,0 +1,165 @@
+"""OpenAI's interface: requests that clients send, checked, and answers as they expect them (S file).
+
+Source: https://platform.openai.com/docs/api-reference (completions, chat completions). A field that is not served is
+refused by name: an answer that ignores what was asked for would look like one that heeds it. Further fields: top_k,
+min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import pydantic
+
+from jaxbench.serve.request import MAX_LOGPROBS, Request, Sampling
+
+
+class _Body(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """What a stream has beside its tokens."""
+
+    include_usage: bool = False
+
+
+class _Asked(_Body):
+    """What both interfaces share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = pydantic.Field(default=1, ge=1)
+    temperature: float | None = pydantic.Field(default=None, ge=0, le=2)  # null = 1, as OpenAI's
+    top_p: float | None = pydantic.Field(default=None, gt=0, le=1)
+    top_k: int = pydantic.Field(default=0, ge=0)
+    min_p: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    frequency_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
+    repetition_penalty: float = pydantic.Field(default=1.0, gt=0, le=100)
+    logit_bias: dict[int, float] | None = pydantic.Field(default=None, max_length=1024)
+    seed: int | None = pydantic.Field(default=None, ge=0, lt=2**63)  # null = another one for each request
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = pydantic.Field(default=[], max_length=64)
+    ignore_eos: bool = False
+    priority: int = pydantic.Field(default=0, ge=-100, le=100)
+    timeout: float | None = pydantic.Field(default=None, gt=0)  # seconds until the answer is cut off
+    user: str | None = None  # taken and not used, as OpenAI's
+
+    @pydantic.field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        given = [stop] if isinstance(stop, str) else stop or []
+        if len(given) > 16 or not all(0 < len(each) <= 1024 for each in given):
+            raise ValueError(f"{len(given)} texts; wanted at most 16 of 1 to 1,024 characters")
+        return stop
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self, seed: int, choice: int) -> Sampling:
+        """How one of the answers is drawn."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p, top_k=self.top_k, min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty, frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0, logit_bias=self.logit_bias or {}, seed=seed, choice=choice,
+        )  # fmt: skip
+
+    def requests(
+        self, id: str, prompt: tuple[int, ...], *, new_tokens: int, end_ids: frozenset[int], seed: int, now: float
+    ) -> list[Request]:
+        """One request for each answer.
+
+        now: of the engine's clock, from which the time-out counts.
+        """
+        ends = (frozenset() if self.ignore_eos else end_ids) | frozenset(self.stop_token_ids)
+        deadline = now + self.timeout if self.timeout is not None else float("inf")
+        return [
+            Request(
+                f"{id}-{choice}", prompt, new_tokens, self.sampling(seed, choice), ends, self.stop_texts,
+                self.wanted_logprobs, self.priority, deadline,
+            )
+            for choice in range(self.n)
+        ]  # fmt: skip
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the most probable tokens are told; None = no log-probabilities."""
+        raise NotImplementedError
+
+
+class CompletionBody(_Asked):
+    """A request for the continuation of a text."""
+
+    prompt: str | list[int]
+    max_tokens: int | None = pydantic.Field(default=None, ge=1)
+    echo: Literal[False] = False
+    suffix: None = None
+    best_of: Literal[1] | None = None
+    logprobs: int | None = pydantic.Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As asked."""
+        return self.logprobs
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Tokens of an answer at most, where it is said."""
+        return self.max_tokens
+
+
+class ChatBody(_Asked):
+    """A request for the next message of a conversation."""
+
+    messages: list[dict[str, Any]] = pydantic.Field(min_length=1)
+    max_tokens: int | None = pydantic.Field(default=None, ge=1)
+    max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None  # go through the model's template
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As asked."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Tokens of an answer at most, where it is said."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+def problem(error: pydantic.ValidationError) -> str:
+    """The first problem of a body, in one line: place, value, what was wanted."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"]) or "the body"
+    if first["type"] == "extra_forbidden":
+        return f"{place} is not served here; leave it out"
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    shown = repr(first.get("input"))
+    return f"{place}: {first['msg']} (got {shown if len(shown) <= 80 else shown[:77] + '...'})"
+
+
+def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def usage(prompt: int, cached: int, new: int) -> dict[str, Any]:
+    """Numbers of tokens."""
+    return {
+        "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def envelope(id: str, kind: str, model: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """An answer, or a piece of one, around its choices."""
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model, "choices": choices, **more}

@@ -1,0 +1,161 @@
+"""Between the interface and the engine: answers as they come, in text, and who may ask for one (S file).
+
+Everything here runs in the server's event loop; the engine's worker is heard through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from jaxbench.generation.pieces import Text
+from jaxbench.serve.engine import Event
+from jaxbench.serve.metrics import Metrics
+from jaxbench.serve.request import Request, TokenLogprobs
+from jaxbench.serve.settings import ServerConfig
+from jaxbench.serve.worker import Report, Supervisor
+
+log = logging.getLogger("jaxbench.serve")
+
+RETRY_S = 1  # what a client that was refused is asked to wait
+
+
+class Refused(Exception):
+    """A request that is not taken now; status is that of HTTP."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Piece(NamedTuple):
+    """What came of an answer."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    ended: str | None = None  # stop | length | timeout | cancelled | error
+    error: str | None = None
+
+
+class Answer:
+    """One answer in progress: events go in, pieces of text come out."""
+
+    def __init__(self, request: Request, tokenizer: Any):
+        self.request, self.asked = request, time.monotonic()
+        end = types.SimpleNamespace(core=tokenizer.core, decode=tokenizer.decode, end_ids=request.end_ids)
+        self._text = Text(end, request.stop)
+        self.ids: list[int] = []
+        self.num_cached = 0
+        self.ended: str | None = None
+        self.last: float | None = None  # when its last token came
+        self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+    def take(self, event: Event) -> None:
+        """Take what happened to the request."""
+        if self.ended:
+            return
+        self.num_cached, tokens, text = event.num_cached, (), ""
+        logprobs = () if event.logprobs is None else (event.logprobs,)
+        if event.token is not None:
+            self.ids.append(event.token)
+            tokens = (event.token,)
+        if event.token is not None or event.ended:
+            text = self._text.update(self.ids, is_full=event.ended is not None)
+        ended = {"deadline": "timeout"}.get(event.ended, event.ended)
+        if self._text.ended == "stop" and ended in (None, "length", "stop"):
+            ended = "stop"
+        self.ended = ended
+        self.pieces.put_nowait(Piece(text, tokens, logprobs, ended, event.error))
+
+
+class Service:
+    """Answers in progress, and the worker that computes them."""
+
+    def __init__(self, config: ServerConfig, tokenizer: Any):
+        self.config, self.tokenizer = config, tokenizer
+        self.state: Literal["loading", "ready", "draining", "failed"] = "loading"
+        self.about: dict[str, Any] = {}  # of the model, once it is loaded
+        self.answers: dict[str, Answer] = {}
+        self.metrics = Metrics()
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = Supervisor(config.engine, self._from_thread)
+
+    def _from_thread(self, report: Report) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._hear, report)
+
+    def _hear(self, report: Report) -> None:
+        if report.kind == "events":
+            self.metrics.engine(report.about)
+            for event in report.events:
+                self._happened(event)
+            return
+        if report.kind == "ready":
+            self.about = report.about
+            self.state = "ready" if self.state == "loading" else self.state
+            log.info("ready", extra={"fields": report.about})
+        elif report.kind in ("died", "failed"):
+            self.state = "failed" if report.kind == "failed" else "loading" if self.state == "ready" else self.state
+            self.metrics.worker_died()
+            log.error("worker lost", extra={"fields": {"error": report.error, "requests": len(self.answers)}})
+            for id in list(self.answers):
+                self._happened(Event(id, None, None, "error", report.error))
+        else:
+            self.about = report.about
+
+    def _happened(self, event: Event) -> None:
+        answer = self.answers.get(event.id)
+        if answer is None:
+            return
+        now = time.monotonic()
+        if event.token is not None:
+            self.metrics.token(now - (answer.last or answer.asked), is_first=answer.last is None)
+            answer.last = now
+        answer.take(event)
+        if answer.ended:
+            del self.answers[event.id]
+            self.metrics.answered(answer.ended, len(answer.request.prompt), answer.num_cached, now - answer.asked)
+            if event.ended is None:  # a stop string, which the engine does not see
+                self._supervisor.send("cancel", event.id)
+
+    def submit(self, requests: Sequence[Request]) -> list[Answer]:
+        """Hand requests to the engine.
+
+        Raises:
+          Refused: the engine is not ready, is ending, or has as many as it takes.
+        """
+        if self.state != "ready":
+            raise Refused(503, {"draining": "the server is ending"}.get(self.state, f"the model is {self.state}"))
+        limits = self.config.engine.limits
+        most = limits.max_running + limits.max_waiting
+        if len(self.answers) + len(requests) > most:
+            raise Refused(429, f"{len(self.answers)} answers are in progress, and {most} may be; try again later")
+        made = [Answer(request, self.tokenizer) for request in requests]
+        for answer in made:
+            self.answers[answer.request.id] = answer
+            if not self._supervisor.send("add", answer.request):
+                self.drop(made)
+                raise Refused(503, "the engine is being started again")
+        return made
+
+    def drop(self, answers: Sequence[Answer]) -> None:
+        """Nobody wants these any more."""
+        for answer in answers:
+            if self.answers.pop(answer.request.id, None) is not None:
+                answer.ended = "cancelled"
+                self._supervisor.send("cancel", answer.request.id)
+                self.metrics.answered("cancelled", len(answer.request.prompt), answer.num_cached, 0.0)
+
+    async def end(self) -> None:
+        """Let answers in progress end, for a while, and end the worker."""
+        self.state = "draining"
+        until = time.monotonic() + self.config.drain_s
+        while self.answers and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        self.drop(list(self.answers.values()))
+        await asyncio.to_thread(self._supervisor.end)

@@ -1,0 +1,67 @@
+"""Settings of an engine and of a server, and how an engine is made of them (S file)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pydantic
+
+from jaxbench.config import Base
+from jaxbench.native import checkpoint
+from jaxbench.serve.engine import Engine
+from jaxbench.serve.scheduler import Limits
+from jaxbench.serve.sizes import row_sizes
+
+
+class EngineConfig(Base):
+    """A model and its engine."""
+
+    model: str | None = None  # GGUF file, Hugging Face folder or hub id; None = the default model
+    backend: Literal["flax", "torch"] = "flax"
+    weights: Literal[checkpoint.WEIGHTS] = checkpoint.FILE  # of native kernels; file = as the file has them
+    cache: Literal[checkpoint.CACHE_TYPES] = "float32"  # keys and values
+    activations: Literal[tuple(checkpoint.PLANES)] = "float32"
+    threads: int = pydantic.Field(default=0, ge=0)  # 0 = all
+    cache_tokens: int = pydantic.Field(default=32_768, ge=128)  # positions that the cache holds
+    limits: Limits = Limits()
+
+
+class ServerConfig(Base):
+    """What a server lets in."""
+
+    engine: EngineConfig = EngineConfig()
+    host: str = "127.0.0.1"
+    port: int = pydantic.Field(default=8000, ge=0, le=65535)  # 0 = a free one
+    name: str | None = None  # the model's in the interface; None = that of its file
+    max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1024)
+    max_choices: int = pydantic.Field(default=8, ge=1)  # n of a request
+    default_new_tokens: int = pydantic.Field(default=256, ge=1)  # of a request that does not say
+    drain_s: float = pydantic.Field(default=30.0, ge=0)  # that answers in progress have when the server is told to end
+
+
+def load_engine(config: EngineConfig, *, progress: Callable[[int, int], Any] = lambda done, total: None) -> Engine:
+    """The engine, its programs compiled; progress: programs that are ready, and all.
+
+    Raises:
+      ValueError: the model cannot be read, or a setting does not go with it.
+      NotAvailable: native kernels cannot be had here.
+    """
+    package = {"flax": "jaxbench", "torch": "torch_ref"}[config.backend]
+    names = ("native.model", "native.paged", "serve.native_runner")
+    native, paged, runners = (importlib.import_module(f"{package}.{name}") for name in names)
+    packed = checkpoint.load(config.model, weights_as=config.weights)
+    how = {"cache_dtype": config.cache, "activations": config.activations, "threads": config.threads}
+    sizes, done = row_sizes(config.limits), 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress(done, len(sizes) + 1)
+
+    runner = runners.NativeRunner(
+        native.build(packed, **how), num_blocks=1 + config.cache_tokens // paged.PAGE_SIZE, sizes=sizes,
+        max_wanted=config.limits.max_running, progress=advance,
+    )  # fmt: skip
+    return Engine(runner, config.limits)

@@ -1,0 +1,307 @@
+"""The server as its clients see it: a process with a small model, driven by OpenAI's client and by sockets."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+from jaxbench.native import library
+from tests.generation import tiny
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = (
+    "port=0", "name=tiny", "engine.cache_tokens=2048", "engine.limits.max_running=4", "engine.limits.max_waiting=4",
+    "engine.limits.max_batch_tokens=64", "engine.threads=1", "max_body_bytes=100000", "drain_s=20",
+)  # fmt: skip
+
+
+class Running:
+    """A server process."""
+
+    def __init__(self, folder, *settings, **variables):
+        command = [sys.executable, str(ROOT / "experiments/serve.py"), f"--model={folder / 'model'}"]
+        command += [f"--set={each}" for each in (*SETTINGS, *settings)]
+        self.log = folder / f"log-{time.monotonic_ns()}"
+        self._file, self.client = open(self.log, "w"), None
+        environment = os.environ | variables
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._file, text=True, env=environment, cwd=ROOT
+        )
+        line = self.process.stdout.readline()
+        if not line.startswith("http://"):
+            self.end()
+            raise AssertionError((line, self.log.read_text()))
+        self.url = line.split()[0]
+        self.port = int(self.url.rpartition(":")[2])
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self.wait()
+
+    def wait(self):
+        """Wait until it takes requests."""
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            assert self.process.poll() is None, self.log.read_text()
+            with contextlib.suppress(urllib.error.URLError):
+                if self.get("/ready")[0] == 200:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def get(self, path, **headers):
+        """Status and text of a path."""
+        return self.send(urllib.request.Request(self.url + path, headers=headers))
+
+    def post(self, path, body, **headers):
+        """Status and text of a posted body."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.send(urllib.request.Request(self.url + path, data=data, headers=headers))
+
+    def send(self, request):
+        """Status and text of a request."""
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def metric(self, name):
+        """A number of /metrics."""
+        return float(re.search(rf"^jaxbench_serve_{re.escape(name)} (\S+)", self.get("/metrics")[1], re.M)[1])
+
+    def idle(self):
+        """True where nothing runs or waits and no block is read."""
+        return self.metric("running") == self.metric("waiting") == 0 and self.metric("blocks_available") == 32
+
+    def worker(self):
+        """Process number of the engine's worker."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        children = [int(each) for path in tasks for each in path.read_text().split()]
+        (worker,) = (each for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes())
+        return worker
+
+    def end(self):
+        """End it as an operating system does; its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(60)
+        if self.client is not None:
+            self.client.close()
+        self._file.close()
+        self.process.stdout.close()
+        return code
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a small model."""
+    folder = tmp_path_factory.mktemp("server")
+    tiny.make(folder / "model", max_seq_len=2048)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """Return a server that runs."""
+    running = Running(folder)
+    yield running
+    assert running.end() == 0
+
+
+def eventually(condition, seconds=20.0):
+    """Wait until something is so."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not become so"
+        time.sleep(0.05)
+
+
+def test_openais_client_gets_models_answers_streams_choices_and_log_probabilities(server):
+    client = server.client
+    assert [model.id for model in client.models.list().data] == ["tiny"]
+    asked = {"model": "tiny", "prompt": "The mill " * 12, "max_tokens": 12, "seed": 5, "temperature": 0.8}
+    whole = client.completions.create(**asked, logprobs=2)
+    again = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    pieces = list(again)
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == whole.choices[0].text
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert (
+        pieces[-1].usage.prompt_tokens_details.cached_tokens == 64
+        and whole.usage.prompt_tokens_details.cached_tokens == 0
+    )
+    assert len(whole.choices[0].logprobs.token_logprobs) == whole.usage.completion_tokens
+    three = client.completions.create(**asked, n=3)
+    assert three.choices[0].text == whole.choices[0].text and len({each.text for each in three.choices}) > 1
+
+
+def test_a_stop_string_ends_a_text_before_it_and_gives_the_blocks_back(server):
+    asked = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    text = server.client.completions.create(**asked).choices[0].text
+    stop = text[5:7]
+    found = server.client.completions.create(**asked, stop=[stop]).choices[0]
+    assert (found.text, found.finish_reason) == (text[: text.index(stop)], "stop")
+    eventually(server.idle)
+
+
+BODIES = {
+    "completions": {
+        "prompt": [None, 3, {}, "", [], ["a"], [1.5], [-1], [10**9], "x" * 3000, "\ud800"],
+        "max_tokens": [0, -1, 1.5, "many", [], 10**9, 10**30],
+        "temperature": [-1, 3, "warm", [], 1e400], "top_p": [0, 1.1, "x"], "top_k": [-1, 0.5, "x"],
+        "min_p": [-0.1, 1, "x"], "n": [0, -1, 9, 10**9, "x", 1.5], "stop": [3, {}, "", [""], ["a"] * 17, ["x" * 2000]],
+        "seed": [-1, 2**64, "x", 0.5], "logit_bias": [3, [], {"a": 1}, {"-1": 1}, {"5": 1000}, {"99999999": 1}],
+        "frequency_penalty": [3, "x"], "presence_penalty": [-3, "x"], "repetition_penalty": [0, -1, "x"],
+        "stop_token_ids": [3, ["a"], [1] * 65], "priority": [101, "x"], "timeout": [0, -1, "x"],
+        "stream": ["perhaps", [], 7], "stream_options": [3, {"include": True}], "model": ["other", 3],
+        "logprobs": [-1, 21, "x"], "echo": [True], "suffix": ["x"], "best_of": [2], "messages": [[]],
+        "unknown": [1, None], "ignore_eos": ["x", []], "user": [3],
+    },
+    "chat/completions": {
+        "messages": [
+            None, [], {}, "hello", [3], [{}], [{"role": 3, "content": "a"}], [{"role": "user"}],
+            [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "image_url"}]}],
+            [{"role": "user", "content": [3]}], [{"role": "user", "content": "\ud800"}],
+            [{"role": "user", "content": "x" * 3000}],
+        ],
+        "max_completion_tokens": [0, "x"], "top_logprobs": [-1, 21, "x"], "logprobs": [3, "x"], "tools": [3, [3], "x"],
+        "response_format": [{"type": "json_object"}], "functions": [[]], "temperature": [-1, "x"], "prompt": ["x"],
+    },
+}  # fmt: skip
+RAW = [
+    b"", b"{", b"nothing", b"[]", b"3", b"null", b"\xff\xfe", b'{"prompt": "a"', b"[" * 5000, b'{"a":' * 3000,
+    b'{"prompt": NaN}', b'{"prompt": "a", "temperature": Infinity}', b"\x00" * 100,
+]  # fmt: skip
+
+
+def test_two_hundred_malformed_requests_are_each_a_sentence_and_cost_nothing(server):
+    good = {"completions": {"prompt": "a"}, "chat/completions": {"messages": [{"role": "user", "content": "a"}]}}
+    count = 0
+    for path, fields in BODIES.items():
+        bodies = [good[path] | {name: value} for name, values in fields.items() for value in values]
+        for body in [
+            *(json.dumps(each).encode() for each in bodies),
+            *RAW,
+            *(each + end for each in RAW for end in (b"]", b",")),
+        ]:
+            status, text = server.post(f"/v1/{path}", body)
+            assert status >= 400, (status, text, body[:100])
+            message = json.loads(text)["error"]["message"]
+            assert 400 <= status < 500 and len(message) > 10 and "\n" not in message, (status, message, body[:100])
+            count += 1
+    for path in ("/v1/nothing", "/../etc/passwd", "/v1/%2e%2e/completions", "/v1//completions", "/%00", "/v1/models/x"):
+        status, text = server.get(path)
+        assert 400 <= status < 500 and json.loads(text)["error"]["message"], (status, text)
+        count += 1
+    assert server.get("/v1/completions")[0] == 405 and server.post("/tokenize", {"text": 3})[0] == 400
+    assert count >= 200 and server.post("/v1/completions", good["completions"] | {"max_tokens": 1})[0] == 200
+    eventually(server.idle)
+
+
+def exchange(port, data, seconds=10.0):
+    """What the server says to bytes on a socket."""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as line:
+        with contextlib.suppress(OSError):
+            line.sendall(data)
+        found = b""
+        with contextlib.suppress(OSError):
+            while chunk := line.recv(65536):
+                found += chunk
+        return found
+
+
+def test_bodies_without_end_and_floods_of_headers_are_cut_off(server):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    large = head + b"Content-Length: 2147483648\r\n\r\n" + b" " * 200_000
+    assert b" 413 " in exchange(server.port, large).splitlines()[0]
+    flood = head + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(200)) + b"\r\n"
+    assert b" 400 " in exchange(server.port, flood).splitlines()[0] or b" 431 " in exchange(server.port, flood)
+    assert b" 400 " in exchange(server.port, b"nonsense\r\n\r\n").splitlines()[0]
+    assert server.get("/health")[0] == 200
+
+
+def opened(port, body):
+    """A connection that has asked, and reads nothing."""
+    line = socket.create_connection(("127.0.0.1", port), timeout=30)
+    data = json.dumps(body).encode()
+    line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+    return line
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_goes_leaves_nothing_behind(server, is_streamed):
+    body = {"prompt": "abc", "max_tokens": 1500, "ignore_eos": True, "stream": is_streamed}
+    before = server.metric('answers_total{ended="cancelled"}') if "cancelled" in server.get("/metrics")[1] else 0
+    with opened(server.port, body) as line:
+        if is_streamed:
+            line.recv(500)
+        else:
+            time.sleep(0.02)
+    eventually(server.idle)
+    assert server.get("/health")[0] == 200 and before >= 0
+
+
+def test_more_than_there_is_room_for_is_refused_with_a_time_to_come_back(server):
+    body = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "n": 8, "stream": True}
+    with opened(server.port, body) as line:
+        line.recv(500)
+        request = urllib.request.Request(f"{server.url}/v1/completions", data=b'{"prompt": "a"}')
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(request, timeout=30)
+        error.value.close()
+        assert error.value.code == 429 and error.value.headers["Retry-After"] == "1"
+    eventually(server.idle)
+
+
+def test_an_answer_that_takes_too_long_is_cut_off_at_its_time(server):
+    body = {"prompt": "abc", "max_tokens": 1500, "ignore_eos": True, "timeout": 0.02}
+    status, text = server.post("/v1/completions", body)
+    choice = json.loads(text)["choices"][0]
+    assert status == 200 and choice["finish_reason"] == "timeout"
+
+
+def test_a_key_is_asked_for_and_a_worker_that_is_killed_is_started_again(folder):
+    server = Running(folder, JAXBENCH_API_KEY="secret")
+    assert server.get("/v1/models")[0] == 401 == server.get("/v1/models", Authorization="Bearer wrong")[0]
+    assert server.get("/v1/models", Authorization="Bearer secret")[0] == server.get("/health")[0] == 200
+    asked = {"prompt": "the old mill", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    data = json.dumps(asked).encode()
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", data=data, headers={"Authorization": "Bearer secret"}
+    )
+    worker = server.worker()
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.readline()
+        os.kill(worker, signal.SIGKILL)
+        rest = response.read().decode()
+    assert "exit code -9" in rest and rest.endswith("[DONE]\n\n")
+    status, text = server.post("/v1/completions", {"prompt": "a"}, Authorization="Bearer secret")
+    assert status == 503 and "loading" in text
+    server.wait()
+    status, text = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, Authorization="Bearer secret")
+    assert status == 200
+    line = [json.loads(each) for each in server.log.read_text().splitlines()]
+    assert any(each["event"] == "worker lost" for each in line) and "old mill" not in server.log.read_text()
+    with urllib.request.urlopen(request, timeout=60) as response:  # in progress when the server is told to end
+        response.readline()
+        server.process.send_signal(signal.SIGTERM)
+        rest = response.read().decode()
+    assert '"finish_reason":"length"' in rest and rest.endswith("[DONE]\n\n")
+    assert server.end() == 0
+
+
+def test_a_server_is_not_opened_to_other_machines_without_a_key(folder):
+    command = [sys.executable, str(ROOT / "experiments/serve.py"), "--set=host=0.0.0.0", "--set=port=0"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAXBENCH_API_KEY"}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+    assert found.returncode == 2 and "set JAXBENCH_API_KEY" in found.stderr
