@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from jaxbench.serve import sampler
 from jaxbench.serve.blocks import BlockPool
 from jaxbench.serve.request import Ended, Request, Sequence, TokenLogprobs
-from jaxbench.serve.scheduler import Limits, Plan, Scheduler
+from jaxbench.serve.scheduler import Limits, Part, Plan, Scheduler
 
 MAX_FAILURES = 2  # failed steps that a request may be in
 
@@ -32,8 +32,7 @@ class Batch(NamedTuple):
     tokens: Int[np.ndarray, " R"]
     positions: Int[np.ndarray, " R"]  # -1 = padding
     table: Int[np.ndarray, "R P"]  # block of each row's positions, in order; 0 where there is none
-    wanted: Int[np.ndarray, " M"]  # rows whose logits are wanted; what is behind the first `num_wanted` is padding
-    num_wanted: int
+    wanted: Int[np.ndarray, " M"]  # rows whose logits are wanted
     copies: Int[np.ndarray, "C 2"]  # blocks (from, to), copied all at once before anything is written
 
 
@@ -78,16 +77,17 @@ class Engine:
         Raises:
           ValueError: the runner does not take a step of these limits.
         """
-        if runner.sizes[-1] < limits.max_batch_tokens or runner.max_wanted < limits.max_running:
+        most = min(limits.max_running * (1 + limits.max_guessed), limits.max_batch_tokens)
+        if runner.sizes[-1] < limits.max_batch_tokens or runner.max_wanted < most:
             raise ValueError(
-                f"max_batch_tokens={limits.max_batch_tokens}, max_running={limits.max_running}: the runner takes "
-                f"{runner.sizes[-1]} tokens and {runner.max_wanted} answers a step"
+                f"max_batch_tokens={limits.max_batch_tokens}, max_running={limits.max_running}, max_guessed="
+                f"{limits.max_guessed}: the runner takes {runner.sizes[-1]} rows, {runner.max_wanted} with logits"
             )
         self.runner, self.limits, self._clock = runner, limits, clock
         self.scheduler = Scheduler(BlockPool(runner.num_blocks, runner.block_size), limits)
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
-        self.num_steps = 0
+        self.num_steps = self.num_guessed = self.num_right = 0
 
     @property
     def is_busy(self) -> bool:
@@ -111,6 +111,10 @@ class Engine:
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
+
+    def sequence(self, id: str) -> Sequence:
+        """A request that is here, as far as it is."""
+        return self._sequences[id]
 
     def check(self, request: Request) -> None:
         """Check that a request can be served when it is alone.
@@ -154,11 +158,29 @@ class Engine:
             logits = self.runner.run(self._batch(plan))
         except Exception as error:  # whatever a runner raises: the texts are known, and what it computed is not
             return events + self._start_over(plan, error)
+        at = 0
         for part in plan.parts:
-            self.scheduler.computed(part)
-        finishing = [part.sequence for part in plan.parts if part.is_last]
-        for sequence, row in zip(finishing, logits):
+            if not part.is_last:
+                self.scheduler.computed(part)
+                continue
+            rows = logits[at : at + 1 + len(part.guess)]
+            at += len(rows)
+            events += self._next_tokens(part, rows)
+        return events
+
+    def _next_tokens(self, part: Part, logits: Float[np.ndarray, "M V"]) -> list[Event]:
+        """The tokens that follow from a part: one, and another for every guess that was right."""
+        sequence, guess, events = part.sequence, part.guess, []
+        for number, row in enumerate(logits):
+            self.scheduler.computed(part, number)  # before an end, so that others find the text
             events.append(self._next_token(sequence, row))
+            token = events[-1].token
+            if events[-1].ended or number == len(guess) or token != guess[number]:
+                break
+        right = len(events) - 1
+        if guess:
+            self.num_guessed, self.num_right = self.num_guessed + len(guess), self.num_right + right
+            sequence.lookup.heard(len(guess), right, len(sequence.tokens))
         return events
 
     def _batch(self, plan: Plan) -> Batch:
@@ -166,18 +188,17 @@ class Engine:
         width = -(-self.runner.max_seq_len // self.runner.block_size)
         tokens, positions = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
         table, at, wanted = np.zeros((rows, width), np.int32), 0, []
-        for sequence, start, count in plan.parts:
-            place = slice(at, at + count)
-            tokens[place] = sequence.tokens[start : start + count]
-            positions[place] = np.arange(start, start + count)
-            table[place, : len(sequence.blocks)] = sequence.blocks
-            at += count
-            if start + count == len(sequence.tokens):
-                wanted.append(at - 1)
-        padded = np.zeros(min(rows, self.runner.max_wanted), np.int32)
-        padded[: len(wanted)] = wanted
+        for part in plan.parts:
+            mine, blocks = part.tokens, part.sequence.blocks
+            place = slice(at, at + len(mine))
+            tokens[place] = mine
+            positions[place] = np.arange(part.start, part.start + len(mine))
+            table[place, : len(blocks)] = blocks
+            at += len(mine)
+            if part.is_last:
+                wanted += range(at - 1 - len(part.guess), at)
         copies = np.array(plan.copies, np.int32).reshape(-1, 2)
-        return Batch(tokens, positions, table, padded, len(wanted), copies)
+        return Batch(tokens, positions, table, np.array(wanted, np.int32), copies)
 
     def _next_token(self, sequence: Sequence, logits: Float[np.ndarray, " V"]) -> Event:
         request = sequence.request
@@ -200,7 +221,7 @@ class Engine:
     def _start_over(self, plan: Plan, error: Exception) -> list[Event]:
         """Behind a failed step: every running request waits again, with a cache that is empty."""
         events = []
-        for sequence, *_ in plan.parts:
+        for sequence in [part.sequence for part in plan.parts]:
             sequence.failures += 1
             if sequence.failures >= MAX_FAILURES:
                 events.append(self._end(sequence, "error", error=f"{type(error).__name__}: {error}"))
@@ -235,4 +256,5 @@ class Engine:
             "running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting),
             "blocks": pool.num_blocks - 1, "blocks_available": pool.num_available, "blocks_known": pool.num_known,
             "preempted": self.scheduler.num_preempted, "steps": self.num_steps,
+            "guessed": self.num_guessed, "guessed_right": self.num_right,
         }  # fmt: skip

@@ -32,6 +32,7 @@ class NativeRunner:
         """Runner whose programs are compiled; progress is called behind each of them.
 
         num_blocks: of the cache, with block 0, which padding is written to. sizes: numbers of rows, ascending.
+        max_wanted: rows of a step whose logits may be wanted.
         """
         self.num_blocks, self.sizes, self.max_wanted = num_blocks, sizes, max_wanted
         self.block_size, self.max_seq_len, self.vocab_size = paged.PAGE_SIZE, model.max_seq_len, model.vocab_size
@@ -40,7 +41,14 @@ class NativeRunner:
         graph, self._weights = nnx.split(model)
         self._programs = {}
         for size in sizes:
-            self._programs[size] = _compiled(graph, self._weights, self._pages, self._shapes(size))
+            self._programs[size] = _compiled(graph, self._weights, self._pages, self._shapes(size), num_rows=sizes[-1])
+            progress()
+        hidden = jax.ShapeDtypeStruct((sizes[-1], self._config.d_model), jnp.float32)
+        self._wanted_sizes = tuple(size for size in sizes if size < max_wanted) + (max_wanted,)
+        self._heads = {}
+        for size in self._wanted_sizes:
+            rows = jax.ShapeDtypeStruct((size,), jnp.int32)
+            self._heads[size] = jax.jit(functools.partial(_logits, graph)).lower(self._weights, hidden, rows).compile()
             progress()
         pairs = jax.ShapeDtypeStruct((max_wanted, 2), jnp.int32)
         self._copy = jax.jit(_copied, donate_argnums=0).lower(self._pages, pairs).compile()
@@ -64,27 +72,39 @@ class NativeRunner:
             pairs[: len(batch.copies[start:])] = batch.copies[start : start + self.max_wanted]
             pages = self._copy(pages, pairs)
         program = self._programs[len(batch.tokens)]
-        logits, self._pages = program(self._weights, pages, batch.tokens, batch.positions, batch.table, batch.wanted)
-        return np.asarray(logits)
+        hidden, self._pages = program(self._weights, pages, batch.tokens, batch.positions, batch.table)
+        count = len(batch.wanted)
+        if not count:
+            return np.zeros((0, self.vocab_size), np.float32)
+        wanted = np.zeros(next(size for size in self._wanted_sizes if size >= count), np.int32)
+        wanted[:count] = batch.wanted
+        return np.asarray(self._heads[len(wanted)](self._weights, hidden, wanted))[:count]
 
     def _shapes(self, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        width, wanted = -(-self.max_seq_len // self.block_size), min(size, self.max_wanted)
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size,), (size,), (size, width), (wanted,)))
+        width = -(-self.max_seq_len // self.block_size)
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size,), (size,), (size, width)))
 
 
-def _compiled(graph: Any, weights: Any, pages: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable:
-    step = functools.partial(_step, graph)
+def _compiled(
+    graph: Any, weights: Any, pages: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], *, num_rows: int
+) -> Callable:
+    step = functools.partial(_step, graph, num_rows=num_rows)
     return jax.jit(step, donate_argnums=1).lower(weights, pages, *shapes).compile()
 
 
 def _step(
-    graph: Any, weights: Any, pages: Any, tokens: Array, positions: Array, table: Array, wanted: Array
+    graph: Any, weights: Any, pages: Any, tokens: Array, positions: Array, table: Array, *, num_rows: int
 ) -> tuple[Array, Any]:
+    """Hidden states of the rows, filled up to num_rows, and the pages."""
     model = nnx.merge(graph, weights)
     cache = paged.PagedCache(*pages, table)
     arguments = (tokens[:, None], positions[:, None], cache, model.settings)
     hidden, cache = run.run_part(model.weights, model.configs, *arguments)
-    return model.logits(hidden[wanted])[:, 0], cache[:4]
+    return jnp.pad(hidden[:, 0], ((0, num_rows - len(tokens)), (0, 0))), cache[:4]
+
+
+def _logits(graph: Any, weights: Any, hidden: Array, rows: Array) -> Array:
+    return nnx.merge(graph, weights).logits(hidden[rows][:, None])[:, 0]
 
 
 def _copied(pages: Any, pairs: Array) -> Any:

@@ -9,6 +9,7 @@ import pydantic
 
 from jaxbench import prompts
 from jaxbench.config import Base
+from jaxbench.serve.lookup import Lookup
 
 MAX_LOGPROBS = 20  # tokens beside the chosen one
 
@@ -82,6 +83,7 @@ class Sequence:
         self.digests: list[bytes] = []  # of whole blocks that are known
         self.num_cached: int | None = None  # tokens that were found in the cache at the first admission
         self.failures = 0  # steps that failed with it
+        self.lookup = Lookup()
         self.ended: Ended | None = None
 
     @property

@@ -24,6 +24,7 @@ class Limits(Base):
     max_running: int = pydantic.Field(default=32, ge=1)  # requests at once
     max_batch_tokens: int = pydantic.Field(default=256, ge=1)  # of a step; at least max_running
     max_waiting: int = pydantic.Field(default=256, ge=0)  # requests; more are refused
+    max_guessed: int = pydantic.Field(default=0, ge=0, le=32)  # tokens of a request that a step guesses; 0 = none
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Limits:
@@ -41,11 +42,17 @@ class Part(NamedTuple):
     sequence: Sequence
     start: int  # position of the first
     count: int
+    guess: tuple[int, ...] = ()  # tokens behind the text, computed too
 
     @property
     def is_last(self) -> bool:
         """True where the next token follows from the last of them."""
         return self.start + self.count == len(self.sequence.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens, guesses among them."""
+        return [*self.sequence.tokens[self.start : self.start + self.count], *self.guess]
 
 
 class Plan(NamedTuple):
@@ -57,7 +64,7 @@ class Plan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens that it computes."""
-        return sum(part.count for part in self.parts)
+        return sum(part.count + len(part.guess) for part in self.parts)
 
 
 class Scheduler:
@@ -96,9 +103,33 @@ class Scheduler:
             if sequence.num_waiting > 1 and count > 0:
                 parts.append(Part(sequence, sequence.num_computed, count))
                 budget -= count
+        if self.limits.max_guessed and budget > 0:
+            parts = self._guessing(parts, budget)
         copies = [(source, block) for block, source in self._copies.items()]
         self._copies.clear()
         return Plan(parts, copies)
+
+    def _guessing(self, parts: list[Part], budget: int) -> list[Part]:
+        """The parts, those that decode with guesses: where rows and blocks that nobody waits for are left."""
+        made = []
+        for part in parts:
+            sequence = part.sequence
+            if part.count == 1 and part.is_last:
+                most = min(self.limits.max_guessed, budget, sequence.request.max_new_tokens - sequence.num_new - 1)
+                guess = sequence.lookup.guess(sequence.tokens, most)
+                part = part._replace(guess=guess[: self._reach(sequence, len(guess))])
+                budget -= len(part.guess)
+            made.append(part)
+        return made
+
+    def _reach(self, sequence: Sequence, wanted: int) -> int:
+        """How many tokens behind its text a request has blocks for, of those wanted; it gets what is not needed."""
+        size = self.pool.block_size
+        while len(sequence.blocks) * size < len(sequence.tokens) + wanted:
+            if self.pool.num_available <= len(self.running) + len(self.waiting):
+                break
+            sequence.blocks.append(self._allocate())
+        return min(wanted, len(sequence.blocks) * size - len(sequence.tokens))
 
     def _admit(self) -> None:
         """Let waiting requests run, by rank, up to the first that does not fit."""
@@ -168,10 +199,13 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def computed(self, part: Part) -> None:
-        """Take note that a part's keys and values are in the blocks; whole blocks become known."""
+    def computed(self, part: Part, num_right: int = 0) -> None:
+        """Take note that a part's keys and values are in the blocks; whole blocks become known.
+
+        num_right: guesses that are part of the text now.
+        """
         sequence, size = part.sequence, self.pool.block_size
-        sequence.num_computed = part.start + part.count
+        sequence.num_computed = part.start + part.count + num_right
         while (len(sequence.digests) + 1) * size <= sequence.num_computed:
             number = len(sequence.digests)
             parent = sequence.digests[-1] if sequence.digests else ROOT

@@ -53,15 +53,18 @@ def load_engine(config: EngineConfig, *, progress: Callable[[int, int], Any] = l
     native, paged, runners = (importlib.import_module(f"{package}.{name}") for name in names)
     packed = checkpoint.load(config.model, weights_as=config.weights)
     how = {"cache_dtype": config.cache, "activations": config.activations, "threads": config.threads}
-    sizes, done = row_sizes(config.limits), 0
+    limits, done = config.limits, 0
+    sizes = row_sizes(limits)
+    most = min(limits.max_running * (1 + limits.max_guessed), limits.max_batch_tokens)
+    total = len(sizes) + sum(size < most for size in sizes) + 2
 
     def advance() -> None:
         nonlocal done
         done += 1
-        progress(done, len(sizes) + 1)
+        progress(done, total)
 
     runner = runners.NativeRunner(
         native.build(packed, **how), num_blocks=1 + config.cache_tokens // paged.PAGE_SIZE, sizes=sizes,
-        max_wanted=config.limits.max_running, progress=advance,
+        max_wanted=most, progress=advance,
     )  # fmt: skip
-    return Engine(runner, config.limits)
+    return Engine(runner, limits)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jaxbench.serve import blocks, engine, scheduler
+from jaxbench.serve import blocks, engine, lookup, scheduler
 from jaxbench.serve.engine import Engine, QueueFull
 from jaxbench.serve.request import Request, Sampling
 from jaxbench.serve.scheduler import Limits
@@ -52,18 +52,20 @@ TestBusy.settings = settings(
 
 
 def run(seeds, actions=150):
-    steps = 0
+    """Number of steps, and of guesses that were right."""
+    steps = right = 0
     for seed in seeds:
         fuzz = Fuzz(seed)
         for _ in range(actions):
             fuzz.act(fuzz.random.choices(list(ACTIONS), list(ACTIONS.values()))[0])
         fuzz.drain()
-        steps += fuzz.engine.num_steps
-    return steps
+        steps, right = steps + fuzz.engine.num_steps, right + fuzz.engine.num_right
+    return steps, right
 
 
 def test_ten_thousand_steps_of_random_engines_answer_as_each_request_alone():
-    assert run(range(1000, 1120)) > 10_000
+    steps, right = run(range(1000, 1140))
+    assert steps > 10_000 and right > 1_000
 
 
 def _no_copies(self):
@@ -94,6 +96,12 @@ def _shares_its_last_block(self, tokens):
     return found
 
 
+def _takes_every_guess(self, part, logits):
+    events = engine.Engine.whole__next_tokens(self, part, logits)
+    self.scheduler.computed(part, len(part.guess))
+    return events
+
+
 BUGS = {
     "a block's beginning is not copied": (scheduler.Scheduler, "plan", _no_copies),
     "a block is known by its own text alone": (blocks, "digest", lambda parent, tokens: bytes(tokens)),
@@ -101,6 +109,7 @@ BUGS = {
     "one token of a copied block counts too much": (blocks.BlockPool, "match", _one_too_many),
     "an answer is lost where its blocks are": (scheduler.Scheduler, "preempt", _forgets),
     "a cache is trusted behind a failed step": (blocks.BlockPool, "forget", lambda self: None),
+    "a wrong guess counts as computed": (engine.Engine, "_next_tokens", _takes_every_guess),
     "logits are those of the row before": (engine.Engine, "_batch", _row_before),
 }  # fmt: skip
 
@@ -110,7 +119,7 @@ def test_a_bug_in_the_books_is_a_wrong_token_or_a_wrong_book(bug, monkeypatch):
     owner, name, replaced = BUGS[bug]
     monkeypatch.setattr(owner, f"whole_{name}", getattr(owner, name), raising=False)
     monkeypatch.setattr(owner, name, replaced)
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, IndexError)):
         run(range(2000, 2060))
 
 
@@ -152,7 +161,7 @@ def test_the_beginning_of_a_text_is_computed_once_and_a_part_of_a_block_is_copie
     assert tokens_of(events) == alone(first)
     second = Request("second", (*range(10), 7), 4)
     busy.add(second)
-    sequence = busy._sequences["second"]
+    sequence = busy.sequence("second")
     events = busy.step()
     assert sequence.num_cached == 10  # two whole blocks and two of the third
     while busy.is_busy:
@@ -174,7 +183,7 @@ def test_a_request_of_lower_priority_gives_its_room_to_one_of_higher():
     busy.step()
     busy.add(Request("high", (2,) * 20, 4, priority=0))
     assert [event.id for event in busy.step() + busy.step()] == ["high"]
-    low, high = busy._sequences["low"], busy._sequences["high"]
+    low, high = busy.sequence("low"), busy.sequence("high")
     assert busy.scheduler.running == [high] and busy.scheduler.waiting == [low]
 
 
@@ -229,9 +238,19 @@ def test_bad_requests_are_refused_and_change_nothing():
         busy.add(good._replace(id="last"))
     with pytest.raises(ValueError, match="max_batch_tokens=2 is less than max_running=4"):
         Limits(max_running=4, max_batch_tokens=2)
-    with pytest.raises(ValueError, match="the runner takes 16 tokens and 4 answers a step"):
+    with pytest.raises(ValueError, match="the runner takes 16 rows, 4 with logits"):
         made(Limits(max_running=8, max_batch_tokens=16))
     busy.scheduler.check()
+
+
+def test_a_text_that_repeats_itself_is_guessed_from_itself_and_bad_guesses_pause():
+    known = lookup.Lookup()
+    text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    assert known.guess(text, 4) == (4, 5, 6, 1) and known.guess(text, 0) == ()
+    assert known.guess([*text, 9], 4) == ()
+    for _ in range(8):
+        known.heard(4, 0, len(text))
+    assert known.guess(text, 4) == () and known.guess(text + [7] * 30 + text, 2) == (4, 5)
 
 
 def test_all_requests_of_a_long_list_are_answered_although_few_may_wait():

@@ -38,7 +38,7 @@ def runner(kind, package="jaxbench"):
         from torch_ref.native import model as made
         from torch_ref.serve.native_runner import NativeRunner as of
     model = made.build(packed(weights), cache_dtype=cache)
-    return of(model, num_blocks=9, sizes=row_sizes(LIMITS), max_wanted=LIMITS.max_running)
+    return of(model, num_blocks=9, sizes=row_sizes(LIMITS), max_wanted=LIMITS.max_running * 5)
 
 
 @functools.cache
@@ -98,6 +98,20 @@ def test_tokens_and_log_probabilities_are_those_of_the_request_alone(kind):
         (alone,) = answers(engine.generate([request])).values()
         count = len(busy[request.id]) if request.id == "r1" else request.max_new_tokens
         assert len(busy[request.id]) == count and busy[request.id] == alone[:count], request.id
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_change_the_number_of_steps_and_no_bit_of_an_answer(kind):
+    requests = [
+        Request(f"g{i}", (5, 6, 7, 8) * 9 + (i,), 120, Sampling(temperature=0.3 * i), logprobs=1) for i in (0, 1)
+    ]
+    found = []
+    for guessed in (0, 4):
+        engine = Engine(runner(kind), LIMITS.model_copy(update={"max_guessed": guessed}))
+        engine.runner.reset()
+        found.append((answers(engine.generate(requests)), engine.num_steps, engine.num_right))
+    (plain, steps, _), (guessing, fewer, right) = found
+    assert plain == guessing and right > 20 and fewer < steps
 
 
 def test_both_backends_give_the_same_tokens():

@@ -24,6 +24,7 @@ class NativeRunner:
         """Runner; nothing is compiled.
 
         num_blocks: of the cache, with block 0, which padding is written to. sizes: numbers of rows, ascending.
+        max_wanted: rows of a step whose logits may be wanted.
         """
         self.num_blocks, self.sizes, self.max_wanted = num_blocks, sizes, max_wanted
         self.block_size, self.max_seq_len, self.vocab_size = paged.PAGE_SIZE, model.max_seq_len, model.vocab_size
@@ -53,4 +54,6 @@ class NativeRunner:
         cache = paged.PagedCache(*self._pages, table)
         model, arguments = self._model, (tokens[:, None], positions[:, None], cache, self._model.settings)
         hidden, _ = run.run_part(model.weights, model.configs, *arguments)
+        if not len(wanted):
+            return np.zeros((0, self.vocab_size), np.float32)
         return model.logits(hidden[wanted.long()])[:, 0].numpy()

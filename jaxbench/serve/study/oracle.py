@@ -79,7 +79,7 @@ class HashRunner:
             self.fails -= 1
             raise RuntimeError(f"the runner was told to fail, {self.fails} times more")
         found = np.zeros((len(batch.wanted), self.vocab_size), np.float32)
-        for i, row in enumerate(batch.wanted[: batch.num_wanted].tolist()):
+        for i, row in enumerate(batch.wanted.tolist()):
             found[i] = np.nan if i in self.spoilt else logits_of(rows[row], self.vocab_size)
         self.spoilt = set()
         return found

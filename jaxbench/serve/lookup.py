@@ -1,0 +1,39 @@
+"""Guesses of the next tokens from the text itself: what followed its last tokens when they stood there before (S file).
+
+Source: Saxena 2023, prompt lookup decoding. A guess is computed beside the token before it and kept as far as it
+is what would have been drawn, so that an answer does not depend on guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NGRAM = 3  # last tokens that are looked up
+LEAST_SHARE = 0.25  # of guessed tokens that have to be right, on average, for guesses to go on
+PAUSE = 32  # tokens without a guess behind a share below that
+MEMORY = 0.8  # of the average, a guess
+
+
+class Lookup:
+    """One text's index, and how good its guesses were."""
+
+    def __init__(self) -> None:
+        self._behind: dict[tuple[int, ...], int] = {}  # last tokens -> where the token behind them was last
+        self._indexed = NGRAM
+        self._share, self._pause_until = 1.0, 0
+
+    def guess(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """The next tokens, at most so many; none where the last ones are new, or where guesses have been bad."""
+        for place in range(self._indexed, len(tokens)):
+            self._behind[tuple(tokens[place - NGRAM : place])] = place
+        self._indexed = max(self._indexed, len(tokens))
+        if len(tokens) < max(self._pause_until, NGRAM) or most < 1:
+            return ()
+        place = self._behind.get(tuple(tokens[-NGRAM:]))
+        return () if place is None else tuple(tokens[place : place + most])
+
+    def heard(self, num_guessed: int, num_right: int, length: int) -> None:
+        """Take note of how many tokens of a guess were right; length: of the text now."""
+        self._share = MEMORY * self._share + (1.0 - MEMORY) * num_right / num_guessed
+        if self._share < LEAST_SHARE:
+            self._share, self._pause_until = 0.5, length + PAUSE

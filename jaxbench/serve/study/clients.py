@@ -1,0 +1,168 @@
+"""Servers under the same clients: tokens a second and what each client waits, in fresh processes by turns (S file).
+
+    python -m jaxbench.serve.study.clients --arms=jaxbench,jaxbench_int8 --clients=1,8,32 --launches=3 --output=FILE
+
+A launch starts every arm's server once, in an order that turns from launch to launch, and plays the same requests for
+each number of clients. Ratios are over the first arm, with intervals over launches. llama_server is llama.cpp's own
+server, as `make peers` builds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from jaxbench import cli, outputs, terminal
+from jaxbench.measure import environment, process, verdicts
+from jaxbench.serve.study import load
+
+VALUES = flags.FLAGS
+HOST = "127.0.0.1"
+OWN = (sys.executable, str(process.ROOT / "experiments/serve.py"), "--set=name=model")
+LLAMA = process.PEERS / "llama.cpp/llama-server"
+ARMS: dict[str, tuple[str, ...]] = {
+    "jaxbench": (*OWN, "--set=port={port}"),
+    "jaxbench_int8": (*OWN, "--set=port={port}", "--set=engine.activations=int8", "--set=engine.cache=int8"),
+    "jaxbench_torch": (*OWN, "--set=port={port}", "--set=engine.backend=torch"),
+    "llama_server": (
+        str(LLAMA), "-m", "{model}", "--host", HOST, "--port", "{port}", "-np", "32", "-c", "32768", "-t", "2",
+        "-fa", "on", "--no-webui",
+    ),
+}  # fmt: skip
+READY = {"llama_server": "/health"}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running(name: str, model: Path, log: Path) -> Iterator[tuple[int, float]]:
+    """An arm's server in a fresh process: its port, and the seconds until it took requests.
+
+    Raises:
+      ValueError: it does not start.
+    """
+    port = free_port()
+    command = [part.format(port=port, model=model) for part in ARMS[name]]
+    if not Path(command[0]).exists():
+        raise ValueError(f"--arms: {name} needs {command[0]}, which is not there; `make peers` builds it")
+    started = time.monotonic()
+    with open(log, "ab") as file, subprocess.Popen(command, stdout=file, stderr=file, cwd=process.ROOT) as server:
+        try:
+            while not _answers(f"http://{HOST}:{port}{READY.get(name, '/ready')}"):
+                if server.poll() is not None or time.monotonic() - started > 300:
+                    raise ValueError(f"{name} did not start; {log} says why")
+                time.sleep(0.1)
+            yield port, time.monotonic() - started
+        finally:
+            server.terminate()
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def measured(
+    name: str, port: int, asks: Sequence[load.Ask], clients: int, *, warm: Sequence[load.Ask]
+) -> dict[str, Any]:
+    """What so many clients see of a server that has answered a few requests before."""
+    asyncio.run(load.closed(HOST, port, "model", warm, clients=min(clients, 4)))
+    with terminal.progress(len(asks)) as advance:
+        seen, seconds = asyncio.run(load.closed(HOST, port, "model", asks, clients=clients, progress=advance))
+    return load.summary(seen, seconds)
+
+
+def compared(rows: Sequence[dict[str, Any]], arms: Sequence[str], clients: Sequence[int]) -> list[dict[str, Any]]:
+    """Medians over launches, and tokens a second over those of the first arm."""
+    found = []
+    for count in clients:
+        by_arm = {
+            arm: [row for row in rows if row["arm"] == arm and row["clients"] == count] for arm in arms
+        }  # fmt: skip
+        rates = {arm: [row["tokens_a_second"] for row in mine] for arm, mine in by_arm.items()}
+        for arm, mine in by_arm.items():
+            middle = {
+                "arm": arm, "clients": count, "tokens_a_second": statistics.median(rates[arm]),
+                "first_p90_s": statistics.median(row["first_s"]["p90"] for row in mine),
+                "between_p50_s": statistics.median(row["between_s"]["p50"] for row in mine),
+                "lost": sum(row["lost"] for row in mine),
+            }  # fmt: skip
+            if arm != arms[0]:
+                ratios = [
+                    verdicts.log_ratio([mine_], [base], higher_is_better=True)
+                    for mine_, base in zip(rates[arm], rates[arms[0]])
+                ]
+                middle["ratio"] = verdicts.t_interval(ratios).ratio()
+            found.append(middle)
+    return found
+
+
+def main() -> int:
+    """Measure every arm, and show; return the exit code."""
+    from jaxbench.pretrained import assets, tokenizer
+
+    unknown = [name for name in VALUES.arms if name not in ARMS]
+    if unknown or not VALUES.arms:
+        raise ValueError(f"--arms: {unknown or 'none'}; wanted some of {', '.join(ARMS)}")
+    clients = [int(each) for each in VALUES.clients]
+    outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
+    model, text = assets.fetch_default_model(), tokenizer.load_tokenizer(None)
+    asks, warm = load.drawn(text, VALUES.requests), load.drawn(text, 4, seed=1)
+    rows: list[dict[str, Any]] = []
+    for launch in range(VALUES.launches):
+        order = VALUES.arms if launch % 2 == 0 else VALUES.arms[::-1]
+        for name in order:
+            log = Path(f"{VALUES.output}.{name}.log")
+            with running(name, model, log) as (port, ready_s):
+                for count in clients:
+                    part = asks[: max(VALUES.least, round(len(asks) * min(1.0, count / max(clients))))]
+                    found = measured(name, port, part, count, warm=warm)
+                    rows.append({"arm": name, "launch": launch, "clients": count, "ready_s": ready_s} | found)
+                    print(
+                        f"{name}, {count} clients: {found['tokens_a_second']:.0f} tokens/s, first token "
+                        f"{1e3 * found['first_s'].get('p50', float('nan')):.0f} ms (p90 "
+                        f"{1e3 * found['first_s'].get('p90', float('nan')):.0f}), {found['lost']} lost", flush=True,
+                    )  # fmt: skip
+    about = {"machine": environment.describe(threads=environment.usable_cores()), "requests": len(asks)}
+    table = compared(rows, VALUES.arms, clients)
+    outputs.write_json(VALUES.output, {"about": about, "table": table, "launches": rows})
+    for row in table:
+        ratio = "" if "ratio" not in row else " ratio {:.2f} [{:.2f}, {:.2f}]".format(*row["ratio"])
+        print(f"{row['clients']:4d} clients  {row['arm']:16s} {row['tokens_a_second']:8.1f} tokens/s{ratio}")
+    print(f"written: {VALUES.output}")
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("arms", ["jaxbench", "jaxbench_int8"], "servers, the first is what others are compared with")
+    flags.DEFINE_list("clients", ["1", "8", "32"], "with a request in flight each")
+    flags.DEFINE_integer("requests", 256, "of the largest number of clients; fewer clients play the first of them", 1)
+    flags.DEFINE_integer("least", 16, "requests that few clients play at least", 1)
+    flags.DEFINE_integer("launches", 3, "of every arm", lower_bound=1)
+    flags.DEFINE_string("output", None, "figures: a .json file", required=True)
+    flags.DEFINE_bool("overwrite", False, "replace the output")
+    cli.run(main, about=__doc__)
