@@ -214,9 +214,11 @@ def _submitted(request: Request, body: CompletionBody | ChatBody) -> list[Answer
     seed = secrets.randbits(62) if body.seed is None else body.seed
     how = {"new_tokens": new, "seed": seed, "end_ids": frozenset(service.tokenizer.end_ids), "now": time.monotonic()}
     try:
-        made = body.requests(request.state.id, tuple(ids), **how)
+        made = body.requests(request.state.id, tuple(ids), grammar=body.grammar(), **how)
     except pydantic.ValidationError as error:
         raise Bad(protocol.problem(error)) from error
+    except ValueError as error:
+        raise Bad(str(error)) from error
     return service.submit(made)
 
 

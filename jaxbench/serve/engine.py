@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 
 from jaxbench.serve import sampler
 from jaxbench.serve.blocks import BlockPool
+from jaxbench.serve.constraint import Grammars
 from jaxbench.serve.request import Ended, Request, Sequence, TokenLogprobs
 from jaxbench.serve.scheduler import Limits, Part, Plan, Scheduler
 
@@ -71,8 +72,15 @@ class QueueFull(Exception):
 class Engine:
     """Requests and one runner."""
 
-    def __init__(self, runner: Runner, limits: Limits = Limits(), *, clock: Callable[[], float] = time.monotonic):
-        """Engine with nothing to do.
+    def __init__(
+        self,
+        runner: Runner,
+        limits: Limits = Limits(),
+        *,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Engine with nothing to do. grammars: for requests with one; None = there are none.
 
         Raises:
           ValueError: the runner does not take a step of these limits.
@@ -83,7 +91,7 @@ class Engine:
                 f"max_batch_tokens={limits.max_batch_tokens}, max_running={limits.max_running}, max_guessed="
                 f"{limits.max_guessed}: the runner takes {runner.sizes[-1]} rows, {runner.max_wanted} with logits"
             )
-        self.runner, self.limits, self._clock = runner, limits, clock
+        self.runner, self.limits, self._grammars, self._clock = runner, limits, grammars, clock
         self.scheduler = Scheduler(BlockPool(runner.num_blocks, runner.block_size), limits)
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
@@ -99,7 +107,7 @@ class Engine:
 
         Raises:
           ValueError: it has no token, one outside the vocabulary, or more than the model or the blocks take; or its id
-            is in use.
+            is in use; or its grammar is none.
           QueueFull: as many wait as may.
         """
         self.check(request)
@@ -108,6 +116,8 @@ class Engine:
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             raise QueueFull(f"{len(self.scheduler.waiting)} requests wait, no more may")
         sequence = Sequence(request, self._arrivals)
+        if request.grammar is not None and self._grammars is not None:
+            sequence.constraint = self._grammars.begin(request.grammar)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
@@ -137,6 +147,8 @@ class Engine:
                 f"request {request.id!r}: {total} tokens; the cache has room for "
                 f"{(self.runner.num_blocks - 1) * self.runner.block_size}"
             )
+        if request.grammar is not None and self._grammars is None:
+            raise ValueError(f"request {request.id!r}: the engine follows no grammars; it needs llguidance")
         odd = [token for token in request.sampling.logit_bias if token >= size]
         if odd:
             raise ValueError(f"request {request.id!r}: logit_bias of token {odd[0]}; wanted tokens below {size}")
@@ -207,8 +219,12 @@ class Engine:
         except Exception as error:
             return self._end(sequence, "error", error=f"{type(error).__name__}: {error}")
         sequence.tokens.append(token)
-        if token in request.end_ids or sequence.num_new == request.max_new_tokens:
-            ended: Ended = "stop" if token in request.end_ids else "length"
+        is_over = token in request.end_ids
+        if sequence.constraint is not None and not is_over:
+            sequence.constraint.accept(token)
+            is_over = sequence.constraint.is_over
+        if is_over or sequence.num_new == request.max_new_tokens:
+            ended: Ended = "stop" if is_over else "length"
             return self._end(sequence, ended)._replace(token=token, logprobs=logprobs)
         return Event(request.id, token, logprobs, None, None, sequence.num_cached or 0)
 

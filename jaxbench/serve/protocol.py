@@ -2,7 +2,7 @@
 
 Source: https://platform.openai.com/docs/api-reference (completions, chat completions). A field that is not served is
 refused by name: an answer that ignores what was asked for would look like one that heeds it. Further fields: top_k,
-min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout.
+min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout, regex, choice.
 """
 
 from __future__ import annotations
@@ -12,11 +12,28 @@ from typing import Any, Literal
 
 import pydantic
 
+from jaxbench.serve import constraint
 from jaxbench.serve.request import MAX_LOGPROBS, Request, Sampling
 
 
 class _Body(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class JsonSchema(_Body):
+    """A named schema."""
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | None = pydantic.Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """What an answer is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class StreamOptions(_Body):
@@ -47,6 +64,9 @@ class _Asked(_Body):
     priority: int = pydantic.Field(default=0, ge=-100, le=100)
     timeout: float | None = pydantic.Field(default=None, gt=0)  # seconds until the answer is cut off
     user: str | None = None  # taken and not used, as OpenAI's
+    response_format: ResponseFormat | None = None
+    regex: str | None = pydantic.Field(default=None, min_length=1, max_length=10_000)  # that the answer matches
+    choice: list[str] | None = pydantic.Field(default=None, min_length=1, max_length=1000)  # texts, one is the answer
 
     @pydantic.field_validator("stop")
     @classmethod
@@ -55,6 +75,29 @@ class _Asked(_Body):
         if len(given) > 16 or not all(0 < len(each) <= 1024 for each in given):
             raise ValueError(f"{len(given)} texts; wanted at most 16 of 1 to 1,024 characters")
         return stop
+
+    def grammar(self) -> str | None:
+        """What the answer follows, as constraint.py says it; None = nothing.
+
+        Raises:
+          ValueError: more than one is asked for, or one that cannot be followed.
+        """
+        form = self.response_format
+        wanted = [name for name in ("regex", "choice") if getattr(self, name) is not None]
+        wanted += ["response_format"] if form is not None and form.type != "text" else []
+        if len(wanted) > 1:
+            raise ValueError(f"{' and '.join(wanted)}: an answer follows one of them; leave the others out")
+        if self.regex is not None:
+            return constraint.of_regex(self.regex)
+        if self.choice is not None:
+            return constraint.of_choices(self.choice)
+        if not wanted:
+            return None
+        if form.type == "json_object":
+            return constraint.of_schema({"type": "object"})
+        if form.json_schema is None:
+            raise ValueError(f"response_format.json_schema is missing, and type is {form.type!r}")
+        return constraint.of_schema(form.json_schema.schema_ or {})
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -71,8 +114,9 @@ class _Asked(_Body):
         )  # fmt: skip
 
     def requests(
-        self, id: str, prompt: tuple[int, ...], *, new_tokens: int, end_ids: frozenset[int], seed: int, now: float
-    ) -> list[Request]:
+        self, id: str, prompt: tuple[int, ...], *, new_tokens: int, end_ids: frozenset[int], seed: int, now: float,
+        grammar: str | None,
+    ) -> list[Request]:  # fmt: skip
         """One request for each answer.
 
         now: of the engine's clock, from which the time-out counts.
@@ -82,7 +126,7 @@ class _Asked(_Body):
         return [
             Request(
                 f"{id}-{choice}", prompt, new_tokens, self.sampling(seed, choice), ends, self.stop_texts,
-                self.wanted_logprobs, self.priority, deadline,
+                self.wanted_logprobs, self.priority, deadline, grammar,
             )
             for choice in range(self.n)
         ]  # fmt: skip

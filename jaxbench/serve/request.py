@@ -9,6 +9,7 @@ import pydantic
 
 from jaxbench import prompts
 from jaxbench.config import Base
+from jaxbench.serve.constraint import Constraint
 from jaxbench.serve.lookup import Lookup
 
 MAX_LOGPROBS = 20  # tokens beside the chosen one
@@ -63,6 +64,7 @@ class Request(NamedTuple):
     logprobs: int | None = None  # how many of the most probable tokens are told beside the chosen one; None = nothing
     priority: int = 0  # lower goes first, and may take the room of higher
     deadline: float = math.inf  # of the engine's clock
+    grammar: str | None = None  # of constraint.py, which the answer follows
 
 
 class TokenLogprobs(NamedTuple):
@@ -84,6 +86,7 @@ class Sequence:
         self.num_cached: int | None = None  # tokens that were found in the cache at the first admission
         self.failures = 0  # steps that failed with it
         self.lookup = Lookup()
+        self.constraint: Constraint | None = None
         self.ended: Ended | None = None
 
     @property

@@ -22,6 +22,7 @@ def choose(sequence: Sequence, logits: Float[Array, " V"]) -> tuple[int, TokenLo
 
     Raises:
       FloatingPointError: a logit is NaN, or none is finite.
+      ValueError: no token follows the request's grammar.
     """
     largest = float(np.max(logits))  # NaN where there is one
     if not np.isfinite(largest):
@@ -30,6 +31,8 @@ def choose(sequence: Sequence, logits: Float[Array, " V"]) -> tuple[int, TokenLo
     changed = logits
     if sampling.changes_logits:
         changed = penalized(logits, sampling, sequence.tokens, sequence.tokens[len(sequence.request.prompt) :])
+    if sequence.constraint is not None:
+        changed = sequence.constraint.masked(changed)
     token = drawn(changed, sampling, step=sequence.num_new)
     wanted = sequence.request.logprobs
     return token, None if wanted is None else logprobs(logits, token, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import pydantic
 
 from jaxbench.config import Base
 from jaxbench.native import checkpoint
+from jaxbench.serve.constraint import Grammars
 from jaxbench.serve.engine import Engine
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.sizes import row_sizes
@@ -67,4 +69,13 @@ def load_engine(config: EngineConfig, *, progress: Callable[[int, int], Any] = l
         native.build(packed, **how), num_blocks=1 + config.cache_tokens // paged.PAGE_SIZE, sizes=sizes,
         max_wanted=most, progress=advance,
     )  # fmt: skip
-    return Engine(runner, limits)
+    return Engine(runner, limits, grammars=_grammars(config.model, runner.vocab_size))
+
+
+def _grammars(model: str | None, vocab_size: int) -> Grammars | None:
+    """Grammars over a model's tokens; None where llguidance is not installed."""
+    if importlib.util.find_spec("llguidance") is None:
+        return None
+    from jaxbench.pretrained.tokenizer import load_tokenizer
+
+    return Grammars(load_tokenizer(model), vocab_size)

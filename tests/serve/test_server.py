@@ -145,6 +145,22 @@ def test_openais_client_gets_models_answers_streams_choices_and_log_probabilitie
     assert three.choices[0].text == whole.choices[0].text and len({each.text for each in three.choices}) > 1
 
 
+def test_answers_follow_the_schema_that_openais_client_asks_for(server):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    messages = [{"role": "user", "content": "yes or no"}]
+    found = server.client.chat.completions.create(
+        model="tiny", messages=messages, response_format=asked, max_tokens=200, seed=1
+    )
+    assert isinstance(json.loads(found.choices[0].message.content)["a"], bool)
+    assert found.choices[0].finish_reason == "stop"
+
+
 def test_a_stop_string_ends_a_text_before_it_and_gives_the_blocks_back(server):
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
     text = server.client.completions.create(**asked).choices[0].text
@@ -165,7 +181,7 @@ BODIES = {
         "stop_token_ids": [3, ["a"], [1] * 65], "priority": [101, "x"], "timeout": [0, -1, "x"],
         "stream": ["perhaps", [], 7], "stream_options": [3, {"include": True}], "model": ["other", 3],
         "logprobs": [-1, 21, "x"], "echo": [True], "suffix": ["x"], "best_of": [2], "messages": [[]],
-        "unknown": [1, None], "ignore_eos": ["x", []], "user": [3],
+        "regex": ["(a", "", 3], "choice": [[], [""], "x"], "unknown": [1, None], "ignore_eos": ["x", []], "user": [3],
     },
     "chat/completions": {
         "messages": [
@@ -175,7 +191,11 @@ BODIES = {
             [{"role": "user", "content": "x" * 3000}],
         ],
         "max_completion_tokens": [0, "x"], "top_logprobs": [-1, 21, "x"], "logprobs": [3, "x"], "tools": [3, [3], "x"],
-        "response_format": [{"type": "json_object"}], "functions": [[]], "temperature": [-1, "x"], "prompt": ["x"],
+        "response_format": [
+            3, {"type": "xml"}, {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
+        ],
+        "functions": [[]], "temperature": [-1, "x"], "prompt": ["x"],
     },
 }  # fmt: skip
 RAW = [

@@ -1,0 +1,96 @@
+"""Answers that follow a grammar, whatever the logits say."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxbench.pretrained.tokenizer import load_tokenizer
+from jaxbench.serve import constraint
+from jaxbench.serve.engine import Engine
+from jaxbench.serve.request import Request, Sampling
+from jaxbench.serve.scheduler import Limits
+from jaxbench.serve.study.oracle import HashRunner
+from tests.generation import tiny
+
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["name", "age"],
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Return a tokenizer of bytes."""
+    return load_tokenizer(str(tiny.make(tmp_path_factory.mktemp("grammar"))))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    """Return grammars over its tokens."""
+    return constraint.Grammars(tokenizer, 257)
+
+
+def answered(grammars, tokenizer, requests, *, guessed=0, num_blocks=40):
+    runner = HashRunner(
+        num_blocks=num_blocks, block_size=4, max_seq_len=120, vocab_size=257, sizes=(4, 24), max_wanted=24
+    )
+    limits = Limits(max_running=3, max_batch_tokens=24, max_guessed=guessed)
+    engine = Engine(runner, limits, grammars=grammars)
+    found = engine.generate(requests)
+    ended = {name: events[-1].ended for name, events in found.items()}
+    ids = {name: [event.token for event in events if event.token is not None] for name, events in found.items()}
+    return {name: tokenizer.decode(each, skip_special=True) for name, each in ids.items()}, ended
+
+
+def requests(grammar, count=4):
+    drawn = [Sampling(temperature=0.8 * (i % 2), seed=i) for i in range(count)]
+    return [Request(f"r{i}", (i, 2, 3), 90, each, grammar=grammar) for i, each in enumerate(drawn)]
+
+
+def test_an_answer_is_json_of_its_schema_in_any_company(grammars, tokenizer):
+    asked = requests(constraint.of_schema(SCHEMA))
+    together, ended = answered(grammars, tokenizer, asked, guessed=3, num_blocks=31)
+    assert set(ended.values()) == {"stop"}
+    for text in together.values():
+        value = json.loads(text)
+        assert set(value) == {"name", "age"} and value["name"] in ("Ada", "Grace") and 0 <= value["age"] <= 120
+    alone = {}
+    for each in asked:
+        alone |= answered(grammars, tokenizer, [each])[0]
+    assert together == alone
+
+
+def test_an_answer_matches_its_expression_or_is_one_of_its_choices(grammars, tokenizer):
+    texts, _ = answered(grammars, tokenizer, requests(constraint.of_regex(r"[a-f]{3}-\d{2}")))
+    assert all(re.fullmatch(r"[a-f]{3}-\d{2}", text) for text in texts.values()) and len(set(texts.values())) > 1
+    texts, _ = answered(grammars, tokenizer, requests(constraint.of_choices(["yes", 'no "really"']), count=8))
+    assert set(texts.values()) <= {"yes", 'no "really"'}
+
+
+def test_tokens_that_may_not_come_get_no_probability(grammars):
+    state = grammars.begin(constraint.of_choices(["ab"]))
+    masked = state.masked(np.zeros(257, np.float32))
+    assert np.flatnonzero(np.isfinite(masked)).tolist() == [ord("a")]
+    state.accept(ord("a"))
+    assert not state.is_over
+    with pytest.raises(ValueError, match="token 120 may not come next"):
+        state.accept(ord("x"))
+
+
+@pytest.mark.parametrize("make, match", [
+    (lambda: constraint.of_regex("(a"), "regex: .*"),
+    (lambda: constraint.of_schema({"type": "nothing"}), "json_schema: .*"),
+    (lambda: constraint.of_choices([]), "choice: 0 texts"),
+    (lambda: constraint.of_choices(["a", ""]), "choice: 2 texts; wanted at least one, and none empty"),
+    (lambda: constraint.of_regex("a" * 200_000), "at most 100000 are taken"),
+])  # fmt: skip
+def test_grammars_that_cannot_be_followed_are_refused(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_an_engine_without_grammars_takes_no_request_with_one(tokenizer):
+    with pytest.raises(ValueError, match="the engine follows no grammars"):
+        answered(None, tokenizer, requests(constraint.of_choices(["a"])))
