@@ -9,6 +9,7 @@ Ends at SIGTERM or Ctrl-C when the answers in progress have ended. docs/serving.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -73,8 +74,18 @@ def main() -> int:
     started, listening = time.monotonic(), _socket(config.host, config.port)
     host = f"[{config.host}]" if ":" in config.host else config.host
     print(f"http://{host}:{listening.getsockname()[1]} (model {made.state.name}; Ctrl-C ends it)", flush=True)
+
+    class Server(uvicorn.Server):
+        """Takes nothing new from the signal on, while answers in progress end."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """As uvicorn's, which by itself tells the application at the very end."""
+            draining = asyncio.create_task(made.state.service.end())
+            await super().shutdown(sockets)
+            await draining
+
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn hands on the signal that it ended for
-        uvicorn.Server(options).run(sockets=[listening])
+        Server(options).run(sockets=[listening])
     print(f"served for {time.monotonic() - started:.0f} s")
     return cli.EXIT_OK
 

@@ -94,9 +94,9 @@ def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
             log.exception("failed", extra={"fields": {"request": id}})
             response = JSONResponse(error_body(f"the server failed; its log has request {id}", "server_error"), 500)
         response.headers["x-request-id"] = id
-        request.app.state.service.metrics.http(request.url.path, response.status_code)
+        request.app.state.service.metrics.http(request.scope["path"], response.status_code)
         seconds = round(time.monotonic() - started, 4)
-        fields = {"request": id, "path": request.url.path, "status": response.status_code, "seconds": seconds}
+        fields = {"request": id, "path": request.scope["path"], "status": response.status_code, "seconds": seconds}
         log.info("http", extra={"fields": fields})
         return response
 
@@ -110,10 +110,10 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 def _check_key(request: Request) -> None:
     key = os.environ.get(KEY_VARIABLE)
-    if not key or request.url.path in OPEN_PATHS:
+    if not key or request.scope["path"] in OPEN_PATHS:  # not request.url's, which a Host header has a part in
         return
     given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-    if not hmac.compare_digest(given.encode(), key.encode()):
+    if not hmac.compare_digest(given.encode("latin-1"), os.fsencode(key.strip())):
         raise Bad("the API key is missing or wrong; send it as `Authorization: Bearer KEY`", 401)
 
 
@@ -153,11 +153,15 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[int]:
             if isinstance(body.prompt, list):
                 return body.prompt
             return texts.prompt_ids(service.tokenizer, body.prompt, "prompt")
-        messages = [_message(number, message) for number, message in enumerate(body.messages)]
-        text = service.tokenizer.chat(messages, **({"tools": body.tools} if body.tools else {}))
-        return service.tokenizer.encode(text, add_special=False)
     except ValueError as error:
         raise Bad(str(error)) from error
+    messages = [_message(number, message) for number, message in enumerate(body.messages)]
+    try:
+        text = texts.check_text(service.tokenizer.chat(messages, tools=body.tools), "messages")
+        return service.tokenizer.encode(text, add_special=False)
+    except Exception as error:  # a template is a stranger's code, and fails as it likes
+        said = " ".join(str(error).split())[:200]
+        raise Bad(f"messages: the model's template does not take them ({type(error).__name__}: {said})") from error
 
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +218,13 @@ def _submitted(request: Request, body: CompletionBody | ChatBody) -> list[Answer
     seed = secrets.randbits(62) if body.seed is None else body.seed
     how = {"new_tokens": new, "seed": seed, "end_ids": frozenset(service.tokenizer.end_ids), "now": time.monotonic()}
     try:
-        made = body.requests(request.state.id, tuple(ids), grammar=body.grammar(), **how)
+        grammar = body.grammar()
+        if grammar is not None and not service.about["grammars"]:
+            raise Bad(
+                f"model {request.app.state.name!r} follows no grammars: its tokenizer has no end token, or llguidance "
+                "is not installed"
+            )
+        made = body.requests(request.state.id, tuple(ids), grammar=grammar, **how)
     except pydantic.ValidationError as error:
         raise Bad(protocol.problem(error)) from error
     except ValueError as error:
@@ -239,8 +249,7 @@ async def _answered(request: Request, body: CompletionBody | ChatBody, form: typ
     answers = _submitted(request, body)
     made = form(request.state.id, request.app.state.name, service.tokenizer, body)
     if body.stream:
-        events = _dropping(service, answers, made.events(answers))
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return _Stream(made.events(answers), service, answers)
     gone = asyncio.create_task(_disconnected(request))
     whole = asyncio.create_task(made.whole(answers))
     try:
@@ -260,13 +269,19 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _dropping(service: Service, answers: Sequence[Answer], events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events; whoever goes before their end leaves nothing behind."""
-    try:
-        async for event in events:
-            yield event
-    finally:
-        service.drop(answers)
+class _Stream(StreamingResponse):
+    """Events of answers; whoever goes before their end leaves nothing behind."""
+
+    def __init__(self, events: AsyncIterator[str], service: Service, answers: Sequence[Answer]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._service, self._answers = service, answers
+
+    async def __call__(self, *arguments: Any) -> None:
+        """Send them."""
+        try:
+            await super().__call__(*arguments)
+        finally:
+            self._service.drop(self._answers)
 
 
 async def models(request: Request) -> Response:

@@ -121,6 +121,11 @@ class BlockPool:
                 tail, length = block, common
         return Match(blocks, tail, length, digests)
 
+    def distrust(self, block: int) -> None:
+        """Make the text of a block that somebody reads unknown: what it holds may be wrong."""
+        if block in self._text:
+            self._forget(block)
+
     def forget(self) -> None:
         """Make every text unknown: what the blocks hold does not count any more."""
         for block in list(self._text):

@@ -98,6 +98,11 @@ class Engine:
         self.num_steps = self.num_guessed = self.num_right = 0
 
     @property
+    def has_grammars(self) -> bool:
+        """True where it takes requests with one."""
+        return self._grammars is not None
+
+    @property
     def is_busy(self) -> bool:
         """True while a request waits or runs."""
         return bool(self._sequences)
@@ -108,13 +113,13 @@ class Engine:
         Raises:
           ValueError: it has no token, one outside the vocabulary, or more than the model or the blocks take; or its id
             is in use; or its grammar is none.
-          QueueFull: as many wait as may.
+          QueueFull: as many are here as may run and wait.
         """
         self.check(request)
         if request.id in self._sequences:
             raise ValueError(f"request {request.id!r}: the id is in use")
-        if len(self.scheduler.waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"{len(self.scheduler.waiting)} requests wait, no more may")
+        if len(self._sequences) >= self.limits.most:
+            raise QueueFull(f"{len(self._sequences)} requests are here, no more may be")
         sequence = Sequence(request, self._arrivals)
         if request.grammar is not None and self._grammars is not None:
             sequence.constraint = self._grammars.begin(request.grammar)
@@ -216,13 +221,13 @@ class Engine:
         request = sequence.request
         try:
             token, logprobs = sampler.choose(sequence, logits)
+            is_over = token in request.end_ids
+            if sequence.constraint is not None and not is_over:
+                sequence.constraint.accept(token)
+                is_over = sequence.constraint.is_over
         except Exception as error:
             return self._end(sequence, "error", error=f"{type(error).__name__}: {error}")
         sequence.tokens.append(token)
-        is_over = token in request.end_ids
-        if sequence.constraint is not None and not is_over:
-            sequence.constraint.accept(token)
-            is_over = sequence.constraint.is_over
         if is_over or sequence.num_new == request.max_new_tokens:
             ended: Ended = "stop" if is_over else "length"
             return self._end(sequence, ended)._replace(token=token, logprobs=logprobs)
@@ -230,6 +235,9 @@ class Engine:
 
     def _end(self, sequence: Sequence, ended: Ended, *, error: str | None = None) -> Event:
         sequence.ended = ended
+        if ended == "error":
+            for block in sequence.blocks:
+                self.scheduler.pool.distrust(block)
         self.scheduler.remove(sequence)
         del self._sequences[sequence.request.id]
         return Event(sequence.request.id, None, None, ended, error, sequence.num_cached or 0)
@@ -257,7 +265,7 @@ class Engine:
         waiting = iter(requests)
         more: Request | None = next(waiting, None)
         while more is not None or self.is_busy:
-            while more is not None and len(self.scheduler.waiting) < max(self.limits.max_waiting, 1):
+            while more is not None and len(self._sequences) < self.limits.most:
                 self.add(more)
                 found[more.id] = []
                 more = next(waiting, None)

@@ -49,9 +49,9 @@ class _Asked(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = pydantic.Field(default=1, ge=1)
-    temperature: float | None = pydantic.Field(default=None, ge=0, le=2)  # null = 1, as OpenAI's
+    temperature: float | None = pydantic.Field(default=None, ge=0, le=2)  # null = 1, as OpenAI's; 0, or from 1e-4 on
     top_p: float | None = pydantic.Field(default=None, gt=0, le=1)
-    top_k: int = pydantic.Field(default=0, ge=0)
+    top_k: int = pydantic.Field(default=0, ge=0, lt=2**31)
     min_p: float = pydantic.Field(default=0.0, ge=0, lt=1)
     frequency_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = pydantic.Field(default=None, ge=-2, le=2)
@@ -182,13 +182,14 @@ class ChatBody(_Asked):
 def problem(error: pydantic.ValidationError) -> str:
     """The first problem of a body, in one line: place, value, what was wanted."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "the body"
+    place = " ".join(".".join(str(part) for part in first["loc"]).split())[:80] or "the body"
     if first["type"] == "extra_forbidden":
         return f"{place} is not served here; leave it out"
     if first["type"] == "missing":
         return f"{place} is missing"
     shown = repr(first.get("input"))
-    return f"{place}: {first['msg']} (got {shown if len(shown) <= 80 else shown[:77] + '...'})"
+    said = " ".join(first["msg"].split())[:200]
+    return f"{place}: {said} (got {shown if len(shown) <= 80 else shown[:77] + '...'})"
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Sampling(Base):
     """How an answer's tokens are drawn; each of its tokens from a stream of the seed and its place in the answer."""
 
     temperature: float = pydantic.Field(default=0.0, ge=0, le=100)  # 0 = the most probable token
-    top_k: int = pydantic.Field(default=0, ge=0)  # 0 = all tokens
+    top_k: int = pydantic.Field(default=0, ge=0, lt=2**31)  # 0 = all tokens
     top_p: float = pydantic.Field(default=1.0, gt=0, le=1)
     min_p: float = pydantic.Field(default=0.0, ge=0, lt=1)
     repetition_penalty: float = pydantic.Field(default=1.0, gt=0, le=100)  # of tokens in prompt or answer
@@ -30,6 +30,13 @@ class Sampling(Base):
     logit_bias: dict[int, float] = {}  # added to tokens' logits
     seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
     choice: int = pydantic.Field(default=0, ge=0, lt=2**31)  # of several answers to one prompt: the row of the stream
+
+    @pydantic.field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float) -> float:
+        if 0 < temperature < prompts.MIN_TEMPERATURE:
+            raise ValueError(f"{temperature}; wanted 0, or at least {prompts.MIN_TEMPERATURE}")
+        return temperature
 
     @pydantic.field_validator("logit_bias")
     @classmethod

@@ -26,6 +26,11 @@ class Limits(Base):
     max_waiting: int = pydantic.Field(default=256, ge=0)  # requests; more are refused
     max_guessed: int = pydantic.Field(default=0, ge=0, le=32)  # tokens of a request that a step guesses; 0 = none
 
+    @property
+    def most(self) -> int:
+        """Requests that may be in the engine."""
+        return self.max_running + self.max_waiting
+
     @pydantic.model_validator(mode="after")
     def _check(self) -> Limits:
         if self.max_batch_tokens < self.max_running:

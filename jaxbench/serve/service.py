@@ -72,6 +72,12 @@ class Answer:
         self.ended = ended
         self.pieces.put_nowait(Piece(text, tokens, logprobs, ended, event.error))
 
+    def end(self, ended: str, error: str | None = None) -> None:
+        """End it from here; who waits for a piece is told."""
+        if not self.ended:
+            self.ended = ended
+            self.pieces.put_nowait(Piece("", ended=ended, error=error))
+
 
 class Service:
     """Answers in progress, and the worker that computes them."""
@@ -82,6 +88,7 @@ class Service:
         self.about: dict[str, Any] = {}  # of the model, once it is loaded
         self.answers: dict[str, Answer] = {}
         self.metrics = Metrics()
+        self._ending: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._supervisor = Supervisor(config.engine, self._from_thread)
 
@@ -93,7 +100,7 @@ class Service:
         if report.kind == "events":
             self.metrics.engine(report.about)
             for event in report.events:
-                self._happened(event)
+                self._happened_safely(event)
             return
         if report.kind == "ready":
             self.about = report.about
@@ -107,6 +114,16 @@ class Service:
                 self._happened(Event(id, None, None, "error", report.error))
         else:
             self.about = report.about
+
+    def _happened_safely(self, event: Event) -> None:
+        """The same; what fails of one answer costs no other."""
+        try:
+            self._happened(event)
+        except Exception as error:
+            log.error("answer failed", extra={"fields": {"request": event.id, "error": type(error).__name__}})
+            if (answer := self.answers.pop(event.id, None)) is not None:
+                answer.end("error", f"its text failed ({type(error).__name__})")
+                self._supervisor.send("cancel", event.id)
 
     def _happened(self, event: Event) -> None:
         answer = self.answers.get(event.id)
@@ -147,15 +164,21 @@ class Service:
         """Nobody wants these any more."""
         for answer in answers:
             if self.answers.pop(answer.request.id, None) is not None:
-                answer.ended = "cancelled"
+                answer.end("cancelled")
                 self._supervisor.send("cancel", answer.request.id)
                 self.metrics.answered("cancelled", len(answer.request.prompt), answer.num_cached, 0.0)
 
     async def end(self) -> None:
         """Let answers in progress end, for a while, and end the worker."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+        await self._ending
+
+    async def _end(self) -> None:
         self.state = "draining"
         until = time.monotonic() + self.config.drain_s
         while self.answers and time.monotonic() < until:
-            await asyncio.sleep(0.05)
-        self.drop(list(self.answers.values()))
+            await asyncio.sleep(0.02)
+        for id in list(self.answers):
+            self._happened(Event(id, None, None, "error", "the server ended before the answer did"))
         await asyncio.to_thread(self._supervisor.end)

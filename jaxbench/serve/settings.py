@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from jaxbench.serve.constraint import Grammars
 from jaxbench.serve.engine import Engine
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.sizes import row_sizes
+
+log = logging.getLogger("jaxbench.serve")
 
 
 class EngineConfig(Base):
@@ -73,9 +76,13 @@ def load_engine(config: EngineConfig, *, progress: Callable[[int, int], Any] = l
 
 
 def _grammars(model: str | None, vocab_size: int) -> Grammars | None:
-    """Grammars over a model's tokens; None where llguidance is not installed."""
+    """Grammars over a model's tokens; None where llguidance is not installed, or does not take the tokenizer."""
     if importlib.util.find_spec("llguidance") is None:
         return None
     from jaxbench.pretrained.tokenizer import load_tokenizer
 
-    return Grammars(load_tokenizer(model), vocab_size)
+    try:
+        return Grammars(load_tokenizer(model), vocab_size)
+    except ValueError as error:  # a tokenizer without an end, or larger than the logits
+        log.warning("no grammars", extra={"fields": {"error": str(error)}})
+        return None

@@ -6,9 +6,11 @@ started, and requests are refused until it is ready.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +46,7 @@ def work(config: EngineConfig, line: Connection) -> None:
     about = {
         "max_seq_len": runner.max_seq_len, "vocab_size": runner.vocab_size, "block_size": runner.block_size,
         "cache_tokens": (runner.num_blocks - 1) * runner.block_size, "cache_bytes": runner.cache_bytes,
+        "grammars": engine.has_grammars,
     }  # fmt: skip
     line.send(Report("ready", about=about))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -81,55 +84,71 @@ class Supervisor:
     def __init__(self, config: EngineConfig, listen: Callable[[Report], Any]):
         """Start the first worker. listen: called with every report, from a thread; a worker's death is a report too."""
         self._config, self._listen = config, listen
-        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._ready: int | None = None  # number of the worker that takes orders
         self._line: Connection | None = None
-        self._is_ending = False
+        self._ending = threading.Event()
         self.num_started = 0
         self.process: Any = None
+        atexit.register(self._kill)  # before multiprocessing's own hook, which would wait for the worker for ever
+        threading.Thread(target=self._write, daemon=True).start()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def send(self, name: str, value: Any) -> bool:
-        """Send an order, ("add", Request) or ("cancel", id); False where there is no worker to take it."""
-        with self._lock:
-            if self._line is None:
-                return False
-            try:
-                self._line.send((name, value))
-            except OSError:
-                return False
-            return True
+        """Send an order, ("add", Request) or ("cancel", id), without waiting; False where no worker is ready."""
+        number = self._ready
+        if number is None:
+            return False
+        self._orders.put((number, name, value))
+        return True
+
+    def _write(self) -> None:
+        """Hand orders to the worker that they are for: a busy one reads between its steps alone."""
+        while True:
+            number, name, value = self._orders.get()
+            line = self._line
+            if line is not None and number == self.num_started:
+                with contextlib.suppress(OSError):
+                    line.send((name, value))
 
     def end(self) -> None:
         """End the worker, at once where it does not end by itself."""
-        self._is_ending = True
-        self.send("end", None)
-        if self.process is not None:
+        self._ending.set()
+        if self.send("end", None) and self.process is not None:
             self.process.join(5)
-            if self.process.is_alive():
-                self.process.kill()
+        self._kill()
         self._thread.join(5)
+
+    def _kill(self) -> None:
+        self._ending.set()
+        if self.process is not None and self.process.is_alive():
+            self.process.kill()
 
     def _watch(self) -> None:
         """Start workers one after another, and listen to each until it dies; one that cannot load is the last."""
         wait = 0.0
-        while not self._is_ending:
-            time.sleep(wait)
-            line = self._start()
-            began, last = time.monotonic(), ""
+        while not self._ending.wait(wait):
+            began, last, why = time.monotonic(), "", ""
             try:
+                self._line = line = self._start()
                 while True:
                     report = line.recv()
                     last = report.kind
+                    if last == "ready":
+                        self._ready = self.num_started
                     self._listen(report)
-            except (EOFError, OSError):
-                pass
-            with self._lock:
-                self._line = None
-            if last == "failed" or self._is_ending:
+            except EOFError:
+                self.process.join(5)
+                why = f"the worker ended with exit code {self.process.exitcode}"
+            except OSError as error:
+                why = f"the worker cannot be started or heard: {error}"
+            self._ready = None
+            if last == "failed" or self._ending.is_set():
                 return
-            self.process.join(5)
-            self._listen(Report("died", error=f"the worker ended with exit code {self.process.exitcode}"))
+            if self.process is not None and self.process.is_alive():
+                self.process.kill()
+            self._listen(Report("died", error=why))
             wait = 0.0 if time.monotonic() - began > 10 else min(10.0, 2 * wait + 0.5)
 
     def _start(self) -> Connection:
@@ -139,8 +158,6 @@ class Supervisor:
         self.process.start()
         there.close()
         self.num_started += 1
-        with self._lock:
-            self._line = here
         return here
 
 

@@ -213,6 +213,34 @@ def test_logits_that_are_nan_end_one_request_with_an_error():
     assert "the largest of 11 is nan" in events[0].error
 
 
+def test_a_text_with_logits_that_were_nan_is_not_found_again():
+    busy = made()
+    request = Request("a", tuple(range(9)), 5)
+    busy.add(request)
+    busy.runner.spoilt = {0}
+    assert busy.step()[-1].ended == "error" and busy.scheduler.pool.num_known == 0
+    assert tokens_of(busy.generate([request])["a"]) == alone(request)
+
+
+def test_a_grammar_that_refuses_a_token_costs_one_request():
+    class Stubborn:
+        is_over = False
+
+        def masked(self, logits):
+            return logits
+
+        def accept(self, token):
+            raise ValueError(f"token {token} may not come")
+
+    busy = made()
+    for each in ("a", "b"):
+        busy.add(Request(each, (1, 2, 3), 5))
+    busy.sequence("a").constraint = Stubborn()
+    events = busy.step()
+    assert [(event.id, event.ended) for event in events] == [("a", "error"), ("b", None)]
+    assert "may not come" in events[0].error
+
+
 def test_bad_requests_are_refused_and_change_nothing():
     busy = made()
     good = Request("r", (1, 2), 3)
@@ -232,10 +260,12 @@ def test_bad_requests_are_refused_and_change_nothing():
     busy.add(good)
     with pytest.raises(ValueError, match="'r': the id is in use"):
         busy.add(good)
-    for i in range(3):
+    for i in range(7):  # four may run and four wait
         busy.add(good._replace(id=f"w{i}"))
-    with pytest.raises(QueueFull, match="4 requests wait"):
+    with pytest.raises(QueueFull, match="8 requests are here"):
         busy.add(good._replace(id="last"))
+    with pytest.raises(ValueError, match="1e-300; wanted 0, or at least"):
+        Sampling(temperature=1e-300)
     with pytest.raises(ValueError, match="max_batch_tokens=2 is less than max_running=4"):
         Limits(max_running=4, max_batch_tokens=2)
     with pytest.raises(ValueError, match="the runner takes 16 rows, 4 with logits"):

@@ -107,8 +107,8 @@ def compared(rows: Sequence[dict[str, Any]], arms: Sequence[str], clients: Seque
         for arm, mine in by_arm.items():
             middle = {
                 "arm": arm, "clients": count, "tokens_a_second": statistics.median(rates[arm]),
-                "first_p90_s": statistics.median(row["first_s"]["p90"] for row in mine),
-                "between_p50_s": statistics.median(row["between_s"]["p50"] for row in mine),
+                "first_p90_s": statistics.median(row["first_s"].get("p90", float("nan")) for row in mine),
+                "between_p50_s": statistics.median(row["between_s"].get("p50", float("nan")) for row in mine),
                 "lost": sum(row["lost"] for row in mine),
             }  # fmt: skip
             if arm != arms[0]:
@@ -148,6 +148,7 @@ def main() -> int:
                         f"{1e3 * found['first_s'].get('p90', float('nan')):.0f}), {found['lost']} lost", flush=True,
                     )  # fmt: skip
     about = {"machine": environment.describe(threads=environment.usable_cores()), "requests": len(asks)}
+    outputs.write_json(VALUES.output, {"about": about, "launches": rows})
     table = compared(rows, VALUES.arms, clients)
     outputs.write_json(VALUES.output, {"about": about, "table": table, "launches": rows})
     for row in table:
