@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxbench.hallucination import linear, metrics
 from jaxbench.hallucination.detector import Detector, judge
 from jaxbench.hallucination.study.rows import BASELINE, ROWS, Row, Scored, Spans, spans_of
 from jaxbench.hallucination.study.table import Table
+from jaxbench.measure import environment
 
 Array = np.ndarray
 MEASURES = ("pooled", "macro", "stratified")
@@ -47,13 +49,17 @@ def out_of_fold(table: Table, row: Row, settings: Evaluation) -> tuple[Scored, A
     fold = np.full(len(table.split), -1)
     fold[rows] = linear.folds(table.labels.source[rows], settings.folds, seed=settings.seed)
     scores, spans = np.zeros(len(fold)), [None] * len(fold)
-    for i in range(settings.folds):
-        test = np.flatnonzero(fold == i)
+
+    def judge_fold(number: int) -> tuple[Array, Scored]:
+        test = np.flatnonzero(fold == number)
         held_out = np.isin(table.labels.source, table.labels.source[test])
-        found = row.judge(table, np.flatnonzero(~held_out), test)
-        scores[test] = found.scores
-        for j, each in zip(test, found.spans or ()):
-            spans[j] = each
+        return test, row.judge(table, np.flatnonzero(~held_out), test)
+
+    with ThreadPoolExecutor(min(settings.folds, environment.usable_cores())) as pool:  # most of it is serial
+        for test, found in pool.map(judge_fold, range(settings.folds)):
+            scores[test] = found.scores
+            for j, each in zip(test, found.spans or ()):
+                spans[j] = each
     return Scored(scores[rows], None if found.spans is None else [spans[j] for j in rows]), fold[rows]
 
 
