@@ -15,13 +15,14 @@ from tests.bad_input import (
     proofs,
     pruning,
     quantization,
+    serve,
     startup,
     training,
     watermark,
 )
 from tests.structure import ROOT
 
-MODULES = (core, generation, hallucination, memory, proofs, pruning, quantization, startup, training, watermark)
+MODULES = (core, generation, hallucination, memory, proofs, pruning, quantization, serve, startup, training, watermark)
 CASES = list(harness.cases(*MODULES))
 
 

@@ -1,0 +1,61 @@
+"""Bad input of serve.py: flags, settings, places, damaged models."""
+
+from __future__ import annotations
+
+from tests.bad_input.core import EMBEDDING, folder, gguf
+from tests.bad_input.harness import Case
+
+
+def of(words: str, *wanted: str, **files: str | bytes) -> Case:
+    """Return a case; underscores in the names of files stand for dots."""
+    given = {name.replace("_", "."): content for name, content in files.items()}
+    return Case(("serve.py", *(word for word in words.split("|") if word)), wanted, given)
+
+
+CASES = [
+    of("now", "'now' is not a flag"),
+    of("--prot=8080", "--prot"),
+    of("--modell=default", "--modell", "nearest is --model"),
+    of("--config=", "--config"),
+    of("--config=none.yaml", "none.yaml"),
+    of("--config=configs/serve", "configs/serve"),
+    of("--config=a.yaml", "a.yaml", a_yaml="port: [1"),
+    of("--config=a.yaml", "a.yaml", "nearest is port", a_yaml="prot: 8080\n"),
+    of("--config=a.yaml", "a.yaml", "port", a_yaml="port: 1\nport: 2\n"),
+    of("--config=a.yaml", "a.yaml", a_yaml="- port\n"),
+    of("--config=configs/lm/tiny.yaml", "configs/lm/tiny.yaml"),
+    of("--set=prot=1", "prot", "nearest is port"),
+    of("--set=port", "port"),
+    of("--set=port=many", "port", "many"),
+    of("--set=port=-1", "port", "-1"),
+    of("--set=port=65536", "port", "65536"),
+    of("--set=port=1.5", "port", "1.5"),
+    of("--set=host=0.0.0.0", "host=0.0.0.0", "JAXBENCH_API_KEY"),
+    of("--set=host='::'", "host=::", "JAXBENCH_API_KEY"),
+    of("--set=max_body_bytes=10", "max_body_bytes", "10"),
+    of("--set=max_choices=0", "max_choices", "0"),
+    of("--set=default_new_tokens=0", "default_new_tokens"),
+    of("--set=drain_s=-1", "drain_s", "-1"),
+    of("--set=drain_s=.inf", "drain_s"),
+    of("--set=engine.backend=equinox", "backend", "equinox"),
+    of("--set=engine.weights=int3", "weights", "int3"),
+    of("--set=engine.cache=float16", "cache", "float16"),
+    of("--set=engine.activations=int4", "activations", "int4"),
+    of("--set=engine.threads=-1", "threads", "-1"),
+    of("--set=engine.cache_tokens=1", "cache_tokens", "1"),
+    of("--set=engine.limits.max_running=0", "max_running", "0"),
+    of("--set=engine.limits.max_waiting=-1", "max_waiting", "-1"),
+    of("--set=engine.limits.max_guessed=33", "max_guessed", "33"),
+    of("--set=engine.limits.max_batch_tokens=8", "max_batch_tokens=8 is less than max_running=32"),
+    of("--set=engine.limits.max_runing=8", "max_runing", "max_running"),
+    of("--set=engine.limits=8", "limits", "8"),
+    of("--model=", "model: '' names nothing"),
+    of("--model=none.gguf", "none.gguf does not exist"),
+    of("--model=configs", "configs"),
+    of("--model=a.txt", "a.txt", "not a GGUF file", a_txt="text"),
+    of("--model=x.gguf", "x.gguf", "truncated", x_gguf=gguf(EMBEDDING)[:60]),
+    of("--model=x.gguf", "x.gguf", "bert", x_gguf=gguf(EMBEDDING, architecture="bert")),
+    Case(("serve.py", "--model=model"), ("hidden_size=0",), folder(hidden_size=0)),
+    Case(("serve.py", "--model=model"), ("bert",), folder(model_type="bert")),
+    Case(("serve.py", "--model=model"), ("config.json",), {"model/config.json": "{"}),
+]
