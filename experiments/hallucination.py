@@ -20,7 +20,6 @@ import functools
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -85,7 +84,7 @@ def features() -> int:
     total = sum(len(group.keys) for group in work)
     print(f"{len(items)} responses, {total} of them to be read", flush=True)
     started, done = time.monotonic(), 0
-    with progress(total) as advance:
+    with terminal.progress(total) as advance:
         for count in results:
             done += count
             advance(count)
@@ -135,13 +134,13 @@ def evaluate_rows() -> int:
             saved_detector.check_bits(saved, reading)
             reading = saved.settings.model_copy(update={"model": reading.model})
         store = extract.Store(workdir / "features", reading, checksum)
-    with progress(len(data.responses)) as advance:
+    with terminal.progress(len(data.responses)) as advance:
         made = table.make(data, store, progress=lambda: advance(1))
     if saved is not None and saved.detector.tuned is not None:
         from jaxbench.hallucination import tuned_sources
 
         lower = tuned_sources.of_detector(workdir / "tuned", reading, saved.detector.tuned)
-        tuned_sources.read(lower, data, processes=VALUES.processes, bar=progress)
+        tuned_sources.read(lower, data, processes=VALUES.processes, bar=terminal.progress)
         made = made._replace(inputs=made.inputs._replace(tuned=tuned_sources.said(lower, data, saved.detector.tuned)))
     evaluate.judged(made, settings)
     wanted = rows.ROWS if VALUES.ablation else rows.SHORT
@@ -172,7 +171,7 @@ def define_fit() -> None:
     flags.DEFINE_string("data", None, "folder with sources.jsonl[.gz] and responses*.jsonl[.gz], all fitted to")
     flags.DEFINE_string("output", None, "the detector: a .safetensors file")
     flags.DEFINE_bool("labels", True, "fit to the labels; no: the detector that needs none, on the same responses")
-    flags.DEFINE_bool("tuned", False, "with a tuned reader as a member: adapters on four blocks, an hour of two cores")
+    flags.DEFINE_bool("tuned", False, "with a tuned reader as a member: adapters on four blocks, trained for every fit")
     flags.DEFINE_integer("processes", 2, "of one thread each, that read for the tuned reader", lower_bound=1)
     flags.DEFINE_float(
         "rate", 0.4, "share of responses that a detector without labels flags", lower_bound=0, upper_bound=1
@@ -201,16 +200,16 @@ def fit() -> int:
     checksum = weights.checksum(reading.model)
     workdir, heard = cli.workdir("out/hallucination"), None
     store = extract.Store(workdir / "features", reading, checksum)
-    with progress(len(data.responses)) as advance:
+    with terminal.progress(len(data.responses)) as advance:
         made = table.make(data, store, progress=lambda: advance(1))
     if VALUES.tuned:
         from jaxbench.hallucination import tuned_sources, tuning
 
         lower = tuned_sources.Lower.of(workdir / "tuned", reading, tuning.Tuning())
-        tuned_sources.read(lower, data, processes=VALUES.processes, bar=progress)
+        tuned_sources.read(lower, data, processes=VALUES.processes, bar=terminal.progress)
         everyone = np.arange(len(data.responses))
         parts = tuned_sources.split(made.labels, everyone)
-        heard, _ = tuned_sources.tune(lower, data, made.labels, parts, everyone[:0], bar=progress)
+        heard, _ = tuned_sources.tune(lower, data, made.labels, parts, everyone[:0], bar=terminal.progress)
     with reader_table.status() as say:
         say("fitting")
         if VALUES.labels:
@@ -264,7 +263,7 @@ def detect_all() -> int:
         return cli.EXIT_OK
     cli.keep(f"finished verdicts are in {part}; the same command goes on")
     count, results = 0, run.ENGINES[VALUES.engine]
-    with progress(total) as advance:
+    with terminal.progress(total) as advance:
         for verdicts in run.detect(made, VALUES.input, part, processes=processes, results=results):
             count += len(verdicts)
             advance(len(verdicts))
@@ -296,7 +295,7 @@ def rank_copy_heads() -> int:
 
     checkpoint = weights.load_checkpoint(None if VALUES.model == "default" else VALUES.model)
     config = checkpoint.config
-    with progress(config.num_layers * config.num_heads) as advance:
+    with terminal.progress(config.num_layers * config.num_heads) as advance:
         heads = copy_heads.ranked(
             config, checkpoint.params, num_rows=VALUES.rows or None, seed=VALUES.seed, progress=lambda: advance(1)
         )
@@ -344,7 +343,7 @@ def answer() -> int:
     part = mitigation.part_file(output, VALUES.input, chosen)
     cli.keep(f"finished answers are in {part}; the same command goes on")
     how = {"new_tokens": VALUES.new_tokens, "batch_size": VALUES.batch_size}
-    with progress(len(rows)) as advance:
+    with terminal.progress(len(rows)) as advance:
         for count in mitigation.answer_rows(answering, rows, part, output, **how):
             advance(count)
     print(f"written: {output} ({len(rows)} answers)")
@@ -375,12 +374,6 @@ def redeep() -> int:
     rows = stored_scores.table(units, point, folds=VALUES.folds, repeats=VALUES.repeats)
     terminal.console().print(reader_table.of_regression(rows))
     return cli.EXIT_OK
-
-
-def progress(total: int) -> Any:
-    """Context whose value advances a progress bar on standard error."""
-
-    return terminal.progress(total)
 
 
 COMMANDS = {

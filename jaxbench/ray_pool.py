@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,9 +30,14 @@ def start(processes: int) -> None:
         raise ValueError(f"engine: ray cannot be imported ({error}); pip install 'jaxbench[ray]'") from error
     if not ray.is_initialized():
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        if len(tempfile.gettempdir()) > LONGEST_FOLDER:
-            options["_temp_dir"] = "/tmp/ray"  # where Ray itself puts them on a system that names no folder
-        ray.init(num_cpus=processes, **options)
+        named = os.environ.get("TMPDIR")
+        if named is not None and len(named) > LONGEST_FOLDER:
+            del os.environ["TMPDIR"]  # Ray then takes its own default
+        try:
+            ray.init(num_cpus=processes, **options)
+        finally:
+            if named is not None:
+                os.environ["TMPDIR"] = named
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
 

@@ -93,11 +93,11 @@ _worker: Callable[[Any], Any] | None = None
 
 def _start(worker: Callable[[Any], Any], parent: int) -> None:
     global _worker
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     _worker = worker
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process when its parent is gone: a killed parent cannot say so."""
     while os.getppid() == parent:
         time.sleep(0.5)

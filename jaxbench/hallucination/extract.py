@@ -162,8 +162,8 @@ def decoder(settings: ReaderSettings, config: Any, params: Mapping[str, np.ndarr
     return weight_only.build(quantize.quantize(config, params, settings.recipe), dtype=settings.dtype)
 
 
-def run(work: Sequence[Group], worker: Worker, *, processes: int = 1) -> Iterator[int]:
-    """Yield the number of responses of each finished group."""
+def run(work: Sequence[Any], worker: Callable[[Any], int], *, processes: int = 1) -> Iterator[int]:
+    """Yield what a worker, such as Worker, says of each finished item: how many responses were read."""
     return worker_pool.results(worker, work, processes=processes) if processes > 1 else map(worker, work)
 
 

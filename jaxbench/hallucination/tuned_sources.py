@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench import worker_pool
 from jaxbench.hallucination import detector, extract, linear, tuned_inputs, tuned_reading, tuning
 from jaxbench.hallucination.detector import Heard, Labels
 from jaxbench.hallucination.group import Group
@@ -36,6 +35,7 @@ class Lower(NamedTuple):
     tuning: Tuning
     blocks: range  # the tuned ones
     model_sha256: str
+    code: str  # version of what decides a file
 
     @classmethod
     def of(cls, folder: Path, settings: ReaderSettings, tuning: Tuning) -> Lower:
@@ -48,12 +48,13 @@ class Lower(NamedTuple):
             raise ValueError(f"bits={settings.bits}: a tuned reader stands on float weights; leave bits or --tuned out")
         decoder = weights.read_config(settings.model)
         tuning = tuning.model_copy(update={"dtype": settings.dtype})
-        return cls(folder, settings, tuning, tuning.tuned(decoder).blocks, weights.checksum(settings.model))
+        blocks, code = tuning.tuned(decoder).blocks, extract.code_version(CODE)
+        return cls(folder, settings, tuning, blocks, weights.checksum(settings.model), code)
 
     def path(self, group: Group) -> Path:
         """A group's file; the keys of its responses do not count."""
         reads = self.settings.model_dump(include={"dtype", "style", "window", "row_tokens"})
-        where = [reads, self.blocks.start, self.blocks.stop, self.model_sha256, extract.code_version(CODE)]
+        where = [reads, self.blocks.start, self.blocks.stop, self.model_sha256, self.code]
         texts = [group.context, group.question, *group.responses]
         name = hashlib.sha256(json.dumps([where, texts], sort_keys=True).encode()).hexdigest()
         return self.folder / name[:2] / f"{name}.safetensors"
@@ -94,15 +95,13 @@ class LowerWorker:
         return len(mine.responses)
 
 
-def read(
-    lower: Lower, data: Data, *, processes: int, bar: Callable[[int], Any], results: Callable = worker_pool.results
-) -> None:
+def read(lower: Lower, data: Data, *, processes: int, bar: Callable[[int], Any]) -> None:
     """Write the files that are not there yet, the longest first; bar: a progress context of a number of responses."""
     work = [(path, group) for path, (group, _) in lower.groups(data).items() if not path.is_file()]
     work.sort(key=lambda each: -len(each[1].context))
     worker = LowerWorker(lower)
     with bar(sum(len(group.responses) for _, group in work)) as advance:
-        for count in results(worker, work, processes=processes) if processes > 1 else map(worker, work):
+        for count in extract.run(work, worker, processes=processes):
             advance(count)
 
 

@@ -200,8 +200,7 @@ def _submitted(request: Request, body: CompletionBody | ChatBody) -> list[Answer
         raise Bad(f"model {body.model!r} is not here; wanted {request.app.state.name!r}", 404)
     if body.n > service.config.max_choices:
         raise Bad(f"n={body.n}; wanted at most {service.config.max_choices}")
-    if service.state != "ready":
-        service.submit([])  # which says why not
+    service.check_ready()
     ids = _prompt_ids(service, body)
     context, vocabulary = service.about["max_seq_len"], service.about["vocab_size"]
     room = min(context, service.about["cache_tokens"]) - len(ids)

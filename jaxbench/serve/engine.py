@@ -85,8 +85,7 @@ class Engine:
         Raises:
           ValueError: the runner does not take a step of these limits.
         """
-        most = min(limits.max_running * (1 + limits.max_guessed), limits.max_batch_tokens)
-        if runner.sizes[-1] < limits.max_batch_tokens or runner.max_wanted < most:
+        if runner.sizes[-1] < limits.max_batch_tokens or runner.max_wanted < limits.max_logits:
             raise ValueError(
                 f"max_batch_tokens={limits.max_batch_tokens}, max_running={limits.max_running}, max_guessed="
                 f"{limits.max_guessed}: the runner takes {runner.sizes[-1]} rows, {runner.max_wanted} with logits"

@@ -27,6 +27,11 @@ class Limits(Base):
     max_guessed: int = pydantic.Field(default=0, ge=0, le=32)  # tokens of a request that a step guesses; 0 = none
 
     @property
+    def max_logits(self) -> int:
+        """Rows of a step whose logits are wanted at most."""
+        return min(self.max_running * (1 + self.max_guessed), self.max_batch_tokens)
+
+    @property
     def most(self) -> int:
         """Requests that may be in the engine."""
         return self.max_running + self.max_waiting

@@ -140,14 +140,22 @@ class Service:
             if event.ended is None:  # a stop string, which the engine does not see
                 self._supervisor.send("cancel", event.id)
 
+    def check_ready(self) -> None:
+        """Check that requests are taken.
+
+        Raises:
+          Refused: they are not.
+        """
+        if self.state != "ready":
+            raise Refused(503, {"draining": "the server is ending"}.get(self.state, f"the model is {self.state}"))
+
     def submit(self, requests: Sequence[Request]) -> list[Answer]:
         """Hand requests to the engine.
 
         Raises:
           Refused: the engine is not ready, is ending, or has as many as it takes.
         """
-        if self.state != "ready":
-            raise Refused(503, {"draining": "the server is ending"}.get(self.state, f"the model is {self.state}"))
+        self.check_ready()
         limits = self.config.engine.limits
         most = limits.max_running + limits.max_waiting
         if len(self.answers) + len(requests) > most:

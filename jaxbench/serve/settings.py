@@ -60,8 +60,7 @@ def load_engine(config: EngineConfig, *, progress: Callable[[int, int], Any] = l
     how = {"cache_dtype": config.cache, "activations": config.activations, "threads": config.threads}
     limits, done = config.limits, 0
     sizes = row_sizes(limits)
-    most = min(limits.max_running * (1 + limits.max_guessed), limits.max_batch_tokens)
-    total = len(sizes) + sum(size < most for size in sizes) + 2
+    total = len(sizes) + sum(size < limits.max_logits for size in sizes) + 2
 
     def advance() -> None:
         nonlocal done
@@ -70,7 +69,7 @@ def load_engine(config: EngineConfig, *, progress: Callable[[int, int], Any] = l
 
     runner = runners.NativeRunner(
         native.build(packed, **how), num_blocks=1 + config.cache_tokens // paged.PAGE_SIZE, sizes=sizes,
-        max_wanted=most, progress=advance,
+        max_wanted=limits.max_logits, progress=advance,
     )  # fmt: skip
     return Engine(runner, limits, grammars=_grammars(config.model, runner.vocab_size))
 

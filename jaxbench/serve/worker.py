@@ -17,6 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from jaxbench import worker_pool
 from jaxbench.serve.engine import Engine, Event, QueueFull
 from jaxbench.serve.request import Request
 from jaxbench.serve.settings import EngineConfig, load_engine
@@ -166,11 +167,5 @@ def _run(config: EngineConfig, line: Connection, parent: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when it ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=worker_pool.end_with, args=(parent,), daemon=True).start()
     work(config, line)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)

@@ -10,6 +10,7 @@ from jaxbench import initial, sample
 from jaxbench.config import TransformerConfig
 from jaxbench.native import checkpoint, library
 from jaxbench.native import model as native
+from jaxbench.serve import sampler
 from jaxbench.serve.engine import Engine
 from jaxbench.serve.native_runner import NativeRunner
 from jaxbench.serve.request import Request, Sampling
@@ -130,6 +131,19 @@ def test_answers_are_those_of_the_generator_too():
         tokens = generate([list(request.prompt)], **how)[0][0].tolist()
         busy = [token for token, _ in together("float32")[request.id]]
         assert busy == tokens[: len(busy)], request.id
+
+
+def test_without_native_kernels_the_same_tokens_are_drawn():
+    random = np.random.default_rng(0)
+    for seed in range(40):
+        logits = (4 * random.standard_normal(300)).astype(np.float32)
+        how = Sampling(
+            temperature=float(random.uniform(0.3, 2)), top_k=int(random.choice([0, 5, 40])), seed=seed,
+            top_p=float(random.choice([1.0, 0.8])), min_p=float(random.choice([0.0, 0.1])), choice=seed % 3,
+        )  # fmt: skip
+        native_token = sampler.drawn(logits, how, step=seed)
+        with library.switched_off():
+            assert sampler.drawn(logits, how, step=seed) == native_token
 
 
 def test_nothing_is_compiled_behind_the_first_request():
