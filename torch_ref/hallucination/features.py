@@ -28,10 +28,12 @@ class FeatureReader:
         """Bytes of the arrays that hold the decoder's weights."""
         return sum(array.nbytes for array in self._model.parameters())
 
+    @torch.no_grad()
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
         """Prompts, read, to be handed to `scores` and `surprise` any number of times."""
         return reader.read_prompt(self._model, *map(self._tensor, prompts[:3]))
 
+    @torch.no_grad()
     def scores(
         self, prompt: Prompt, prompts: PromptArrays, rows: ResponseArrays, slots: np.ndarray, num_slots: int
     ) -> dict[str, np.ndarray]:
@@ -49,6 +51,7 @@ class FeatureReader:
         found = scores._asdict() | {"parametric": parametric, "loss": loss, "entropy": entropy, "states": states}
         return {name: value.numpy(force=True) for name, value in found.items()}
 
+    @torch.no_grad()
     def surprise(self, prompt: Prompt, rows: ResponseArrays) -> dict[str, np.ndarray]:
         """Loss and entropy alone [B T], as with a prompt that has no context."""
         responses = reader.Responses(*map(self._tensor, rows))

@@ -24,6 +24,7 @@ class LowerReader:
         """first: the first tuned block, counted from 0."""
         self._model, self._first = model, first
 
+    @torch.no_grad()
     def read_prompt(self, prompts: PromptArrays) -> Prompt:
         """One prompt, read without its last token, to be handed to the others any number of times."""
         return reader.read_prompt(self._model, *map(self._tensor, prompts[:3]))
@@ -34,6 +35,7 @@ class LowerReader:
         values = [each[:, :length].float().numpy(force=True) for each in prompt.cache.values[self._first :]]
         return np.stack(keys), np.stack(values)
 
+    @torch.no_grad()
     def stream(self, prompt: Prompt, rows: ResponseArrays) -> Float[np.ndarray, "B T D"]:
         """Residual stream in front of the first tuned block, float32."""
         responses = reader.Responses(*map(self._tensor, rows))

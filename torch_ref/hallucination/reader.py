@@ -53,7 +53,6 @@ def check(config: Any) -> None:
         raise ValueError(f"reader: the model's layers are of kind {kind!r}; wanted a decoder of plain attention")
 
 
-@torch.no_grad()
 def read_prompt(
     model: Any, tokens: Int[Tensor, "B P"], positions: Int[Tensor, "B P"], is_context: Bool[Tensor, "B P"]
 ) -> Prompt:
@@ -62,7 +61,6 @@ def read_prompt(
     return Prompt(cache, hidden, is_context & (positions >= 0))
 
 
-@torch.no_grad()
 def read_responses(model: Any, prompt: Prompt, responses: Responses) -> Trace:
     """Responses behind a prompt, read in one pass."""
     batch, num_prompt = prompt.cache.positions.shape

@@ -117,6 +117,7 @@ class Answerer:
         made = None if settings is None else mitigation.factors(settings, config)
         self._factors = None if made is None else [torch.from_numpy(each).to(self._device) for each in made]
 
+    @torch.no_grad()
     def start(self, prompts: PromptArrays, last: Int[np.ndarray, " B"], new_tokens: int) -> State:
         """Prompts, read up to their last tokens, with room for an answer."""
         tokens, positions, is_context, num_attended = (torch.from_numpy(x).to(self._device) for x in prompts)

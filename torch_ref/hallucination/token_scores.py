@@ -28,7 +28,6 @@ class AttentionScores(NamedTuple):
     lookback: Float[Tensor, "L N B T"]  # mean weight of context tokens over the sum of it and that of generated ones
 
 
-@torch.no_grad()
 def attention_scores(
     model: Any, prompt: Prompt, responses: Responses, trace: Trace, num_attended: Int[Tensor, " B"]
 ) -> AttentionScores:
@@ -97,7 +96,6 @@ def kth_largest(values: Float[Tensor, "B N t P"], k: Int[Tensor, " B"]) -> Float
     return torch.stack([row.topk(int(count), dim=-1).values[..., -1] for row, count in zip(values, k)])
 
 
-@torch.no_grad()
 def lens_logits(model: Any, hidden: Float[Tensor, "R D"]) -> Float[Tensor, "R V"]:
     """Logits of states behind the final norm, in at least float32.
 
@@ -108,7 +106,6 @@ def lens_logits(model: Any, hidden: Float[Tensor, "R D"]) -> Float[Tensor, "R V"
     return logits if model.logit_softcap is None else functional.softcap(logits, cap=model.logit_softcap)
 
 
-@torch.no_grad()
 def parametric_scores(
     model: Any, trace: Trace, slots: Int[Tensor, " M"], num_slots: Tensor | int
 ) -> Float[Tensor, "M L"]:
@@ -141,7 +138,6 @@ def jensen_shannon(left: Float[Tensor, "R V"], right: Float[Tensor, "R V"]) -> F
     return 0.5 * torch.sum(terms, dim=-1)
 
 
-@torch.no_grad()
 def surprise(
     model: Any, trace: Trace, targets: Int[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
