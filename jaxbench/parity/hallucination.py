@@ -164,6 +164,7 @@ def in_jax(checkpoint: weights.Checkpoint, given: list[Sample]) -> dict[str, np.
     return _named(run(prompts, rows), rows.tokens.shape)
 
 
+@torch.no_grad()
 def in_torch(checkpoint: weights.Checkpoint, given: list[Sample]) -> dict[str, np.ndarray]:
     """The same in PyTorch."""
     of, scores = torch_ref.hallucination.reader, torch_ref.hallucination.token_scores
