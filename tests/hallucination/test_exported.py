@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from jaxbench import initial
 from jaxbench.config import TransformerConfig
@@ -51,6 +52,19 @@ def gemma(tmp_path_factory):
         model = build.build(GEMMA, params, dtype="float32")
         write.write_programs(model, folder, SIZES.example(), state_layer=1)
     return features.FeatureReader(transformer.build(GEMMA, params, dtype="float32"), state_layer=1), folder
+
+
+def test_the_traced_program_switches_no_gradients_off_inside(monkeypatch):
+    # each switch is a region of the traced graph, which PyTorch folds back by compiling the whole graph anew
+    from torch_ref import transformer as torch_transformer
+    from torch_ref.hallucination import exported as torch_exported
+
+    model = torch_transformer.build(GEMMA, initial.initial_params(GEMMA, 0), dtype="float32")
+    program = torch_exported._Program(model, 1)
+    enter, switched = torch.no_grad.__enter__, []
+    monkeypatch.setattr(torch.no_grad, "__enter__", lambda self: (switched.append(self), enter(self))[1])
+    program(*(torch.as_tensor(SIZES.example()[name]) for name in programs.INPUTS))
+    assert len(switched) == 0
 
 
 @pytest.mark.parametrize("kind", ["onnx", "stablehlo"])

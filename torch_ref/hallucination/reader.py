@@ -1,6 +1,6 @@
 """A decoder reads responses to a prompt: residual streams and keys of the responses' tokens, in one pass.
 
-Twin: jaxbench/hallucination/reader.py.
+Twin: jaxbench/hallucination/reader.py. Callers switch gradients off (token_scores.py says why).
 """
 
 from __future__ import annotations

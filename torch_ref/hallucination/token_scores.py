@@ -1,6 +1,7 @@
 """Scores of response tokens: what a reader's attention, feed-forward layers and logits say of each.
 
 Twin: jaxbench/hallucination/token_scores.py. Everything is in at least float32.
+Callers switch gradients off: a switch in here would be a region of its own in every exported graph, slow to fold back.
 """
 
 from __future__ import annotations
