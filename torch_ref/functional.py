@@ -6,6 +6,7 @@ Twin: jaxbench/functional.py. Statistics of norms and rotary angles use float32 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -40,7 +41,8 @@ def rotate(
     x: Float[Tensor, "B T N H"], cosine: Float[Tensor, "B T h"], sine: Float[Tensor, "B T h"]
 ) -> Float[Tensor, "B T N H"]:
     """Rotate pairs (i, i + H/2) of each head by the angles of their position (Su et al. 2021, arXiv:2104.09864)."""
-    first, second = x.to(cosine.dtype).chunk(2, dim=-1)
+    x_wide, half = x.to(cosine.dtype), x.shape[-1] // 2
+    first, second = x_wide[..., :half], x_wide[..., half:]  # chunk() becomes a sequence in ONNX, which TensorRT lacks
     cosine, sine = cosine[:, :, None, :], sine[:, :, None, :]
     rotated = (first * cosine - second * sine, second * cosine + first * sine)
     return torch.cat(rotated, dim=-1).to(x.dtype)
@@ -91,7 +93,8 @@ def fused_linear(
         raise ValueError(f"project: widths {widths} are not multiples of groups={groups}")
     parts = [kernel.reshape(x.shape[-1], groups, -1) for kernel in kernels]
     product = matmul(x, torch.cat(parts, dim=2).reshape(x.shape[-1], -1)).reshape(*x.shape[:-1], groups, -1)
-    split = torch.split(product, [width // groups for width in widths], dim=-1)
+    ends = list(itertools.accumulate(width // groups for width in widths))
+    split = [product[..., start:end] for start, end in zip([0, *ends], ends)]  # split() is a sequence in ONNX, as above
     return tuple(add_bias(part.reshape(*x.shape[:-1], -1), bias) for part, bias in zip(split, biases))
 
 

@@ -1,8 +1,8 @@
 """A reader's exported programs, run: ONNX by ONNX Runtime, StableHLO by JAX.
 
-A folder has reader.onnx with its weights beside it, or scores.stablehlo, surprise.stablehlo and weights.safetensors.
-Every program takes the arrays of INPUTS in that order. A StableHLO program takes the weights before them, in the order
-of their names; an ONNX file holds both programs in one graph, as outputs.
+A folder has scores.onnx, surprise.onnx and scores.onnx.data, or scores.stablehlo, surprise.stablehlo and weights.safetensors.
+Every program takes the arrays of INPUTS in that order, the one of surprise all but the last. A StableHLO program takes
+the weights before them, in the order of their names; the two ONNX files name theirs in one file of data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-ONNX, WEIGHTS = "reader.onnx", "weights.safetensors"
+WEIGHTS = "weights.safetensors"
+ONNX = {"scores": "scores.onnx", "surprise": "surprise.onnx"}
 STABLEHLO = {"scores": "scores.stablehlo", "surprise": "surprise.stablehlo"}
 INPUTS = (
     "tokens", "positions", "is_context", "num_attended", "response_tokens", "targets", "response_positions",
@@ -43,12 +44,12 @@ def _spec(dtype: Any, shape: Iterable[int]) -> str:
 
 
 def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
-    """Programs by ONNX Runtime, on a GPU where it has one: one graph, of which `surprise` runs a part.
+    """Programs by ONNX Runtime, on a GPU where it has one.
 
     example: arrays of INPUTS, of the sizes that the programs must take.
 
     Raises:
-      ValueError: ONNX Runtime is not installed, or the file is missing, damaged or of other sizes.
+      ValueError: ONNX Runtime is not installed, or a file is missing, damaged or of other sizes.
     """
     try:
         import onnxruntime
@@ -58,26 +59,22 @@ def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
     options.log_severity_level = 3  # errors
     options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS", 0))  # which it does not read; 0 = all cores
     providers = [name for name in PROVIDERS if name in onnxruntime.get_available_providers()]
-    try:
-        session = onnxruntime.InferenceSession(str(folder / ONNX), options, providers=providers)
-    except Exception as error:  # it raises types of its own
-        raise ValueError(f"detector: {folder / ONNX} cannot be read ({_reason(error)})") from error
     types = {"tensor(int32)": "int32", "tensor(bool)": "bool"}
-    found = {
-        each.name: f"{types.get(each.type, each.type)}{each.shape}".replace(" ", "") for each in session.get_inputs()
-    }
-    _check(found, example, folder / ONNX)
-    part = onnxruntime.RunOptions()
-    part.only_execute_path_to_fetches = True
-    no_slots = np.zeros_like(example["slots"])
 
-    def scores(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(zip(SCORES, session.run(list(SCORES), dict(arrays)), strict=True))
+    def load(file: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Program:
+        try:
+            session = onnxruntime.InferenceSession(str(folder / file), options, providers=providers)
+        except Exception as error:  # it raises types of its own
+            raise ValueError(f"detector: {folder / file} cannot be read ({_reason(error)})") from error
+        takes = {one.name: f"{types.get(one.type, one.type)}{one.shape}".replace(" ", "") for one in session.get_inputs()}
+        _check(takes, {name: example[name] for name in inputs}, folder / file)
 
-    def surprise(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(zip(SURPRISE, session.run(list(SURPRISE), {**arrays, "slots": no_slots}, part), strict=True))
+        def call(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return dict(zip(outputs, session.run(outputs, {name: arrays[name] for name in inputs}), strict=True))
 
-    return Programs(scores, surprise)
+        return call
+
+    return Programs(load(ONNX["scores"], INPUTS, SCORES), load(ONNX["surprise"], INPUTS[:-1], SURPRISE))
 
 
 def load_stablehlo(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:

@@ -128,15 +128,21 @@ def test_answers_of_a_group_are_judged_one_by_one(folders):
         exported.detect(context, "", "a" * 65)
 
 
-def test_an_onnx_file_has_standard_operators_alone_and_the_inputs_that_are_named(folders):
+def test_onnx_files_have_standard_operators_alone_and_the_inputs_that_are_named(folders):
     onnx = pytest.importorskip("onnx")
-    path, about = folders / "onnx" / programs.ONNX, portable.load(folders / "onnx")
-    onnx.checker.check_model(str(path), full_check=True)
-    graph = onnx.load(path, load_external_data=False)
-    assert {node.domain for node in graph.graph.node} == {""} and not graph.functions
-    assert [(each.domain, each.version) for each in graph.opset_import] == [("", 20)]
-    assert [each.name for each in graph.graph.input] == list(about.inputs) == list(programs.INPUTS)
-    assert [each.name for each in graph.graph.output] == list(about.outputs["scores"])
+    about, nodes = portable.load(folders / "onnx"), {}
+    for name, inputs in (("scores", programs.INPUTS), ("surprise", programs.INPUTS[:-1])):
+        path = folders / "onnx" / programs.ONNX[name]
+        onnx.checker.check_model(str(path), full_check=True)
+        graph = onnx.load(path, load_external_data=False)
+        assert {node.domain for node in graph.graph.node} == {""} and not graph.functions
+        assert [(each.domain, each.version) for each in graph.opset_import] == [("", 20)]
+        assert [each.name for each in graph.graph.input] == list(inputs)
+        assert [each.name for each in graph.graph.output] == list(about.outputs[name])
+        nodes[name] = {node.op_type for node in graph.graph.node}
+        assert not [each for each in nodes[name] if "Sequence" in each]  # TensorRT's parser has none
+    assert list(about.inputs) == list(programs.INPUTS)
+    assert "TopK" in nodes["scores"] and "TopK" not in nodes["surprise"]  # attended tokens are not ranked there
     assert about.dtype == "float32" and about.inputs["slots"] == "int32[3]"
 
 
@@ -163,7 +169,7 @@ def test_a_folder_that_is_not_as_it_was_written_is_refused_and_named(folders, tm
     with pytest.raises(ValueError, match="holds its own reader"):
         detect.HallucinationDetector(folders / "stablehlo", model="default")
     for kind, file in (
-        ("stablehlo", "scores.stablehlo"), ("onnx", "reader.onnx"), ("onnx", "reader.onnx.data"),
+        ("stablehlo", "scores.stablehlo"), ("onnx", "surprise.onnx"), ("onnx", "scores.onnx.data"),
         ("safetensors", "model/model.safetensors"), ("stablehlo", "tokenizer/tokenizer.json"),
     ):  # fmt: skip
         folder = tmp_path / kind / file.replace("/", "-")

@@ -1,4 +1,4 @@
-"""A reader as ONNX, by PyTorch's exporter: one graph of fixed sizes, its weights beside it (programs.py runs it).
+"""A reader as ONNX, by PyTorch's exporter: two graphs of fixed sizes and the weights of both (programs.py runs them).
 
 Twin: jaxbench/hallucination/exported.py, which writes StableHLO.
 """
@@ -33,14 +33,39 @@ def write_programs(model: Any, folder: Path, example: Mapping[str, np.ndarray], 
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of the exporter, about itself
         log.setLevel(logging.ERROR)  # it misses torchvision, whose operators no decoder has
-        try:
+        try:  # unoptimised: its optimiser takes eight times as long as the rest, and runtimes have their own
             program = torch.onnx.export(
                 _Program(model, state_layer).eval(), arrays, input_names=list(programs.INPUTS),
-                output_names=list(programs.SCORES), opset_version=OPSET, dynamo=True, verbose=False,
+                output_names=list(programs.SCORES), opset_version=OPSET, dynamo=True, verbose=False, optimize=False,
             )  # fmt: skip
         finally:
             log.setLevel(level)
-    program.save(str(folder / programs.ONNX), external_data=True)
+    program.save(str(folder / programs.ONNX["scores"]), external_data=True)
+    _write_part(folder / programs.ONNX["scores"], folder / programs.ONNX["surprise"], programs.SURPRISE)
+
+
+def _write_part(source: Path, target: Path, outputs: tuple[str, ...]) -> None:
+    """Write the part of a graph that some outputs need: its weights stay in the source's file of data."""
+    import onnx
+
+    model = onnx.load(source, load_external_data=False)
+    graph, wanted, kept = model.graph, set(outputs), []
+    for node in reversed(graph.node):  # each stands behind those that it reads
+        if wanted.intersection(node.output):
+            wanted.update(node.input)
+            kept.append(node)
+    unread = next(each for each in graph.input if each.name == "slots")
+    graph.input.remove(unread)
+    for field, parts in (
+        (graph.node, kept[::-1]),
+        (graph.initializer, [each for each in graph.initializer if each.name in wanted]),
+        (graph.output, [each for each in graph.output if each.name in outputs]),
+        (graph.value_info, []),
+    ):
+        parts = [type(part).FromString(part.SerializeToString()) for part in parts]
+        field.clear()
+        field.extend(parts)
+    target.write_bytes(model.SerializeToString())
 
 
 class _Program(torch.nn.Module):
