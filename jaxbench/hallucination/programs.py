@@ -1,8 +1,9 @@
 """A reader's exported programs, run: ONNX by ONNX Runtime, StableHLO by JAX.
 
-A folder has scores.onnx, surprise.onnx and scores.onnx.data, or scores.stablehlo, surprise.stablehlo and weights.safetensors.
-Every program takes the arrays of INPUTS in that order, the one of surprise all but the last. A StableHLO program takes
-the weights before them, in the order of their names; the two ONNX files name theirs in one file of data.
+A folder has scores.onnx, surprise.onnx and scores.onnx.data, or scores.stablehlo, surprise.stablehlo and
+weights.safetensors. Every program takes the arrays of INPUTS in that order, the one of surprise all but the last. A
+StableHLO program takes the weights before them, in the order of their names; the two ONNX files name theirs in one
+file of data.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def load_onnx(folder: Path, example: Mapping[str, np.ndarray]) -> Programs:
             session = onnxruntime.InferenceSession(str(folder / file), options, providers=providers)
         except Exception as error:  # it raises types of its own
             raise ValueError(f"detector: {folder / file} cannot be read ({_reason(error)})") from error
-        takes = {one.name: f"{types.get(one.type, one.type)}{one.shape}".replace(" ", "") for one in session.get_inputs()}
+        takes = {
+            one.name: f"{types.get(one.type, one.type)}{one.shape}".replace(" ", "") for one in session.get_inputs()
+        }
         _check(takes, {name: example[name] for name in inputs}, folder / file)
 
         def call(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
