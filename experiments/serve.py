@@ -3,6 +3,7 @@
     serve.py                                             the default model on http://127.0.0.1:8000
     serve.py --model=FOLDER --set=port=8080              another model, another port
     JAXBENCH_API_KEY=... serve.py --set=host=0.0.0.0     to other machines, behind a key
+    serve.py --input=requests.jsonl --output=answers.jsonl   a file of requests, lines as OpenAI's batch interface has
 
 Ends at SIGTERM or Ctrl-C when the answers in progress have ended. docs/serving.md
 """
@@ -18,6 +19,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -48,6 +50,10 @@ def main() -> int:
     if VALUES.model != "default":
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": VALUES.model})})
     process_environment.ensure("cpu", library="PyTorch" if config.engine.backend == "torch" else "XLA")
+    if VALUES.input is not None or VALUES.output is not None:
+        return answer_file(config)
+    if VALUES["overwrite"].present:
+        raise ValueError(f"--overwrite={VALUES.overwrite} needs --input and --output; leave it out")
     try:
         import uvicorn
 
@@ -66,7 +72,7 @@ def main() -> int:
     handler.setFormatter(JsonLines())
     logging.getLogger("jaxbench.serve").addHandler(handler)
     logging.getLogger("jaxbench.serve").setLevel(logging.INFO)
-    made = app.make(config, lambda: tokenizer.load_tokenizer(config.engine.model))
+    made = app.make(config, lambda: tokenizer.load_tokenizer(config.engine.model), _watermarks(config.engine))
     options = uvicorn.Config(
         made, log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=max(1, round(config.drain_s) + 5),
@@ -90,6 +96,51 @@ def main() -> int:
     return cli.EXIT_OK
 
 
+def answer_file(config: Any) -> int:
+    """Answer the requests of --input into --output."""
+    for name in ("input", "output"):
+        if VALUES[name].value is None:
+            raise ValueError(f"--{name} is missing: name a .jsonl file of requests, and one for the answers")
+    from jaxbench import terminal
+    from jaxbench.pretrained import tokenizer, weights
+    from jaxbench.serve import batch
+    from jaxbench.serve.service import Service
+
+    engine = config.engine
+    decides = engine.model_dump(include={"backend", "weights", "cache", "activations", "watermarks"})
+    identity = [
+        decides,
+        config.shown_name,
+        config.max_choices,
+        config.default_new_tokens,
+        weights.checksum(engine.model),
+    ]
+    job = batch.check(VALUES.input, VALUES.output, identity, overwrite=VALUES.overwrite)
+    text, watermarks = tokenizer.load_tokenizer(engine.model), _watermarks(engine)
+    cli.keep(f"finished answers are in {job.part}; the same command goes on")
+
+    async def run() -> int:
+        service = Service(config.model_copy(update={"drain_s": 0.0}), text, watermarks)
+        try:
+            with terminal.progress(job.total) as advance:
+                return await batch.run(service, config.shown_name, job, advance)
+        finally:
+            await service.end()
+
+    failed = asyncio.run(run())
+    print(f"written: {job.output} ({job.total} answers, {failed} of them errors)")
+    return cli.EXIT_OK
+
+
+def _watermarks(config: Any) -> Any:
+    """Watermarks that requests may name; None = none are configured."""
+    if not config.watermarks:
+        return None
+    from jaxbench.watermark.serving import Watermarks
+
+    return Watermarks(config.watermarks, package={"flax": "jaxbench", "torch": "torch_ref"}[config.backend])
+
+
 def _socket(host: str, port: int) -> socket.socket:
     """A socket that listens.
 
@@ -106,4 +157,7 @@ def _socket(host: str, port: int) -> socket.socket:
 if __name__ == "__main__":
     cli.define_config("configs/serve/cpu.yaml")
     cli.define_model()
+    flags.DEFINE_string("input", None, "answer a file instead: a .jsonl file of OpenAI's batch interface")
+    flags.DEFINE_string("output", None, "answers of --input, in its order: a .jsonl file")
+    flags.DEFINE_bool("overwrite", False, "replace the output; never an input")
     cli.run(main, about=__doc__)

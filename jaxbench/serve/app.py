@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import os
 import secrets
@@ -25,8 +24,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from jaxbench.generation import requests as texts
-from jaxbench.serve import protocol, stream
-from jaxbench.serve.protocol import ChatBody, CompletionBody, error_body
+from jaxbench.serve import intake, stream
+from jaxbench.serve.intake import Bad
+from jaxbench.serve.marking import Watermarks
+from jaxbench.serve.protocol import ChatBody, CompletionBody, DetectBody, error_body
 from jaxbench.serve.service import RETRY_S, Answer, Refused, Service
 from jaxbench.serve.settings import ServerConfig
 
@@ -36,20 +37,12 @@ OPEN_PATHS = ("/health", "/ready", "/")  # that need no key
 PAGE = Path(__file__).with_name("page.html")
 
 
-class Bad(Exception):
-    """A request that cannot be served; status is that of HTTP."""
-
-    def __init__(self, message: str, status: int = 400):
-        super().__init__(message)
-        self.status = status
-
-
-def make(config: ServerConfig, load_tokenizer: Callable[[], Any]) -> Starlette:
+def make(config: ServerConfig, load_tokenizer: Callable[[], Any], watermarks: Watermarks | None = None) -> Starlette:
     """The application; the model is loaded by its worker as it starts. load_tokenizer: called then."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        app.state.service = Service(config, load_tokenizer())
+        app.state.service = Service(config, load_tokenizer(), watermarks)
         try:
             yield
         finally:
@@ -60,18 +53,15 @@ def make(config: ServerConfig, load_tokenizer: Callable[[], Any]) -> Starlette:
         Route("/v1/chat/completions", _served(chat), methods=["POST"]),
         Route("/v1/models", _served(models)),
         Route("/tokenize", _served(tokenize), methods=["POST"]),
+        Route("/v1/watermark/detect", _served(find_watermarks), methods=["POST"]),
         Route("/health", _served(health)),
         Route("/ready", _served(ready)),
         Route("/metrics", _served(metrics)),
         Route("/", _served(page)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
-    app.state.config, app.state.name = config, config.name or _name(config.engine.model)
+    app.state.config, app.state.name = config, config.shown_name
     return app
-
-
-def _name(model: str | None) -> str:
-    return "default" if model is None else Path(model).name
 
 
 def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -128,107 +118,7 @@ async def _body(request: Request, kind: type[pydantic.BaseModel]) -> Any:
         received += chunk
         if len(received) > most:
             raise Bad(f"the body is larger than {most} bytes", 413)
-    try:
-        value = json.loads(received)
-    except (ValueError, RecursionError) as error:
-        raise Bad(f"the body is no JSON ({type(error).__name__}: {str(error)[:100]})") from error
-    if not isinstance(value, dict):
-        raise Bad(f"the body is a {type(value).__name__}; wanted an object")
-    try:
-        return kind.model_validate(value)
-    except pydantic.ValidationError as error:
-        raise Bad(protocol.problem(error)) from error
-    except RecursionError as error:
-        raise Bad(f"the body of {len(received)} bytes is nested too deeply") from error
-
-
-def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[int]:
-    """Token ids of a prompt or of messages.
-
-    Raises:
-      Bad: it is empty, no Unicode text, or nothing that the model's template takes.
-    """
-    try:
-        if isinstance(body, CompletionBody):
-            if isinstance(body.prompt, list):
-                return body.prompt
-            return texts.prompt_ids(service.tokenizer, body.prompt, "prompt")
-    except ValueError as error:
-        raise Bad(str(error)) from error
-    messages = [_message(number, message) for number, message in enumerate(body.messages)]
-    try:
-        text = texts.check_text(service.tokenizer.chat(messages, tools=body.tools), "messages")
-        return service.tokenizer.encode(text, add_special=False)
-    except Exception as error:  # a template is a stranger's code, and fails as it likes
-        said = " ".join(str(error).split())[:200]
-        raise Bad(f"messages: the model's template does not take them ({type(error).__name__}: {said})") from error
-
-
-def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose parts are joined to one text."""
-    if not isinstance(message.get("role"), str):
-        raise Bad(f"messages.{number}.role is {message.get('role')!r}; wanted a text")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise Bad(f"messages.{number}.content has a part that is no text; wanted parts of type text")
-        content = "".join(parts)
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        raise Bad(f"messages.{number}.content is a {type(content).__name__}; wanted a text")
-    if content:
-        try:
-            texts.check_text(content, f"messages.{number}.content")
-        except ValueError as error:
-            raise Bad(str(error)) from error
-    return message | {"content": content}
-
-
-def _submitted(request: Request, body: CompletionBody | ChatBody) -> list[Answer]:
-    """The answers that a body asks for, in the engine.
-
-    Raises:
-      Bad: it asks for what the model does not take.
-      Refused: not now.
-    """
-    service: Service = request.app.state.service
-    if body.model is not None and body.model != request.app.state.name:
-        raise Bad(f"model {body.model!r} is not here; wanted {request.app.state.name!r}", 404)
-    if body.n > service.config.max_choices:
-        raise Bad(f"n={body.n}; wanted at most {service.config.max_choices}")
-    service.check_ready()
-    ids = _prompt_ids(service, body)
-    context, vocabulary = service.about["max_seq_len"], service.about["vocab_size"]
-    room = min(context, service.about["cache_tokens"]) - len(ids)
-    new = min(service.config.default_new_tokens, room) if body.new_tokens is None else body.new_tokens
-    if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise Bad(f"prompt: {len(ids)} tokens; wanted some, each from 0 to {vocabulary - 1}")
-    if room < 1 or new > room:
-        raise Bad(
-            f"the prompt has {len(ids)} tokens and max_tokens is {max(new, 1)}; together {len(ids) + room} are possible"
-        )
-    odd = [token for token in body.logit_bias or {} if not 0 <= token < vocabulary]
-    if odd:
-        raise Bad(f"logit_bias of token {odd[0]}; wanted tokens from 0 to {vocabulary - 1}")
-    seed = secrets.randbits(62) if body.seed is None else body.seed
-    how = {"new_tokens": new, "seed": seed, "end_ids": frozenset(service.tokenizer.end_ids), "now": time.monotonic()}
-    try:
-        grammar = body.grammar()
-        if grammar is not None and not service.about["grammars"]:
-            raise Bad(
-                f"model {request.app.state.name!r} follows no grammars: its tokenizer has no end token, or llguidance "
-                "is not installed"
-            )
-        made = body.requests(request.state.id, tuple(ids), grammar=grammar, **how)
-    except pydantic.ValidationError as error:
-        raise Bad(protocol.problem(error)) from error
-    except ValueError as error:
-        raise Bad(str(error)) from error
-    return service.submit(made)
+    return intake.parsed(received, kind)
 
 
 async def completions(request: Request) -> Response:
@@ -245,7 +135,7 @@ async def chat(request: Request) -> Response:
 
 async def _answered(request: Request, body: CompletionBody | ChatBody, form: type[stream.Form]) -> Response:
     service: Service = request.app.state.service
-    answers = _submitted(request, body)
+    answers = intake.submitted(service, request.app.state.name, request.state.id, body)
     made = form(request.state.id, request.app.state.name, service.tokenizer, body)
     if body.stream:
         return _Stream(made.events(answers), service, answers)
@@ -305,6 +195,21 @@ async def tokenize(request: Request) -> Response:
     except ValueError as error:
         raise Bad(str(error)) from error
     return JSONResponse({"tokens": ids, "count": len(ids)})
+
+
+async def find_watermarks(request: Request) -> Response:
+    """Which of the server's watermarks a text carries."""
+    body, service = await _body(request, DetectBody), request.app.state.service
+    service.check_ready()
+    if service.finder is None:
+        raise Bad(f"{request.scope['path']}: the server has no watermarks; name some in its configuration", 404)
+    try:
+        text = body.tokens if body.text is None else texts.check_text(body.text, "text")
+        names = service.finder.names if body.watermarks is None else tuple(dict.fromkeys(body.watermarks))
+        found = await asyncio.to_thread(service.finder.find, text, names, prompt_tokens=body.prompt_tokens)
+    except ValueError as error:
+        raise Bad(str(error)) from error
+    return JSONResponse(found)
 
 
 async def health(request: Request) -> Response:

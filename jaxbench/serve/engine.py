@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxbench.serve import sampler
+from jaxbench.serve import marking, sampler
 from jaxbench.serve.blocks import BlockPool
 from jaxbench.serve.constraint import Grammars
+from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.request import Ended, Request, Sequence, TokenLogprobs
 from jaxbench.serve.scheduler import Limits, Part, Plan, Scheduler
 
@@ -78,9 +79,10 @@ class Engine:
         limits: Limits = Limits(),
         *,
         grammars: Grammars | None = None,
+        watermarks: Watermarks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Engine with nothing to do. grammars: for requests with one; None = there are none.
+        """Engine with nothing to do. grammars, watermarks: for requests with one; None = there are none.
 
         Raises:
           ValueError: the runner does not take a step of these limits.
@@ -90,7 +92,9 @@ class Engine:
                 f"max_batch_tokens={limits.max_batch_tokens}, max_running={limits.max_running}, max_guessed="
                 f"{limits.max_guessed}: the runner takes {runner.sizes[-1]} rows, {runner.max_wanted} with logits"
             )
-        self.runner, self.limits, self._grammars, self._clock = runner, limits, grammars, clock
+        self.runner, self.limits, self._clock = runner, limits, clock
+        self._grammars, self._watermarks = grammars, watermarks
+        self._marks = None if watermarks is None else watermarks.marks(runner.vocab_size)
         self.scheduler = Scheduler(BlockPool(runner.num_blocks, runner.block_size), limits)
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
@@ -111,7 +115,7 @@ class Engine:
 
         Raises:
           ValueError: it has no token, one outside the vocabulary, or more than the model or the blocks take; or its id
-            is in use; or its grammar is none.
+            is in use; or its grammar is none; or its watermark is unknown here.
           QueueFull: as many are here as may run and wait.
         """
         self.check(request)
@@ -122,6 +126,8 @@ class Engine:
         sequence = Sequence(request, self._arrivals)
         if request.grammar is not None and self._grammars is not None:
             sequence.constraint = self._grammars.begin(request.grammar)
+        if request.watermark is not None and self._marks is not None:
+            sequence.marker = self._marks.begin(request)
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
@@ -153,6 +159,7 @@ class Engine:
             )
         if request.grammar is not None and self._grammars is None:
             raise ValueError(f"request {request.id!r}: the engine follows no grammars; it needs llguidance")
+        marking.check(request, self._watermarks)
         odd = [token for token in request.sampling.logit_bias if token >= size]
         if odd:
             raise ValueError(f"request {request.id!r}: logit_bias of token {odd[0]}; wanted tokens below {size}")

@@ -2,7 +2,7 @@
 
 Source: https://platform.openai.com/docs/api-reference (completions, chat completions). A field that is not served is
 refused by name: an answer that ignores what was asked for would look like one that heeds it. Further fields: top_k,
-min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout, regex, choice.
+min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, timeout, regex, choice, watermark, watermark_payload.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class _Asked(_Body):
     response_format: ResponseFormat | None = None
     regex: str | None = pydantic.Field(default=None, min_length=1, max_length=10_000)  # that the answer matches
     choice: list[str] | None = pydantic.Field(default=None, min_length=1, max_length=1000)  # texts, one is the answer
+    watermark: str | None = pydantic.Field(default=None, max_length=100)  # name of a key of the server
+    watermark_payload: int = pydantic.Field(default=0, ge=0, lt=2**31)  # that it carries
 
     @pydantic.field_validator("stop")
     @classmethod
@@ -126,7 +128,7 @@ class _Asked(_Body):
         return [
             Request(
                 f"{id}-{choice}", prompt, new_tokens, self.sampling(seed, choice), ends, self.stop_texts,
-                self.wanted_logprobs, self.priority, deadline, grammar,
+                self.wanted_logprobs, self.priority, deadline, grammar, self.watermark, self.watermark_payload,
             )
             for choice in range(self.n)
         ]  # fmt: skip
@@ -135,6 +137,21 @@ class _Asked(_Body):
     def wanted_logprobs(self) -> int | None:
         """How many of the most probable tokens are told; None = no log-probabilities."""
         raise NotImplementedError
+
+
+class DetectBody(_Body):
+    """A text in which watermarks are looked for."""
+
+    text: str | None = None  # one of the two
+    tokens: list[int] | None = pydantic.Field(default=None, min_length=1)
+    prompt_tokens: int = pydantic.Field(default=0, ge=0)  # of the beginning, that are not scored
+    watermarks: list[str] | None = pydantic.Field(default=None, min_length=1)  # names of keys; null = all of the server
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> DetectBody:
+        if (self.text is None) == (self.tokens is None):
+            raise ValueError(f"text and tokens: {2 * (self.text is not None)} of them; wanted one")
+        return self
 
 
 class CompletionBody(_Asked):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence as Many
+from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
 import pydantic
+from jaxtyping import Float
 
 from jaxbench import prompts
 from jaxbench.config import Base
@@ -72,6 +75,8 @@ class Request(NamedTuple):
     priority: int = 0  # lower goes first, and may take the room of higher
     deadline: float = math.inf  # of the engine's clock
     grammar: str | None = None  # of constraint.py, which the answer follows
+    watermark: str | None = None  # name of a key of marking.py, which marks the answer
+    payload: int = 0  # that the watermark carries
 
 
 class TokenLogprobs(NamedTuple):
@@ -79,6 +84,15 @@ class TokenLogprobs(NamedTuple):
 
     token: float
     most: tuple[tuple[int, float], ...]
+
+
+class Marker(Protocol):
+    """What marks one text; called once for each of its tokens."""
+
+    draws: bool  # it takes logits behind temperature and filters, and what it returns is drawn as it is
+
+    def __call__(self, tokens: Many[int], logits: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
+        """Logits of the token behind the text, marked."""
 
 
 class Sequence:
@@ -94,6 +108,7 @@ class Sequence:
         self.failures = 0  # steps that failed with it
         self.lookup = Lookup()
         self.constraint: Constraint | None = None
+        self.marker: Marker | None = None
         self.ended: Ended | None = None
 
     @property

@@ -31,8 +31,14 @@ def choose(sequence: Sequence, logits: Float[Array, " V"]) -> tuple[int, TokenLo
     changed = logits
     if sampling.changes_logits:
         changed = penalized(logits, sampling, sequence.tokens, sequence.tokens[len(sequence.request.prompt) :])
+    marker = sequence.marker
+    if marker is not None and not marker.draws:
+        changed = marker(sequence.tokens, changed)
     if sequence.constraint is not None:
         changed = sequence.constraint.masked(changed)
+    if marker is not None and marker.draws:
+        changed = marker(sequence.tokens, filtered(changed, sampling))
+        sampling = Sampling(temperature=1.0, seed=sampling.seed, choice=sampling.choice)
     token = drawn(changed, sampling, step=sequence.num_new)
     wanted = sequence.request.logprobs
     return token, None if wanted is None else logprobs(logits, token, wanted)

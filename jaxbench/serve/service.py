@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxbench.generation.pieces import Text
 from jaxbench.serve.engine import Event
+from jaxbench.serve.marking import Finder, Watermarks
 from jaxbench.serve.metrics import Metrics
 from jaxbench.serve.request import Request, TokenLogprobs
 from jaxbench.serve.settings import ServerConfig
@@ -82,15 +83,17 @@ class Answer:
 class Service:
     """Answers in progress, and the worker that computes them."""
 
-    def __init__(self, config: ServerConfig, tokenizer: Any):
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(self, config: ServerConfig, tokenizer: Any, watermarks: Watermarks | None = None):
+        self.config, self.tokenizer, self.watermarks = config, tokenizer, watermarks
         self.state: Literal["loading", "ready", "draining", "failed"] = "loading"
         self.about: dict[str, Any] = {}  # of the model, once it is loaded
+        self.problem = ""  # why the last worker ended
         self.answers: dict[str, Answer] = {}
+        self.finder: Finder | None = None  # of watermarks, once the model is loaded
         self.metrics = Metrics()
         self._ending: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._supervisor = Supervisor(config.engine, self._from_thread)
+        self._supervisor = Supervisor(config.engine, self._from_thread, watermarks)
 
     def _from_thread(self, report: Report) -> None:
         if not self._loop.is_closed():
@@ -104,10 +107,13 @@ class Service:
             return
         if report.kind == "ready":
             self.about = report.about
+            if self.watermarks is not None and self.finder is None:
+                self.finder = self.watermarks.finder(self.tokenizer, report.about["vocab_size"])
             self.state = "ready" if self.state == "loading" else self.state
             log.info("ready", extra={"fields": report.about})
         elif report.kind in ("died", "failed"):
             self.state = "failed" if report.kind == "failed" else "loading" if self.state == "ready" else self.state
+            self.problem = report.error
             self.metrics.worker_died()
             log.error("worker lost", extra={"fields": {"error": report.error, "requests": len(self.answers)}})
             for id in list(self.answers):

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
@@ -14,6 +15,7 @@ from jaxbench.config import Base
 from jaxbench.native import checkpoint
 from jaxbench.serve.constraint import Grammars
 from jaxbench.serve.engine import Engine
+from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.sizes import row_sizes
 
@@ -31,6 +33,7 @@ class EngineConfig(Base):
     threads: int = pydantic.Field(default=0, ge=0)  # 0 = all
     cache_tokens: int = pydantic.Field(default=32_768, ge=128)  # positions that the cache holds
     limits: Limits = Limits()
+    watermarks: dict[str, dict[str, Any]] = {}  # by the name that requests give; watermark/serving.py reads them
 
 
 class ServerConfig(Base):
@@ -45,8 +48,16 @@ class ServerConfig(Base):
     default_new_tokens: int = pydantic.Field(default=256, ge=1)  # of a request that does not say
     drain_s: float = pydantic.Field(default=30.0, ge=0)  # that answers in progress have when the server is told to end
 
+    @property
+    def shown_name(self) -> str:
+        """The model's name in the interface."""
+        return self.name or ("default" if self.engine.model is None else Path(self.engine.model).name)
 
-def load_engine(config: EngineConfig, *, progress: Callable[[int, int], Any] = lambda done, total: None) -> Engine:
+
+def load_engine(
+    config: EngineConfig, *, watermarks: Watermarks | None = None,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> Engine:  # fmt: skip
     """The engine, its programs compiled; progress: programs that are ready, and all.
 
     Raises:
@@ -71,7 +82,7 @@ def load_engine(config: EngineConfig, *, progress: Callable[[int, int], Any] = l
         native.build(packed, **how), num_blocks=1 + config.cache_tokens // paged.PAGE_SIZE, sizes=sizes,
         max_wanted=limits.max_logits, progress=advance,
     )  # fmt: skip
-    return Engine(runner, limits, grammars=_grammars(config.model, runner.vocab_size))
+    return Engine(runner, limits, grammars=_grammars(config.model, runner.vocab_size), watermarks=watermarks)
 
 
 def _grammars(model: str | None, vocab_size: int) -> Grammars | None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxbench import worker_pool
 from jaxbench.serve.engine import Engine, Event, QueueFull
+from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.request import Request
 from jaxbench.serve.settings import EngineConfig, load_engine
 
@@ -34,10 +35,10 @@ class Report(NamedTuple):
     error: str = ""
 
 
-def work(config: EngineConfig, line: Connection) -> None:
+def work(config: EngineConfig, line: Connection, watermarks: Watermarks | None = None) -> None:
     """Serve requests that come down the line until it ends."""
     try:
-        engine = load_engine(config, progress=lambda done, total: line.send(
+        engine = load_engine(config, watermarks=watermarks, progress=lambda done, total: line.send(
             Report("loading", about={"done": done, "total": total})
         ))  # fmt: skip
     except Exception as error:
@@ -82,9 +83,9 @@ def _added(engine: Engine, request: Request) -> list[Event]:
 class Supervisor:
     """Keeps a worker alive, and hands its reports on."""
 
-    def __init__(self, config: EngineConfig, listen: Callable[[Report], Any]):
+    def __init__(self, config: EngineConfig, listen: Callable[[Report], Any], watermarks: Watermarks | None = None):
         """Start the first worker. listen: called with every report, from a thread; a worker's death is a report too."""
-        self._config, self._listen = config, listen
+        self._config, self._listen, self._watermarks = config, listen, watermarks
         self._orders: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._ready: int | None = None  # number of the worker that takes orders
         self._line: Connection | None = None
@@ -155,17 +156,18 @@ class Supervisor:
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        self.process = context.Process(target=_run, args=(self._config, there, os.getpid()), daemon=True)
+        arguments = (self._config, there, os.getpid(), self._watermarks)
+        self.process = context.Process(target=_run, args=arguments, daemon=True)
         self.process.start()
         there.close()
         self.num_started += 1
         return here
 
 
-def _run(config: EngineConfig, line: Connection, parent: int) -> None:
+def _run(config: EngineConfig, line: Connection, parent: int, watermarks: Watermarks | None) -> None:
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when it ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=worker_pool.end_with, args=(parent,), daemon=True).start()
-    work(config, line)
+    work(config, line, watermarks)

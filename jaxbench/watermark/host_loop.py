@@ -5,7 +5,6 @@ The twin is a LogitsProcessor of transformers; this one serves any loop that cal
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -24,6 +23,5 @@ class HostLoop(HostLoopBase):
         length = jnp.full((recent.shape[0],), recent.shape[1], jnp.int32)
         recent = jnp.pad(recent, ((0, 0), (0, MAX_WIDTH - recent.shape[1])))
         scaled = scores / self._scale
-        reweight = jax.jit(self._watermark.reweight)
-        self._state, marked = reweight(state, scaled, recent, length, jnp.int32(step))
+        self._state, marked = self._watermark.reweight_alone(state, scaled, recent, length, jnp.int32(step))
         return jnp.where(marked == scaled, scores, marked * self._scale)  # what is not changed stays exactly as it is

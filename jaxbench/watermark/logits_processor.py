@@ -7,6 +7,11 @@ one of them. What a scheme does to logits is in device/.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -27,6 +32,11 @@ class Watermark(WatermarkBase):
           ValueError: the scheme is unknown or detection only, or its green lists are missing or of another vocabulary.
         """
         super().__init__(scheme, vocab_size=vocab_size, green_lists=green_lists, mark_of=mark_of)
+
+    @functools.cached_property
+    def reweight_alone(self) -> Callable[..., Any]:
+        """`reweight` outside of other programs: compiled once (jit forgets a bound method that nobody holds)."""
+        return jax.jit(self.reweight)
 
     def _on_device(self, array: np.ndarray) -> Array:
         return jnp.asarray(array)

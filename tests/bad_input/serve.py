@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.bad_input.core import EMBEDDING, folder, gguf
 from tests.bad_input.harness import Case
 
+KGW = "--set=engine.watermarks.a.scheme.scheme=kgw"
+
 
 def of(words: str, *wanted: str, **files: str | bytes) -> Case:
     """Return a case; underscores in the names of files stand for dots."""
@@ -49,6 +51,17 @@ CASES = [
     of("--set=engine.limits.max_batch_tokens=8", "max_batch_tokens=8 is less than max_running=32"),
     of("--set=engine.limits.max_runing=8", "max_runing", "max_running"),
     of("--set=engine.limits=8", "limits", "8"),
+    of(KGW, "watermarks.a.key_file is missing", "keygen"),
+    of("--set=engine.watermarks.a.scheme.scheme=kgv", "watermarks.a", "kgv"),
+    of(f"{KGW}|--set=engine.watermarks.a.key_file=k", "key file: k cannot be read"),
+    of("--set=engine.watermarks.a=kgw", "watermarks.a", "kgw"),
+    of("--input=a.jsonl", "--output is missing"),
+    of("--output=a.jsonl", "--input is missing"),
+    of("--overwrite", "--overwrite=True needs --input and --output"),
+    of("--input=a.jsonl|--output=b.jsonl", "a.jsonl is no file"),
+    of("--input=a.jsonl|--output=a.jsonl", "is the input a.jsonl", a_jsonl="{}"),
+    of("--input=a.jsonl|--output=b.jsonl", "line 1", "custom_id is missing", a_jsonl="{}"),
+    of("--input=a.jsonl|--output=b.jsonl", "b.jsonl exists", "--overwrite", a_jsonl="{}", b_jsonl="x"),
     of("--model=", "model: '' names nothing"),
     of("--model=none.gguf", "none.gguf does not exist"),
     of("--model=configs", "configs"),

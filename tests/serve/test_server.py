@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from jaxbench.native import library
+from jaxbench.watermark import keys
 from tests.generation import tiny
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
@@ -110,16 +111,21 @@ class Running:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a small model."""
+    """Return a folder with a small model and two keys."""
     folder = tmp_path_factory.mktemp("server")
     tiny.make(folder / "model", max_seq_len=2048)
+    for number, name in enumerate(("one", "two")):
+        keys.write_key_file(folder / f"{name}.key", keys.Key(17 + number))
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(folder):
     """Return a server that runs."""
-    running = Running(folder)
+    marks = {"one": ("scheme=kgw", "delta=6"), "two": ("scheme=gumbel",)}
+    watermarks = [f"{name}.scheme.{each}" for name, fields in marks.items() for each in fields]
+    watermarks += [f"{name}.key_file={folder / name}.key" for name in marks]
+    running = Running(folder, *(f"engine.watermarks.{each}" for each in watermarks))
     yield running
     assert running.end() == 0
 
@@ -166,6 +172,30 @@ def test_answers_follow_the_schema_that_openais_client_asks_for(server):
     assert found.choices[0].finish_reason == "stop"
 
 
+def test_answers_are_marked_under_the_key_that_a_request_names_and_found_again(server):
+    asked = {"model": "tiny", "prompt": "abc", "max_tokens": 120, "temperature": 1, "seed": 3}
+    for name in ("one", "two", None):
+        extra = {"regex": "[a-z ]{120}"} | ({} if name is None else {"watermark": name})  # a text of 120 tokens again
+        text = server.client.completions.create(**asked, extra_body=extra).choices[0].text
+        status, found = server.post("/v1/watermark/detect", {"text": text, "prompt_tokens": 0})
+        found = json.loads(found)
+        assert status == 200 and [each["watermark"] for each in found["watermarks"]] == ["one", "two"]
+        assert found["best"] == name and found["p_value"] < 1e-6 if name else found["p_value"] > 1e-4, (name, found)
+    for body in (
+        {}, {"text": "a", "tokens": [1]}, {"text": 3}, {"tokens": []}, {"tokens": [-1]}, {"tokens": [10**9]},
+        {"text": "a", "watermarks": ["three"]}, {"text": "a", "watermarks": []}, {"text": "\ud800"},
+        {"text": "a", "prompt_tokens": -1}, {"text": "a", "level": 1}, {"tokens": [10**30]},
+        {"text": ""},
+    ):  # fmt: skip
+        status, text = server.post("/v1/watermark/detect", json.dumps(body).encode())
+        assert status == 400 and len(json.loads(text)["error"]["message"]) > 10, (status, text, body)
+    assert json.loads(server.post("/v1/watermark/detect", {"text": "a"})[1])["p_value"] > 1e-4
+    drawing = {"prompt": "a", "watermark": "two"}
+    for body in (drawing | {"temperature": 0}, drawing | {"n": 2}):
+        status, text = server.post("/v1/completions", body)
+        assert status == 400 and "watermark two" in json.loads(text)["error"]["message"]
+
+
 def test_a_stop_string_ends_a_text_before_it_and_gives_the_blocks_back(server):
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
     text = server.client.completions.create(**asked).choices[0].text
@@ -187,7 +217,7 @@ BODIES = {
         "stream": ["perhaps", [], 7], "stream_options": [3, {"include": True}], "model": ["other", 3],
         "logprobs": [-1, 21, "x"], "echo": [True], "suffix": ["x"], "best_of": [2], "messages": [[]],
         "regex": ["(a", "", 3], "choice": [[], [""], "x"], "unknown": [1, None], "a\nb": [1],
-        "ignore_eos": ["x", []], "user": [3],
+        "ignore_eos": ["x", []], "user": [3], "watermark": ["unknown", 3, [], ""], "watermark_payload": [1, -1, "x"],
     },
     "chat/completions": {
         "messages": [

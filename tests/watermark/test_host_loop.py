@@ -1,5 +1,6 @@
 """Watermarks in other decoding loops: transformers' generate, and equal logits from both twins."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -68,6 +69,24 @@ def test_both_twins_change_the_logits_alike(name):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
         np.testing.assert_array_equal(one[1], logits[1])
         np.testing.assert_array_equal(other[1], logits[1])
+
+
+def test_a_loop_compiles_once_and_not_for_each_of_its_tokens():
+    watermark, compiled, random = logits_processor.Watermark("kgw", vocab_size=VOCAB), [], np.random.default_rng(0)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        counts = []
+        for _ in range(2):
+            loop = host_loop.HostLoop(watermark, KEYS)
+            for _ in range(4):
+                logits = jnp.asarray(random.standard_normal((3, VOCAB)), jnp.float32)
+                loop(jnp.zeros((3, 12), jnp.int32), logits)
+                counts.append(len(compiled))
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert 0 < counts[0] and counts[-1] == counts[0], counts
 
 
 def test_several_sequences_of_one_prompt_are_marked_under_its_key(llama):

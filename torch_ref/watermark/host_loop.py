@@ -22,5 +22,5 @@ class HostLoop(HostLoopBase):
         recent = input_ids[:, -MAX_WIDTH:]  # no rule looks farther back
         length = torch.full((recent.shape[0],), recent.shape[1], device=recent.device)
         scaled = scores / self._scale
-        self._state, marked = self._watermark.reweight(state, scaled, recent, length, step)
+        self._state, marked = self._watermark.reweight_alone(state, scaled, recent, length, step)
         return torch.where(marked == scaled, scores, marked * self._scale)  # what is not changed stays exactly as it is

@@ -7,6 +7,8 @@ of one batch chain: a processor each, and each row marked in one of them. What a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,11 @@ class Watermark(WatermarkBase):
         self._device = device
         on_device = functools.partial(mark_of, device=device)
         super().__init__(scheme, vocab_size=vocab_size, green_lists=green_lists, mark_of=on_device)
+
+    @property
+    def reweight_alone(self) -> Callable[..., Any]:
+        """`reweight` outside of other programs: itself, where nothing is compiled."""
+        return self.reweight
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         is_word = array.dtype.kind == "u"

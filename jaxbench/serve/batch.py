@@ -1,0 +1,164 @@
+"""A file of requests into a file of answers, through the running batch (S file).
+
+Lines are those of OpenAI's batch interface (https://platform.openai.com/docs/api-reference/batch): custom_id, method,
+url and body in; id, custom_id, response and error out, in the order of the input. Finished lines are in a part file,
+where the same command goes on; a request that cannot be served is an answer with its status, as from the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pydantic
+
+from jaxbench import outputs, store
+from jaxbench.serve import intake, stream
+from jaxbench.serve.protocol import ChatBody, CompletionBody, error_body, problem
+from jaxbench.serve.service import Refused, Service
+
+URLS: dict[str, tuple[type, type[stream.Form]]] = {
+    "/v1/completions": (CompletionBody, stream.Completion),
+    "/v1/chat/completions": (ChatBody, stream.Chat),
+}
+ATTEMPTS = 3  # of a request whose engine died under it
+
+
+class Line(pydantic.BaseModel):
+    """A request of the file."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    custom_id: str = pydantic.Field(min_length=1, max_length=512)
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/completions", "/v1/chat/completions"]
+    body: dict[str, Any]
+
+
+class Job(NamedTuple):
+    """A file and where its answers go."""
+
+    source: Path
+    part: Path  # finished answers, until all are
+    output: Path
+    total: int
+
+
+def lines(source: Path) -> Iterator[Line]:
+    """Yield the requests of a file; lines without a character are none.
+
+    Raises:
+      ValueError: a line is no request; the message names it.
+    """
+    with open(source, "rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                yield Line.model_validate_json(text)
+            except pydantic.ValidationError as error:
+                raise ValueError(f"--input={source} line {number}: {problem(error)}") from error
+
+
+def check(source: str, output: str, identity: list[Any], *, overwrite: bool) -> Job:
+    """Read all requests once, and say where their answers go; identity: what decides them beside the file.
+
+    Raises:
+      ValueError: there is none, one is none, two have the same custom_id, or the output cannot be written.
+    """
+    path, target = Path(source), outputs.check_file(output, (source,), overwrite=overwrite)
+    if not path.is_file():
+        raise ValueError(f"--input={source} is no file")
+    seen: set[str] = set()
+    for number, line in enumerate(lines(path), 1):
+        if line.custom_id in seen:
+            raise ValueError(f"--input={source}: request {number} has custom_id {line.custom_id[:60]!r} of another one")
+        seen.add(line.custom_id)
+    if not seen:
+        raise ValueError(f"--input={source} holds {len(seen)} requests; wanted some")
+    stat = path.stat()
+    whole = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, *identity])
+    name = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    return Job(path, target.with_name(f"{target.name}.{name}.part"), target, len(seen))
+
+
+async def run(service: Service, name: str, job: Job, advance: Callable[[int], Any]) -> int:
+    """Answer what the part file does not have yet, and put it in the output's place; how many had an error.
+
+    name: of the model, as bodies give it.
+
+    Raises:
+      ValueError: the model cannot be loaded.
+    """
+    store.cut_short(job.part)
+    done = len(store.rows(job.part))
+    advance(done)
+    waiting: collections.deque[asyncio.Task[dict[str, Any]]] = collections.deque()
+    try:
+        for number, line in enumerate(lines(job.source)):
+            if number < done:
+                continue
+            waiting.append(asyncio.create_task(_answered(service, name, f"batch-{number}", line)))
+            if len(waiting) >= service.config.engine.limits.most:
+                await _written(waiting, job.part, advance)
+        while waiting:
+            await _written(waiting, job.part, advance)
+    finally:
+        for task in waiting:
+            task.cancel()
+    failed = sum(json.loads(row)["response"]["status_code"] != 200 for row in store.rows(job.part))
+    os.replace(job.part, job.output)
+    return failed
+
+
+async def _written(waiting: collections.deque, part: Path, advance: Callable[[int], Any]) -> None:
+    """Write the first answer, and those behind it that are there already, with one wait for the disk."""
+    rows = [await waiting[0]]
+    waiting.popleft()
+    while waiting and waiting[0].done():
+        rows.append(waiting.popleft().result())
+    store.append(part, rows)
+    advance(len(rows))
+
+
+async def _answered(service: Service, name: str, id: str, line: Line) -> dict[str, Any]:
+    """The answer to a line, as the server would give it."""
+    kind, form = URLS[line.url]
+    status, value = 500, error_body("the engine failed", "server_error")
+    for attempt in range(ATTEMPTS):
+        try:
+            body = intake.checked(line.body, kind)
+            if body.stream:
+                raise intake.Bad(f"stream={body.stream}: a file has whole answers; leave it out")
+            answers = await _submitted(service, name, f"{id}-{attempt}", body)
+        except intake.Bad as error:
+            status, value = error.status, error_body(str(error), "invalid_request_error")
+            break
+        value, error = await form(id, name, service.tokenizer, body).whole(answers)
+        if error is None:
+            status = 200
+            break
+        value = error_body(error, "server_error")
+    response = {"status_code": status, "request_id": id, "body": value}
+    return {"id": id, "custom_id": line.custom_id, "response": response, "error": None}
+
+
+async def _submitted(service: Service, name: str, id: str, body: CompletionBody | ChatBody) -> list[Any]:
+    """Answers in progress, as soon as there is room for them.
+
+    Raises:
+      Bad: the model does not take them.
+      ValueError: the model cannot be loaded.
+    """
+    while True:
+        try:
+            return intake.submitted(service, name, id, body)
+        except Refused as error:
+            if service.state in ("failed", "draining"):
+                raise ValueError(f"engine: {service.problem or error}") from error
+            await asyncio.sleep(0.02)

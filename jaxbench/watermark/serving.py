@@ -1,0 +1,196 @@
+"""Watermarks of a server, by request: texts of different keys and of none in one step (S file).
+
+Provides what jaxbench/serve/marking.py asks for. A key has a name, which clients send; the key itself stays in a file
+of the server. Schemes that draw take their keyed draw behind temperature, filters and grammar, others change logits in
+front of them, as processors of sample.Generator.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pydantic
+from jaxtyping import Float
+
+from jaxbench.config import Base
+from jaxbench.serve.request import Request, Sampling
+from jaxbench.watermark import config, detection, identify
+from jaxbench.watermark.green_lists import lists_of
+from jaxbench.watermark.keys import Key, key_of
+from jaxbench.watermark.reference import MAX_WIDTH
+from jaxbench.watermark.texts import Ragged
+
+Array = np.ndarray
+
+
+class WatermarkKey(Base):
+    """A scheme and the file of its key (`watermark.py keygen`; schemes that carry theirs need none)."""
+
+    scheme: config.Scheme
+    key_file: str | None = None
+
+    def read(self, name: str) -> Key:
+        """The key.
+
+        Raises:
+          ValueError: no file is named, or it holds none.
+        """
+        missing = f"watermarks.{name}.key_file is missing; make a key with `watermark.py keygen`"
+        return key_of(self.scheme, self.key_file, missing=missing)
+
+
+class Marker:
+    """What marks one text; called once for each of its tokens."""
+
+    def __init__(self, loop: Any, draws: bool, as_array: Callable[[Array], Any]):
+        """loop: a backend's HostLoop of one row. draws: it takes logits behind temperature and filters."""
+        self.draws, self._loop, self._as_array = draws, loop, as_array
+
+    def __call__(self, tokens: Sequence[int], logits: Float[Array, " V"]) -> Float[Array, " V"]:
+        """Logits of the token behind the text, marked."""
+        ids = self._as_array(np.asarray([tokens], np.int64))
+        return np.asarray(self._loop(ids, self._as_array(logits[None])))[0]
+
+
+class Watermarks:
+    """Keys by the names that requests give."""
+
+    def __init__(self, keys: Mapping[str, Mapping[str, Any]], *, package: str):
+        """Read a configuration: fields of WatermarkKey by name. package: whose HostLoop marks.
+
+        Raises:
+          ValueError: a field is unknown or out of range, a scheme cannot mark, or a key file cannot be read.
+        """
+        self._package, self._keys = package, {}
+        for name, fields in keys.items():
+            try:
+                self._keys[name] = key = WatermarkKey(**fields)
+            except (pydantic.ValidationError, TypeError) as error:
+                raise ValueError(f"watermarks.{name}: {' '.join(str(error).split())[:300]}") from error
+            config.check_generates(key.scheme, f"watermarks.{name}")
+            key.read(name)
+
+    def check(self, request: Request) -> None:
+        """Check that a request can be marked as it asks.
+
+        Raises:
+          ValueError: its watermark is unknown, has no such payload, or draws although nothing is drawn.
+        """
+        name, payload = request.watermark, request.payload
+        if name is None and payload:
+            raise ValueError(f"watermark_payload: {payload} without a watermark; name one")
+        if name is None:
+            return
+        if name not in self._keys:
+            raise ValueError(f"watermark: {name[:60]!r} is unknown here; wanted one of: {', '.join(self._keys)}")
+        scheme = self._keys[name].scheme
+        limit = config.num_payloads(scheme)
+        if not 0 <= payload < limit:
+            raise ValueError(f"watermark_payload: {payload}; {name} carries payloads from 0 to {limit - 1}")
+        if scheme.draws and request.sampling.temperature == 0:
+            raise ValueError(f"temperature: 0 leaves nothing to draw, and watermark {name} marks by drawing")
+        if scheme.draws and request.sampling.choice > 0:
+            raise ValueError(f"n: watermark {name} draws all answers to a prompt alike; ask for 1")
+
+    def marks(self, vocab_size: int) -> Marks:
+        """The watermarks, ready for logits of so many tokens."""
+        return Marks(self._keys, vocab_size=vocab_size, package=self._package)
+
+    def finder(self, tokenizer: Any, vocab_size: int) -> Finder:
+        """What finds them again."""
+        return Finder(self._keys, tokenizer, vocab_size)
+
+
+class Marks:
+    """A backend's watermarks by name; everything that they compile is compiled here."""
+
+    def __init__(self, keys: Mapping[str, WatermarkKey], *, vocab_size: int, package: str):
+        """Prepare every scheme.
+
+        Raises:
+          ValueError: a key file cannot be read.
+        """
+        names = ("watermark.logits_processor", "watermark.host_loop")
+        processors, loops = (importlib.import_module(f"{package}.{name}") for name in names)
+        self._loop_of = loops.HostLoop
+        self._as_array = np.asarray if package == "jaxbench" else importlib.import_module("torch").as_tensor
+        self._secrets = {name: each.read(name) for name, each in keys.items()}
+        self._watermarks = {}
+        for name, each in keys.items():
+            lists = lists_of(each.scheme, vocab_size=vocab_size)
+            self._watermarks[name] = processors.Watermark(each.scheme, vocab_size=vocab_size, green_lists=lists)
+        for name, watermark in self._watermarks.items():
+            sampling = Sampling(temperature=1.0)
+            for length in range(1, MAX_WIDTH + 2):  # a text's last tokens, fewer at the beginning of a short one
+                tokens, marker = list(range(length)), self.begin(Request(name, (), 1, sampling, watermark=name))
+                for _ in range(2):
+                    marker(tokens, np.zeros(watermark.vocab_size, np.float32))
+                    tokens.append(0)
+
+    def begin(self, request: Request) -> Marker:
+        """What marks a request's answer."""
+        watermark = self._watermarks[request.watermark]
+        payloads = [request.payload] if config.num_payloads(watermark.scheme) > 1 else None
+        loop = self._loop_of(
+            watermark, [self._secrets[request.watermark]], payloads=payloads, seed=request.sampling.seed
+        )  # fmt: skip
+        return Marker(loop, watermark.draws, self._as_array)
+
+
+class Finder:
+    """Looks for every key's mark in texts, in numpy: for servers, where nothing should compile."""
+
+    def __init__(self, keys: Mapping[str, WatermarkKey], tokenizer: Any, vocab_size: int):
+        """Read the keys.
+
+        Raises:
+          ValueError: a key file cannot be read.
+        """
+        self.names, self._tokenizer, self._vocab_size = tuple(keys), tokenizer, vocab_size
+        self._candidates = {
+            name: identify.Candidate(name, each.scheme, each.read(name), lists_of(each.scheme, vocab_size=vocab_size))
+            for name, each in keys.items()
+        }
+
+    def find(self, text: str | Sequence[int], names: Sequence[str], *, prompt_tokens: int = 0) -> dict[str, Any]:
+        """What each of some keys says of a text, or of token ids, and the p-value of any of them (Holm).
+
+        Raises:
+          ValueError: a key is unknown, or a token outside the vocabulary.
+        """
+        odd = [name for name in names if name not in self._candidates]
+        if odd or not names:
+            known = ", ".join(self.names) or "none"
+            raise ValueError(f"watermarks: {str(odd[:1] or 'none')[:60]} unknown here; wanted some of: {known}")
+        strange = [] if isinstance(text, str) else [each for each in text if not 0 <= each < self._vocab_size]
+        if strange:
+            raise ValueError(f"tokens: {str(strange[0])[:20]} is none; wanted 0 to {self._vocab_size - 1}")
+        given = [text] if isinstance(text, str) else Ragged.from_lists([list(text)])
+        ids = detection.as_ids(given, self._tokenizer, vocab_size=self._vocab_size)
+        mine, found = [self._candidates[name] for name in names], []
+        for each in mine:
+            detector = detection.NumpyDetector(
+                each.scheme, vocab_size=self._vocab_size, green_lists=each.green_lists
+            )  # fmt: skip
+            one = detection.detect(detector, ids, each.key, prompt_lengths=prompt_tokens)
+            found.append({
+                "watermark": each.name, "scheme": each.scheme.scheme, "p_value": float(one.p_value[0]),
+                "z_score": float(one.score[0]), "num_scored": int(one.num_scored[0]),
+                "num_green": _or_none(one.num_green[0]), "payload": _or_none(one.payload[0]),
+                "reason": str(one.reason[0]),
+            })  # fmt: skip
+        p_values = np.array([[each["p_value"] for each in found]])
+        corrected = identify.CORRECTIONS["holm"](p_values)[0]
+        best = int(p_values[0].argmin())
+        return {
+            "num_tokens": int(ids.lengths[0]),
+            "best": found[best]["watermark"], "p_value": float(corrected[best]),
+            "watermarks": [each | {"corrected_p_value": float(p)} for each, p in zip(found, corrected)],
+        }  # fmt: skip
+
+
+def _or_none(value: Any) -> int | None:
+    return None if int(value) < 0 else int(value)

@@ -1,0 +1,141 @@
+"""A file of requests, answered through the engine's process: every line in order, interrupted work goes on."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxbench import store
+from jaxbench.native import library
+from jaxbench.pretrained.tokenizer import load_tokenizer
+from jaxbench.serve import batch
+from jaxbench.serve.scheduler import Limits
+from jaxbench.serve.service import Service
+from jaxbench.serve.settings import EngineConfig, ServerConfig
+from tests.generation import tiny
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
+ROOT = Path(__file__).resolve().parents[2]
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def request(number, url=COMPLETION, **body):
+    given = {"prompt": "abcd"} if url == COMPLETION else {"messages": [{"role": "user", "content": "hello"}]}
+    body = given | {"max_tokens": 9, "temperature": 0} | body
+    return {"custom_id": f"line {number}", "method": "POST", "url": url, "body": body}
+
+
+def requests():
+    return [
+        *(request(i, prompt="xyz" * (i + 1), max_tokens=5 + 3 * (i % 4), ignore_eos=True) for i in range(8)),
+        request(8, CHAT), request(9, CHAT, n=2, temperature=1, seed=4), request(10, max_tokens=10**6),
+        request(11, temperature=-1), request(12, stream=True), request(13, watermark="nobody"),
+        request(14, model="other"), request(15, prompt="xyz", max_tokens=5, ignore_eos=True),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a small model and a file of requests."""
+    folder = tmp_path_factory.mktemp("batch")
+    tiny.make(folder / "model", max_seq_len=512)
+    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, requests())) + "\n\n")
+    return folder
+
+
+def config(folder):
+    limits = Limits(max_running=3, max_batch_tokens=32, max_waiting=2)
+    return ServerConfig(engine=EngineConfig(model=str(folder / "model"), cache_tokens=1024, threads=1, limits=limits))
+
+
+def answer(folder, output, *, until=None):
+    """Answer the file; until: rows after which the run is given up."""
+    count = 0
+
+    def advance(rows):
+        nonlocal count
+        count += rows
+        if until is not None and count >= until:
+            raise KeyboardInterrupt
+
+    async def run():
+        service = Service(config(folder).model_copy(update={"drain_s": 0}), load_tokenizer(str(folder / "model")))
+        try:
+            return await batch.run(service, "model", job, advance)
+        finally:
+            await service.end()
+
+    job = batch.check(str(folder / "in.jsonl"), str(output), [1], overwrite=True)
+    return job, asyncio.run(run())
+
+
+def test_answers_come_in_the_files_order_each_with_its_status(folder):
+    job, failed = answer(folder, folder / "out.jsonl")
+    rows = [json.loads(row) for row in store.rows(folder / "out.jsonl")]
+    assert [row["custom_id"] for row in rows] == [each["custom_id"] for each in requests()] and not job.part.exists()
+    statuses = [row["response"]["status_code"] for row in rows]
+    assert statuses == [200] * 10 + [400, 400, 400, 400, 404, 200] and failed == 5
+    assert all(row["error"] is None for row in rows)
+    for row, asked in zip(rows, requests()):
+        body = row["response"]["body"]
+        if row["response"]["status_code"] == 200:
+            assert len(body["choices"]) == asked["body"].get("n", 1)
+            if asked["body"].get("ignore_eos"):
+                assert body["usage"]["completion_tokens"] == asked["body"]["max_tokens"]
+        else:
+            assert len(body["error"]["message"]) > 10
+    text = [rows[i]["response"]["body"]["choices"][0]["text"] for i in (0, 15)]
+    assert text[0] == text[1]  # the same request, in other company
+
+
+def test_what_was_interrupted_goes_on_and_ends_the_same(folder):
+    whole = (folder / "out.jsonl").read_bytes() if (folder / "out.jsonl").exists() else None
+    if whole is None:
+        answer(folder, folder / "out.jsonl")
+        whole = (folder / "out.jsonl").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        answer(folder, folder / "again.jsonl", until=4)
+    (part,) = folder.glob("again.jsonl.*.part")
+    held = part.read_bytes()
+    assert 0 < held.count(b"\n") < len(requests()) and not (folder / "again.jsonl").exists()
+    part.write_bytes(held + b'{"id": "batch-')  # cut short by a power failure
+    answer(folder, folder / "again.jsonl")
+
+    def texts(data):
+        rows = [json.loads(line) for line in data.splitlines()]
+        return [(row["custom_id"], row["response"]["body"].get("choices")) for row in rows]
+
+    assert texts((folder / "again.jsonl").read_bytes()) == texts(whole) and not part.exists()
+
+
+def test_the_command_answers_a_file(folder):
+    settings = ("limits.max_running=2", "limits.max_batch_tokens=16", "cache_tokens=512", "threads=1")
+    command = [sys.executable, str(ROOT / "experiments/serve.py"), f"--model={folder / 'model'}"]
+    command += [f"--input={folder / 'in.jsonl'}", f"--output={folder / 'command.jsonl'}"]
+    command += [f"--set=engine.{each}" for each in settings]
+    ran = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert "(16 answers, 5 of them errors)" in ran.stdout and len(store.rows(folder / "command.jsonl")) == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds 0 requests"), ("\n\n", "holds 0 requests"), ("{", "line 1: "), ("[]\n", "line 1: "),
+        (json.dumps(request(1)) + "\n" + json.dumps(request(1)), "request 2 has custom_id 'line 1' of another one"),
+        (json.dumps(request(1)) + "\n\n{}\n", "line 3: custom_id is missing"),
+        (json.dumps(request(1) | {"url": "/v1/embeddings"}), "line 1: url: .*embeddings"),
+        (json.dumps(request(1) | {"method": "GET"}), "line 1: method: .*GET"),
+        (json.dumps(request(1) | {"body": 3}), "line 1: body: .*3"),
+        (json.dumps(request(1) | {"more": 3}), "line 1: more is not served here"),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_request_is_named_before_anything_starts(tmp_path, text, said):
+    (tmp_path / "in.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        batch.check(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), [], overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
