@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def main() -> int:
     process_environment.ensure("cpu", library="PyTorch" if config.engine.backend == "torch" else "XLA")
     if VALUES.input is not None or VALUES.output is not None:
         return answer_file(config)
+    if VALUES.replicas is not None:
+        return serve_fleet(config)
     if VALUES["overwrite"].present:
         raise ValueError(f"--overwrite={VALUES.overwrite} needs --input and --output; leave it out")
     try:
@@ -60,14 +63,9 @@ def main() -> int:
         from jaxbench.serve import app
     except ImportError as error:
         raise ValueError(f"serve: {error}; pip install 'jaxbench[serve]'") from error
-    from jaxbench.pretrained import tokenizer, weights
+    from jaxbench.pretrained import tokenizer
 
-    weights.read_config(config.engine.model)  # a model that cannot be read is said before anything starts
-    if config.host not in ("127.0.0.1", "::1", "localhost") and not os.environ.get(app.KEY_VARIABLE):
-        raise ValueError(
-            f"host={config.host}: other machines could use this server; set {app.KEY_VARIABLE} to a key that clients "
-            "send, or leave host at 127.0.0.1"
-        )
+    _check(config)
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.getLogger("jaxbench.serve").addHandler(handler)
@@ -94,6 +92,23 @@ def main() -> int:
         Server(options).run(sockets=[listening])
     print(f"served for {time.monotonic() - started:.0f} s")
     return cli.EXIT_OK
+
+
+def _check(config: Any) -> None:
+    """Check what can be checked before anything starts.
+
+    Raises:
+      ValueError: the model cannot be read, or others could use the server.
+    """
+    from jaxbench.pretrained import weights
+    from jaxbench.serve.intake import KEY_VARIABLE
+
+    weights.read_config(config.engine.model)
+    if config.host not in ("127.0.0.1", "::1", "localhost") and not os.environ.get(KEY_VARIABLE):
+        raise ValueError(
+            f"host={config.host}: other machines could use this server; set {KEY_VARIABLE} to a key that clients "
+            "send, or leave host at 127.0.0.1"
+        )
 
 
 def answer_file(config: Any) -> int:
@@ -132,6 +147,35 @@ def answer_file(config: Any) -> int:
     return cli.EXIT_OK
 
 
+def serve_fleet(config: Any) -> int:
+    """Serve by several engines until told to end."""
+    from jaxbench import ray_pool
+    from jaxbench.measure import environment
+
+    _check(config)
+    cores, is_local = environment.usable_cores(), "RAY_ADDRESS" not in os.environ
+    threads = config.engine.threads or (max(1, cores // VALUES.replicas) if is_local else 1)
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"threads": threads})})
+    _socket(config.host, config.port).close()  # Ray Serve waits for a port that is taken
+    ray_pool.start(max(cores, threads * VALUES.replicas))
+    try:
+        from ray import serve
+
+        from jaxbench.serve import fleet
+    except ImportError as error:
+        raise ValueError(f"replicas={VALUES.replicas}: {error}; pip install 'jaxbench[serve,ray]'") from error
+    serve.start(http_options={"host": config.host, "port": config.port}, logging_config={"log_level": "ERROR"})
+    made = fleet.application(config, _watermarks(config.engine), replicas=VALUES.replicas, cpus=threads)
+    try:
+        serve.run(made, name="jaxbench", route_prefix="/")
+        print(f"http://{config.host}:{config.port} (model {config.shown_name}, {VALUES.replicas} replicas)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    finally:
+        serve.shutdown()
+    return cli.EXIT_OK
+
+
 def _watermarks(config: Any) -> Any:
     """Watermarks that requests may name; None = none are configured."""
     if not config.watermarks:
@@ -157,6 +201,7 @@ def _socket(host: str, port: int) -> socket.socket:
 if __name__ == "__main__":
     cli.define_config("configs/serve/cpu.yaml")
     cli.define_model()
+    flags.DEFINE_integer("replicas", None, "engines behind one address, by Ray Serve (RAY_ADDRESS: of a cluster)", 1)
     flags.DEFINE_string("input", None, "answer a file instead: a .jsonl file of OpenAI's batch interface")
     flags.DEFINE_string("output", None, "answers of --input, in its order: a .jsonl file")
     flags.DEFINE_bool("overwrite", False, "replace the output; never an input")

@@ -25,14 +25,13 @@ from starlette.routing import Route
 
 from jaxbench.generation import requests as texts
 from jaxbench.serve import intake, stream
-from jaxbench.serve.intake import Bad
+from jaxbench.serve.intake import KEY_VARIABLE, Bad
 from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.protocol import ChatBody, CompletionBody, DetectBody, error_body
 from jaxbench.serve.service import RETRY_S, Answer, Refused, Service
 from jaxbench.serve.settings import ServerConfig
 
 log = logging.getLogger("jaxbench.serve")
-KEY_VARIABLE = "JAXBENCH_API_KEY"
 OPEN_PATHS = ("/health", "/ready", "/")  # that need no key
 PAGE = Path(__file__).with_name("page.html")
 
@@ -71,7 +70,7 @@ def _served(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
         started, id = time.monotonic(), f"req-{secrets.token_hex(8)}"
         request.state.id = id
         try:
-            _check_key(request)
+            check_key(request)
             response = await handler(request)
         except Bad as error:
             response = JSONResponse(error_body(str(error), "invalid_request_error"), error.status)
@@ -98,7 +97,12 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code, error.headers)
 
 
-def _check_key(request: Request) -> None:
+def check_key(request: Request) -> None:
+    """Check that a request has the key, where there is one.
+
+    Raises:
+      Bad: it has not.
+    """
     key = os.environ.get(KEY_VARIABLE)
     if not key or request.scope["path"] in OPEN_PATHS:  # not request.url's, which a Host header has a part in
         return
@@ -113,12 +117,21 @@ async def _body(request: Request, kind: type[pydantic.BaseModel]) -> Any:
     Raises:
       Bad: it is too large, no JSON, or not what is wanted.
     """
-    most, received = request.app.state.config.max_body_bytes, bytearray()
+    return intake.parsed(await body_bytes(request, request.app.state.config.max_body_bytes), kind)
+
+
+async def body_bytes(request: Request, most: int) -> bytes:
+    """The bytes of a body.
+
+    Raises:
+      Bad: there are more than `most`.
+    """
+    received = bytearray()
     async for chunk in request.stream():
         received += chunk
         if len(received) > most:
             raise Bad(f"the body is larger than {most} bytes", 413)
-    return intake.parsed(received, kind)
+    return bytes(received)
 
 
 async def completions(request: Request) -> Response:

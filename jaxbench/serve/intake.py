@@ -14,6 +14,8 @@ from jaxbench.serve import marking, protocol
 from jaxbench.serve.protocol import ChatBody, CompletionBody
 from jaxbench.serve.service import Answer, Service
 
+KEY_VARIABLE = "JAXBENCH_API_KEY"  # of the environment
+
 
 class Bad(Exception):
     """A request that cannot be served; status is that of HTTP."""

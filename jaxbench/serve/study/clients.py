@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -35,6 +35,10 @@ LLAMA = process.PEERS / "llama.cpp/llama-server"
 ARMS: dict[str, tuple[str, ...]] = {
     "jaxbench": (*OWN, "--set=port={port}"),
     "jaxbench_int8": (*OWN, "--set=port={port}", "--set=engine.activations=int8", "--set=engine.cache=int8"),
+    "jaxbench_lookup": (
+        *OWN, "--set=port={port}", "--set=engine.activations=int8", "--set=engine.cache=int8",
+        "--set=engine.limits.max_guessed=8",
+    ),
     "jaxbench_torch": (*OWN, "--set=port={port}", "--set=engine.backend=torch"),
     "llama_server": (
         str(LLAMA), "-m", "{model}", "--host", HOST, "--port", "{port}", "-np", "32", "-c", "32768", "-t", "2",
@@ -42,6 +46,14 @@ ARMS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 READY = {"llama_server": "/health"}
+
+
+class Server(NamedTuple):
+    """A server that runs."""
+
+    port: int
+    pid: int
+    ready_s: float  # from its start until it took requests
 
 
 def free_port() -> int:
@@ -52,8 +64,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(name: str, model: Path, log: Path) -> Iterator[tuple[int, float]]:
-    """An arm's server in a fresh process: its port, and the seconds until it took requests.
+def running(name: str, model: Path, log: Path) -> Iterator[Server]:
+    """An arm's server in a fresh process.
 
     Raises:
       ValueError: it does not start.
@@ -69,7 +81,7 @@ def running(name: str, model: Path, log: Path) -> Iterator[tuple[int, float]]:
                 if server.poll() is not None or time.monotonic() - started > 300:
                     raise ValueError(f"{name} did not start; {log} says why")
                 time.sleep(0.1)
-            yield port, time.monotonic() - started
+            yield Server(port, server.pid, time.monotonic() - started)
         finally:
             server.terminate()
             try:
@@ -131,23 +143,31 @@ def main() -> int:
     clients = [int(each) for each in VALUES.clients]
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     model, text = assets.fetch_default_model(), tokenizer.load_tokenizer(None)
-    asks, warm = load.drawn(text, VALUES.requests), load.drawn(text, 4, seed=1)
+    draw = {"drawn": load.drawn, "copying": load.copying}[VALUES.asks]
+    # others for each number of clients: nobody finds in a cache what an earlier one has asked
+    asks = {
+        count: draw(text, max(VALUES.least, VALUES.requests * count // max(clients)), seed=count) for count in clients
+    }
+    warm = load.drawn(text, 4, seed=10**6)
     rows: list[dict[str, Any]] = []
     for launch in range(VALUES.launches):
         order = VALUES.arms if launch % 2 == 0 else VALUES.arms[::-1]
         for name in order:
             log = Path(f"{VALUES.output}.{name}.log")
-            with running(name, model, log) as (port, ready_s):
+            with running(name, model, log) as server:
                 for count in clients:
-                    part = asks[: max(VALUES.least, round(len(asks) * min(1.0, count / max(clients))))]
-                    found = measured(name, port, part, count, warm=warm)
-                    rows.append({"arm": name, "launch": launch, "clients": count, "ready_s": ready_s} | found)
+                    found = measured(name, server.port, asks[count], count, warm=warm)
+                    rows.append({"arm": name, "launch": launch, "clients": count, "ready_s": server.ready_s} | found)
                     print(
                         f"{name}, {count} clients: {found['tokens_a_second']:.0f} tokens/s, first token "
                         f"{1e3 * found['first_s'].get('p50', float('nan')):.0f} ms (p90 "
                         f"{1e3 * found['first_s'].get('p90', float('nan')):.0f}), {found['lost']} lost", flush=True,
                     )  # fmt: skip
-    about = {"machine": environment.describe(threads=environment.usable_cores()), "requests": len(asks)}
+    about = {
+        "machine": environment.describe(threads=environment.usable_cores()),
+        "requests": {count: len(mine) for count, mine in asks.items()},
+        "asks": VALUES.asks,
+    }
     outputs.write_json(VALUES.output, {"about": about, "launches": rows})
     table = compared(rows, VALUES.arms, clients)
     outputs.write_json(VALUES.output, {"about": about, "table": table, "launches": rows})
@@ -161,6 +181,7 @@ def main() -> int:
 if __name__ == "__main__":
     flags.DEFINE_list("arms", ["jaxbench", "jaxbench_int8"], "servers, the first is what others are compared with")
     flags.DEFINE_list("clients", ["1", "8", "32"], "with a request in flight each")
+    flags.DEFINE_enum("asks", "drawn", ["drawn", "copying"], "pieces of prose, or passages that answers copy")
     flags.DEFINE_integer("requests", 256, "of the largest number of clients; fewer clients play the first of them", 1)
     flags.DEFINE_integer("least", 16, "requests that few clients play at least", 1)
     flags.DEFINE_integer("launches", 3, "of every arm", lower_bound=1)

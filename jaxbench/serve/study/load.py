@@ -51,6 +51,16 @@ def drawn(
     return found
 
 
+def copying(tokenizer: Any, count: int, *, passage: int = 256, new: int = 128, seed: int = 0) -> list[Ask]:
+    """Requests whose answers copy: a passage of the default text, and the beginning of its repetition."""
+    found = []
+    for ask in drawn(tokenizer, count, prompt=(passage, passage), new=(new, new), seed=seed):
+        words = ask.prompt.split(" ")
+        prompt = f"{ask.prompt}\n\nThe same passage once more:\n\n{' '.join(words[:12])}"
+        found.append(Ask(prompt, len(tokenizer.encode(prompt)), new))
+    return found
+
+
 async def send(host: str, port: int, model: str, ask: Ask, *, timeout_s: float) -> Seen:
     """Send one request, and read its stream."""
     body = {

@@ -1,0 +1,163 @@
+"""Replicas of a model on one or many machines, by Ray Serve (extra `ray`).
+
+Data's way: the gateway reads a body, takes the beginning of its text -> Ray Serve's router, with prefix_router.py ->
+a replica with an engine of its own -> its events back through the gateway. An answer whose replica dies before its
+first event is begun again at another one; later it ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from jaxbench.serve import app, intake
+from jaxbench.serve.batch import URLS
+from jaxbench.serve.marking import Watermarks
+from jaxbench.serve.prefix_router import PrefixRouter
+from jaxbench.serve.protocol import error_body
+from jaxbench.serve.service import RETRY_S, Refused, Service
+from jaxbench.serve.settings import ServerConfig
+
+log = logging.getLogger("jaxbench.serve")
+BEGINNING = 512  # characters of a text by which its replica is chosen
+ATTEMPTS = 3  # replicas that an answer is begun at
+
+
+class Replica:
+    """An engine."""
+
+    async def __init__(self, config: ServerConfig, watermarks: Watermarks | None):
+        """Load the model; the replica takes requests when it is there."""
+        from jaxbench.pretrained.tokenizer import load_tokenizer
+
+        self._name = config.shown_name
+        self._service = Service(config, load_tokenizer(config.engine.model), watermarks)
+        while self._service.state == "loading":
+            await asyncio.sleep(0.05)
+        self.check_health()
+
+    def check_health(self) -> None:
+        """Check that it can serve.
+
+        Raises:
+          RuntimeError: its model cannot be loaded.
+        """
+        if self._service.state == "failed":
+            raise RuntimeError(f"engine: {self._service.problem}")
+
+    async def answer(self, path: str, data: bytes, id: str, *, beginning: str) -> AsyncIterator[tuple[int, Any]]:
+        """Yield (status, body) of a whole answer, or (200, None) and (0, event) for each event of a stream."""
+        kind, form = URLS[path]
+        try:
+            body = intake.parsed(data, kind)
+            answers = intake.submitted(self._service, self._name, id, body)
+        except intake.Bad as error:
+            yield error.status, error_body(str(error), "invalid_request_error")
+            return
+        except Refused as error:
+            yield error.status, error_body(str(error), "rate_limit_error" if error.status == 429 else "server_error")
+            return
+        made = form(id, self._name, self._service.tokenizer, body)
+        try:
+            if body.stream:
+                yield 200, None
+                async for event in made.events(answers):
+                    yield 0, event
+            else:
+                value, error = await made.whole(answers)
+                yield (200, value) if error is None else (500, error_body(error, "server_error"))
+        finally:
+            self._service.drop(answers)
+
+    async def numbers(self) -> dict[str, Any]:
+        """What it is and what it has found in its cache."""
+        return self._service.about | {"metrics": self._service.metrics.text().decode()}
+
+
+class Gateway:
+    """What clients speak to."""
+
+    def __init__(self, replicas: DeploymentHandle, config: ServerConfig):
+        self._replicas, self._config = replicas.options(stream=True), config
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer a request."""
+        path, id = request.scope["path"], f"req-{secrets.token_hex(8)}"
+        try:
+            if path in ("/health", "/ready"):
+                return JSONResponse({"status": "ready"})
+            app.check_key(request)
+            if path == "/v1/models":
+                model = {"id": self._config.shown_name, "object": "model", "created": 0, "owned_by": "jaxbench"}
+                return JSONResponse({"object": "list", "data": [model]})
+            if path not in URLS:
+                raise intake.Bad(f"{path[:100]} is not served by a fleet; wanted {' or '.join(URLS)}", 404)
+            if request.method != "POST":
+                raise intake.Bad(f"{request.method} {path}; wanted POST", 405)
+            data = await app.body_bytes(request, self._config.max_body_bytes)
+            return await self._answered(path, data, id)
+        except intake.Bad as error:
+            return JSONResponse(error_body(str(error), "invalid_request_error"), error.status, {"x-request-id": id})
+
+    async def _answered(self, path: str, data: bytes, id: str) -> Response:
+        """The first item of an answer decides what it is; one that does not come is asked for elsewhere."""
+        beginning, failure = beginning_of(data), ""
+        for attempt in range(ATTEMPTS):
+            items = self._replicas.answer.remote(path, data, f"{id}-{attempt}", beginning=beginning)
+            try:
+                status, value = await anext(items)
+            except Exception as error:  # whatever Ray says of a replica that is gone
+                failure = type(error).__name__
+                log.error("replica lost", extra={"fields": {"request": id, "error": failure, "attempt": attempt}})
+                continue
+            headers = {"x-request-id": id} | ({"Retry-After": str(RETRY_S)} if status in (429, 503) else {})
+            if value is not None:
+                return JSONResponse(value, status, headers)
+            return StreamingResponse(_events(items), media_type="text/event-stream", headers=headers)
+        return JSONResponse(error_body(f"no replica answered ({failure})", "server_error"), 503, {"Retry-After": "5"})
+
+
+async def _events(items: Any) -> AsyncIterator[str]:
+    try:
+        async for _, event in items:
+            yield event
+    except Exception as error:
+        said = f"the replica was lost while it answered ({type(error).__name__})"
+        yield f"data: {json.dumps(error_body(said, 'server_error'))}\n\n"
+    finally:
+        items.cancel()
+
+
+def beginning_of(data: bytes) -> str:
+    """The first characters of a body's text; what is no text is answered by whichever replica."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(body, dict):
+        return ""
+    return str(body.get("messages") or body.get("prompt") or "")[:BEGINNING]
+
+
+def application(config: ServerConfig, watermarks: Watermarks | None, *, replicas: int, cpus: float) -> Any:
+    """The deployments, bound: serve.run takes them. cpus: of each replica, which its threads share."""
+    most = config.engine.limits.most
+    engine = serve.deployment(
+        Replica, name="replica", num_replicas=replicas, max_ongoing_requests=most,
+        ray_actor_options={"num_cpus": cpus}, graceful_shutdown_timeout_s=config.drain_s, health_check_period_s=2.0,
+        health_check_timeout_s=5.0, request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+    )  # fmt: skip
+    gateway = serve.deployment(
+        Gateway, name="gateway", max_ongoing_requests=2 * most * replicas, ray_actor_options={"num_cpus": 0}
+    )  # fmt: skip
+    return gateway.bind(engine.bind(config, watermarks), config)

@@ -1,0 +1,177 @@
+"""What a client waits for, by server: fresh processes by turns (S file).
+
+    python -m jaxbench.serve.study.waits --arms=jaxbench_int8,llama_server --launches=3 --output=FILE
+
+busy: the first token of prompts of 512 tokens, one after another, while 8 clients keep the server busy. known: the
+first token behind 2,000 tokens that the server has not seen, and behind the same 2,000 with another end. stream: from
+one token to the next of one client, and the engine's own steps for the same request in a process without a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from jaxbench import cli, outputs
+from jaxbench.measure import environment
+from jaxbench.pretrained import assets
+from jaxbench.serve.study import clients, load
+
+VALUES = flags.FLAGS
+BUSY, PROBES, SHARED, ROUNDS = 8, 16, 2000, 4
+OWN = ("jaxbench", "jaxbench_int8", "jaxbench_lookup")  # arms whose engine runs alone, too
+
+
+async def busy(port: int, text: Any, *, seed: int) -> list[float]:
+    """Seconds to the first token of prompts of 512 tokens beside busy clients."""
+    probes = load.drawn(text, PROBES, prompt=(512, 512), new=(8, 8), seed=seed)
+    asks = load.drawn(text, 1000, seed=seed + 1)
+    ended = asyncio.Event()
+
+    async def client(mine: Sequence[load.Ask]) -> None:
+        for ask in mine:
+            if ended.is_set():
+                return
+            await load.send(clients.HOST, port, "model", ask, timeout_s=600)
+
+    others = [asyncio.create_task(client(asks[i::BUSY])) for i in range(BUSY)]
+    await asyncio.sleep(3.0)
+    found = []
+    for probe in probes:
+        seen = await load.send(clients.HOST, port, "model", probe, timeout_s=600)
+        if not seen.is_whole or seen.first is None:
+            raise ValueError(f"a probe ended with status {seen.status} and {seen.tokens} tokens")
+        found.append(seen.first)
+    ended.set()
+    await asyncio.gather(*others)
+    return found
+
+
+async def known(port: int, text: Any, *, seed: int) -> tuple[list[float], list[float]]:
+    """Seconds to the first token behind beginnings that are new, and behind the same ones again."""
+    ids, draw = text.encode(assets.default_text(), add_special=False), random.Random(seed)
+    cold, warm = [], []
+    for _ in range(ROUNDS):
+        start = draw.randrange(len(ids) - SHARED)
+        beginning = text.decode(ids[start : start + SHARED])
+        for number, found in enumerate((cold, warm, warm)):
+            ask = load.Ask(f"{beginning}\n\nQuestion {number}: what is said here?", 0, 8)
+            seen = await load.send(clients.HOST, port, "model", ask, timeout_s=600)
+            if not seen.is_whole or seen.first is None:
+                raise ValueError(f"a request ended with status {seen.status} and {seen.tokens} tokens")
+            found.append(seen.first)
+    return cold, warm
+
+
+async def stream(port: int, ask: load.Ask) -> list[float]:
+    """Seconds from each event with text to the next."""
+    for _ in range(2):
+        seen = await load.send(clients.HOST, port, "model", ask, timeout_s=600)
+    return list(seen.between)
+
+
+def alone(arm: str, ask: load.Ask) -> list[float]:
+    """Seconds of each step of an engine without a server, for the same request, behind one that warms it."""
+    from jaxbench import config
+    from jaxbench.pretrained import tokenizer
+    from jaxbench.serve.request import Request
+    from jaxbench.serve.settings import ServerConfig, load_engine
+
+    changes = [each.removeprefix("--set=") for each in clients.ARMS[arm] if each.startswith("--set=engine.")]
+    engine = load_engine(config.load("configs/serve/cpu.yaml", changes, ServerConfig).engine)
+    prompt = tuple(tokenizer.load_tokenizer(None).encode(ask.prompt))
+    for name in ("a", "b"):
+        engine.add(Request(name, prompt, ask.new_tokens))
+        times = []
+        while engine.is_busy:
+            started = time.perf_counter()
+            events = engine.step()
+            if any(event.token is not None for event in events):
+                times.append(time.perf_counter() - started)
+    return times[1:]
+
+
+def measured(arm: str, port: int, text: Any, launch: int) -> dict[str, Any]:
+    """All waits of one server that runs."""
+    asyncio.run(load.closed(clients.HOST, port, "model", load.drawn(text, 4, seed=10**6), clients=4))
+    beside = asyncio.run(busy(port, text, seed=10 * launch))
+    cold, warm = asyncio.run(known(port, text, seed=10 * launch + 2))
+    ask = load.drawn(text, 1, prompt=(128, 128), new=(128, 128), seed=7)[0]
+    return {
+        "busy_first_s": beside, "cold_first_s": cold, "warm_first_s": warm,
+        "between_s": statistics.median(asyncio.run(stream(port, ask))),
+    }  # fmt: skip
+
+
+def row(arm: str, launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over launches."""
+
+    def middle(value: Any) -> float:
+        return statistics.median(value(each) for each in launches)
+
+    made = {
+        "arm": arm,
+        "busy_first_p50_s": middle(lambda each: np.percentile(each["busy_first_s"], 50)),
+        "busy_first_p90_s": middle(lambda each: np.percentile(each["busy_first_s"], 90)),
+        "cold_first_s": middle(lambda each: statistics.median(each["cold_first_s"])),
+        "warm_first_s": middle(lambda each: statistics.median(each["warm_first_s"])),
+        "between_s": middle(lambda each: each["between_s"]),
+    }  # fmt: skip
+    made["known_ratio"] = made["cold_first_s"] / made["warm_first_s"]
+    if all("alone_s" in each for each in launches):
+        made["alone_s"] = middle(lambda each: each["alone_s"])
+        made["server_us"] = 1e6 * middle(lambda each: each["between_s"] - each["alone_s"])
+    return made
+
+
+def main() -> int:
+    """Measure every arm, and show; return the exit code."""
+    from jaxbench.pretrained import tokenizer
+
+    unknown = [name for name in VALUES.arms if name not in clients.ARMS]
+    if unknown or not VALUES.arms:
+        raise ValueError(f"--arms: {unknown or 'none'}; wanted some of {', '.join(clients.ARMS)}")
+    outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
+    model, text = assets.fetch_default_model(), tokenizer.load_tokenizer(None)
+    ask = load.drawn(text, 1, prompt=(128, 128), new=(128, 128), seed=7)[0]
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in VALUES.arms}
+    for launch in range(VALUES.launches):
+        for name in VALUES.arms if launch % 2 == 0 else VALUES.arms[::-1]:
+            with clients.running(name, model, Path(f"{VALUES.output}.{name}.log")) as server:
+                found = measured(name, server.port, text, launch)
+            if name in OWN:
+                context = multiprocessing.get_context("spawn")
+                with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+                    found["alone_s"] = statistics.median(pool.submit(alone, name, ask).result())
+            rows[name].append(found)
+            print({key: round(value, 4) for key, value in row(name, [found]).items() if key != "arm"}, flush=True)
+    table = [row(name, mine) for name, mine in rows.items()]
+    about = {"machine": environment.describe(threads=environment.usable_cores())}
+    outputs.write_json(VALUES.output, {"about": about, "table": table, "launches": rows})
+    for each in table:
+        print(
+            f"{each['arm']:16s} first token beside {BUSY} clients: p50 {1e3 * each['busy_first_p50_s']:.0f} ms, p90 "
+            f"{1e3 * each['busy_first_p90_s']:.0f} ms; behind {SHARED} tokens {1e3 * each['cold_first_s']:.0f} ms, known "
+            f"{1e3 * each['warm_first_s']:.0f} ms ({each['known_ratio']:.1f} x); a token {1e3 * each['between_s']:.2f} ms"
+            + (f", {each['server_us']:.0f} us of it the server's" if "server_us" in each else "")
+        )
+    print(f"written: {VALUES.output}")
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("arms", ["jaxbench_int8", "llama_server"], "servers")
+    flags.DEFINE_integer("launches", 3, "of every arm", lower_bound=1)
+    flags.DEFINE_string("output", None, "figures: a .json file", required=True)
+    flags.DEFINE_bool("overwrite", False, "replace the output")
+    cli.run(main, about=__doc__)
