@@ -182,7 +182,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("arms", ["jaxbench", "jaxbench_int8"], "servers, the first is what others are compared with")
     flags.DEFINE_list("clients", ["1", "8", "32"], "with a request in flight each")
     flags.DEFINE_enum("asks", "drawn", ["drawn", "copying"], "pieces of prose, or passages that answers copy")
-    flags.DEFINE_integer("requests", 256, "of the largest number of clients; fewer clients play the first of them", 1)
+    flags.DEFINE_integer("requests", 256, "of the largest number of clients; fewer in proportion", 1)
     flags.DEFINE_integer("least", 16, "requests that few clients play at least", 1)
     flags.DEFINE_integer("launches", 3, "of every arm", lower_bound=1)
     flags.DEFINE_string("output", None, "figures: a .json file", required=True)

@@ -134,6 +134,17 @@ def row(arm: str, launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return made
 
 
+def said(found: dict[str, Any]) -> str:
+    """A row in words."""
+    ms = {name: f"{1e3 * value:.1f} ms" for name, value in found.items() if name.endswith("_s")}
+    parts = [
+        f"{found['arm']}: first token beside {BUSY} clients p50 {ms['busy_first_p50_s']}, p90 {ms['busy_first_p90_s']}",
+        f"behind {SHARED} new tokens {ms['cold_first_s']}, known ones {ms['warm_first_s']} ({found['known_ratio']:.1f} x)",
+        f"a token {ms['between_s']}",
+    ]
+    return "; ".join(parts) + (f", {found['server_us']:.0f} us of it the server's" if "server_us" in found else "")
+
+
 def main() -> int:
     """Measure every arm, and show; return the exit code."""
     from jaxbench.pretrained import tokenizer
@@ -159,12 +170,7 @@ def main() -> int:
     about = {"machine": environment.describe(threads=environment.usable_cores())}
     outputs.write_json(VALUES.output, {"about": about, "table": table, "launches": rows})
     for each in table:
-        print(
-            f"{each['arm']:16s} first token beside {BUSY} clients: p50 {1e3 * each['busy_first_p50_s']:.0f} ms, p90 "
-            f"{1e3 * each['busy_first_p90_s']:.0f} ms; behind {SHARED} tokens {1e3 * each['cold_first_s']:.0f} ms, known "
-            f"{1e3 * each['warm_first_s']:.0f} ms ({each['known_ratio']:.1f} x); a token {1e3 * each['between_s']:.2f} ms"
-            + (f", {each['server_us']:.0f} us of it the server's" if "server_us" in each else "")
-        )
+        print(said(each))
     print(f"written: {VALUES.output}")
     return cli.EXIT_OK
 
