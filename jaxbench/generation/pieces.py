@@ -21,6 +21,9 @@ class Text:
         self.ids: list[int] = []  # with the end token, and no further than the stop string
         self.text = ""  # what will not change
         self.ended: str | None = None  # end: an end token | stop: a stop string | length | None: it goes on
+        core = getattr(tokenizer, "core", None)
+        self._has_bytes = core is not None and core.token_to_id("<0x00>") is not None
+        self._known, self._start, self._end = "", 0, 0  # text of ids up to _end; those from _start on stand before more
 
     def update(self, ids: Sequence[int], *, is_full: bool) -> str:
         """Take all ids that there are so far, and return the text that became certain.
@@ -48,11 +51,23 @@ class Text:
 
     def _certain(self, ids: Sequence[int]) -> str:
         """Text of ids without the characters that the next id may still change: those whose bytes are not all there."""
-        core, count = getattr(self._tokenizer, "core", None), len(ids)
+        count = len(ids)
         # SentencePiece reads a run of bytes as a whole: one bad byte at its end makes all of them unreadable.
-        while core is not None and count and BYTE_PIECE.fullmatch(core.id_to_token(int(ids[count - 1])) or ""):
+        while self._has_bytes and count and self._may_be_in_a_run(int(ids[count - 1])):
             count -= 1
-        return self._decode(ids[:count]).rstrip("\ufffd")
+        if count < self._end:
+            return self._decode(ids[:count]).rstrip("\ufffd")
+        # Only the last ids are decoded, behind those before them: what a decoder does at a text's begin happens there.
+        before, text = self._decode(ids[self._start : self._end]), self._decode(ids[self._start : count])
+        new = text[len(before) :]
+        whole = self._known + new
+        if new and not new.endswith("\ufffd"):
+            self._known, self._start, self._end = whole, self._end, count
+        return whole.rstrip("\ufffd")
+
+    def _may_be_in_a_run(self, id: int) -> bool:
+        """True for a byte, and for what is no text and may stand between two."""
+        return bool(BYTE_PIECE.fullmatch(self._tokenizer.core.id_to_token(id) or "")) or not self._decode([id])
 
     def _up_to_stop(self, ids: list[int]) -> list[int]:
         """The fewest ids whose text holds a stop string."""

@@ -86,7 +86,9 @@ def read(path: str | Path) -> GgufFile:
     path = Path(path)
     with open(path, "rb") as file:
         start = file.read(8)
-        if len(start) < 8 or start[:4] != MAGIC:
+        if start[:4] == MAGIC and len(start) < 8:
+            raise ValueError(f"{path}: truncated GGUF file of {len(start)} bytes; wanted a header of more")
+        if start[:4] != MAGIC:
             raise ValueError(f"{path}: not a GGUF file (starts with {start[:4]!r}, wanted {MAGIC!r})")
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     version = int.from_bytes(start[4:], "little")

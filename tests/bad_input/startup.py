@@ -55,7 +55,7 @@ CASES = [
     Case(("startup.py", "--model=model"), ("bert",), folder(model_type="bert")),
     Case(("startup.py", "--model=model"), ("config.json",), {"model/config.json": "{"}),
     bad_model("", "not a GGUF file"),
-    bad_model("GGUF", "not a GGUF file"),
+    bad_model("GGUF", "truncated GGUF file of 4 bytes"),
     bad_model(b"GGUF" + bytes([9, 0, 0, 0]) + bytes(16), "version 9"),
     bad_model(WHOLE[:60], "truncated"),
     bad_model(gguf(EMBEDDING, cut=64), "truncated"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import tokenizers
@@ -49,11 +50,25 @@ def streamed(tokenizer, ids, cuts, stop=()):
 @given(data=st.data())
 def test_pieces_put_together_are_the_whole_text_whatever_the_steps(tokenizer, data):
     vocabulary = tokenizer()
-    ids = data.draw(st.lists(st.integers(1, vocabulary.vocab_size - 1), max_size=24))
-    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))
-    shown, row = streamed(vocabulary, ids, cuts)
+    endless = types.SimpleNamespace(core=vocabulary.core, decode=vocabulary.decode, end_ids=())  # end tokens go on
+    words = st.integers(0, len(WORDS) if tokenizer is sentencepiece else vocabulary.vocab_size - 1)
+    ids = data.draw(st.lists(st.one_of(words, st.integers(0, vocabulary.vocab_size - 1)), max_size=24))
+    cuts = data.draw(st.one_of(st.just(range(len(ids))), st.lists(st.integers(0, len(ids)), max_size=6)))
+    shown, row = streamed(endless, ids, cuts)
     assert "".join(shown) == row.text == vocabulary.decode(ids, skip_special=True)
     assert row.ended == "length" and row.ids == ids
+
+
+def test_a_long_text_costs_no_more_a_token_than_a_short_one():
+    vocabulary, decoded = byte_level(), []
+    counting = types.SimpleNamespace(
+        core=vocabulary.core, end_ids=vocabulary.end_ids,
+        decode=lambda ids, **how: decoded.append(len(ids)) or vocabulary.decode(ids, **how),
+    )  # fmt: skip
+    row, ids = pieces.Text(counting), vocabulary.encode("A text of some length. " * 40)
+    for count in range(1, len(ids)):
+        row.update(ids[:count], is_full=False)
+    assert row.text == vocabulary.decode(ids[:-1]) and max(decoded) <= 2
 
 
 def test_no_half_of_a_character_is_shown():

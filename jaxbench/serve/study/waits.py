@@ -139,7 +139,7 @@ def said(found: dict[str, Any]) -> str:
     ms = {name: f"{1e3 * value:.1f} ms" for name, value in found.items() if name.endswith("_s")}
     parts = [
         f"{found['arm']}: first token beside {BUSY} clients p50 {ms['busy_first_p50_s']}, p90 {ms['busy_first_p90_s']}",
-        f"behind {SHARED} new tokens {ms['cold_first_s']}, known ones {ms['warm_first_s']} ({found['known_ratio']:.1f} x)",
+        f"behind {SHARED} new ones {ms['cold_first_s']}, known {ms['warm_first_s']} ({found['known_ratio']:.1f} x)",
         f"a token {ms['between_s']}",
     ]
     return "; ".join(parts) + (f", {found['server_us']:.0f} us of it the server's" if "server_us" in found else "")
