@@ -30,7 +30,7 @@ from jaxbench.serve.study import load
 
 VALUES = flags.FLAGS
 HOST = "127.0.0.1"
-OWN = (sys.executable, str(process.ROOT / "experiments/serve.py"), "--set=name=model")
+OWN = (sys.executable, str(process.ROOT / "experiments/serve.py"), "--model={model}", "--set=name=model")
 LLAMA = process.PEERS / "llama.cpp/llama-server"
 ARMS: dict[str, tuple[str, ...]] = {
     "jaxbench": (*OWN, "--set=port={port}"),
@@ -42,7 +42,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "jaxbench_torch": (*OWN, "--set=port={port}", "--set=engine.backend=torch"),
     "llama_server": (
         str(LLAMA), "-m", "{model}", "--host", HOST, "--port", "{port}", "-np", "32", "-c", "32768", "-t", "2",
-        "-fa", "on", "--no-webui",
+        "-fa", "on", "--no-webui", "--poll", "0",  # threads that spin take the cores of its own HTTP, and of the clients
     ),
 }  # fmt: skip
 READY = {"llama_server": "/health"}
@@ -142,7 +142,8 @@ def main() -> int:
         raise ValueError(f"--arms: {unknown or 'none'}; wanted some of {', '.join(ARMS)}")
     clients = [int(each) for each in VALUES.clients]
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
-    model, text = assets.fetch_default_model(), tokenizer.load_tokenizer(None)
+    model = assets.fetch_default_model() if VALUES.model == "default" else Path(VALUES.model)
+    text = tokenizer.load_tokenizer(str(model))
     draw = {"drawn": load.drawn, "copying": load.copying}[VALUES.asks]
     # others for each number of clients: nobody finds in a cache what an earlier one has asked
     asks = {
@@ -164,6 +165,7 @@ def main() -> int:
                         f"{1e3 * found['first_s'].get('p90', float('nan')):.0f}), {found['lost']} lost", flush=True,
                     )  # fmt: skip
     about = {
+        "model": model.name,
         "machine": environment.describe(threads=environment.usable_cores()),
         "requests": {count: len(mine) for count, mine in asks.items()},
         "asks": VALUES.asks,
@@ -179,6 +181,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    cli.define_model()
     flags.DEFINE_list("arms", ["jaxbench", "jaxbench_int8"], "servers, the first is what others are compared with")
     flags.DEFINE_list("clients", ["1", "8", "32"], "with a request in flight each")
     flags.DEFINE_enum("asks", "drawn", ["drawn", "copying"], "pieces of prose, or passages that answers copy")
