@@ -79,10 +79,6 @@ class Replica:
         finally:
             self._service.drop(answers)
 
-    async def numbers(self) -> dict[str, Any]:
-        """What it is and what it has found in its cache."""
-        return self._service.about | {"metrics": self._service.metrics.text().decode()}
-
 
 class Gateway:
     """What clients speak to."""

@@ -24,6 +24,7 @@ class Limits(Base):
     max_running: int = pydantic.Field(default=32, ge=1)  # requests at once
     max_batch_tokens: int = pydantic.Field(default=256, ge=1)  # of a step; at least max_running
     max_waiting: int = pydantic.Field(default=256, ge=0)  # requests; more are refused
+    max_wait_ms: float = pydantic.Field(default=0.0, ge=0, le=10_000)  # that the first request waits for a fuller step
     max_guessed: int = pydantic.Field(default=0, ge=0, le=32)  # tokens of a request that a step guesses; 0 = none
 
     @property
@@ -90,6 +91,11 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Let a request wait."""
         bisect.insort(self.waiting, sequence, key=lambda each: each.rank)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the requests that wait."""
+        return sum(sequence.num_waiting for sequence in self.waiting)
 
     def most_blocks(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""

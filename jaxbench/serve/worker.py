@@ -58,8 +58,22 @@ def work(config: EngineConfig, line: Connection, watermarks: Watermarks | None =
 
 def _turn(engine: Engine, line: Connection) -> None:
     """Take what has come, compute a step, and tell what happened."""
-    events = []
-    while line.poll(0 if engine.is_busy else STATS_S):
+    was_busy, events = engine.is_busy, []
+    _take(engine, line, events, 0 if was_busy else STATS_S)
+    until = time.monotonic() + engine.limits.max_wait_ms / 1e3
+    while not was_busy and engine.is_busy and (left := until - time.monotonic()) > 0:
+        if engine.scheduler.num_waiting_tokens >= engine.limits.max_batch_tokens or not line.poll(left):
+            break
+        _take(engine, line, events, 0)
+    if engine.is_busy:
+        events += engine.step()
+    line.send(Report("events", tuple(events), engine.stats()))
+
+
+def _take(engine: Engine, line: Connection, events: list[Event], seconds: float) -> None:
+    """Take all orders that are there, or the first that comes within so many seconds and those behind it."""
+    while line.poll(seconds):
+        seconds = 0
         name, value = line.recv()
         if name == "end":
             raise EOFError
@@ -67,9 +81,6 @@ def _turn(engine: Engine, line: Connection) -> None:
             events += _added(engine, value)
         elif event := engine.cancel(value):
             events.append(event)
-    if engine.is_busy:
-        events += engine.step()
-    line.send(Report("events", tuple(events), engine.stats()))
 
 
 def _added(engine: Engine, request: Request) -> list[Event]:

@@ -42,7 +42,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "jaxbench_torch": (*OWN, "--set=port={port}", "--set=engine.backend=torch"),
     "llama_server": (
         str(LLAMA), "-m", "{model}", "--host", HOST, "--port", "{port}", "-np", "32", "-c", "32768", "-t", "2",
-        "-fa", "on", "--no-webui", "--poll", "0",  # threads that spin take the cores of its own HTTP, and of the clients
+        # threads that spin would take the cores of its own HTTP, and of the clients
+        "-fa", "on", "--no-webui", "--poll", "0",
     ),
 }  # fmt: skip
 READY = {"llama_server": "/health"}
