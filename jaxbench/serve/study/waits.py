@@ -80,16 +80,17 @@ async def stream(port: int, ask: load.Ask) -> list[float]:
     return list(seen.between)
 
 
-def alone(arm: str, ask: load.Ask) -> list[float]:
+def alone(arm: str, model: Path, ask: load.Ask) -> list[float]:
     """Seconds of each step of an engine without a server, for the same request, behind one that warms it."""
     from jaxbench import config
     from jaxbench.pretrained import tokenizer
     from jaxbench.serve.request import Request
     from jaxbench.serve.settings import ServerConfig, load_engine
 
-    changes = [each.removeprefix("--set=") for each in clients.ARMS[arm] if each.startswith("--set=engine.")]
+    changes = [f"engine.model={model}"]
+    changes += [each.removeprefix("--set=") for each in clients.ARMS[arm] if each.startswith("--set=engine.")]
     engine = load_engine(config.load("configs/serve/cpu.yaml", changes, ServerConfig).engine)
-    prompt = tuple(tokenizer.load_tokenizer(None).encode(ask.prompt))
+    prompt = tuple(tokenizer.load_tokenizer(str(model)).encode(ask.prompt))
     for name in ("a", "b"):
         engine.add(Request(name, prompt, ask.new_tokens))
         times = []
@@ -153,7 +154,8 @@ def main() -> int:
     if unknown or not VALUES.arms:
         raise ValueError(f"--arms: {unknown or 'none'}; wanted some of {', '.join(clients.ARMS)}")
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
-    model, text = assets.fetch_default_model(), tokenizer.load_tokenizer(None)
+    model = assets.fetch_default_model() if VALUES.model == "default" else Path(VALUES.model)
+    text = tokenizer.load_tokenizer(str(model))
     ask = load.drawn(text, 1, prompt=(128, 128), new=(128, 128), seed=7)[0]
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in VALUES.arms}
     for launch in range(VALUES.launches):
@@ -163,11 +165,11 @@ def main() -> int:
             if name in OWN:
                 context = multiprocessing.get_context("spawn")
                 with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-                    found["alone_s"] = statistics.median(pool.submit(alone, name, ask).result())
+                    found["alone_s"] = statistics.median(pool.submit(alone, name, model, ask).result())
             rows[name].append(found)
             print({key: round(value, 4) for key, value in row(name, [found]).items() if key != "arm"}, flush=True)
     table = [row(name, mine) for name, mine in rows.items()]
-    about = {"machine": environment.describe(threads=environment.usable_cores())}
+    about = {"model": model.name, "machine": environment.describe(threads=environment.usable_cores())}
     outputs.write_json(VALUES.output, {"about": about, "table": table, "launches": rows})
     for each in table:
         print(said(each))
@@ -176,6 +178,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    cli.define_model()
     flags.DEFINE_list("arms", ["jaxbench_int8", "llama_server"], "servers")
     flags.DEFINE_integer("launches", 3, "of every arm", lower_bound=1)
     flags.DEFINE_string("output", None, "figures: a .json file", required=True)
