@@ -31,7 +31,11 @@ from jaxbench.serve.study import load
 VALUES = flags.FLAGS
 HOST = "127.0.0.1"
 OWN = (sys.executable, str(process.ROOT / "experiments/serve.py"), "--model={model}", "--set=name=model")
-LLAMA = process.PEERS / "llama.cpp/llama-server"
+# threads that spin (--poll) would take the cores of its own HTTP, and of the clients
+LLAMA = (
+    str(process.PEERS / "llama.cpp/llama-server"), "-m", "{model}", "--host", HOST, "--port", "{port}", "-t", "2",
+    "-fa", "on", "--no-webui", "--poll", "0",
+)  # fmt: skip
 ARMS: dict[str, tuple[str, ...]] = {
     "jaxbench": (*OWN, "--set=port={port}"),
     "jaxbench_int8": (*OWN, "--set=port={port}", "--set=engine.activations=int8", "--set=engine.cache=int8"),
@@ -40,13 +44,10 @@ ARMS: dict[str, tuple[str, ...]] = {
         "--set=engine.limits.max_guessed=8",
     ),
     "jaxbench_torch": (*OWN, "--set=port={port}", "--set=engine.backend=torch"),
-    "llama_server": (
-        str(LLAMA), "-m", "{model}", "--host", HOST, "--port", "{port}", "-np", "32", "-c", "32768", "-t", "2",
-        # threads that spin would take the cores of its own HTTP, and of the clients
-        "-fa", "on", "--no-webui", "--poll", "0",
-    ),
+    "llama_server": (*LLAMA, "-np", "32", "-c", "32768"),
+    "llama_server_long": (*LLAMA, "-np", "9", "-c", "36864"),  # each slot has its share: 4096 tokens
 }  # fmt: skip
-READY = {"llama_server": "/health"}
+READY = {"llama_server": "/health", "llama_server_long": "/health"}
 
 
 class Server(NamedTuple):
