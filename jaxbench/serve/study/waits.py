@@ -28,7 +28,7 @@ from jaxbench.pretrained import assets
 from jaxbench.serve.study import clients, load
 
 VALUES = flags.FLAGS
-BUSY, PROBES, SHARED, ROUNDS = 8, 16, 2000, 4
+BUSY, PROBES, SHARED, ROUNDS, STREAMS = 8, 16, 2000, 4, 8
 OWN = ("jaxbench", "jaxbench_int8", "jaxbench_lookup")  # arms whose engine runs alone, too
 
 
@@ -73,11 +73,16 @@ async def known(port: int, text: Any, *, seed: int) -> tuple[list[float], list[f
     return cold, warm
 
 
-async def stream(port: int, ask: load.Ask) -> list[float]:
-    """Seconds from each event with text to the next."""
-    for _ in range(2):
-        seen = await load.send(clients.HOST, port, "model", ask, timeout_s=600)
-    return list(seen.between)
+async def stream(server: clients.Server, ask: load.Ask) -> tuple[list[float], float]:
+    """Seconds from each event with text to the next, and of the server's processor a token, its engine's left out."""
+    import psutil
+
+    await load.send(clients.HOST, server.port, "model", ask, timeout_s=600)
+    process, found = psutil.Process(server.pid), []
+    before = sum(process.cpu_times()[:2])
+    for _ in range(STREAMS):
+        found += (await load.send(clients.HOST, server.port, "model", ask, timeout_s=600)).between
+    return found, (sum(process.cpu_times()[:2]) - before) / (STREAMS * ask.new_tokens)
 
 
 def alone(arm: str, model: Path, ask: load.Ask) -> list[float]:
@@ -102,15 +107,18 @@ def alone(arm: str, model: Path, ask: load.Ask) -> list[float]:
     return times[1:]
 
 
-def measured(arm: str, port: int, text: Any, launch: int) -> dict[str, Any]:
+def measured(arm: str, server: clients.Server, text: Any, launch: int) -> dict[str, Any]:
     """All waits of one server that runs."""
+    port = server.port
     asyncio.run(load.closed(clients.HOST, port, "model", load.drawn(text, 4, seed=10**6), clients=4))
     beside = asyncio.run(busy(port, text, seed=10 * launch))
     cold, warm = asyncio.run(known(port, text, seed=10 * launch + 2))
     ask = load.drawn(text, 1, prompt=(128, 128), new=(128, 128), seed=7)[0]
+    between, processor = asyncio.run(stream(server, ask))
     return {
+        "processor_s": processor if arm in OWN else None,  # llama-server's engine is in the same process
         "busy_first_s": beside, "cold_first_s": cold, "warm_first_s": warm,
-        "between_s": statistics.median(asyncio.run(stream(port, ask))),
+        "between_s": statistics.median(between),
     }  # fmt: skip
 
 
@@ -132,6 +140,7 @@ def row(arm: str, launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if all("alone_s" in each for each in launches):
         made["alone_s"] = middle(lambda each: each["alone_s"])
         made["server_us"] = 1e6 * middle(lambda each: each["between_s"] - each["alone_s"])
+        made["processor_us"] = 1e6 * middle(lambda each: each["processor_s"])
     return made
 
 
@@ -143,7 +152,11 @@ def said(found: dict[str, Any]) -> str:
         f"behind {SHARED} new ones {ms['cold_first_s']}, known {ms['warm_first_s']} ({found['known_ratio']:.1f} x)",
         f"a token {ms['between_s']}",
     ]
-    return "; ".join(parts) + (f", {found['server_us']:.0f} us of it the server's" if "server_us" in found else "")
+    if "server_us" in found:
+        parts.append(
+            f"{found['server_us']:.0f} us more than alone, {found['processor_us']:.0f} us of the server's processor"
+        )
+    return "; ".join(parts)
 
 
 def main() -> int:
@@ -161,7 +174,7 @@ def main() -> int:
     for launch in range(VALUES.launches):
         for name in VALUES.arms if launch % 2 == 0 else VALUES.arms[::-1]:
             with clients.running(name, model, Path(f"{VALUES.output}.{name}.log")) as server:
-                found = measured(name, server.port, text, launch)
+                found = measured(name, server, text, launch)
             if name in OWN:
                 context = multiprocessing.get_context("spawn")
                 with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
