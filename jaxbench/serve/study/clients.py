@@ -10,6 +10,7 @@ server, as `make peers` builds it.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import statistics
 import subprocess
@@ -25,11 +26,13 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from jaxbench import cli, outputs, terminal
-from jaxbench.measure import environment, process, verdicts
+from jaxbench.measure import environment, line_picture, process, verdicts
+from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 from jaxbench.serve.study import load
 
 VALUES = flags.FLAGS
 HOST = "127.0.0.1"
+COLORS = ("#6e7781", "#0969da", "#bf3989", "#1a7f37", "#9a6700")
 OWN = (sys.executable, str(process.ROOT / "experiments/serve.py"), "--model={model}", "--set=name=model")
 # threads that spin (--poll) would take the cores of its own HTTP, and of the clients
 LLAMA = (
@@ -135,6 +138,27 @@ def compared(rows: Sequence[dict[str, Any]], arms: Sequence[str], clients: Seque
     return found
 
 
+def picture(table: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
+    """Tokens a second and waits over the number of clients, as SVG."""
+    arms, counts = list(dict.fromkeys(row["arm"] for row in table)), sorted({row["clients"] for row in table})
+    across = Axis("clients", {float(count): str(count) for count in counts}, is_log=len(counts) > 1)
+    panels = []
+    for title, field in (("tokens a second", "tokens_a_second"), ("first token, p90, seconds", "first_p90_s")):
+        lines = [
+            Line(arm, COLORS[number % len(COLORS)], [
+                Point(row["clients"], row[field]) for row in table if row["arm"] == arm
+            ])
+            for number, arm in enumerate(arms)
+        ]  # fmt: skip
+        highest = max(point.y for line in lines for point in line.points)
+        step = 10 ** math.floor(math.log10(highest)) / 2
+        ticks = {step * i: f"{step * i:g}" for i in range(math.ceil(highest / step) + 1)}
+        panels.append(Panel(title, across, Axis(title, ticks), lines))
+    machine = about["machine"]
+    note = f"{about['model']}, {machine['cpu']}, {machine['threads']} threads, medians of launches"
+    return line_picture.draw("Servers under the same clients", note, panels)
+
+
 def main() -> int:
     """Measure every arm, and show; return the exit code."""
     from jaxbench.pretrained import assets, tokenizer
@@ -175,10 +199,11 @@ def main() -> int:
     outputs.write_json(VALUES.output, {"about": about, "launches": rows})
     table = compared(rows, VALUES.arms, clients)
     outputs.write_json(VALUES.output, {"about": about, "table": table, "launches": rows})
+    outputs.write_text(Path(VALUES.output).with_suffix(".svg"), picture(table, about))
     for row in table:
         ratio = "" if "ratio" not in row else " ratio {:.2f} [{:.2f}, {:.2f}]".format(*row["ratio"])
         print(f"{row['clients']:4d} clients  {row['arm']:16s} {row['tokens_a_second']:8.1f} tokens/s{ratio}")
-    print(f"written: {VALUES.output}")
+    print(f"written: {VALUES.output}, and .svg beside it")
     return cli.EXIT_OK
 
 
