@@ -5,7 +5,6 @@ Processes of one thread do more together than one process of many where programs
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
 import multiprocessing
@@ -34,34 +33,6 @@ def results(worker: Callable[[Any], Any], items: Iterable[Any], *, processes: in
         concurrent.futures.ProcessPoolExecutor(processes, context, _start, (worker, os.getpid())) as pool,
     ):
         yield from _completed(pool, _work, items, processes)
-
-
-def from_both_ends(worker: Callable[[Any], Any], items: Sequence[Any], *, processes: int) -> Iterator[Any]:
-    """As `results`, but every second process takes items from the end: what is in order of size is met from two sides.
-
-    Processes that compile for the sizes that they meet then find in the persistent cache what others compiled.
-    """
-    context, left = multiprocessing.get_context("spawn"), collections.deque(items)
-    with _environment(ONE_THREAD), contextlib.ExitStack() as stack:
-        options = (1, context, _start, (worker, os.getpid()))
-        pools = [stack.enter_context(concurrent.futures.ProcessPoolExecutor(*options)) for _ in range(processes)]
-        running: dict[concurrent.futures.Future, int] = {}
-
-        def submit(number: int) -> None:
-            if left:
-                running[pools[number].submit(_work, left.pop() if number % 2 else left.popleft())] = number
-
-        try:
-            for number in [*range(processes)] * 2:  # one waits while another is worked on
-                submit(number)
-            while running:
-                done, _ = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
-                for future in done:
-                    submit(running.pop(future))
-                    yield future.result()
-        finally:
-            for pool in pools:
-                pool.shutdown(cancel_futures=True)
 
 
 def by_threads(workers: Sequence[Callable[[Any], Any]], items: Iterable[Any]) -> Iterator[Any]:

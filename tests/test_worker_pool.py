@@ -1,7 +1,6 @@
 """Processes of one thread, or threads, that share work: results, errors, settings, what is left behind."""
 
 import functools
-import multiprocessing
 import os
 import threading
 import time
@@ -35,29 +34,6 @@ def test_an_error_of_a_worker_is_raised_here_and_no_process_is_left():
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-def test_every_second_process_starts_at_the_end_and_all_items_are_done_once():
-    found = list(worker_pool.from_both_ends(_number_and_process, list(range(12)), processes=2))
-    assert sorted(number for number, _ in found) == list(range(12))
-    by_process = {}
-    for number, process in found:
-        by_process.setdefault(process, []).append(number)
-    (one, other) = sorted(by_process.values(), key=lambda numbers: numbers[0])
-    assert one == sorted(one) and other == sorted(other, reverse=True) and (one[0], other[0]) == (0, 11)
-    assert list(worker_pool.from_both_ends(_number_and_process, [], processes=2)) == []
-    with pytest.raises(ZeroDivisionError):
-        list(worker_pool.from_both_ends(_divide, [1, 0, 2], processes=2))
-    assert multiprocessing.active_children() == []
-
-
-def _number_and_process(number):
-    time.sleep(0.05)
-    return number, os.getpid()
-
-
-def _divide(number):
-    return 1 / number
 
 
 def test_workers_of_one_process_work_at_once_each_on_one_item_at_a_time():

@@ -164,7 +164,7 @@ def decoder(settings: ReaderSettings, config: Any, params: Mapping[str, np.ndarr
 
 def run(work: Sequence[Any], worker: Callable[[Any], int], *, processes: int = 1) -> Iterator[int]:
     """Yield what a worker, such as Worker, says of each finished item: how many responses were read."""
-    return worker_pool.from_both_ends(worker, work, processes=processes) if processes > 1 else map(worker, work)
+    return worker_pool.results(worker, work, processes=processes) if processes > 1 else map(worker, work)
 
 
 def run_by_device(
