@@ -31,6 +31,7 @@ class EngineConfig(Base):
     cache: Literal[checkpoint.CACHE_TYPES] = "float32"  # keys and values
     activations: Literal[tuple(checkpoint.PLANES)] = "float32"
     threads: int = pydantic.Field(default=0, ge=0)  # 0 = all
+    hang_s: float = pydantic.Field(default=60.0, ge=1)  # without a step's end, behind which its process is killed
     cache_tokens: int = pydantic.Field(default=32_768, ge=128)  # positions that the cache holds
     limits: Limits = Limits()
     watermarks: dict[str, dict[str, Any]] = {}  # by the name that requests give; watermark/serving.py reads them

@@ -92,7 +92,7 @@ def _added(engine: Engine, request: Request) -> list[Event]:
 
 
 class Supervisor:
-    """Keeps a worker alive, and hands its reports on."""
+    """Keeps a worker alive, and hands its reports on; one that says nothing for too long is killed."""
 
     def __init__(self, config: EngineConfig, listen: Callable[[Report], Any], watermarks: Watermarks | None = None):
         """Start the first worker. listen: called with every report, from a thread; a worker's death is a report too."""
@@ -146,6 +146,8 @@ class Supervisor:
             try:
                 self._line = line = self._start()
                 while True:
+                    if self._ready == self.num_started and not line.poll(self._config.hang_s):
+                        raise TimeoutError(f"no sign of life for {self._config.hang_s:g} s")
                     report = line.recv()
                     last = report.kind
                     if last == "ready":

@@ -59,7 +59,7 @@ CASES = [
     of("--output=/proc/none/o.gguf", "/proc/none", "nothing can be written"),
     of("--output=/dev/null|--overwrite", "/dev/null exists and is not an empty folder"),
     model("", "x.gguf", "not a GGUF file"),
-    model("GGUF", "x.gguf", "not a GGUF file"),
+    model("GGUF", "x.gguf", "truncated GGUF file of 4 bytes"),
     model(b"GGUF\x03\0\0\0", "x.gguf", "truncated"),
     model(header(4, struct.pack("<I", 1)), "x.gguf", "version 1"),
     model(header(4, struct.pack("<I", 9)), "x.gguf", "version 9"),

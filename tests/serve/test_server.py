@@ -326,8 +326,8 @@ def test_an_answer_that_takes_too_long_is_cut_off_at_its_time(server):
     assert status == 200 and choice["finish_reason"] == "timeout"
 
 
-def test_a_key_is_asked_for_and_a_worker_that_is_killed_is_started_again(folder):
-    server = Running(folder, JAXBENCH_API_KEY="secret")
+def test_a_key_is_asked_for_and_a_worker_that_is_killed_or_hangs_is_started_again(folder):
+    server = Running(folder, "engine.hang_s=6", JAXBENCH_API_KEY="secret")
     assert server.post("/v1/completions", {"prompt": "a"}, Host="x/health?")[0] in (400, 401)
     assert server.get("/v1/models")[0] == 401 == server.get("/v1/models", Authorization="Bearer wrong")[0]
     assert server.get("/v1/models", Authorization="Bearer secret")[0] == server.get("/health")[0] == 200
@@ -349,6 +349,12 @@ def test_a_key_is_asked_for_and_a_worker_that_is_killed_is_started_again(folder)
     assert status == 200
     line = [json.loads(each) for each in server.log.read_text().splitlines()]
     assert any(each["event"] == "worker lost" for each in line) and "old mill" not in server.log.read_text()
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.readline()
+        os.kill(server.worker(), signal.SIGSTOP)  # a step that does not end
+        rest = response.read().decode()
+    assert "no sign of life for 6 s" in rest and rest.endswith("[DONE]\n\n")
+    server.wait()
     with urllib.request.urlopen(request, timeout=60) as response:  # in progress when the server is told to end
         response.readline()
         server.process.send_signal(signal.SIGTERM)
