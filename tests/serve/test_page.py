@@ -14,9 +14,7 @@ from jaxbench.native import library
 from tests.generation import tiny
 from tests.serve.test_server import Running
 
-client = pytest.importorskip(
-    "websockets.sync.client", reason="websockets is not installed (it comes with jaxbench[ray])"
-)
+client = pytest.importorskip("websockets.sync.client", reason="websockets is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here"),
