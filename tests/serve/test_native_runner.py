@@ -2,13 +2,14 @@
 
 import functools
 
+import jax
 import jax.monitoring
 import numpy as np
 import pytest
 
 from jaxbench import initial, sample
 from jaxbench.config import TransformerConfig
-from jaxbench.native import checkpoint, library
+from jaxbench.native import checkpoint, library, paged
 from jaxbench.native import model as native
 from jaxbench.serve import sampler
 from jaxbench.serve.engine import Engine
@@ -159,6 +160,16 @@ def test_nothing_is_compiled_behind_the_first_request():
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []
+
+
+def test_an_int8_cache_of_the_default_models_heads_is_3_7_times_smaller_than_float32s():
+    heads = CONFIG.model_copy(update={"num_heads": 9, "num_kv_heads": 3, "head_dim": 64})
+
+    def size(dtype):
+        pages = jax.eval_shape(lambda: paged.empty(heads, 9, paged.PAGE_SIZE, dtype)[:4])
+        return sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(pages))
+
+    assert size("float32") > 3.7 * size("int8") and size("bfloat16") > 1.8 * size("int8")
 
 
 def test_steps_have_little_padding_and_few_sizes():
