@@ -103,7 +103,10 @@ def _check(config: Any) -> None:
     from jaxbench.pretrained import weights
     from jaxbench.serve.intake import KEY_VARIABLE
 
-    weights.read_config(config.engine.model)
+    engine = config.engine
+    sizes = [weights.read_config(path).vocab_size for path in (engine.model, engine.draft or engine.model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"draft={engine.draft} has {sizes[1]} tokens, and the model {sizes[0]}; wanted the same ones")
     if config.host not in ("127.0.0.1", "::1", "localhost") and not os.environ.get(KEY_VARIABLE):
         raise ValueError(
             f"host={config.host}: other machines could use this server; set {KEY_VARIABLE} to a key that clients "

@@ -13,46 +13,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxbench.serve import marking, sampler
+from jaxbench.serve.batch_rows import Batch, Rows, Runner, batch_of
 from jaxbench.serve.blocks import BlockPool
 from jaxbench.serve.constraint import Grammars
+from jaxbench.serve.drafting import Drafter
 from jaxbench.serve.marking import Watermarks
 from jaxbench.serve.request import Ended, Request, Sequence, TokenLogprobs
 from jaxbench.serve.scheduler import Limits, Part, Plan, Scheduler
 
 MAX_FAILURES = 2  # failed steps that a request may be in
-
-
-class Batch(NamedTuple):
-    """One step for a runner. R: tokens, padded to one of its sizes; P: blocks of the longest request it takes."""
-
-    tokens: Int[np.ndarray, " R"]
-    positions: Int[np.ndarray, " R"]  # -1 = padding
-    table: Int[np.ndarray, "R P"]  # block of each row's positions, in order; 0 where there is none
-    wanted: Int[np.ndarray, " M"]  # rows whose logits are wanted
-    copies: Int[np.ndarray, "C 2"]  # blocks (from, to), copied all at once before anything is written
-
-
-class Runner(Protocol):
-    """A model and the blocks of its cache."""
-
-    num_blocks: int  # with block 0, which padding is written to
-    block_size: int
-    max_seq_len: int
-    vocab_size: int
-    sizes: tuple[int, ...]  # numbers of rows that are compiled, ascending
-    max_wanted: int
-
-    def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
-        """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
-
-    def reset(self) -> None:
-        """Make the cache anew; nothing in it counts any more."""
+SHARED = ("num_blocks", "block_size", "vocab_size", "sizes", "max_wanted")  # by a runner and its draft's
 
 
 class Event(NamedTuple):
@@ -80,12 +56,16 @@ class Engine:
         *,
         grammars: Grammars | None = None,
         watermarks: Watermarks | None = None,
+        draft: Runner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Engine with nothing to do. grammars, watermarks: for requests with one; None = there are none.
+        """Engine with nothing to do.
+
+        grammars, watermarks: for requests with one; None = there are none. draft: of a smaller model, which guesses
+        where the text itself has no guess; with the runner's vocabulary, sizes and number of blocks.
 
         Raises:
-          ValueError: the runner does not take a step of these limits.
+          ValueError: the runner does not take a step of these limits, or the draft does not go with it.
         """
         if runner.sizes[-1] < limits.max_batch_tokens or runner.max_wanted < limits.max_logits:
             raise ValueError(
@@ -96,6 +76,14 @@ class Engine:
         self._grammars, self._watermarks = grammars, watermarks
         self._marks = None if watermarks is None else watermarks.marks(runner.vocab_size)
         self.scheduler = Scheduler(BlockPool(runner.num_blocks, runner.block_size), limits)
+        self._drafter = None
+        if draft is not None:
+            differing = [name for name in SHARED if getattr(draft, name) != getattr(runner, name)]
+            if differing:
+                name = differing[0]
+                raise ValueError(f"draft: {name} is {getattr(draft, name)}, and the model's {getattr(runner, name)}")
+            self._drafter = Drafter(draft)
+            self.scheduler.draft = self._drafter.guess
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
         self.num_steps = self.num_guessed = self.num_right = 0
@@ -181,6 +169,8 @@ class Engine:
             logits = self.runner.run(self._batch(plan))
         except Exception as error:  # whatever a runner raises: the texts are known, and what it computed is not
             return events + self._start_over(plan, error)
+        if self._drafter is not None:
+            self._drafter.follow(plan)
         at = 0
         for part in plan.parts:
             if not part.is_last:
@@ -207,21 +197,11 @@ class Engine:
         return events
 
     def _batch(self, plan: Plan) -> Batch:
-        rows = next(size for size in self.runner.sizes if size >= plan.num_tokens)
-        width = -(-self.runner.max_seq_len // self.runner.block_size)
-        tokens, positions = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
-        table, at, wanted = np.zeros((rows, width), np.int32), 0, []
-        for part in plan.parts:
-            mine, blocks = part.tokens, part.sequence.blocks
-            place = slice(at, at + len(mine))
-            tokens[place] = mine
-            positions[place] = np.arange(part.start, part.start + len(mine))
-            table[place, : len(blocks)] = blocks
-            at += len(mine)
-            if part.is_last:
-                wanted += range(at - 1 - len(part.guess), at)
-        copies = np.array(plan.copies, np.int32).reshape(-1, 2)
-        return Batch(tokens, positions, table, np.array(wanted, np.int32), copies)
+        rows = [
+            Rows(part.sequence.blocks, part.tokens, part.start, 1 + len(part.guess) if part.is_last else 0)
+            for part in plan.parts
+        ]
+        return batch_of(self.runner, rows, np.array(plan.copies, np.int32).reshape(-1, 2))
 
     def _next_token(self, sequence: Sequence, logits: Float[np.ndarray, " V"]) -> Event:
         request = sequence.request
@@ -259,6 +239,8 @@ class Engine:
             self.scheduler.preempt(sequence)
         self.scheduler.pool.forget()
         self.runner.reset()
+        if self._drafter is not None:
+            self._drafter.reset()
         return events
 
     def generate(self, requests: Iterable[Request]) -> dict[str, list[Event]]:

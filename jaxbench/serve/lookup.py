@@ -27,10 +27,14 @@ class Lookup:
         for place in range(self._indexed, len(tokens)):
             self._behind[tuple(tokens[place - NGRAM : place])] = place
         self._indexed = max(self._indexed, len(tokens))
-        if len(tokens) < max(self._pause_until, NGRAM) or most < 1:
+        if not self.may_guess(len(tokens)) or len(tokens) < NGRAM or most < 1:
             return ()
         place = self._behind.get(tuple(tokens[-NGRAM:]))
         return () if place is None else tuple(tokens[place : place + most])
+
+    def may_guess(self, length: int) -> bool:
+        """False while guesses pause; length: of the text."""
+        return length >= self._pause_until
 
     def heard(self, num_guessed: int, num_right: int, length: int) -> None:
         """Take note of how many tokens of a guess were right; length: of the text now."""

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxbench.native import paged, run
 from jaxbench.native.model import NativeTransformer
-from jaxbench.serve.engine import Batch
+from jaxbench.serve.batch_rows import Batch
 
 
 class NativeRunner:

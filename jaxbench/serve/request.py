@@ -102,6 +102,7 @@ class Sequence:
         self.request, self.arrival = request, arrival
         self.tokens = list(request.prompt)  # prompt and answer
         self.num_computed = 0  # tokens whose keys and values are in the blocks
+        self.num_drafted = 0  # the same of a draft model's
         self.blocks: list[int] = []
         self.digests: list[bytes] = []  # of whole blocks that are known
         self.num_cached: int | None = None  # tokens that were found in the cache at the first admission

@@ -9,6 +9,7 @@ and is computed anew: its text is the same, so that its answer is.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pydantic
@@ -78,6 +79,9 @@ class Plan(NamedTuple):
         return sum(part.count + len(part.guess) for part in self.parts)
 
 
+Draft = Callable[[list[tuple[Sequence, int]]], list[tuple[int, ...]]]  # texts, tokens at most -> guesses
+
+
 class Scheduler:
     """Requests that run and wait, and their blocks."""
 
@@ -86,6 +90,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.num_preempted = 0
+        self.draft: Draft | None = None  # guesses where the text itself has none
         self._copies: dict[int, int] = {}  # block -> the one that it is copied from before the next step
 
     def add(self, sequence: Sequence) -> None:
@@ -127,16 +132,27 @@ class Scheduler:
 
     def _guessing(self, parts: list[Part], budget: int) -> list[Part]:
         """The parts, those that decode with guesses: where rows and blocks that nobody waits for are left."""
-        made = []
-        for part in parts:
+        made, unguessed = [], []
+        for number, part in enumerate(parts):
             sequence = part.sequence
             if part.count == 1 and part.is_last:
                 most = min(self.limits.max_guessed, budget, sequence.request.max_new_tokens - sequence.num_new - 1)
                 guess = sequence.lookup.guess(sequence.tokens, most)
                 part = part._replace(guess=guess[: self._reach(sequence, len(guess))])
                 budget -= len(part.guess)
+                if not guess and self.draft is not None and self._may_draft(sequence):
+                    unguessed.append((number, min(most, max(0, budget))))
+                    budget -= unguessed[-1][1]
             made.append(part)
+        if unguessed and self.draft is not None:
+            wanted = [(made[i].sequence, self._reach(made[i].sequence, most)) for i, most in unguessed]
+            for (number, _), guess in zip(unguessed, self.draft(wanted)):
+                made[number] = made[number]._replace(guess=guess)
         return made
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        """True where guesses do not pause, and no block of the text is still to be copied."""
+        return sequence.lookup.may_guess(len(sequence.tokens)) and not any(b in self._copies for b in sequence.blocks)
 
     def _reach(self, sequence: Sequence, wanted: int) -> int:
         """How many tokens behind its text a request has blocks for, of those wanted; it gets what is not needed."""
@@ -175,6 +191,7 @@ class Scheduler:
         new = [self._allocate() for _ in range(needed)]
         sequence.blocks, sequence.digests = match.blocks + new, list(match.digests)
         sequence.num_computed = len(match.blocks) * self.pool.block_size + match.tail_length
+        sequence.num_drafted = sequence.num_computed  # a draft has read what was read, or its guesses are bad
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
         if match.tail is not None and match.tail != new[0]:
@@ -231,7 +248,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         for block in reversed(sequence.blocks):  # the beginning of a text is what others share: it is kept longest
             self.pool.release(block)
-        sequence.blocks, sequence.digests, sequence.num_computed = [], [], 0
+        sequence.blocks, sequence.digests, sequence.num_computed, sequence.num_drafted = [], [], 0, 0
 
     def check(self) -> None:
         """Check that the books are right.

@@ -33,8 +33,17 @@ class EngineConfig(Base):
     threads: int = pydantic.Field(default=0, ge=0)  # 0 = all
     hang_s: float = pydantic.Field(default=60.0, ge=1)  # without a step's end, behind which its process is killed
     cache_tokens: int = pydantic.Field(default=32_768, ge=128)  # positions that the cache holds
+    draft: str | None = None  # a smaller model of the same vocabulary, as `model`, that guesses next tokens
     limits: Limits = Limits()
     watermarks: dict[str, dict[str, Any]] = {}  # by the name that requests give; watermark/serving.py reads them
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> EngineConfig:
+        if self.draft is not None and not self.limits.max_guessed:
+            raise ValueError(
+                f"draft={self.draft} guesses nothing with limits.max_guessed=0; set how many tokens it guesses"
+            )
+        return self
 
 
 class ServerConfig(Base):
@@ -68,22 +77,26 @@ def load_engine(
     package = {"flax": "jaxbench", "torch": "torch_ref"}[config.backend]
     names = ("native.model", "native.paged", "serve.native_runner")
     native, paged, runners = (importlib.import_module(f"{package}.{name}") for name in names)
-    packed = checkpoint.load(config.model, weights_as=config.weights)
+    paths = [config.model] if config.draft is None else [config.model, config.draft]
     how = {"cache_dtype": config.cache, "activations": config.activations, "threads": config.threads}
     limits, done = config.limits, 0
     sizes = row_sizes(limits)
-    total = len(sizes) + sum(size < limits.max_logits for size in sizes) + 2
+    total = len(paths) * (len(sizes) + sum(size < limits.max_logits for size in sizes) + 2)
 
     def advance() -> None:
         nonlocal done
         done += 1
         progress(done, total)
 
-    runner = runners.NativeRunner(
-        native.build(packed, **how), num_blocks=1 + config.cache_tokens // paged.PAGE_SIZE, sizes=sizes,
-        max_wanted=limits.max_logits, progress=advance,
+    runner, *draft = (
+        runners.NativeRunner(
+            native.build(checkpoint.load(path, weights_as=config.weights), **how), sizes=sizes,
+            num_blocks=1 + config.cache_tokens // paged.PAGE_SIZE, max_wanted=limits.max_logits, progress=advance,
+        )
+        for path in paths
     )  # fmt: skip
-    return Engine(runner, limits, grammars=_grammars(config.model, runner.vocab_size), watermarks=watermarks)
+    grammars = _grammars(config.model, runner.vocab_size)
+    return Engine(runner, limits, grammars=grammars, watermarks=watermarks, draft=draft[0] if draft else None)
 
 
 def _grammars(model: str | None, vocab_size: int) -> Grammars | None:

@@ -45,6 +45,13 @@ CASES = [
     of("--set=engine.activations=int4", "activations", "int4"),
     of("--set=engine.threads=-1", "threads", "-1"),
     of("--set=engine.hang_s=0", "hang_s", "0"),
+    of("--set=engine.draft=none.gguf", "draft=none.gguf guesses nothing with limits.max_guessed=0"),
+    of("--set=engine.draft=none.gguf|--set=engine.limits.max_guessed=4", "none.gguf does not exist"),
+    Case(
+        ("serve.py", "--set=engine.draft=model", "--set=engine.limits.max_guessed=4"),
+        ("draft=model has 257 tokens, and the model 49152",),
+        folder(vocab_size=257),
+    ),
     of("--set=engine.cache_tokens=1", "cache_tokens", "1"),
     of("--set=engine.limits.max_running=0", "max_running", "0"),
     of("--set=engine.limits.max_waiting=-1", "max_waiting", "-1"),

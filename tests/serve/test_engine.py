@@ -134,6 +134,47 @@ def made(limits=None, **changes):
     return Engine(runner, limits or Limits(max_running=4, max_batch_tokens=16, max_waiting=4))
 
 
+DRAFTED = {
+    "num_blocks": 60, "block_size": 4, "max_seq_len": 40, "vocab_size": 11, "sizes": (4, 16), "max_wanted": 16,
+}  # fmt: skip
+
+
+def test_a_draft_of_the_same_model_is_always_right_and_takes_fewer_steps():
+    limits = Limits(max_running=4, max_batch_tokens=16, max_waiting=4, max_guessed=3)
+    stem = tuple(np.random.default_rng(0).integers(0, 11, 12).tolist())
+    requests = [Request(f"r{i}", stem[: 3 * i] + (i, 1), 20) for i in range(4)]
+    found = []
+    for has_draft in (False, True):
+        how = {
+            "num_blocks": 60,
+            "block_size": 4,
+            "max_seq_len": 40,
+            "vocab_size": 11,
+            "sizes": (4, 16),
+            "max_wanted": 16,
+        }
+        tested = Engine(HashRunner(**how), limits, draft=HashRunner(**how) if has_draft else None)
+        events = tested.generate(requests)
+        found.append((
+            {name: [each.token for each in mine] for name, mine in events.items()}, tested.num_steps,
+            tested.num_guessed, tested.num_right,
+        ))  # fmt: skip
+    (plain, steps, *_), (drafted, fewer, guessed, right) = found
+    assert plain == drafted and right > 40 and guessed <= right + 2 and fewer < 0.5 * steps  # one guess was the text's
+
+
+def test_a_draft_that_fails_is_left_out_and_one_that_does_not_fit_is_refused():
+    limits = Limits(max_running=4, max_batch_tokens=16, max_waiting=4, max_guessed=3)
+    draft = HashRunner(**DRAFTED)
+    draft.fails = 1
+    tested = Engine(HashRunner(**DRAFTED), limits, draft=draft)
+    (events,) = tested.generate([Request("a", (1, 2, 3), 8)]).values()
+    assert [each.token for each in events] == alone(Request("a", (1, 2, 3), 8)) and tested.num_guessed == 0
+    for name, value in (("vocab_size", 12), ("num_blocks", 59), ("sizes", (16,))):
+        with pytest.raises(ValueError, match=f"draft: {name} is "):
+            Engine(HashRunner(**DRAFTED), limits, draft=HashRunner(**DRAFTED | {name: value}))
+
+
 def alone(request):
     model, tokens = HashModel(11), list(request.prompt)
     for _ in range(request.max_new_tokens):

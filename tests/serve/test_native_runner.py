@@ -116,6 +116,20 @@ def test_guesses_change_the_number_of_steps_and_no_bit_of_an_answer(kind):
     assert plain == guessing and right > 20 and fewer < steps
 
 
+@pytest.mark.parametrize("package", ["jaxbench", "torch_ref"])
+def test_guesses_of_a_draft_change_the_number_of_steps_and_no_bit_of_an_answer(package):
+    limits, found = LIMITS.model_copy(update={"max_guessed": 4}), []
+    requests = [
+        Request(f"d{i}", tuple(range(3 * i, 40 + i)), 60, Sampling(temperature=0.3 * i), logprobs=1) for i in (0, 1, 2)
+    ]
+    for draft in (None, runner("int8", package)):
+        engine = Engine(runner("float32", package), limits, draft=draft)
+        engine.runner.reset()
+        found.append((answers(engine.generate(requests)), engine.num_steps, engine.num_right))
+    (plain, steps, _), (drafted, fewer, right) = found
+    assert plain == drafted and right > 20 and fewer < steps
+
+
 def test_both_backends_give_the_same_tokens():
     flax, torch = (together("float32", package) for package in ("jaxbench", "torch_ref"))
     for name, answer in flax.items():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from jaxbench.serve.engine import Batch
+from jaxbench.serve.batch_rows import Batch
 from torch_ref.native import paged, run
 from torch_ref.native.model import NativeTransformer
 

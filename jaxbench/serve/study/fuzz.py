@@ -39,14 +39,18 @@ class Fuzz:
         budget = running + draw((0, 1, 7, 40))
         longest = draw((12, 30))
         blocks = -(-longest // block_size) + 1 + draw((0, 1, 3, 12))
-        runner = HashRunner(
-            num_blocks=blocks, block_size=block_size, max_seq_len=longest, vocab_size=VOCAB_SIZE,
-            sizes=(max(1, budget // 3), budget), max_wanted=budget,
+        runner, draft = (
+            HashRunner(
+                num_blocks=blocks, block_size=block_size, max_seq_len=longest, vocab_size=VOCAB_SIZE,
+                sizes=(max(1, budget // 3), budget), max_wanted=budget,
+            )
+            for _ in range(2)
         )  # fmt: skip
         self.runner, self.model, self.now = runner, HashModel(VOCAB_SIZE), 0.0
         guessed = draw((0, 0, 2, 5))
         limits = Limits(max_running=running, max_batch_tokens=budget, max_waiting=4, max_guessed=guessed)
-        self.engine = Engine(runner, limits, clock=lambda: self.now)
+        self.draft = draft if guessed and draw((True, False)) else None  # right wherever it has read everything
+        self.engine = Engine(runner, limits, draft=self.draft, clock=lambda: self.now)
         self.stems = [self._tokens(longest // 2) for _ in range(3)]  # that prompts share
         self.requests: dict[str, Request] = {}  # in the engine
         self.answers: dict[str, list[int]] = {}  # what came of each so far
@@ -110,8 +114,10 @@ class Fuzz:
             self.engine.scheduler.preempt(self.random.choice(running))
 
     def fail(self) -> None:
-        """The runner raises at the next step."""
+        """The runner raises at the next step, and now and then the draft's."""
         self.runner.fails = 1
+        if self.draft is not None and self.random.random() < 0.2:
+            self.draft.fails = 1
 
     def spoil(self) -> None:
         """The next step has logits that are NaN."""
@@ -165,12 +171,18 @@ class Knowing:
 
     def guess(self, tokens: Many[int], most: int) -> tuple[int, ...]:
         """As lookup.Lookup."""
+        if self._fuzz.draft is not None and self._fuzz.random.random() < 0.7:
+            return ()  # the draft's turn
         answer = list(tokens[len(self._request.prompt) :])
         for _ in range(self._fuzz.random.randint(0, max(most, 0))):
             is_right = self._fuzz.random.random() < 0.8
             right = self._fuzz.next_token(self._request, answer)
             answer.append(right if is_right else self._fuzz.random.randrange(VOCAB_SIZE))
         return tuple(answer[len(tokens) - len(self._request.prompt) :])
+
+    def may_guess(self, length: int) -> bool:
+        """As lookup.Lookup."""
+        return True
 
     def heard(self, num_guessed: int, num_right: int, length: int) -> None:
         """As lookup.Lookup."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxbench.serve.engine import Batch
+from jaxbench.serve.batch_rows import Batch
 
 MASK = 2**61 - 1
 

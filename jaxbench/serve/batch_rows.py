@@ -1,0 +1,63 @@
+"""Tokens of requests as one step's arrays (S file)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+
+class Batch(NamedTuple):
+    """One step for a runner. R: tokens, padded to one of its sizes; P: blocks of the longest request it takes."""
+
+    tokens: Int[np.ndarray, " R"]
+    positions: Int[np.ndarray, " R"]  # -1 = padding
+    table: Int[np.ndarray, "R P"]  # block of each row's positions, in order; 0 where there is none
+    wanted: Int[np.ndarray, " M"]  # rows whose logits are wanted
+    copies: Int[np.ndarray, "C 2"]  # blocks (from, to), copied all at once before anything is written
+
+
+class Runner(Protocol):
+    """A model and the blocks of its cache."""
+
+    num_blocks: int  # with block 0, which padding is written to
+    block_size: int
+    max_seq_len: int
+    vocab_size: int
+    sizes: tuple[int, ...]  # numbers of rows that are compiled, ascending
+    max_wanted: int
+
+    def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
+        """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
+
+    def reset(self) -> None:
+        """Make the cache anew; nothing in it counts any more."""
+
+
+class Rows(NamedTuple):
+    """Neighbouring tokens of one text."""
+
+    blocks: Many[int]  # of the text
+    tokens: Many[int]
+    start: int  # position of the first
+    num_wanted: int  # how many of the last ones' logits are wanted
+
+
+def batch_of(runner: Runner, rows: Many[Rows], copies: Int[np.ndarray, "C 2"]) -> Batch:
+    """Rows of texts as a step of a runner, filled up to one of its sizes."""
+    count = sum(len(each.tokens) for each in rows)
+    size = next(size for size in runner.sizes if size >= count)
+    width = -(-runner.max_seq_len // runner.block_size)
+    tokens, positions = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+    table, at, wanted = np.zeros((size, width), np.int32), 0, []
+    for each in rows:
+        place = slice(at, at + len(each.tokens))
+        tokens[place] = each.tokens
+        positions[place] = np.arange(each.start, each.start + len(each.tokens))
+        blocks = each.blocks[:width]
+        table[place, : len(blocks)] = blocks
+        at += len(each.tokens)
+        wanted += range(at - each.num_wanted, at)
+    return Batch(tokens, positions, table, np.array(wanted, np.int32), copies)
