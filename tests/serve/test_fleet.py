@@ -71,37 +71,39 @@ def cached(answer):
 
 def test_two_replicas_answer_alike_and_one_that_is_killed_is_made_up_for(fleet):
     url, process = fleet
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-    assert [each.id for each in client.models.list()] == ["tiny"]
-    how = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    texts = [f"{number} " + "abcdefgh " * 20 for number in range(6)]
-    first = [client.completions.create(prompt=text, **how) for text in texts]
-    again = [client.completions.create(prompt=text, **how) for text in texts]
-    assert [each.choices[0].text for each in again] == [each.choices[0].text for each in first]
-    assert [cached(each) for each in again] == [128] * 6  # whole blocks, each at the replica that knows the text
-    chunks = client.completions.create(prompt=texts[0], stream=True, **how)
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == first[0].choices[0].text
-    for body, status in ((b"{", 400), (b'{"prompt": "a", "max_tokens": -1}', 400)):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        assert [each.id for each in client.models.list()] == ["tiny"]
+        how = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        texts = [f"{number} " + "abcdefgh " * 20 for number in range(6)]
+        first = [client.completions.create(prompt=text, **how) for text in texts]
+        again = [client.completions.create(prompt=text, **how) for text in texts]
+        assert [each.choices[0].text for each in again] == [each.choices[0].text for each in first]
+        assert [cached(each) for each in again] == [128] * 6  # whole blocks, each at the replica that knows the text
+        chunks = client.completions.create(prompt=texts[0], stream=True, **how)
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == first[0].choices[0].text
+        for body, status in ((b"{", 400), (b'{"prompt": "a", "max_tokens": -1}', 400)):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", data=body), timeout=60)
+            assert error.value.code == status and b"message" in error.value.read()
+            error.value.close()
         with pytest.raises(urllib.error.HTTPError) as error:
-            urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", data=body), timeout=60)
-        assert error.value.code == status and b"message" in error.value.read()
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(f"{url}/v1/nothing", timeout=60)
-    assert error.value.code == 404
+            urllib.request.urlopen(f"{url}/v1/nothing", timeout=60)
+        assert error.value.code == 404
+        error.value.close()
 
-    replicas = engines(process)
-    assert len(replicas) == 2
+        replicas = engines(process)
+        assert len(replicas) == 2
 
-    def ask(number):
-        return client.completions.create(prompt=texts[number % 6], **how | {"max_tokens": 60}).choices[0].text
+        def ask(number):
+            return client.completions.create(prompt=texts[number % 6], **how | {"max_tokens": 60}).choices[0].text
 
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        running = [pool.submit(ask, number) for number in range(24)]
-        time.sleep(0.2)
-        replicas[0].kill()
-        answers = [future.result(60) for future in running]  # whole answers are begun again elsewhere
-    assert all(text.startswith(first[number % 6].choices[0].text) for number, text in enumerate(answers))
-    until = time.monotonic() + 60
-    while len(engines(process)) < 2:
-        assert time.monotonic() < until, "no replica came in place of the one that was killed"
-        time.sleep(0.2)
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            running = [pool.submit(ask, number) for number in range(24)]
+            time.sleep(0.2)
+            replicas[0].kill()
+            answers = [future.result(60) for future in running]  # whole answers are begun again elsewhere
+        assert all(text.startswith(first[number % 6].choices[0].text) for number, text in enumerate(answers))
+        until = time.monotonic() + 60
+        while len(engines(process)) < 2:
+            assert time.monotonic() < until, "no replica came in place of the one that was killed"
+            time.sleep(0.2)
