@@ -45,9 +45,9 @@ class JsonLines(logging.Formatter):
 
 def main() -> int:
     """Serve until told to end; return the exit code."""
-    from jaxbench.serve.settings import ServerConfig
+    from jaxbench.memory.serving import MemoryServerConfig
 
-    config = cli.load_config(ServerConfig)
+    config = cli.load_config(MemoryServerConfig)
     if VALUES.model != "default":
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": VALUES.model})})
     process_environment.ensure("cpu", library="PyTorch" if config.engine.backend == "torch" else "XLA")
@@ -100,11 +100,10 @@ def _check(config: Any) -> None:
     Raises:
       ValueError: the model cannot be read, or others could use the server.
     """
-    from jaxbench.pretrained import weights
     from jaxbench.serve.intake import KEY_VARIABLE
 
     engine = config.engine
-    sizes = [weights.read_config(path).vocab_size for path in (engine.model, engine.draft or engine.model)]
+    sizes = [engine.read_config(path).vocab_size for path in (engine.model, engine.draft or engine.model)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"draft={engine.draft} has {sizes[1]} tokens, and the model {sizes[0]}; wanted the same ones")
     if config.host not in ("127.0.0.1", "::1", "localhost") and not os.environ.get(KEY_VARIABLE):
@@ -125,7 +124,10 @@ def answer_file(config: Any) -> int:
     from jaxbench.serve.service import Service
 
     engine = config.engine
+    engine.read_config(engine.model)
     decides = engine.model_dump(include={"backend", "weights", "cache", "activations", "watermarks"})
+    if engine.kernels == "xla":
+        decides |= engine.model_dump(include={"kernels", "segment"})
     identity = [
         decides,
         config.shown_name,

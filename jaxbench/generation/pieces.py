@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte of a SentencePiece vocabulary
+from jaxbench.pretrained.tokenizer import BYTE_PIECE
 
 
 class Text:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pydantic
 
 from jaxbench.config import TransformerConfig
-from jaxbench.memory.decoder_config import PARAMETERS, DecoderMemory, with_memory
+from jaxbench.memory import folder as own_folder
+from jaxbench.memory.decoder_config import PARAMETERS, DecoderMemory, MemoryTransformerConfig, with_memory
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 from jaxbench.training.train_config import TrainConfig
 
@@ -48,6 +52,13 @@ class MemoryTrainConfig(TrainConfig):
     def decoder(self, vocab_size: int | None) -> TransformerConfig:
         """Decoder that the run trains, its memory layers included; see TrainConfig.decoder."""
         return with_memory(super().decoder(vocab_size), self.memory)
+
+    def export(self, folder: Path, model: TransformerConfig, params: Mapping[str, np.ndarray], tokenizer: Any) -> None:
+        """Write the trained decoder; one with memory as a folder of our own (folder.py)."""
+        if isinstance(model, MemoryTransformerConfig):
+            own_folder.save(folder, model, params, tokenizer=tokenizer)
+        else:
+            super().export(folder, model, params, tokenizer)
 
     def identity(self) -> dict[str, Any]:
         """Settings that stay the same from one start of a run to the next; without a memory those of a TrainConfig."""

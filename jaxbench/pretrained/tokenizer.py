@@ -5,7 +5,9 @@ The work is done by `tokenizers`; this adds what a checkpoint keeps elsewhere: b
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,20 @@ from jaxbench.pretrained import gguf_tokenizer, safetensors_files, weights
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte of a SentencePiece vocabulary
+
+
+@functools.cache
+def _byte_of() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (Radford et al. 2019, GPT-2's encoder).
+
+    Printable bytes of Latin-1 stand for themselves, the others, in order, for what comes from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
 
 
 class Tokenizer:
@@ -49,6 +65,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self.core.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def token_bytes(self, id: int) -> bytes:
+        """UTF-8 of one token's text; of a token that is part of a character, the bytes that it has."""
+        text, piece = self.decode([id]), self.core.id_to_token(id) or ""
+        if "\ufffd" not in text:
+            return text.encode()
+        if BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        places = _byte_of()
+        return bytes(places[each] for each in piece) if all(each in places for each in piece) else text.encode()
 
     def chat(
         self,

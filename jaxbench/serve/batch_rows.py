@@ -28,6 +28,7 @@ class Runner(Protocol):
     vocab_size: int
     sizes: tuple[int, ...]  # numbers of rows that are compiled, ascending
     max_wanted: int
+    segment: int | None  # None = how a text is cut into steps changes no bit, and blocks with the same text are shared
 
     def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
         """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
@@ -43,6 +44,38 @@ class Rows(NamedTuple):
     tokens: Many[int]
     start: int  # position of the first
     num_wanted: int  # how many of the last ones' logits are wanted
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens of one text that a runner with segments computes together."""
+
+    block: int  # of the text
+    start: int  # position of the first token
+    tokens: list[int]
+    last_row: int  # of the batch
+
+
+def pieces(batch: Batch, segment: int) -> list[Piece]:
+    """A step's texts cut at multiples of a segment, in order; a text has one block.
+
+    Raises:
+      ValueError: blocks would be copied, or a text goes on inside a segment with more than a token.
+    """
+    if len(batch.copies):
+        raise ValueError(f"slots: {len(batch.copies)} blocks to be copied; wanted none")
+    found: list[Piece] = []
+    for row, position in enumerate(batch.positions.tolist()):
+        if position < 0:
+            continue
+        block, token = int(batch.table[row, 0]), int(batch.tokens[row])
+        last = found[-1] if found else None
+        if last is not None and last.block == block and position % segment:
+            if last.start % segment:
+                raise ValueError(f"slots: tokens {last.start} and {position} of a text, which begin inside a segment")
+            found[-1] = Piece(block, last.start, [*last.tokens, token], row)
+        else:
+            found.append(Piece(block, position, [token], row))
+    return found
 
 
 def batch_of(runner: Runner, rows: Many[Rows], copies: Int[np.ndarray, "C 2"]) -> Batch:

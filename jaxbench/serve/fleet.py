@@ -112,6 +112,9 @@ class Gateway:
             items = self._replicas.answer.remote(path, data, f"{id}-{attempt}", beginning=beginning)
             try:
                 status, value = await anext(items)
+            except asyncio.CancelledError:  # the client is gone
+                items.cancel()
+                raise
             except Exception as error:  # whatever Ray says of a replica that is gone
                 failure = type(error).__name__
                 log.error("replica lost", extra={"fields": {"request": id, "error": failure, "attempt": attempt}})

@@ -25,6 +25,8 @@ from jaxbench.serve.batch_rows import Batch
 class NativeRunner:
     """A packed decoder and the blocks of its cache, pages of paged.PAGE_SIZE positions."""
 
+    segment = None  # a row is a token, whatever the others are
+
     def __init__(
         self, model: NativeTransformer, *, num_blocks: int, sizes: tuple[int, ...], max_wanted: int,
         progress: Callable[[], Any] = lambda: None,

@@ -123,6 +123,11 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        return len(self.request.prompt) + self.request.max_new_tokens
+
+    @property
     def num_waiting(self) -> int:
         """Tokens that are not computed yet."""
         return len(self.tokens) - self.num_computed

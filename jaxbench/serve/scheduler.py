@@ -85,8 +85,9 @@ Draft = Callable[[list[tuple[Sequence, int]]], list[tuple[int, ...]]]  # texts, 
 class Scheduler:
     """Requests that run and wait, and their blocks."""
 
-    def __init__(self, pool: BlockPool, limits: Limits):
-        self.pool, self.limits = pool, limits
+    def __init__(self, pool: BlockPool, limits: Limits, *, segment: int | None = None):
+        """segment: where a runner has one, prompts are cut at its multiples, and answers are read token by token."""
+        self.pool, self.limits, self._segment = pool, limits, segment
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.num_preempted = 0
@@ -120,8 +121,8 @@ class Scheduler:
         parts = [part for part in parts if part.sequence in self.running]
         budget -= len(parts)
         for sequence in self.running:
-            count = min(sequence.num_waiting, budget)
-            if sequence.num_waiting > 1 and count > 0:
+            count = self._length(sequence, budget) if sequence.num_waiting > 1 else 0
+            if count > 0:
                 parts.append(Part(sequence, sequence.num_computed, count))
                 budget -= count
         if self.limits.max_guessed and budget > 0:
@@ -129,6 +130,16 @@ class Scheduler:
         copies = [(source, block) for block, source in self._copies.items()]
         self._copies.clear()
         return Plan(parts, copies)
+
+    def _length(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of the next part of a text, at most so many."""
+        count = min(sequence.num_waiting, budget)
+        if self._segment is None:
+            return count
+        left = len(sequence.request.prompt) - sequence.num_computed
+        if left <= 0:  # an answer whose slot was taken
+            return min(count, 1)
+        return left if left <= count else count // self._segment * self._segment
 
     def _guessing(self, parts: list[Part], budget: int) -> list[Part]:
         """The parts, those that decode with guesses: where rows and blocks that nobody waits for are left."""
@@ -178,13 +189,17 @@ class Scheduler:
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Give a request blocks for all its tokens, those with its text where they are; False where none are free.
 
-        A block for every running request stays free, so that who comes last does not give its room away at once.
+        A block for every running request that may need one stays free, so that who comes last does not give its room
+        away at once.
         """
         if len(self.running) >= self.limits.max_running:
             return False
+        growing = sum(len(each.blocks) < self.most_blocks(each.most_tokens) for each in self.running)
+        if self.pool.num_available <= growing:  # whoever waits is looked at in every step: first what costs nothing
+            return False
         match = self.pool.match(sequence.tokens)
         needed = self.most_blocks(len(sequence.tokens)) - len(match.blocks)
-        if self.pool.num_available < needed + len(self.running):
+        if self.pool.num_available < needed + growing:
             for block in reversed(match.blocks):
                 self.pool.release(block)
             return False

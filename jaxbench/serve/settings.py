@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import pydantic
 
-from jaxbench.config import Base
+from jaxbench.config import Base, TransformerConfig
+from jaxbench.generation import decoder
 from jaxbench.native import checkpoint
+from jaxbench.pretrained import weights
 from jaxbench.serve.constraint import Grammars
 from jaxbench.serve.engine import Engine
 from jaxbench.serve.marking import Watermarks
@@ -33,6 +35,8 @@ class EngineConfig(Base):
     threads: int = pydantic.Field(default=0, ge=0)  # 0 = all
     hang_s: float = pydantic.Field(default=60.0, ge=1)  # without a step's end, behind which its process is killed
     cache_tokens: int = pydantic.Field(default=32_768, ge=128)  # positions that the cache holds
+    kernels: Literal["native", "xla"] = "native"  # xla: the framework's own operations, in slots of a request each
+    segment: int = pydantic.Field(default=64, ge=2)  # xla: tokens of a prompt that are read at once
     draft: str | None = None  # a smaller model of the same vocabulary, as `model`, that guesses next tokens
     limits: Limits = Limits()
     watermarks: dict[str, dict[str, Any]] = {}  # by the name that requests give; watermark/serving.py reads them
@@ -43,7 +47,55 @@ class EngineConfig(Base):
             raise ValueError(
                 f"draft={self.draft} guesses nothing with limits.max_guessed=0; set how many tokens it guesses"
             )
+        if self.kernels == "xla":
+            self._check_xla()
         return self
+
+    def _check_xla(self) -> None:
+        fixed = {"cache": "float32", "activations": "float32", "threads": 0, "draft": None}
+        odd = [name for name, value in fixed.items() if getattr(self, name) != value]
+        if odd:
+            raise ValueError(f"{odd[0]}={getattr(self, odd[0])} is for kernels=native alone; leave it out")
+        wanted = (checkpoint.FILE, *decoder.XLA_WEIGHTS)
+        if self.weights not in wanted:
+            raise ValueError(f"weights={self.weights} is for kernels=native alone; wanted {' or '.join(wanted)}")
+
+    def read_config(self, path: str | None) -> TransformerConfig:
+        """Configuration of the model or of its draft.
+
+        Raises:
+          ValueError: it cannot be read, or the kernels do not take it.
+        """
+        return self.checked(weights.read_config(path))
+
+    def checked(self, config: TransformerConfig) -> TransformerConfig:
+        """The configuration of a decoder, where the kernels take it.
+
+        Raises:
+          ValueError: they do not.
+        """
+        reason = decoder.why_no_block(config)
+        if self.kernels == "native" and reason is not None:
+            raise ValueError(f"engine.kernels={self.kernels}: {reason}; set engine.kernels=xla")
+        return config
+
+    def build(self) -> Any:
+        """The decoder, in the framework's own operations.
+
+        Raises:
+          ValueError: the model cannot be read.
+        """
+        return self.built(weights.load_checkpoint(self.model), "transformer")
+
+    def built(self, held: weights.Checkpoint, module: str) -> Any:
+        """A decoder as a module of the backend builds it."""
+        dtype = decoder.XLA_WEIGHTS[0] if self.weights == checkpoint.FILE else self.weights
+        return self.module(module).build(held.config, held.params, dtype=dtype)
+
+    def module(self, name: str) -> Any:
+        """A module of the backend."""
+        package = {"flax": "jaxbench", "torch": "torch_ref"}[self.backend]
+        return importlib.import_module(f"{package}.{name}")
 
 
 class ServerConfig(Base):
@@ -74,29 +126,56 @@ def load_engine(
       ValueError: the model cannot be read, or a setting does not go with it.
       NotAvailable: native kernels cannot be had here.
     """
-    package = {"flax": "jaxbench", "torch": "torch_ref"}[config.backend]
+    make = _slots if config.kernels == "xla" else _blocks
+    runner, *draft = make(config, progress)
+    grammars = _grammars(config.model, runner.vocab_size)
+    return Engine(runner, config.limits, grammars=grammars, watermarks=watermarks, draft=draft[0] if draft else None)
+
+
+def _blocks(config: EngineConfig, progress: Callable[[int, int], Any]) -> list[Any]:
+    """Runners by native kernels: of the model, and of its draft where it has one."""
     names = ("native.model", "native.paged", "serve.native_runner")
-    native, paged, runners = (importlib.import_module(f"{package}.{name}") for name in names)
+    native, paged, runners = map(config.module, names)
     paths = [config.model] if config.draft is None else [config.model, config.draft]
     how = {"cache_dtype": config.cache, "activations": config.activations, "threads": config.threads}
-    limits, done = config.limits, 0
-    sizes = row_sizes(limits)
-    total = len(paths) * (len(sizes) + sum(size < limits.max_logits for size in sizes) + 2)
+    sizes, limits = row_sizes(config.limits), config.limits
+    advance = _counted(progress, len(paths) * (len(sizes) + sum(size < limits.max_logits for size in sizes) + 2))
+    return [
+        runners.NativeRunner(
+            native.build(checkpoint.load(path, weights_as=config.weights), **how), sizes=sizes,
+            num_blocks=1 + config.cache_tokens // paged.PAGE_SIZE, max_wanted=limits.max_logits, progress=advance,
+        )
+        for path in paths
+    ]  # fmt: skip
+
+
+def _slots(config: EngineConfig, progress: Callable[[int, int], Any]) -> list[Any]:
+    """The runner by the framework's own operations, with as many slots as the cache has positions for.
+
+    Raises:
+      ValueError: it has positions for none.
+    """
+    model, limits = config.build(), config.limits
+    num_slots = min(limits.max_running, config.cache_tokens // model.max_seq_len)
+    if not num_slots:
+        raise ValueError(f"cache_tokens={config.cache_tokens}: wanted at least the {model.max_seq_len} of one request")
+    made = config.module("serve.slot_runner").SlotRunner(
+        model, num_slots=num_slots, segment=config.segment, max_rows=limits.max_batch_tokens,
+        progress=_counted(progress, 3),
+    )  # fmt: skip
+    return [made]
+
+
+def _counted(progress: Callable[[int, int], Any], total: int) -> Callable[[], None]:
+    """What is called behind each of so many programs."""
+    done = 0
 
     def advance() -> None:
         nonlocal done
         done += 1
         progress(done, total)
 
-    runner, *draft = (
-        runners.NativeRunner(
-            native.build(checkpoint.load(path, weights_as=config.weights), **how), sizes=sizes,
-            num_blocks=1 + config.cache_tokens // paged.PAGE_SIZE, max_wanted=limits.max_logits, progress=advance,
-        )
-        for path in paths
-    )  # fmt: skip
-    grammars = _grammars(config.model, runner.vocab_size)
-    return Engine(runner, limits, grammars=grammars, watermarks=watermarks, draft=draft[0] if draft else None)
+    return advance
 
 
 def _grammars(model: str | None, vocab_size: int) -> Grammars | None:

@@ -136,7 +136,7 @@ class Chat(Form):
 
     def _one(self, token: int, value: float) -> dict[str, Any]:
         text = self._shown(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        return {"token": text, "logprob": value, "bytes": list(self._tokenizer.token_bytes(token))}
 
 
 async def _joined(answer: Answer) -> Piece:

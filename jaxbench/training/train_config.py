@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pydantic
 
 from jaxbench.config import Base, Compute, TransformerConfig
 from jaxbench.lora.config import LoraConfig, with_lora
 from jaxbench.mesh import ParallelConfig
+from jaxbench.pretrained import weights
 from jaxbench.training import schedules
 from jaxbench.training.schedules import ScheduleConfig
 from jaxbench.training.step_config import StepConfig
@@ -131,6 +135,14 @@ class TrainConfig(Base):
           ValueError: as DecoderConfig.resolved, or a workload's layers do not fit the decoder.
         """
         return with_lora(self.model.resolved(vocab_size), self.lora)
+
+    def export(self, folder: Path, model: TransformerConfig, params: Mapping[str, np.ndarray], tokenizer: Any) -> None:
+        """Write the trained decoder, without adapters, as a folder that others read.
+
+        Raises:
+          ValueError: no kind of folder is for such a decoder.
+        """
+        weights.save_checkpoint(folder, model, dict(params), tokenizer=tokenizer)
 
     @property
     def has_dropout(self) -> bool:

@@ -285,14 +285,14 @@ class _Trainer:
         return result
 
     def _export(self) -> str:
-        """Write the Hugging Face folder, or say why there is none."""
+        """Write the folder that others read, or say why there is none."""
         folder, params = self.workdir / EXPORT, self.engine.params()
         if not self.processes.is_first:
             return ""
         shutil.rmtree(folder, ignore_errors=True)
         try:
             if self.settings.lora is None:
-                weights.save_checkpoint(folder, self.model, params, tokenizer=self.data.tokenizer)
+                self.settings.export(folder, self.model, params, self.data.tokenizer)
                 return f"{EXPORT}/"
             plain, merged = lora.plain(self.model), lora.merged(self.model, params)
             weights.save_checkpoint(folder, plain, merged, tokenizer=self.data.tokenizer)

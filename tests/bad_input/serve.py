@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.bad_input.core import EMBEDDING, folder, gguf
 from tests.bad_input.harness import Case
 
@@ -12,6 +14,17 @@ def of(words: str, *wanted: str, **files: str | bytes) -> Case:
     """Return a case; underscores in the names of files stand for dots."""
     given = {name.replace("_", "."): content for name, content in files.items()}
     return Case(("serve.py", *(word for word in words.split("|") if word)), wanted, given)
+
+
+def memory_folder() -> dict[str, str | bytes]:
+    """Return the files of a folder of a decoder with memory, without weights."""
+    neural = {"d_model": 16, "num_heads": 2, "head_dim": 8, "chunk_size": 4}
+    decoder = {
+        "vocab_size": 31, "d_model": 16, "d_ff": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2,
+        "head_dim": 8, "max_seq_len": 64,
+        "memory": {"kind": "mac", "window": 4, "neural": neural},
+    }  # fmt: skip
+    return {"model/config.json": json.dumps({"model_type": "jaxbench_memory", "decoder": decoder})}
 
 
 CASES = [
@@ -53,6 +66,16 @@ CASES = [
         folder(vocab_size=257),
     ),
     of("--set=engine.cache_tokens=1", "cache_tokens", "1"),
+    of("--set=engine.kernels=cuda", "kernels", "cuda"),
+    of("--set=engine.segment=1", "segment", "1"),
+    of("--set=engine.kernels=xla|--set=engine.cache=int8", "cache=int8 is for kernels=native alone"),
+    of("--set=engine.kernels=xla|--set=engine.weights=q4_0", "weights=q4_0 is for kernels=native alone"),
+    Case(("serve.py", "--model=model"), ("kernels=native", "'mac'", "set engine.kernels=xla"), memory_folder()),
+    Case(
+        ("serve.py", "--model=model", "--set=engine.kernels=xla"),
+        ("config.json: decoder", "d_model"),
+        {"model/config.json": '{"model_type": "jaxbench_memory", "decoder": {"d_model": -1}}'},
+    ),
     of("--set=engine.limits.max_running=0", "max_running", "0"),
     of("--set=engine.limits.max_waiting=-1", "max_waiting", "-1"),
     of("--set=engine.limits.max_guessed=33", "max_guessed", "33"),

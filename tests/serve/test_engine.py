@@ -64,7 +64,7 @@ def run(seeds, actions=150):
 
 
 def test_ten_thousand_steps_of_random_engines_answer_as_each_request_alone():
-    steps, right = run(range(1000, 1140))
+    steps, right = run(range(1000, 1170))
     assert steps > 10_000 and right > 1_000
 
 
@@ -102,6 +102,10 @@ def _takes_every_guess(self, part, logits):
     return events
 
 
+def _cut_where_the_step_is_full(self, sequence, budget):
+    return min(sequence.num_waiting, budget)
+
+
 BUGS = {
     "a block's beginning is not copied": (scheduler.Scheduler, "plan", _no_copies),
     "a block is known by its own text alone": (blocks, "digest", lambda parent, tokens: bytes(tokens)),
@@ -110,6 +114,7 @@ BUGS = {
     "an answer is lost where its blocks are": (scheduler.Scheduler, "preempt", _forgets),
     "a cache is trusted behind a failed step": (blocks.BlockPool, "forget", lambda self: None),
     "a wrong guess counts as computed": (engine.Engine, "_next_tokens", _takes_every_guess),
+    "a prompt is cut where the step is full": (scheduler.Scheduler, "_length", _cut_where_the_step_is_full),
     "logits are those of the row before": (engine.Engine, "_batch", _row_before),
 }  # fmt: skip
 

@@ -17,6 +17,8 @@ from torch_ref.native.model import NativeTransformer
 class NativeRunner:
     """A packed decoder and the blocks of its cache, pages of paged.PAGE_SIZE positions."""
 
+    segment = None  # a row is a token, whatever the others are
+
     def __init__(
         self, model: NativeTransformer, *, num_blocks: int, sizes: tuple[int, ...], max_wanted: int,
         progress: Callable[[], Any] = lambda: None,

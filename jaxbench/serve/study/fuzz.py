@@ -3,7 +3,8 @@
     python -m jaxbench.serve.study.fuzz --steps=1000000
 
 Requests join, share beginnings, are cancelled, preempted, late, spoilt; the runner fails. Behind every action the books
-of the blocks are checked, and every answer that ends is compared with the one that a model without a cache gives.
+of the blocks are checked, and every answer that ends is compared with that of a model without a cache. Of the engines
+a third has slots in place of blocks, and a model that remembers where its text was cut.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxbench.serve import sampler
 from jaxbench.serve.engine import Engine, Event, QueueFull
 from jaxbench.serve.request import Request, Sampling, Sequence
 from jaxbench.serve.scheduler import Limits
-from jaxbench.serve.study.oracle import HashModel, HashRunner
+from jaxbench.serve.study.oracle import HashModel, HashRunner, SegmentModel, SlotRunner
 
 VALUES = flags.FLAGS
 VOCAB_SIZE = 11
@@ -33,28 +34,41 @@ class Fuzz:
     """An engine, and what each of its requests has to answer."""
 
     def __init__(self, seed: int):
-        self.random = random.Random(seed)
+        self.random, self.now = random.Random(seed), 0.0
         draw = self.random.choice
-        block_size, running = draw((1, 2, 4, 8)), draw((1, 2, 5))
-        budget = running + draw((0, 1, 7, 40))
-        longest = draw((12, 30))
+        segment, running, longest = draw((None, None, draw((2, 3, 4)))), draw((1, 2, 5)), draw((12, 30))
+        budget = running + (segment or 0) + draw((0, 1, 7, 40))
+        guessed = 0 if segment else draw((0, 0, 2, 5))
+        limits = Limits(max_running=running, max_batch_tokens=budget, max_waiting=4, max_guessed=guessed)
+        self.draft: HashRunner | None = None
+        if segment:
+            self.runner: HashRunner | SlotRunner = SlotRunner(
+                num_slots=draw((1, running)), segment=segment, max_seq_len=longest, vocab_size=VOCAB_SIZE,
+                max_rows=budget,
+            )  # fmt: skip
+            self.model: HashModel | SegmentModel = SegmentModel(VOCAB_SIZE, segment)
+        else:
+            self.model = HashModel(VOCAB_SIZE)
+            self.runner, draft = self._block_runners(longest, budget)
+            self.draft = draft if guessed and draw((True, False)) else None  # right wherever it has read everything
+        self.engine = Engine(self.runner, limits, draft=self.draft, clock=lambda: self.now)
+        self.stems = [self._tokens(longest // 2) for _ in range(3)]  # that prompts share
+        self.requests: dict[str, Request] = {}  # in the engine
+        self.answers: dict[str, list[int]] = {}  # what came of each so far
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def _block_runners(self, longest: int, budget: int) -> list[HashRunner]:
+        """A runner and one of the same sizes for a draft."""
+        draw = self.random.choice
+        block_size = draw((1, 2, 4, 8))
         blocks = -(-longest // block_size) + 1 + draw((0, 1, 3, 12))
-        runner, draft = (
+        return [
             HashRunner(
                 num_blocks=blocks, block_size=block_size, max_seq_len=longest, vocab_size=VOCAB_SIZE,
                 sizes=(max(1, budget // 3), budget), max_wanted=budget,
             )
             for _ in range(2)
-        )  # fmt: skip
-        self.runner, self.model, self.now = runner, HashModel(VOCAB_SIZE), 0.0
-        guessed = draw((0, 0, 2, 5))
-        limits = Limits(max_running=running, max_batch_tokens=budget, max_waiting=4, max_guessed=guessed)
-        self.draft = draft if guessed and draw((True, False)) else None  # right wherever it has read everything
-        self.engine = Engine(runner, limits, draft=self.draft, clock=lambda: self.now)
-        self.stems = [self._tokens(longest // 2) for _ in range(3)]  # that prompts share
-        self.requests: dict[str, Request] = {}  # in the engine
-        self.answers: dict[str, list[int]] = {}  # what came of each so far
-        self.counts: collections.Counter[str] = collections.Counter()
+        ]  # fmt: skip
 
     def _tokens(self, count: int) -> list[int]:
         return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
@@ -160,7 +174,7 @@ class Fuzz:
         """The token that the request gets when it is alone."""
         alone = Sequence(request, 0)
         alone.tokens += answer
-        return sampler.choose(alone, self.model.logits(alone.tokens))[0]
+        return sampler.choose(alone, self.model.logits(alone.tokens, len(request.prompt)))[0]
 
 
 class Knowing:

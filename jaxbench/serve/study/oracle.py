@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxbench.serve.batch_rows import Batch
+from jaxbench.serve.batch_rows import Batch, pieces
 
 MASK = 2**61 - 1
 
@@ -29,8 +29,8 @@ class HashModel:
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
 
-    def logits(self, tokens: list[int]) -> np.ndarray:
-        """Logits behind a text."""
+    def logits(self, tokens: list[int], num_prompt: int = 0) -> np.ndarray:
+        """Logits behind a text; which of it is the prompt makes no difference."""
         held: list[int] = []
         for token in tokens:
             held.append(_held(held, token))
@@ -39,6 +39,8 @@ class HashModel:
 
 class HashRunner:
     """The same as an engine's Runner; it can be told to fail."""
+
+    segment = None
 
     def __init__(
         self, *, num_blocks: int, block_size: int, max_seq_len: int, vocab_size: int, sizes: tuple[int, ...],
@@ -86,6 +88,61 @@ class HashRunner:
 
     def _cell(self, batch: Batch, row: int, position: int) -> tuple[int, int]:
         return int(batch.table[row, position // self.block_size]), position % self.block_size
+
+
+class SegmentModel:
+    """A model that remembers where its text was cut, without slots."""
+
+    def __init__(self, vocab_size: int, segment: int):
+        self.vocab_size, self.segment = vocab_size, segment
+
+    def logits(self, tokens: list[int], num_prompt: int) -> np.ndarray:
+        """Logits behind a text, the first num_prompt tokens of which are a prompt: cut at multiples of the segment."""
+        cuts = [*range(0, num_prompt, self.segment), *range(num_prompt, len(tokens) + 1)]
+        state = 0
+        for start, end in zip(cuts, cuts[1:]):
+            state = _read(state, tokens[start:end])
+        return logits_of(state, self.vocab_size)
+
+
+class SlotRunner:
+    """The same as an engine's Runner with slots; it can be told to fail, as HashRunner."""
+
+    def __init__(self, *, num_slots: int, segment: int, max_seq_len: int, vocab_size: int, max_rows: int):
+        self.num_blocks, self.block_size, self.max_seq_len = num_slots + 1, max_seq_len, max_seq_len
+        self.vocab_size, self.sizes, self.max_wanted, self.segment = vocab_size, (max_rows,), max_rows, segment
+        self.slots: dict[int, int] = {}
+        self.fails, self.spoilt = 0, set[int]()
+
+    def reset(self) -> None:
+        """Forget what the slots hold."""
+        self.slots.clear()
+
+    def run(self, batch: Batch) -> np.ndarray:
+        """Logits of the wanted rows.
+
+        Raises:
+          RuntimeError: it was told to fail; half of what it was to compute is computed.
+        """
+        found, cut = {}, pieces(batch, self.segment)
+        for piece in cut[: len(cut) // 2] if self.fails else cut:
+            before = self.slots.get(piece.block, -1) if piece.start else 0
+            found[piece.last_row] = self.slots[piece.block] = _read(before, piece.tokens)
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError(f"the runner was told to fail, {self.fails} times more")
+        logits = np.zeros((len(batch.wanted), self.vocab_size), np.float32)
+        for i, row in enumerate(batch.wanted.tolist()):
+            logits[i] = np.nan if i in self.spoilt else logits_of(found[row], self.vocab_size)
+        self.spoilt = set()
+        return logits
+
+
+def _read(state: int, tokens: list[int]) -> int:
+    """State behind a piece of text, which tells where it was cut."""
+    for token in tokens:
+        state = mixed(state, token)
+    return mixed(state, -1 - len(tokens))
 
 
 def _held(before: list[int], token: int) -> int:

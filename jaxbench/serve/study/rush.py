@@ -67,10 +67,11 @@ def main() -> int:
         capacity = sum(each.is_whole for each in seen) / seconds
         print(f"capacity: {capacity:.2f} requests a second", flush=True)
         for number, share in enumerate(SHARES):
-            mine = load.drawn(text, 2000, seed=number + 1)
+            rate, length = share * capacity, VALUES.seconds
+            # no prompt comes twice: its beginning would be in the cache, and the capacity another one
+            mine = load.drawn(text, 100 + round(1.2 * rate * length), seed=number + 1)
             started = time.monotonic()
             with watched(server.pid) as memory:
-                rate, length = share * capacity, VALUES.seconds
                 coming = load.poisson(clients.HOST, server.port, "model", mine, rate=rate, seconds=length)
                 seen = asyncio.run(coming)
             found = load.summary(seen, time.monotonic() - started)

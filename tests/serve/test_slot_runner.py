@@ -1,0 +1,149 @@
+"""Decoders with memory behind the engine: an answer is the bits that the request gets alone, on both backends."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxbench import initial, sample
+from jaxbench.memory import decoder
+from jaxbench.memory.decoder_config import with_memory
+from jaxbench.serve.engine import Engine
+from jaxbench.serve.request import Request, Sampling
+from jaxbench.serve.scheduler import Limits
+from jaxbench.serve.slot_runner import SlotRunner
+from tests.memory.test_decoder import PLAIN, memory
+
+LIMITS = Limits(max_running=3, max_batch_tokens=16, max_waiting=8)
+KINDS = ("mac", "bank", "insert-neural")
+
+
+@functools.cache
+def config(kind):
+    return with_memory(PLAIN.model_copy(update={"max_seq_len": 48}), memory(kind, max_documents=1))
+
+
+@functools.cache
+def runner(kind, package="jaxbench"):
+    make, of = decoder, SlotRunner
+    if package == "torch_ref":
+        from torch_ref.memory import decoder as make
+        from torch_ref.serve.slot_runner import SlotRunner as of
+    model = make.build(config(kind), initial.initial_params(config(kind), 3, distinct=True))
+    return of(model, num_slots=3, segment=8, max_rows=LIMITS.max_batch_tokens)
+
+
+@functools.cache
+def trace():
+    """(step at which it comes, request): prompts below, at and above multiples of a segment, greedy and drawn."""
+    random, found = np.random.default_rng(0), []
+    for i, length in enumerate((1, 7, 8, 9, 16, 20)):
+        prompt = tuple(random.integers(0, 31, length).tolist())
+        sampling = Sampling(temperature=0.9 * (i % 2), seed=i)
+        found.append((2 * i, Request(f"r{i}", prompt, int(random.integers(4, 14)), sampling, logprobs=1)))
+    return found
+
+
+def played(engine):
+    """Play the trace; a request is cancelled at step 9, and another loses its slot at steps 5, 13 and 21."""
+    events, waiting, step = {request.id: [] for _, request in trace()}, list(trace()), 0
+    while waiting or engine.is_busy:
+        while waiting and waiting[0][0] <= step:
+            engine.add(waiting.pop(0)[1])
+        if step == 9 and (event := engine.cancel("r2")):
+            events["r2"].append(event)
+        if step in (5, 13, 21) and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[0])
+        for event in engine.step():
+            events[event.id].append(event)
+        engine.scheduler.check()
+        step += 1
+    return events
+
+
+def answers(events):
+    return {
+        name: [(each.token, each.logprobs) for each in found if each.token is not None]
+        for name, found in events.items()
+    }
+
+
+@functools.cache
+def together(kind, package="jaxbench"):
+    engine = Engine(runner(kind, package), LIMITS)
+    engine.runner.reset()
+    found = answers(played(engine))
+    assert engine.scheduler.num_preempted == 3 and engine.scheduler.pool.num_available == 3
+    return found
+
+
+@pytest.mark.parametrize("package", ["jaxbench", "torch_ref"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_log_probabilities_are_those_of_the_request_alone(kind, package):
+    busy = together(kind, package)
+    for _, request in trace():
+        engine = Engine(runner(kind, package), LIMITS)
+        engine.runner.reset()
+        (alone,) = answers(engine.generate([request])).values()
+        assert request.id == "r2" or len(busy[request.id]) == request.max_new_tokens
+        assert busy[request.id] == alone[: len(busy[request.id])], request.id
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_backends_give_the_same_tokens(kind):
+    flax, torch = (together(kind, package) for package in ("jaxbench", "torch_ref"))
+    for name, answer in flax.items():
+        assert [token for token, _ in answer] == [token for token, _ in torch[name]], name
+        given, other = ([each.token for _, each in found[name]] for found in (flax, torch))
+        np.testing.assert_allclose(given, other, atol=1e-4)
+
+
+def test_answers_are_those_of_the_generator_too(kind="mac"):
+    flax = together(kind)
+    model = decoder.build(config(kind), initial.initial_params(config(kind), 3, distinct=True))
+    for _, request in trace()[4:6]:
+        generate = sample.Generator(model, eos_id=None, sampling=request.sampling.params())
+        how = {"max_new_tokens": request.max_new_tokens, "seed": request.sampling.seed}
+        tokens = generate([list(request.prompt)], **how)[0][0].tolist()
+        assert [token for token, _ in flax[request.id]] == tokens[: len(flax[request.id])], request.id
+
+
+def test_a_slot_starts_empty_and_memory_is_part_of_what_it_holds():
+    one = Request("a", tuple(range(20)), 12, logprobs=1)
+    found = []
+    for before in ((), (Request("b", (5,) * 24, 20),)):
+        engine = Engine(runner("mac"), LIMITS.model_copy(update={"max_running": 1}))
+        engine.runner.reset()
+        engine.generate(before)
+        found.append(answers(engine.generate([one])))
+    assert found[0] == found[1]
+    state = jax.tree.leaves(runner("mac")._cache.memory)
+    assert sum(np.abs(np.asarray(each, np.float32)).sum() for each in state) > 0
+
+
+def test_nothing_is_compiled_behind_the_first_request():
+    engine, compiled = Engine(runner("bank"), LIMITS), []
+    engine.runner.reset()
+
+    def listen(event, *_, **__):
+        compiled.append(event) if "compile" in event else None
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        played(engine)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert compiled == []
+
+
+@pytest.mark.parametrize(
+    "limits, words",
+    [
+        (LIMITS.model_copy(update={"max_batch_tokens": 10}), "max_batch_tokens=10: wanted at least 11"),
+        (LIMITS.model_copy(update={"max_guessed": 2}), "max_guessed=2"),
+    ],
+)
+def test_limits_that_do_not_go_with_slots_are_refused(limits, words):
+    with pytest.raises(ValueError, match=words):
+        Engine(runner("mac"), limits)

@@ -1,0 +1,69 @@
+"""Steps of the engine by PyTorch's own operations, for decoders whose layers keep more than keys and values.
+
+Twin: jaxbench/serve/slot_runner.py. Slots are computed one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from jaxbench.serve.batch_rows import Batch, Piece, pieces
+from torch_ref.attention import KVCache
+from torch_ref.transformer import Transformer
+
+
+class SlotRunner:
+    """A decoder and the slots of its requests."""
+
+    def __init__(
+        self, model: Transformer, *, num_slots: int, segment: int, max_rows: int,
+        progress: Callable[[], Any] = lambda: None,
+    ):  # fmt: skip
+        """Runner; nothing is compiled.
+
+        num_slots: requests at once. segment: tokens of a prompt that are read at once. max_rows: of a step.
+        """
+        self.segment, self.block_size, self.max_seq_len = segment, model.max_seq_len, model.max_seq_len
+        self.num_blocks, self.vocab_size = num_slots + 1, model.vocab_size  # block b is slot b - 1
+        self.sizes, self.max_wanted = (max_rows,), max_rows
+        self._model, self._length = model, -(-model.max_seq_len // segment) * segment
+        self.reset()
+        progress()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the slots that have been in use: keys, values and memories."""
+        return sum(each.nbytes for slot in self._slots for each in torch.utils._pytree.tree_leaves(slot)
+                   if isinstance(each, torch.Tensor))  # fmt: skip
+
+    def reset(self) -> None:
+        """Empty all slots."""
+        self._slots: list[KVCache | None] = [None] * (self.num_blocks - 1)
+
+    @torch.no_grad()
+    def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
+        """Logits of the wanted rows; the slots have read all rows behind it."""
+        found = {piece.last_row: self._step(piece) for piece in pieces(batch, self.segment)}
+        wanted = [found[row] for row in batch.wanted.tolist()]
+        return np.stack(wanted) if wanted else np.zeros((0, self.vocab_size), np.float32)
+
+    def _step(self, piece: Piece) -> Float[np.ndarray, " V"]:
+        """Logits behind a piece of a slot's text."""
+        model, slot = self._model, piece.block - 1
+        if piece.start == 0:
+            self._slots[slot] = self._empty()
+        tokens = torch.tensor([piece.tokens])
+        positions = torch.arange(piece.start, piece.start + len(piece.tokens), dtype=torch.int32)[None]
+        hidden, self._slots[slot] = model.features(tokens, positions, cache=self._slots[slot], slot=piece.start)
+        return model.logits(hidden[:, -1:])[0, 0].float().numpy()
+
+    def _empty(self) -> KVCache:
+        """The cache of a request that has read nothing."""
+        nothing = torch.zeros((1, self.segment), dtype=torch.int32)
+        _, cache = self._model.features(nothing, nothing - 1)
+        return cache.padded(self._length, dtype=self._model.dtype)
