@@ -1,4 +1,4 @@
-"""A file's worth of requests handed over at once: this engine and transformers' generate_batch, by turns (S file).
+"""A file's worth of requests handed over at once: this engine and transformers' generate_batch, by turns.
 
     python -m jaxbench.serve.study.offline --arms=transformers_bfloat16,jaxbench_int8 --running=8,32 --output=FILE
 
