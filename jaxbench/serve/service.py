@@ -101,7 +101,8 @@ class Service:
 
     def _hear(self, report: Report) -> None:
         if report.kind == "events":
-            self.metrics.engine(report.about)
+            if report.about:
+                self.metrics.engine(report.about)
             for event in report.events:
                 self._happened_safely(event)
             return

@@ -12,6 +12,7 @@ from jaxbench.serve.request import TokenLogprobs
 from jaxbench.serve.service import Answer, Piece
 
 DONE = "data: [DONE]\n\n"
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Form:
@@ -22,6 +23,8 @@ class Form:
     def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
         self._id, self._model, self._tokenizer = id, model, tokenizer
         self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        # of every event; only its choices are written anew
+        self._head = _json(protocol.envelope(id, self.chunk_kind, model, [])).removesuffix("[]}")
 
     def opening(self, number: int) -> dict[str, Any] | None:
         """The choice of the first event, or None."""
@@ -54,29 +57,19 @@ class Form:
         for number in range(len(answers)):
             if (opening := self.opening(number)) is not None:
                 yield self._event([opening])
-        merged: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        readers = [asyncio.create_task(_read(i, answer, merged)) for i, answer in enumerate(answers)]
-        left = len(answers)
-        try:
-            while left:
-                number, piece = await merged.get()
-                left -= piece.ended is not None
-                if piece.ended == "error":
-                    error = protocol.error_body(piece.error or "the engine failed", "server_error")
-                    yield f"data: {json.dumps(error)}\n\n"
-                elif piece.text or piece.ended or piece.logprobs:
-                    logprobs = self.logprobs(piece.tokens, piece.logprobs)
-                    yield self._event([self.part(number, piece.text, logprobs, piece.ended)])
-        finally:
-            for reader in readers:
-                reader.cancel()
+        async for number, piece in _pieces(answers):
+            if piece.ended == "error":
+                error = protocol.error_body(piece.error or "the engine failed", "server_error")
+                yield f"data: {json.dumps(error)}\n\n"
+            elif piece.text or piece.ended or piece.logprobs:
+                logprobs = self.logprobs(piece.tokens, piece.logprobs)
+                yield self._event([self.part(number, piece.text, logprobs, piece.ended)])
         if self._wants_usage:
-            yield self._event([], usage=_usage(answers))
+            yield self._event([], f',"usage":{_json(_usage(answers))}')
         yield DONE
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        made = protocol.envelope(self._id, self.chunk_kind, self._model, choices, **more)
-        return f"data: {json.dumps(made, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    def _event(self, choices: list[dict[str, Any]], more: str = "") -> str:
+        return f"data: {self._head}{_json(choices)}{more}}}\n\n"
 
     def _shown(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -149,6 +142,28 @@ async def _joined(answer: Answer) -> Piece:
             piece.error,
         )  # fmt: skip
     return whole
+
+
+async def _pieces(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
+    """Pieces of several answers as they come, each with the number of its answer, until all have ended."""
+    if len(answers) == 1:  # as almost always: no tasks between its queue and the client
+        ended = None
+        while ended is None:
+            piece = await answers[0].pieces.get()
+            ended = piece.ended
+            yield 0, piece
+        return
+    merged: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+    readers = [asyncio.create_task(_read(i, answer, merged)) for i, answer in enumerate(answers)]
+    left = len(answers)
+    try:
+        while left:
+            number, piece = await merged.get()
+            left -= piece.ended is not None
+            yield number, piece
+    finally:
+        for reader in readers:
+            reader.cancel()
 
 
 async def _read(number: int, answer: Answer, merged: asyncio.Queue[tuple[int, Piece]]) -> None:

@@ -24,6 +24,7 @@ from jaxbench.serve.request import Request
 from jaxbench.serve.settings import EngineConfig, load_engine
 
 STATS_S = 0.5  # between two reports of an engine that has nothing to do
+BUSY_STATS_S = 0.1  # between its numbers while it is busy
 
 
 class Report(NamedTuple):
@@ -31,7 +32,7 @@ class Report(NamedTuple):
 
     kind: str  # loading | ready | events | failed
     events: tuple[Event, ...] = ()
-    about: dict[str, Any] = {}  # loading: done, total; ready: of the model; events: the engine's stats
+    about: dict[str, Any] = {}  # loading: done, total; ready: of the model; events: the engine's stats, or nothing
     error: str = ""
 
 
@@ -51,13 +52,17 @@ def work(config: EngineConfig, line: Connection, watermarks: Watermarks | None =
         "grammars": engine.has_grammars,
     }  # fmt: skip
     line.send(Report("ready", about=about))
+    told = 0.0
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            _turn(engine, line)
+            told = _turn(engine, line, told)
 
 
-def _turn(engine: Engine, line: Connection) -> None:
-    """Take what has come, compute a step, and tell what happened."""
+def _turn(engine: Engine, line: Connection, told: float = 0.0) -> float:
+    """Take what has come, compute a step, and tell what happened; when the engine's numbers were told last.
+
+    told: the same of the turn before. A token does not wait for numbers that nobody reads so often.
+    """
     was_busy, events = engine.is_busy, []
     _take(engine, line, events, 0 if was_busy else STATS_S)
     until = time.monotonic() + engine.limits.max_wait_ms / 1e3
@@ -67,7 +72,11 @@ def _turn(engine: Engine, line: Connection) -> None:
         _take(engine, line, events, 0)
     if engine.is_busy:
         events += engine.step()
-    line.send(Report("events", tuple(events), engine.stats()))
+    now = time.monotonic()
+    is_due = now - told >= BUSY_STATS_S or not engine.is_busy
+    if events or is_due:
+        line.send(Report("events", tuple(events), engine.stats() if is_due else {}))
+    return now if is_due else told
 
 
 def _take(engine: Engine, line: Connection, events: list[Event], seconds: float) -> None:

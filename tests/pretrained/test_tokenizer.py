@@ -7,7 +7,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxbench.pretrained import assets, tokenizer
+from jaxbench.pretrained import assets, small_tokenizers, tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}]
 SAMPLES = ["Hello world", "don't  stop", " leading", "naïve café 😀\n\n\ttabs", "<|im_start|>user\nHi<|im_end|>\n", ""]
@@ -148,3 +148,13 @@ def test_missing_or_damaged_tokenizer_json_is_an_error_that_names_it(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
         tokenizer.load_tokenizer(tmp_path)
+
+
+def test_bytes_of_tokens_are_those_of_the_text_also_where_a_character_is_split(default, tmp_path):
+    text = "caf\u00e9, na\u00efve \u2013 \u4f60\u597d \U0001f9e6\U0001f30a and a \ufffd"
+    ids = default.encode(text)
+    assert b"".join(default.token_bytes(each) for each in ids) == text.encode()
+    assert any("\ufffd" in default.decode([each]) for each in ids)  # a character that is split
+    small_tokenizers.ByteTokenizer().save(tmp_path)
+    byte = tokenizer.load_tokenizer(tmp_path)
+    assert b"".join(byte.token_bytes(each) for each in byte.encode(text)) == text.encode()
