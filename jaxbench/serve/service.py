@@ -92,12 +92,7 @@ class Service:
         self.finder: Finder | None = None  # of watermarks, once the model is loaded
         self.metrics = Metrics()
         self._ending: asyncio.Future[None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._supervisor = Supervisor(config.engine, self._from_thread, watermarks)
-
-    def _from_thread(self, report: Report) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._hear, report)
+        self._supervisor = Supervisor(config.engine, self._hear, asyncio.get_running_loop(), watermarks)
 
     def _hear(self, report: Report) -> None:
         if report.kind == "events":

@@ -6,6 +6,7 @@ started, and requests are refused until it is ready.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import multiprocessing
@@ -101,11 +102,18 @@ def _added(engine: Engine, request: Request) -> list[Event]:
 
 
 class Supervisor:
-    """Keeps a worker alive, and hands its reports on; one that says nothing for too long is killed."""
+    """Keeps a worker alive, and hands its reports on; one that says nothing for too long is killed.
 
-    def __init__(self, config: EngineConfig, listen: Callable[[Report], Any], watermarks: Watermarks | None = None):
-        """Start the first worker. listen: called with every report, from a thread; a worker's death is a report too."""
-        self._config, self._listen, self._watermarks = config, listen, watermarks
+    A worker that is ready is heard in the event loop itself: a token wakes one thread on its way to the client.
+    """
+
+    def __init__(
+        self, config: EngineConfig, listen: Callable[[Report], Any], loop: asyncio.AbstractEventLoop,
+        watermarks: Watermarks | None = None,
+    ):  # fmt: skip
+        """Start the first worker. listen: called in the loop with every report; a worker's death is a report too."""
+        self._config, self._listen, self._loop, self._watermarks = config, listen, loop, watermarks
+        self._heard, self._lost = 0.0, threading.Event()
         self._orders: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._ready: int | None = None  # number of the worker that takes orders
         self._line: Connection | None = None
@@ -148,20 +156,18 @@ class Supervisor:
             self.process.kill()
 
     def _watch(self) -> None:
-        """Start workers one after another, and listen to each until it dies; one that cannot load is the last."""
+        """Start workers one after another, and wait until each dies; one that cannot load is the last."""
         wait = 0.0
         while not self._ending.wait(wait):
             began, last, why = time.monotonic(), "", ""
             try:
                 self._line = line = self._start()
-                while True:
-                    if self._ready == self.num_started and not line.poll(self._config.hang_s):
-                        raise TimeoutError(f"no sign of life for {self._config.hang_s:g} s")
+                while last != "ready":
                     report = line.recv()
                     last = report.kind
-                    if last == "ready":
-                        self._ready = self.num_started
-                    self._listen(report)
+                    self._ready = self.num_started if last == "ready" else None
+                    self._say(report)
+                self._attend(line)
             except EOFError:
                 self.process.join(5)
                 why = f"the worker ended with exit code {self.process.exitcode}"
@@ -172,8 +178,47 @@ class Supervisor:
                 return
             if self.process is not None and self.process.is_alive():
                 self.process.kill()
-            self._listen(Report("died", error=why))
+            self._say(Report("died", error=why))
             wait = 0.0 if time.monotonic() - began > 10 else min(10.0, 2 * wait + 0.5)
+
+    def _say(self, report: Report) -> None:
+        """Hand a report to the loop, from a thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._listen, report)
+
+    def _attend(self, line: Connection) -> None:
+        """Let the loop hear a worker until it is gone.
+
+        Raises:
+          EOFError: it is gone, or the loop is.
+          TimeoutError: it says nothing for too long.
+        """
+        number = line.fileno()
+        self._heard = time.monotonic()
+        self._lost.clear()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.add_reader, number, self._hear, line)
+        try:
+            while not self._lost.wait(min(1.0, self._config.hang_s / 4)):
+                if self._loop.is_closed():
+                    break
+                if time.monotonic() - self._heard > self._config.hang_s:
+                    raise TimeoutError(f"no sign of life for {self._config.hang_s:g} s")
+            raise EOFError
+        finally:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._loop.remove_reader, number)
+
+    def _hear(self, line: Connection) -> None:
+        """Take one report of a worker, in the loop."""
+        try:
+            report = line.recv()
+        except (EOFError, OSError):
+            self._loop.remove_reader(line.fileno())
+            self._lost.set()
+            return
+        self._heard = time.monotonic()
+        self._listen(report)
 
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
