@@ -127,7 +127,8 @@ def answer_file(config: Any) -> int:
     engine.read_config(engine.model)
     decides = engine.model_dump(include={"backend", "weights", "cache", "activations", "watermarks"})
     if engine.kernels == "xla":
-        decides |= engine.model_dump(include={"kernels", "segment"})
+        sizes = {"kernels", "segment", "slot_tokens", "cache_tokens", "limits"}  # of the programs
+        decides |= engine.model_dump(include=sizes)
     identity = [
         decides,
         config.shown_name,
@@ -160,7 +161,8 @@ def serve_fleet(config: Any) -> int:
     _check(config)
     cores, is_local = environment.usable_cores(), "RAY_ADDRESS" not in os.environ
     threads = config.engine.threads or (max(1, cores // VALUES.replicas) if is_local else 1)
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"threads": threads})})
+    if config.engine.kernels == "native":  # XLA's and PyTorch's own operations take all cores that they find
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"threads": threads})})
     _socket(config.host, config.port).close()  # Ray Serve waits for a port that is taken
     ray_pool.start(max(cores, threads * VALUES.replicas))
     try:

@@ -23,6 +23,8 @@ from jaxbench.serve.sizes import row_sizes
 
 log = logging.getLogger("jaxbench.serve")
 
+SEGMENT = 64  # tokens
+
 
 class EngineConfig(Base):
     """A model and its engine."""
@@ -36,7 +38,8 @@ class EngineConfig(Base):
     hang_s: float = pydantic.Field(default=60.0, ge=1)  # without a step's end, behind which its process is killed
     cache_tokens: int = pydantic.Field(default=32_768, ge=128)  # positions that the cache holds
     kernels: Literal["native", "xla"] = "native"  # xla: the framework's own operations, in slots of a request each
-    segment: int = pydantic.Field(default=64, ge=2)  # xla: tokens of a prompt that are read at once
+    segment: int = pydantic.Field(default=SEGMENT, ge=2)  # xla: tokens of a prompt that are read at once
+    slot_tokens: int | None = pydantic.Field(default=None, ge=2)  # xla: of a request at most; None = the model's most
     draft: str | None = None  # a smaller model of the same vocabulary, as `model`, that guesses next tokens
     limits: Limits = Limits()
     watermarks: dict[str, dict[str, Any]] = {}  # by the name that requests give; watermark/serving.py reads them
@@ -49,6 +52,9 @@ class EngineConfig(Base):
             )
         if self.kernels == "xla":
             self._check_xla()
+        elif self.slot_tokens is not None or self.segment != SEGMENT:
+            name = "segment" if self.slot_tokens is None else "slot_tokens"
+            raise ValueError(f"{name}={getattr(self, name)} is for kernels=xla alone; leave it out")
         return self
 
     def _check_xla(self) -> None:
@@ -56,6 +62,14 @@ class EngineConfig(Base):
         odd = [name for name, value in fixed.items() if getattr(self, name) != value]
         if odd:
             raise ValueError(f"{odd[0]}={getattr(self, odd[0])} is for kernels=native alone; leave it out")
+        least = self.limits.max_running + self.segment
+        if self.limits.max_batch_tokens < least:
+            raise ValueError(
+                f"limits.max_batch_tokens={self.limits.max_batch_tokens}: kernels=xla wants at least {least}, a token "
+                f"of limits.max_running={self.limits.max_running} requests and segment={self.segment}"
+            )
+        if self.limits.max_guessed:
+            raise ValueError(f"limits.max_guessed={self.limits.max_guessed} is for kernels=native alone; leave it out")
         wanted = (checkpoint.FILE, *decoder.XLA_WEIGHTS)
         if self.weights not in wanted:
             raise ValueError(f"weights={self.weights} is for kernels=native alone; wanted {' or '.join(wanted)}")
@@ -126,13 +140,13 @@ def load_engine(
       ValueError: the model cannot be read, or a setting does not go with it.
       NotAvailable: native kernels cannot be had here.
     """
-    make = _slots if config.kernels == "xla" else _blocks
+    make = _slot_runner if config.kernels == "xla" else _block_runners
     runner, *draft = make(config, progress)
     grammars = _grammars(config.model, runner.vocab_size)
     return Engine(runner, config.limits, grammars=grammars, watermarks=watermarks, draft=draft[0] if draft else None)
 
 
-def _blocks(config: EngineConfig, progress: Callable[[int, int], Any]) -> list[Any]:
+def _block_runners(config: EngineConfig, progress: Callable[[int, int], Any]) -> list[Any]:
     """Runners by native kernels: of the model, and of its draft where it has one."""
     names = ("native.model", "native.paged", "serve.native_runner")
     native, paged, runners = map(config.module, names)
@@ -149,19 +163,20 @@ def _blocks(config: EngineConfig, progress: Callable[[int, int], Any]) -> list[A
     ]  # fmt: skip
 
 
-def _slots(config: EngineConfig, progress: Callable[[int, int], Any]) -> list[Any]:
+def _slot_runner(config: EngineConfig, progress: Callable[[int, int], Any]) -> list[Any]:
     """The runner by the framework's own operations, with as many slots as the cache has positions for.
 
     Raises:
       ValueError: it has positions for none.
     """
     model, limits = config.build(), config.limits
-    num_slots = min(limits.max_running, config.cache_tokens // model.max_seq_len)
+    slot_tokens = min(model.max_seq_len, config.slot_tokens or model.max_seq_len)
+    num_slots = min(limits.max_running, config.cache_tokens // slot_tokens)
     if not num_slots:
-        raise ValueError(f"cache_tokens={config.cache_tokens}: wanted at least the {model.max_seq_len} of one request")
+        raise ValueError(f"cache_tokens={config.cache_tokens}: wanted at least the {slot_tokens} of one request")
     made = config.module("serve.slot_runner").SlotRunner(
-        model, num_slots=num_slots, segment=config.segment, max_rows=limits.max_batch_tokens,
-        progress=_counted(progress, 3),
+        model, num_slots=num_slots, slot_tokens=slot_tokens, segment=config.segment,
+        max_rows=limits.max_batch_tokens, progress=_counted(progress, 1 if config.backend == "torch" else 3),
     )  # fmt: skip
     return [made]
 

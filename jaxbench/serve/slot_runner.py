@@ -28,19 +28,20 @@ class SlotRunner:
     """A decoder and the slots of its requests."""
 
     def __init__(
-        self, model: Transformer, *, num_slots: int, segment: int, max_rows: int,
+        self, model: Transformer, *, num_slots: int, slot_tokens: int, segment: int, max_rows: int,
         progress: Callable[[], Any] = lambda: None,
     ):  # fmt: skip
         """Runner whose programs are compiled; progress is called behind each of them.
 
-        num_slots: requests at once. segment: tokens of a prompt that are read at once. max_rows: of a step.
+        num_slots: requests at once. slot_tokens: of a request at most, whose keys every token of its answer reads.
+        segment: tokens of a prompt that are read at once. max_rows: of a step.
         """
-        self.segment, self.block_size, self.max_seq_len = segment, model.max_seq_len, model.max_seq_len
+        self.segment, self.block_size, self.max_seq_len = segment, slot_tokens, slot_tokens
         self.num_blocks, self.vocab_size = num_slots + 1, model.vocab_size  # block b is slot b - 1
         self.sizes, self.max_wanted = (max_rows,), max_rows
-        self._nowhere = -(-model.max_seq_len // segment) * segment  # a position that is none of a request's
+        self._spare = -(-slot_tokens // segment) * segment  # idle slots write here, behind all that is a request's
         graph, self._weights = nnx.split(model)
-        empty = functools.partial(_empty, graph, length=self._nowhere + 1, segment=segment)
+        empty = functools.partial(_empty, graph, length=self._spare + 1, segment=segment)
         row = jax.jit(empty)(self._weights)
         self._fill = jax.jit(functools.partial(_filled, row, num_slots=num_slots))
         self.reset()
@@ -88,7 +89,7 @@ class SlotRunner:
         if decoding:
             count = self.num_blocks - 1
             tokens, positions = np.zeros(count, np.int32), np.full(count, -1, np.int32)
-            places = np.full(count, self._nowhere, np.int32)
+            places = np.full(count, self._spare, np.int32)
             for piece in decoding:
                 slot = piece.block - 1
                 tokens[slot], positions[slot], places[slot] = piece.tokens[0], piece.start, piece.start

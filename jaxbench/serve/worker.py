@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -68,7 +69,7 @@ def _turn(engine: Engine, line: Connection, told: float = 0.0) -> float:
     _take(engine, line, events, 0 if was_busy else STATS_S)
     until = time.monotonic() + engine.limits.max_wait_ms / 1e3
     while not was_busy and engine.is_busy and (left := until - time.monotonic()) > 0:
-        if engine.scheduler.num_waiting_tokens >= engine.limits.max_batch_tokens or not line.poll(left):
+        if engine.scheduler.num_waiting_tokens >= engine.limits.max_batch_tokens or not _is_there(line, left):
             break
         _take(engine, line, events, 0)
     if engine.is_busy:
@@ -82,7 +83,7 @@ def _turn(engine: Engine, line: Connection, told: float = 0.0) -> float:
 
 def _take(engine: Engine, line: Connection, events: list[Event], seconds: float) -> None:
     """Take all orders that are there, or the first that comes within so many seconds and those behind it."""
-    while line.poll(seconds):
+    while _is_there(line, seconds):
         seconds = 0
         name, value = line.recv()
         if name == "end":
@@ -91,6 +92,16 @@ def _take(engine: Engine, line: Connection, events: list[Event], seconds: float)
             events += _added(engine, value)
         elif event := engine.cancel(value):
             events.append(event)
+
+
+def _is_there(line: Connection, seconds: float) -> bool:
+    """True where there is something to receive within so many seconds.
+
+    Asked in every step: Connection.poll makes a selector of Python objects each time.
+    """
+    poller = select.poll()
+    poller.register(line, select.POLLIN)
+    return bool(poller.poll(1e3 * seconds))
 
 
 def _added(engine: Engine, request: Request) -> list[Event]:
@@ -113,7 +124,7 @@ class Supervisor:
     ):  # fmt: skip
         """Start the first worker. listen: called in the loop with every report; a worker's death is a report too."""
         self._config, self._listen, self._loop, self._watermarks = config, listen, loop, watermarks
-        self._heard, self._lost = 0.0, threading.Event()
+        self._heard = 0.0
         self._orders: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._ready: int | None = None  # number of the worker that takes orders
         self._line: Connection | None = None
@@ -167,17 +178,19 @@ class Supervisor:
                     last = report.kind
                     self._ready = self.num_started if last == "ready" else None
                     self._say(report)
-                self._attend(line)
+                self._listen_until_gone(line)
             except EOFError:
                 self.process.join(5)
                 why = f"the worker ended with exit code {self.process.exitcode}"
             except OSError as error:
                 why = f"the worker cannot be started or heard: {error}"
             self._ready = None
-            if last == "failed" or self._ending.is_set():
+            if last == "failed":
                 return
             if self.process is not None and self.process.is_alive():
                 self.process.kill()
+            if self._ending.is_set() or self._loop.is_closed():
+                return
             self._say(Report("died", error=why))
             wait = 0.0 if time.monotonic() - began > 10 else min(10.0, 2 * wait + 0.5)
 
@@ -186,39 +199,47 @@ class Supervisor:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._listen, report)
 
-    def _attend(self, line: Connection) -> None:
+    def _listen_until_gone(self, line: Connection) -> None:
         """Let the loop hear a worker until it is gone.
 
         Raises:
-          EOFError: it is gone, or the loop is.
+          EOFError: it is gone, the loop is closed, or the server ends.
           TimeoutError: it says nothing for too long.
         """
-        number = line.fileno()
+        number, lost = line.fileno(), threading.Event()
+
+        def begin() -> None:
+            self._loop.add_reader(number, self._hear, line, lost)
+            os.set_blocking(number, True)  # uvloop makes it non-blocking, and Connection knows no such thing
+
         self._heard = time.monotonic()
-        self._lost.clear()
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.add_reader, number, self._hear, line)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(begin)
+        was_alive = True
         try:
-            while not self._lost.wait(min(1.0, self._config.hang_s / 4)):
-                if self._loop.is_closed():
-                    break
-                if time.monotonic() - self._heard > self._config.hang_s:
+            while not lost.wait(min(1.0, self._config.hang_s / 4)):
+                is_alive = self.process.is_alive()
+                if self._ending.is_set() or self._loop.is_closed() or not (is_alive or was_alive):
+                    break  # of a dead worker the loop has had time to hear the last
+                was_alive = is_alive
+                is_late = time.monotonic() - self._heard > self._config.hang_s
+                if is_late and not _is_there(line, 0):  # where something is there, it is the loop that is late
                     raise TimeoutError(f"no sign of life for {self._config.hang_s:g} s")
             raise EOFError
         finally:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._loop.remove_reader, number)
 
-    def _hear(self, line: Connection) -> None:
-        """Take one report of a worker, in the loop."""
+    def _hear(self, line: Connection, lost: threading.Event) -> None:
+        """Take what a worker says, in the loop; all of it: of a broken line the loop tells but once."""
         try:
-            report = line.recv()
+            while not lost.is_set() and _is_there(line, 0):
+                report = line.recv()
+                self._heard = time.monotonic()
+                self._listen(report)
         except (EOFError, OSError):
             self._loop.remove_reader(line.fileno())
-            self._lost.set()
-            return
-        self._heard = time.monotonic()
-        self._listen(report)
+            lost.set()
 
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")

@@ -64,7 +64,7 @@ def test_both_backends_serve_it_alike(saved):
                 model=str(saved), backend=backend, kernels="xla", segment=8, cache_tokens=128, limits=limits
             )
         )
-        assert engine.runner.num_blocks == 3 and engine.runner.cache_bytes >= 0
+        assert engine.runner.num_blocks == 3 and engine.runner.cache_bytes > 10_000
         events = engine.generate([Request(f"r{i}", tuple(range(9 * i + 3)), 8) for i in range(3)])
         tokens.append({name: [each.token for each in found] for name, found in events.items()})
     assert tokens[0] == tokens[1]
@@ -74,4 +74,7 @@ def test_a_cache_without_room_for_one_request_is_refused(saved):
     config = MemoryEngineConfig(model=str(saved), kernels="xla", segment=8)
     with pytest.raises(ValueError, match="cache_tokens=32: wanted at least the 48 of one request"):
         load_engine(config.model_copy(update={"cache_tokens": 32}))
+    engine = load_engine(config.model_copy(update={"slot_tokens": 16}))
+    with pytest.raises(ValueError, match="wanted at least 1 new one and 16 together"):
+        engine.add(Request("a", (1,) * 10, 7))
     assert MemoryServerConfig(engine={"kernels": "xla"}).engine.segment == 64

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxbench import initial, sample
+from jaxbench import initial, sample, transformer
+from jaxbench.config import TransformerConfig
 from jaxbench.memory import decoder
 from jaxbench.memory.decoder_config import with_memory
 from jaxbench.serve.engine import Engine
@@ -31,7 +32,7 @@ def runner(kind, package="jaxbench"):
         from torch_ref.memory import decoder as make
         from torch_ref.serve.slot_runner import SlotRunner as of
     model = make.build(config(kind), initial.initial_params(config(kind), 3, distinct=True))
-    return of(model, num_slots=3, segment=8, max_rows=LIMITS.max_batch_tokens)
+    return of(model, num_slots=3, slot_tokens=48, segment=8, max_rows=LIMITS.max_batch_tokens)
 
 
 @functools.cache
@@ -46,14 +47,14 @@ def trace():
 
 
 def played(engine):
-    """Play the trace; a request is cancelled at step 9, and another loses its slot at steps 5, 13 and 21."""
+    """Play the trace; a request is cancelled at step 5, and another loses its slot at steps 6, 13 and 21."""
     events, waiting, step = {request.id: [] for _, request in trace()}, list(trace()), 0
     while waiting or engine.is_busy:
         while waiting and waiting[0][0] <= step:
             engine.add(waiting.pop(0)[1])
-        if step == 9 and (event := engine.cancel("r2")):
-            events["r2"].append(event)
-        if step in (5, 13, 21) and engine.scheduler.running:
+        if step == 5:
+            events["r2"].append(engine.cancel("r2"))
+        if step in (6, 13, 21) and engine.scheduler.running:
             engine.scheduler.preempt(engine.scheduler.running[0])
         for event in engine.step():
             events[event.id].append(event)
@@ -120,6 +121,21 @@ def test_a_slot_starts_empty_and_memory_is_part_of_what_it_holds():
     assert found[0] == found[1]
     state = jax.tree.leaves(runner("mac")._cache.memory)
     assert sum(np.abs(np.asarray(each, np.float32)).sum() for each in state) > 0
+
+
+def test_every_slot_gives_the_same_bits_at_the_width_of_the_default_model():
+    shape = {"d_model": 576, "d_ff": 1536, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "num_layers": 1}
+    wide = TransformerConfig(vocab_size=512, max_seq_len=64, **shape)
+    model = transformer.build(wide, initial.initial_params(wide, 3, distinct=True))
+    slots = SlotRunner(model, num_slots=8, slot_tokens=32, segment=8, max_rows=32)
+    limits = Limits(max_running=8, max_batch_tokens=32)
+    found = []
+    for count in (1, 8):
+        engine = Engine(slots, limits)
+        slots.reset()
+        requests = [Request(f"r{i}", tuple(range(11)), 12, logprobs=1) for i in range(count)]
+        found += list(answers(engine.generate(requests)).values())
+    assert len(found) == 9 and all(each == found[0] for each in found)
 
 
 def test_nothing_is_compiled_behind_the_first_request():

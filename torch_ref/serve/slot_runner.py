@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from jaxbench.serve.batch_rows import Batch, Piece, pieces
 from torch_ref.attention import KVCache
@@ -21,25 +22,30 @@ class SlotRunner:
     """A decoder and the slots of its requests."""
 
     def __init__(
-        self, model: Transformer, *, num_slots: int, segment: int, max_rows: int,
+        self, model: Transformer, *, num_slots: int, slot_tokens: int, segment: int, max_rows: int,
         progress: Callable[[], Any] = lambda: None,
     ):  # fmt: skip
         """Runner; nothing is compiled.
 
-        num_slots: requests at once. segment: tokens of a prompt that are read at once. max_rows: of a step.
+        num_slots: requests at once. slot_tokens: of a request at most, whose keys every token of its answer reads.
+        segment: tokens of a prompt that are read at once. max_rows: of a step.
         """
-        self.segment, self.block_size, self.max_seq_len = segment, model.max_seq_len, model.max_seq_len
+        self.segment, self.block_size, self.max_seq_len = segment, slot_tokens, slot_tokens
         self.num_blocks, self.vocab_size = num_slots + 1, model.vocab_size  # block b is slot b - 1
         self.sizes, self.max_wanted = (max_rows,), max_rows
-        self._model, self._length = model, -(-model.max_seq_len // segment) * segment
+        self._model, length = model, -(-slot_tokens // segment) * segment
+        nothing = torch.zeros((1, segment), dtype=torch.int32)
+        with torch.no_grad():
+            _, cache = model.features(nothing, nothing - 1)
+        self._empty = cache.padded(length, dtype=model.dtype)  # of a request that has read nothing
         self.reset()
         progress()
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the slots that have been in use: keys, values and memories."""
-        return sum(each.nbytes for slot in self._slots for each in torch.utils._pytree.tree_leaves(slot)
-                   if isinstance(each, torch.Tensor))  # fmt: skip
+        """Bytes of the slots: keys, values and memories."""
+        leaves = [each for each in tree_leaves(self._empty) if isinstance(each, torch.Tensor)]
+        return (self.num_blocks - 1) * sum(each.nbytes for each in leaves)
 
     def reset(self) -> None:
         """Empty all slots."""
@@ -56,14 +62,8 @@ class SlotRunner:
         """Logits behind a piece of a slot's text."""
         model, slot = self._model, piece.block - 1
         if piece.start == 0:
-            self._slots[slot] = self._empty()
+            self._slots[slot] = tree_map_only(torch.Tensor, torch.clone, self._empty)
         tokens = torch.tensor([piece.tokens])
         positions = torch.arange(piece.start, piece.start + len(piece.tokens), dtype=torch.int32)[None]
         hidden, self._slots[slot] = model.features(tokens, positions, cache=self._slots[slot], slot=piece.start)
         return model.logits(hidden[:, -1:])[0, 0].float().numpy()
-
-    def _empty(self) -> KVCache:
-        """The cache of a request that has read nothing."""
-        nothing = torch.zeros((1, self.segment), dtype=torch.int32)
-        _, cache = self._model.features(nothing, nothing - 1)
-        return cache.padded(self._length, dtype=self._model.dtype)

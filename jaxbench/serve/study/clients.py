@@ -39,17 +39,19 @@ LLAMA = (
     str(process.PEERS / "llama.cpp/llama-server"), "-m", "{model}", "--host", HOST, "--port", "{port}", "-t", "2",
     "-fa", "on", "--no-webui", "--poll", "0",
 )  # fmt: skip
+SLOTS = ("--set=engine.kernels=xla", "--set=engine.slot_tokens=768", "--set=engine.segment=128")
 BITS = ("--set=engine.activations=int8", "--set=engine.cache=int8")
 ARMS: dict[str, tuple[str, ...]] = {
     "jaxbench": (*OWN, "--set=port={port}"),
     "jaxbench_int8": (*OWN, "--set=port={port}", *BITS),
     "jaxbench_lookup": (*OWN, "--set=port={port}", *BITS, "--set=engine.limits.max_guessed=8"),
     # the ladder: the framework's own programs, native kernels, 8 bits, the file's 4 or 5, guesses
-    "ladder_1_xla": (*OWN, "--set=port={port}", "--set=engine.kernels=xla", "--set=engine.limits.max_running=1"),
+    "ladder_1_xla": (*OWN, "--set=port={port}", *SLOTS, "--set=engine.limits.max_running=1"),
     "ladder_2_native": (*OWN, "--set=port={port}", "--set=engine.weights=float32"),
     "ladder_3_int8": (*OWN, "--set=port={port}", "--set=engine.weights=q8_0", *BITS),
     "ladder_4_int4": (*OWN, "--set=port={port}", *BITS),
     "ladder_5_lookup": (*OWN, "--set=port={port}", *BITS, "--set=engine.limits.max_guessed=8"),
+    "jaxbench_slots": (*OWN, "--set=port={port}", *SLOTS, "--set=engine.limits.max_running=8"),
     "jaxbench_torch": (*OWN, "--set=port={port}", "--set=engine.backend=torch"),
     "llama_server": (*LLAMA, "-np", "32", "-c", "32768"),
     "llama_server_long": (*LLAMA, "-np", "9", "-c", "36864"),  # each slot has its share: 4096 tokens

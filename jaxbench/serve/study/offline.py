@@ -1,4 +1,4 @@
-"""A file's worth of requests handed over at once: this engine and transformers' generate_batch, by turns.
+"""A file's worth of requests handed over at once: this engine and transformers' continuous batching, by turns.
 
     python -m jaxbench.serve.study.offline --arms=transformers_bfloat16,jaxbench_int8 --running=8,32 --output=FILE
 
@@ -63,7 +63,8 @@ def _engine(arm: str, model: Path, running: int) -> Any:
     from jaxbench.serve.settings import EngineConfig, load_engine
 
     how = {
-        "jaxbench_int8": {"activations": "int8", "cache": "int8"}, "jaxbench_xla": {"kernels": "xla"},
+        "jaxbench_int8": {"activations": "int8", "cache": "int8"},
+        "jaxbench_xla": {"kernels": "xla", "slot_tokens": 768},
         "jaxbench_bfloat16": {"weights": "bfloat16", "cache": "bfloat16"},
     }.get(arm, {})  # fmt: skip
     limits = Limits(max_running=running, max_batch_tokens=256, max_waiting=10_000)
@@ -95,7 +96,7 @@ def _transformers(arm: str, model: Path, running: int) -> Any:
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     # the fastest of what was tried by hand: steps of 256 and 1024 tokens, pages of 64, eager attention, torch.compile
     batching = ContinuousBatchingConfig(
-        max_requests_per_batch=running, max_batch_tokens=1024, num_blocks=2 * running, auto_switch_to_flash=False
+        max_requests_per_batch=running, max_batch_tokens=1024, num_blocks=4 * running, auto_switch_to_flash=False
     )  # fmt: skip
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
 

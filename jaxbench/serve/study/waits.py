@@ -4,7 +4,8 @@
 
 busy: the first token of prompts of 512 tokens, one after another, while 8 clients keep the server busy. known: the
 first token behind 2,000 tokens that the server has not seen, and behind the same 2,000 with another end. stream: from
-one token to the next of one client, and the engine's own steps for the same request in a process without a server.
+one token to the next of one client, and the engine's own steps for the same request in a process without a server, by
+turns while both are there; the medians of a turn are a pair.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import numpy as np
 from absl import flags
 
 from jaxbench import cli, outputs
-from jaxbench.measure import environment
+from jaxbench.measure import environment, verdicts
 from jaxbench.pretrained import assets
 from jaxbench.serve.study import clients, load
 
 VALUES = flags.FLAGS
-BUSY, PROBES, SHARED, ROUNDS, STREAMS = 8, 16, 2000, 4, 8
+BUSY, PROBES, SHARED, ROUNDS, STREAMS = 8, 16, 2000, 4, 16
 OWN = ("jaxbench", "jaxbench_int8", "jaxbench_lookup")  # arms whose engine runs alone, too
 
 
@@ -73,53 +74,74 @@ async def known(port: int, text: Any, *, seed: int) -> tuple[list[float], list[f
     return cold, warm
 
 
-async def stream(server: clients.Server, ask: load.Ask) -> tuple[list[float], float]:
-    """Seconds from each event with text to the next, and of the server's processor a token, its engine's left out."""
+async def stream(server: clients.Server, ask: load.Ask) -> tuple[float, float]:
+    """Median seconds from an event with text to the next, and of the server's processor a token, without its engine."""
     import psutil
 
-    await load.send(clients.HOST, server.port, "model", ask, timeout_s=600)
-    process, found = psutil.Process(server.pid), []
+    process = psutil.Process(server.pid)
     before = sum(process.cpu_times()[:2])
-    for _ in range(STREAMS):
-        found += (await load.send(clients.HOST, server.port, "model", ask, timeout_s=600)).between
-    return found, (sum(process.cpu_times()[:2]) - before) / (STREAMS * ask.new_tokens)
+    seen = await load.send(clients.HOST, server.port, "model", ask, timeout_s=600)
+    return statistics.median(seen.between), (sum(process.cpu_times()[:2]) - before) / ask.new_tokens
 
 
-def alone(arm: str, model: Path, ask: load.Ask) -> list[float]:
-    """Seconds of each step of an engine without a server, for the same request, behind one that warms it."""
+_ENGINE: dict[str, Any] = {}  # of a process without a server
+
+
+def _load_alone(arm: str, model: Path, ask: load.Ask) -> None:
     from jaxbench import config
     from jaxbench.pretrained import tokenizer
-    from jaxbench.serve.request import Request
     from jaxbench.serve.settings import ServerConfig, load_engine
 
     changes = [f"engine.model={model}"]
     changes += [each.removeprefix("--set=") for each in clients.ARMS[arm] if each.startswith("--set=engine.")]
-    engine = load_engine(config.load("configs/serve/cpu.yaml", changes, ServerConfig).engine)
     prompt = tuple(tokenizer.load_tokenizer(str(model)).encode(ask.prompt))
-    for name in ("a", "b"):
-        engine.add(Request(name, prompt, ask.new_tokens))
-        times = []
-        while engine.is_busy:
-            started = time.perf_counter()
-            events = engine.step()
-            if any(event.token is not None for event in events):
-                times.append(time.perf_counter() - started)
-    return times[1:]
+    engine = load_engine(config.load("configs/serve/cpu.yaml", changes, ServerConfig).engine)
+    _ENGINE.update(engine=engine, prompt=prompt, number=0)
 
 
-def measured(arm: str, server: clients.Server, text: Any, launch: int) -> dict[str, Any]:
+def _alone(new_tokens: int) -> float:
+    """Median seconds of a step of the engine without a server, for the same request."""
+    from jaxbench.serve.request import Request
+
+    engine, times = _ENGINE["engine"], []
+    _ENGINE["number"] += 1
+    engine.add(Request(str(_ENGINE["number"]), _ENGINE["prompt"], new_tokens))
+    while engine.is_busy:
+        started = time.perf_counter()
+        events = engine.step()
+        if any(event.token is not None for event in events):
+            times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def beside(arm: str, model: Path, server: clients.Server, ask: load.Ask) -> dict[str, Any]:
+    """Tokens of a server and of an engine alone by turns, the first of each not counted."""
+    found: dict[str, Any] = {"turn_between_s": [], "turn_alone_s": [], "processor_s": []}
+    how = {"mp_context": multiprocessing.get_context("spawn"), "initializer": _load_alone}
+    with concurrent.futures.ProcessPoolExecutor(1, initargs=(arm, model, ask), **how) as pool:
+        for turn in range(STREAMS + 1):
+            pair: dict[str, float] = {}
+            for name in ("server", "alone") if turn % 2 else ("alone", "server"):
+                if name == "alone":
+                    pair["turn_alone_s"] = pool.submit(_alone, ask.new_tokens).result()
+                else:
+                    pair["turn_between_s"], pair["processor_s"] = asyncio.run(stream(server, ask))
+            for name, value in pair.items() if turn else ():
+                found[name].append(value)
+    return found
+
+
+def measured(arm: str, model: Path, server: clients.Server, text: Any, launch: int) -> dict[str, Any]:
     """All waits of one server that runs."""
     port = server.port
     asyncio.run(load.closed(clients.HOST, port, "model", load.drawn(text, 4, seed=10**6), clients=4))
-    beside = asyncio.run(busy(port, text, seed=10 * launch))
+    first = asyncio.run(busy(port, text, seed=10 * launch))
     cold, warm = asyncio.run(known(port, text, seed=10 * launch + 2))
     ask = load.drawn(text, 1, prompt=(128, 128), new=(128, 128), seed=7)[0]
-    between, processor = asyncio.run(stream(server, ask))
-    return {
-        "processor_s": processor if arm in OWN else None,  # llama-server's engine is in the same process
-        "busy_first_s": beside, "cold_first_s": cold, "warm_first_s": warm,
-        "between_s": statistics.median(between),
-    }  # fmt: skip
+    found = {"busy_first_s": first, "cold_first_s": cold, "warm_first_s": warm}
+    if arm in OWN:  # llama-server's engine is in the same process
+        return found | beside(arm, model, server, ask)
+    return found | {"turn_between_s": [asyncio.run(stream(server, ask))[0] for _ in range(STREAMS + 1)][1:]}
 
 
 def row(arm: str, launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -134,13 +156,15 @@ def row(arm: str, launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "busy_first_p90_s": middle(lambda each: np.percentile(each["busy_first_s"], 90)),
         "cold_first_s": middle(lambda each: statistics.median(each["cold_first_s"])),
         "warm_first_s": middle(lambda each: statistics.median(each["warm_first_s"])),
-        "between_s": middle(lambda each: each["between_s"]),
+        "between_s": middle(lambda each: statistics.median(each["turn_between_s"])),
     }  # fmt: skip
     made["known_ratio"] = made["cold_first_s"] / made["warm_first_s"]
-    if all("alone_s" in each for each in launches):
-        made["alone_s"] = middle(lambda each: each["alone_s"])
-        made["server_us"] = 1e6 * middle(lambda each: each["between_s"] - each["alone_s"])
-        made["processor_us"] = 1e6 * middle(lambda each: each["processor_s"])
+    if all("turn_alone_s" in each for each in launches):
+        turns = [zip(each["turn_between_s"], each["turn_alone_s"]) for each in launches]
+        added = verdicts.t_interval([statistics.mean(1e6 * (one - other) for one, other in each) for each in turns])
+        made["alone_s"] = middle(lambda each: statistics.median(each["turn_alone_s"]))
+        made["server_us"] = [added.mean, added.low, added.high]
+        made["processor_us"] = 1e6 * middle(lambda each: statistics.mean(each["processor_s"]))
     return made
 
 
@@ -154,7 +178,8 @@ def said(found: dict[str, Any]) -> str:
     ]
     if "server_us" in found:
         parts.append(
-            f"{found['server_us']:.0f} us more than alone, {found['processor_us']:.0f} us of the server's processor"
+            "{:.0f} [{:.0f}, {:.0f}] us more than alone, ".format(*found["server_us"])
+            + f"{found['processor_us']:.0f} us of the server's processor"
         )
     return "; ".join(parts)
 
@@ -169,18 +194,13 @@ def main() -> int:
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     model = assets.fetch_default_model() if VALUES.model == "default" else Path(VALUES.model)
     text = tokenizer.load_tokenizer(str(model))
-    ask = load.drawn(text, 1, prompt=(128, 128), new=(128, 128), seed=7)[0]
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in VALUES.arms}
     for launch in range(VALUES.launches):
         for name in VALUES.arms if launch % 2 == 0 else VALUES.arms[::-1]:
             with clients.running(name, model, Path(f"{VALUES.output}.{name}.log")) as server:
-                found = measured(name, server, text, launch)
-            if name in OWN:
-                context = multiprocessing.get_context("spawn")
-                with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-                    found["alone_s"] = statistics.median(pool.submit(alone, name, model, ask).result())
+                found = measured(name, model, server, text, launch)
             rows[name].append(found)
-            print({key: round(value, 4) for key, value in row(name, [found]).items() if key != "arm"}, flush=True)
+            print(said(row(name, [found])), flush=True)
     table = [row(name, mine) for name, mine in rows.items()]
     about = {"model": model.name, "machine": environment.describe(threads=environment.usable_cores())}
     outputs.write_json(VALUES.output, {"about": about, "table": table, "launches": rows})
