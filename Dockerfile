@@ -1,5 +1,5 @@
 # The server of docs/serving.md on the default model: docker build -t jaxbench . && docker run -p 8000:8000 -e JAXBENCH_API_KEY=... jaxbench
-# Native kernels are compiled at the first start for the machine that it starts on; keep /root/.cache in a volume.
+# Native kernels are compiled at the first start for the machine that it starts on; keep ~/.cache in a volume.
 FROM python:3.11-slim-bookworm
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev make && rm -rf /var/lib/apt/lists/*
 WORKDIR /jaxbench

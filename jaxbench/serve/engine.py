@@ -76,7 +76,7 @@ class Engine:
         self._grammars, self._watermarks = grammars, watermarks
         self._marks = None if watermarks is None else watermarks.marks(runner.vocab_size)
         if runner.segment is not None:
-            self._check_segment(runner.segment, draft)
+            limits.check_segment(runner.segment)
         self.scheduler = Scheduler(BlockPool(runner.num_blocks, runner.block_size), limits, segment=runner.segment)
         self._drafter = None
         if draft is not None:
@@ -89,16 +89,6 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
         self.num_steps = self.num_guessed = self.num_right = 0
-
-    def _check_segment(self, segment: int, draft: Runner | None) -> None:
-        limits = self.limits
-        if limits.max_guessed or draft is not None:
-            raise ValueError(f"max_guessed={limits.max_guessed}: the runner's slots take back no token; wanted 0")
-        if limits.max_batch_tokens < limits.max_running + segment:
-            raise ValueError(
-                f"max_batch_tokens={limits.max_batch_tokens}: wanted at least {limits.max_running + segment}, a token "
-                f"of {limits.max_running} requests and a segment of {segment}"
-            )
 
     @property
     def has_grammars(self) -> bool:

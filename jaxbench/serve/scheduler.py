@@ -38,6 +38,21 @@ class Limits(Base):
         """Requests that may be in the engine."""
         return self.max_running + self.max_waiting
 
+    def check_segment(self, segment: int) -> None:
+        """Check that a runner with segments takes steps of these limits.
+
+        Raises:
+          ValueError: a step has no room for a segment, or tokens are guessed, which no slot takes back.
+        """
+        least = self.max_running + segment
+        if self.max_batch_tokens < least:
+            raise ValueError(
+                f"max_batch_tokens={self.max_batch_tokens}: slots want at least {least}, a token of max_running="
+                f"{self.max_running} requests and a segment of {segment}"
+            )
+        if self.max_guessed:
+            raise ValueError(f"max_guessed={self.max_guessed}: slots take back no token; wanted 0")
+
     @pydantic.model_validator(mode="after")
     def _check(self) -> Limits:
         if self.max_batch_tokens < self.max_running:

@@ -62,14 +62,7 @@ class EngineConfig(Base):
         odd = [name for name, value in fixed.items() if getattr(self, name) != value]
         if odd:
             raise ValueError(f"{odd[0]}={getattr(self, odd[0])} is for kernels=native alone; leave it out")
-        least = self.limits.max_running + self.segment
-        if self.limits.max_batch_tokens < least:
-            raise ValueError(
-                f"limits.max_batch_tokens={self.limits.max_batch_tokens}: kernels=xla wants at least {least}, a token "
-                f"of limits.max_running={self.limits.max_running} requests and segment={self.segment}"
-            )
-        if self.limits.max_guessed:
-            raise ValueError(f"limits.max_guessed={self.limits.max_guessed} is for kernels=native alone; leave it out")
+        self.limits.check_segment(self.segment)
         wanted = (checkpoint.FILE, *decoder.XLA_WEIGHTS)
         if self.weights not in wanted:
             raise ValueError(f"weights={self.weights} is for kernels=native alone; wanted {' or '.join(wanted)}")

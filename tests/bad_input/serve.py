@@ -71,7 +71,7 @@ CASES = [
     of("--set=engine.slot_tokens=1", "slot_tokens", "1"),
     of("--set=engine.slot_tokens=64", "slot_tokens=64 is for kernels=xla alone"),
     of("--set=engine.segment=8", "segment=8 is for kernels=xla alone"),
-    of("--set=engine.kernels=xla|--set=engine.limits.max_guessed=4", "max_guessed=4 is for kernels=native alone"),
+    of("--set=engine.kernels=xla|--set=engine.limits.max_guessed=4", "max_guessed=4", "slots take back no token"),
     of("--set=engine.kernels=xla|--set=engine.segment=250", "max_batch_tokens=256", "at least 282"),
     of("--set=engine.kernels=xla|--set=engine.cache=int8", "cache=int8 is for kernels=native alone"),
     of("--set=engine.kernels=xla|--set=engine.weights=q4_0", "weights=q4_0 is for kernels=native alone"),

@@ -17,6 +17,7 @@ from jaxbench.serve.native_runner import NativeRunner
 from jaxbench.serve.request import Request, Sampling
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.sizes import row_sizes
+from tests.serve.playing import answers, played
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="native kernels cannot be had here")
 
@@ -58,35 +59,16 @@ def trace():
     return found
 
 
-def played(engine, requests):
-    """Play a trace, a request that is cancelled at step 12 and one that loses its blocks at step 20 among it."""
-    events, waiting, step = {request.id: [] for _, request in requests}, list(requests), 0
-    while waiting or engine.is_busy:
-        while waiting and waiting[0][0] <= step and len(engine.scheduler.waiting) < 8:
-            engine.add(waiting.pop(0)[1])
-        if step == 12 and (event := engine.cancel("r1")):
-            events["r1"].append(event)
-        if step == 20 and engine.scheduler.running:
-            engine.scheduler.preempt(engine.scheduler.running[0])
-        for event in engine.step():
-            events[event.id].append(event)
-        engine.scheduler.check()
-        step += 1
-    return events
-
-
-def answers(events):
-    return {
-        name: [(each.token, each.logprobs) for each in found if each.token is not None]
-        for name, found in events.items()
-    }
+def play(engine):
+    """Play the trace; a request is cancelled at step 12, and one loses its blocks at step 20."""
+    return played(engine, trace(), cancelled=(12, "r1"), preempted=(20,))
 
 
 @functools.cache
 def together(kind, package="jaxbench"):
     engine = Engine(runner(kind, package), LIMITS)
     engine.runner.reset()
-    found = answers(played(engine, trace()))
+    found = answers(play(engine))
     assert engine.scheduler.num_preempted > 0 and engine.scheduler.pool.num_available == 8
     return found
 
@@ -171,7 +153,7 @@ def test_nothing_is_compiled_behind_the_first_request():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        played(engine, trace())
+        play(engine)
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []

@@ -3,10 +3,13 @@
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import subprocess
+import tempfile
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -33,10 +36,16 @@ new MutationObserver((_, observer) => {
 class Browser:
     """One tab of a headless browser, by Chrome's DevTools protocol."""
 
-    def __init__(self, folder):
+    def __init__(self):
+        self._stack = contextlib.ExitStack()
+        # the browser's socket lies in TMPDIR, whose path may be too long for one
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True)))
         command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
         command += [f"--user-data-dir={folder}", "--no-first-run", "about:blank"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        variables = os.environ | {"TMPDIR": str(folder)}
+        self._process = self._stack.enter_context(subprocess.Popen(command, env=variables, **quiet))
+        self._stack.callback(self._process.terminate)
         port, until = folder / "DevToolsActivePort", time.monotonic() + 60
         while not (port.exists() and port.read_text().count("\n")):
             assert time.monotonic() < until and self._process.poll() is None, "the browser did not start"
@@ -44,7 +53,6 @@ class Browser:
         address = f"http://127.0.0.1:{port.read_text().split()[0]}"
         with urllib.request.urlopen(f"{address}/json/list", timeout=30) as response:
             (tab, *_) = [each for each in json.load(response) if each["type"] == "page"]
-        self._stack = contextlib.ExitStack()
         self._socket = self._stack.enter_context(client.connect(tab["webSocketDebuggerUrl"], max_size=None))
         self._numbers, self.problems = itertools.count(1), []
         self.call("Runtime.enable")
@@ -75,10 +83,9 @@ class Browser:
             time.sleep(0.05)
 
     def end(self):
-        """End the browser."""
+        """End the browser, and its own processes with it."""
+        self.call("Browser.close")
         self._stack.close()
-        self._process.terminate()
-        self._process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +95,7 @@ def page(tmp_path_factory):
     tiny.make(folder / "model", max_seq_len=2048)
     server = Running(folder)
     try:
-        browser = Browser(folder / "profile")
+        browser = Browser()
     except BaseException:
         server.end()
         raise

@@ -15,6 +15,7 @@ from jaxbench.serve.request import Request, Sampling
 from jaxbench.serve.scheduler import Limits
 from jaxbench.serve.slot_runner import SlotRunner
 from tests.memory.test_decoder import PLAIN, memory
+from tests.serve.playing import answers, played
 
 LIMITS = Limits(max_running=3, max_batch_tokens=16, max_waiting=8)
 KINDS = ("mac", "bank", "insert-neural")
@@ -46,35 +47,16 @@ def trace():
     return found
 
 
-def played(engine):
+def play(engine):
     """Play the trace; a request is cancelled at step 5, and another loses its slot at steps 6, 13 and 21."""
-    events, waiting, step = {request.id: [] for _, request in trace()}, list(trace()), 0
-    while waiting or engine.is_busy:
-        while waiting and waiting[0][0] <= step:
-            engine.add(waiting.pop(0)[1])
-        if step == 5:
-            events["r2"].append(engine.cancel("r2"))
-        if step in (6, 13, 21) and engine.scheduler.running:
-            engine.scheduler.preempt(engine.scheduler.running[0])
-        for event in engine.step():
-            events[event.id].append(event)
-        engine.scheduler.check()
-        step += 1
-    return events
-
-
-def answers(events):
-    return {
-        name: [(each.token, each.logprobs) for each in found if each.token is not None]
-        for name, found in events.items()
-    }
+    return played(engine, trace(), cancelled=(5, "r2"), preempted=(6, 13, 21))
 
 
 @functools.cache
 def together(kind, package="jaxbench"):
     engine = Engine(runner(kind, package), LIMITS)
     engine.runner.reset()
-    found = answers(played(engine))
+    found = answers(play(engine))
     assert engine.scheduler.num_preempted == 3 and engine.scheduler.pool.num_available == 3
     return found
 
@@ -147,7 +129,7 @@ def test_nothing_is_compiled_behind_the_first_request():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        played(engine)
+        play(engine)
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []
@@ -156,7 +138,7 @@ def test_nothing_is_compiled_behind_the_first_request():
 @pytest.mark.parametrize(
     "limits, words",
     [
-        (LIMITS.model_copy(update={"max_batch_tokens": 10}), "max_batch_tokens=10: wanted at least 11"),
+        (LIMITS.model_copy(update={"max_batch_tokens": 10}), "max_batch_tokens=10: slots want at least 11"),
         (LIMITS.model_copy(update={"max_guessed": 2}), "max_guessed=2"),
     ],
 )

@@ -18,7 +18,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,6 +119,23 @@ def measured(
     return load.summary(seen, seconds)
 
 
+def check_arms(given: Sequence[str], known: Iterable[str]) -> None:
+    """Check the names that --arms has.
+
+    Raises:
+      ValueError: there is none, or one is unknown.
+    """
+    unknown = [name for name in given if name not in known]
+    if unknown or not given:
+        raise ValueError(f"--arms: {unknown or 'none'}; wanted some of {', '.join(known)}")
+
+
+def ratio(rates: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """Rates over those of the same launches of another arm, with a 95 % interval."""
+    ratios = [verdicts.log_ratio([mine], [other], higher_is_better=True) for mine, other in zip(rates, base)]
+    return verdicts.t_interval(ratios).ratio()
+
+
 def compared(rows: Sequence[dict[str, Any]], arms: Sequence[str], clients: Sequence[int]) -> list[dict[str, Any]]:
     """Medians over launches, and tokens a second over those of the first arm."""
     found = []
@@ -135,11 +152,7 @@ def compared(rows: Sequence[dict[str, Any]], arms: Sequence[str], clients: Seque
                 "lost": sum(row["lost"] for row in mine),
             }  # fmt: skip
             if arm != arms[0]:
-                ratios = [
-                    verdicts.log_ratio([mine_], [base], higher_is_better=True)
-                    for mine_, base in zip(rates[arm], rates[arms[0]])
-                ]
-                middle["ratio"] = verdicts.t_interval(ratios).ratio()
+                middle["ratio"] = ratio(rates[arm], rates[arms[0]])
             found.append(middle)
     return found
 
@@ -169,9 +182,7 @@ def main() -> int:
     """Measure every arm, and show; return the exit code."""
     from jaxbench.pretrained import assets, tokenizer
 
-    unknown = [name for name in VALUES.arms if name not in ARMS]
-    if unknown or not VALUES.arms:
-        raise ValueError(f"--arms: {unknown or 'none'}; wanted some of {', '.join(ARMS)}")
+    check_arms(VALUES.arms, ARMS)
     clients = [int(each) for each in VALUES.clients]
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     model = assets.fetch_default_model() if VALUES.model == "default" else Path(VALUES.model)
@@ -207,8 +218,8 @@ def main() -> int:
     outputs.write_json(VALUES.output, {"about": about, "table": table, "launches": rows})
     outputs.write_text(Path(VALUES.output).with_suffix(".svg"), picture(table, about))
     for row in table:
-        ratio = "" if "ratio" not in row else " ratio {:.2f} [{:.2f}, {:.2f}]".format(*row["ratio"])
-        print(f"{row['clients']:4d} clients  {row['arm']:16s} {row['tokens_a_second']:8.1f} tokens/s{ratio}")
+        over = "" if "ratio" not in row else " ratio {:.2f} [{:.2f}, {:.2f}]".format(*row["ratio"])
+        print(f"{row['clients']:4d} clients  {row['arm']:16s} {row['tokens_a_second']:8.1f} tokens/s{over}")
     print(f"written: {VALUES.output}, and .svg beside it")
     return cli.EXIT_OK
 

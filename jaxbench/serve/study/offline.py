@@ -9,6 +9,7 @@ of them, so many at once. Ratios are over the first arm, with intervals over lau
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import multiprocessing
 import statistics
 import tempfile
@@ -20,9 +21,9 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from jaxbench import cli, outputs, process_environment
-from jaxbench.measure import environment, verdicts
+from jaxbench.measure import environment
 from jaxbench.pretrained import assets, weights
-from jaxbench.serve.study import load
+from jaxbench.serve.study import clients, load
 
 VALUES = flags.FLAGS
 ARMS = (
@@ -68,7 +69,7 @@ def _engine(arm: str, model: Path, running: int) -> Any:
         "jaxbench_bfloat16": {"weights": "bfloat16", "cache": "bfloat16"},
     }.get(arm, {})  # fmt: skip
     limits = Limits(max_running=running, max_batch_tokens=256, max_waiting=10_000)
-    engine, rounds = load_engine(EngineConfig(model=str(model), limits=limits, **how)), iter(range(100))
+    engine, rounds = load_engine(EngineConfig(model=str(model), limits=limits, **how)), itertools.count()
 
     def run(work: Sequence[Work]) -> list[int]:
         number = next(rounds)
@@ -122,9 +123,7 @@ def main() -> int:
     from jaxbench.pretrained import tokenizer
 
     process_environment.ensure("cpu")
-    unknown = [name for name in VALUES.arms if name not in ARMS]
-    if unknown or not VALUES.arms:
-        raise ValueError(f"--arms: {unknown or 'none'}; wanted some of {', '.join(ARMS)}")
+    clients.check_arms(VALUES.arms, ARMS)
     counts = [int(each) for each in VALUES.running]
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     model = assets.fetch_default_model() if VALUES.model == "default" else Path(VALUES.model)
@@ -144,9 +143,7 @@ def main() -> int:
     for (count, arm), mine in rates.items():
         row = {"arm": arm, "running": count, "tokens_a_second": statistics.median(mine), "launches": mine}
         if arm != VALUES.arms[0]:
-            pairs = zip(mine, rates[count, VALUES.arms[0]])
-            ratios = [verdicts.log_ratio([one], [base], higher_is_better=True) for one, base in pairs]
-            row["ratio"] = verdicts.t_interval(ratios).ratio()
+            row["ratio"] = clients.ratio(mine, rates[count, VALUES.arms[0]])
         table.append(row)
     about = {"model": model.name, "machine": environment.describe(threads=environment.usable_cores())}
     outputs.write_json(VALUES.output, {"about": about | {"requests": VALUES.requests}, "table": table})

@@ -188,9 +188,7 @@ def main() -> int:
     """Measure every arm, and show; return the exit code."""
     from jaxbench.pretrained import tokenizer
 
-    unknown = [name for name in VALUES.arms if name not in clients.ARMS]
-    if unknown or not VALUES.arms:
-        raise ValueError(f"--arms: {unknown or 'none'}; wanted some of {', '.join(clients.ARMS)}")
+    clients.check_arms(VALUES.arms, clients.ARMS)
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     model = assets.fetch_default_model() if VALUES.model == "default" else Path(VALUES.model)
     text = tokenizer.load_tokenizer(str(model))
