@@ -3,7 +3,8 @@
 Twin: torch_ref/attention.py.
 
 Who may attend to whom follows from integers, not from stored masks: a key at position p is visible to a query at
-position q when 0 <= p <= q, q - p < sliding_window, and both lie in one segment. Position -1 is padding. Keys are
+position q when 0 <= p <= q, q - p < sliding_window, and both lie in one segment; where attention is not causal, to any
+query of its segment. Position -1 is padding. Keys are
 "B K H S" and values "B K S H": XLA:CPU then multiplies both without transposing the cache.
 """
 
@@ -68,10 +69,10 @@ class Context(NamedTuple):
     local_angles: tuple[Float[Array, "B T h"], Float[Array, "B T h"]] | None = None  # of layers with a window (Gemma 3)
 
 
-def attention_mask(spans: Spans, sliding_window: int | None) -> Bool[Array, "B T S"]:
+def attention_mask(spans: Spans, sliding_window: int | None, is_causal: bool = True) -> Bool[Array, "B T S"]:
     """Attention mask: True where a query may attend to a key; sliding_window in tokens, None = all before it."""
     query, key = spans.query_positions[:, :, None], spans.key_positions[:, None, :]
-    mask = (key >= 0) & (key <= query)
+    mask = (key >= 0) & ((key <= query) if is_causal else (query >= 0))
     if sliding_window is not None:
         mask &= query - key < sliding_window
     if spans.query_segments is not None and spans.key_segments is not None:
@@ -87,6 +88,7 @@ def attention(
     spans: Spans,
     *,
     sliding_window: int | None = None,
+    is_causal: bool = True,
     is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
@@ -96,8 +98,9 @@ def attention(
 
     Products are of the keys' type, so that a cache may be kept wider than the model.
 
-    A row that may attend to nothing returns zeros. Where query i is the token of key i and positions rise along a row
-    within a segment, `is_ordered` lets `dense` leave out keys that come after a query. `dense` holds all scores;
+    A row that may attend to nothing returns zeros. Where attention is causal, query i is the token of key i and
+    positions rise along a row within a segment, `is_ordered` lets `dense` leave out keys that come after a query.
+    is_causal=False: a query sees all keys of its segment, and sliding_window is None. `dense` holds all scores;
     `blocked` holds scores of block_size keys at a time, so that memory grows linearly with S; `fused` is this
     platform's kernel: `cudnn` on GPU, `splash` on TPU (named, they also compile ahead of time for a platform that is
     not attached). softcap: scores become softcap * tanh(score / softcap); None = they stay.
@@ -126,16 +129,17 @@ def attention(
     if implementation not in ("dense", "blocked"):
         return fused_attention.attention(
             query, key, value, spans.query_positions, spans.query_segments, sliding_window=sliding_window,
-            mask=functools.partial(attention_mask, spans, sliding_window), kernel=implementation,
+            mask=functools.partial(attention_mask, spans, sliding_window, is_causal), is_causal=is_causal,
+            kernel=implementation,
         )  # fmt: skip
     batch, length, _, head_dim = query.shape
     grouped = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4).astype(key.dtype)
     if implementation == "blocked" and key.shape[3] > block_size:
-        mixed = _blocked(grouped, key, value, spans, sliding_window, block_size, softcap)
+        mixed = _blocked(grouped, key, value, spans, sliding_window, is_causal, block_size, softcap)
     else:
         dense = _ordered if is_ordered else _dense
-        mixed = dense(grouped, key, value, attention_mask(spans, sliding_window), softcap)
+        mixed = dense(grouped, key, value, attention_mask(spans, sliding_window, is_causal), softcap)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
@@ -220,6 +224,7 @@ def _blocked(
     value: Float[Array, "B K S H"],
     spans: Spans,
     sliding_window: int | None,
+    is_causal: bool,
     block_size: int,
     softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
@@ -241,7 +246,8 @@ def _blocked(
 
         def absorb(carry: tuple, block: tuple) -> tuple[tuple, None]:
             key, value, key_positions, key_segments = block
-            mask = attention_mask(Spans(positions, key_positions, segments, key_segments), sliding_window)
+            own = Spans(positions, key_positions, segments, key_segments)
+            mask = attention_mask(own, sliding_window, is_causal)
             return _absorb(carry, _scores(query, key, mask, softcap), value), None
 
         (_, total, summed), _ = lax.scan(absorb, (*start, jnp.zeros(query.shape, wide)), blocks)

@@ -83,6 +83,7 @@ class TransformerConfig(Base):
     sliding_window: int | None = pydantic.Field(default=None, gt=0)  # tokens a query sees, itself included
     global_every: int | None = pydantic.Field(default=None, gt=1)  # every n-th layer has no window (Gemma 2 and 3)
     local_rope_theta: float | None = pydantic.Field(default=None, gt=0)  # of the others, which are not scaled (Gemma 3)
+    is_causal: bool = True  # False: tokens of a row attend to all of it, an encoder
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)  # probability of dropping a residual branch's value
 
     @pydantic.model_validator(mode="after")
@@ -93,6 +94,10 @@ class TransformerConfig(Base):
             raise ValueError(f"model: rotary positions need an even head_dim, got head_dim={self.head_dim}")
         if self.global_every is not None and self.sliding_window is None:
             raise ValueError(f"model: global_every={self.global_every} needs a sliding_window, got None")
+        if self.sliding_window is not None and not self.is_causal:
+            raise ValueError(
+                f"model: is_causal={self.is_causal} goes with no sliding_window, got {self.sliding_window}"
+            )
         if self.local_rope_theta is not None and (self.global_every is None or self.position != "rotary"):
             raise ValueError(
                 f"model: local_rope_theta={self.local_rope_theta} needs global_every and rotary positions, got "
@@ -332,9 +337,7 @@ def override(content: dict, text: str) -> tuple[str, ...]:
         raise ValueError(f"--set {text!r}: {value!r} is not a YAML value ({error}); put quotes around text") from error
     place = content
     for depth, name in enumerate(path[:-1]):
-        inner = place.setdefault(name, {})
-        if inner is None:
-            inner = place[name] = {}
+        inner = place[name] = {} if place.get(name) is None else place[name]
         if not isinstance(inner, dict):
             above = ".".join(path[: depth + 1])
             raise ValueError(f"--set {text!r}: {above} is {shown(inner)}, which has no keys below it")
@@ -379,13 +382,10 @@ def _nearest(key: str, place: tuple, model_class: type[Base]) -> str:
     known = keys(model_class)
     above = ".".join(str(part) for part in place[:-1] if isinstance(part, str))
     beside = [name for name in known if name.rpartition(".")[0] == above]
-    last = str(place[-1])
-    close = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in beside], n=1, cutoff=0.5)
-    if close:
-        return f", the nearest is {f'{above}.' if above else ''}{close[0]}"
-    close = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.6)
-    if close:
-        return f", the nearest is {next(name for name in known if name.rpartition('.')[2] == close[0])}"
+    for names, cutoff in ((beside, 0.5), (known, 0.6)):
+        last = {name.rpartition(".")[2]: name for name in reversed(names)}  # the first of equal ones
+        if close := difflib.get_close_matches(str(place[-1]), last, n=1, cutoff=cutoff):
+            return f", the nearest is {last[close[0]]}"
     return f", wanted one of {', '.join(name.rpartition('.')[2] for name in beside) or 'none'}"
 
 

@@ -7,7 +7,7 @@ WORKSPACE.md; I and O are a projection's in and out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +131,18 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "B T"]) -> Float[Arr
         # Keeps XLA:CPU from widening the whole table ahead of a loop that takes rows (docs/xla_cpu.md, rule 10).
         table, index = lax.optimization_barrier((table, index))
     return table[index]
+
+
+def with_vectors(
+    embed: Callable[[Array], Array], tokens: Int[Array, "B T"], vectors: Float[Array, "M D"] | None, *, size: int
+) -> Float[Array, "B T D"]:
+    """Embeddings of tokens; token size + m, past a vocabulary of this size, has vectors[m]. None: there is none."""
+    if vectors is None:
+        return embed(tokens)
+    is_vector = tokens >= size
+    rows = embed(jnp.where(is_vector, 0, tokens))
+    chosen = take_rows(vectors, jnp.where(is_vector, tokens - size, 0))
+    return jnp.where(is_vector[..., None], chosen.astype(rows.dtype), rows)
 
 
 def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float) -> Float[Array, "*rows D"]:

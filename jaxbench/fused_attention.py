@@ -25,6 +25,7 @@ def attention(
     *,
     sliding_window: int | None,
     mask: Callable[[], Bool[Array, "B T S"]],
+    is_causal: bool = True,
     kernel: str,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
@@ -42,7 +43,8 @@ def attention(
     if kernel == "cudnn" and platform == "gpu":
         return _cudnn(query, key, value, mask())
     if kernel == "splash":
-        return _splash(query, key, value, positions, segments, sliding_window, interpret=interpret)
+        how = {"is_causal": is_causal, "interpret": interpret}
+        return _splash(query, key, value, positions, segments, sliding_window, **how)
     raise ValueError(f"attention: no fused kernel {kernel!r} on platform {platform!r}: use dense or blocked")
 
 
@@ -55,7 +57,7 @@ def _cudnn(query: Array, key: Array, value: Array, mask: Bool[Array, "B T S"]) -
 
 def _splash(
     query: Array, key: Array, value: Array, positions: Array, segments: Array | None, sliding_window: int | None, *,
-    interpret: bool,
+    is_causal: bool, interpret: bool,
 ) -> Array:  # fmt: skip
     """Run splash attention on a whole sequence, where order in the row is order in position."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -66,6 +68,7 @@ def _splash(
     padded = -(-length // LANES) * LANES
     size = (padded, padded)
     full = splash.LocalMask(size, (sliding_window - 1, 0), 0) if sliding_window else splash.CausalMask(size)
+    full = full if is_causal else splash.FullMask(size)
     kernel = splash.make_splash_mqa_single_device(
         splash.MultiHeadMask([full] * (num_heads // key.shape[1])), interpret=interpret
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Int32, Shaped
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 # Sizes that programs are compiled for (docs/xla_cpu.md, "Buckets"): prompts of 16 tokens at least, up to (tokens) in
 # steps of (tokens), longer ones and cache slots in steps of 64; few rows exactly, more in steps of 4.
@@ -35,6 +35,7 @@ class Bucket(NamedTuple):
     batch_size: int  # rows
     prompt_length: int  # tokens
     num_slots: int  # cache slots of each row
+    num_vectors: int = 0  # in the table that tokens past the vocabulary stand for
 
 
 class Batch(NamedTuple):
@@ -110,9 +111,12 @@ def pad(
     max_seq_len: int,
     vocab_size: int,
     row_ids: Sequence[int] | None,
+    num_vectors: int = 0,
     sizes: Callable[[int, int, int], Bucket] = bucket,
 ) -> Batch:
     """Batch of prompts padded to the sizes that `sizes` gives rows, longest prompt and new tokens.
+
+    num_vectors: so many tokens past the vocabulary stand for vectors.
 
     Raises:
       ValueError: there is no prompt, one is empty, has a token outside the vocabulary, or is too long for the context.
@@ -129,9 +133,10 @@ def pad(
                 f"prompts: prompt {row} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, "
                 f"together more than the model's context of {max_seq_len}"
             )
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
+        if min(prompt) < 0 or max(prompt) >= vocab_size + num_vectors:
             raise ValueError(
-                f"prompts: prompt {row} has a token outside [0, {vocab_size}): {min(prompt)}, {max(prompt)}"
+                f"prompts: prompt {row} has a token outside [0, {vocab_size + num_vectors}): {min(prompt)}, "
+                f"{max(prompt)}"
             )
     if row_ids is not None and len(row_ids) != len(prompts):
         raise ValueError(f"prompts: {len(row_ids)} row_ids for {len(prompts)} prompts")
@@ -155,6 +160,20 @@ def continuations(
     for row, prompt in enumerate(prompts):
         out[row, : counts[row]] = tokens[row, len(prompt) : lengths[row]]
     return out, counts
+
+
+def pad_vectors(vectors: Float[np.ndarray, "M D"] | None) -> Float32[np.ndarray, "L D"] | None:
+    """Vectors that tokens past the vocabulary stand for, filled up with zeros to a size that programs are compiled for.
+
+    Raises:
+      ValueError: they are no finite matrix, or none at all.
+    """
+    if vectors is None:
+        return None
+    table = np.asarray(vectors, np.float32)
+    if table.ndim != 2 or not len(table) or not np.isfinite(table).all():
+        raise ValueError(f"prompts: vectors of shape {table.shape}, wanted finite ones [M D], M at least 1")
+    return np.pad(table, ((0, -len(table) % LONG_STEP), (0, 0)))
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -221,6 +240,8 @@ class GeneratorBase:
         processors: Sequence,
     ):
         check_sampling(sampling)
+        if not getattr(model, "is_causal", True):
+            raise ValueError(f"generate: the model has is_causal={model.is_causal}; wanted a causal one")
         self._own_draw = getattr(model, "draw", None)  # native decoders have one
         # XLA:CPU widens a bfloat16 cache, updates it, and narrows all of it at every step (docs/xla_cpu.md, rule 4).
         # PyTorch is faster so on a CPU too: a layer of SmolLM2 writes and attends to 96 slots in 18 us where in 22, to
@@ -248,23 +269,28 @@ class GeneratorBase:
         seed: int,
         row_ids: Sequence[int] | None = None,
         processor_states: Sequence | None = None,
+        vectors: Float[np.ndarray, "M D"] | None = None,
     ) -> Generation:
         """Continue each prompt (token ids) by at most max_new_tokens.
 
-        Rows draw from the streams of their row_ids (0, 1, ... by default). Each processor starts from its state in
+        A token past the vocabulary stands for a vector: vocab_size + m for vectors[m] (Transformer.features). Rows draw
+        from the streams of their row_ids (0, 1, ... by default). Each processor starts from its state in
         processor_states, whose rows are the prompts; unset, from what its `init` returns.
 
         Raises:
           ValueError: a prompt is empty, has an unknown token, or does not fit the model's context; states do not fit.
         """
         options = {"max_new_tokens": max_new_tokens, "row_ids": row_ids, "processor_states": processor_states}
-        state = self.prefill(prompt_tokens, seed=seed, **options)
+        state = self.prefill(prompt_tokens, seed=seed, vectors=vectors, **options)
         state = self.decode(state, max_new_tokens)
         arrays = (self._to_host(state.tokens), self._to_host(state.lengths))
         return Generation(*continuations(prompt_tokens, *arrays))
 
-    def _pad(self, prompt_tokens: Sequence[Sequence[int]], max_new_tokens: int, row_ids: Sequence[int] | None) -> Batch:
-        limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size}
+    def _pad(
+        self, prompt_tokens: Sequence[Sequence[int]], max_new_tokens: int, row_ids: Sequence[int] | None,
+        num_vectors: int,
+    ) -> Batch:  # fmt: skip
+        limits = {"max_seq_len": self._max_seq_len, "vocab_size": self._vocab_size, "num_vectors": num_vectors}
         return pad(prompt_tokens, max_new_tokens=max_new_tokens, row_ids=row_ids, sizes=self._sizes, **limits)
 
     @staticmethod

@@ -197,19 +197,24 @@ class Generator(prompts.GeneratorBase):
         self._leaves, self._structure = jax.tree.flatten(model)  # models of Flax and of Equinox are pytrees
 
     def compile(
-        self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
-    ) -> Programs:
+        self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None,
+        vectors: Float[np.ndarray, "M D"] | None = None,
+    ) -> Programs:  # fmt: skip
         """Compiled programs for these sizes; what their bucket does not have yet is compiled.
 
-        For a single new token nothing is decoded, and `decode` is None. States count for their shapes only.
+        For a single new token nothing is decoded, and `decode` is None. States and vectors count for their shapes only.
         """
-        bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)
+        table = prompts.pad_vectors(vectors)
+        bucket = prompts.bucket(batch_size, prompt_length, max_new_tokens)._replace(num_vectors=_length(table))
         states = self._padded_states(processor_states, batch_size, bucket.batch_size)
-        return self._compile(bucket, states, decodes=max_new_tokens > 1)
+        return self._compile(bucket, states, table, decodes=max_new_tokens > 1)
 
-    def _compile(self, bucket: prompts.Bucket, states: tuple, *, decodes: bool) -> Programs:
+    def _compile(
+        self, bucket: prompts.Bucket, states: tuple, table: Float[np.ndarray, "M D"] | None, *, decodes: bool
+    ) -> Programs:
         known = self.programs.get(bucket, Programs(None, None))
-        prefill, arguments = jax.jit(functools.partial(self._prefill, bucket.num_slots)), self._shapes(bucket, states)
+        prefill = jax.jit(functools.partial(self._prefill, bucket.num_slots))
+        arguments = self._shapes(bucket, states, table)
         decode = known.decode or self._decode_of(bucket.batch_size, bucket.num_slots)
         if decode is None and decodes:
             state, limit = jax.eval_shape(prefill, *arguments), jax.ShapeDtypeStruct((), jnp.int32)
@@ -229,12 +234,13 @@ class Generator(prompts.GeneratorBase):
         prompts.check_states(processor_states, self._processors)
         return jax.tree.map(lambda x: prompts.fill_rows(np.asarray(x), num_rows, batch_size), tuple(processor_states))
 
-    def _shapes(self, bucket: prompts.Bucket, states: tuple) -> tuple:
+    def _shapes(self, bucket: prompts.Bucket, states: tuple, table: Float[np.ndarray, "M D"] | None) -> tuple:
         """Arguments of a bucket's prefill, shapes in place of all but the weights."""
         tokens = jax.ShapeDtypeStruct((bucket.batch_size, bucket.prompt_length), jnp.int32)
         row = jax.ShapeDtypeStruct((bucket.batch_size,), jnp.int32)
         key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        return self._weights, tokens, row, jax.ShapeDtypeStruct(row.shape, bool), key, row, states
+        vectors = None if table is None else jax.ShapeDtypeStruct(table.shape, table.dtype)
+        return self._weights, tokens, row, jax.ShapeDtypeStruct(row.shape, bool), key, row, states, vectors
 
     def prefill(
         self,
@@ -244,14 +250,16 @@ class Generator(prompts.GeneratorBase):
         seed: int,
         row_ids: Sequence[int] | None = None,
         processor_states: Sequence | None = None,
+        vectors: Float[np.ndarray, "M D"] | None = None,
     ) -> DecodeState:
         """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache."""
-        batch = self._pad(prompt_tokens, max_new_tokens, row_ids)
+        table = prompts.pad_vectors(vectors)
+        batch = self._pad(prompt_tokens, max_new_tokens, row_ids, 0 if vectors is None else len(vectors))
         states = self._padded_states(processor_states, len(prompt_tokens), len(batch.tokens))
-        bucket = prompts.bucket(*batch.tokens.shape, max_new_tokens)
-        programs = self._compile(bucket, states, decodes=max_new_tokens > 1)
+        bucket = prompts.bucket(*batch.tokens.shape, max_new_tokens)._replace(num_vectors=_length(table))
+        programs = self._compile(bucket, states, table, decodes=max_new_tokens > 1)
         arrays = (batch.tokens, batch.lengths, batch.is_padding, prng.key_from_seed(seed), batch.row_ids)
-        return programs.prefill(self._weights, *arrays, states)
+        return programs.prefill(self._weights, *arrays, states, table)
 
     def decode(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
         """Draw tokens until each row has max_new_tokens or has ended; the state passed in is used up.
@@ -265,11 +273,11 @@ class Generator(prompts.GeneratorBase):
 
     _to_host = staticmethod(np.asarray)
 
-    def _prefill(self, num_slots, weights, tokens, lengths, finished, key, row_ids, states) -> DecodeState:
+    def _prefill(self, num_slots, weights, tokens, lengths, finished, key, row_ids, states, vectors) -> DecodeState:
         model = jax.tree.unflatten(self._structure, weights[0])
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = jnp.where(index < lengths[:, None], index, -1)
-        hidden, cache = model.features(tokens, positions)
+        hidden, cache = model.features(tokens, positions, **({} if vectors is None else {"vectors": vectors}))
         last = hidden[jnp.arange(tokens.shape[0]), lengths - 1]
         tokens = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
         step, slot = jnp.int32(0), jnp.max(lengths)
@@ -321,6 +329,10 @@ class Generator(prompts.GeneratorBase):
             step=state.step + 1,
             processor_states=tuple(states),
         )
+
+
+def _length(table: Float[np.ndarray, "M D"] | None) -> int:
+    return 0 if table is None else len(table)
 
 
 def _fill(token: Int[Array, " B"], finished: Bool[Array, " B"], sample: Callable[[], Array]) -> Int[Array, " B"]:

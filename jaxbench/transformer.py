@@ -27,7 +27,7 @@ from jaxbench.sharding import constrain, layer_weights
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped heads, normalised queries and keys (Qwen3) and rotary positions.
+    """Self-attention with grouped heads, normalised queries and keys (Qwen3) and rotary positions.
 
     Sources: Henry et al. 2020, arXiv:2010.04245 (normalised queries and keys); Yang et al. 2025, arXiv:2505.09388.
     """
@@ -46,7 +46,7 @@ class Attention(nnx.Module):
         self.sliding_window, self.implementation = config.sliding_window, compute.implementation
         self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
         self.query_scale, self.softcap = config.query_scale, config.attention_softcap
-        self.is_local = config.is_local
+        self.is_local, self.is_causal = config.is_local, config.is_causal
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
@@ -68,7 +68,8 @@ class Attention(nnx.Module):
             value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
             context.spans,
             sliding_window=self.sliding_window,
-            is_ordered=cached is None,
+            is_causal=self.is_causal,
+            is_ordered=self.is_causal and cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
             softcap=self.softcap,
@@ -79,6 +80,13 @@ class Attention(nnx.Module):
         """Queries of a call's tokens, as the call itself makes them."""
         query = self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         return self._placed(query, self.q_norm, context, scale=self.query_scale)
+
+    def keys_values(
+        self, x: Float[Array, "B T D"], context: Context
+    ) -> tuple[Float[Array, "B K H T"], Float[Array, "B K T H"]]:
+        """Keys and values of a call's tokens, as the call itself makes them."""
+        key, value = (layer(x).reshape(*x.shape[:2], -1, self.head_dim) for layer in (self.k_proj, self.v_proj))
+        return self._placed(key, self.k_norm, context).transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
     def _placed(self, part: Array, norm: nn.RMSNorm | None, context: Context, scale: float = 1.0) -> Array:
         """Queries or keys normalised, turned by their positions and scaled."""
@@ -191,7 +199,7 @@ class Transformer(nnx.Module):
             self.local_frequencies = rotary.frequencies(config.head_dim, config.local_rope_theta, None)
         self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.is_causal = config.vocab_size, config.is_causal
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
         self.remat, self.remat_names = 0, ""  # blocks computed again together in the backward pass; see remat.py
 
@@ -219,16 +227,18 @@ class Transformer(nnx.Module):
         slot: Int[Array, ""] | int | None = None,
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
+        vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Hidden states after the final norm, and the cache: the keys and values attended to.
 
-        With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it.
+        With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it. A token past
+        the vocabulary stands for a vector: vocab_size + m has vectors[m] as its embedding.
         """
         key_positions = positions
         if cache is not None:
             key_positions = lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
         spans = Spans(positions, key_positions, segments, segments)
-        hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout)
+        hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout, vectors=vectors)
         run = self._scan if self.scan_layers else self._unroll
         hidden, keys, values, *memory = run(hidden, context, cache)
         return self.final_norm(hidden), KVCache(keys, values, key_positions, *memory)
@@ -240,10 +250,11 @@ class Transformer(nnx.Module):
         *,
         slot: Int[Array, ""] | int | None = None,
         dropout: tuple[Array, Array | int] | None = None,
+        vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Context]:
-        """Residual stream in front of the first block, and what all blocks share."""
+        """Residual stream in front of the first block, and what all blocks share; vectors: as `features`."""
         positions, angles, local_angles = spans.query_positions, None, None
-        hidden = self.embed(tokens)
+        hidden = functional.with_vectors(self.embed, tokens, vectors, size=self.vocab_size)
         if self.position is None:
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         if self.local_frequencies is not None:

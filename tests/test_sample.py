@@ -52,6 +52,40 @@ def test_three_backends_draw_the_same_tokens(settings):
         np.testing.assert_array_equal(generation.tokens, reference.tokens)
 
 
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "repetition_penalty": 1.3}], ids=["greedy", "drawn"])
+def test_a_token_past_the_vocabulary_stands_for_its_vector(backend, settings):
+    generator = make(backend, **settings)
+    table = np.asarray(PARAMS["embed.embedding"], np.float32)[[1, 2, 7, 9]]
+    vectors = {1: VOCAB, 2: VOCAB + 1, 7: VOCAB + 2, 9: VOCAB + 3}
+    given = [[vectors.get(token, token) for token in prompt] for prompt in PROMPTS]
+    found = generator(given, max_new_tokens=NEW, seed=5, vectors=table)
+    if "repetition_penalty" not in settings:  # a vector is no token that could be repeated
+        np.testing.assert_array_equal(found.tokens, generator(PROMPTS, max_new_tokens=NEW, seed=5).tokens)
+    np.testing.assert_array_equal(found.tokens, make("torch", **settings)(given, max_new_tokens=NEW, seed=5,
+                                                                          vectors=table).tokens)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "vectors, words",
+    [
+        (None, "token outside"),
+        (np.zeros((1, 32)), f"token outside \\[0, {VOCAB + 1}\\)"),
+        (np.zeros((0, 32)), "vectors of shape"),
+        (np.full((2, 32), np.nan), "wanted finite ones"),
+    ],
+)
+def test_vectors_that_do_not_fit_are_named(vectors, words):
+    with pytest.raises(ValueError, match=words):
+        make("flax").prefill([[1, VOCAB + 1]], max_new_tokens=2, seed=0, vectors=vectors)
+
+
+def test_a_model_that_is_not_causal_generates_nothing():
+    model = transformer.build(CONFIG.model_copy(update={"is_causal": False}), PARAMS)
+    with pytest.raises(ValueError, match="is_causal=False"):
+        sample.Generator(model, eos_id=None, sampling=sample.SamplingParams())
+
+
 @pytest.fixture(scope="module")
 def generators():
     return {backend: make(backend, temperature=1.0) for backend in ("flax", "torch")}

@@ -68,10 +68,10 @@ class Context(NamedTuple):
     local_angles: tuple[Float[Tensor, "B T h"], Float[Tensor, "B T h"]] | None = None  # of layers with a window
 
 
-def attention_mask(spans: Spans, sliding_window: int | None) -> Bool[Tensor, "B T S"]:
+def attention_mask(spans: Spans, sliding_window: int | None, is_causal: bool = True) -> Bool[Tensor, "B T S"]:
     """Attention mask: True where a query may attend to a key; sliding_window in tokens, None = all before it."""
     query, key = spans.query_positions[:, :, None], spans.key_positions[:, None, :]
-    mask = (key >= 0) & (key <= query)
+    mask = (key >= 0) & ((key <= query) if is_causal else (query >= 0))
     if sliding_window is not None:
         mask &= query - key < sliding_window
     if spans.query_segments is not None and spans.key_segments is not None:
@@ -87,6 +87,7 @@ def attention(
     spans: Spans,
     *,
     sliding_window: int | None = None,
+    is_causal: bool = True,
     is_ordered: bool = False,
     implementation: str = "dense",
     block_size: int = 128,
@@ -120,12 +121,13 @@ def attention(
         index = torch.arange(key.shape[3], dtype=spans.query_positions.dtype, device=key.device)
         spans, is_plain = spans._replace(key_positions=index[None].expand(batch, -1)), False
     if implementation == "blocked" and key.shape[3] > block_size:
-        mixed = _blocked(grouped, key, value, spans, sliding_window, block_size, softcap)
+        mixed = _blocked(grouped, key, value, spans, sliding_window, is_causal, block_size, softcap)
     elif is_fused:
-        mixed = _fused(grouped, key, value, None if is_plain else attention_mask(spans, sliding_window))
+        mask = None if is_plain else attention_mask(spans, sliding_window, is_causal)
+        mixed = _fused(grouped, key, value, mask, is_causal)
     else:
         dense = _ordered if is_ordered else _dense
-        mixed = dense(grouped, key, value, attention_mask(spans, sliding_window), softcap)
+        mixed = dense(grouped, key, value, attention_mask(spans, sliding_window, is_causal), softcap)
     return mixed.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
@@ -200,6 +202,7 @@ def _fused(
     key: Float[Tensor, "B K H S"],
     value: Float[Tensor, "B K S H"],
     mask: Bool[Tensor, "B T S"] | None,
+    is_causal: bool,
 ) -> Float[Tensor, "B K G T H"]:
     """PyTorch's own kernel; without a mask, queries are those of all keys, or a single one that sees them all.
 
@@ -208,7 +211,7 @@ def _fused(
     is_single = query.shape[3] == 1
     mixed = F.scaled_dot_product_attention(
         query[:, :, :, 0] if is_single else query.flatten(1, 2), key.transpose(2, 3), value,
-        attn_mask=None if mask is None else mask[:, None], is_causal=mask is None and not is_single,
+        attn_mask=None if mask is None else mask[:, None], is_causal=is_causal and mask is None and not is_single,
         enable_gqa=not is_single and query.shape[2] > 1,
     )  # fmt: skip
     if mask is not None:
@@ -222,6 +225,7 @@ def _blocked(
     value: Float[Tensor, "B K S H"],
     spans: Spans,
     sliding_window: int | None,
+    is_causal: bool,
     block_size: int,
     softcap: float | None,
 ) -> Float[Tensor, "B K G T H"]:
@@ -236,7 +240,7 @@ def _blocked(
             block = slice(first, first + block_size)
             cuts = (part, block, part, block)
             own = Spans(*(None if x is None else x[:, cut] for x, cut in zip(spans, cuts)))
-            scores = _scores(query, key[..., block], attention_mask(own, sliding_window), softcap)
+            scores = _scores(query, key[..., block], attention_mask(own, sliding_window, is_causal), softcap)
             carry = _absorb(carry, scores, value[:, :, block])
         _, total, summed = carry
         return (summed / torch.where(total > 0, total, 1.0)).to(query.dtype)

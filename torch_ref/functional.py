@@ -7,7 +7,7 @@ Twin: jaxbench/functional.py. Statistics of norms and rotary angles use float32 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -101,6 +101,18 @@ def fused_linear(
 def take_rows(table: Float[Tensor, "V D"], index: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
     """Rows of an embedding table by index."""
     return table[index]
+
+
+def with_vectors(
+    embed: Callable[[Tensor], Tensor], tokens: Int[Tensor, "B T"], vectors: Float[Tensor, "M D"] | None, *, size: int
+) -> Float[Tensor, "B T D"]:
+    """Embeddings of tokens; token size + m, past a vocabulary of this size, has vectors[m]. None: there is none."""
+    if vectors is None:
+        return embed(tokens)
+    is_vector = tokens >= size
+    rows = embed(torch.where(is_vector, 0, tokens))
+    chosen = take_rows(vectors, torch.where(is_vector, tokens - size, 0))
+    return torch.where(is_vector[..., None], chosen.to(rows.dtype), rows)
 
 
 def rms_norm(x: Float[Tensor, "*rows D"], scale: Float[Tensor, " D"], *, eps: float) -> Float[Tensor, "*rows D"]:

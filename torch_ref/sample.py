@@ -53,7 +53,9 @@ def penalize_repetition(
 ) -> Float[Tensor, "B V"]:
     """Divide positive and multiply negative logits of tokens already present (Keskar et al. 2019, arXiv:1909.05858)."""
     is_token = torch.arange(tokens.shape[1], device=tokens.device)[None, :] < lengths[:, None]
-    counts = torch.zeros_like(logits).scatter_add_(1, tokens.to(torch.int64), is_token.to(logits.dtype))
+    is_token &= tokens < logits.shape[1]  # those past it stand for vectors
+    index = torch.where(is_token, tokens, 0).to(torch.int64)
+    counts = torch.zeros_like(logits).scatter_add_(1, index, is_token.to(logits.dtype))
     return torch.where(counts > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -152,11 +154,12 @@ class Generator(prompts.GeneratorBase):
             self._next = torch.compile(self._next, dynamic=False, mode=mode)
 
     def compile(
-        self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None
-    ) -> Programs:
+        self, batch_size: int, prompt_length: int, max_new_tokens: int, *, processor_states: Sequence | None = None,
+        vectors: Float[np.ndarray, "M D"] | None = None,
+    ) -> Programs:  # fmt: skip
         """Programs for these sizes; eager PyTorch has nothing to compile, torch.compile compiles when first called.
 
-        For a single new token nothing is decoded, and `decode` is None. States have no influence.
+        For a single new token nothing is decoded, and `decode` is None. States and vectors have no influence.
         """
         bucket = self._sizes(batch_size, prompt_length, max_new_tokens)
         known = self.programs.get(bucket, Programs(None, None))
@@ -184,12 +187,14 @@ class Generator(prompts.GeneratorBase):
         seed: int,
         row_ids: Sequence[int] | None = None,
         processor_states: Sequence | None = None,
+        vectors: Float[np.ndarray, "M D"] | None = None,
     ) -> DecodeState:
         """Run the prompts and draw the first token of each row; max_new_tokens decides the size of the cache.
 
         With torch_compile="step" the program owns the cache: a state is used up by the next prefill of its sizes.
         """
-        batch = self._pad(prompt_tokens, max_new_tokens, row_ids)
+        table = prompts.pad_vectors(vectors)
+        batch = self._pad(prompt_tokens, max_new_tokens, row_ids, 0 if vectors is None else len(vectors))
         programs = self.compile(*batch.tokens.shape, max_new_tokens)
         slot = int(batch.lengths.max())
         is_plain = not batch.is_padding.any() and bool((batch.lengths == batch.tokens.shape[1]).all())
@@ -197,7 +202,8 @@ class Generator(prompts.GeneratorBase):
         key = prng.key_from_seed(seed, device=str(self._device))
         states = self._padded_states(processor_states, len(prompt_tokens), len(tokens))
         lengths = lengths.to(torch.int64)
-        state = programs.prefill(tokens, lengths, is_padding, key, row_ids, states, is_plain=is_plain)
+        table = None if table is None else torch.from_numpy(table).to(self._device)
+        state = programs.prefill(tokens, lengths, is_padding, key, row_ids, states, table, is_plain=is_plain)
         if self._is_whole:
             state = state._replace(cache=self._own_cache(state.cache, tuple(state.tokens.shape)))
         return state._replace(slot=slot)
@@ -216,11 +222,13 @@ class Generator(prompts.GeneratorBase):
     def _to_host(self, x: Tensor) -> np.ndarray:
         return x.cpu().numpy()
 
-    def _prefill(self, num_slots, tokens, lengths, finished, key, row_ids, states, *, is_plain: bool) -> DecodeState:
+    def _prefill(
+        self, num_slots, tokens, lengths, finished, key, row_ids, states, vectors, *, is_plain: bool
+    ) -> DecodeState:
         """First token of each row; is_plain: no row is padded, so that attention needs no mask. `slot` is left open."""
         index = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
         positions = None if is_plain else torch.where(index < lengths[:, None], index, -1)
-        hidden, cache = self._model.features(tokens, positions)
+        hidden, cache = self._model.features(tokens, positions, **({} if vectors is None else {"vectors": vectors}))
         last = hidden[torch.arange(tokens.shape[0]), lengths - 1]
         tokens = F.pad(tokens, (0, num_slots - tokens.shape[1]))
         if is_plain and self._is_compiled:  # its decode program reads all slots, whatever the prompts

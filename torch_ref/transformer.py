@@ -22,7 +22,7 @@ from torch_ref.attention import Context, KVCache, Spans, attention
 
 
 class Attention(torch.nn.Module):
-    """Causal self-attention with grouped heads, normalised queries and keys (Qwen3) and rotary positions.
+    """Self-attention with grouped heads, normalised queries and keys (Qwen3) and rotary positions.
 
     Sources: Henry et al. 2020, arXiv:2010.04245 (normalised queries and keys); Yang et al. 2025, arXiv:2505.09388.
     """
@@ -42,7 +42,7 @@ class Attention(torch.nn.Module):
         self.sliding_window, self.implementation = config.sliding_window, compute.implementation
         self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
         self.query_scale, self.softcap = config.query_scale, config.attention_softcap
-        self.is_local = config.is_local
+        self.is_local, self.is_causal = config.is_local, config.is_causal
 
     def forward(
         self, x: Float[Tensor, "B T D"], context: Context, cached: tuple[Tensor, Tensor] | None = None
@@ -66,7 +66,8 @@ class Attention(torch.nn.Module):
             value.reshape(batch, self.num_kv_heads, -1, self.head_dim)[:, :, :filled],
             context.spans,
             sliding_window=self.sliding_window,
-            is_ordered=cached is None,
+            is_causal=self.is_causal,
+            is_ordered=self.is_causal and cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
             softcap=self.softcap,
@@ -77,6 +78,13 @@ class Attention(torch.nn.Module):
         """Queries of a call's tokens, as the call itself makes them."""
         query = self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         return self._placed(query, self.q_norm, context, scale=self.query_scale)
+
+    def keys_values(
+        self, x: Float[Tensor, "B T D"], context: Context
+    ) -> tuple[Float[Tensor, "B K H T"], Float[Tensor, "B K T H"]]:
+        """Keys and values of a call's tokens, as the call itself makes them."""
+        key, value = (layer(x).reshape(*x.shape[:2], -1, self.head_dim) for layer in (self.k_proj, self.v_proj))
+        return self._placed(key, self.k_norm, context).permute(0, 2, 3, 1), value.transpose(1, 2)
 
     def _placed(self, part: Tensor, norm: nn.RMSNorm | None, context: Context, scale: float = 1.0) -> Tensor:
         """Queries or keys normalised, turned by their positions and scaled."""
@@ -199,7 +207,7 @@ class Transformer(torch.nn.Module):
             self.local_frequencies = rotary.frequencies(config.head_dim, config.local_rope_theta, None)
         self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.is_causal = config.vocab_size, config.is_causal
         self.torch_compile = compute.torch_compile
         self.auxiliary_weight = max(layer.auxiliary_weight for layer in layers)  # those with a loss share one weight
 
@@ -228,10 +236,12 @@ class Transformer(torch.nn.Module):
         slot: Tensor | int | None = None,
         segments: Int[Tensor, "B T"] | None = None,
         dropout: tuple[Tensor, Tensor | int] | None = None,
+        vectors: Float[Tensor, "M D"] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], KVCache]:
         """Hidden states after the final norm, and the cache: the keys and values attended to.
 
-        With a cache, the call's tokens are written into its slots from `slot` on (in place) and attend to all of it.
+        With a cache, the call's tokens are written into its slots from `slot` on (in place) and attend to all of it. A
+        token past the vocabulary stands for a vector: vocab_size + m has vectors[m] as its embedding.
 
         Without positions the rows have no padding and are one document each, and a cache of such rows goes on from
         `slot`, a number, all its slots before it filled. Attention kernels then need no mask, and no empty slot is
@@ -249,7 +259,7 @@ class Transformer(torch.nn.Module):
         else:
             key_positions = _write(cache.positions, positions, slot, dim=1)
         spans = Spans(positions, key_positions, segments, segments)
-        hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout)
+        hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout, vectors=vectors)
         cached = [None] * len(self.layers) if cache is None else extension.by_layer(cache)
         for i, (layer, sites) in enumerate(zip(self.layers, philox.dropout_sites(len(self.layers)))):
             hidden, cached[i] = layer(hidden, context, sites, cached[i])
@@ -263,10 +273,11 @@ class Transformer(torch.nn.Module):
         *,
         slot: Tensor | int | None = None,
         dropout: tuple[Tensor, Tensor | int] | None = None,
+        vectors: Float[Tensor, "M D"] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], Context]:
-        """Residual stream in front of the first block, and what all blocks share."""
+        """Residual stream in front of the first block, and what all blocks share; vectors: as `features`."""
         positions, angles, local_angles = spans.query_positions, None, None
-        hidden = self.embed(tokens)
+        hidden = functional.with_vectors(self.embed, tokens, vectors, size=self.vocab_size)
         if self.position is None:
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         if self.local_frequencies is not None:

@@ -23,7 +23,7 @@ from jaxbench.eqx import nn
 
 
 class Attention(eqx.Module):
-    """Causal self-attention with grouped heads, normalised queries and keys (Qwen3) and rotary positions.
+    """Self-attention with grouped heads, normalised queries and keys (Qwen3) and rotary positions.
 
     Sources: Henry et al. 2020, arXiv:2010.04245 (normalised queries and keys); Yang et al. 2025, arXiv:2505.09388.
     """
@@ -44,6 +44,7 @@ class Attention(eqx.Module):
     query_scale: float = eqx.field(static=True)
     softcap: float | None = eqx.field(static=True)
     is_local: bool = eqx.field(static=True)
+    is_causal: bool = eqx.field(static=True)
 
     def __init__(self, config: TransformerConfig, compute: Compute):
         query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -59,7 +60,7 @@ class Attention(eqx.Module):
         self.sliding_window, self.implementation = config.sliding_window, compute.implementation
         self.block_size, self.projection_groups = compute.block_size, compute.projection_groups
         self.query_scale, self.softcap = config.query_scale, config.attention_softcap
-        self.is_local = config.is_local
+        self.is_local, self.is_causal = config.is_local, config.is_causal
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cached: tuple[Array, Array] | None = None
@@ -81,7 +82,8 @@ class Attention(eqx.Module):
             value.reshape(batch, self.num_kv_heads, -1, self.head_dim),
             context.spans,
             sliding_window=self.sliding_window,
-            is_ordered=cached is None,
+            is_causal=self.is_causal,
+            is_ordered=self.is_causal and cached is None,
             implementation=self.implementation,
             block_size=self.block_size,
             softcap=self.softcap,
@@ -92,6 +94,13 @@ class Attention(eqx.Module):
         """Queries of a call's tokens, as the call itself makes them."""
         query = self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         return self._placed(query, self.q_norm, context, scale=self.query_scale)
+
+    def keys_values(
+        self, x: Float[Array, "B T D"], context: Context
+    ) -> tuple[Float[Array, "B K H T"], Float[Array, "B K T H"]]:
+        """Keys and values of a call's tokens, as the call itself makes them."""
+        key, value = (layer(x).reshape(*x.shape[:2], -1, self.head_dim) for layer in (self.k_proj, self.v_proj))
+        return self._placed(key, self.k_norm, context).transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
     def _placed(self, part: Array, norm: nn.RMSNorm | None, context: Context, scale: float = 1.0) -> Array:
         """Queries or keys normalised, turned by their positions and scaled."""
@@ -192,6 +201,7 @@ class Transformer(eqx.Module):
     scan_layers: bool = eqx.field(static=True)
     max_seq_len: int = eqx.field(static=True)
     vocab_size: int = eqx.field(static=True)
+    is_causal: bool = eqx.field(static=True)
     auxiliary_weight: float = eqx.field(static=True)
 
     def __init__(self, config: TransformerConfig, compute: Compute, make_layer: Callable[..., Block] | None = None):
@@ -218,7 +228,7 @@ class Transformer(eqx.Module):
             self.local_frequencies = rotary.frequencies(config.head_dim, config.local_rope_theta, None)
         self.logit_softcap = config.logit_softcap
         self.dtype, self.scan_layers, self.max_seq_len = str(dtype), compute.scan_layers, config.max_seq_len
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.is_causal = config.vocab_size, config.is_causal
         self.auxiliary_weight = 0.0  # train.loss_fn asks for it: no layer here has a loss of its own
 
     def __call__(
@@ -245,16 +255,18 @@ class Transformer(eqx.Module):
         slot: Int[Array, ""] | int | None = None,
         segments: Int[Array, "B T"] | None = None,
         dropout: tuple[Array, Array | int] | None = None,
+        vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Hidden states after the final norm, and the cache: the keys and values attended to.
 
-        With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it.
+        With a cache, the call's tokens are written into its slots from `slot` on and attend to all of it. A token past
+        the vocabulary stands for a vector: vocab_size + m has vectors[m] as its embedding.
         """
         key_positions = positions
         if cache is not None:
             key_positions = lax.dynamic_update_slice_in_dim(cache.positions, positions, slot, axis=1)
         spans = Spans(positions, key_positions, segments, segments)
-        hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout)
+        hidden, context = self.begin(tokens, spans, slot=slot, dropout=dropout, vectors=vectors)
         run = self._scan if self.scan_layers else self._unroll
         hidden, keys, values = run(hidden, context, cache)
         return self.final_norm(hidden), KVCache(keys, values, key_positions)
@@ -266,10 +278,11 @@ class Transformer(eqx.Module):
         *,
         slot: Int[Array, ""] | int | None = None,
         dropout: tuple[Array, Array | int] | None = None,
+        vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Context]:
-        """Residual stream in front of the first block, and what all blocks share."""
+        """Residual stream in front of the first block, and what all blocks share; vectors: as `features`."""
         positions, angles, local_angles = spans.query_positions, None, None
-        hidden = self.embed(tokens)
+        hidden = functional.with_vectors(self.embed, tokens, vectors, size=self.vocab_size)
         if self.position is None:
             angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         if self.local_frequencies is not None:

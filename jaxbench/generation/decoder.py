@@ -133,6 +133,8 @@ def why_not_native(device: str) -> str | None:
 def why_no_block(config: TransformerConfig) -> str | None:
     """Why a model's layers have no native block; None where they have one."""
     kind = config.layer_kind
+    if not config.is_causal:
+        return f"native kernels are causal, and the model has is_causal={config.is_causal}"
     return None if kind is None else f"native kernels have no block for the model's layers of kind {kind!r}"
 
 

@@ -103,7 +103,8 @@ def train_cost(
       used_parameters: those that it computes with (unset: all).
       vocab_chips: chips that share the logits.
     """
-    forward = _forward_flops(config, batch=batch, tokens=seq_len, pairs=_ordered_pairs(seq_len), head_tokens=seq_len)
+    pairs = _ordered_pairs(seq_len) if config.is_causal else seq_len**2
+    forward = _forward_flops(config, batch=batch, tokens=seq_len, pairs=pairs, head_tokens=seq_len)
     parts = {name: 3 * flops for name, flops in forward.items()}
     count, size = num_parameters(config), dtype_bytes(dtype)
     stored, used = (count if given is None else given for given in (stored_parameters, used_parameters))

@@ -64,6 +64,8 @@ def checked(checkpoint: PackedCheckpoint, cache_dtype: str, activations: str, th
         raise ValueError(f"native: activations={activations!r} is not one of {', '.join(PLANES)}")
     if threads < 0:
         raise ValueError(f"native: threads={threads}, wanted at least 0 (0 = all)")
+    if not checkpoint.config.is_causal:
+        raise ValueError(f"native: is_causal={checkpoint.config.is_causal}: native blocks are causal")
     if checkpoint.config.layer_kind is not None:
         raise ValueError(f"native: layers of kind {checkpoint.config.layer_kind!r} have no native block")
     found = {matrix.format for matrix in checkpoint.matrices.values()}

@@ -33,14 +33,16 @@ class NativeTransformer(nnx.Module):
         *,
         cache: paged.PagedCache | None = None,
         slot: Int[Array, ""] | int | None = None,
+        vectors: Float[Array, "M D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
         """Hidden states after the final norm, and the cache with the tokens' keys and values at their positions.
 
         slot is not read: a token's place in the pages is its position. Without a cache one is made for T positions.
+        vectors: of tokens past the vocabulary.
         """
         if cache is None:
             cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
-        return run.run(self.weights, self.configs, tokens, positions, cache, self.settings)
+        return run.run(self.weights, self.configs, tokens, positions, cache, self.settings, vectors)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of hidden states."""

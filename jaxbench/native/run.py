@@ -6,6 +6,7 @@ Twin: torch_ref/native/run.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -72,8 +73,10 @@ def run(
     positions: Int[Array, "B T"],
     cache: paged.PagedCache,
     settings: Settings,
+    vectors: Float[Array, "M D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
-    """Hidden states of tokens after the final norm, and the cache with them; configs: of each layer.
+    """Hidden states of tokens after the final norm, and the cache with them; configs: of each layer; vectors: of
+    tokens past the vocabulary.
 
     The tokens of a call are the rows of its blocks, so that a token's result is the same bits in any prompt part and
     batch; long prompts go through in parts.
@@ -81,7 +84,7 @@ def run(
     batch, length = tokens.shape
     parts = -(-length // max(1, PART_ROWS // batch))
     if parts == 1:
-        return run_part(weights, configs, tokens, positions, cache, settings)
+        return run_part(weights, configs, tokens, positions, cache, settings, vectors)
     part = -(-length // parts)  # equal parts: 832 tokens are 2 of 416, not 512 and 512 of which 192 are padding
     short = ((0, 0), (0, parts * part - length))
     tokens, positions = jnp.pad(tokens, short), jnp.pad(positions, short, constant_values=-1)
@@ -89,7 +92,7 @@ def run(
     def step(i, carry):
         hidden, cache = carry
         here = (lax.dynamic_slice_in_dim(x, i * part, part, axis=1) for x in (tokens, positions))
-        out, cache = run_part(weights, configs, *here, cache, settings)
+        out, cache = run_part(weights, configs, *here, cache, settings, vectors)
         return lax.dynamic_update_slice_in_dim(hidden, out, i * part, axis=1), cache
 
     hidden = jnp.zeros((batch, parts * part, configs[0].d_model), jnp.float32)
@@ -104,11 +107,11 @@ def run_part(
     positions: Int[Array, "B T"],
     cache: paged.PagedCache,
     settings: Settings,
+    vectors: Float[Array, "M D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], paged.PagedCache]:
     """The same for tokens that are few enough for one call a block."""
-    x = calls.embed(tokens, weights.embed)
-    if configs[0].embedding_scale != 1.0:
-        x = x * jnp.float32(configs[0].embedding_scale)
+    embed = functools.partial(_embed, weights=weights.embed, scale=configs[0].embedding_scale)
+    x = functional.with_vectors(embed, tokens, vectors, size=configs[0].vocab_size)
     if weights.position is not None:
         x = x + weights.position[jnp.maximum(positions, 0)]
     rows, half = positions.reshape(-1), configs[0].head_dim // 2
@@ -119,6 +122,11 @@ def run_part(
     out, arrays = calls.blocks(*arguments)
     out = calls.norm(out, *weights.final_norm, eps=configs[0].norm_eps)
     return out.reshape(x.shape), paged.PagedCache(*arrays, cache.table)
+
+
+def _embed(tokens: Int[Array, "B T"], weights: calls.PackedWeights, scale: float) -> Float[Array, "B T D"]:
+    rows = calls.embed(tokens, weights)
+    return rows if scale == 1.0 else rows * jnp.float32(scale)
 
 
 def logits(

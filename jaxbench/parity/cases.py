@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxbench import initial
 from jaxbench.block_pattern import BlockPattern
+from jaxbench.compress.config import CompressorConfig
 from jaxbench.config import RotaryScaling, TransformerConfig
 from jaxbench.hallucination.token_inputs import TokenConfig
 from jaxbench.hallucination.tuned_inputs import TunedConfig
@@ -70,6 +71,15 @@ ADAPTED = with_lora(LLAMA, LoraConfig(
 TUNED = TunedConfig(
     decoder=LLAMA.model_copy(update={"num_layers": 3}), first=1, num_blocks=2,
     lora=LoraConfig(rank=3, alpha=5.0, dropout=0.1, targets=("q_proj", "v_proj", "up_proj")),
+)  # fmt: skip
+
+COMPRESS = {
+    "module": "compress.compressor", "task": "compress.compressor", "data": "compress.config", "prompt": 0,
+    "backends": ("flax",),
+}  # fmt: skip
+COMPRESSOR = CompressorConfig(
+    decoder=LLAMA.model_copy(update={"num_layers": 3}), num_layers=2, chunk=12, ratios=(2, 4), d_connector=24,
+    d_local=20,
 )  # fmt: skip
 
 
@@ -175,6 +185,8 @@ CASES: tuple[Case, ...] = (
     _llama("llama-blocked-window", options=BLOCKED, sliding_window=5, packed=True),
     _llama("llama-scan", options={"scan_layers": True}),
     _llama("llama-fused", options={"projection_groups": 2}, use_bias=True),  # two parts, as over a mesh's model=2
+    _llama("llama-encoder", is_causal=False)._replace(prompt=0),
+    _llama("llama-encoder-blocked", options=BLOCKED, packed=True, is_causal=False)._replace(prompt=0),
     _llama("qwen3", sampled=True, **QWEN3),
     _llama("qwen3-untied-scan", options={"scan_layers": True, "projection_groups": 2}, tie_embeddings=False, **QWEN3),
     _llama("qwen2", qkv_bias=True),
@@ -217,6 +229,8 @@ CASES: tuple[Case, ...] = (
          data="hallucination.token_inputs", batch=8, length=32, prompt=0, backends=("flax",)),
     Case("hallucination/tuned", TUNED, module="hallucination.tuned_reader", task="hallucination.tuned_reader",
          data="hallucination.tuned_inputs", prompt=0, backends=("flax",)),
+    Case("compress/frozen", COMPRESSOR, **COMPRESS),
+    Case("compress/lora", COMPRESSOR.model_copy(update={"lora": LoraConfig(rank=4, alpha=4.0)}), **COMPRESS),
     *map(_reader, ("llama", "qwen3", "gpt2", "mistral", "gemma2")),
     _memory("neural", num_persistent=3, length=17),
     _memory("neural-padded", seed=1, depth=1, residual_norm=True, loss_reduction="mean", max_update_norm=0.5),

@@ -44,9 +44,9 @@ def _without_norm(original: Callable, model: Any, *args: Any) -> Any:
         model.final_norm = norm
 
 
-def _no_segments(original: Callable, spans: attention.Spans, window: int | None) -> torch.Tensor:
+def _no_segments(original: Callable, spans: attention.Spans, *how: Any) -> torch.Tensor:
     """Let a response see the ones that share its row."""
-    return original(spans._replace(query_segments=None, key_segments=None), window)
+    return original(spans._replace(query_segments=None, key_segments=None), *how)
 
 
 def _padding_counts(original: Callable, logits: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ class StreamOptions(_Body):
     """What a stream has beside its tokens."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # in every event, of what came so far (vLLM's)
 
 
 class _Asked(_Body):

@@ -22,7 +22,8 @@ class Form:
 
     def __init__(self, id: str, model: str, tokenizer: Any, body: Any):
         self._id, self._model, self._tokenizer = id, model, tokenizer
-        self._wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        options = body.stream_options or protocol.StreamOptions()
+        self._wants_usage, self._counts_on = options.include_usage, options.continuous_usage_stats
         # of every event; only its choices are written anew
         self._head = _json(protocol.envelope(id, self.chunk_kind, model, [])).removesuffix("[]}")
 
@@ -57,15 +58,18 @@ class Form:
         for number in range(len(answers)):
             if (opening := self.opening(number)) is not None:
                 yield self._event([opening])
+        count = 0
         async for number, piece in _pieces(answers):
+            count += len(piece.tokens)
             if piece.ended == "error":
                 error = protocol.error_body(piece.error or "the engine failed", "server_error")
                 yield f"data: {json.dumps(error)}\n\n"
             elif piece.text or piece.ended or piece.logprobs:
                 logprobs = self.logprobs(piece.tokens, piece.logprobs)
-                yield self._event([self.part(number, piece.text, logprobs, piece.ended)])
+                usage = _usage_text(answers, count) if self._counts_on else ""
+                yield self._event([self.part(number, piece.text, logprobs, piece.ended)], usage)
         if self._wants_usage:
-            yield self._event([], f',"usage":{_json(_usage(answers))}')
+            yield self._event([], _usage_text(answers, count))
         yield DONE
 
     def _event(self, choices: list[dict[str, Any]], more: str = "") -> str:
@@ -173,6 +177,12 @@ async def _read(number: int, answer: Answer, merged: asyncio.Queue[tuple[int, Pi
         await merged.put((number, piece))
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+def _usage(answers: Sequence[Answer], count: int | None = None) -> dict[str, Any]:
+    """Tokens of the prompt, of it found in the cache, and of the answers; count: those told so far, None = all."""
     first = answers[0]
-    return protocol.usage(len(first.request.prompt), first.num_cached, sum(len(each.ids) for each in answers))
+    new = sum(len(each.ids) for each in answers) if count is None else count
+    return protocol.usage(len(first.request.prompt), first.num_cached, new)
+
+
+def _usage_text(answers: Sequence[Answer], count: int) -> str:
+    return f',"usage":{_json(_usage(answers, count))}'

@@ -151,6 +151,9 @@ def test_openais_client_gets_models_answers_streams_choices_and_log_probabilitie
         pieces[-1].usage.prompt_tokens_details.cached_tokens == 64
         and whole.usage.prompt_tokens_details.cached_tokens == 0
     )
+    counted = client.completions.create(**asked, stream=True, stream_options={"continuous_usage_stats": True})
+    counts = [piece.usage.completion_tokens for piece in counted]
+    assert counts == sorted(counts) and counts[-1] == whole.usage.completion_tokens and len(counts) > 3
     assert len(whole.choices[0].logprobs.token_logprobs) == whole.usage.completion_tokens
     three = client.completions.create(**asked, n=3)
     assert three.choices[0].text == whole.choices[0].text and len({each.text for each in three.choices}) > 1

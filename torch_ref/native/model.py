@@ -36,17 +36,18 @@ class NativeTransformer(torch.nn.Module):
         *,
         cache: paged.PagedCache | None = None,
         slot: Tensor | int | None = None,
+        vectors: Float[Tensor, "M D"] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], paged.PagedCache]:
         """Hidden states after the final norm, and the cache with the tokens' keys and values at their positions.
 
         slot is not read: a token's place in the pages is its position. Without a cache one is made for T positions;
-        without positions they are 0, 1, ... in every row.
+        without positions they are 0, 1, ... in every row. vectors: of tokens past the vocabulary.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], dtype=torch.int32).expand(*tokens.shape)
         if cache is None:
             cache = paged.empty(self.configs[0], *tokens.shape, self.cache_dtype)
-        return run.run(self.weights, self.configs, tokens, positions, cache, self.settings)
+        return run.run(self.weights, self.configs, tokens, positions, cache, self.settings, vectors)
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Logits of hidden states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -69,11 +70,14 @@ def run(
     positions: Int[Tensor, "B T"],
     cache: paged.PagedCache,
     settings: Settings,
+    vectors: Float[Tensor, "M D"] | None = None,
 ) -> tuple[Float[Tensor, "B T D"], paged.PagedCache]:
-    """Hidden states of tokens after the final norm, and the cache, written in place; configs: of each layer."""
+    """Hidden states of tokens after the final norm, and the cache, written in place; configs: of each layer; vectors:
+    of tokens past the vocabulary.
+    """
     part = max(1, PART_ROWS // tokens.shape[0])
     parts = zip(tokens.split(part, dim=1), positions.split(part, dim=1), strict=True)
-    hidden = [run_part(weights, configs, *each, cache, settings)[0] for each in parts]
+    hidden = [run_part(weights, configs, *each, cache, settings, vectors)[0] for each in parts]
     return hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1), cache
 
 
@@ -84,11 +88,11 @@ def run_part(
     positions: Int[Tensor, "B T"],
     cache: paged.PagedCache,
     settings: Settings,
+    vectors: Float[Tensor, "M D"] | None = None,
 ) -> tuple[Float[Tensor, "B T D"], paged.PagedCache]:
     """The same for tokens that are few enough for one call a block."""
-    x = calls.embed(tokens, weights.embed)
-    if configs[0].embedding_scale != 1.0:
-        x = x * configs[0].embedding_scale
+    embed = functools.partial(_embed, weights=weights.embed, scale=configs[0].embedding_scale)
+    x = functional.with_vectors(embed, tokens, vectors, size=configs[0].vocab_size)
     if weights.position is not None:
         x = x + weights.position[torch.clamp(positions, min=0)]
     rows, half = positions.reshape(-1), configs[0].head_dim // 2
@@ -98,6 +102,11 @@ def run_part(
     arguments = (x.reshape(-1, x.shape[2]), rows, *pairs, weights.layers, cache[:4], table, configs, settings)
     out, _ = calls.blocks(*arguments)
     return calls.norm(out, *weights.final_norm, eps=configs[0].norm_eps).reshape(x.shape), cache
+
+
+def _embed(tokens: Int[Tensor, "B T"], weights: calls.PackedWeights, scale: float) -> Float[Tensor, "B T D"]:
+    rows = calls.embed(tokens, weights)
+    return rows if scale == 1.0 else rows * scale
 
 
 def logits(

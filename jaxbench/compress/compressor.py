@@ -1,0 +1,236 @@
+"""A context compressor in Flax NNX: encoder, connector, local head, and the decoder that reads its vectors.
+
+Twin: torch_ref/compress/compressor.py.
+Data's way: tokens of a chunk -> encoder's layers, each token seeing the whole chunk; in the last one queries and
+residual stream are averaged in groups -> connector -> vectors, in front of what the decoder is asked. The local head
+says a vector's own tokens from that vector alone: without it training stays where vectors are ignored. Axis letters:
+config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jaxbench import functional, nn, rotary, train, transformer
+from jaxbench.attention import Context, Spans, attention
+from jaxbench.compress.config import TAGS, CompressorConfig
+from jaxbench.config import Compute
+from jaxbench.lora import layers
+
+LOCAL_WEIGHT = 1.0  # of the local head's cross-entropy beside the decoder's
+TEACHER_WEIGHT = 1.0  # of the cross-entropy to the teacher's probabilities
+
+
+class Batch(NamedTuple):
+    """Rows of compressed text and of what the decoder is asked for behind it; config.Arrays says what is what."""
+
+    context: Int[Array, "B C T"]
+    groups: Int[Array, "B C M"]
+    inputs: Int[Array, "B S"]
+    positions: Int[Array, "B S"]
+    places: Int[Array, "B U"]
+    targets: Int[Array, "B U"]
+    mask: Bool[Array, "B U"]
+    sampled: Int[Array, "B C P"]
+    teacher_tokens: Int[Array, "B U K"] | None = None
+    teacher_probs: Float[Array, "B U K"] | None = None
+
+
+class Output(NamedTuple):
+    """What a batch's loss is computed of."""
+
+    logits: Float[Array, "B U V"]  # of the decoder
+    local: Float[Array, "B P V"]  # of the local head, all chunks' tokens in order
+
+
+class PooledBlock(transformer.Block):
+    """An encoder's last block: queries and residual stream averaged in groups, keys and values of every token."""
+
+    def pooled(
+        self, x: Float[Array, "B T D"], context: Context, groups: Int[Array, "B M"], frequencies: tuple[float, ...]
+    ) -> Float[Array, "B M D"]:
+        """Residual stream of the groups behind the block; groups: the position that each stands at, -1 = no token."""
+        positions, size = context.spans.key_positions, x.shape[1] // groups.shape[1]
+        normed, inner = self.attention_norm(x), self.attention
+        key, value = inner.keys_values(normed, context)
+        angles = functional.rotary_angles(groups, frequencies, dtype=str(x.dtype))
+        query = inner.queries(group_means(normed, positions >= 0, size), context._replace(angles=angles))
+        mixed = attention(
+            query, key, value, Spans(groups, positions), is_causal=False, implementation=inner.implementation,
+            block_size=inner.block_size, softcap=inner.softcap,
+        )  # fmt: skip
+        mixed = inner.o_proj(mixed.reshape(*groups.shape, -1))
+        mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
+        return self.feed(group_means(x, positions >= 0, size) + mixed, context, 0)
+
+
+def group_means(x: Float[Array, "B T D"], is_token: Bool[Array, "B T"], size: int) -> Float[Array, "B M D"]:
+    """Mean of each `size` neighbours that are tokens; 0 where none is."""
+    batch, length, width = x.shape
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    grouped = jnp.where(is_token[:, :, None], wide, 0.0).reshape(batch, length // size, size, width)
+    count = jnp.sum(is_token.reshape(batch, -1, size), axis=2)[:, :, None]
+    return (jnp.sum(grouped, axis=2) / jnp.maximum(count, 1).astype(wide.dtype)).astype(x.dtype)
+
+
+class Encoder(nnx.Module):
+    """The decoder's first layers, each token of a chunk seeing all of it."""
+
+    def __init__(self, config: CompressorConfig, compute: Compute):
+        shape = config.encoder
+        *inner, last = range(shape.num_layers)
+        self.layers = nnx.List([transformer.Block(shape.at_layer(i), compute) for i in inner])
+        self.layers.append(PooledBlock(shape.at_layer(last), compute))
+        self.final_norm = nn.norm(shape.norm, shape.d_model, eps=shape.norm_eps, dtype=compute.dtype)
+        self.ratios = nn.Embed(len(config.ratios), shape.d_model, dtype=compute.dtype)
+        self.frequencies = rotary.frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        self.known_ratios, self.dtype = config.ratios, str(compute.dtype)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], is_token: Bool[Array, "B T"], groups: Int[Array, "B M"]
+    ) -> Float[Array, "B M D"]:
+        """States of a chunk's groups, from its tokens' embeddings."""
+        number = self.known_ratios.index(x.shape[1] // groups.shape[1])
+        x = x + self.ratios(jnp.full((1, 1), number, jnp.int32))
+        positions = jnp.where(is_token, jnp.arange(x.shape[1], dtype=jnp.int32)[None], -1)
+        angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+        context = Context(Spans(positions, positions), angles, None, None)
+        *inner, last = self.layers
+        for layer in inner:
+            x, _ = layer(x, context, (0, 0))  # no dropout, whose sites these are
+        return self.final_norm(last.pooled(x, context, groups, self.frequencies))
+
+
+class Gain(nnx.Module):
+    """A factor for each channel."""
+
+    def __init__(self, features: int, *, dtype: str):
+        self.scale = nnx.Param(jnp.ones((features,), dtype))
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Each channel times its factor."""
+        return x * self.scale[...]
+
+
+class Connector(nnx.Module):
+    """From an encoder's states to vectors where a decoder's embeddings lie."""
+
+    def __init__(self, config: CompressorConfig, compute: Compute):
+        shape = config.encoder.model_copy(update={"d_ff": config.d_connector})
+        self.norm = nn.norm(shape.norm, shape.d_model, eps=shape.norm_eps, dtype=compute.dtype)
+        self.mlp = transformer.MLP(shape, compute)
+        self.gain = Gain(shape.d_model, dtype=compute.dtype)
+
+    def __call__(self, states: Float[Array, "B M D"]) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"]]:
+        """Vectors at the size of embeddings, and the same before their gain."""
+        normed = self.norm(states)
+        found = normed + self.mlp(normed)
+        return self.gain(found), found
+
+
+class LocalHead(nnx.Module):
+    """A vector's own tokens from it alone, as the decoder's hidden states in front of its logits."""
+
+    def __init__(self, config: CompressorConfig, compute: Compute):
+        shape, dtype = config.encoder, compute.dtype
+        self.up_proj = nn.Linear(shape.d_model, config.d_local, use_bias=False, dtype=dtype)
+        self.down_proj = nn.Linear(config.d_local, max(config.ratios) * shape.d_model, use_bias=False, dtype=dtype)
+        self.norm = nn.norm(shape.norm, shape.d_model, eps=shape.norm_eps, dtype=dtype)
+
+    def __call__(self, states: Float[Array, "B M D"], sampled: Int[Array, "B P"], size: int) -> Float[Array, "B P D"]:
+        """Hidden state of each sampled token of chunks whose vectors stand for `size` tokens each."""
+        wide = jnp.promote_types(states.dtype, jnp.float32)
+        hidden = jax.nn.silu(self.up_proj(states).astype(wide)).astype(states.dtype)
+        kernel = self.down_proj.kernel[...][:, : size * states.shape[2]]
+        tokens = functional.linear(hidden, kernel, None).reshape(states.shape[0], -1, states.shape[2])
+        return self.norm(jnp.take_along_axis(tokens, jnp.maximum(sampled, 0)[:, :, None], axis=1))
+
+
+class Compressor(nnx.Module):
+    """Encoder, connector, tags, local head, and the decoder."""
+
+    def __init__(self, config: CompressorConfig, compute: Compute):
+        self.encoder, self.connector = Encoder(config, compute), Connector(config, compute)
+        self.local = LocalHead(config, compute)
+        self.tags = nn.Embed(len(TAGS), config.decoder.d_model, dtype=compute.dtype)
+        make_layer = None if config.lora is None else layers.make_layer
+        self.decoder = transformer.Transformer(config.adapted, compute, make_layer)
+
+    def encode(
+        self, tokens: Int[Array, "B T"], groups: Int[Array, "B M"]
+    ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"]]:
+        """Vectors of chunks of tokens (-1 = padding), and the same before their gain."""
+        is_token = tokens >= 0
+        embed = self.decoder.embed
+        x = functional.take_rows(embed.embedding[...], jnp.maximum(tokens, 0)) * embed.scale
+        return self.connector(self.encoder(x, is_token, groups))
+
+    def __call__(self, batch: Batch, *, dropout: Any = None) -> Output:
+        """Logits of what the decoder and the local head are asked for; dropout is (Philox key, step)."""
+        rows, count, length = batch.context.shape
+        groups = batch.groups.reshape(rows * count, -1)
+        vectors, states = self.encode(batch.context.reshape(rows * count, length), groups)
+        sampled = batch.sampled.reshape(rows * count, -1)
+        local = self.local(states, sampled, length // groups.shape[1])
+        table = jnp.concatenate([vectors.reshape(-1, vectors.shape[2]), self.tags.embedding[...]])
+        hidden, _ = self.decoder.features(self._of_table(batch), batch.positions, dropout=dropout, vectors=table)
+        hidden = jnp.take_along_axis(hidden, batch.places[:, :, None], axis=1)
+        local = local.reshape(rows, -1, local.shape[2])
+        return Output(self.decoder.logits(hidden), self.decoder.logits(local))
+
+    def _of_table(self, batch: Batch) -> Int[Array, "B S"]:
+        """The decoder's inputs: a row's own vectors are found among those of all rows, and tags behind them."""
+        rows, count, each = batch.groups.shape
+        size, own = self.decoder.vocab_size, count * each
+        number = batch.inputs - size
+        row = jnp.arange(rows, dtype=batch.inputs.dtype)[:, None]
+        of_table = jnp.where(number < own, row * own + number, (rows - 1) * own + number)
+        return jnp.where(number < 0, batch.inputs, size + of_table)
+
+
+def predict(model: Compressor, batch: Batch, *, dropout: Any = None) -> Output:
+    """Logits of a batch."""
+    return model(batch, dropout=dropout)
+
+
+def loss_of(output: Output, batch: Batch) -> Float[Array, ""]:
+    """Cross-entropy of the decoder, of the local head and to the teacher where there is one, nats per token."""
+    loss = train.cross_entropy(output.logits, batch.targets, batch.mask)
+    sampled = batch.sampled.reshape(*batch.context.shape[:2], -1)
+    tokens = jnp.take_along_axis(batch.context, jnp.maximum(sampled, 0), axis=2)
+    own, is_asked = (each.reshape(len(each), -1) for each in (tokens, sampled >= 0))
+    loss = loss + LOCAL_WEIGHT * train.cross_entropy(output.local, own, is_asked)
+    if batch.teacher_tokens is None:
+        return loss
+    wide = output.logits.astype(jnp.promote_types(output.logits.dtype, jnp.float32))
+    log_probs = jnp.take_along_axis(wide, batch.teacher_tokens, axis=2)
+    log_probs = log_probs - jax.nn.logsumexp(wide, axis=2, keepdims=True)
+    losses = -jnp.sum(batch.teacher_probs.astype(wide.dtype) * log_probs, axis=2)
+    count = jnp.maximum(jnp.sum(batch.mask), 1).astype(wide.dtype)
+    return loss + TEACHER_WEIGHT * jnp.sum(jnp.where(batch.mask, losses, jnp.zeros((), wide.dtype))) / count
+
+
+def loss_fn(model: Compressor, batch: Batch, *, dropout: Any = None) -> Float[Array, ""]:
+    """The model's loss on a batch, nats per token."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
+
+
+def build(config: CompressorConfig, params: Mapping[str, np.ndarray], **compute: Any) -> Compressor:
+    """Compressor of a configuration holding `params`, cast to dtype.
+
+    Args:
+      compute: the fields of Compute, such as dtype and implementation.
+
+    Raises:
+      ValueError: a parameter is missing, unused or misshapen; all names are listed.
+    """
+    model = nnx.eval_shape(lambda: Compressor(config, Compute(**compute)))
+    return nn.load_params(model, params)

@@ -1,0 +1,161 @@
+"""Rows of text that a compressor is trained on: a passage, and what the decoder is asked behind its vectors (S file).
+
+A row is the passage read back (reconstruct) or what follows it (continue). Everything follows from the seed and the
+step: a run that was killed goes on with the rows that it would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pydantic
+from jaxtyping import Int32
+
+from jaxbench.compress.config import TAGS, Arrays, CompressorConfig, group_positions
+from jaxbench.config import Base
+
+RECONSTRUCT, CONTINUE, ANSWER, BLANK = (TAGS.index(tag) for tag in ("reconstruct", "continue", "answer", "blank"))
+
+
+class RowsConfig(Base):
+    """What rows are drawn."""
+
+    batch: int = pydantic.Field(default=8, ge=1)  # rows
+    num_chunks: int = pydantic.Field(default=2, ge=1)  # of a row's passage
+    num_targets: int = pydantic.Field(default=256, ge=1)  # tokens that the decoder is asked for; at most a chunk
+    reconstruct: float = pydantic.Field(default=0.4, ge=0, le=1)  # share of rows that are read back
+    dropout: float = pydantic.Field(default=0.4, ge=0, lt=1)  # of the decoder's inputs where a passage is read back
+    short: float = pydantic.Field(default=0.25, ge=0, le=1)  # share of rows whose last chunk is not full
+    sampled: int = pydantic.Field(default=64, ge=1)  # tokens of a chunk that the local head is asked for
+    aligned: bool = False  # vectors stand at the places of their tokens; else side by side
+    ratio: int | None = None  # of all steps; None = one of the compressor's a step, drawn by `weights`
+    weights: tuple[float, ...] | None = None  # of the ratios; None = all alike
+
+
+class Draw(NamedTuple):
+    """A step's rows and the ratio that they are compressed by."""
+
+    ratio: int
+    arrays: Arrays
+
+
+def draw(
+    texts: Sequence[Int32[np.ndarray, " N"]], config: CompressorConfig, rows: RowsConfig, *, seed: int, step: int
+) -> Draw:
+    """Rows of one step.
+
+    Args:
+      texts: token ids of each document; every one longer than a row's passage and what follows it.
+
+    Raises:
+      ValueError: no document is long enough.
+    """
+    length = rows.num_chunks * config.chunk
+    fitting = [text for text in texts if len(text) >= length + rows.num_targets]
+    if not fitting:
+        longest = max(map(len, texts), default=0)
+        raise ValueError(f"compress: the longest text has {longest} tokens; wanted {length + rows.num_targets}")
+    random = np.random.default_rng((seed, step))
+    ratio = rows.ratio or int(random.choice(config.ratios, p=None if rows.weights is None else rows.weights))
+    sizes = np.array([len(text) - length - rows.num_targets + 1 for text in fitting], np.float64)
+    made = []
+    for _ in range(rows.batch):
+        text = fitting[random.choice(len(fitting), p=sizes / sizes.sum())]
+        start = int(random.integers(len(text) - length - rows.num_targets + 1))
+        last = config.chunk
+        if random.random() < rows.short:
+            last = int(random.integers(1, config.chunk + 1))
+        passage = text[start : start + length - config.chunk + last]
+        if random.random() < rows.reconstruct:
+            made.append(_reconstructed(passage, config, rows, ratio, random))
+        else:
+            behind = text[start + len(passage) : start + len(passage) + rows.num_targets]
+            made.append(row(passage, behind, CONTINUE, config, ratio, rows.num_chunks, aligned=rows.aligned))
+    arrays = stacked(made, rows.num_targets, config)
+    return Draw(ratio, arrays._replace(sampled=_sampled(arrays.context, rows.sampled, random)))
+
+
+def _reconstructed(
+    passage: Int32[np.ndarray, " N"], config: CompressorConfig, rows: RowsConfig, ratio: int,
+    random: np.random.Generator,
+) -> Arrays:  # fmt: skip
+    """A row that reads one of its chunks back, some of the decoder's inputs hidden; it sees that chunk's vectors."""
+    chunk = int(random.integers(-(-len(passage) // config.chunk)))
+    own = passage[chunk * config.chunk : (chunk + 1) * config.chunk][: rows.num_targets]
+    made = row(passage, own, RECONSTRUCT, config, ratio, rows.num_chunks, aligned=rows.aligned, seen=chunk)
+    vectors = rows.num_chunks * config.chunk // ratio
+    hidden = np.arange(len(made.inputs)) > vectors  # behind the tag
+    hidden &= random.random(len(made.inputs)) < rows.dropout
+    blank = config.decoder.vocab_size + vectors + BLANK
+    return made._replace(inputs=np.where(hidden, blank, made.inputs).astype(np.int32))
+
+
+def row(
+    passage: Int32[np.ndarray, " N"],
+    asked: Int32[np.ndarray, " U"],
+    tag: int,
+    config: CompressorConfig,
+    ratio: int,
+    num_chunks: int,
+    *,
+    aligned: bool = False,
+    seen: int | None = None,
+    clear: Int32[np.ndarray, " L"] = np.zeros(0, np.int32),
+) -> Arrays:
+    """One row without its first axis: vectors of a passage, a tag, tokens in clear, and the tokens asked for.
+
+    Args:
+      seen: the decoder sees this chunk's vectors alone; None = all.
+      clear: tokens between the tag and what is asked for, which do not count.
+    """
+    c, size, each = config, config.decoder.vocab_size, config.chunk // ratio
+    context = np.full((num_chunks, c.chunk), -1, np.int32)
+    context.reshape(-1)[: len(passage)] = passage
+    groups = np.stack([group_positions(int((part >= 0).sum()), ratio, c.chunk) for part in context])
+    vectors, following = np.arange(num_chunks * each, dtype=np.int32), np.concatenate([clear, asked])
+    inputs = np.concatenate([size + vectors, [size + len(vectors) + tag], following[:-1]]).astype(np.int32)
+    chosen = groups >= 0
+    if seen is not None:
+        chosen &= np.arange(num_chunks)[:, None] == seen
+    if aligned:
+        first = 0 if seen is None else seen * c.chunk
+        spread = np.where(chosen, groups + np.arange(num_chunks)[:, None] * c.chunk - first, -1).reshape(-1)
+        end = len(passage) if seen is None else int((context[seen] >= 0).sum())
+    else:
+        spread = np.where(chosen, np.cumsum(chosen).reshape(chosen.shape) - 1, -1).reshape(-1)
+        end = int(chosen.sum())
+    positions = np.concatenate([spread, end + np.arange(len(following))]).astype(np.int32)
+    places = len(vectors) + np.arange(len(clear), len(following), dtype=np.int32)
+    mask = np.ones(len(asked), bool)
+    return Arrays(context, groups, inputs, positions, places, asked.astype(np.int32), mask, np.zeros(0, np.int32))
+
+
+def stacked(made: Sequence[Arrays], num_targets: int, config: CompressorConfig) -> Arrays:
+    """Rows side by side, filled up with padding to num_targets tokens that are asked for; of one ratio."""
+    size = max(each.inputs.shape[0] - each.targets.shape[0] for each in made) + num_targets
+
+    def filled(field: str, length: int, value: int) -> np.ndarray:
+        parts = [getattr(each, field) for each in made]
+        return np.stack([np.pad(x, (0, length - len(x)), constant_values=value) for x in parts])
+
+    return Arrays(
+        np.stack([each.context for each in made]),
+        np.stack([each.groups for each in made]),
+        filled("inputs", size, 0),
+        filled("positions", size, -1),
+        filled("places", num_targets, 0),
+        filled("targets", num_targets, 0),
+        filled("mask", num_targets, False),
+        np.full((len(made), made[0].context.shape[0], 1), -1, np.int32),
+    )
+
+
+def _sampled(
+    context: Int32[np.ndarray, "B C T"], count: int, random: np.random.Generator
+) -> Int32[np.ndarray, "B C P"]:
+    """Tokens of each chunk that the local head is asked for, drawn with replacement; -1 where a chunk has none."""
+    lengths = (context >= 0).sum(axis=2)[:, :, None]
+    drawn = (random.random((*context.shape[:2], count)) * lengths).astype(np.int32)
+    return np.where(lengths > 0, drawn, -1).astype(np.int32)

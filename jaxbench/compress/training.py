@@ -1,0 +1,197 @@
+"""Train a compressor on documents: resumable, its loss and held-out figures in a file of records.
+
+The decoder stays as it is, but for adapters where the configuration has any. A run that is killed goes on from its last
+checkpoint with the rows that it would have had (rows.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+from jaxtyping import Int32
+
+from jaxbench import config, parameters, prng, store
+from jaxbench.compress import compressor, rows
+from jaxbench.compress.config import CompressorConfig, is_trained, starting_params
+from jaxbench.compress.rows import RowsConfig
+from jaxbench.lora.config import LoraConfig
+from jaxbench.pretrained import weights
+from jaxbench.training import optimizer_step, schedules
+from jaxbench.training.checkpoint import Checkpoints
+from jaxbench.training.step_config import OptimizerConfig, StepConfig
+
+RECORDS, CHECKPOINTS = "records.jsonl", "checkpoints"
+KINDS = {rows.RECONSTRUCT: "reconstruct", rows.CONTINUE: "continue"}
+Texts = Sequence[Int32[np.ndarray, " N"]]
+
+
+class TrainingConfig(config.Base):
+    """How a compressor is trained."""
+
+    model: str | None = None  # the decoder; None = the default model
+    num_layers: int = pydantic.Field(default=12, ge=1)  # of the encoder
+    lora: LoraConfig | None = None  # adapters of the decoder
+    rows: RowsConfig = RowsConfig()
+    steps: int = pydantic.Field(default=1000, ge=1)
+    learning_rate: float = pydantic.Field(default=2e-4, gt=0)  # the highest
+    schedule: schedules.ScheduleConfig = schedules.ScheduleConfig(warmup_steps=30)
+    weight_decay: float = pydantic.Field(default=0.1, ge=0)
+    precision: Literal["float32", "bfloat16"] = "bfloat16"  # of products
+    accumulation: int = pydantic.Field(default=1, ge=1)  # parts of a step's rows, one after another
+    held_out_every: int = pydantic.Field(default=100, ge=1)  # steps; checkpoints are saved then
+    held_out_ratio: int = 8
+    held_out_batches: int = pydantic.Field(default=4, ge=1)
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
+
+    def shape(self, decoder: config.TransformerConfig) -> CompressorConfig:
+        """Shape of the compressor of a decoder.
+
+        Raises:
+          ValueError: the decoder cannot have one, or held_out_ratio is not among its ratios.
+        """
+        shape = CompressorConfig(decoder=decoder, num_layers=self.num_layers, lora=self.lora)
+        shape.check_ratio(self.held_out_ratio)
+        return shape
+
+    def step_config(self) -> StepConfig:
+        """What one optimiser step does."""
+        optimizer = CompressorOptimizer(weight_decay=self.weight_decay)
+        return StepConfig(
+            precision=self.precision, optimizer=optimizer, accumulation=self.accumulation, kernels="xla",
+            nonfinite="skip",
+        )  # fmt: skip
+
+
+class CompressorOptimizer(OptimizerConfig):
+    """An optimiser that leaves the decoder's own parameters alone."""
+
+    def is_trained(self, name: str) -> bool:
+        """True for parameters that training changes, by dotted name."""
+        return is_trained(name)
+
+
+def train(
+    settings: TrainingConfig,
+    held: weights.Checkpoint,
+    texts: Texts,
+    held_out: Texts,
+    workdir: Path,
+    *,
+    say: Callable[[str], Any] = print,
+    progress: Callable[[int], Any] = lambda steps: None,
+) -> dict[str, np.ndarray]:
+    """Trained parameters by name, after all steps; goes on from the newest checkpoint under workdir.
+
+    Raises:
+      ValueError: the folder is another run's, a text is too short, or the loss is not finite at the end.
+    """
+    shape = settings.shape(held.config)
+    store.claim(workdir, f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}")
+    params = starting_params(shape, held.params, seed=settings.seed)
+    model = compressor.build(shape, params, dtype=settings.precision)
+    step_config = settings.step_config()
+    state = optimizer_step.init_state(model, params, step_config)
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2, say=say)
+    try:
+        found = checkpoints.restore(_kept(state), check_meta=lambda meta: None)
+        done = 0 if found is None else found.step
+        state = state if found is None else _loaded(state, found.arrays)
+        run = functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=compressor.loss_fn)
+        step_fn, key = jax.jit(run, donate_argnums=0), prng.key_from_seed(settings.seed)
+        judge, started = Judge(settings, shape, state.graph, held_out), time.monotonic()
+        progress(done)
+        for step in range(done, settings.steps):
+            rate = schedules.learning_rate(settings.schedule, step, peak=settings.learning_rate, steps=settings.steps)
+            ratio, arrays = rows.draw(texts, shape, settings.rows, seed=settings.seed, step=step)
+            state, metrics = step_fn(state, compressor.Batch(*arrays), jnp.float32(rate), key)
+            record = {"step": step + 1, "ratio": ratio, "loss": float(metrics.loss), "seconds": _since(started)}
+            store.append(workdir / RECORDS, [record | {"grad_norm": float(metrics.grad_norm)}])
+            progress(1)
+            if (step + 1) % settings.held_out_every == 0 or step + 1 == settings.steps:
+                figures = judge(state.params)
+                store.append(workdir / RECORDS, [{"step": step + 1, "held_out": figures, "seconds": _since(started)}])
+                say(f"step {step + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+                checkpoints.save(step + 1, _kept(state), {}, loss=figures["continue_loss"])
+        checkpoints.wait()
+    finally:
+        checkpoints.close()
+    trained = optimizer_step.state_arrays(state)["params"]
+    if not all(np.isfinite(value).all() for name, value in trained.items() if is_trained(name)):
+        raise ValueError(f"train: parameters are not finite; lower learning_rate={settings.learning_rate}")
+    return {name: value for name, value in trained.items() if is_trained(name)}
+
+
+def _since(started: float) -> float:
+    return round(time.monotonic() - started, 1)
+
+
+class Judge:
+    """Held-out figures of parameters: the same rows every time."""
+
+    def __init__(self, settings: TrainingConfig, shape: CompressorConfig, graph: Any, texts: Texts):
+        chosen = settings.rows.model_copy(
+            update={"ratio": settings.held_out_ratio, "reconstruct": 0.5, "dropout": 0.0, "short": 0.0}
+        )
+        self._batches = [
+            rows.draw(texts, shape, chosen, seed=2**32 + settings.seed, step=i).arrays
+            for i in range(settings.held_out_batches)
+        ]
+        self._dtype = settings.precision
+        self._program = jax.jit(functools.partial(_judged, graph))
+        self._first = shape.decoder.vocab_size + chosen.num_chunks * shape.chunk // settings.held_out_ratio
+
+    def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
+        """Loss in nats per token and accuracy of what is read back and of what follows, accuracy of the local head."""
+        cast = {name: value.astype(self._dtype) for name, value in params.items()}
+        sums: dict[str, list[np.ndarray]] = {}
+        for arrays in self._batches:
+            losses, right, local = map(np.asarray, self._program(cast, compressor.Batch(*arrays)))
+            tags = arrays.inputs[np.arange(len(arrays.inputs)), arrays.places[:, 0]] - self._first
+            for tag, kind in KINDS.items():
+                sums.setdefault(f"{kind}_loss", []).append(losses[tags == tag].ravel())
+                sums.setdefault(f"{kind}_accuracy", []).append(right[tags == tag].ravel())
+            sums.setdefault("local_accuracy", []).append(local.ravel())
+        return {name: float(np.concatenate(parts).mean()) for name, parts in sums.items()}
+
+
+def _judged(graph: Any, params: Mapping[str, jax.Array], batch: compressor.Batch) -> tuple[jax.Array, ...]:
+    """Loss and hits of every target, and hits of the local head."""
+    output = compressor.predict(parameters.merge(graph, params), batch)
+    wide = output.logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(wide, batch.targets[:, :, None], axis=2)[:, :, 0]
+    losses = jax.nn.logsumexp(wide, axis=2) - picked
+    own = jnp.take_along_axis(batch.context, jnp.maximum(batch.sampled, 0), axis=2).reshape(len(batch.context), -1)
+    right, local = jnp.argmax(wide, axis=2) == batch.targets, jnp.argmax(output.local, axis=2) == own
+    return losses, right, local
+
+
+# Checkpoints: what is trained, its moments and counters
+
+
+def _kept(state: optimizer_step.TrainState) -> dict[str, Any]:
+    arrays = {f"params/{name}": value for name, value in state.params.items() if is_trained(name)}
+    return arrays | {f"rest/{i}": value for i, value in enumerate(_rest(state))}
+
+
+def _rest(state: optimizer_step.TrainState) -> list[Any]:
+    counters = (state.step, state.scale, state.good_steps, state.skipped, state.is_halted)
+    return [*jax.tree.leaves(state.moments), *counters]
+
+
+def _loaded(state: optimizer_step.TrainState, arrays: Mapping[str, np.ndarray]) -> optimizer_step.TrainState:
+    params = state.params | {
+        name.removeprefix("params/"): jnp.asarray(value) for name, value in arrays.items() if name.startswith("params/")
+    }
+    rest = [jnp.asarray(arrays[f"rest/{i}"]) for i in range(len(_rest(state)))]
+    moments = jax.tree.unflatten(jax.tree.structure(state.moments), rest[:-5])
+    counters = dict(zip(("step", "scale", "good_steps", "skipped", "is_halted"), rest[-5:]))
+    return dataclasses.replace(state, params=params, moments=moments, **counters)

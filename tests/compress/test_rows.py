@@ -1,0 +1,81 @@
+"""Rows that a compressor is trained on: passages, vectors' places, what is asked; the same for a seed and a step."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench.compress import config, rows
+from jaxbench.parity import cases
+
+CONFIG = cases.COMPRESSOR
+SIZE = CONFIG.decoder.vocab_size
+TEXT = np.arange(200, dtype=np.int32) % SIZE
+
+
+@given(seed=st.integers(0, 10**6), step=st.integers(0, 10**6), aligned=st.booleans())
+def test_every_row_asks_for_what_its_passage_or_the_text_behind_it_says(seed, step, aligned):
+    settings = rows.RowsConfig(batch=6, num_targets=12, sampled=5, aligned=aligned, dropout=0.5)
+    ratio, drawn = rows.draw([TEXT, TEXT[:9]], CONFIG, settings, seed=seed, step=step)
+    again = rows.draw([TEXT, TEXT[:9]], CONFIG, settings, seed=seed, step=step).arrays
+    for one, other in zip(drawn, again):
+        np.testing.assert_array_equal(one, other)
+    per_chunk = CONFIG.chunk // ratio
+    vectors = 2 * per_chunk
+    assert drawn.groups.shape == (6, 2, per_chunk) and drawn.inputs.shape == (6, vectors + 12)
+    for i in range(6):
+        row = config.Arrays(*(each if each is None else each[i] for each in drawn))
+        passage = row.context[row.context >= 0]
+        tag, count = row.inputs[vectors] - SIZE - vectors, int(row.mask.sum())
+        asked = row.targets[:count]
+        chunks = [each[each >= 0] for each in row.context]
+        if tag == rows.CONTINUE:
+            np.testing.assert_array_equal(asked, (passage[-1] + 1 + np.arange(12)) % SIZE)
+            seen = row.groups.reshape(-1) >= 0
+        else:
+            (chunk,) = [j for j, each in enumerate(chunks) if len(each) and np.array_equal(each, asked)][:1] or [None]
+            assert tag == rows.RECONSTRUCT and chunk is not None
+            seen = (row.groups >= 0) & (row.positions[:vectors].reshape(2, -1) >= 0)
+            assert seen.any(axis=1).sum() == 1
+            seen = seen.reshape(-1)
+        used = row.positions[row.positions >= 0]
+        assert np.array_equal(row.positions[:vectors] >= 0, seen) and (np.diff(used) > 0).all()
+        assert aligned or np.array_equal(used, np.arange(len(used)))
+        inputs = row.inputs[vectors + 1 : vectors + count]
+        hidden = inputs == SIZE + vectors + rows.BLANK
+        np.testing.assert_array_equal(inputs[~hidden], asked[:-1][~hidden])
+        assert tag == rows.RECONSTRUCT or not hidden.any()
+        for part, sampled in zip(chunks, row.sampled):
+            assert ((sampled < len(part)) & (sampled >= (0 if len(part) else -1))).all()
+
+
+@given(length=st.integers(0, 12), ratio=st.sampled_from([2, 4]))
+def test_a_chunk_has_as_many_vectors_as_its_tokens_need(length, ratio):
+    groups = config.group_positions(length, ratio, 12)
+    assert (groups >= 0).sum() == -(-length // ratio) and len(groups) == 12 // ratio
+
+
+def test_a_text_that_is_too_short_is_named():
+    with pytest.raises(ValueError, match="the longest text has 9 tokens; wanted 36"):
+        rows.draw([TEXT[:9]], CONFIG, rows.RowsConfig(num_targets=12), seed=0, step=0)
+
+
+@pytest.mark.parametrize(
+    "update, words",
+    [
+        ({"ratios": (2, 5)}, r"ratios=\[2, 5\] must rise and divide chunk=12"),
+        ({"ratios": (4, 2)}, "must rise"),
+        ({"ratios": ()}, "must rise"),
+        ({"num_layers": 4}, "num_layers=4 of a decoder that has 3"),
+        ({"decoder": CONFIG.decoder.model_copy(update={"sliding_window": 4})}, "sliding_window=4"),
+        ({"decoder": CONFIG.decoder.model_copy(update={"position": "learned"})}, "position=learned"),
+    ],
+)
+def test_shapes_that_cannot_be_are_named(update, words):
+    with pytest.raises(ValueError, match=words):
+        config.CompressorConfig(**{**dict(CONFIG), **update})
+
+
+def test_a_ratio_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="ratio=3; wanted one of 2, 4"):
+        CONFIG.check_ratio(3)

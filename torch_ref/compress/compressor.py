@@ -1,0 +1,236 @@
+"""A context compressor in PyTorch: encoder, connector, local head, and the decoder that reads its vectors.
+
+Twin: jaxbench/compress/compressor.py.
+Data's way: tokens of a chunk -> encoder's layers, each token seeing the whole chunk; in the last one queries and
+residual stream are averaged in groups -> connector -> vectors, in front of what the decoder is asked. The local head
+says a vector's own tokens from that vector alone: without it training stays where vectors are ignored. Axis letters:
+config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from jaxbench import rotary
+from jaxbench.compress.config import TAGS, CompressorConfig
+from jaxbench.config import Compute
+from torch_ref import functional, nn, train, transformer
+from torch_ref.attention import Context, Spans, attention
+from torch_ref.lora import layers
+
+LOCAL_WEIGHT = 1.0  # of the local head's cross-entropy beside the decoder's
+TEACHER_WEIGHT = 1.0  # of the cross-entropy to the teacher's probabilities
+
+
+class Batch(NamedTuple):
+    """Rows of compressed text and of what the decoder is asked for behind it; config.Arrays says what is what."""
+
+    context: Int[Tensor, "B C T"]
+    groups: Int[Tensor, "B C M"]
+    inputs: Int[Tensor, "B S"]
+    positions: Int[Tensor, "B S"]
+    places: Int[Tensor, "B U"]
+    targets: Int[Tensor, "B U"]
+    mask: Bool[Tensor, "B U"]
+    sampled: Int[Tensor, "B C P"]
+    teacher_tokens: Int[Tensor, "B U K"] | None = None
+    teacher_probs: Float[Tensor, "B U K"] | None = None
+
+
+class Output(NamedTuple):
+    """What a batch's loss is computed of."""
+
+    logits: Float[Tensor, "B U V"]  # of the decoder
+    local: Float[Tensor, "B P V"]  # of the local head, all chunks' tokens in order
+
+
+class PooledBlock(transformer.Block):
+    """An encoder's last block: queries and residual stream averaged in groups, keys and values of every token."""
+
+    def pooled(
+        self, x: Float[Tensor, "B T D"], context: Context, groups: Int[Tensor, "B M"], frequencies: tuple[float, ...]
+    ) -> Float[Tensor, "B M D"]:
+        """Residual stream of the groups behind the block; groups: the position that each stands at, -1 = no token."""
+        positions, size = context.spans.key_positions, x.shape[1] // groups.shape[1]
+        normed, inner = self.attention_norm(x), self.attention
+        key, value = inner.keys_values(normed, context)
+        angles = functional.rotary_angles(groups, frequencies, dtype=str(x.dtype).removeprefix("torch."))
+        query = inner.queries(group_means(normed, positions >= 0, size), context._replace(angles=angles))
+        mixed = attention(
+            query, key, value, Spans(groups, positions), is_causal=False, implementation=inner.implementation,
+            block_size=inner.block_size, softcap=inner.softcap,
+        )  # fmt: skip
+        mixed = inner.o_proj(mixed.reshape(*groups.shape, -1))
+        mixed = mixed if self.attention_post_norm is None else self.attention_post_norm(mixed)
+        return self.feed(group_means(x, positions >= 0, size) + mixed, context, 0)
+
+
+def group_means(x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"], size: int) -> Float[Tensor, "B M D"]:
+    """Mean of each `size` neighbours that are tokens; 0 where none is."""
+    batch, length, width = x.shape
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    grouped = torch.where(is_token[:, :, None], wide, 0.0).reshape(batch, length // size, size, width)
+    count = is_token.reshape(batch, -1, size).sum(dim=2)[:, :, None]
+    return (grouped.sum(dim=2) / count.clamp(min=1).to(wide.dtype)).to(x.dtype)
+
+
+class Encoder(torch.nn.Module):
+    """The decoder's first layers, each token of a chunk seeing all of it."""
+
+    def __init__(self, config: CompressorConfig, compute: Compute):
+        super().__init__()
+        shape = config.encoder
+        *inner, last = range(shape.num_layers)
+        self.layers = torch.nn.ModuleList([transformer.Block(shape.at_layer(i), compute) for i in inner])
+        self.layers.append(PooledBlock(shape.at_layer(last), compute))
+        self.final_norm = nn.norm(shape.norm, shape.d_model, eps=shape.norm_eps, dtype=compute.dtype)
+        self.ratios = nn.Embed(len(config.ratios), shape.d_model, dtype=compute.dtype)
+        self.frequencies = rotary.frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        self.known_ratios, self.dtype = config.ratios, str(compute.dtype)
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], is_token: Bool[Tensor, "B T"], groups: Int[Tensor, "B M"]
+    ) -> Float[Tensor, "B M D"]:
+        """States of a chunk's groups, from its tokens' embeddings."""
+        number = self.known_ratios.index(x.shape[1] // groups.shape[1])
+        x = x + self.ratios(torch.full((1, 1), number, device=x.device))
+        positions = torch.where(is_token, torch.arange(x.shape[1], dtype=torch.int32, device=x.device)[None], -1)
+        angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
+        context = Context(Spans(positions, positions), angles, None, None)
+        *inner, last = self.layers
+        for layer in inner:
+            x, _ = layer(x, context, (0, 0))  # no dropout, whose sites these are
+        return self.final_norm(last.pooled(x, context, groups, self.frequencies))
+
+
+class Gain(torch.nn.Module):
+    """A factor for each channel."""
+
+    def __init__(self, features: int, *, dtype: str):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(features, dtype=getattr(torch, dtype)))
+
+    def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+        """Each channel times its factor."""
+        return x * self.scale
+
+
+class Connector(torch.nn.Module):
+    """From an encoder's states to vectors where a decoder's embeddings lie."""
+
+    def __init__(self, config: CompressorConfig, compute: Compute):
+        super().__init__()
+        shape = config.encoder.model_copy(update={"d_ff": config.d_connector})
+        self.norm = nn.norm(shape.norm, shape.d_model, eps=shape.norm_eps, dtype=compute.dtype)
+        self.mlp = transformer.MLP(shape, compute)
+        self.gain = Gain(shape.d_model, dtype=compute.dtype)
+
+    def forward(self, states: Float[Tensor, "B M D"]) -> tuple[Float[Tensor, "B M D"], Float[Tensor, "B M D"]]:
+        """Vectors at the size of embeddings, and the same before their gain."""
+        normed = self.norm(states)
+        found = normed + self.mlp(normed)
+        return self.gain(found), found
+
+
+class LocalHead(torch.nn.Module):
+    """A vector's own tokens from it alone, as the decoder's hidden states in front of its logits."""
+
+    def __init__(self, config: CompressorConfig, compute: Compute):
+        super().__init__()
+        shape, dtype = config.encoder, compute.dtype
+        self.up_proj = nn.Linear(shape.d_model, config.d_local, use_bias=False, dtype=dtype)
+        self.down_proj = nn.Linear(config.d_local, max(config.ratios) * shape.d_model, use_bias=False, dtype=dtype)
+        self.norm = nn.norm(shape.norm, shape.d_model, eps=shape.norm_eps, dtype=dtype)
+
+    def forward(self, states: Float[Tensor, "B M D"], sampled: Int[Tensor, "B P"], size: int) -> Float[Tensor, "B P D"]:
+        """Hidden state of each sampled token of chunks whose vectors stand for `size` tokens each."""
+        hidden = F.silu(self.up_proj(states))
+        kernel = self.down_proj.kernel[:, : size * states.shape[2]]
+        tokens = functional.linear(hidden, kernel, None).reshape(states.shape[0], -1, states.shape[2])
+        return self.norm(torch.take_along_dim(tokens, sampled.clamp(min=0).long()[:, :, None], dim=1))
+
+
+class Compressor(torch.nn.Module):
+    """Encoder, connector, tags, local head, and the decoder."""
+
+    def __init__(self, config: CompressorConfig, compute: Compute):
+        super().__init__()
+        self.encoder, self.connector = Encoder(config, compute), Connector(config, compute)
+        self.local = LocalHead(config, compute)
+        self.tags = nn.Embed(len(TAGS), config.decoder.d_model, dtype=compute.dtype)
+        make_layer = None if config.lora is None else layers.make_layer
+        self.decoder = transformer.Transformer(config.adapted, compute, make_layer)
+
+    def encode(
+        self, tokens: Int[Tensor, "B T"], groups: Int[Tensor, "B M"]
+    ) -> tuple[Float[Tensor, "B M D"], Float[Tensor, "B M D"]]:
+        """Vectors of chunks of tokens (-1 = padding), and the same before their gain."""
+        is_token = tokens >= 0
+        embed = self.decoder.embed
+        x = functional.take_rows(embed.embedding, tokens.clamp(min=0)) * embed.scale
+        return self.connector(self.encoder(x, is_token, groups))
+
+    def forward(self, batch: Batch, *, dropout: Any = None) -> Output:
+        """Logits of what the decoder and the local head are asked for; dropout is (Philox key, step)."""
+        rows, count, length = batch.context.shape
+        groups = batch.groups.reshape(rows * count, -1)
+        vectors, states = self.encode(batch.context.reshape(rows * count, length), groups)
+        sampled = batch.sampled.reshape(rows * count, -1)
+        local = self.local(states, sampled, length // groups.shape[1])
+        table = torch.cat([vectors.reshape(-1, vectors.shape[2]), self.tags.embedding])
+        hidden, _ = self.decoder.features(self._of_table(batch), batch.positions, dropout=dropout, vectors=table)
+        hidden = torch.take_along_dim(hidden, batch.places.long()[:, :, None], dim=1)
+        local = local.reshape(rows, -1, local.shape[2])
+        return Output(self.decoder.logits(hidden), self.decoder.logits(local))
+
+    def _of_table(self, batch: Batch) -> Int[Tensor, "B S"]:
+        """The decoder's inputs: a row's own vectors are found among those of all rows, and tags behind them."""
+        rows, count, each = batch.groups.shape
+        size, own = self.decoder.vocab_size, count * each
+        number = batch.inputs - size
+        row = torch.arange(rows, dtype=batch.inputs.dtype, device=number.device)[:, None]
+        of_table = torch.where(number < own, row * own + number, (rows - 1) * own + number)
+        return torch.where(number < 0, batch.inputs, size + of_table)
+
+
+def predict(model: Compressor, batch: Batch, *, dropout: Any = None) -> Output:
+    """Logits of a batch."""
+    return model(batch, dropout=dropout)
+
+
+def loss_of(output: Output, batch: Batch) -> Float[Tensor, ""]:
+    """Cross-entropy of the decoder, of the local head and to the teacher where there is one, nats per token."""
+    loss = train.cross_entropy(output.logits, batch.targets, batch.mask)
+    sampled = batch.sampled.reshape(*batch.context.shape[:2], -1)
+    tokens = torch.take_along_dim(batch.context, sampled.clamp(min=0).long(), dim=2)
+    own, is_asked = (each.reshape(len(each), -1) for each in (tokens, sampled >= 0))
+    loss = loss + LOCAL_WEIGHT * train.cross_entropy(output.local, own, is_asked)
+    if batch.teacher_tokens is None:
+        return loss
+    wide = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+    log_probs = torch.take_along_dim(wide, batch.teacher_tokens.long(), dim=2)
+    log_probs = log_probs - torch.logsumexp(wide, dim=2, keepdim=True)
+    losses = -(batch.teacher_probs.to(wide.dtype) * log_probs).sum(dim=2)
+    count = batch.mask.sum().clamp(min=1).to(wide.dtype)
+    return loss + TEACHER_WEIGHT * losses.masked_fill(~batch.mask, 0.0).sum() / count
+
+
+def loss_fn(model: Compressor, batch: Batch, *, dropout: Any = None) -> Float[Tensor, ""]:
+    """The model's loss on a batch, nats per token."""
+    return loss_of(predict(model, batch, dropout=dropout), batch)
+
+
+def build(
+    config: CompressorConfig, params: Mapping[str, np.ndarray], *, device: str = "cpu", **compute: Any
+) -> Compressor:
+    """Compressor of a configuration holding `params`, on a device: as jaxbench.compress.compressor.build."""
+    with torch.device("meta"):
+        model = Compressor(config, Compute(**compute))
+    return nn.load_params(model, params, device=device)
