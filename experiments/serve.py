@@ -60,7 +60,7 @@ def main() -> int:
     try:
         import uvicorn
 
-        from jaxbench.serve import app
+        from jaxbench.serve import app, head_limit
     except ImportError as error:
         raise ValueError(f"serve: {error}; pip install 'jaxbench[serve]'") from error
     from jaxbench.pretrained import tokenizer
@@ -72,7 +72,7 @@ def main() -> int:
     logging.getLogger("jaxbench.serve").setLevel(logging.INFO)
     made = app.make(config, lambda: tokenizer.load_tokenizer(config.engine.model), _watermarks(config.engine))
     options = uvicorn.Config(
-        made, log_level="warning", access_log=False, server_header=False,
+        made, http=head_limit.protocol(), log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=max(1, round(config.drain_s) + 5),
     )  # fmt: skip
     started, listening = time.monotonic(), _socket(config.host, config.port)
@@ -102,7 +102,9 @@ def _check(config: Any) -> None:
     """
     from jaxbench.serve.intake import KEY_VARIABLE
 
-    engine = config.engine
+    engine, key = config.engine, os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.strip():
+        raise ValueError(f"{KEY_VARIABLE}={key!r} is blank; wanted a key, or no such variable")
     sizes = [engine.read_config(path).vocab_size for path in (engine.model, engine.draft or engine.model)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"draft={engine.draft} has {sizes[1]} tokens, and the model {sizes[0]}; wanted the same ones")

@@ -141,6 +141,8 @@ def with_vectors(
         return embed(tokens)
     is_vector = tokens >= size
     rows = embed(jnp.where(is_vector, 0, tokens))
+    if vectors.shape[1] != rows.shape[2]:
+        raise ValueError(f"vectors: {vectors.shape[1]} wide, wanted the model's {rows.shape[2]}")
     chosen = take_rows(vectors, jnp.where(is_vector, tokens - size, 0))
     return jnp.where(is_vector[..., None], chosen.astype(rows.dtype), rows)
 

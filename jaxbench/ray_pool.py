@@ -34,7 +34,8 @@ def start(processes: int) -> None:
         if named is not None and len(named) > LONGEST_FOLDER:
             del os.environ["TMPDIR"]  # Ray then takes its own default
         try:
-            ray.init(num_cpus=processes, **options)
+            # a cluster that is there has its own number
+            ray.init(**({} if os.environ.get("RAY_ADDRESS") else {"num_cpus": processes}), **options)
         finally:
             if named is not None:
                 os.environ["TMPDIR"] = named

@@ -46,6 +46,31 @@ PARAMS = initial.initial_params(LLAMA, 0, distinct=True)
 POSITIONS = np.tile(np.arange(T, dtype=np.int32), (B, 1))
 
 
+@pytest.mark.parametrize("options", [{}, {"implementation": "blocked", "block_size": 4}], ids=["dense", "blocked"])
+@pytest.mark.parametrize("backend", ["flax", "equinox", "torch", "torch-fused"])
+def test_only_in_an_encoder_a_token_sees_those_behind_it(backend, options):
+    if backend == "torch-fused":
+        options = {"implementation": "fused"}
+    build = {"flax": transformer, "equinox": eqx_transformer}.get(backend, torch_transformer).build
+    as_array = torch.from_numpy if backend.startswith("torch") else jnp.asarray
+    tokens = np.random.default_rng(0).integers(0, 61, (B, T)).astype(np.int32)
+    changed = tokens.copy()
+    changed[:, -1] = (changed[:, -1] + 1) % 61
+    positions = POSITIONS.copy()
+    positions[1, -1] = -1  # of the second row it is padding
+    for is_causal in (True, False):
+        model = build(LLAMA.model_copy(update={"is_causal": is_causal}), PARAMS, **options)
+        with torch.no_grad():
+            one, other = (np.asarray(model(*map(as_array, (each, positions)))) for each in (tokens, changed))
+        is_seen = np.abs(one - other)[:, :-1].max(axis=(1, 2)) > 0
+        np.testing.assert_array_equal(is_seen, [not is_causal, False])
+
+
+def test_an_encoder_has_no_window():
+    with pytest.raises(ValueError, match="is_causal=False goes with no sliding_window, got 4"):
+        TransformerConfig(**(LLAMA.model_dump() | {"is_causal": False, "sliding_window": 4}))
+
+
 @pytest.fixture(scope="module")
 def forward():
     """Return the jitted Llama forward pass (tokens, positions, segments) -> logits."""

@@ -111,6 +111,8 @@ def with_vectors(
         return embed(tokens)
     is_vector = tokens >= size
     rows = embed(torch.where(is_vector, 0, tokens))
+    if vectors.shape[1] != rows.shape[2]:
+        raise ValueError(f"vectors: {vectors.shape[1]} wide, wanted the model's {rows.shape[2]}")
     chosen = take_rows(vectors, torch.where(is_vector, tokens - size, 0))
     return torch.where(is_vector[..., None], chosen.to(rows.dtype), rows)
 

@@ -207,7 +207,11 @@ def loss_of(output: Output, batch: Batch) -> Float[Array, ""]:
     sampled = batch.sampled.reshape(*batch.context.shape[:2], -1)
     tokens = jnp.take_along_axis(batch.context, jnp.maximum(sampled, 0), axis=2)
     own, is_asked = (each.reshape(len(each), -1) for each in (tokens, sampled >= 0))
-    loss = loss + LOCAL_WEIGHT * train.cross_entropy(output.local, own, is_asked)
+    # A sum over what the decoder is asked for, as micro-batches weigh their losses by that; a mean where all is full.
+    count, size = jnp.maximum(jnp.sum(batch.mask), 1), batch.mask.shape[1] / is_asked.shape[1]
+    loss = loss + LOCAL_WEIGHT * (jnp.sum(is_asked).astype(loss.dtype) / count * size) * train.cross_entropy(
+        output.local, own, is_asked
+    )
     if batch.teacher_tokens is None:
         return loss
     wide = output.logits.astype(jnp.promote_types(output.logits.dtype, jnp.float32))

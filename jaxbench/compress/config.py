@@ -52,8 +52,11 @@ class CompressorConfig(Base):
                 f"compressor: the decoder has sliding_window={self.decoder.sliding_window} and layers of kind "
                 f"{self.decoder.layer_kind}; wanted neither"
             )
-        if self.decoder.position != "rotary":
-            raise ValueError(f"compressor: the decoder has position={self.decoder.position}; wanted rotary")
+        if self.decoder.position != "rotary" or not self.decoder.is_causal:
+            raise ValueError(
+                f"compressor: the decoder has position={self.decoder.position} and is_causal={self.decoder.is_causal}; "
+                "wanted rotary and true"
+            )
         return self
 
     @property
@@ -174,7 +177,7 @@ def group_positions(length: int, ratio: int, chunk: int) -> Int[Array, " M"]:
 def parity_arrays(config: CompressorConfig, *, batch: int, length: int, seed: int, step: int) -> Arrays:
     """Random data of one step for the parity engine: two chunks a row, the second of an odd row not full."""
     random, c, count = np.random.default_rng((seed, step)), config, 2
-    size, ratio = config.decoder.vocab_size, config.ratios[-1]
+    size, ratio = config.decoder.vocab_size, config.ratios[seed % len(config.ratios)]
     context = random.integers(0, size, (batch, count, c.chunk), dtype=np.int32)
     context[1::2, 1, c.chunk - ratio - 1 :] = -1
     lengths = (context >= 0).sum(axis=2)

@@ -24,7 +24,7 @@ class RowsConfig(Base):
 
     batch: int = pydantic.Field(default=8, ge=1)  # rows
     num_chunks: int = pydantic.Field(default=2, ge=1)  # of a row's passage
-    num_targets: int = pydantic.Field(default=256, ge=1)  # tokens that the decoder is asked for; at most a chunk
+    num_targets: int = pydantic.Field(default=256, ge=1)  # tokens that the decoder is asked for, at most a chunk
     reconstruct: float = pydantic.Field(default=0.4, ge=0, le=1)  # share of rows that are read back
     dropout: float = pydantic.Field(default=0.4, ge=0, lt=1)  # of the decoder's inputs where a passage is read back
     short: float = pydantic.Field(default=0.25, ge=0, le=1)  # share of rows whose last chunk is not full
@@ -50,8 +50,12 @@ def draw(
       texts: token ids of each document; every one longer than a row's passage and what follows it.
 
     Raises:
-      ValueError: no document is long enough.
+      ValueError: no document is long enough, or rows do not fit the compressor.
     """
+    if rows.ratio is not None:
+        config.check_ratio(rows.ratio)
+    if rows.num_targets > config.chunk:
+        raise ValueError(f"rows: num_targets={rows.num_targets}; wanted at most a chunk of {config.chunk}")
     length = rows.num_chunks * config.chunk
     fitting = [text for text in texts if len(text) >= length + rows.num_targets]
     if not fitting:

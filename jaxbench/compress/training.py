@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from jaxbench.lora.config import LoraConfig
 from jaxbench.pretrained import weights
 from jaxbench.training import optimizer_step, schedules
 from jaxbench.training.checkpoint import Checkpoints
+from jaxbench.training.observe import Records
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
 RECORDS, CHECKPOINTS = "records.jsonl", "checkpoints"
@@ -49,7 +51,7 @@ class TrainingConfig(config.Base):
     accumulation: int = pydantic.Field(default=1, ge=1)  # parts of a step's rows, one after another
     held_out_every: int = pydantic.Field(default=100, ge=1)  # steps; checkpoints are saved then
     held_out_ratio: int = 8
-    held_out_batches: int = pydantic.Field(default=4, ge=1)
+    held_out_batches: int = pydantic.Field(default=4, ge=2)  # every second one is read back
     seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
 
     def shape(self, decoder: config.TransformerConfig) -> CompressorConfig:
@@ -95,7 +97,8 @@ def train(
       ValueError: the folder is another run's, a text is too short, or the loss is not finite at the end.
     """
     shape = settings.shape(held.config)
-    store.claim(workdir, f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}")
+    same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{_sum(texts):08x}{_sum(held_out):08x}"
+    store.claim(workdir, same)
     params = starting_params(shape, held.params, seed=settings.seed)
     model = compressor.build(shape, params, dtype=settings.precision)
     step_config = settings.step_config()
@@ -104,6 +107,8 @@ def train(
     try:
         found = checkpoints.restore(_kept(state), check_meta=lambda meta: None)
         done = 0 if found is None else found.step
+        records = Records(workdir / RECORDS)
+        records.keep_until(done)  # what a killed run wrote behind its last checkpoint
         state = state if found is None else _loaded(state, found.arrays)
         run = functools.partial(optimizer_step.train_step, step_config=step_config, loss_fn=compressor.loss_fn)
         step_fn, key = jax.jit(run, donate_argnums=0), prng.key_from_seed(settings.seed)
@@ -114,11 +119,11 @@ def train(
             ratio, arrays = rows.draw(texts, shape, settings.rows, seed=settings.seed, step=step)
             state, metrics = step_fn(state, compressor.Batch(*arrays), jnp.float32(rate), key)
             record = {"step": step + 1, "ratio": ratio, "loss": float(metrics.loss), "seconds": _since(started)}
-            store.append(workdir / RECORDS, [record | {"grad_norm": float(metrics.grad_norm)}])
+            records.add([record | {"grad_norm": float(metrics.grad_norm)}])
             progress(1)
             if (step + 1) % settings.held_out_every == 0 or step + 1 == settings.steps:
                 figures = judge(state.params)
-                store.append(workdir / RECORDS, [{"step": step + 1, "held_out": figures, "seconds": _since(started)}])
+                records.add([{"step": step + 1, "held_out": figures, "seconds": _since(started)}])
                 say(f"step {step + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
                 checkpoints.save(step + 1, _kept(state), {}, loss=figures["continue_loss"])
         checkpoints.wait()
@@ -130,6 +135,11 @@ def train(
     return {name: value for name, value in trained.items() if is_trained(name)}
 
 
+def _sum(texts: Texts) -> int:
+    """CRC-32 of texts: a run goes on with the ones that it began with."""
+    return functools.reduce(lambda sum, text: zlib.crc32(np.ascontiguousarray(text).view(np.uint8), sum), texts, 0)
+
+
 def _since(started: float) -> float:
     return round(time.monotonic() - started, 1)
 
@@ -138,13 +148,10 @@ class Judge:
     """Held-out figures of parameters: the same rows every time."""
 
     def __init__(self, settings: TrainingConfig, shape: CompressorConfig, graph: Any, texts: Texts):
-        chosen = settings.rows.model_copy(
-            update={"ratio": settings.held_out_ratio, "reconstruct": 0.5, "dropout": 0.0, "short": 0.0}
-        )
-        self._batches = [
-            rows.draw(texts, shape, chosen, seed=2**32 + settings.seed, step=i).arrays
-            for i in range(settings.held_out_batches)
-        ]
+        chosen = settings.rows.model_copy(update={"ratio": settings.held_out_ratio, "dropout": 0.0, "short": 0.0})
+        kinds = [chosen.model_copy(update={"reconstruct": float(i % 2)}) for i in range(settings.held_out_batches)]
+        seed = 2**32 + settings.seed
+        self._batches = [rows.draw(texts, shape, kind, seed=seed, step=i).arrays for i, kind in enumerate(kinds)]
         self._dtype = settings.precision
         self._program = jax.jit(functools.partial(_judged, graph))
         self._first = shape.decoder.vocab_size + chosen.num_chunks * shape.chunk // settings.held_out_ratio
@@ -189,9 +196,9 @@ def _rest(state: optimizer_step.TrainState) -> list[Any]:
 
 def _loaded(state: optimizer_step.TrainState, arrays: Mapping[str, np.ndarray]) -> optimizer_step.TrainState:
     params = state.params | {
-        name.removeprefix("params/"): jnp.asarray(value) for name, value in arrays.items() if name.startswith("params/")
+        name.removeprefix("params/"): jnp.array(value) for name, value in arrays.items() if name.startswith("params/")
     }
-    rest = [jnp.asarray(arrays[f"rest/{i}"]) for i in range(len(_rest(state)))]
+    rest = [jnp.array(arrays[f"rest/{i}"]) for i in range(len(_rest(state)))]  # copies: the step donates its state
     moments = jax.tree.unflatten(jax.tree.structure(state.moments), rest[:-5])
     counters = dict(zip(("step", "scale", "good_steps", "skipped", "is_halted"), rest[-5:]))
     return dataclasses.replace(state, params=params, moments=moments, **counters)

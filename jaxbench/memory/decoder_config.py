@@ -41,6 +41,8 @@ class MemoryTransformerConfig(TransformerConfig):
     @pydantic.model_validator(mode="after")
     def _check_memory(self) -> MemoryTransformerConfig:
         m = self.memory
+        if not self.is_causal:
+            raise ValueError(f"memory: is_causal={self.is_causal}; wanted true, memories are read in order")
         wrong = [i for i in m.layers or () if not 0 <= i < self.num_layers]
         if wrong or m.layers == () or len(set(m.layers or ())) != len(m.layers or ()):
             raise ValueError(

@@ -102,8 +102,8 @@ def _post_norm_scales_alone(original: Callable, self: transformer.Block, *args: 
         return original(self, *args)
 
 
-def _causal_leak(original: Callable, spans: attention.Spans, sliding_window: int | None) -> torch.Tensor:
-    return original(spans._replace(query_positions=spans.query_positions + 1), sliding_window)
+def _causal_leak(original: Callable, spans: attention.Spans, *how: Any) -> torch.Tensor:
+    return original(spans._replace(query_positions=spans.query_positions + 1), *how)
 
 
 def _attention_scale(original: Callable, self: transformer.Transformer, *args: Any, **options: Any) -> Any:

@@ -201,9 +201,9 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
       ValueError: no Hugging Face architecture has this combination of parts.
     """
     c = config
-    if (name := _architecture(c)) is None:
+    if (name := _architecture(c)) is None or not c.is_causal:
         keys = ("norm", "activation", "position", "qk_norm", "use_bias", "qkv_bias", "sliding_window", "num_heads")
-        keys += ("num_kv_heads", "head_dim", *GEMMA_ONLY)
+        keys += ("num_kv_heads", "head_dim", "is_causal", *GEMMA_ONLY)
         parts = ", ".join(f"{key}={getattr(c, key)}" for key in keys)
         raise ValueError(f"model: no Hugging Face architecture has {parts}")
     model_type = {"GPT2": "gpt2", "Gemma3": "gemma3_text"}.get(name, name.lower())

@@ -161,9 +161,8 @@ def save_checkpoint(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"save: {folder} exists and is not an empty folder; choose another name or remove it")
-    if config.layer_kind is not None or not config.is_causal:
-        kind = f"layers of kind {config.layer_kind!r} and is_causal={config.is_causal}"
-        raise ValueError(f"save: no Hugging Face architecture has {kind}")
+    if config.layer_kind is not None:
+        raise ValueError(f"save: no Hugging Face architecture has layers of kind {config.layer_kind!r}")
     values = hf_config.config_to_hf(config)
     wanted = parameter_shapes(config)
     shapes = {name: np.shape(value) for name, value in params.items()}

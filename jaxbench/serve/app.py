@@ -103,11 +103,11 @@ def check_key(request: Request) -> None:
     Raises:
       Bad: it has not.
     """
-    key = os.environ.get(KEY_VARIABLE)
+    key = os.environ.get(KEY_VARIABLE, "").strip()
     if not key or request.scope["path"] in OPEN_PATHS:  # not request.url's, which a Host header has a part in
         return
     given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-    if not hmac.compare_digest(given.encode("latin-1"), os.fsencode(key.strip())):
+    if not hmac.compare_digest(given.encode("latin-1"), os.fsencode(key)):
         raise Bad("the API key is missing or wrong; send it as `Authorization: Bearer KEY`", 401)
 
 
@@ -148,7 +148,7 @@ async def chat(request: Request) -> Response:
 
 async def _answered(request: Request, body: CompletionBody | ChatBody, form: type[stream.Form]) -> Response:
     service: Service = request.app.state.service
-    answers = intake.submitted(service, request.app.state.name, request.state.id, body)
+    answers = await intake.submitted(service, request.app.state.name, request.state.id, body)
     made = form(request.state.id, request.app.state.name, service.tokenizer, body)
     if body.stream:
         return _Stream(made.events(answers), service, answers)
@@ -204,7 +204,8 @@ async def tokenize(request: Request) -> Response:
     """Token ids of a text."""
     body, service = await _body(request, TokenizeBody), request.app.state.service
     try:
-        ids = service.tokenizer.encode(texts.check_text(body.text, "text"))
+        text = texts.check_text(body.text, "text")
+        ids = await intake.aside(len(text), service.tokenizer.encode, text)
     except ValueError as error:
         raise Bad(str(error)) from error
     return JSONResponse({"tokens": ids, "count": len(ids)})

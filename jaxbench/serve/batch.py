@@ -157,7 +157,7 @@ async def _submitted(service: Service, name: str, id: str, body: CompletionBody 
     """
     while True:
         try:
-            return intake.submitted(service, name, id, body)
+            return await intake.submitted(service, name, id, body)
         except Refused as error:
             if service.state in ("failed", "draining"):
                 raise ValueError(f"engine: {service.problem or error}") from error

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -30,6 +32,7 @@ from jaxbench.serve.settings import ServerConfig
 
 log = logging.getLogger("jaxbench.serve")
 BEGINNING = 512  # characters of a text by which its replica is chosen
+RETRY = {"Retry-After": str(RETRY_S)}
 ATTEMPTS = 3  # replicas that an answer is begun at
 
 
@@ -55,12 +58,16 @@ class Replica:
         if self._service.state == "failed":
             raise RuntimeError(f"engine: {self._service.problem}")
 
+    async def state(self, *, beginning: str) -> str:
+        """Whether it takes requests: "ready", or what it does instead."""
+        return self._service.state
+
     async def answer(self, path: str, data: bytes, id: str, *, beginning: str) -> AsyncIterator[tuple[int, Any]]:
         """Yield (status, body) of a whole answer, or (200, None) and (0, event) for each event of a stream."""
         kind, form = URLS[path]
         try:
             body = intake.parsed(data, kind)
-            answers = intake.submitted(self._service, self._name, id, body)
+            answers = await intake.submitted(self._service, self._name, id, body)
         except intake.Bad as error:
             yield error.status, error_body(str(error), "invalid_request_error")
             return
@@ -83,15 +90,17 @@ class Replica:
 class Gateway:
     """What clients speak to."""
 
-    def __init__(self, replicas: DeploymentHandle, config: ServerConfig):
-        self._replicas, self._config = replicas.options(stream=True), config
+    def __init__(self, replicas: DeploymentHandle, config: ServerConfig, key: str | None):
+        self._replicas, self._config, self._any = replicas.options(stream=True), config, replicas
+        if key is not None:  # of the environment that the fleet was started in, wherever this runs
+            os.environ[intake.KEY_VARIABLE] = key
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
         path, id = request.scope["path"], f"req-{secrets.token_hex(8)}"
         try:
             if path in ("/health", "/ready"):
-                return JSONResponse({"status": "ready"})
+                return await self._state(path)
             app.check_key(request)
             if path == "/v1/models":
                 model = {"id": self._config.shown_name, "object": "model", "created": 0, "owned_by": "jaxbench"}
@@ -105,6 +114,17 @@ class Gateway:
         except intake.Bad as error:
             return JSONResponse(error_body(str(error), "invalid_request_error"), error.status, {"x-request-id": id})
 
+    async def _state(self, path: str) -> Response:
+        """Whether this process runs; whether one of the replicas takes requests."""
+        if path == "/health":
+            return JSONResponse({"status": "ok"})
+        try:
+            state = await asyncio.wait_for(self._any.state.remote(beginning=""), 5)
+        except Exception as error:  # whatever Ray says of replicas that are gone
+            state = f"no replica answers ({type(error).__name__})"
+        is_ready = state == "ready"
+        return JSONResponse({"status": state}, 200 if is_ready else 503, {} if is_ready else RETRY)
+
     async def _answered(self, path: str, data: bytes, id: str) -> Response:
         """The first item of an answer decides what it is; one that does not come is asked for elsewhere."""
         beginning, failure = beginning_of(data), ""
@@ -115,11 +135,14 @@ class Gateway:
             except asyncio.CancelledError:  # the client is gone
                 items.cancel()
                 raise
+            except BackPressureError:
+                error, headers = error_body("all replicas have as many as they take", "rate_limit_error"), RETRY
+                return JSONResponse(error, 429, headers | {"x-request-id": id})
             except Exception as error:  # whatever Ray says of a replica that is gone
                 failure = type(error).__name__
                 log.error("replica lost", extra={"fields": {"request": id, "error": failure, "attempt": attempt}})
                 continue
-            headers = {"x-request-id": id} | ({"Retry-After": str(RETRY_S)} if status in (429, 503) else {})
+            headers = {"x-request-id": id} | (RETRY if status in (429, 503) else {})
             if value is not None:
                 return JSONResponse(value, status, headers)
             return StreamingResponse(_events(items), media_type="text/event-stream", headers=headers)
@@ -152,11 +175,11 @@ def application(config: ServerConfig, watermarks: Watermarks | None, *, replicas
     """The deployments, bound: serve.run takes them. cpus: of each replica, which its threads share."""
     most = config.engine.limits.most
     engine = serve.deployment(
-        Replica, name="replica", num_replicas=replicas, max_ongoing_requests=most,
+        Replica, name="replica", num_replicas=replicas, max_ongoing_requests=most, max_queued_requests=most,
         ray_actor_options={"num_cpus": cpus}, graceful_shutdown_timeout_s=config.drain_s, health_check_period_s=2.0,
         health_check_timeout_s=5.0, request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
     )  # fmt: skip
     gateway = serve.deployment(
         Gateway, name="gateway", max_ongoing_requests=2 * most * replicas, ray_actor_options={"num_cpus": 0}
     )  # fmt: skip
-    return gateway.bind(engine.bind(config, watermarks), config)
+    return gateway.bind(engine.bind(config, watermarks), config, os.environ.get(intake.KEY_VARIABLE))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pydantic
@@ -15,6 +17,7 @@ from jaxbench.serve.protocol import ChatBody, CompletionBody
 from jaxbench.serve.service import Answer, Service
 
 KEY_VARIABLE = "JAXBENCH_API_KEY"  # of the environment
+LONG_TEXT = 16_384  # characters whose tokens take longer than a step of the engine: some 5 ms
 
 
 class Bad(Exception):
@@ -70,7 +73,11 @@ def _prompt_ids(service: Service, body: CompletionBody | ChatBody) -> list[int]:
     messages = [_message(number, message) for number, message in enumerate(body.messages)]
     try:
         text = texts.check_text(service.tokenizer.chat(messages, tools=body.tools), "messages")
+        if body.tools and text == service.tokenizer.chat(messages):
+            raise Bad(f"tools: the model's template shows none of the {len(body.tools)} to the model; leave them out")
         return service.tokenizer.encode(text, add_special=False)
+    except Bad:
+        raise
     except Exception as error:  # a template is a stranger's code, and fails as it likes
         said = " ".join(str(error).split())[:200]
         raise Bad(f"messages: the model's template does not take them ({type(error).__name__}: {said})") from error
@@ -100,7 +107,19 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": content}
 
 
-def submitted(service: Service, name: str, id: str, body: CompletionBody | ChatBody) -> list[Answer]:
+async def aside(length: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a text of `length` characters returns; of a long one in a thread: streams go on meanwhile."""
+    return await asyncio.to_thread(function, *arguments) if length > LONG_TEXT else function(*arguments)
+
+
+def _length(body: CompletionBody | ChatBody) -> int:
+    """Characters of a body's prompt, about."""
+    if isinstance(body, CompletionBody):
+        return len(body.prompt) if isinstance(body.prompt, str) else 0
+    return sum(len(str(message.get("content"))) for message in body.messages)
+
+
+async def submitted(service: Service, name: str, id: str, body: CompletionBody | ChatBody) -> list[Answer]:
     """The answers that a body asks for, in the engine.
 
     name: of the model, as clients give it. id: of the body's requests, with the number of the answer behind it.
@@ -111,10 +130,11 @@ def submitted(service: Service, name: str, id: str, body: CompletionBody | ChatB
     """
     if body.model is not None and body.model != name:
         raise Bad(f"model {body.model!r} is not here; wanted {name!r}", 404)
-    if body.n > service.config.max_choices:
-        raise Bad(f"n={body.n}; wanted at most {service.config.max_choices}")
+    most = min(service.config.max_choices, service.config.engine.limits.most)
+    if body.n > most:
+        raise Bad(f"n={body.n}; wanted at most {most}")
     service.check_ready()
-    ids = _prompt_ids(service, body)
+    ids = await aside(_length(body), _prompt_ids, service, body)
     context, vocabulary = service.about["max_seq_len"], service.about["vocab_size"]
     room = min(context, service.about["cache_tokens"]) - len(ids)
     new = min(service.config.default_new_tokens, room) if body.new_tokens is None else body.new_tokens

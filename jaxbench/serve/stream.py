@@ -55,10 +55,10 @@ class Form:
 
     async def events(self, answers: Sequence[Answer]) -> AsyncIterator[str]:
         """Server-sent events of the answers, as their tokens come."""
+        count = 0
         for number in range(len(answers)):
             if (opening := self.opening(number)) is not None:
-                yield self._event([opening])
-        count = 0
+                yield self._event([opening], _usage_text(answers, count) if self._counts_on else "")
         async for number, piece in _pieces(answers):
             count += len(piece.tokens)
             if piece.ended == "error":

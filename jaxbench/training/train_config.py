@@ -108,6 +108,8 @@ class TrainConfig(Base):
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of step.accumulation={self.step.accumulation}"
             )
+        if not self.model.is_causal:
+            raise ValueError(f"model.is_causal={self.model.is_causal}: tokens would see the targets; wanted true")
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(f"data.seq_len={self.data.seq_len} is over model.max_seq_len={self.model.max_seq_len}")
         rate = {"peak": self.learning_rate, "steps": self.steps}
@@ -161,4 +163,5 @@ class TrainConfig(Base):
         if self.lora is None:  # as runs were before there were adapters
             del content["lora"]
             content["step"]["optimizer"].pop("trained")
+        content["model"].pop("is_causal")  # always true, and nothing of older runs
         return content

@@ -33,14 +33,17 @@ def test_every_row_asks_for_what_its_passage_or_the_text_behind_it_says(seed, st
             np.testing.assert_array_equal(asked, (passage[-1] + 1 + np.arange(12)) % SIZE)
             seen = row.groups.reshape(-1) >= 0
         else:
-            (chunk,) = [j for j, each in enumerate(chunks) if len(each) and np.array_equal(each, asked)][:1] or [None]
-            assert tag == rows.RECONSTRUCT and chunk is not None
+            assert tag == rows.RECONSTRUCT
             seen = (row.groups >= 0) & (row.positions[:vectors].reshape(2, -1) >= 0)
-            assert seen.any(axis=1).sum() == 1
+            (chunk,) = np.flatnonzero(seen.any(axis=1))
+            np.testing.assert_array_equal(asked, chunks[chunk][:12])
+            np.testing.assert_array_equal(seen[chunk], row.groups[chunk] >= 0)
             seen = seen.reshape(-1)
         used = row.positions[row.positions >= 0]
         assert np.array_equal(row.positions[:vectors] >= 0, seen) and (np.diff(used) > 0).all()
-        assert aligned or np.array_equal(used, np.arange(len(used)))
+        places = row.groups + CONFIG.chunk * (np.arange(2)[:, None] if tag == rows.CONTINUE else 0)
+        wanted = places.reshape(-1)[seen] if aligned else np.arange(seen.sum())
+        np.testing.assert_array_equal(row.positions[:vectors][seen], wanted)
         inputs = row.inputs[vectors + 1 : vectors + count]
         hidden = inputs == SIZE + vectors + rows.BLANK
         np.testing.assert_array_equal(inputs[~hidden], asked[:-1][~hidden])
@@ -53,6 +56,12 @@ def test_every_row_asks_for_what_its_passage_or_the_text_behind_it_says(seed, st
 def test_a_chunk_has_as_many_vectors_as_its_tokens_need(length, ratio):
     groups = config.group_positions(length, ratio, 12)
     assert (groups >= 0).sum() == -(-length // ratio) and len(groups) == 12 // ratio
+
+
+@pytest.mark.parametrize("update, words", [({"ratio": 3}, "ratio=3; wanted one of 2, 4"), ({"num_targets": 13}, "=13")])
+def test_rows_that_do_not_fit_a_compressor_are_named(update, words):
+    with pytest.raises(ValueError, match=words):
+        rows.draw([TEXT], CONFIG, rows.RowsConfig(**{"num_targets": 12, **update}), seed=0, step=0)
 
 
 def test_a_text_that_is_too_short_is_named():

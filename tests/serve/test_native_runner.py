@@ -25,7 +25,10 @@ CONFIG = TransformerConfig(
     vocab_size=96, d_model=64, d_ff=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_seq_len=320
 )
 LIMITS = Limits(max_running=3, max_batch_tokens=48, max_waiting=8)
-KINDS = {"float32": ("float32", "float32"), "int8": ("q8_0", "int8"), "bfloat16": ("bfloat16", "bfloat16")}
+KINDS = {
+    "float32": ("float32", "float32", "float32"), "int8": ("q8_0", "int8", "float32"),
+    "int8-activations": ("q8_0", "int8", "int8"), "bfloat16": ("bfloat16", "bfloat16", "float32"),
+}  # fmt: skip
 
 
 @functools.cache
@@ -35,12 +38,12 @@ def packed(weights):
 
 @functools.cache
 def runner(kind, package="jaxbench"):
-    weights, cache = KINDS[kind]
+    weights, cache, activations = KINDS[kind]
     made, of = native, NativeRunner
     if package == "torch_ref":
         from torch_ref.native import model as made
         from torch_ref.serve.native_runner import NativeRunner as of
-    model = made.build(packed(weights), cache_dtype=cache)
+    model = made.build(packed(weights), cache_dtype=cache, activations=activations)
     return of(model, num_blocks=9, sizes=row_sizes(LIMITS), max_wanted=LIMITS.max_running * 5)
 
 

@@ -211,7 +211,11 @@ def loss_of(output: Output, batch: Batch) -> Float[Tensor, ""]:
     sampled = batch.sampled.reshape(*batch.context.shape[:2], -1)
     tokens = torch.take_along_dim(batch.context, sampled.clamp(min=0).long(), dim=2)
     own, is_asked = (each.reshape(len(each), -1) for each in (tokens, sampled >= 0))
-    loss = loss + LOCAL_WEIGHT * train.cross_entropy(output.local, own, is_asked)
+    # A sum over what the decoder is asked for, as micro-batches weigh their losses by that; a mean where all is full.
+    count, size = batch.mask.sum().clamp(min=1), batch.mask.shape[1] / is_asked.shape[1]
+    loss = loss + LOCAL_WEIGHT * (is_asked.sum().to(loss.dtype) / count * size) * train.cross_entropy(
+        output.local, own, is_asked
+    )
     if batch.teacher_tokens is None:
         return loss
     wide = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))

@@ -35,7 +35,10 @@ class Mark(marks.Mark):
     def _green_tokens(self, shared: State, at: Position) -> Bool[Tensor, "B V"]:
         """Green list that the context of each row selects from the bit table."""
         rule, width = self._lists.rule, self._lists.width
-        contexts = shared["values"][marks.last_tokens(at, width)]
+        last = marks.last_tokens(at, width).clamp(
+            max=self.vocab_size - 1
+        )  # those past it are vectors; as JAX's indexing
+        contexts = shared["values"][last]
         if rule.combine == "skip":
             combined = contexts[:, -rule.lag]
         elif rule.combine == "min":
