@@ -230,7 +230,7 @@ CASES: tuple[Case, ...] = (
     Case("hallucination/tuned", TUNED, module="hallucination.tuned_reader", task="hallucination.tuned_reader",
          data="hallucination.tuned_inputs", prompt=0, backends=("flax",)),
     Case("compress/frozen", COMPRESSOR, **COMPRESS),
-    Case("compress/lora", COMPRESSOR.model_copy(update={"lora": LoraConfig(rank=4, alpha=4.0)}), seed=1, **COMPRESS),
+    Case("compress/lora", COMPRESSOR.model_copy(update={"lora": LoraConfig(rank=4, alpha=4.0)}), seed=7, **COMPRESS),
     *map(_reader, ("llama", "qwen3", "gpt2", "mistral", "gemma2")),
     _memory("neural", num_persistent=3, length=17),
     _memory("neural-padded", seed=1, depth=1, residual_norm=True, loss_reduction="mean", max_update_norm=0.5),
