@@ -1,5 +1,6 @@
 """The server as its clients see it: a process with a small model, driven by OpenAI's client and by sockets."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -312,6 +313,31 @@ def test_a_client_that_goes_leaves_nothing_behind(server, is_streamed):
     eventually(server.idle)
 
 
+def test_a_slow_reader_holds_nobody_up_and_gets_all_of_its_answer(server):
+    body = {"prompt": "abc", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(("127.0.0.1", server.port))
+        line.settimeout(60)
+        data = json.dumps(body).encode()
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        found = line.recv(100)
+        assert server.post("/v1/completions", {"prompt": "abc", "max_tokens": 5})[0] == 200
+        time.sleep(2)  # by then all of it has been computed
+        while b"data: [DONE]" not in found[-200:]:
+            found += line.recv(4096)
+    assert b'"completion_tokens":1500' in found and b'"finish_reason":"length"' in found
+    eventually(server.idle)
+
+
+def test_a_client_that_goes_before_its_request_is_whole_leaves_nothing_behind(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as line:
+        line.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"prompt": "a')
+    assert server.post("/v1/completions", {"prompt": "abc", "max_tokens": 1})[0] == 200
+    eventually(server.idle)
+
+
 def test_more_than_there_is_room_for_is_refused_with_a_time_to_come_back(server):
     body = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "n": 8, "stream": True}
     with opened(server.port, body) as line:
@@ -373,6 +399,14 @@ def test_a_key_is_asked_for_and_a_worker_that_is_killed_or_hangs_is_started_agai
         os.kill(server.worker(), signal.SIGSTOP)  # a step that does not end
         rest = response.read().decode()
     assert "no sign of life for 6 s" in rest and rest.endswith("[DONE]\n\n")
+    server.wait()
+    whole = asked | {"stream": False}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/completions", whole, Authorization="Bearer secret")
+        time.sleep(0.2)
+        os.kill(server.worker(), signal.SIGKILL)
+        status, text = answer.result(60)
+    assert status == 500 and "exit code -9" in text and "choices" not in text
     server.wait()
     with urllib.request.urlopen(request, timeout=60) as response:  # in progress when the server is told to end
         response.readline()
