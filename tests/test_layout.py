@@ -45,6 +45,7 @@ CORE_S = (
 )
 # Which model reads the YAML files of a folder under configs/, or one file of it; a new folder is a new row.
 CONFIG_MODELS = {
+    "compress": "jaxbench.compress.train_config:TrainingConfig",
     "hallucination": "jaxbench.hallucination.reader_settings:ReaderSettings",
     "hallucination/mitigation": "jaxbench.hallucination.mitigation:Mitigation",
     "lm": "jaxbench.training.train_config:TrainConfig",

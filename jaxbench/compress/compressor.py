@@ -117,7 +117,7 @@ class Gain(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Each channel times its factor."""
-        return x * self.scale[...]
+        return x * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Connector(nnx.Module):

@@ -12,73 +12,25 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pydantic
 from jaxtyping import Int32
 
 from jaxbench import config, parameters, prng, store
 from jaxbench.compress import compressor, rows
 from jaxbench.compress.config import CompressorConfig, is_trained, starting_params
-from jaxbench.compress.rows import RowsConfig
-from jaxbench.lora.config import LoraConfig
+from jaxbench.compress.train_config import TrainingConfig
 from jaxbench.pretrained import weights
 from jaxbench.training import optimizer_step, schedules
 from jaxbench.training.checkpoint import Checkpoints
 from jaxbench.training.observe import Records
-from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
 RECORDS, CHECKPOINTS = "records.jsonl", "checkpoints"
 KINDS = {rows.RECONSTRUCT: "reconstruct", rows.CONTINUE: "continue"}
 Texts = Sequence[Int32[np.ndarray, " N"]]
-
-
-class TrainingConfig(config.Base):
-    """How a compressor is trained."""
-
-    model: str | None = None  # the decoder; None = the default model
-    num_layers: int = pydantic.Field(default=12, ge=1)  # of the encoder
-    lora: LoraConfig | None = None  # adapters of the decoder
-    rows: RowsConfig = RowsConfig()
-    steps: int = pydantic.Field(default=1000, ge=1)
-    learning_rate: float = pydantic.Field(default=2e-4, gt=0)  # the highest
-    schedule: schedules.ScheduleConfig = schedules.ScheduleConfig(warmup_steps=30)
-    weight_decay: float = pydantic.Field(default=0.1, ge=0)
-    precision: Literal["float32", "bfloat16"] = "bfloat16"  # of products
-    accumulation: int = pydantic.Field(default=1, ge=1)  # parts of a step's rows, one after another
-    held_out_every: int = pydantic.Field(default=100, ge=1)  # steps; checkpoints are saved then
-    held_out_ratio: int = 8
-    held_out_batches: int = pydantic.Field(default=4, ge=2)  # every second one is read back
-    seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
-
-    def shape(self, decoder: config.TransformerConfig) -> CompressorConfig:
-        """Shape of the compressor of a decoder.
-
-        Raises:
-          ValueError: the decoder cannot have one, or held_out_ratio is not among its ratios.
-        """
-        shape = CompressorConfig(decoder=decoder, num_layers=self.num_layers, lora=self.lora)
-        shape.check_ratio(self.held_out_ratio)
-        return shape
-
-    def step_config(self) -> StepConfig:
-        """What one optimiser step does."""
-        optimizer = CompressorOptimizer(weight_decay=self.weight_decay)
-        return StepConfig(
-            precision=self.precision, optimizer=optimizer, accumulation=self.accumulation, kernels="xla",
-            nonfinite="skip",
-        )  # fmt: skip
-
-
-class CompressorOptimizer(OptimizerConfig):
-    """An optimiser that leaves the decoder's own parameters alone."""
-
-    def is_trained(self, name: str) -> bool:
-        """True for parameters that training changes, by dotted name."""
-        return is_trained(name)
 
 
 def train(

@@ -1,0 +1,91 @@
+"""Training a compressor: a run that is broken off ends as any other; the decoder stays; wrong runs are refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxbench import initial
+from jaxbench.compress import config, training
+from jaxbench.compress.rows import RowsConfig
+from jaxbench.compress.train_config import TrainingConfig
+from jaxbench.parity import cases
+from jaxbench.pretrained import weights
+from jaxbench.training.schedules import ScheduleConfig
+
+DECODER = cases.LLAMA
+SETTINGS = TrainingConfig(
+    num_layers=1, steps=4, rows=RowsConfig(batch=2, num_chunks=1, num_targets=16, ratio=32, sampled=4),
+    schedule=ScheduleConfig(warmup_steps=1), held_out_every=2, held_out_batches=2, held_out_ratio=32,
+    precision="float32",
+)  # fmt: skip
+TEXTS = [np.random.default_rng(0).integers(0, 64, 900).astype(np.int32)]
+HELD_OUT = [np.random.default_rng(1).integers(0, 64, 400).astype(np.int32)]
+
+
+@pytest.fixture(scope="module")
+def held():
+    params = {name: value.astype(np.float32) for name, value in initial.initial_params(DECODER, 0).items()}
+    return weights.Checkpoint(DECODER, params, Path("tiny"), "tiny", "0" * 64)
+
+
+def run(held, folder, settings=SETTINGS, texts=TEXTS, **how):
+    said = []
+    return training.train(settings, held, texts, HELD_OUT, folder, say=said.append, **how), said
+
+
+@pytest.fixture(scope="module")
+def whole(held, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return *run(held, folder), folder
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / training.RECORDS).read_text().splitlines()]
+
+
+def test_training_changes_everything_but_the_decoder(whole, held):
+    trained, said, folder = whole
+    shape = SETTINGS.shape(DECODER)
+    start = config.starting_params(shape, held.params, seed=0)
+    assert set(trained) == {name for name in start if config.is_trained(name)}
+    still = {"encoder.layers.0.attention.k_proj.kernel"}  # its gradient may be lost to rounding in one layer
+    assert {name for name in trained if np.array_equal(trained[name], start[name])} <= still
+    assert [line.split(":")[0] for line in said] == ["step 2", "step 4"]
+    steps = records(folder)
+    assert [each["step"] for each in steps if "loss" in each] == [1, 2, 3, 4]
+    figures = steps[-1]["held_out"]
+    assert set(figures) == {
+        "reconstruct_loss", "continue_loss", "reconstruct_accuracy", "continue_accuracy", "local_accuracy"
+    }  # fmt: skip
+    assert all(np.isfinite(value) for value in figures.values())
+
+
+def test_a_run_that_is_broken_off_goes_on_to_the_same_bits(whole, held, tmp_path):
+    count = []
+
+    def stop(steps):
+        count.append(steps)
+        if sum(count) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(held, tmp_path, progress=stop)
+    assert [each["step"] for each in records(tmp_path) if "loss" in each] == [1, 2, 3]
+    trained, said = run(held, tmp_path)
+    assert [line.split(":")[0] for line in said] == ["step 4"]
+    for name, value in whole[0].items():
+        np.testing.assert_array_equal(trained[name], value, err_msg=name)
+    losses = [[each["loss"] for each in records(folder) if "loss" in each] for folder in (whole[2], tmp_path)]
+    assert losses[0] == losses[1]
+
+
+def test_a_run_on_another_text_is_refused(whole, held):
+    with pytest.raises(ValueError, match="holds"):
+        run(held, whole[2], texts=[TEXTS[0][1:]])
+
+
+def test_a_ratio_that_is_not_there_is_refused(held):
+    with pytest.raises(ValueError, match="ratio=5; wanted one of 2, 4, 8, 16, 32"):
+        SETTINGS.model_copy(update={"held_out_ratio": 5}).shape(DECODER)
