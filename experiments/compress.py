@@ -36,18 +36,24 @@ def train() -> int:
 
     settings = cli.load_config(TrainingConfig)
     process_environment.ensure("cpu")
-    from jaxbench.compress import training
+    from jaxbench.compress import rows, training
     from jaxbench.pretrained import tokenizer, weights
     from jaxbench.text import dataset
 
-    held = weights.load_checkpoint(settings.model)
+    shape = settings.shape(weights.read_config(settings.model))
     words = tokenizer.load_tokenizer(settings.model)
     corpus = dataset.prepare(VALUES.data, tokenizer=words)
     if VALUES.held_out is None:
         corpus, other = dataset.split(corpus, HELD_OUT)
     else:
         other = dataset.prepare(VALUES.held_out, tokenizer=words)
-    texts = [[each.ids[a:b] for a, b in itertools.pairwise(each.starts)] for each in (corpus, other)]
+    named = [VALUES.data or "default", VALUES.held_out or f"the last {HELD_OUT:.0%} of {VALUES.data or 'default'}"]
+    texts = []
+    for each, name in zip((corpus, other), named):
+        dataset.check(each, vocab_size=shape.decoder.vocab_size, what=f"the text {name}")
+        texts.append([each.ids[a:b] for a, b in itertools.pairwise(each.starts)])
+        rows.draw(texts[-1], shape, settings.rows, seed=settings.seed, step=0)  # what does not fit is said at once
+    held = weights.load_checkpoint(settings.model)
     workdir = cli.workdir("out/compress")
     cli.keep(f"checkpoints are in {workdir}; the same command goes on")
     with terminal.progress(settings.steps) as advance:

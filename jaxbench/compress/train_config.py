@@ -32,6 +32,15 @@ class TrainingConfig(config.Base):
     held_out_batches: int = pydantic.Field(default=4, ge=2)  # every second one is read back
     seed: int = pydantic.Field(default=0, ge=0, lt=2**63)
 
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        if self.rows.batch % self.accumulation:
+            raise ValueError(f"rows.batch={self.rows.batch} is not a multiple of accumulation={self.accumulation}")
+        schedules.learning_rate(
+            self.schedule, 0, peak=self.learning_rate, steps=self.steps
+        )  # raises where it is longer
+        return self
+
     def shape(self, decoder: config.TransformerConfig) -> CompressorConfig:
         """Shape of the compressor of a decoder.
 
@@ -40,6 +49,11 @@ class TrainingConfig(config.Base):
         """
         shape = CompressorConfig(decoder=decoder, num_layers=self.num_layers, lora=self.lora)
         shape.check_ratio(self.held_out_ratio)
+        shares = self.rows.weights
+        if shares is not None and not (
+            len(shares) == len(shape.ratios) and min(shares) >= 0 and abs(sum(shares) - 1) < 1e-6
+        ):
+            raise ValueError(f"rows.weights={list(shares)}; wanted {len(shape.ratios)} shares that add up to 1")
         return shape
 
     def step_config(self) -> StepConfig:

@@ -7,6 +7,7 @@ import collections
 import pytest
 
 from tests.bad_input import (
+    compress,
     core,
     generation,
     hallucination,
@@ -22,7 +23,20 @@ from tests.bad_input import (
 )
 from tests.structure import ROOT
 
-MODULES = (core, generation, hallucination, memory, proofs, pruning, quantization, serve, startup, training, watermark)
+MODULES = (
+    compress,
+    core,
+    generation,
+    hallucination,
+    memory,
+    proofs,
+    pruning,
+    quantization,
+    serve,
+    startup,
+    training,
+    watermark,
+)
 CASES = list(harness.cases(*MODULES))
 
 
