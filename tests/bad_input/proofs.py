@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.bad_input.harness import Case
 
 PARITY = [
-    ("--case=", "''", "nearest: hallucination/"),
+    ("--case=", "''", "nearest: compress/"),
     ("--case=/", "'/'", "nearest"),
     ("--case=1", "'1'", "nearest"),
     ("--case=transformer", "'transformer'", "nearest: transformer/"),
