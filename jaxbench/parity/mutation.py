@@ -2,7 +2,7 @@
 
 Those of this file are injected into the PyTorch twin, those of equinox_bugs.py into Equinox's modules; those of
 shared_bugs.py sit in files that all backends share, where only an oracle can see them; those of hallucination_bugs.py
-are of published detectors. The first thirteen are those of
+are of published detectors, those of compress_bugs.py of the compressor. The first thirteen are those of
 a published trial of other projects' checks, which caught 0 to 8 of them; the rest came with the gates that first needed
 them. Each bug takes the place of one function of the unchanged code.
 """
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from jaxbench import rotary
-from jaxbench.parity import cases, equinox_bugs, evidence, gates, hallucination_bugs, shared_bugs
+from jaxbench.parity import cases, compress_bugs, equinox_bugs, evidence, gates, hallucination_bugs, shared_bugs
 from jaxbench.parity.injection import Mutation, replaced
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 from torch_ref import attention, functional, nn, prng, sample, sparse_attention, train, transformer
@@ -261,6 +261,7 @@ TORCH_BUGS: tuple[Mutation, ...] = (
 
 MUTATIONS = (
     *TORCH_BUGS, *equinox_bugs.EQUINOX_BUGS, *shared_bugs.SHARED_BUGS, *hallucination_bugs.HALLUCINATION_BUGS,
+    *compress_bugs.COMPRESS_BUGS,
 )  # fmt: skip
 
 
