@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 from tests.bad_input.core import EMBEDDING, folder, gguf
-from tests.bad_input.harness import Case
+from tests.bad_input.harness import Case, case_of
 
 TRAIN, TINY = ("compress.py", "train"), "--config=configs/compress/tiny.yaml"
 WORDS = "the mill by the river " * 40
 
 
-def of(words: str, *wanted: str, **files: str | bytes) -> Case:
-    """Return a case of train; underscores in the names of files stand for dots."""
-    given = {name.replace("_", "."): content for name, content in files.items()}
-    return Case((*TRAIN, *(word for word in words.split("|") if word)), wanted, given)
+of = functools.partial(case_of, TRAIN)
 
 
 def model(**changes: object) -> Case:

@@ -32,6 +32,12 @@ class Case(NamedTuple):
     files: dict[str, str | bytes] = {}  # name in {tmp}: content, there before the command starts
 
 
+def case_of(script: tuple[str, ...], words: str, *wanted: str, **files: str | bytes) -> Case:
+    """Return a case of a command; `|` parts its words, underscores in the names of files stand for dots."""
+    given = {name.replace("_", "."): content for name, content in files.items()}
+    return Case((*script, *(word for word in words.split("|") if word)), wanted, given)
+
+
 class Refusal(NamedTuple):
     """What a command did."""
 

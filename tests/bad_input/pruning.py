@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 from tests.bad_input.core import EMBEDDING, gguf
-from tests.bad_input.harness import Case
+from tests.bad_input.harness import Case, case_of
 
 WHOLE = gguf(EMBEDDING)
 # A folder whose settings are whole and whose weights are missing.
@@ -15,10 +16,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-def of(words: str, *wanted: str, **files: str | bytes) -> Case:
-    """Return a case; underscores in the names of files stand for dots."""
-    given = {name.replace("_", "."): content for name, content in files.items()}
-    return Case(("prune.py", *(word for word in words.split("|") if word)), wanted, given)
+of = functools.partial(case_of, ("prune.py",))
 
 
 def model(words: str, *wanted: str, **files: str | bytes) -> Case:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 from tests.bad_input.core import EMBEDDING, F32, I32, gguf
-from tests.bad_input.harness import Case
+from tests.bad_input.harness import Case, case_of
 
 WHOLE = gguf(EMBEDDING)
 
 
-def of(words: str, *wanted: str, **files: str | bytes) -> Case:
-    """Return a case; underscores in the names of files stand for dots."""
-    given = {name.replace("_", "."): content for name, content in files.items()}
-    return Case(("quantize.py", *(word for word in words.split("|") if word)), wanted, given)
+of = functools.partial(case_of, ("quantize.py",))
 
 
 def model(content: bytes | str, *wanted: str) -> Case:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 from tests.bad_input.core import EMBEDDING, folder, gguf
-from tests.bad_input.harness import Case
+from tests.bad_input.harness import Case, case_of
 
 KGW = "--set=engine.watermarks.a.scheme.scheme=kgw"
 
 
-def of(words: str, *wanted: str, **files: str | bytes) -> Case:
-    """Return a case; underscores in the names of files stand for dots."""
-    given = {name.replace("_", "."): content for name, content in files.items()}
-    return Case(("serve.py", *(word for word in words.split("|") if word)), wanted, given)
+of = functools.partial(case_of, ("serve.py",))
 
 
 def memory_folder() -> dict[str, str | bytes]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 from tests.bad_input.core import EMBEDDING, I32, folder, gguf
-from tests.bad_input.harness import Case
+from tests.bad_input.harness import Case, case_of
 
 WHOLE = gguf(EMBEDDING)
 
 
-def of(words: str, *wanted: str, **files: str | bytes) -> Case:
-    """Return a case; underscores in the names of files stand for dots."""
-    given = {name.replace("_", "."): content for name, content in files.items()}
-    return Case(("startup.py", *(word for word in words.split("|") if word)), wanted, given)
+of = functools.partial(case_of, ("startup.py",))
 
 
 def bad_model(content: bytes | str, *wanted: str) -> Case:
