@@ -75,14 +75,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(name: str, model: Path, log: Path) -> Iterator[Server]:
-    """An arm's server in a fresh process.
+def running(name: str, model: Path, log: Path, *, settings: Sequence[str] = ()) -> Iterator[Server]:
+    """An arm's server in a fresh process, with more settings of its config.
 
     Raises:
       ValueError: it does not start.
     """
     port = free_port()
-    command = [part.format(port=port, model=model) for part in ARMS[name]]
+    command = [part.format(port=port, model=model) for part in ARMS[name]] + [f"--set={each}" for each in settings]
     if not Path(command[0]).exists():
         raise ValueError(f"--arms: {name} needs {command[0]}, which is not there; `make peers` builds it")
     started = time.monotonic()
@@ -110,12 +110,16 @@ def _answers(url: str) -> bool:
 
 
 def measured(
-    name: str, port: int, asks: Sequence[load.Ask], clients: int, *, warm: Sequence[load.Ask]
-) -> dict[str, Any]:
+    name: str, port: int, asks: Sequence[load.Ask], clients: int, *, warm: Sequence[load.Ask],
+    temperature: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
     """What so many clients see of a server that has answered a few requests before."""
     asyncio.run(load.closed(HOST, port, "model", warm, clients=min(clients, 4)))
     with terminal.progress(len(asks)) as advance:
-        seen, seconds = asyncio.run(load.closed(HOST, port, "model", asks, clients=clients, progress=advance))
+        play = load.closed(
+            HOST, port, "model", asks, clients=clients, temperature=temperature, progress=advance
+        )  # fmt: skip
+        seen, seconds = asyncio.run(play)
     return load.summary(seen, seconds)
 
 
@@ -200,7 +204,7 @@ def main() -> int:
             log = Path(f"{VALUES.output}.{name}.log")
             with running(name, model, log) as server:
                 for count in clients:
-                    found = measured(name, server.port, asks[count], count, warm=warm)
+                    found = measured(name, server.port, asks[count], count, warm=warm, temperature=VALUES.temperature)
                     rows.append({"arm": name, "launch": launch, "clients": count, "ready_s": server.ready_s} | found)
                     print(
                         f"{name}, {count} clients: {found['tokens_a_second']:.0f} tokens/s, first token "
@@ -212,6 +216,7 @@ def main() -> int:
         "machine": environment.describe(threads=environment.usable_cores()),
         "requests": {count: len(mine) for count, mine in asks.items()},
         "asks": VALUES.asks,
+        "temperature": VALUES.temperature,
     }
     outputs.write_json(VALUES.output, {"about": about, "launches": rows})
     table = compared(rows, VALUES.arms, clients)
@@ -229,6 +234,7 @@ if __name__ == "__main__":
     flags.DEFINE_list("arms", ["jaxbench", "jaxbench_int8"], "servers, the first is what others are compared with")
     flags.DEFINE_list("clients", ["1", "8", "32"], "with a request in flight each")
     flags.DEFINE_enum("asks", "drawn", ["drawn", "copying"], "pieces of prose, or passages that answers copy")
+    flags.DEFINE_float("temperature", 0.0, "of sampling; 0 takes the most probable token", 0.0, 10.0)
     flags.DEFINE_integer("requests", 256, "of the largest number of clients; fewer in proportion", 1)
     flags.DEFINE_integer("least", 16, "requests that few clients play at least", 1)
     flags.DEFINE_integer("launches", 3, "of every arm", lower_bound=1)

@@ -61,10 +61,11 @@ def copying(tokenizer: Any, count: int, *, passage: int = 256, new: int = 128, s
     return found
 
 
-async def send(host: str, port: int, model: str, ask: Ask, *, timeout_s: float) -> Seen:
+async def send(host: str, port: int, model: str, ask: Ask, *, timeout_s: float, temperature: float = 0.0) -> Seen:
     """Send one request, and read its stream."""
     body = {
-        "model": model, "prompt": ask.prompt, "max_tokens": ask.new_tokens, "temperature": 0, "ignore_eos": True,
+        "model": model, "prompt": ask.prompt, "max_tokens": ask.new_tokens, "temperature": temperature,
+        "seed": ask.prompt_tokens, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     data = json.dumps(body).encode()
@@ -98,14 +99,14 @@ async def send(host: str, port: int, model: str, ask: Ask, *, timeout_s: float) 
 
 async def closed(
     host: str, port: int, model: str, asks: Sequence[Ask], *, clients: int, timeout_s: float = 600.0,
-    progress: Callable[[int], Any] = lambda count: None,
+    temperature: float = 0.0, progress: Callable[[int], Any] = lambda count: None,
 ) -> tuple[list[Seen], float]:  # fmt: skip
     """All requests by so many clients, each with one in flight; what was seen, and seconds in all."""
     waiting, found = iter(asks), []
 
     async def client() -> None:
         for ask in waiting:
-            found.append(await send(host, port, model, ask, timeout_s=timeout_s))
+            found.append(await send(host, port, model, ask, timeout_s=timeout_s, temperature=temperature))
             progress(1)
 
     started = time.perf_counter()

@@ -2,7 +2,8 @@
 
     python -m jaxbench.serve.study.rush --arm=jaxbench_int8 --seconds=600 --output=FILE
 
-Capacity is what as many clients as run at once get answered in a minute; then requests come at 50, 80 and 120 % of it.
+Capacity is what as many clients as run at once get answered in a minute; then requests come at the shares of it that
+--shares says.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from jaxbench.measure import environment
 from jaxbench.serve.study import clients, load
 
 VALUES = flags.FLAGS
-SHARES = (0.5, 0.8, 1.2)  # of the capacity
 
 
 def memory_mb(pid: int) -> float:
@@ -58,15 +58,16 @@ def main() -> int:
 
     if VALUES.arm not in clients.ARMS:
         raise ValueError(f"--arm={VALUES.arm}; wanted one of {', '.join(clients.ARMS)}")
+    shares = [float(each) for each in VALUES.shares]
     outputs.check_file(VALUES.output, overwrite=VALUES.overwrite)
     model, text = assets.fetch_default_model(), tokenizer.load_tokenizer(None)
     rows: list[dict[str, Any]] = []
-    with clients.running(VALUES.arm, model, Path(f"{VALUES.output}.log")) as server:
+    with clients.running(VALUES.arm, model, Path(f"{VALUES.output}.log"), settings=VALUES.set) as server:
         asks = load.drawn(text, 2000)
         seen, seconds = asyncio.run(load.closed(clients.HOST, server.port, "model", asks[:160], clients=32))
         capacity = sum(each.is_whole for each in seen) / seconds
         print(f"capacity: {capacity:.2f} requests a second", flush=True)
-        for number, share in enumerate(SHARES):
+        for number, share in enumerate(shares):
             rate, length = share * capacity, VALUES.seconds
             # no prompt comes twice: its beginning would be in the cache, and the capacity another one
             mine = load.drawn(text, 100 + round(1.2 * rate * length), seed=number + 1)
@@ -83,7 +84,7 @@ def main() -> int:
                 f"{found['refused']} refused, {found['lost']} lost; first token p50 {first['p50']:.2f} s, p99 "
                 f"{first['p99']:.2f} s; whole answer p99 {whole['p99']:.1f} s; {max(memory):.0f} MB", flush=True,
             )  # fmt: skip
-    about = {"machine": environment.describe(threads=environment.usable_cores()), "arm": VALUES.arm}
+    about = {"machine": environment.describe(threads=environment.usable_cores()), "arm": VALUES.arm, "set": VALUES.set}
     outputs.write_json(VALUES.output, {"about": about, "capacity": capacity, "rows": rows})
     print(f"written: {VALUES.output}")
     return cli.EXIT_OK
@@ -91,6 +92,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     flags.DEFINE_string("arm", "jaxbench_int8", "the server")
+    flags.DEFINE_multi_string("set", [], "change one key of the server's config; may be repeated")
+    flags.DEFINE_list("shares", ["0.5", "0.8", "1.2"], "of the capacity, at which requests come")
     flags.DEFINE_integer("seconds", 600, "of each share of the capacity", lower_bound=10)
     flags.DEFINE_string("output", None, "figures: a .json file", required=True)
     flags.DEFINE_bool("overwrite", False, "replace the output")
