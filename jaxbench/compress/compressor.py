@@ -2,13 +2,15 @@
 
 Twin: torch_ref/compress/compressor.py.
 Data's way: tokens of a chunk -> encoder's layers, each token seeing the whole chunk; in the last one queries and
-residual stream are averaged in groups -> connector -> vectors, in front of what the decoder is asked. The local head
+residual stream are averaged in groups -> connector -> added to the mean embedding of a group's tokens, spread and
+centred: vectors, in front of what the decoder is asked. The local head
 says a vector's own tokens from that vector alone: without it training stays where vectors are ignored. Axis letters:
 config.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -90,16 +92,17 @@ class Encoder(nnx.Module):
         self.layers = nnx.List([transformer.Block(shape.at_layer(i), compute) for i in inner])
         self.layers.append(PooledBlock(shape.at_layer(last), compute))
         self.final_norm = nn.norm(shape.norm, shape.d_model, eps=shape.norm_eps, dtype=compute.dtype)
-        self.ratios = nn.Embed(len(config.ratios), shape.d_model, dtype=compute.dtype)
+        self.slots = nn.Embed(sum(config.ratios), shape.d_model, dtype=compute.dtype)
         self.frequencies = rotary.frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
-        self.known_ratios, self.dtype = config.ratios, str(compute.dtype)
+        self.first_slot = {ratio: sum(each for each in config.ratios if each < ratio) for ratio in config.ratios}
+        self.dtype = str(compute.dtype)
 
     def __call__(
         self, x: Float[Array, "B T D"], is_token: Bool[Array, "B T"], groups: Int[Array, "B M"]
     ) -> Float[Array, "B M D"]:
         """States of a chunk's groups, from its tokens' embeddings."""
-        number = self.known_ratios.index(x.shape[1] // groups.shape[1])
-        x = x + self.ratios(jnp.full((1, 1), number, jnp.int32))
+        ratio = x.shape[1] // groups.shape[1]
+        x = x + self.slots(self.first_slot[ratio] + jnp.arange(x.shape[1], dtype=jnp.int32)[None] % ratio)
         positions = jnp.where(is_token, jnp.arange(x.shape[1], dtype=jnp.int32)[None], -1)
         angles = functional.rotary_angles(positions, self.frequencies, dtype=self.dtype)
         context = Context(Spans(positions, positions), angles, None, None)
@@ -121,19 +124,22 @@ class Gain(nnx.Module):
 
 
 class Connector(nnx.Module):
-    """From an encoder's states to vectors where a decoder's embeddings lie."""
+    """From an encoder's states and the mean embeddings of their tokens to vectors where a decoder's embeddings lie."""
 
     def __init__(self, config: CompressorConfig, compute: Compute):
         shape = config.encoder.model_copy(update={"d_ff": config.d_connector})
         self.norm = nn.norm(shape.norm, shape.d_model, eps=shape.norm_eps, dtype=compute.dtype)
         self.mlp = transformer.MLP(shape, compute)
         self.gain = Gain(shape.d_model, dtype=compute.dtype)
+        self.centers = nn.Embed(len(config.ratios), shape.d_model, dtype=compute.dtype)
+        self.known_ratios = config.ratios
 
-    def __call__(self, states: Float[Array, "B M D"]) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"]]:
-        """Vectors at the size of embeddings, and the same before their gain."""
-        normed = self.norm(states)
-        found = normed + self.mlp(normed)
-        return self.gain(found), found
+    def __call__(
+        self, states: Float[Array, "B M D"], means: Float[Array, "B M D"], ratio: int
+    ) -> Float[Array, "B M D"]:
+        """Vectors of groups; a mean of `ratio` rows is multiplied by the root of that, so that it is as long as one."""
+        center = self.centers(jnp.full((1, 1), self.known_ratios.index(ratio), jnp.int32))
+        return means * math.sqrt(ratio) + center + self.gain(self.mlp(self.norm(states)))
 
 
 class LocalHead(nnx.Module):
@@ -143,15 +149,36 @@ class LocalHead(nnx.Module):
         shape, dtype = config.encoder, compute.dtype
         self.up_proj = nn.Linear(shape.d_model, config.d_local, use_bias=False, dtype=dtype)
         self.down_proj = nn.Linear(config.d_local, max(config.ratios) * shape.d_model, use_bias=False, dtype=dtype)
-        self.norm = nn.norm(shape.norm, shape.d_model, eps=shape.norm_eps, dtype=dtype)
 
-    def __call__(self, states: Float[Array, "B M D"], sampled: Int[Array, "B P"], size: int) -> Float[Array, "B P D"]:
+    def __call__(self, vectors: Float[Array, "B M D"], sampled: Int[Array, "B P"], size: int) -> Float[Array, "B P D"]:
         """Hidden state of each sampled token of chunks whose vectors stand for `size` tokens each."""
-        wide = jnp.promote_types(states.dtype, jnp.float32)
-        hidden = jax.nn.silu(self.up_proj(states).astype(wide)).astype(states.dtype)
-        kernel = self.down_proj.kernel[...][:, : size * states.shape[2]]
-        tokens = functional.linear(hidden, kernel, None).reshape(states.shape[0], -1, states.shape[2])
-        return self.norm(jnp.take_along_axis(tokens, jnp.maximum(sampled, 0)[:, :, None], axis=1))
+        wide = jnp.promote_types(vectors.dtype, jnp.float32)
+        hidden = jax.nn.silu(self.up_proj(vectors).astype(wide)).astype(vectors.dtype)
+        kernel = self.down_proj.kernel[...][:, : size * vectors.shape[2]]
+        tokens = functional.linear(hidden, kernel, None).reshape(vectors.shape[0], -1, vectors.shape[2])
+        return jnp.take_along_axis(tokens, jnp.maximum(sampled, 0)[:, :, None], axis=1)
+
+
+class TextEncoder(nnx.Module):
+    """What makes vectors, without the decoder that reads them: embeddings, encoder and connector."""
+
+    def __init__(self, config: CompressorConfig, compute: Compute):
+        shape = config.decoder
+        self.embed = nn.Embed(shape.vocab_size, shape.d_model, dtype=compute.dtype, scale=shape.embedding_scale)
+        self.encoder, self.connector = Encoder(config, compute), Connector(config, compute)
+
+    def __call__(self, tokens: Int[Array, "B T"], groups: Int[Array, "B M"]) -> Float[Array, "B M D"]:
+        """Vectors of chunks of tokens (-1 = padding)."""
+        return _encode(self.embed, self.encoder, self.connector, tokens, groups)
+
+
+def _encode(
+    embed: nn.Embed, encoder: Encoder, connector: Connector, tokens: Int[Array, "B T"], groups: Int[Array, "B M"]
+) -> Float[Array, "B M D"]:
+    is_token = tokens >= 0
+    x = embed(jnp.maximum(tokens, 0))
+    ratio = x.shape[1] // groups.shape[1]
+    return connector(encoder(x, is_token, groups), group_means(x, is_token, ratio), ratio)
 
 
 class Compressor(nnx.Module):
@@ -164,22 +191,17 @@ class Compressor(nnx.Module):
         make_layer = None if config.lora is None else layers.make_layer
         self.decoder = transformer.Transformer(config.adapted, compute, make_layer)
 
-    def encode(
-        self, tokens: Int[Array, "B T"], groups: Int[Array, "B M"]
-    ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"]]:
-        """Vectors of chunks of tokens (-1 = padding), and the same before their gain."""
-        is_token = tokens >= 0
-        embed = self.decoder.embed
-        x = functional.take_rows(embed.embedding[...], jnp.maximum(tokens, 0)) * embed.scale
-        return self.connector(self.encoder(x, is_token, groups))
+    def encode(self, tokens: Int[Array, "B T"], groups: Int[Array, "B M"]) -> Float[Array, "B M D"]:
+        """Vectors of chunks of tokens (-1 = padding)."""
+        return _encode(self.decoder.embed, self.encoder, self.connector, tokens, groups)
 
     def __call__(self, batch: Batch, *, dropout: Any = None) -> Output:
         """Logits of what the decoder and the local head are asked for; dropout is (Philox key, step)."""
         rows, count, length = batch.context.shape
         groups = batch.groups.reshape(rows * count, -1)
-        vectors, states = self.encode(batch.context.reshape(rows * count, length), groups)
+        vectors = self.encode(batch.context.reshape(rows * count, length), groups)
         sampled = batch.sampled.reshape(rows * count, -1)
-        local = self.local(states, sampled, length // groups.shape[1])
+        local = self.local(vectors, sampled, length // groups.shape[1])
         table = jnp.concatenate([vectors.reshape(-1, vectors.shape[2]), self.tags.embedding[...]])
         hidden, _ = self.decoder.features(self._of_table(batch), batch.positions, dropout=dropout, vectors=table)
         hidden = jnp.take_along_axis(hidden, batch.places[:, :, None], axis=1)
@@ -237,4 +259,10 @@ def build(config: CompressorConfig, params: Mapping[str, np.ndarray], **compute:
       ValueError: a parameter is missing, unused or misshapen; all names are listed.
     """
     model = nnx.eval_shape(lambda: Compressor(config, Compute(**compute)))
+    return nn.load_params(model, params)
+
+
+def build_encoder(config: CompressorConfig, params: Mapping[str, np.ndarray], **compute: Any) -> TextEncoder:
+    """What makes vectors, holding `params`: as build, of embeddings, encoder and connector alone."""
+    model = nnx.eval_shape(lambda: TextEncoder(config, Compute(**compute)))
     return nn.load_params(model, params)

@@ -88,14 +88,14 @@ def parameter_shapes(config: CompressorConfig) -> dict[str, tuple[int, ...]]:
     encoder = initial.parameter_shapes(c.encoder)
     shapes = {f"encoder.{name}": shape for name, shape in encoder.items() if name.startswith(("layers.", "final_norm"))}
     norm = {name.removeprefix("final_norm."): shape for name, shape in encoder.items() if name.startswith("final_norm")}
-    shapes["encoder.ratios.embedding"] = (len(c.ratios), width)
+    shapes["encoder.slots.embedding"] = (sum(c.ratios), width)
     shapes |= {f"connector.norm.{name}": shape for name, shape in norm.items()}
     wide = c.encoder.model_copy(update={"d_ff": c.d_connector})
     mlp = {name: shape for name, shape in initial.parameter_shapes(wide).items() if name.startswith("layers.0.mlp.")}
     shapes |= {f"connector.{name.removeprefix('layers.0.')}": shape for name, shape in mlp.items()}
+    shapes["connector.centers.embedding"] = (len(c.ratios), width)
     shapes |= {"connector.gain.scale": (width,), "tags.embedding": (len(TAGS), width)}
     shapes |= {"local.up_proj.kernel": (width, c.d_local), "local.down_proj.kernel": (c.d_local, max(c.ratios) * width)}
-    shapes |= {f"local.norm.{name}": shape for name, shape in norm.items()}
     return shapes | {f"decoder.{name}": shape for name, shape in initial.parameter_shapes(c.adapted).items()}
 
 
@@ -115,8 +115,10 @@ def initial_params(config: CompressorConfig, seed: int, *, distinct: bool = Fals
 def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, seed: int) -> dict[str, Array]:
     """Parameters before the first step, of a decoder's.
 
-    The encoder is the decoder's first layers, no ratio says anything, the connector hands on normalised states at the
-    size of embeddings, tags are the mean embedding, adapters add nothing.
+    The encoder is the decoder's first layers and its connector silent, slots say nothing; a vector is the mean
+    embedding m of the vocabulary and sqrt(ratio) times what its tokens' mean is beyond m. Plain means lie so near to m
+    that the decoder reads worse than nothing (lab log). The local head holds all tokens for equally probable, tags are
+    m, adapters add nothing.
     """
     c, random, found = config, np.random.default_rng(seed), {}
     adapted = {**c.adapted.own_params(seed, distinct=False, std=initial.STANDARD_DEVIATION), **decoder}
@@ -125,18 +127,19 @@ def starting_params(config: CompressorConfig, decoder: Mapping[str, Array], *, s
         room, inner = name.split(".", 1)
         if room in ("decoder", "encoder") and inner in adapted:
             found[name] = np.array(adapted[inner])
-        elif room == "local" and inner.startswith("norm."):
-            found[name] = np.array(decoder[f"final_norm.{inner.removeprefix('norm.')}"])
         elif name == "tags.embedding":
             found[name] = np.broadcast_to(mean, shape).copy()
+        elif name == "connector.centers.embedding":
+            found[name] = (1.0 - np.sqrt(c.ratios))[:, None] * mean * c.decoder.embedding_scale
         elif name == "connector.gain.scale":
             found[name] = np.full(shape, c.gain)
         elif inner.endswith((".scale", ".bias")):
             found[name] = np.full(shape, 1.0 if inner.endswith(".scale") else 0.0)
-        elif name in ("encoder.ratios.embedding", "connector.mlp.down_proj.kernel"):
+        elif name in ("encoder.slots.embedding", "connector.mlp.down_proj.kernel", "local.down_proj.kernel"):
             found[name] = np.zeros(shape)
-        else:
-            found[name] = random.standard_normal(shape) / np.sqrt(shape[0])
+        else:  # behind a norm, or of vectors as large as embeddings
+            size = c.gain if room == "local" else 1.0
+            found[name] = random.standard_normal(shape) / (np.sqrt(shape[0]) * size)
     return found
 
 

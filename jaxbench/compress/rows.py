@@ -28,8 +28,9 @@ class RowsConfig(Base):
     reconstruct: float = pydantic.Field(default=0.4, ge=0, le=1)  # share of rows that are read back
     dropout: float = pydantic.Field(default=0.4, ge=0, lt=1)  # of the decoder's inputs where a passage is read back
     short: float = pydantic.Field(default=0.25, ge=0, le=1)  # share of rows whose last chunk is not full
+    clear: int = pydantic.Field(default=64, ge=0)  # most tokens in clear between a passage and what is asked behind it
     sampled: int = pydantic.Field(default=64, ge=1)  # tokens of a chunk that the local head is asked for
-    aligned: bool = False  # vectors stand at the places of their tokens; else side by side
+    aligned: float = pydantic.Field(default=0.5, ge=0, le=1)  # share of rows whose vectors stand where their tokens do
     ratio: int | None = None  # of all steps; None = one of the compressor's a step, drawn by `weights`
     weights: tuple[float, ...] | None = None  # of the ratios; None = all alike
 
@@ -57,40 +58,48 @@ def draw(
     if rows.num_targets > config.chunk:
         raise ValueError(f"rows: num_targets={rows.num_targets}; wanted at most a chunk of {config.chunk}")
     length = rows.num_chunks * config.chunk
-    fitting = [text for text in texts if len(text) >= length + rows.num_targets]
+    behind = rows.clear + rows.num_targets
+    fitting = [text for text in texts if len(text) >= length + behind]
     if not fitting:
         longest = max(map(len, texts), default=0)
-        raise ValueError(f"compress: the longest text has {longest} tokens; wanted {length + rows.num_targets}")
+        raise ValueError(f"compress: the longest text has {longest} tokens; wanted {length + behind}")
     random = np.random.default_rng((seed, step))
     ratio = rows.ratio or int(random.choice(config.ratios, p=None if rows.weights is None else rows.weights))
-    sizes = np.array([len(text) - length - rows.num_targets + 1 for text in fitting], np.float64)
+    sizes = np.array([len(text) - length - behind + 1 for text in fitting], np.float64)
     made = []
     for _ in range(rows.batch):
         text = fitting[random.choice(len(fitting), p=sizes / sizes.sum())]
-        start = int(random.integers(len(text) - length - rows.num_targets + 1))
+        start = int(random.integers(len(text) - length - behind + 1))
         last = config.chunk
         if random.random() < rows.short:
             last = int(random.integers(1, config.chunk + 1))
         passage = text[start : start + length - config.chunk + last]
+        clear = int(random.integers(rows.clear + 1))
+        aligned = random.random() < rows.aligned
         if random.random() < rows.reconstruct:
-            made.append(_reconstructed(passage, config, rows, ratio, random))
+            made.append(_reconstructed(passage, config, rows, ratio, random, aligned=aligned))
         else:
-            behind = text[start + len(passage) : start + len(passage) + rows.num_targets]
-            made.append(row(passage, behind, CONTINUE, config, ratio, rows.num_chunks, aligned=rows.aligned))
-    arrays = stacked(made, rows.num_targets, config)
+            clear, asked = np.split(text[start + len(passage) :][: rows.num_targets + clear], [clear])
+            made.append(row(passage, asked, CONTINUE, config, ratio, rows.num_chunks, aligned=aligned, clear=clear))
+    arrays = stacked(made, rows.num_targets, clear=rows.clear)
     return Draw(ratio, arrays._replace(sampled=_sampled(arrays.context, rows.sampled, random)))
 
 
 def _reconstructed(
     passage: Int32[np.ndarray, " N"], config: CompressorConfig, rows: RowsConfig, ratio: int,
-    random: np.random.Generator,
+    random: np.random.Generator, *, aligned: bool,
 ) -> Arrays:  # fmt: skip
-    """A row that reads one of its chunks back, some of the decoder's inputs hidden; it sees that chunk's vectors."""
+    """A row that reads one of its chunks back, some of the decoder's inputs hidden; it sees that chunk's vectors.
+
+    Half of the rows begin where the chunk does, the others where a few tokens in clear say.
+    """
     chunk = int(random.integers(-(-len(passage) // config.chunk)))
-    own = passage[chunk * config.chunk : (chunk + 1) * config.chunk][: rows.num_targets]
-    made = row(passage, own, RECONSTRUCT, config, ratio, rows.num_chunks, aligned=rows.aligned, seen=chunk)
+    own = passage[chunk * config.chunk : (chunk + 1) * config.chunk]
+    start = int(random.integers(len(own))) if random.random() < 0.5 else 0
+    clear, asked = own[max(0, start - rows.clear) : start], own[start : start + rows.num_targets]
+    made = row(passage, asked, RECONSTRUCT, config, ratio, rows.num_chunks, aligned=aligned, seen=chunk, clear=clear)
     vectors = rows.num_chunks * config.chunk // ratio
-    hidden = np.arange(len(made.inputs)) > vectors  # behind the tag
+    hidden = np.arange(len(made.inputs)) > vectors + len(clear)  # behind the tag and what stands in clear
     hidden &= random.random(len(made.inputs)) < rows.dropout
     blank = config.decoder.vocab_size + vectors + BLANK
     return made._replace(inputs=np.where(hidden, blank, made.inputs).astype(np.int32))
@@ -136,9 +145,9 @@ def row(
     return Arrays(context, groups, inputs, positions, places, asked.astype(np.int32), mask, np.zeros(0, np.int32))
 
 
-def stacked(made: Sequence[Arrays], num_targets: int, config: CompressorConfig) -> Arrays:
-    """Rows side by side, filled up with padding to num_targets tokens that are asked for; of one ratio."""
-    size = max(each.inputs.shape[0] - each.targets.shape[0] for each in made) + num_targets
+def stacked(made: Sequence[Arrays], num_targets: int, *, clear: int = 0) -> Arrays:
+    """Rows of one ratio side by side, filled up with padding to `clear` tokens in clear and num_targets asked for."""
+    size = made[0].groups.size + clear + num_targets
 
     def filled(field: str, length: int, value: int) -> np.ndarray:
         parts = [getattr(each, field) for each in made]

@@ -24,6 +24,7 @@ class TrainingConfig(config.Base):
     steps: int = pydantic.Field(default=1000, ge=1)
     learning_rate: float = pydantic.Field(default=2e-4, gt=0)  # the highest
     schedule: schedules.ScheduleConfig = schedules.ScheduleConfig(warmup_steps=30)
+    fast: float = pydantic.Field(default=5.0, gt=0)  # rate of connector, local head, slots and tags over learning_rate
     weight_decay: float = pydantic.Field(default=0.1, ge=0)
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of products
     accumulation: int = pydantic.Field(default=1, ge=1)  # parts of a step's rows, one after another
@@ -58,7 +59,7 @@ class TrainingConfig(config.Base):
 
     def step_config(self) -> StepConfig:
         """What one optimiser step does."""
-        optimizer = CompressorOptimizer(weight_decay=self.weight_decay)
+        optimizer = CompressorOptimizer(weight_decay=self.weight_decay, fast=self.fast)
         return StepConfig(
             precision=self.precision, optimizer=optimizer, accumulation=self.accumulation, kernels="xla",
             nonfinite="skip",
@@ -66,8 +67,14 @@ class TrainingConfig(config.Base):
 
 
 class CompressorOptimizer(OptimizerConfig):
-    """An optimiser that leaves the decoder's own parameters alone."""
+    """An optimiser that leaves the decoder's own parameters alone, and is faster where training starts from nothing."""
+
+    fast: float = pydantic.Field(default=5.0, gt=0)  # rate of what is no copy of the decoder's, over that of copies
 
     def is_trained(self, name: str) -> bool:
         """True for parameters that training changes, by dotted name."""
         return is_trained(name)
+
+    def rate_ratio(self, name: str) -> float:
+        """Learning rate of the parameter of this dotted name over that of the encoder's layers."""
+        return self.fast if name.startswith(("connector.", "local.", "tags.", "encoder.slots.")) else 1.0

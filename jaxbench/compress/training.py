@@ -106,7 +106,8 @@ class Judge:
         self._batches = [rows.draw(texts, shape, kind, seed=seed, step=i).arrays for i, kind in enumerate(kinds)]
         self._dtype = settings.precision
         self._program = jax.jit(functools.partial(_judged, graph))
-        self._first = shape.decoder.vocab_size + chosen.num_chunks * shape.chunk // settings.held_out_ratio
+        self._vectors = chosen.num_chunks * shape.chunk // settings.held_out_ratio
+        self._first_tag = shape.decoder.vocab_size + self._vectors
 
     def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
         """Loss in nats per token and accuracy of what is read back and of what follows, accuracy of the local head."""
@@ -114,7 +115,7 @@ class Judge:
         sums: dict[str, list[np.ndarray]] = {}
         for arrays in self._batches:
             losses, right, local = map(np.asarray, self._program(cast, compressor.Batch(*arrays)))
-            tags = arrays.inputs[np.arange(len(arrays.inputs)), arrays.places[:, 0]] - self._first
+            tags = arrays.inputs[:, self._vectors] - self._first_tag
             for tag, kind in KINDS.items():
                 sums.setdefault(f"{kind}_loss", []).append(losses[tags == tag].ravel())
                 sums.setdefault(f"{kind}_accuracy", []).append(right[tags == tag].ravel())

@@ -36,10 +36,10 @@ def _vectors_of_first_row(original: Callable, self: Any, batch: compressor.Batch
     return torch.where(is_vector, size + (found - size) % own, found)
 
 
-def _gain_twice(original: Callable, self: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hand the local head vectors at the size of embeddings."""
-    vectors, _ = original(self, states)
-    return vectors, vectors
+def _means_as_they_are(original: Callable, self: Any, states: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Leave the mean embeddings as short as they are."""
+    means, ratio = args
+    return original(self, states, means / ratio**0.5, ratio)
 
 
 def _asked_everywhere(original: Callable, output: compressor.Output, batch: compressor.Batch) -> torch.Tensor:
@@ -51,13 +51,13 @@ def _no_teacher(original: Callable, output: compressor.Output, batch: compressor
     return original(output, batch._replace(teacher_tokens=None, teacher_probs=None))
 
 
-def _one_ratio(original: Callable, self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Tell the encoder the largest ratio, whatever it is."""
-    known, self.known_ratios = self.known_ratios, (0, x.shape[1] // args[1].shape[1])
+def _slots_of_another_ratio(original: Callable, self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Tell the encoder the places of another ratio's groups."""
+    known, self.first_slot = self.first_slot, {ratio: first + 1 for ratio, first in self.first_slot.items()}
     try:
         return original(self, x, *args)
     finally:
-        self.known_ratios = known
+        self.first_slot = known
 
 
 _CASE = "compress/frozen"
@@ -72,8 +72,8 @@ COMPRESS_BUGS = (
     Mutation("vectors-of-another-row", _CASE, (compressor.Compressor, "_of_table"), _vectors_of_first_row),
     Mutation("vectors-are-scaled-as-tokens", _CASE, (functional, "with_vectors"),
              lambda original, embed, tokens, vectors, size: original(embed, tokens, 2 * vectors, size=size)),
-    Mutation("local-head-behind-the-gain", _CASE, (compressor.Connector, "forward"), _gain_twice),
+    Mutation("means-are-not-spread", _CASE, (compressor.Connector, "forward"), _means_as_they_are),
     Mutation("local-loss-of-padding", _CASE, _LOSS, _asked_everywhere),
     Mutation("teacher-forgotten", _CASE, _LOSS, _no_teacher),
-    Mutation("ratio-of-another", _CASE, (compressor.Encoder, "forward"), _one_ratio),
+    Mutation("slots-of-another-ratio", _CASE, (compressor.Encoder, "forward"), _slots_of_another_ratio),
 )  # fmt: skip

@@ -62,6 +62,11 @@ class Tokenizer:
         """Token ids of many texts, encoded on several threads."""
         return [encoding.ids for encoding in self.core.encode_batch(list(texts), add_special_tokens=add_special)]
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids of a text without special ones added, and the character that each begins in."""
+        encoding = self.core.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self.core.decode([int(i) for i in ids], skip_special_tokens=skip_special)

@@ -81,7 +81,8 @@ def init_state(
     shapes = {name: leaf.shape for name, leaf in abstract.items() if not name.endswith(float8.SCALES)}
     initial.check_params(shapes, params)
     placed = {name: jnp.array(params[name], policy.parameter) for name in shapes}
-    moments = jax.tree.map(jnp.array, optimizers.transform(step_config.optimizer, 0.0, placed).init(placed))
+    trained = optimizers.trained(step_config.optimizer, placed)
+    moments = jax.tree.map(jnp.array, optimizers.transform(step_config.optimizer, 0.0, trained).init(trained))
     moments = offload.to_host(moments) if step_config.offload.optimizer else moments
     scale = step_config.loss_scaling.initial if policy.is_scaled else 1.0
     amax = float8.init_history(placed, step_config.delayed_scaling.history) if policy.is_float8 else {}
@@ -125,19 +126,20 @@ def train_step(
     grads = _clipped(grads, norm, step_config)
     old_moments = offload.to_device(state.moments) if step_config.offload.optimizer else state.moments
     rate = jnp.asarray(learning_rate, policy.accumulation)
-    optimizer = optimizers.transform(step_config.optimizer, rate, state.params)
-    updates, new_moments = optimizer.update(grads, old_moments, state.params)
-    updates = _zeros_held(updates, state.params) if step_config.hold_zeros else updates
+    trained = optimizers.trained(step_config.optimizer, state.params)
+    optimizer = optimizers.transform(step_config.optimizer, rate, trained)
+    updates, new_moments = optimizer.update(grads, old_moments, trained)
+    updates = _zeros_held(updates, trained) if step_config.hold_zeros else updates
     is_taken = is_finite & ~state.is_halted if is_guarded else jnp.ones((), bool)
-    new = (optax.apply_updates(state.params, updates), new_moments, float8.remember(state.amax, amax_now))
-    old = (state.params, old_moments, state.amax)
+    new = (optax.apply_updates(trained, updates), new_moments, float8.remember(state.amax, amax_now))
+    old = (trained, old_moments, state.amax)
     params, moments, amax = jax.tree.map(lambda a, b: jnp.where(is_taken, a, b), new, old) if is_guarded else new
     moments = offload.to_host(moments) if step_config.offload.optimizer else moments
     # An overflow is how loss scaling finds its scale, so there only the loss itself counts as a reason to stop.
     is_broken = is_guarded & (~jnp.isfinite(loss) if policy.is_scaled else ~is_finite)
     next_state = dataclasses.replace(
         state,
-        params=params,
+        params=state.params | params,
         moments=moments,
         amax=amax,
         step=state.step + 1,
@@ -151,19 +153,24 @@ def train_step(
 def _loss_and_gradients(
     state: TrainState, batch: Any, dropout_key: Array | None, step_config: StepConfig, loss_fn: Callable[..., Array]
 ) -> tuple[Float[Array, ""], dict[str, Array], dict[str, Array]]:
-    """Loss of the batch in nats per token, its gradients without the loss scale, and float8's largest magnitudes."""
+    """Loss of the batch in nats per token, its gradients without the loss scale, and float8's largest magnitudes.
+
+    What is not trained has no gradient: zeros of a whole decoder would be written and read again at every step.
+    """
     policy = state.policy
 
     def loss_at(trained: tuple[dict, dict], micro: Any, weight: Array, index: Array) -> tuple[Array, Array]:
-        params, scales = trained
-        params = optimizers.with_fixed(step_config.optimizer, params)
+        params, scales = state.params | trained[0], trained[1]
         cast = jax.tree.map(lambda value: value.astype(policy.compute), params) | scales
         dropout = None if dropout_key is None else (dropout_key, state.step * step_config.accumulation + index)
         loss = loss_fn(parameters.merge(state.graph, cast), micro, dropout=dropout).astype(policy.output) * weight
         return loss * state.scale.astype(policy.output) if policy.is_scaled else loss, loss
 
     grad_fn = jax.value_and_grad(loss_at, has_aux=True)
-    trained = (state.params, float8.scales(state.amax, step_config.delayed_scaling.margin))
+    trained = (
+        optimizers.trained(step_config.optimizer, state.params),
+        float8.scales(state.amax, step_config.delayed_scaling.margin),
+    )
     loss, (grads, amax) = _accumulated(grad_fn, trained, batch, step_config.accumulation, policy)
     if policy.is_scaled:
         grads = jax.tree.map(lambda grad: grad / state.scale.astype(grad.dtype), grads)

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -17,29 +15,26 @@ from jaxbench.training.step_config import OptimizerConfig, is_matrix
 def transform(
     config: OptimizerConfig, learning_rate: Array | float, params: Mapping[str, Any]
 ) -> optax.GradientTransformation:
-    """Optimiser of a configuration at one learning rate; its state does not depend on the rate.
+    """Optimiser of trained parameters at one learning rate; its state does not depend on the rate.
 
-    A rate that is traced makes one compiled step serve a whole schedule. Parameters that are not trained stay as they
-    are and have no state.
+    A rate that is traced makes one compiled step serve a whole schedule. A step of AdamW or SGD is proportional to the
+    rate, with its weight decay: where the configuration has ratios of rates, steps are multiplied by them.
     """
-    if all(map(config.is_trained, params)):
-        return _transform(config, learning_rate, params)
-
-    def chosen(tree: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in tree.items() if config.is_trained(name)}
-
-    inner = _transform(config, learning_rate, chosen(params))
+    inner = _transform(config, learning_rate, params)
+    ratios = {name: config.rate_ratio(name) for name in params}
+    if set(ratios.values()) <= {1.0}:
+        return inner
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        moved, state = inner.update(chosen(updates), state, chosen(params))
-        return {name: moved[name] if name in moved else jnp.zeros_like(x) for name, x in updates.items()}, state
+        moved, state = inner.update(updates, state, params)
+        return {name: step * ratios[name] for name, step in moved.items()}, state
 
-    return optax.GradientTransformation(lambda params: inner.init(chosen(params)), update)
+    return optax.GradientTransformation(inner.init, update)
 
 
-def with_fixed(config: OptimizerConfig, params: Mapping[str, Array]) -> dict[str, Array]:
-    """Parameters with a stop_gradient on those that are not trained."""
-    return {name: x if config.is_trained(name) else jax.lax.stop_gradient(x) for name, x in params.items()}
+def trained(config: OptimizerConfig, params: Mapping[str, Array]) -> dict[str, Array]:
+    """Parameters that are trained."""
+    return {name: x for name, x in params.items() if config.is_trained(name)}
 
 
 def _transform(

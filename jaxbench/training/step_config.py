@@ -39,6 +39,10 @@ class OptimizerConfig(Base):
         """True where the parameter of this dotted name is trained; a workload may leave others as they are."""
         return self.trained == "all" or re.fullmatch(ADAPTERS, name) is not None
 
+    def rate_ratio(self, name: str) -> float:
+        """Learning rate of the parameter of this dotted name over that of the rest; a workload may have others."""
+        return 1.0
+
 
 def is_matrix(name: str) -> bool:
     """True for kernels and embeddings, by dotted name.

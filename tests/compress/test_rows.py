@@ -15,28 +15,33 @@ TEXT = np.arange(200, dtype=np.int32) % SIZE
 
 @given(seed=st.integers(0, 10**6), step=st.integers(0, 10**6), aligned=st.booleans())
 def test_every_row_asks_for_what_its_passage_or_the_text_behind_it_says(seed, step, aligned):
-    settings = rows.RowsConfig(batch=6, num_targets=12, sampled=5, aligned=aligned, dropout=0.5)
+    settings = rows.RowsConfig(batch=6, num_targets=12, sampled=5, aligned=float(aligned), dropout=0.5, clear=5)
     ratio, drawn = rows.draw([TEXT, TEXT[:9]], CONFIG, settings, seed=seed, step=step)
     again = rows.draw([TEXT, TEXT[:9]], CONFIG, settings, seed=seed, step=step).arrays
     for one, other in zip(drawn, again):
         np.testing.assert_array_equal(one, other)
     per_chunk = CONFIG.chunk // ratio
     vectors = 2 * per_chunk
-    assert drawn.groups.shape == (6, 2, per_chunk) and drawn.inputs.shape == (6, vectors + 12)
+    assert drawn.groups.shape == (6, 2, per_chunk) and drawn.inputs.shape == (6, vectors + 5 + 12)
     for i in range(6):
         row = config.Arrays(*(each if each is None else each[i] for each in drawn))
         passage = row.context[row.context >= 0]
         tag, count = row.inputs[vectors] - SIZE - vectors, int(row.mask.sum())
-        asked = row.targets[:count]
+        asked, clear = row.targets[:count], row.places[0] - vectors
         chunks = [each[each >= 0] for each in row.context]
         if tag == rows.CONTINUE:
-            np.testing.assert_array_equal(asked, (passage[-1] + 1 + np.arange(12)) % SIZE)
+            following = (passage[-1] + 1 + np.arange(clear + 12)) % SIZE
+            np.testing.assert_array_equal(asked, following[clear:])
+            assert 0 <= clear <= 5
             seen = row.groups.reshape(-1) >= 0
         else:
-            assert tag == rows.RECONSTRUCT
+            assert tag == rows.RECONSTRUCT and clear <= 5
             seen = (row.groups >= 0) & (row.positions[:vectors].reshape(2, -1) >= 0)
             (chunk,) = np.flatnonzero(seen.any(axis=1))
-            np.testing.assert_array_equal(asked, chunks[chunk][:12])
+            start = int(np.flatnonzero(chunks[chunk] == asked[0])[0])  # no token comes twice in a chunk
+            np.testing.assert_array_equal(asked, chunks[chunk][start : start + 12])
+            following = chunks[chunk][start - clear : start + 12]
+            assert clear == min(start, 5)
             np.testing.assert_array_equal(seen[chunk], row.groups[chunk] >= 0)
             seen = seen.reshape(-1)
         used = row.positions[row.positions >= 0]
@@ -44,9 +49,9 @@ def test_every_row_asks_for_what_its_passage_or_the_text_behind_it_says(seed, st
         places = row.groups + CONFIG.chunk * (np.arange(2)[:, None] if tag == rows.CONTINUE else 0)
         wanted = places.reshape(-1)[seen] if aligned else np.arange(seen.sum())
         np.testing.assert_array_equal(row.positions[:vectors][seen], wanted)
-        inputs = row.inputs[vectors + 1 : vectors + count]
+        inputs = row.inputs[vectors + 1 : vectors + clear + count]
         hidden = inputs == SIZE + vectors + rows.BLANK
-        np.testing.assert_array_equal(inputs[~hidden], asked[:-1][~hidden])
+        np.testing.assert_array_equal(inputs[~hidden], following[:-1][~hidden])
         assert tag == rows.RECONSTRUCT or not hidden.any()
         for part, sampled in zip(chunks, row.sampled):
             assert ((sampled < len(part)) & (sampled >= (0 if len(part) else -1))).all()
@@ -61,12 +66,12 @@ def test_a_chunk_has_as_many_vectors_as_its_tokens_need(length, ratio):
 @pytest.mark.parametrize("update, words", [({"ratio": 3}, "ratio=3; wanted one of 2, 4"), ({"num_targets": 13}, "=13")])
 def test_rows_that_do_not_fit_a_compressor_are_named(update, words):
     with pytest.raises(ValueError, match=words):
-        rows.draw([TEXT], CONFIG, rows.RowsConfig(**{"num_targets": 12, **update}), seed=0, step=0)
+        rows.draw([TEXT], CONFIG, rows.RowsConfig(**{"num_targets": 12, "clear": 0, **update}), seed=0, step=0)
 
 
 def test_a_text_that_is_too_short_is_named():
-    with pytest.raises(ValueError, match="the longest text has 9 tokens; wanted 36"):
-        rows.draw([TEXT[:9]], CONFIG, rows.RowsConfig(num_targets=12), seed=0, step=0)
+    with pytest.raises(ValueError, match="the longest text has 9 tokens; wanted 37"):
+        rows.draw([TEXT[:9]], CONFIG, rows.RowsConfig(num_targets=12, clear=1), seed=0, step=0)
 
 
 @pytest.mark.parametrize(

@@ -224,13 +224,13 @@ def test_the_jax_optimiser_moves_and_remembers_the_memory_alone():
     params = {"layers.0.block.memory.q_proj.kernel": jnp.ones((2, 2)), "layers.0.gate": jnp.ones(2),
               "layers.0.attention.q_proj.kernel": jnp.ones((2, 2)), "embed.embedding": jnp.ones((2, 2))}  # fmt: skip
     chosen = MemoryOptimizerConfig(trained="memory", weight_decay=0.1)
-    transform = optimizers.transform(chosen, 0.1, params)
-    state = transform.init(params)
-    updates, _ = transform.update(jax.tree.map(jnp.ones_like, params), state, params)
-    assert {name for name, value in updates.items() if np.any(value)} == set(list(params)[:2])
+    trained = optimizers.trained(chosen, params)
+    assert set(trained) == set(list(params)[:2])
+    transform = optimizers.transform(chosen, 0.1, trained)
+    state = transform.init(trained)
+    updates, _ = transform.update(jax.tree.map(jnp.ones_like, trained), state, trained)
+    assert all(np.any(value) for value in updates.values())
     assert sum(x.ndim == 2 for x in jax.tree.leaves(optax.tree_utils.tree_get(state, "mu"))) == 1
-    grads = jax.grad(lambda p: sum(jnp.sum(x**2) for x in optimizers.with_fixed(chosen, p).values()))(params)
-    assert {name for name, value in grads.items() if np.any(value)} == set(list(params)[:2])
 
 
 @pytest.mark.parametrize("kind", KINDS)

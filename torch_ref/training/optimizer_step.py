@@ -111,7 +111,7 @@ def train_step(
             for parameter in parameters:
                 parameter.grad.mul_(factor)
         for group in state.moments.param_groups:
-            group["lr"] = float(learning_rate)
+            group["lr"] = float(learning_rate) * group.get("rate_ratio", 1.0)
         state.scaler.step(state.moments)
         with torch.no_grad():
             for parameter, is_zero in zeros:
@@ -207,9 +207,13 @@ def _optimizer(model: torch.nn.Module, step_config: StepConfig) -> torch.optim.O
     """PyTorch's AdamW or SGD over the trained parameters, its state made at once."""
     o, named = step_config.optimizer, [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trained = [p for _, p in named]
-    decayed, rest = ([p for name, p in named if o.decays(name) == decays] for decays in (True, False))
-    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    kinds_of = {(o.decays(name), o.rate_ratio(name)): [] for name, _ in named}
+    for name, p in named:
+        kinds_of[o.decays(name), o.rate_ratio(name)].append(p)
+    groups = [
+        {"params": mine, "weight_decay": o.weight_decay if decays else 0.0, "rate_ratio": ratio}
+        for (decays, ratio), mine in sorted(kinds_of.items(), reverse=True)
+    ]
     # Zeros are what PyTorch itself starts from at the first step; made here, the state has one shape from the start.
     if o.kind == "sgd":
         optimizer, kinds = torch.optim.SGD(groups, lr=0.0, momentum=o.momentum), ("momentum_buffer",)

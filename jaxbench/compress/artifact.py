@@ -1,0 +1,120 @@
+"""A trained compressor in one file, small enough to ship: differences to the decoder's own layers in few bits (S file).
+
+An encoder's kernels are stored as what training added to the decoder's, on a grid of `bits` bits with a scale for each
+`group_size` inputs; the connector's kernels likewise, as they are; what has few numbers in float32. The local head only
+trains, and is left out unless it is asked for. The file names the decoder by its checksum: no other fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from jaxbench import outputs
+from jaxbench.compress.config import CompressorConfig, parameter_shapes
+from jaxbench.pretrained import assets, weights
+from jaxbench.quantization import grids
+
+FORMAT = 1
+SHIPPED = Path(__file__).parents[1] / "pretrained/assets_data/rfcc-base.safetensors"
+GRID = grids.Grid(4, 64)
+FINE_GRID = grids.Grid(8, 64)  # of matrices that are no differences
+
+
+class Trained(NamedTuple):
+    """A compressor's parameters without the decoder's own, and what they were trained with."""
+
+    config: CompressorConfig
+    params: dict[str, np.ndarray]  # float32 by dotted name
+    model_sha256: str
+    id: str  # the beginning of the file's SHA-256
+    about: dict[str, Any]  # steps, tokens, figures
+
+
+def save(
+    path: str | Path, config: CompressorConfig, params: Mapping[str, np.ndarray], held: weights.Checkpoint,
+    *, about: Mapping[str, Any], grid: grids.Grid = GRID, local: bool = False,
+) -> int:  # fmt: skip
+    """Write trained parameters, whole or not at all; the file's bytes."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, value in params.items():
+        if name.startswith("local.") and not local:
+            continue
+        base = held.params.get(name.removeprefix("encoder."))
+        value = np.asarray(value, np.float32)
+        change = value if base is None else value - base
+        if name.endswith(".kernel") and not name.startswith("decoder."):
+            matrix = grids.nearest(change.T, FINE_GRID if base is None else grid, rule="mse")
+            tensors[f"{name}:codes"] = _packed(matrix.codes) if matrix.grid.bits == 4 else matrix.codes
+            tensors[f"{name}:scales"] = matrix.scales.astype(np.float16)
+        else:
+            tensors[name] = np.ascontiguousarray(change)
+    meta = {
+        "format": FORMAT, "config": config.model_dump(mode="json", exclude={"decoder"}), "model_sha256": held.sha256,
+        "about": dict(about),
+    }  # fmt: skip
+    with outputs.whole(path) as temporary:
+        save_file(tensors, temporary, {"compressor": json.dumps(meta)})
+    return Path(path).stat().st_size
+
+
+def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
+    """Read trained parameters for a decoder; None = the ones that are shipped.
+
+    Raises:
+      ValueError: the file is missing, damaged, no compressor, or made for another decoder.
+    """
+    path = SHIPPED if path is None else Path(path)
+    if not path.is_file():
+        raise ValueError(f"compressor: {path} is no file; `compress.py train` makes one")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            meta = json.loads((file.metadata() or {})["compressor"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except Exception as error:  # safetensors raises its own type
+        raise ValueError(f"compressor: {path} is damaged or no compressor ({error!r})") from error
+    if meta.get("format") != FORMAT:
+        raise ValueError(f"compressor: {path} has format {meta.get('format')}; wanted {FORMAT}")
+    if meta["model_sha256"] != held.sha256:
+        raise ValueError(
+            f"compressor: {path} was trained for a decoder with SHA-256 {meta['model_sha256'][:12]}, and "
+            f"{held.source} has {held.sha256[:12]}"
+        )
+    config = CompressorConfig(decoder=held.config, **meta["config"])
+    params = {}
+    for name in {name.partition(":")[0] for name in tensors}:
+        value = _values(tensors, name)
+        base = held.params.get(name.removeprefix("encoder."))
+        params[name] = value if base is None else value + base
+    shapes = parameter_shapes(config)
+    bad = [name for name, value in params.items() if shapes.get(name) != value.shape or not np.isfinite(value).all()]
+    if bad:
+        raise ValueError(f"compressor: {path} is damaged: {bad[0]} has {params[bad[0]].shape}, or is not finite")
+    return Trained(config, params, held.sha256, assets.sha256_file(path)[:12], meta["about"])
+
+
+def _values(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """A stored tensor in float32; kernels as (in, out)."""
+    if name in tensors:
+        return tensors[name].astype(np.float32)
+    codes, scales = tensors[f"{name}:codes"], tensors[f"{name}:scales"].astype(np.float32)
+    is_packed = codes.dtype == np.uint8
+    grid = grids.Grid(4 if is_packed else 8, GRID.group_size)
+    matrix = grids.Quantized(grid, _unpacked(codes) if is_packed else codes, scales, None)
+    return np.ascontiguousarray(grids.dequantized(matrix).T)
+
+
+def _packed(codes: np.ndarray) -> np.ndarray:
+    """Codes -8 to 7, two a byte."""
+    halves = (codes + 8).astype(np.uint8)
+    return halves[:, ::2] | (halves[:, 1::2] << 4)
+
+
+def _unpacked(pairs: np.ndarray) -> np.ndarray:
+    return np.stack([pairs & 15, pairs >> 4], axis=2).reshape(len(pairs), -1).astype(np.int8) - 8

@@ -1,0 +1,215 @@
+"""Compress texts with trained weights: all at once, or as they come.
+
+    compressor = AutoCompressor.from_pretrained("rfcc-base-8x")
+    result = compressor.compress(text)
+
+A text is read in chunks of 256 tokens, each by one call of the same program: a text that comes in pieces has the
+vectors that it has as a whole, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from jaxbench.compress import artifact
+from jaxbench.compress.config import CompressorConfig, group_positions
+from jaxbench.compress.document import CompressionResult
+from jaxbench.pretrained import tokenizer, weights
+
+NAME = re.compile(r"rfcc-base-(\d+)x")
+Encode = Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [T] and groups [M] of a chunk -> vectors [M D]
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoCompressor:
+    """A trained encoder and its tokenizer, at one ratio."""
+
+    config: CompressorConfig
+    ratio: int  # tokens a vector stands for
+    words: tokenizer.Tokenizer
+    model_sha256: str  # of the decoder
+    id: str  # of the compressor's weights
+    tags: Float32[np.ndarray, "tags D"]
+    about: Mapping[str, Any]  # what the weights were trained with
+    encode: Encode
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str = "rfcc-base-8x", *, file: str | Path | None = None, model: str | None = None,
+        precision: str = "bfloat16", backend: str = "flax",
+    ) -> AutoCompressor:  # fmt: skip
+        """Load a compressor: rfcc-base-2x, -4x, -8x, -16x or -32x, one set of weights.
+
+        Args:
+          file: weights that `compress.py train` made; None = those that are shipped.
+          model: the decoder that they were trained for; None = the default model.
+          precision: of products, float32 or bfloat16.
+          backend: flax or torch.
+
+        Raises:
+          ValueError: the name is unknown, or the file is missing, damaged or another decoder's.
+        """
+        found = NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(f"compressor: {name!r}; wanted rfcc-base-Nx with N one of 2, 4, 8, 16, 32")
+        held = weights.load_checkpoint(model)
+        trained = artifact.load(file, held)
+        trained.config.check_ratio(int(found[1]))
+        return cls.of(trained, held, tokenizer.load_tokenizer(model), int(found[1]), precision, backend)
+
+    @classmethod
+    def of(
+        cls, trained: artifact.Trained, held: weights.Checkpoint, words: tokenizer.Tokenizer, ratio: int,
+        precision: str = "bfloat16", backend: str = "flax",
+    ) -> AutoCompressor:  # fmt: skip
+        """A compressor of weights that are loaded."""
+        params = {name: value for name, value in trained.params.items() if name.startswith(("encoder.", "connector."))}
+        params["embed.embedding"] = held.params["embed.embedding"]
+        make = {"flax": _flax_encode, "torch": _torch_encode}[backend]
+        encode = make(trained.config, params, precision)
+        tags = trained.params["tags.embedding"]
+        return cls(trained.config, ratio, words, trained.model_sha256, trained.id, tags, trained.about, encode)
+
+    def at(self, ratio: int) -> AutoCompressor:
+        """The same weights at another ratio.
+
+        Raises:
+          ValueError: it is not one of theirs.
+        """
+        self.config.check_ratio(ratio)
+        return dataclasses.replace(self, ratio=ratio)
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.words.encode(text, add_special=False))
+
+    def get_compression_ratio(self, text: str) -> float:
+        """Tokens over vectors that a text would have: the ratio, but for the ends of chunks and text."""
+        count = self.count_tokens(text)
+        return count / max(1, -(-count // self.ratio))
+
+    def compress(self, text: str) -> CompressionResult:
+        """Vectors of a text.
+
+        Raises:
+          ValueError: it has no tokens.
+        """
+        stream = StreamingCompressor(self)
+        stream.add_chunk(text)
+        return stream.finish()
+
+    def chunk(self, ids: Int32[np.ndarray, " T"]) -> tuple[Float32[np.ndarray, "M D"], Int32[np.ndarray, " M"]]:
+        """Vectors of at most a chunk of tokens, and the place of each in it."""
+        groups = group_positions(len(ids), self.ratio, self.config.chunk)
+        padded = np.full(self.config.chunk, -1, np.int32)
+        padded[: len(ids)] = ids
+        is_there = groups >= 0
+        return self.encode(padded, groups)[is_there], groups[is_there]
+
+
+class StreamingCompressor:
+    """Compresses a text that comes in pieces; what has been compressed is no longer held as text."""
+
+    def __init__(self, compressor: AutoCompressor):
+        self.compressor = compressor
+        self._pieces: list[str] = []  # text that is not tokenised
+        self._ids: list[int] = []  # tokens that are not compressed
+        self._starts: list[int] = []  # the character of the whole text that each begins in
+        self._characters = self._tokens = 0  # tokenised, compressed
+        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # vectors, first characters, positions
+        self._seconds = 0.0
+
+    def add_chunk(self, text: str) -> int:
+        """Take more text; vectors so far. A chunk is compressed when its 256 tokens are certain."""
+        started = time.perf_counter()
+        last = self._pieces[-1][-1:] if self._pieces else ""
+        if place := safe_cut(last + text):
+            cut = place - len(last)
+            self._tokenise("".join([*self._pieces, text[:cut]]))
+            self._pieces = [text[cut:]]
+        elif text:
+            self._pieces.append(text)
+        while len(self._ids) >= self.compressor.config.chunk:
+            self._compress()
+        self._seconds += time.perf_counter() - started
+        return sum(len(vectors) for vectors, _, _ in self._parts)
+
+    def finish(self) -> CompressionResult:
+        """Vectors of all text that was added.
+
+        Raises:
+          ValueError: it has no tokens.
+        """
+        started = time.perf_counter()
+        self._tokenise("".join(self._pieces))
+        self._pieces = []
+        while self._ids:
+            self._compress()
+        if not self._parts:
+            raise ValueError(f"compress: the text has {self._tokens} tokens; wanted at least one")
+        vectors, starts, positions = map(np.concatenate, zip(*self._parts))
+        spans = np.stack([starts, np.append(starts[1:], self._characters)], axis=1)
+        self._seconds += time.perf_counter() - started
+        own = self.compressor
+        return CompressionResult(
+            vectors, spans, positions, own.ratio, self._tokens, self._seconds, own.model_sha256, own.id
+        )  # fmt: skip
+
+    def _tokenise(self, text: str) -> None:
+        ids, starts = self.compressor.words.encode_with_places(text)
+        self._ids += ids
+        self._starts += [self._characters + start for start in starts]
+        self._characters += len(text)
+
+    def _compress(self) -> None:
+        size, ratio = self.compressor.config.chunk, self.compressor.ratio
+        ids, starts = np.array(self._ids[:size], np.int32), np.array(self._starts[:size], np.int64)
+        vectors, places = self.compressor.chunk(ids)
+        self._parts.append((vectors, starts[::ratio], self._tokens + places))
+        self._tokens += len(ids)
+        del self._ids[:size], self._starts[:size]
+
+
+def safe_cut(text: str) -> int:
+    """Where a text may be cut so that both parts have the tokens that it has as a whole: the last such place; 0 = none.
+
+    That is in front of a single space between two other characters: tokenizers of this kind begin a word there.
+    """
+    at = len(text)
+    while (at := text.rfind(" ", 0, at)) > 0:
+        if at + 1 < len(text) and not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at
+    return 0
+
+
+def _flax_encode(config: CompressorConfig, params: Mapping[str, np.ndarray], precision: str) -> Encode:
+    import jax
+    import jax.numpy as jnp
+
+    from jaxbench.compress import compressor
+
+    model = compressor.build_encoder(config, params, dtype=precision)
+    program = jax.jit(lambda model, tokens, groups: model(tokens[None], groups[None])[0].astype(jnp.float32))
+    return lambda tokens, groups: np.asarray(program(model, tokens, groups))
+
+
+def _torch_encode(config: CompressorConfig, params: Mapping[str, np.ndarray], precision: str) -> Encode:
+    import torch
+
+    from torch_ref.compress import compressor
+
+    model = compressor.build_encoder(config, params, dtype=precision)
+
+    def encode(tokens: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            return model(torch.from_numpy(tokens)[None], torch.from_numpy(groups)[None])[0].float().numpy()
+
+    return encode
