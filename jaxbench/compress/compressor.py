@@ -176,7 +176,8 @@ def _encode(
     embed: nn.Embed, encoder: Encoder, connector: Connector, tokens: Int[Array, "B T"], groups: Int[Array, "B M"]
 ) -> Float[Array, "B M D"]:
     is_token = tokens >= 0
-    x = embed(jnp.maximum(tokens, 0))
+    # no call of `embed`: what watches a decoder's modules sees it called once, on the decoder's inputs
+    x = functional.take_rows(embed.embedding[...], jnp.maximum(tokens, 0)) * embed.scale
     ratio = x.shape[1] // groups.shape[1]
     return connector(encoder(x, is_token, groups), group_means(x, is_token, ratio), ratio)
 

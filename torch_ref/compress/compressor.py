@@ -182,7 +182,8 @@ def _encode(
     embed: nn.Embed, encoder: Encoder, connector: Connector, tokens: Int[Tensor, "B T"], groups: Int[Tensor, "B M"]
 ) -> Float[Tensor, "B M D"]:
     is_token = tokens >= 0
-    x = embed(tokens.clamp(min=0))
+    # no call of `embed`: what watches a decoder's modules sees it called once, on the decoder's inputs
+    x = functional.take_rows(embed.embedding, tokens.clamp(min=0)) * embed.scale
     ratio = x.shape[1] // groups.shape[1]
     return connector(encoder(x, is_token, groups), group_means(x, is_token, ratio), ratio)
 
