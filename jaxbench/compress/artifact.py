@@ -8,6 +8,7 @@ trains, and is left out unless it is asked for. The file names the decoder by it
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,9 @@ def save(
         value = np.asarray(value, np.float32)
         change = value if base is None else value - base
         if name.endswith(".kernel") and not name.startswith("decoder."):
-            matrix = grids.nearest(change.T, FINE_GRID if base is None else grid, rule="mse")
+            size = math.gcd(GRID.group_size, change.shape[0])
+            own = (FINE_GRID if base is None else grid)._replace(group_size=size)
+            matrix = grids.nearest(change.T, own, rule="mse")
             tensors[f"{name}:codes"] = _packed(matrix.codes) if matrix.grid.bits == 4 else matrix.codes
             tensors[f"{name}:scales"] = matrix.scales.astype(np.float16)
         else:
@@ -64,23 +67,24 @@ def save(
     return Path(path).stat().st_size
 
 
+def describe(path: str | Path | None = None) -> dict[str, Any]:
+    """What a file of weights says of itself, read without its numbers.
+
+    Raises:
+      ValueError: the file is missing, damaged or no compressor.
+    """
+    path, meta, _ = _read(path, with_tensors=False)
+    about = {"file": str(path), "bytes": path.stat().st_size, "id": assets.sha256_file(path)[:12]}
+    return about | {name: meta["config"][name] for name in ("num_layers", "ratios")} | {"about": meta["about"]}
+
+
 def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
     """Read trained parameters for a decoder; None = the ones that are shipped.
 
     Raises:
       ValueError: the file is missing, damaged, no compressor, or made for another decoder.
     """
-    path = SHIPPED if path is None else Path(path)
-    if not path.is_file():
-        raise ValueError(f"compressor: {path} is no file; `compress.py train` makes one")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            meta = json.loads((file.metadata() or {})["compressor"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as error:  # safetensors raises its own type
-        raise ValueError(f"compressor: {path} is damaged or no compressor ({error!r})") from error
-    if meta.get("format") != FORMAT:
-        raise ValueError(f"compressor: {path} has format {meta.get('format')}; wanted {FORMAT}")
+    path, meta, tensors = _read(path, with_tensors=True)
     if meta["model_sha256"] != held.sha256:
         raise ValueError(
             f"compressor: {path} was trained for a decoder with SHA-256 {meta['model_sha256'][:12]}, and "
@@ -99,13 +103,29 @@ def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
     return Trained(config, params, held.sha256, assets.sha256_file(path)[:12], meta["about"])
 
 
+def _read(path: str | Path | None, *, with_tensors: bool) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
+    """A file's path, metadata and tensors."""
+    path = SHIPPED if path is None else Path(path)
+    if not path.is_file():
+        raise ValueError(f"compressor: {path} is no file; `compress.py train` makes one")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            meta = json.loads((file.metadata() or {})["compressor"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}
+    except Exception as error:  # safetensors raises its own type
+        raise ValueError(f"compressor: {path} is damaged or no compressor ({error!r})") from error
+    if meta.get("format") != FORMAT:
+        raise ValueError(f"compressor: {path} has format {meta.get('format')}; wanted {FORMAT}")
+    return path, meta, tensors
+
+
 def _values(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """A stored tensor in float32; kernels as (in, out)."""
     if name in tensors:
         return tensors[name].astype(np.float32)
     codes, scales = tensors[f"{name}:codes"], tensors[f"{name}:scales"].astype(np.float32)
     is_packed = codes.dtype == np.uint8
-    grid = grids.Grid(4 if is_packed else 8, GRID.group_size)
+    grid = grids.Grid(4 if is_packed else 8)
     matrix = grids.Quantized(grid, _unpacked(codes) if is_packed else codes, scales, None)
     return np.ascontiguousarray(grids.dequantized(matrix).T)
 

@@ -18,6 +18,10 @@ class TrainingConfig(config.Base):
     """How a compressor is trained."""
 
     model: str | None = None  # the decoder; None = the default model
+    start: str | None = (
+        None  # weights of an earlier run, whose shape this one has, adapters aside; None = the decoder's
+    )
+    trained: Literal["all", "adapters"] = "all"  # adapters: those of `lora` learn, encoder and connector stay
     num_layers: int = pydantic.Field(default=12, ge=1)  # of the encoder
     lora: LoraConfig | None = None  # adapters of the decoder
     rows: RowsConfig = RowsConfig()
@@ -37,6 +41,8 @@ class TrainingConfig(config.Base):
     def _check(self) -> TrainingConfig:
         if self.rows.batch % self.accumulation:
             raise ValueError(f"rows.batch={self.rows.batch} is not a multiple of accumulation={self.accumulation}")
+        if self.trained == "adapters" and self.lora is None:
+            raise ValueError("trained=adapters, and lora=null: nothing would learn; give lora a rank")
         schedules.learning_rate(
             self.schedule, 0, peak=self.learning_rate, steps=self.steps
         )  # raises where it is longer
@@ -59,7 +65,7 @@ class TrainingConfig(config.Base):
 
     def step_config(self) -> StepConfig:
         """What one optimiser step does."""
-        optimizer = CompressorOptimizer(weight_decay=self.weight_decay, fast=self.fast)
+        optimizer = CompressorOptimizer(weight_decay=self.weight_decay, fast=self.fast, trained=self.trained)
         return StepConfig(
             precision=self.precision, optimizer=optimizer, accumulation=self.accumulation, kernels="xla",
             nonfinite="skip",
@@ -73,7 +79,7 @@ class CompressorOptimizer(OptimizerConfig):
 
     def is_trained(self, name: str) -> bool:
         """True for parameters that training changes, by dotted name."""
-        return is_trained(name)
+        return super().is_trained(name) if self.trained == "adapters" else is_trained(name)
 
     def rate_ratio(self, name: str) -> float:
         """Learning rate of the parameter of this dotted name over that of the encoder's layers."""

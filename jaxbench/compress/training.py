@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxbench import config, parameters, prng, store
-from jaxbench.compress import compressor, rows
+from jaxbench.compress import artifact, compressor, rows
 from jaxbench.compress.config import CompressorConfig, is_trained, starting_params
 from jaxbench.compress.train_config import TrainingConfig
 from jaxbench.pretrained import weights
@@ -28,7 +28,7 @@ from jaxbench.training import optimizer_step, schedules
 from jaxbench.training.checkpoint import Checkpoints
 from jaxbench.training.observe import Records
 
-RECORDS, CHECKPOINTS = "records.jsonl", "checkpoints"
+RECORDS, CHECKPOINTS, WEIGHTS = "records.jsonl", "checkpoints", "compressor.safetensors"
 KINDS = {rows.RECONSTRUCT: "reconstruct", rows.CONTINUE: "continue"}
 Texts = Sequence[Int32[np.ndarray, " N"]]
 
@@ -49,9 +49,10 @@ def train(
       ValueError: the folder is another run's, a text is too short, or the loss is not finite at the end.
     """
     shape = settings.shape(held.config)
+    earlier = _earlier(settings, shape, held)
     same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{_sum(texts):08x}{_sum(held_out):08x}"
-    store.claim(workdir, same)
-    params = starting_params(shape, held.params, seed=settings.seed)
+    store.claim(workdir, same if earlier is None else f"{same}-{earlier.id}")
+    params = starting_params(shape, held.params, seed=settings.seed) | ({} if earlier is None else earlier.params)
     model = compressor.build(shape, params, dtype=settings.precision)
     step_config = settings.step_config()
     state = optimizer_step.init_state(model, params, step_config)
@@ -66,6 +67,7 @@ def train(
         step_fn, key = jax.jit(run, donate_argnums=0), prng.key_from_seed(settings.seed)
         judge, started = Judge(settings, shape, state.graph, held_out), time.monotonic()
         progress(done)
+        figures: dict[str, float] = {}
         for step in range(done, settings.steps):
             rate = schedules.learning_rate(settings.schedule, step, peak=settings.learning_rate, steps=settings.steps)
             ratio, arrays = rows.draw(texts, shape, settings.rows, seed=settings.seed, step=step)
@@ -84,7 +86,29 @@ def train(
     trained = optimizer_step.state_arrays(state)["params"]
     if not all(np.isfinite(value).all() for name, value in trained.items() if is_trained(name)):
         raise ValueError(f"train: parameters are not finite; lower learning_rate={settings.learning_rate}")
-    return {name: value for name, value in trained.items() if is_trained(name)}
+    trained = {name: value for name, value in trained.items() if is_trained(name)}
+    if figures or not (workdir / WEIGHTS).exists():
+        tokens = settings.steps * settings.rows.batch * settings.rows.num_chunks * shape.chunk
+        about = {"steps": settings.steps, "tokens": tokens, "held_out": figures}
+        if earlier is not None:
+            about["start"] = {**earlier.about, "id": earlier.id}
+        artifact.save(workdir / WEIGHTS, shape, trained, held, about=about, grid=artifact.FINE_GRID, local=True)
+    return trained
+
+
+def _earlier(settings: TrainingConfig, shape: CompressorConfig, held: weights.Checkpoint) -> artifact.Trained | None:
+    """What an earlier run trained, where the settings name one."""
+    if settings.start is None:
+        return None
+    found = artifact.load(settings.start, held)
+    if found.config.model_copy(update={"lora": shape.lora}) != shape:
+        differing = {
+            name: getattr(found.config, name)
+            for name in ("num_layers", "chunk", "ratios", "d_connector", "d_local")
+            if getattr(found.config, name) != getattr(shape, name)
+        }
+        raise ValueError(f"train: start={settings.start} has {differing}; wanted the shape of this run")
+    return found
 
 
 def _sum(texts: Texts) -> int:

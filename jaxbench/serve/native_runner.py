@@ -21,6 +21,8 @@ from jaxbench.native import paged, run
 from jaxbench.native.model import NativeTransformer
 from jaxbench.serve.batch_rows import Batch
 
+COPIED = 8  # blocks that one call copies; fewer are filled up, and cost as many
+
 
 class NativeRunner:
     """A packed decoder and the blocks of its cache, pages of paged.PAGE_SIZE positions."""
@@ -52,7 +54,7 @@ class NativeRunner:
             rows = jax.ShapeDtypeStruct((size,), jnp.int32)
             self._heads[size] = jax.jit(functools.partial(_logits, graph)).lower(self._weights, hidden, rows).compile()
             progress()
-        pairs = jax.ShapeDtypeStruct((max_wanted, 2), jnp.int32)
+        pairs = jax.ShapeDtypeStruct((COPIED, 2), jnp.int32)
         self._copy = jax.jit(_copied, donate_argnums=0).lower(self._pages, pairs).compile()
         progress()
 
@@ -69,9 +71,9 @@ class NativeRunner:
     def run(self, batch: Batch) -> Float[np.ndarray, "M V"]:
         """Logits of the wanted rows; keys and values of all rows are in the blocks behind it."""
         pages, self._pages = self._pages, None  # donated: should the program fail, there are none
-        for start in range(0, len(batch.copies), self.max_wanted):
-            pairs = np.zeros((self.max_wanted, 2), np.int32)  # block 0 onto itself
-            pairs[: len(batch.copies[start:])] = batch.copies[start : start + self.max_wanted]
+        for start in range(0, len(batch.copies), COPIED):
+            pairs = np.zeros((COPIED, 2), np.int32)  # block 0 onto itself
+            pairs[: len(batch.copies[start:])] = batch.copies[start : start + COPIED]
             pages = self._copy(pages, pairs)
         program = self._programs[len(batch.tokens)]
         hidden, self._pages = program(self._weights, pages, batch.tokens, batch.positions, batch.table)

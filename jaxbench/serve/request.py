@@ -107,7 +107,7 @@ class Sequence:
         self.digests: list[bytes] = []  # of whole blocks that are known
         self.num_cached: int | None = None  # tokens that were found in the cache at the first admission
         self.failures = 0  # steps that failed with it
-        self.lookup = Lookup()
+        self.lookup = Lookup(request.sampling.temperature)
         self.constraint: Constraint | None = None
         self.marker: Marker | None = None
         self.ended: Ended | None = None

@@ -320,16 +320,21 @@ def test_bad_requests_are_refused_and_change_nothing():
 
 
 def test_a_text_that_repeats_itself_is_guessed_from_itself_and_bad_guesses_pause():
-    known = lookup.Lookup()
+    known, hot = lookup.Lookup(), lookup.Lookup(temperature=1.0)
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     assert known.guess(text, 4) == (4, 5) and known.guess(text, 0) == ()  # nobody knows yet how good they are
-    assert known.guess([*text, 9], 4) == ()
     for _ in range(8):
         known.heard(4, 4, len(text))
     assert known.guess(text, 4) == (4, 5, 6, 1)
+    assert known.guess([*text, 9], 4) == ()
     for _ in range(8):
         known.heard(4, 0, len(text))
-    assert known.guess(text, 4) == () and known.guess(text + [7] * 30 + text, 2) == (4,)
+    assert hot.guess(text, 4) == (4, 5)
+    hot.heard(2, 0, len(text))
+    assert hot.guess(text, 4) == ()  # one was enough
+    longer = text + [7] * 30 + text
+    assert known.guess(text, 4) == () and known.guess(longer, 2) == ()  # the third pause is as long as four
+    assert known.guess(longer + [8] * 200 + text, 2) == (4,)
 
 
 def test_all_requests_of_a_long_list_are_answered_although_few_may_wait():

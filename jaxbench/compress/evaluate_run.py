@@ -1,0 +1,106 @@
+"""Compute a compressor's figures on texts, and write them as a table, JSON and a picture.
+
+Ratios are computed one after another, each kept as a part of --workdir: a run that is killed goes on with the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxbench import outputs, store, terminal
+from jaxbench.compress import evaluate, reading
+from jaxbench.compress.auto import AutoCompressor
+from jaxbench.measure import line_picture
+from jaxbench.measure.line_picture import Axis, Line, Panel, Point
+
+ARMS = ("keep", "vectors", "aligned")
+COLORS = {"keep": "#6e7781", "vectors": "#0969da", "aligned": "#bf3989", "zeros": "#6e7781"}
+SAID = {
+    "keep": "the last tokens kept", "vectors": "vectors side by side", "aligned": "vectors at their tokens' places",
+    "zeros": "zeros",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is computed."""
+
+    ratios: tuple[int, ...]
+    windows: int  # of a continuation
+    chunks: int  # that are read back
+    seed: int
+    start: int  # token that text stands behind
+
+
+def run(
+    compressor: AutoCompressor, reader: reading.Reader, texts: Sequence[np.ndarray], plan: Plan, workdir: Path,
+    *, say: Callable[[str], Any] = print,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Figures of each ratio: recovery of a continuation and tokens read back, with intervals over documents."""
+    drawn = evaluate.windows(texts, plan.windows, seed=plan.seed)
+    documents = [window.document for window in drawn]
+    found = []
+    for ratio in plan.ratios:
+
+        def compute(ratio: int = ratio) -> dict[str, Any]:
+            with terminal.progress(len(drawn) * 5 + 3 * plan.chunks) as advance:
+                losses = evaluate.continuation(
+                    reader, compressor, drawn, [ratio], start=plan.start, progress=advance
+                )  # fmt: skip
+                hits = evaluate.read_back(reader, compressor, drawn[: plan.chunks], [ratio], progress=advance)
+            return _figures(ratio, losses, hits, documents)
+
+        row, was_there = store.kept(workdir / f"ratio-{ratio}.json", compute)
+        say(_line(row) + (" (finished before)" if was_there else ""))
+        found.append(row)
+    return found
+
+
+def _figures(
+    ratio: int, losses: Mapping[str, np.ndarray], hits: Mapping[str, np.ndarray], documents: Sequence[int]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"ratio": ratio}
+    for protocol, name in enumerate(("direct", "far")):
+        row[name] = {arm: evaluate.recovery(losses, f"{arm} {ratio}", documents, protocol) for arm in ARMS}
+        row[f"{name}_nats"] = {each.split()[0]: float(value[:, protocol].mean()) for each, value in losses.items()}
+    count = len(next(iter(hits.values())))
+    row["read_back"] = {
+        arm: evaluate.mean_interval(hits[f"{arm} {ratio}"], documents[:count])
+        for arm in ("zeros", "vectors", "aligned")
+    }
+    return row
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    parts = [f"{row['ratio']:2d}x"]
+    for name in ("direct", "far"):
+        parts.append(f"{name} " + " ".join(f"{arm} {100 * row[name][arm][0]:.0f} %" for arm in ARMS))
+    parts.append("read back " + " ".join(f"{arm} {100 * each[0]:.1f} %" for arm, each in row["read_back"].items()))
+    return "  ".join(parts)
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
+    """Write figures as JSON, and a picture of them beside it."""
+    outputs.write_json(path, {"about": dict(about), "rows": list(rows)})
+    outputs.write_text(path.with_suffix(".svg"), picture(rows, about))
+
+
+def picture(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
+    """Recovery and tokens read back over the ratio, as SVG."""
+    across = Axis("tokens a vector", {float(row["ratio"]): str(row["ratio"]) for row in rows}, is_log=len(rows) > 1)
+    panels = []
+    for title, name in (
+        ("continuation recovered, direct", "direct"), ("behind 64 tokens in clear", "far"), ("read back", "read_back"),
+    ):  # fmt: skip
+        lines = [
+            Line(SAID[arm], COLORS[arm], [Point(row["ratio"], *(100 * x for x in row[name][arm])) for row in rows])
+            for arm in rows[0][name]
+        ]
+        panels.append(Panel(f"{title}, %", across, Axis("%", {float(i): str(i) for i in range(0, 101, 20)}), lines))
+    note = f"{about['compressor']}, {about['windows']} windows of {about['documents']} documents, 95 % over documents"
+    return line_picture.draw("A decoder behind vectors", note, panels)

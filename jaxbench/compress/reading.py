@@ -1,0 +1,111 @@
+"""How well a decoder goes on behind vectors, behind text, and behind nothing: losses and hits of given tokens.
+
+Data's way: rows of inputs (a token, or a vector's number past the vocabulary) -> decoder -> at the places that are
+asked for, the loss of the token that follows and whether it was the most probable one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+SIZES = (64, 256)  # rows are filled up to the next multiple of the first, above the second of the second
+ROWS = 4  # that are computed together
+
+
+class Row(NamedTuple):
+    """What a decoder reads, and the tokens that it is asked for at the end."""
+
+    inputs: Int32[np.ndarray, " S"]  # token ids; the vocabulary's size and above: vectors of `vectors`
+    asked: Int32[np.ndarray, " U"]  # what follows the last inputs; one more than there are inputs of it
+    vectors: Float32[np.ndarray, "M D"]
+    positions: Int32[np.ndarray, " S"] | None = None  # None = side by side
+
+
+class Heard(NamedTuple):
+    """A row's answer."""
+
+    losses: Float32[np.ndarray, " U"]  # nats
+    hits: Bool[np.ndarray, " U"]
+
+
+class Reader:
+    """A decoder that is asked for tokens it is given (teacher forcing)."""
+
+    def __init__(self, model: Any):
+        self._model, self._size, self._width = model, model.vocab_size, model.embed.embedding.shape[1]
+        self._program = jax.jit(_heard)
+
+    def __call__(self, rows: Sequence[Row], *, progress: Callable[[int], Any] = lambda count: None) -> list[Heard]:
+        """Losses and hits of each row's tokens."""
+        order = sorted(range(len(rows)), key=lambda i: _bucket(rows[i], self._size))
+        found: list[Heard | None] = [None] * len(rows)
+        while order:
+            bucket = _bucket(rows[order[0]], self._size)
+            mine = [i for i in order[:ROWS] if _bucket(rows[i], self._size) == bucket]
+            order = order[len(mine) :]
+            for i, each in zip(mine, self._read([rows[i] for i in mine], *bucket)):
+                found[i] = each
+            progress(len(mine))
+        return [each for each in found if each is not None]
+
+    def _read(self, rows: Sequence[Row], length: int, num_asked: int, num_vectors: int) -> list[Heard]:
+        inputs, positions = np.zeros((ROWS, length), np.int32), np.full((ROWS, length), -1, np.int32)
+        places, asked = np.zeros((2, ROWS, num_asked), np.int32)
+        table = np.zeros((ROWS * num_vectors, self._width), np.float32)
+        for i, row in enumerate(rows):
+            count, first = len(row.inputs), len(row.inputs) - len(row.asked)
+            is_vector = row.inputs >= self._size
+            inputs[i, :count] = row.inputs + np.where(is_vector, i * num_vectors, 0)
+            positions[i, :count] = np.arange(count) if row.positions is None else row.positions
+            places[i, : len(row.asked)] = np.arange(first, count)
+            asked[i, : len(row.asked)] = row.asked
+            if len(row.vectors):
+                table[i * num_vectors :][: len(row.vectors)] = row.vectors
+        arrays = self._program(self._model, inputs, positions, places, asked, table)
+        losses, hits = map(np.asarray, arrays)
+        return [Heard(losses[i, : len(row.asked)], hits[i, : len(row.asked)]) for i, row in enumerate(rows)]
+
+
+def _bucket(row: Row, size: int) -> tuple[int, int, int]:
+    """Sizes that a row is filled up to: inputs, asked, vectors."""
+    step = SIZES[0] if len(row.inputs) <= SIZES[1] else SIZES[1]
+    vectors = max(16, 1 << (len(row.vectors) - 1).bit_length()) if len(row.vectors) else 16
+    return -(-len(row.inputs) // step) * step, len(row.asked), vectors
+
+
+def _heard(model: Any, inputs, positions, places, asked, table) -> tuple[jax.Array, jax.Array]:
+    hidden, _ = model.features(inputs, positions, vectors=table.astype(model.dtype))
+    hidden = jnp.take_along_axis(hidden, places[:, :, None], axis=1)
+    logits = model.logits(hidden).astype(jnp.float32)
+    losses = jax.nn.logsumexp(logits, axis=2) - jnp.take_along_axis(logits, asked[:, :, None], axis=2)[:, :, 0]
+    return losses, jnp.argmax(logits, axis=2) == asked
+
+
+def behind_text(before: np.ndarray, asked: np.ndarray, *, start: int, num_clear: int = 0) -> Row:
+    """A row of text: `start` (a token), text before, then tokens of which the first num_clear are not asked for."""
+    inputs = np.concatenate([[start], before, asked[:-1]]).astype(np.int32)
+    return Row(inputs, asked[num_clear:].astype(np.int32), np.zeros((0, 0), np.float32))
+
+
+def behind_vectors(
+    vectors: Float32[np.ndarray, "M D"], tag: Float32[np.ndarray, " D"], asked: np.ndarray, *, size: int,
+    num_clear: int = 0, places: np.ndarray | None = None,
+) -> Row:  # fmt: skip
+    """A row of vectors, a tag, and tokens of which the first num_clear are not asked for.
+
+    Args:
+      size: of the vocabulary.
+      places: positions of the vectors, the number of tokens that they stand for last; None = side by side.
+    """
+    table = np.concatenate([vectors, tag[None]]).astype(np.float32)
+    inputs = np.concatenate([size + np.arange(len(table)), asked[:-1]]).astype(np.int32)
+    positions = None
+    if places is not None:
+        positions = np.concatenate([places[:-1], places[-1] + np.arange(len(asked))]).astype(np.int32)
+    return Row(inputs, asked[num_clear:].astype(np.int32), table, positions)
