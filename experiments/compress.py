@@ -95,15 +95,14 @@ def define_compress() -> None:
 def compress() -> int:
     """Compress a text."""
     outputs.check_file(VALUES.output, [VALUES.input], overwrite=VALUES.overwrite)
-    source = Path(VALUES.input)
-    if not source.is_file():
-        raise ValueError(f"--input={source} is no file")
-    process_environment.ensure("cpu")
-    from jaxbench.compress import document
-    from jaxbench.compress.auto import StreamingCompressor
+    from jaxbench.compress import auto, document
     from jaxbench.text import pieces
 
-    stream = StreamingCompressor(_compressor(VALUES.name))
+    source = Path(VALUES.input)
+    auto.check_name(VALUES.name, VALUES.weights)
+    pieces.check(source)
+    process_environment.ensure("cpu")
+    stream = auto.StreamingCompressor(_compressor(VALUES.name))
     with terminal.progress(source.stat().st_size) as advance:
         for piece, size in pieces.read(source):
             stream.add_chunk(piece)
@@ -154,38 +153,34 @@ def evaluate() -> int:
     outputs.check_file(VALUES.output, [VALUES.data], overwrite=VALUES.overwrite)
     process_environment.ensure("cpu")
     from jaxbench import store, transformer
-    from jaxbench.compress import evaluate_run, reading
-    from jaxbench.pretrained import weights
+    from jaxbench.compress import auto, evaluate_run, reading
+    from jaxbench.compress import evaluate as quality
+    from jaxbench.pretrained import tokenizer, weights
     from jaxbench.text import dataset
 
-    compressor = _compressor("rfcc-base-8x")
     for ratio in ratios:
-        compressor.config.check_ratio(ratio)
-    corpus = dataset.prepare(VALUES.data, tokenizer=compressor.words)
-    dataset.check(corpus, vocab_size=compressor.config.decoder.vocab_size, what=f"the text {VALUES.data or 'default'}")
+        auto.check_name(f"rfcc-base-{ratio}x", VALUES.weights)
+    model = None if VALUES.model == "default" else VALUES.model
+    words = tokenizer.load_tokenizer(model)
+    corpus, name = dataset.prepare(VALUES.data, tokenizer=words), VALUES.data or "default"
+    dataset.check(corpus, vocab_size=weights.read_config(model).vocab_size, what=f"the text {name}")
     texts = [corpus.ids[a:b] for a, b in itertools.pairwise(corpus.starts)]
-    held = weights.load_checkpoint(None if VALUES.model == "default" else VALUES.model)
+    drawn = quality.windows(texts, VALUES.windows, seed=VALUES.seed)
+    compressor, held = _compressor(f"rfcc-base-{ratios[0]}x"), weights.load_checkpoint(model)
     reader = reading.Reader(transformer.build(held.config, held.params, dtype=VALUES.precision))
-    plan = evaluate_run.Plan(
-        ratios, VALUES.windows, min(VALUES.chunks, VALUES.windows), VALUES.seed, _start(compressor)
-    )
+    start = words.eos_id if words.bos_id is None else words.bos_id
+    plan = evaluate_run.Plan(ratios, min(VALUES.chunks, VALUES.windows), start or 0)
     workdir = cli.workdir(f"{VALUES.output}.parts")
-    store.claim(workdir, f"{plan}-{compressor.id}-{VALUES.precision}-{len(corpus.ids)}")
-    rows = evaluate_run.run(compressor, reader, texts, plan, workdir)
+    store.claim(workdir, f"{plan}-{VALUES.windows}-{VALUES.seed}-{compressor.id}-{VALUES.precision}-{len(corpus.ids)}")
+    rows = evaluate_run.run(compressor, reader, drawn, plan, workdir)
     about = {
-        "compressor": compressor.id, "trained": dict(compressor.about), "data": VALUES.data or "default",
-        "documents": len(texts), "windows": VALUES.windows, "chunks": plan.chunks, "precision": VALUES.precision,
+        "compressor": compressor.id, "trained": dict(compressor.about), "data": name, "windows": len(drawn),
+        "documents": len({window.document for window in drawn}), "chunks": plan.chunks, "precision": VALUES.precision,
         "machine": environment.describe(threads=environment.usable_cores()),
     }  # fmt: skip
     evaluate_run.write(Path(VALUES.output), rows, about)
     print(f"written: {VALUES.output}, and .svg beside it")
     return cli.EXIT_OK
-
-
-def _start(compressor: Any) -> int:
-    """The token that text stands behind where nothing else does."""
-    bos, eos = compressor.words.bos_id, compressor.words.eos_id
-    return 0 if bos is None and eos is None else eos if bos is None else bos
 
 
 def _whole(value: str, flag: str) -> int:

@@ -14,18 +14,25 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxbench.compress import artifact
-from jaxbench.compress.config import CompressorConfig, group_positions
+from jaxbench.compress.config import TAGS, CompressorConfig, group_positions
 from jaxbench.compress.document import CompressionResult
 from jaxbench.pretrained import tokenizer, weights
 
 NAME = re.compile(r"rfcc-base-(\d+)x")
 Encode = Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [T] and groups [M] of a chunk -> vectors [M D]
+
+
+class Prompt(NamedTuple):
+    """What a Generator takes: Generator(...)([ids], vectors=vectors, ...)."""
+
+    ids: list[int]  # tokens; past the vocabulary: vectors
+    vectors: Float32[np.ndarray, "M D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +64,10 @@ class AutoCompressor:
         Raises:
           ValueError: the name is unknown, or the file is missing, damaged or another decoder's.
         """
-        found = NAME.fullmatch(name)
-        if found is None:
-            raise ValueError(f"compressor: {name!r}; wanted rfcc-base-Nx with N one of 2, 4, 8, 16, 32")
+        ratio = check_name(name, file)
         held = weights.load_checkpoint(model)
         trained = artifact.load(file, held)
-        trained.config.check_ratio(int(found[1]))
-        return cls.of(trained, held, tokenizer.load_tokenizer(model), int(found[1]), precision, backend)
+        return cls.of(trained, held, tokenizer.load_tokenizer(model), ratio, precision, backend)
 
     @classmethod
     def of(
@@ -106,6 +110,34 @@ class AutoCompressor:
         stream.add_chunk(text)
         return stream.finish()
 
+    def prompt(self, result: CompressionResult, text: str, *, tag: str = "continue") -> Prompt:
+        """A compressed text, a tag and a text in clear as one prompt.
+
+        Args:
+          tag: what the decoder is asked for: reconstruct, continue or answer.
+
+        Raises:
+          ValueError: the vectors are another decoder's or another compressor's, or there is no such tag.
+        """
+        if tag not in TAGS[:-1]:
+            raise ValueError(f"compressor: tag={tag!r}; wanted one of {', '.join(TAGS[:-1])}")
+        for what, theirs, own in (
+            ("decoder", result.model_sha256, self.model_sha256), ("compressor", result.compressor_id, self.id),
+        ):  # fmt: skip
+            if theirs != own:
+                raise ValueError(f"compressed text: made for {what} {theirs[:12]}, this is {own[:12]}; compress again")
+        size, vectors = self.config.decoder.vocab_size, np.concatenate([result.vectors, self.tags[[TAGS.index(tag)]]])
+        ids = [*range(size, size + len(vectors)), *self.words.encode(text, add_special=False)]
+        return Prompt(ids, vectors.astype(np.float32))
+
+    def inputs_embeds(self, prompt: Prompt, embedding: np.ndarray) -> Float32[np.ndarray, "T D"]:
+        """A prompt as rows of embeddings, for a decoder that takes them: Hugging Face's generate(inputs_embeds=...).
+
+        Args:
+          embedding: the decoder's table of token embeddings.
+        """
+        return np.concatenate([embedding, prompt.vectors]).astype(np.float32)[prompt.ids]
+
     def chunk(self, ids: Int32[np.ndarray, " T"]) -> tuple[Float32[np.ndarray, "M D"], Int32[np.ndarray, " M"]]:
         """Vectors of at most a chunk of tokens, and the place of each in it."""
         groups = group_positions(len(ids), self.ratio, self.config.chunk)
@@ -113,6 +145,21 @@ class AutoCompressor:
         padded[: len(ids)] = ids
         is_there = groups >= 0
         return self.encode(padded, groups)[is_there], groups[is_there]
+
+
+def check_name(name: str, file: str | Path | None = None) -> int:
+    """Ratio of a compressor's name, among those of a file of weights (None = the shipped ones).
+
+    Raises:
+      ValueError: the name is unknown, or the file is missing or damaged.
+    """
+    found = NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(f"compressor: {name!r}; wanted rfcc-base-Nx with N one of 2, 4, 8, 16, 32")
+    ratio, known = int(found[1]), artifact.describe(file)["ratios"]
+    if ratio not in known:
+        raise ValueError(f"compressor: {name} has ratio={ratio}; wanted one of {', '.join(map(str, known))}")
+    return ratio
 
 
 class StreamingCompressor:

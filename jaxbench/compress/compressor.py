@@ -27,7 +27,8 @@ from jaxbench.compress.config import TAGS, CompressorConfig
 from jaxbench.config import Compute
 from jaxbench.lora import layers
 
-LOCAL_WEIGHT = 1.0  # of the local head's cross-entropy beside the decoder's
+LOCAL_WEIGHT = 1.0  # of the local head's cross-entropy beside the decoder's, up to LOCAL_RATIO tokens a vector
+LOCAL_RATIO = 8  # above, in proportion less: what 32 tokens were no vector can say, and the rest is noise
 TEACHER_WEIGHT = 1.0  # of the cross-entropy to the teacher's probabilities
 
 
@@ -232,7 +233,8 @@ def loss_of(output: Output, batch: Batch) -> Float[Array, ""]:
     own, is_asked = (each.reshape(len(each), -1) for each in (tokens, sampled >= 0))
     # A sum over what the decoder is asked for, as micro-batches weigh their losses by that; a mean where all is full.
     count, size = jnp.maximum(jnp.sum(batch.mask), 1), batch.mask.shape[1] / is_asked.shape[1]
-    loss = loss + LOCAL_WEIGHT * (jnp.sum(is_asked).astype(loss.dtype) / count * size) * train.cross_entropy(
+    weight = LOCAL_WEIGHT * min(1.0, LOCAL_RATIO * batch.groups.shape[2] / batch.context.shape[2])
+    loss = loss + weight * (jnp.sum(is_asked).astype(loss.dtype) / count * size) * train.cross_entropy(
         output.local, own, is_asked
     )
     if batch.teacher_tokens is None:

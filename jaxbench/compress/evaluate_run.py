@@ -31,18 +31,15 @@ class Plan:
     """What is computed."""
 
     ratios: tuple[int, ...]
-    windows: int  # of a continuation
-    chunks: int  # that are read back
-    seed: int
+    chunks: int  # that are read back, of the first windows
     start: int  # token that text stands behind
 
 
 def run(
-    compressor: AutoCompressor, reader: reading.Reader, texts: Sequence[np.ndarray], plan: Plan, workdir: Path,
+    compressor: AutoCompressor, reader: reading.Reader, drawn: Sequence[evaluate.Window], plan: Plan, workdir: Path,
     *, say: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Figures of each ratio: recovery of a continuation and tokens read back, with intervals over documents."""
-    drawn = evaluate.windows(texts, plan.windows, seed=plan.seed)
     documents = [window.document for window in drawn]
     found = []
     for ratio in plan.ratios:

@@ -9,6 +9,20 @@ from pathlib import Path
 SIZE = 1 << 20  # bytes of a piece
 
 
+def check(path: Path) -> None:
+    """Check that a file is a text.
+
+    Raises:
+      ValueError: it is no file, empty, or no UTF-8.
+    """
+    if not path.is_file():
+        raise ValueError(f"--input={path} is no file")
+    if not path.stat().st_size:
+        raise ValueError(f"--input={path} is empty; wanted a text")
+    for _ in read(path):
+        pass
+
+
 def read(path: Path, size: int = SIZE) -> Iterator[tuple[str, int]]:
     """Pieces of a file's text, and the bytes that each was read from.
 

@@ -8,10 +8,12 @@ from tests.bad_input.core import EMBEDDING, folder, gguf
 from tests.bad_input.harness import Case, case_of
 
 TRAIN, TINY = ("compress.py", "train"), "--config=configs/compress/tiny.yaml"
+COMPRESS, LIST, EVALUATE = (("compress.py", each) for each in ("compress", "list", "evaluate"))
+BOTH, OUT = "--input=a.txt|--output=o.safetensors", "--output=o.json"
 WORDS = "the mill by the river " * 40
 
 
-of = functools.partial(case_of, TRAIN)
+of, text, figures = (functools.partial(case_of, each) for each in (TRAIN, COMPRESS, EVALUATE))
 
 
 def model(**changes: object) -> Case:
@@ -21,7 +23,7 @@ def model(**changes: object) -> Case:
 
 CASES = [
     Case("compress.py trane", ("'trane' is no command", "nearest is train")),
-    Case("compress.py 7", ("'7' is no command", "wanted one of train")),
+    Case("compress.py 7", ("'7' is no command", "wanted one of compress")),
     of("now", "'now' is not a flag"),
     of("--dta=a.txt", "--dta", "nearest is --data"),
     of("--hold_out=a.txt", "--hold_out", "nearest is --held_out"),
@@ -66,19 +68,49 @@ CASES = [
     of("--set=rows.dropout=1", "dropout", "1"),
     of("--set=rows.short=-0.5", "short", "-0.5"),
     of("--set=rows.sampled=0", "sampled", "0"),
+    of("--set=rows.clear=-1", "clear", "-1"),
+    of("--set=rows.aligned=2", "aligned", "2"),
+    of("--set=fast=0", "fast", "0"),
+    of("--set=trained=decoder", "trained", "decoder"),
+    of("--set=trained=adapters", "lora=null: nothing would learn"),
     of("--set=rows.ratio=5", "ratio=5; wanted one of 2, 4, 8, 16, 32"),
-    of("--set=rows.num_chunks=200", "the longest text has", "wanted 51456"),
+    of("--set=rows.num_chunks=200", "the longest text has", "wanted 51520"),
     of(f"{TINY}|--data=none.txt", "none.txt"),
     of(f"{TINY}|--data=a.csv", "a.csv", "unknown suffix", a_csv="text"),
     of(f"{TINY}|--data=a.txt", "a.txt", "no text", a_txt=""),
     of(f"{TINY}|--data=a.txt", "a.txt", "not UTF-8", "0xff", a_txt=b"words \xff"),
     of(f"{TINY}|--data=a.jsonl", "a.jsonl line 2", '"text"', a_jsonl='{"text": "a"}\n{"txt": "b"}\n'),
-    of(f"{TINY}|--data=a.txt", "the longest text has", "wanted 320", a_txt=WORDS),
+    of(f"{TINY}|--data=a.txt", "the longest text has", "wanted 384", a_txt=WORDS),
     of(f"{TINY}|--held_out=none.txt", "none.txt"),
-    of(f"{TINY}|--held_out=a.txt", "the longest text has", "wanted 320", a_txt=WORDS),
+    of(f"{TINY}|--held_out=a.txt", "the longest text has", "wanted 384", a_txt=WORDS),
     of(f"{TINY}|--set=model=none.gguf", "none.gguf does not exist"),
     of(f"{TINY}|--set=model=a.txt", "a.txt", "not a GGUF file", a_txt="text"),
     of(f"{TINY}|--set=model=x.gguf", "x.gguf", "truncated", x_gguf=gguf(EMBEDDING)[:60]),
+    of(f"{TINY}|--set=start=none.safetensors", "none.safetensors is no file"),
+    text("--name=rfcc-base-8x", "--input"),
+    text("--input=a.txt", "--output", a_txt=WORDS),
+    text("--input=a.txt|--output=a.txt", "--output=a.txt is the input a.txt", a_txt=WORDS),
+    text(f"{BOTH}|--name=rfcc-base-3x", "ratio=3; wanted one of 2, 4, 8, 16, 32", a_txt=WORDS),
+    text(f"{BOTH}|--name=8x", "'8x'; wanted rfcc-base-Nx", a_txt=WORDS),
+    text(BOTH, "--input=a.txt is no file"),
+    text(BOTH, "a.txt is empty", a_txt=""),
+    text(BOTH, "a.txt is no UTF-8 text: byte 6", a_txt=b"words \xff"),
+    text(f"{BOTH}|--dtype=int3", "--dtype", "int3", a_txt=WORDS),
+    text(f"{BOTH}|--weights=w.safetensors", "w.safetensors is no file", a_txt=WORDS),
+    text(f"{BOTH}|--weights=w.safetensors", "w.safetensors is damaged", a_txt=WORDS, w_safetensors="text"),
+    text(f"{BOTH}|--model=none.gguf", "none.gguf does not exist", a_txt=WORDS),
+    text(f"{BOTH}|--precision=int8", "--precision", "int8", a_txt=WORDS),
+    text(f"{BOTH}|--backend=equinox", "--backend", "equinox", a_txt=WORDS),
+    text(f"{BOTH}|--dtpe=int8", "--dtpe", "nearest is --dtype", a_txt=WORDS),
+    case_of(LIST, "--weights=w.safetensors", "w.safetensors is no file"),
+    case_of(LIST, "--weights=w.safetensors", "w.safetensors is damaged", w_safetensors="text"),
+    figures("--ratios=8", "--output"),
+    figures(f"{OUT}|--ratios=eight", "--ratios", "'eight' is no whole number"),
+    figures(f"{OUT}|--ratios=5", "ratio=5; wanted one of 2, 4, 8, 16, 32"),
+    figures(f"{OUT}|--windows=0", "windows", "0"),
+    figures(f"{OUT}|--data=none.txt", "none.txt"),
+    figures(f"{OUT}|--data=a.txt", "the longest text has", "wanted 704", a_txt=WORDS),
+    figures(f"{OUT}|--weights=w.safetensors", "w.safetensors is no file"),
     model(hidden_size=0),
     model(model_type="bert"),
 ]

@@ -1,0 +1,196 @@
+"""Compressing texts: spans, ratios, pieces as they come, saved texts and weights, what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxbench import initial
+from jaxbench.compress import artifact, auto, document
+from jaxbench.compress import config as shapes
+from jaxbench.parity import cases
+from jaxbench.pretrained import tokenizer, weights
+
+DECODER = cases.LLAMA.model_copy(update={"vocab_size": 49152, "num_layers": 3})
+CONFIG = cases.COMPRESSOR.model_copy(update={"decoder": DECODER, "chunk": 16, "ratios": (2, 4, 8)})
+TEXT = (
+    "The mill by the river turned, slowly; its wheel (of oak) was 112 years old.\n\n"
+    "  Nobody knew — not even Ann — why.\t"
+)
+
+
+@pytest.fixture(scope="module")
+def held():
+    params = {name: value.astype(np.float32) for name, value in initial.initial_params(DECODER, 0).items()}
+    return weights.Checkpoint(DECODER, params, Path("tiny"), "tiny", "1" * 64)
+
+
+@pytest.fixture(scope="module")
+def trained(held):
+    params = shapes.initial_params(CONFIG, 3, distinct=True)
+    params = {name: value.astype(np.float32) for name, value in params.items() if shapes.is_trained(name)}
+    return artifact.Trained(CONFIG, params, held.sha256, "abc", {})
+
+
+@pytest.fixture(scope="module")
+def compressor(held, trained):
+    return auto.AutoCompressor.of(trained, held, tokenizer.load_tokenizer(None), 4, "float32")
+
+
+def test_every_character_of_a_text_belongs_to_one_vector(compressor):
+    result = compressor.compress(TEXT)
+    assert "".join(TEXT[a:b] for a, b in result.spans) == TEXT
+    assert result.original_length == compressor.count_tokens(TEXT) > 2 * CONFIG.chunk
+    assert result.compressed_length == -(-result.original_length // 4)
+    assert result.compression_ratio == pytest.approx(compressor.get_compression_ratio(TEXT))
+    ids = compressor.words.encode(TEXT, add_special=False)
+    first = compressor.words.decode(ids[:4])
+    assert TEXT[slice(*result.spans[0])] == first
+    assert (np.diff(result.positions) > 0).all() and result.positions[-1] < result.original_length
+
+
+@given(cuts=st.lists(st.integers(0, len(TEXT) * 2), max_size=12))
+@settings(deadline=None)
+def test_a_text_in_pieces_has_the_vectors_of_the_whole_bit_for_bit(compressor, cuts):
+    text = TEXT * 2
+    whole, stream, last = compressor.compress(text), auto.StreamingCompressor(compressor), 0
+    for cut in [*sorted(cuts), len(text)]:
+        stream.add_chunk(text[last:cut])
+        last = cut
+    found = stream.finish()
+    for name in ("vectors", "spans", "positions"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), err_msg=name)
+
+
+@given(text=st.text(st.sampled_from("ab 1.,'\n\té—"), max_size=24))
+def test_a_safe_cut_gives_both_parts_the_tokens_of_the_whole(compressor, text):
+    place = auto.safe_cut(text)
+    parts = [text[:place], text[place:]]
+    assert sum((compressor.words.encode(part, add_special=False) for part in parts), []) == compressor.words.encode(
+        text, add_special=False
+    )
+
+
+def test_vectors_come_before_the_text_has_ended_and_no_text_is_refused(compressor):
+    stream = auto.StreamingCompressor(compressor)
+    assert stream.add_chunk(TEXT) >= 4
+    with pytest.raises(ValueError, match="the text has 0 tokens; wanted at least one"):
+        auto.StreamingCompressor(compressor).finish()
+
+
+def test_ratios_are_exact_and_others_are_refused(compressor):
+    text = " a" * 32
+    for ratio in CONFIG.ratios:
+        own = compressor.at(ratio)
+        assert own.compress(text).compression_ratio == ratio == own.get_compression_ratio(text)
+    with pytest.raises(ValueError, match="ratio=3; wanted one of 2, 4, 8"):
+        compressor.at(3)
+
+
+def test_both_backends_make_the_same_vectors(compressor, held, trained):
+    other = auto.AutoCompressor.of(trained, held, compressor.words, 4, "float32", "torch")
+    np.testing.assert_allclose(other.compress(TEXT).vectors, compressor.compress(TEXT).vectors, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, worst", [("float32", 0.0), ("bfloat16", 2**-8), ("int8", 1 / 250)])
+def test_a_saved_text_is_read_again(compressor, tmp_path, dtype, worst):
+    result = compressor.compress(TEXT)
+    size = document.save(tmp_path / "a.safetensors", result, dtype=dtype)
+    found = document.load(tmp_path / "a.safetensors")
+    assert size == (tmp_path / "a.safetensors").stat().st_size
+    assert np.abs(found.vectors - result.vectors).max() <= worst * np.abs(result.vectors).max()
+    np.testing.assert_array_equal(found.spans, result.spans)
+    assert found[3:] == result[3:]
+
+
+def test_a_damaged_or_foreign_file_is_named(compressor, tmp_path):
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(ValueError, match="is no file"):
+        document.load(path)
+    document.save(path, compressor.compress(TEXT))
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=r"a.safetensors is damaged"):
+        document.load(path)
+    with pytest.raises(ValueError, match="dtype=int4; wanted one of float32, bfloat16, int8"):
+        document.save(path, compressor.compress(TEXT), dtype="int4")
+
+
+def test_weights_are_stored_as_few_bits_of_what_training_changed(held, trained, tmp_path):
+    close = {
+        name: held.params[name.removeprefix("encoder.")] + 0.01 * value
+        if name.removeprefix("encoder.") in held.params
+        else value
+        for name, value in trained.params.items()
+    }
+    size = artifact.save(tmp_path / "w.safetensors", CONFIG, close, held, about={"steps": 3})
+    found = artifact.load(tmp_path / "w.safetensors", held)
+    assert found.config == CONFIG and found.about == {"steps": 3} and found.model_sha256 == held.sha256
+    assert set(found.params) == {name for name in close if not name.startswith("local.")}
+    for name, value in found.params.items():
+        is_change = name.removeprefix("encoder.") in held.params
+        change = close[name] - held.params[name.removeprefix("encoder.")] if is_change else close[name]
+        error = np.sqrt(np.mean((value - close[name]) ** 2) / np.mean(change**2))
+        assert error <= (0.15 if is_change else 0.01), name
+    kernels = sum(value.size for name, value in close.items() if name.startswith("encoder.") and ".kernel" in name)
+    rest = sum(value.nbytes for name, value in close.items() if not name.startswith(("encoder.layers", "local.")))
+    assert size < kernels * 0.6 + rest + 8000
+    assert artifact.describe(tmp_path / "w.safetensors")["ratios"] == [2, 4, 8]
+
+
+def test_weights_of_another_decoder_or_cut_in_half_are_refused(held, trained, tmp_path):
+    path = tmp_path / "w.safetensors"
+    artifact.save(path, CONFIG, trained.params, held, about={})
+    with pytest.raises(ValueError, match="was trained for a decoder with SHA-256 111111111111, and tiny has 222"):
+        artifact.load(path, held._replace(sha256="2" * 64))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match="w.safetensors is damaged or no compressor"):
+        artifact.load(path, held)
+    with pytest.raises(ValueError, match="'rfcc-large'; wanted rfcc-base-Nx"):
+        auto.AutoCompressor.from_pretrained("rfcc-large")
+
+
+def test_a_file_of_another_format_is_named(held, trained, tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "o.safetensors", {"compressor": json.dumps({"format": 9})})
+    with pytest.raises(ValueError, match="has format 9; wanted 1"):
+        artifact.load(tmp_path / "o.safetensors", held)
+
+
+def test_a_compressed_text_is_a_prompt_of_every_generator(compressor, held, tmp_path):
+    import torch
+    import transformers
+
+    from jaxbench import sample, transformer
+
+    result = compressor.compress(TEXT)
+    prompt = compressor.prompt(result, " The miller said", tag="answer")
+    words = compressor.words.encode(" The miller said", add_special=False)
+    assert len(prompt.vectors) == result.compressed_length + 1 and prompt.ids[len(prompt.vectors) :] == words
+    greedy = sample.SamplingParams(temperature=0.0)
+    model = transformer.build(DECODER, held.params)
+    generate = sample.Generator(model, eos_id=None, sampling=greedy)
+    own = generate([prompt.ids], max_new_tokens=6, seed=0, vectors=prompt.vectors)
+    weights.save_checkpoint(tmp_path / "hf", DECODER, held.params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    embedded = torch.from_numpy(compressor.inputs_embeds(prompt, held.params["embed.embedding"]))[None]
+    found = theirs.generate(
+        inputs_embeds=embedded, attention_mask=torch.ones(embedded.shape[:2]), max_new_tokens=6, min_new_tokens=6,
+        do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+    assert found[0].tolist() == own.tokens[0].tolist()
+
+
+def test_vectors_of_another_decoder_or_compressor_are_refused(compressor):
+    result = compressor.compress(TEXT)
+    for other, words in (
+        (result._replace(model_sha256="2" * 64), "made for decoder 222222222222, this is 1111"),
+        (result._replace(compressor_id="xyz"), "made for compressor xyz, this is abc"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            compressor.prompt(other, "a")
+    with pytest.raises(ValueError, match="tag='blank'; wanted one of reconstruct, continue, answer"):
+        compressor.prompt(result, "a", tag="blank")
