@@ -11,6 +11,7 @@ line.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from pathlib import Path
@@ -78,8 +79,10 @@ def _compressor(name: str) -> Any:
     from jaxbench.compress.auto import AutoCompressor
 
     model = None if VALUES.model == "default" else VALUES.model
-    how = {"precision": VALUES.precision, "backend": VALUES.backend}
-    return AutoCompressor.from_pretrained(name, file=VALUES.weights, model=model, **how)
+    twin = importlib.import_module("torch_ref.compress.compressor") if VALUES.backend == "torch" else None
+    return AutoCompressor.from_pretrained(
+        name, file=VALUES.weights, model=model, precision=VALUES.precision, twin=twin
+    )  # fmt: skip
 
 
 def define_compress() -> None:
@@ -99,8 +102,8 @@ def compress() -> int:
     from jaxbench.text import pieces
 
     source = Path(VALUES.input)
-    auto.check_name(VALUES.name, VALUES.weights)
     pieces.check(source)
+    auto.check_name(VALUES.name, VALUES.weights)
     process_environment.ensure("cpu")
     stream = auto.StreamingCompressor(_compressor(VALUES.name))
     with terminal.progress(source.stat().st_size) as advance:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,6 @@ from jaxbench.compress.document import CompressionResult
 from jaxbench.pretrained import tokenizer, weights
 
 NAME = re.compile(r"rfcc-base-(\d+)x")
-Encode = Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [T] and groups [M] of a chunk -> vectors [M D]
 
 
 class Prompt(NamedTuple):
@@ -46,12 +46,12 @@ class AutoCompressor:
     id: str  # of the compressor's weights
     tags: Float32[np.ndarray, "tags D"]
     about: Mapping[str, Any]  # what the weights were trained with
-    encode: Encode
+    encode: Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [T], groups [M] of a chunk -> vectors [M D]
 
     @classmethod
     def from_pretrained(
         cls, name: str = "rfcc-base-8x", *, file: str | Path | None = None, model: str | None = None,
-        precision: str = "bfloat16", backend: str = "flax",
+        precision: str = "bfloat16", twin: types.ModuleType | None = None,
     ) -> AutoCompressor:  # fmt: skip
         """Load a compressor: rfcc-base-2x, -4x, -8x, -16x or -32x, one set of weights.
 
@@ -59,7 +59,7 @@ class AutoCompressor:
           file: weights that `compress.py train` made; None = those that are shipped.
           model: the decoder that they were trained for; None = the default model.
           precision: of products, float32 or bfloat16.
-          backend: flax or torch.
+          twin: torch_ref.compress.compressor, to compute in PyTorch; None = Flax.
 
         Raises:
           ValueError: the name is unknown, or the file is missing, damaged or another decoder's.
@@ -67,18 +67,19 @@ class AutoCompressor:
         ratio = check_name(name, file)
         held = weights.load_checkpoint(model)
         trained = artifact.load(file, held)
-        return cls.of(trained, held, tokenizer.load_tokenizer(model), ratio, precision, backend)
+        return cls.of(trained, held, tokenizer.load_tokenizer(model), ratio, precision, twin)
 
     @classmethod
     def of(
         cls, trained: artifact.Trained, held: weights.Checkpoint, words: tokenizer.Tokenizer, ratio: int,
-        precision: str = "bfloat16", backend: str = "flax",
+        precision: str = "bfloat16", twin: types.ModuleType | None = None,
     ) -> AutoCompressor:  # fmt: skip
         """A compressor of weights that are loaded."""
         params = {name: value for name, value in trained.params.items() if name.startswith(("encoder.", "connector."))}
         params["embed.embedding"] = held.params["embed.embedding"]
-        make = {"flax": _flax_encode, "torch": _torch_encode}[backend]
-        encode = make(trained.config, params, precision)
+        if twin is None:
+            from jaxbench.compress import compressor as twin
+        encode = twin.chunk_encoder(trained.config, params, dtype=precision)
         tags = trained.params["tags.embedding"]
         return cls(trained.config, ratio, words, trained.model_sha256, trained.id, tags, trained.about, encode)
 
@@ -235,28 +236,3 @@ def safe_cut(text: str) -> int:
         if at + 1 < len(text) and not text[at - 1].isspace() and not text[at + 1].isspace():
             return at
     return 0
-
-
-def _flax_encode(config: CompressorConfig, params: Mapping[str, np.ndarray], precision: str) -> Encode:
-    import jax
-    import jax.numpy as jnp
-
-    from jaxbench.compress import compressor
-
-    model = compressor.build_encoder(config, params, dtype=precision)
-    program = jax.jit(lambda model, tokens, groups: model(tokens[None], groups[None])[0].astype(jnp.float32))
-    return lambda tokens, groups: np.asarray(program(model, tokens, groups))
-
-
-def _torch_encode(config: CompressorConfig, params: Mapping[str, np.ndarray], precision: str) -> Encode:
-    import torch
-
-    from torch_ref.compress import compressor
-
-    model = compressor.build_encoder(config, params, dtype=precision)
-
-    def encode(tokens: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        with torch.inference_mode():
-            return model(torch.from_numpy(tokens)[None], torch.from_numpy(groups)[None])[0].float().numpy()
-
-    return encode

@@ -11,7 +11,7 @@ config.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -269,3 +269,12 @@ def build_encoder(config: CompressorConfig, params: Mapping[str, np.ndarray], **
     """What makes vectors, holding `params`: as build, of embeddings, encoder and connector alone."""
     model = nnx.eval_shape(lambda: TextEncoder(config, Compute(**compute)))
     return nn.load_params(model, params)
+
+
+def chunk_encoder(
+    config: CompressorConfig, params: Mapping[str, np.ndarray], **compute: Any
+) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """A function from a chunk's tokens [T] and groups [M] to vectors [M D] in float32; a program for each ratio."""
+    model = build_encoder(config, params, **compute)
+    program = jax.jit(lambda model, tokens, groups: model(tokens[None], groups[None])[0].astype(jnp.float32))
+    return lambda tokens, groups: np.asarray(program(model, tokens, groups))

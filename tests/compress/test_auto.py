@@ -13,6 +13,7 @@ from jaxbench.compress import artifact, auto, document
 from jaxbench.compress import config as shapes
 from jaxbench.parity import cases
 from jaxbench.pretrained import tokenizer, weights
+from torch_ref.compress import compressor as torch_compressor
 
 DECODER = cases.LLAMA.model_copy(update={"vocab_size": 49152, "num_layers": 3})
 CONFIG = cases.COMPRESSOR.model_copy(update={"decoder": DECODER, "chunk": 16, "ratios": (2, 4, 8)})
@@ -91,7 +92,7 @@ def test_ratios_are_exact_and_others_are_refused(compressor):
 
 
 def test_both_backends_make_the_same_vectors(compressor, held, trained):
-    other = auto.AutoCompressor.of(trained, held, compressor.words, 4, "float32", "torch")
+    other = auto.AutoCompressor.of(trained, held, compressor.words, 4, "float32", torch_compressor)
     np.testing.assert_allclose(other.compress(TEXT).vectors, compressor.compress(TEXT).vectors, atol=1e-5)
 
 

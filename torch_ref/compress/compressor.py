@@ -11,7 +11,7 @@ config.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -275,3 +275,17 @@ def build_encoder(
     with torch.device("meta"):
         model = TextEncoder(config, Compute(**compute))
     return nn.load_params(model, params, device=device)
+
+
+def chunk_encoder(
+    config: CompressorConfig, params: Mapping[str, np.ndarray], *, device: str = "cpu", **compute: Any
+) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """A function from a chunk's tokens [T] and groups [M] to vectors [M D] in float32."""
+    model = build_encoder(config, params, device=device, **compute)
+
+    def encode(tokens: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            on_device = (torch.from_numpy(each).to(device)[None] for each in (tokens, groups))
+            return model(*on_device)[0].float().cpu().numpy()
+
+    return encode
