@@ -1,0 +1,135 @@
+"""What a narrow cache costs in answers: loss of right answers to questions over passages, by the engine's own steps.
+
+    python -m jaxbench.serve.study.answers --data=questions.jsonl.gz --output=FILE
+
+A line of --data has `question`, `context` and `answers`, whose first is asked for. Prompts are read by the steps that
+serve them, keys and values through the cache's number type; ratios are over the first cache, with 95 % intervals over
+questions.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.special
+import scipy.stats
+from absl import flags
+
+from jaxbench import cli, outputs, process_environment, terminal
+from jaxbench.measure import environment
+from jaxbench.serve.batch_rows import Rows, Runner, batch_of
+
+VALUES = flags.FLAGS
+RESAMPLES = 2000
+
+
+class Question(NamedTuple):
+    """A prompt and the answer that should follow, in tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def questions(path: Path, tokenizer: Any, count: int, most: int) -> list[Question]:
+    """The first questions of a file whose prompts have at most so many tokens.
+
+    Raises:
+      ValueError: a line lacks a field, or there is no such question.
+    """
+    found: list[Question] = []
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            row = json.loads(line)
+            missing = {"question", "context", "answers"} - row.keys()
+            if missing:
+                raise ValueError(f"{path} line {number}: no {sorted(missing)[0]!r}")
+            if not row["answers"]:
+                continue
+            prompt = tokenizer.encode(f"{row['context']}\n\nQuestion: {row['question']}\nAnswer:")
+            if len(prompt) <= most:
+                found.append(Question(prompt, tokenizer.encode(f" {row['answers'][0]}", add_special=False)))
+            if len(found) == count:
+                break
+    if not found:
+        raise ValueError(f"{path}: no question whose prompt has at most {most} tokens")
+    return found
+
+
+def loss(runner: Runner, question: Question) -> float:
+    """Sum of the losses of an answer's tokens, nats."""
+    tokens, num_wanted = question.prompt + question.answer[:-1], len(question.answer)
+    blocks = range(1, 2 + len(tokens) // runner.block_size)
+    logits, size = [], runner.sizes[-1]
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        wanted = max(0, start + len(part) - max(start, len(tokens) - num_wanted))
+        step = batch_of(runner, [Rows(list(blocks), part, start, wanted)], np.zeros((0, 2), np.int32))
+        logits.append(runner.run(step))
+    rows = np.concatenate(logits).astype(np.float64)
+    picked = rows[np.arange(num_wanted), question.answer]
+    return float((scipy.special.logsumexp(rows, axis=1) - picked).sum())
+
+
+def ratio(losses: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """Losses over those of another cache, with a 95 % bootstrap interval over questions."""
+
+    def of(mine: np.ndarray, other: np.ndarray, axis: int = -1) -> Any:
+        return mine.sum(axis=axis) / other.sum(axis=axis)
+
+    mine, other = np.array(losses), np.array(base)
+    drawn = scipy.stats.bootstrap(
+        (mine, other), of, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile",
+        rng=np.random.default_rng(0),
+    )  # fmt: skip
+    return float(of(mine, other)), float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
+
+
+def main() -> int:
+    """Measure every cache, and show; return the exit code."""
+    from jaxbench.pretrained import tokenizer
+    from jaxbench.serve.settings import EngineConfig, load_engine
+
+    if not Path(VALUES.data).is_file():
+        raise ValueError(f"--data={VALUES.data} is no file")
+    outputs.check_file(VALUES.output, [VALUES.data], overwrite=VALUES.overwrite)
+    asked = questions(Path(VALUES.data), tokenizer.load_tokenizer(None), VALUES.questions, VALUES.most)
+    process_environment.ensure("cpu")
+    found: dict[str, list[float]] = {}
+    for cache in VALUES.caches:
+        runner = load_engine(EngineConfig(cache=cache, cache_tokens=4096)).runner
+        found[cache] = []
+        with terminal.progress(len(asked)) as advance:
+            for question in asked:
+                found[cache].append(loss(runner, question))
+                advance(1)
+    tokens = sum(len(question.answer) for question in asked)
+    base = found[VALUES.caches[0]]
+    table = [
+        {"cache": cache, "nats": sum(mine) / tokens, "over_first": ratio(mine, base)} for cache, mine in found.items()
+    ]
+    about = {
+        "questions": len(asked), "answer_tokens": tokens, "data": Path(VALUES.data).name,
+        "machine": environment.describe(threads=environment.usable_cores()),
+    }  # fmt: skip
+    outputs.write_json(VALUES.output, {"about": about, "table": table, "losses": found})
+    for row in table:
+        over = "{:.4f} [{:.4f}, {:.4f}]".format(*row["over_first"])
+        print(f"{row['cache']:9s} {row['nats']:.4f} nats a token, over the first {over}")
+    print(f"written: {VALUES.output}")
+    return cli.EXIT_OK
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("data", None, "questions: a .jsonl or .jsonl.gz file", required=True)
+    flags.DEFINE_list("caches", ["float32", "bfloat16", "int8"], "number types of keys and values; the first: the base")
+    flags.DEFINE_integer("questions", 150, "that are asked", lower_bound=2)
+    flags.DEFINE_integer("most", 400, "tokens of a prompt", lower_bound=16)
+    flags.DEFINE_string("output", None, "figures: a .json file", required=True)
+    flags.DEFINE_bool("overwrite", False, "replace the output")
+    cli.run(main, about=__doc__)
