@@ -99,15 +99,15 @@ def compress() -> int:
     """Compress a text."""
     outputs.check_file(VALUES.output, [VALUES.input], overwrite=VALUES.overwrite)
     from jaxbench.compress import auto, document
-    from jaxbench.text import pieces
+    from jaxbench.text import stream as text_stream
 
     source = Path(VALUES.input)
-    pieces.check(source)
+    text_stream.check(source)
     auto.check_name(VALUES.name, VALUES.weights)
     process_environment.ensure("cpu")
     stream = auto.StreamingCompressor(_compressor(VALUES.name))
     with terminal.progress(source.stat().st_size) as advance:
-        for piece, size in pieces.read(source):
+        for piece, size in text_stream.read(source):
             stream.add_chunk(piece)
             advance(size)
         result = stream.finish()

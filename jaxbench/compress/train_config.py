@@ -28,7 +28,7 @@ class TrainingConfig(config.Base):
     steps: int = pydantic.Field(default=1000, ge=1)
     learning_rate: float = pydantic.Field(default=2e-4, gt=0)  # the highest
     schedule: schedules.ScheduleConfig = schedules.ScheduleConfig(warmup_steps=30)
-    fast: float = pydantic.Field(default=5.0, gt=0)  # rate of connector, local head, slots, tags, adapters over learning_rate
+    fast: float = pydantic.Field(default=5.0, gt=0)  # rate of all but the encoder's layers over learning_rate
     weight_decay: float = pydantic.Field(default=0.1, ge=0)
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of products
     accumulation: int = pydantic.Field(default=1, ge=1)  # parts of a step's rows, one after another

@@ -87,6 +87,22 @@ def test_tokens_and_log_probabilities_are_those_of_the_request_alone(kind):
         assert len(busy[request.id]) == count and busy[request.id] == alone[:count], request.id
 
 
+def test_the_loss_of_an_answer_does_not_depend_on_how_its_text_is_cut_into_steps():
+    from jaxbench import train, transformer
+    from jaxbench.serve.study import answers as study
+
+    random = np.random.default_rng(1)
+    text = random.integers(0, 96, 101).tolist()  # two steps of 48 tokens and 4 more
+    model = transformer.build(CONFIG, initial.initial_params(CONFIG, 3, distinct=True))
+    tokens = np.array([text[:-1]], np.int32)
+    logits = model(tokens, np.arange(100, dtype=np.int32)[None])
+    for count in (1, 4, 6):  # asked for in one step, in one and a part of another
+        own = study.loss(runner("float32"), study.Question(text[:-count], text[-count:]))
+        mask = np.arange(100)[None] >= 100 - count
+        wanted = train.cross_entropy(logits, np.array([text[1:]], np.int32), mask) * count
+        assert own == pytest.approx(float(wanted), rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_guesses_change_the_number_of_steps_and_no_bit_of_an_answer(kind):
     requests = [
