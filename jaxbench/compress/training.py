@@ -141,9 +141,10 @@ class Judge:
             losses, right, local = map(np.asarray, self._program(cast, compressor.Batch(*arrays)))
             tags = arrays.inputs[:, self._vectors] - self._first_tag
             for tag, kind in KINDS.items():
-                sums.setdefault(f"{kind}_loss", []).append(losses[tags == tag].ravel())
-                sums.setdefault(f"{kind}_accuracy", []).append(right[tags == tag].ravel())
-            sums.setdefault("local_accuracy", []).append(local.ravel())
+                counts = arrays.mask & (tags == tag)[:, None]
+                sums.setdefault(f"{kind}_loss", []).append(losses[counts])
+                sums.setdefault(f"{kind}_accuracy", []).append(right[counts])
+            sums.setdefault("local_accuracy", []).append(local[arrays.sampled.reshape(local.shape) >= 0])
         return {name: float(np.concatenate(parts).mean()) for name, parts in sums.items()}
 
 
