@@ -3,6 +3,8 @@
     compress.py compress --input=book.txt --output=book.vectors.safetensors --name=rfcc-base-8x
     compress.py list
     compress.py evaluate --data=books.jsonl.gz --output=figures.json
+    compress.py benchmark --output=speed.json
+    compress.py pack --weights=out/compress/compressor.safetensors --output=small.safetensors
     compress.py train --config=configs/compress/cpu.yaml --data=books.jsonl.gz --held_out=others.jsonl.gz
 
 A run of `train` or `evaluate` that is killed goes on with the same command. Bad input ends with exit code 2 and one
@@ -14,6 +16,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from jaxbench.measure import environment
 
 VALUES = flags.FLAGS
 HELD_OUT = 0.1  # share of --data, where nothing else is named
+ASKED = 0.25  # share of the articles of --questions that are asked about and not learned from
 
 
 def define_train() -> None:
@@ -33,6 +37,7 @@ def define_train() -> None:
     cli.define_config("configs/compress/cpu.yaml")
     cli.define_data()
     flags.DEFINE_string("held_out", None, "other text, for held-out figures; unset: the last tenth of --data")
+    flags.DEFINE_list("questions", [], "in place of texts: .jsonl or .jsonl.gz files of questions over passages")
     cli.define_workdir("out/compress")
 
 
@@ -42,30 +47,52 @@ def train() -> int:
 
     settings = cli.load_config(TrainingConfig)
     process_environment.ensure("cpu")
-    from jaxbench.compress import rows, training
+    from jaxbench.compress import training
     from jaxbench.pretrained import tokenizer, weights
-    from jaxbench.text import dataset
 
     shape = settings.shape(weights.read_config(settings.model))
     words = tokenizer.load_tokenizer(settings.model)
+    make = _questions if VALUES.questions else _texts
+    material = make(words, shape, settings.rows)
+    for each in material:
+        each.draw(settings.rows, seed=settings.seed, step=0)  # what does not fit is said at once
+    held = weights.load_checkpoint(settings.model)
+    workdir = cli.workdir("out/compress")
+    cli.keep(f"checkpoints are in {workdir}; the same command goes on")
+    with terminal.progress(settings.steps) as advance:
+        training.train(settings, held, *material, workdir, say=lambda line: print(line, flush=True), progress=advance)
+    print(f"written: {workdir}/{training.RECORDS} and {workdir}/{training.CHECKPOINTS}")
+    return cli.EXIT_OK
+
+
+def _texts(words: Any, shape: Any, _: Any) -> list[Any]:
+    """Texts to learn from, and others."""
+    from jaxbench.compress import training
+    from jaxbench.text import dataset
+
     corpus = dataset.prepare(VALUES.data, tokenizer=words)
     if VALUES.held_out is None:
         corpus, other = dataset.split(corpus, HELD_OUT)
     else:
         other = dataset.prepare(VALUES.held_out, tokenizer=words)
     named = [VALUES.data or "default", VALUES.held_out or f"the last {HELD_OUT:.0%} of {VALUES.data or 'default'}"]
-    texts = []
+    found = []
     for each, name in zip((corpus, other), named):
         dataset.check(each, vocab_size=shape.decoder.vocab_size, what=f"the text {name}")
-        texts.append([each.ids[a:b] for a, b in itertools.pairwise(each.starts)])
-        rows.draw(texts[-1], shape, settings.rows, seed=settings.seed, step=0)  # what does not fit is said at once
-    held = weights.load_checkpoint(settings.model)
-    workdir = cli.workdir("out/compress")
-    cli.keep(f"checkpoints are in {workdir}; the same command goes on")
-    with terminal.progress(settings.steps) as advance:
-        training.train(settings, held, *texts, workdir, say=lambda line: print(line, flush=True), progress=advance)
-    print(f"written: {workdir}/{training.RECORDS} and {workdir}/{training.CHECKPOINTS}")
-    return cli.EXIT_OK
+        found.append(training.of_texts([each.ids[a:b] for a, b in itertools.pairwise(each.starts)], shape))
+    return found
+
+
+def _questions(words: Any, shape: Any, settings: Any) -> list[Any]:
+    """Questions to learn from, and those of other articles."""
+    from jaxbench.compress import questions, training
+
+    if VALUES.data or VALUES.held_out:
+        raise ValueError(
+            f"--questions with --data={VALUES.data} and --held_out={VALUES.held_out}; name one or the others"
+        )
+    found = [each for path in VALUES.questions for each in questions.read(path, words)]
+    return [training.of_questions(side, shape, settings) for side in questions.split(found, ASKED)]
 
 
 def _define_weights() -> None:
@@ -186,16 +213,93 @@ def evaluate() -> int:
     return cli.EXIT_OK
 
 
+def define_benchmark() -> None:
+    """Define the flags of benchmark."""
+    _define_weights()
+    cli.define_data()
+    flags.DEFINE_string("name", "rfcc-base-8x", "rfcc-base-Nx: N tokens a vector, one of 2, 4, 8, 16, 32")
+    flags.DEFINE_list("lengths", ["1000", "10000", "100000"], "tokens of the texts")
+    flags.DEFINE_integer("question_over", 2000, "tokens of the text that a question is asked over", lower_bound=1)
+    flags.DEFINE_string("output", None, "figures: a .json file", required=True)
+    flags.DEFINE_bool("overwrite", False, "replace the output")
+
+
+def benchmark() -> int:
+    """Measure speed and memory: texts by length, the first token of a question over a compressed text."""
+    counts = [_whole(each, "--lengths") for each in VALUES.lengths]
+    if min(counts, default=0) < 1:
+        raise ValueError(f"--lengths={','.join(VALUES.lengths)}; wanted numbers from 1 on")
+    outputs.check_file(VALUES.output, [VALUES.data], overwrite=VALUES.overwrite)
+    from jaxbench.compress import auto
+
+    auto.check_name(VALUES.name, VALUES.weights)
+    process_environment.ensure("cpu")
+    from jaxbench import sample
+    from jaxbench.compress import benchmark as speed
+    from jaxbench.compress import questions
+    from jaxbench.generation import decoder, flax_decoder
+    from jaxbench.text import dataset
+
+    text = "\n\n".join(dataset.documents(None if VALUES.data is None else Path(VALUES.data)))
+    started = time.perf_counter()
+    compressor = _compressor(VALUES.name)
+    loaded = time.perf_counter() - started
+    print(f"loaded in {loaded:.2f} s", flush=True)
+    rows = speed.lengths(compressor, text, counts)
+    model = None if VALUES.model == "default" else VALUES.model
+    choice = decoder.choose(decoder.Options(), "cpu")
+    reader = flax_decoder.load(model, choice)
+    generate = sample.Generator(reader.model, eos_id=None, sampling=sample.SamplingParams(temperature=0.0))
+    piece = compressor.words.decode(compressor.words.encode(text, add_special=False)[: VALUES.question_over])
+    asked = speed.first_token(compressor, generate, piece, questions.asked("What is it about?"), new_tokens=65)
+    print(
+        f"a question over {VALUES.question_over} tokens, {asked['prompt']} of them read: first token after "
+        f"{1e3 * asked['first_token_s']:.0f} ms, then {asked['tokens_a_second']:.0f} tokens/s ({choice.kernels})"
+    )
+    about = {
+        "name": VALUES.name, "compressor": compressor.id, "precision": VALUES.precision, "backend": VALUES.backend,
+        "kernels": choice._asdict(), "machine": environment.describe(threads=environment.usable_cores()),
+    }  # fmt: skip
+    outputs.write_json(VALUES.output, {"about": about, "load_s": loaded, "lengths": rows, "question": asked})
+    print(f"written: {VALUES.output}")
+    return cli.EXIT_OK
+
+
 def _whole(value: str, flag: str) -> int:
     if not value.strip().isdecimal():
         raise ValueError(f"{flag}: {value!r} is no whole number")
     return int(value)
 
 
+def define_pack() -> None:
+    """Define the flags of pack."""
+    cli.define_model()
+    flags.DEFINE_string("weights", None, "what `train` wrote", required=True)
+    flags.DEFINE_integer("bits", 4, "of what training changed in an encoder's layers", lower_bound=2, upper_bound=8)
+    flags.DEFINE_string("output", None, "weights: a .safetensors file", required=True)
+    flags.DEFINE_bool("overwrite", False, "replace the output")
+
+
+def pack() -> int:
+    """Write trained weights in few bits, without what only trains."""
+    from jaxbench.compress import artifact
+    from jaxbench.pretrained import weights
+
+    outputs.check_file(VALUES.output, [VALUES.weights], overwrite=VALUES.overwrite)
+    artifact.describe(VALUES.weights)
+    held = weights.load_checkpoint(None if VALUES.model == "default" else VALUES.model)
+    trained = artifact.load(VALUES.weights, held)
+    size = artifact.save(VALUES.output, trained.config, trained.params, held, about=trained.about, bits=VALUES.bits)
+    print(f"written: {VALUES.output}, {size / 1e6:.1f} MB")
+    return cli.EXIT_OK
+
+
 COMMANDS = {
     "compress": cli.Command(define_compress, compress, "Compress a text file."),
     "list": cli.Command(define_list, list_, "List the compressors that are there."),
     "evaluate": cli.Command(define_evaluate, evaluate, "Compute figures of quality on texts."),
+    "benchmark": cli.Command(define_benchmark, benchmark, "Measure speed and memory."),
+    "pack": cli.Command(define_pack, pack, "Write trained weights in few bits."),
     "train": cli.Command(define_train, train, "Train a compressor on text, resumable."),
 }
 

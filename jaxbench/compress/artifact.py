@@ -1,8 +1,8 @@
 """A trained compressor in one file, small enough to ship: differences to the decoder's own layers in few bits (S file).
 
-An encoder's kernels are stored as what training added to the decoder's, on a grid of `bits` bits with a scale for each
-`group_size` inputs; the connector's kernels likewise, as they are; what has few numbers in float32. The local head only
-trains, and is left out unless it is asked for. The file names the decoder by its checksum: no other fits.
+An encoder's kernels are stored as what training added to the decoder's, in BITS bits with a scale for GROUP inputs; the
+connector's as they are, in FINE_BITS; what has few numbers in float32. The local head only trains, and is left out
+unless it is asked for. The file names the decoder by its checksum: no other fits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxbench.quantization import grids
 
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "pretrained/assets_data/rfcc-base.safetensors"
-GRID = grids.Grid(4, 64)
-FINE_GRID = grids.Grid(8, 64)  # of matrices that are no differences
+BITS, FINE_BITS = 4, 8  # of differences, of matrices that are none
+GROUP = 64  # inputs that share a scale
 
 
 class Trained(NamedTuple):
@@ -40,9 +40,15 @@ class Trained(NamedTuple):
 
 def save(
     path: str | Path, config: CompressorConfig, params: Mapping[str, np.ndarray], held: weights.Checkpoint,
-    *, about: Mapping[str, Any], grid: grids.Grid = GRID, local: bool = False,
+    *, about: Mapping[str, Any], bits: int = BITS, local: bool = False,
 ) -> int:  # fmt: skip
-    """Write trained parameters, whole or not at all; the file's bytes."""
+    """Write trained parameters, whole or not at all; the file's bytes.
+
+    Args:
+      about: steps, tokens, figures: whatever JSON has.
+      bits: of differences, 2 to 8.
+      local: with the local head.
+    """
     tensors: dict[str, np.ndarray] = {}
     for name, value in params.items():
         if name.startswith("local.") and not local:
@@ -51,10 +57,9 @@ def save(
         value = np.asarray(value, np.float32)
         change = value if base is None else value - base
         if name.endswith(".kernel") and not name.startswith("decoder."):
-            size = math.gcd(GRID.group_size, change.shape[0])
-            own = (FINE_GRID if base is None else grid)._replace(group_size=size)
-            matrix = grids.nearest(change.T, own, rule="mse")
-            tensors[f"{name}:codes"] = _packed(matrix.codes) if matrix.grid.bits == 4 else matrix.codes
+            grid = grids.Grid(FINE_BITS if base is None else bits, math.gcd(GROUP, change.shape[0]))
+            matrix = grids.nearest(change.T, grid, rule="mse")
+            tensors[f"{name}:codes"] = _packed(matrix.codes) if grid.bits <= 4 else matrix.codes
             tensors[f"{name}:scales"] = matrix.scales.astype(np.float16)
         else:
             tensors[name] = np.ascontiguousarray(change)

@@ -24,6 +24,7 @@ from jaxbench.compress.config import TAGS
 CONTEXT, CLEAR, ASKED = 512, 64, 128  # tokens that are compressed, in clear behind them, asked for behind either
 RECONSTRUCT, CONTINUE = TAGS.index("reconstruct"), TAGS.index("continue")
 RESAMPLES = 2000
+Progress = Callable[[int], Any]
 
 
 class Window(NamedTuple):
@@ -62,59 +63,68 @@ def tokens_of(compressor: AutoCompressor, ids: Int32[np.ndarray, " T"]) -> tuple
     return np.concatenate(vectors), np.concatenate(places)
 
 
-def continuation(
-    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], ratios: Sequence[int], *, start: int,
-    progress: Callable[[int], Any] = lambda count: None,
-) -> dict[str, Float[np.ndarray, "W 2"]]:  # fmt: skip
-    """Loss of each window, nats a token, direct and far, behind nothing, the whole text, its last part and vectors.
+def bounds(
+    reader: reading.Reader, drawn: Sequence[Window], *, start: int, progress: Progress = lambda count: None
+) -> dict[str, Float[np.ndarray, "W 2"]]:
+    """Loss of each window, nats a token, direct and far, behind nothing and behind the whole text.
 
     Args:
       start: token that text stands behind.
     """
-    size, tag = compressor.config.decoder.vocab_size, compressor.tags[CONTINUE]
     arms = {
         "none": [reading.behind_text(w.context[:0], w.following, start=start) for w in drawn],
         "full": [reading.behind_text(w.context, w.following, start=start) for w in drawn],
     }
-    for ratio in ratios:
-        own, kept = compressor.at(ratio), [w.context[-(len(w.context) // ratio) :] for w in drawn]
-        made = [tokens_of(own, w.context) for w in drawn]
-        arms[f"keep {ratio}"] = [reading.behind_text(k, w.following, start=start) for k, w in zip(kept, drawn)]
-        arms[f"vectors {ratio}"] = [
+    return _losses(reader, arms, len(drawn), progress)
+
+
+def continuation(
+    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *, start: int,
+    progress: Progress = lambda count: None,
+) -> dict[str, Float[np.ndarray, "W 2"]]:  # fmt: skip
+    """The same behind the last part of the text, and behind its vectors, at a compressor's ratio."""
+    size, tag, ratio = compressor.config.decoder.vocab_size, compressor.tags[CONTINUE], compressor.ratio
+    kept = [w.context[-(len(w.context) // ratio) :] for w in drawn]
+    made = [tokens_of(compressor, w.context) for w in drawn]
+    arms = {
+        "keep": [reading.behind_text(k, w.following, start=start) for k, w in zip(kept, drawn)],
+        "vectors": [
             reading.behind_vectors(vectors, tag, w.following, size=size) for (vectors, _), w in zip(made, drawn)
-        ]
-        arms[f"aligned {ratio}"] = [
+        ],
+        "aligned": [
             reading.behind_vectors(vectors, tag, w.following, size=size, places=np.append(places, len(w.context)))
             for (vectors, places), w in zip(made, drawn)
-        ]
+        ],
+    }
+    return _losses(reader, arms, len(drawn), progress)
+
+
+def _losses(
+    reader: reading.Reader, arms: Mapping[str, Sequence[reading.Row]], count: int, progress: Progress
+) -> dict[str, Float[np.ndarray, "W 2"]]:
     heard = reader([row for rows in arms.values() for row in rows], progress=progress)
     found = {}
     for number, name in enumerate(arms):
-        mine = heard[number * len(drawn) : (number + 1) * len(drawn)]
+        mine = heard[number * count : (number + 1) * count]
         found[name] = np.array([[each.losses[:ASKED].mean(), each.losses[CLEAR:].mean()] for each in mine])
     return found
 
 
 def read_back(
-    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], ratios: Sequence[int], *,
-    progress: Callable[[int], Any] = lambda count: None,
+    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *,
+    progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, " W"]]:  # fmt: skip
-    """Share of the tokens of each window's first chunk that are read back, by ratio, and with vectors of zeros."""
-    size, tag, found = compressor.config.decoder.vocab_size, compressor.tags[RECONSTRUCT], {}
-    for ratio in ratios:
-        own, rows = compressor.at(ratio), []
-        chunks = [window.context[: compressor.config.chunk] for window in drawn]
-        made = [own.chunk(chunk) for chunk in chunks]
-        for chunk, (vectors, places) in zip(chunks, made):
-            rows.append(reading.behind_vectors(vectors, tag, chunk, size=size))
-            rows.append(
-                reading.behind_vectors(vectors, tag, chunk, size=size, places=np.append(places, len(chunk)))
-            )  # fmt: skip
-            rows.append(reading.behind_vectors(np.zeros_like(vectors), tag, chunk, size=size))
-        hits = np.array([each.hits.mean() for each in reader(rows, progress=progress)]).reshape(-1, 3)
-        for number, name in enumerate(("vectors", "aligned", "zeros")):
-            found[f"{name} {ratio}"] = hits[:, number]
-    return found
+    """Share of the tokens of each window's first chunk that are read back: from zeros, and from vectors."""
+    size, tag, rows = compressor.config.decoder.vocab_size, compressor.tags[RECONSTRUCT], []
+    for window in drawn:
+        chunk = window.context[: compressor.config.chunk]
+        vectors, places = compressor.chunk(chunk)
+        ends = np.append(places, len(chunk))
+        rows.append(reading.behind_vectors(np.zeros_like(vectors), tag, chunk, size=size))
+        rows.append(reading.behind_vectors(vectors, tag, chunk, size=size))
+        rows.append(reading.behind_vectors(vectors, tag, chunk, size=size, places=ends))
+    hits = np.array([each.hits.mean() for each in reader(rows, progress=progress)]).reshape(-1, 3)
+    return dict(zip(("zeros", "vectors", "aligned"), hits.T))
 
 
 def recovery(

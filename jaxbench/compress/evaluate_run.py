@@ -40,17 +40,21 @@ def run(
     *, say: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Figures of each ratio: recovery of a continuation and tokens read back, with intervals over documents."""
-    documents = [window.document for window in drawn]
-    found = []
+    documents, found = [window.document for window in drawn], []
+
+    def ends() -> dict[str, Any]:
+        with terminal.progress(2 * len(drawn)) as advance:
+            losses = evaluate.bounds(reader, drawn, start=plan.start, progress=advance)
+        return {name: value.tolist() for name, value in losses.items()}
+
+    bounds = {name: np.array(value) for name, value in store.kept(workdir / "bounds.json", ends)[0].items()}
     for ratio in plan.ratios:
 
-        def compute(ratio: int = ratio) -> dict[str, Any]:
-            with terminal.progress(len(drawn) * 5 + 3 * plan.chunks) as advance:
-                losses = evaluate.continuation(
-                    reader, compressor, drawn, [ratio], start=plan.start, progress=advance
-                )  # fmt: skip
-                hits = evaluate.read_back(reader, compressor, drawn[: plan.chunks], [ratio], progress=advance)
-            return _figures(ratio, losses, hits, documents)
+        def compute(own: AutoCompressor = compressor.at(ratio)) -> dict[str, Any]:
+            with terminal.progress(3 * (len(drawn) + plan.chunks)) as advance:
+                losses = evaluate.continuation(reader, own, drawn, start=plan.start, progress=advance)
+                hits = evaluate.read_back(reader, own, drawn[: plan.chunks], progress=advance)
+            return _figures(own.ratio, bounds | losses, hits, documents)
 
         row, was_there = store.kept(workdir / f"ratio-{ratio}.json", compute)
         say(_line(row) + (" (finished before)" if was_there else ""))
@@ -63,13 +67,9 @@ def _figures(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"ratio": ratio}
     for protocol, name in enumerate(("direct", "far")):
-        row[name] = {arm: evaluate.recovery(losses, f"{arm} {ratio}", documents, protocol) for arm in ARMS}
-        row[f"{name}_nats"] = {each.split()[0]: float(value[:, protocol].mean()) for each, value in losses.items()}
-    count = len(next(iter(hits.values())))
-    row["read_back"] = {
-        arm: evaluate.mean_interval(hits[f"{arm} {ratio}"], documents[:count])
-        for arm in ("zeros", "vectors", "aligned")
-    }
+        row[name] = {arm: evaluate.recovery(losses, arm, documents, protocol) for arm in ARMS}
+        row[f"{name}_nats"] = {each: float(value[:, protocol].mean()) for each, value in losses.items()}
+    row["read_back"] = {arm: evaluate.mean_interval(values, documents[: len(values)]) for arm, values in hits.items()}
     return row
 
 

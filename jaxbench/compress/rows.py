@@ -82,7 +82,7 @@ def draw(
             clear, asked = np.split(text[start + len(passage) :][: rows.num_targets + clear], [clear])
             made.append(row(passage, asked, CONTINUE, config, ratio, rows.num_chunks, aligned=aligned, clear=clear))
     arrays = stacked(made, rows.num_targets, clear=rows.clear)
-    return Draw(ratio, arrays._replace(sampled=_sampled(arrays.context, rows.sampled, random)))
+    return Draw(ratio, arrays._replace(sampled=sampled(arrays.context, rows.sampled, random)))
 
 
 def _reconstructed(
@@ -165,9 +165,7 @@ def stacked(made: Sequence[Arrays], num_targets: int, *, clear: int = 0) -> Arra
     )
 
 
-def _sampled(
-    context: Int32[np.ndarray, "B C T"], count: int, random: np.random.Generator
-) -> Int32[np.ndarray, "B C P"]:
+def sampled(context: Int32[np.ndarray, "B C T"], count: int, random: np.random.Generator) -> Int32[np.ndarray, "B C P"]:
     """Tokens of each chunk that the local head is asked for, drawn with replacement; -1 where a chunk has none."""
     lengths = (context >= 0).sum(axis=2)[:, :, None]
     drawn = (random.random((*context.shape[:2], count)) * lengths).astype(np.int32)

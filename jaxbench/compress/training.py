@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxbench import config, parameters, prng, store
-from jaxbench.compress import artifact, compressor, rows
+from jaxbench.compress import artifact, compressor, questions, rows
 from jaxbench.compress.config import CompressorConfig, is_trained, starting_params
 from jaxbench.compress.train_config import TrainingConfig
 from jaxbench.pretrained import weights
@@ -29,15 +29,36 @@ from jaxbench.training.checkpoint import Checkpoints
 from jaxbench.training.observe import Records
 
 RECORDS, CHECKPOINTS, WEIGHTS = "records.jsonl", "checkpoints", "compressor.safetensors"
-KINDS = {rows.RECONSTRUCT: "reconstruct", rows.CONTINUE: "continue"}
-Texts = Sequence[Int32[np.ndarray, " N"]]
+KINDS = {rows.RECONSTRUCT: "reconstruct", rows.CONTINUE: "continue", rows.ANSWER: "answer"}
+
+
+class Material(NamedTuple):
+    """What rows are drawn from."""
+
+    draw: Callable[..., rows.Draw]  # (RowsConfig, seed=, step=) -> a step's rows
+    sum: str  # of its tokens: a run goes on with the material that it began with
+
+
+def of_texts(texts: Sequence[Int32[np.ndarray, " N"]], shape: CompressorConfig) -> Material:
+    """Texts, to be read back and continued."""
+    return Material(functools.partial(rows.draw, texts, shape), _sum(texts))
+
+
+def of_questions(found: Sequence[questions.Question], shape: CompressorConfig, settings: rows.RowsConfig) -> Material:
+    """Questions, to be answered; those that have room in a row.
+
+    Raises:
+      ValueError: none has.
+    """
+    kept = questions.fitting(found, shape, settings)
+    return Material(functools.partial(questions.draw, kept, shape), _sum([ids for each in kept for ids in each[1:4]]))
 
 
 def train(
     settings: TrainingConfig,
     held: weights.Checkpoint,
-    texts: Texts,
-    held_out: Texts,
+    material: Material,
+    held_out: Material,
     workdir: Path,
     *,
     say: Callable[[str], Any] = print,
@@ -50,7 +71,7 @@ def train(
     """
     shape = settings.shape(held.config)
     earlier = _earlier(settings, shape, held)
-    same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{_sum(texts):08x}{_sum(held_out):08x}"
+    same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{material.sum}{held_out.sum}"
     store.claim(workdir, same if earlier is None else f"{same}-{earlier.id}")
     params = starting_params(shape, held.params, seed=settings.seed) | ({} if earlier is None else earlier.params)
     model = compressor.build(shape, params, dtype=settings.precision)
@@ -70,7 +91,7 @@ def train(
         figures: dict[str, float] = {}
         for step in range(done, settings.steps):
             rate = schedules.learning_rate(settings.schedule, step, peak=settings.learning_rate, steps=settings.steps)
-            ratio, arrays = rows.draw(texts, shape, settings.rows, seed=settings.seed, step=step)
+            ratio, arrays = material.draw(settings.rows, seed=settings.seed, step=step)
             state, metrics = step_fn(state, compressor.Batch(*arrays), jnp.float32(rate), key)
             record = {"step": step + 1, "ratio": ratio, "loss": float(metrics.loss), "seconds": _since(started)}
             records.add([record | {"grad_norm": float(metrics.grad_norm)}])
@@ -79,7 +100,8 @@ def train(
                 figures = judge(state.params)
                 records.add([{"step": step + 1, "held_out": figures, "seconds": _since(started)}])
                 say(f"step {step + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
-                checkpoints.save(step + 1, _kept(state), {}, loss=figures["continue_loss"])
+                loss = next(value for name, value in figures.items() if name.endswith("_loss"))
+                checkpoints.save(step + 1, _kept(state), {}, loss=loss)
         checkpoints.wait()
     finally:
         checkpoints.close()
@@ -92,7 +114,7 @@ def train(
         about = {"steps": settings.steps, "tokens": tokens, "held_out": figures}
         if earlier is not None:
             about["start"] = {**earlier.about, "id": earlier.id}
-        artifact.save(workdir / WEIGHTS, shape, trained, held, about=about, grid=artifact.FINE_GRID, local=True)
+        artifact.save(workdir / WEIGHTS, shape, trained, held, about=about, bits=artifact.FINE_BITS, local=True)
     return trained
 
 
@@ -111,9 +133,10 @@ def _earlier(settings: TrainingConfig, shape: CompressorConfig, held: weights.Ch
     return found
 
 
-def _sum(texts: Texts) -> int:
-    """CRC-32 of texts: a run goes on with the ones that it began with."""
-    return functools.reduce(lambda sum, text: zlib.crc32(np.ascontiguousarray(text).view(np.uint8), sum), texts, 0)
+def _sum(texts: Sequence[Int32[np.ndarray, " N"]]) -> str:
+    """CRC-32 of texts."""
+    sum = functools.reduce(lambda sum, text: zlib.crc32(np.ascontiguousarray(text).view(np.uint8), sum), texts, 0)
+    return f"{sum:08x}"
 
 
 def _since(started: float) -> float:
@@ -123,18 +146,18 @@ def _since(started: float) -> float:
 class Judge:
     """Held-out figures of parameters: the same rows every time."""
 
-    def __init__(self, settings: TrainingConfig, shape: CompressorConfig, graph: Any, texts: Texts):
+    def __init__(self, settings: TrainingConfig, shape: CompressorConfig, graph: Any, material: Material):
         chosen = settings.rows.model_copy(update={"ratio": settings.held_out_ratio, "dropout": 0.0, "short": 0.0})
         kinds = [chosen.model_copy(update={"reconstruct": float(i % 2)}) for i in range(settings.held_out_batches)]
         seed = 2**32 + settings.seed
-        self._batches = [rows.draw(texts, shape, kind, seed=seed, step=i).arrays for i, kind in enumerate(kinds)]
+        self._batches = [material.draw(kind, seed=seed, step=i).arrays for i, kind in enumerate(kinds)]
         self._dtype = settings.precision
         self._program = jax.jit(functools.partial(_judged, graph))
         self._vectors = chosen.num_chunks * shape.chunk // settings.held_out_ratio
         self._first_tag = shape.decoder.vocab_size + self._vectors
 
     def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
-        """Loss in nats per token and accuracy of what is read back and of what follows, accuracy of the local head."""
+        """Loss in nats per token and accuracy by kind of what is asked for, accuracy of the local head."""
         cast = {name: value.astype(self._dtype) for name, value in params.items()}
         sums: dict[str, list[np.ndarray]] = {}
         for arrays in self._batches:
@@ -142,6 +165,8 @@ class Judge:
             tags = arrays.inputs[:, self._vectors] - self._first_tag
             for tag, kind in KINDS.items():
                 counts = arrays.mask & (tags == tag)[:, None]
+                if not counts.any():
+                    continue
                 sums.setdefault(f"{kind}_loss", []).append(losses[counts])
                 sums.setdefault(f"{kind}_accuracy", []).append(right[counts])
             sums.setdefault("local_accuracy", []).append(local[arrays.sampled.reshape(local.shape) >= 0])

@@ -8,7 +8,9 @@ from tests.bad_input.core import EMBEDDING, folder, gguf
 from tests.bad_input.harness import Case, case_of
 
 TRAIN, TINY = ("compress.py", "train"), "--config=configs/compress/tiny.yaml"
-COMPRESS, LIST, EVALUATE = (("compress.py", each) for each in ("compress", "list", "evaluate"))
+COMPRESS, LIST, EVALUATE, PACK, BENCHMARK = (
+    ("compress.py", each) for each in ("compress", "list", "evaluate", "pack", "benchmark")
+)
 BOTH, OUT = "--input=a.txt|--output=o.safetensors", "--output=o.json"
 WORDS = "the mill by the river " * 40
 
@@ -87,6 +89,18 @@ CASES = [
     of(f"{TINY}|--set=model=a.txt", "a.txt", "not a GGUF file", a_txt="text"),
     of(f"{TINY}|--set=model=x.gguf", "x.gguf", "truncated", x_gguf=gguf(EMBEDDING)[:60]),
     of(f"{TINY}|--set=start=none.safetensors", "none.safetensors is no file"),
+    of(f"{TINY}|--questions=none.jsonl", "none.jsonl is no file"),
+    of(f"{TINY}|--questions=q.jsonl", "q.jsonl line 1 has no 'question'", q_jsonl='{"context": "a"}\n'),
+    of(f"{TINY}|--questions=q.jsonl|--data=a.txt", "--data=a.txt", q_jsonl="", a_txt=WORDS),
+    case_of(BENCHMARK, "", "--output"),
+    case_of(BENCHMARK, f"{OUT}|--lengths=0", "--lengths=0; wanted numbers from 1 on"),
+    case_of(BENCHMARK, f"{OUT}|--lengths=1k", "--lengths", "'1k' is no whole number"),
+    case_of(BENCHMARK, f"{OUT}|--name=rfcc-base-5x", "ratio=5; wanted one of 2, 4, 8, 16, 32"),
+    case_of(PACK, "--output=o.safetensors", "--weights"),
+    case_of(PACK, "--weights=w.safetensors|--output=o.safetensors", "w.safetensors is no file"),
+    case_of(PACK, "--weights=w.safetensors|--output=o.safetensors", "is damaged", w_safetensors="text"),
+    case_of(PACK, "--weights=w.safetensors|--output=w.safetensors", "is the input", w_safetensors="text"),
+    case_of(PACK, "--weights=w.safetensors|--output=o.safetensors|--bits=1", "--bits", "1"),
     text("--name=rfcc-base-8x", "--input"),
     text("--input=a.txt", "--output", a_txt=WORDS),
     text("--input=a.txt|--output=a.txt", "--output=a.txt is the input a.txt", a_txt=WORDS),

@@ -32,7 +32,9 @@ def held():
 
 def run(held, folder, settings=SETTINGS, texts=TEXTS, **how):
     said = []
-    return training.train(settings, held, texts, HELD_OUT, folder, say=said.append, **how), said
+    shape = settings.shape(DECODER)
+    material = [training.of_texts(each, shape) for each in (texts, HELD_OUT)]
+    return training.train(settings, held, *material, folder, say=said.append, **how), said
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,76 @@
+"""How fast texts become vectors and questions over them are begun, and what that takes of memory."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxbench.compress.auto import AutoCompressor
+
+SPREAD = 3  # timed calls of which a median is taken, where one takes less than LONG
+LONG = 20.0  # seconds
+
+
+def lengths(
+    compressor: AutoCompressor, text: str, counts: Sequence[int], *, say: Callable[[str], Any] = print
+) -> list[dict[str, float]]:
+    """Seconds and tokens a second of texts of so many tokens, tokenising included.
+
+    Args:
+      text: whose beginnings are compressed; repeated where it is too short.
+    """
+    ids = compressor.words.encode(text, add_special=False)
+    compressor.compress(compressor.words.decode(ids[:300]))  # whatever is made once
+    found = []
+    for count in counts:
+        piece = compressor.words.decode((ids * -(-count // len(ids)))[:count])
+        seconds: list[float] = []
+        while len(seconds) < SPREAD and sum(seconds) < LONG:
+            started = time.perf_counter()
+            result = compressor.compress(piece)
+            seconds.append(time.perf_counter() - started)
+        middle = statistics.median(seconds)
+        row = {
+            "tokens": result.original_length, "vectors": result.compressed_length, "seconds": middle,
+            "least": min(seconds), "most": max(seconds), "tokens_a_second": result.original_length / middle,
+            "peak_mb": peak_mb(),
+        }  # fmt: skip
+        rate, peak = row["tokens_a_second"], row["peak_mb"]
+        say(f"{row['tokens']} tokens: {middle:.2f} s, {rate:.0f} tokens/s, peak {peak:.0f} MB")
+        found.append(row)
+    return found
+
+
+def first_token(
+    compressor: AutoCompressor, generate: Callable[..., Any], text: str, question: str, *, new_tokens: int
+) -> dict[str, float]:
+    """Seconds to the first token of an answer over a compressed text, and tokens a second behind it.
+
+    Args:
+      generate: a Generator of the compressor's decoder.
+    """
+    prompt = compressor.prompt(compressor.compress(text), question)
+    options = {"vectors": prompt.vectors, "seed": 0}
+
+    def timed(count: int) -> float:
+        generate([prompt.ids], max_new_tokens=count, **options)  # compiles
+        seconds = []
+        for _ in range(SPREAD):
+            started = time.perf_counter()
+            generate([prompt.ids], max_new_tokens=count, **options)
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds)
+
+    first, whole = timed(1), timed(new_tokens)
+    return {
+        "prompt": len(prompt.ids), "vectors": len(prompt.vectors), "first_token_s": first,
+        "tokens_a_second": (new_tokens - 1) / (whole - first),
+    }  # fmt: skip
+
+
+def peak_mb() -> float:
+    """Largest resident memory of this process so far, MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

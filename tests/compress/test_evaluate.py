@@ -1,0 +1,91 @@
+"""Figures of quality: a reader's losses are the decoder's, recovery is 0 behind nothing and 1 behind everything."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxbench import initial, transformer
+from jaxbench.compress import artifact, auto, evaluate, evaluate_run, reading
+from jaxbench.compress import config as shapes
+from jaxbench.parity import cases
+from jaxbench.pretrained import tokenizer, weights
+
+DECODER = cases.LLAMA.model_copy(update={"num_layers": 3, "max_seq_len": 1024})
+CONFIG = cases.COMPRESSOR.model_copy(update={"decoder": DECODER, "chunk": 16})
+TEXTS = [np.random.default_rng(i).integers(0, DECODER.vocab_size, 300 + 40 * i).astype(np.int32) for i in range(3)]
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def params():
+    return {name: value.astype(np.float32) for name, value in initial.initial_params(DECODER, 0).items()}
+
+
+@pytest.fixture(scope="module")
+def reader(params):
+    return reading.Reader(transformer.build(DECODER, params))
+
+
+@pytest.fixture(scope="module")
+def compressor(params):
+    held = weights.Checkpoint(DECODER, params, Path("tiny"), "tiny", "1" * 64)
+    own = shapes.initial_params(CONFIG, 3, distinct=True)
+    own = {name: value.astype(np.float32) for name, value in own.items() if shapes.is_trained(name)}
+    trained = artifact.Trained(CONFIG, own, held.sha256, "abc", {})
+    return auto.AutoCompressor.of(trained, held, tokenizer.load_tokenizer(None), 2, "float32")
+
+
+def test_a_readers_losses_are_the_decoders(reader, params):
+    text, model = TEXTS[0][:90], transformer.build(DECODER, params)
+    whole = reading.behind_text(text[:50], text[50:], start=3)
+    clear = reading.behind_text(text[:50], text[50:], start=3, num_clear=10)
+    heard, short = reader([whole, clear])
+    logits = np.asarray(model(whole.inputs[None], np.arange(90, dtype=np.int32)[None]), np.float64)[0, 50:]
+    logits -= logits.max(axis=1, keepdims=True)
+    wanted = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(40), text[50:]]
+    np.testing.assert_allclose(heard.losses, wanted, atol=1e-4)
+    np.testing.assert_allclose(short.losses, wanted[10:], atol=1e-4)
+    np.testing.assert_array_equal(heard.hits, logits.argmax(axis=1) == text[50:])
+
+
+def test_vectors_that_are_token_embeddings_read_as_those_tokens(reader, params):
+    before, asked = TEXTS[1][:12], TEXTS[1][12:20]
+    table = params["embed.embedding"]
+    as_vectors = reading.behind_vectors(table[before[:-1]], table[before[-1]], asked, size=DECODER.vocab_size)
+    as_tokens = reading.Row(np.concatenate([before, asked[:-1]]), asked, np.zeros((0, 0), np.float32))
+    one, other = reader([as_vectors, as_tokens])
+    np.testing.assert_allclose(one.losses, other.losses, atol=1e-5)
+    moved = reading.behind_vectors(
+        table[before[:-1]], table[before[-1]], asked, size=DECODER.vocab_size, places=np.arange(12) * 3
+    )  # fmt: skip
+    assert moved.positions.tolist() == [3 * i for i in range(12)] + [34 + i for i in range(7)]
+    assert np.abs(reader([moved])[0].losses - one.losses).max() > 1e-4
+
+
+def test_windows_lie_in_one_text_and_come_from_all(reader):
+    drawn = evaluate.windows(TEXTS, 7, seed=0, context=CONTEXT)
+    assert [window.document for window in drawn] == [0, 1, 2, 0, 1, 2, 0]
+    for window in drawn:
+        text, whole = TEXTS[window.document], np.concatenate([window.context, window.following])
+        assert any(np.array_equal(text[i : i + len(whole)], whole) for i in range(len(text) - len(whole) + 1))
+    with pytest.raises(ValueError, match="the longest text has 380 tokens; wanted 704"):
+        evaluate.windows(TEXTS, 7, seed=0)
+
+
+def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, compressor, tmp_path):
+    drawn, said = evaluate.windows(TEXTS, 6, seed=0, context=CONTEXT), []
+    plan = evaluate_run.Plan((2, 4), chunks=3, start=1)
+    rows = evaluate_run.run(compressor, reader, drawn, plan, tmp_path, say=said.append)
+    again = evaluate_run.run(compressor, reader, drawn, plan, tmp_path, say=said.append)
+    assert again == rows and [row["ratio"] for row in rows] == [2, 4]
+    assert all(line.endswith("(finished before)") == (i > 1) for i, line in enumerate(said))
+    bounds = evaluate.bounds(reader, drawn, start=1)
+    documents = [window.document for window in drawn]
+    assert evaluate.recovery(bounds, "full", documents, 0)[0] == pytest.approx(1.0)
+    assert evaluate.recovery(bounds, "none", documents, 1)[0] == 0.0
+    value, low, high = rows[0]["read_back"]["vectors"]
+    assert 0 <= low <= value <= high <= 1
+    about = {"compressor": "abc", "windows": 6, "documents": 3}
+    evaluate_run.write(tmp_path / "f.json", rows, about)
+    assert "<svg" in (tmp_path / "f.svg").read_text()

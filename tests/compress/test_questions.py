@@ -1,0 +1,94 @@
+"""Questions over passages: files, articles on one side or the other, rows whose answers count."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from jaxbench.compress import questions, rows
+from jaxbench.parity import cases
+from jaxbench.pretrained import tokenizer
+
+CONFIG = cases.COMPRESSOR.model_copy(
+    update={"decoder": cases.LLAMA.model_copy(update={"vocab_size": 49152, "num_layers": 3}), "chunk": 16}
+)
+SETTINGS = rows.RowsConfig(batch=5, num_targets=8, clear=16, sampled=3)
+PASSAGES = {
+    "Mills": "The mill was built in 1712 by Ann.",
+    "Rivers": "The Ouse is 37 miles long.",
+    "Oaks": "Oak is hard.",
+}
+
+
+@pytest.fixture(scope="module")
+def words():
+    return tokenizer.load_tokenizer(None)
+
+
+@pytest.fixture(scope="module")
+def found(words, tmp_path_factory):
+    path = tmp_path_factory.mktemp("questions") / "q.jsonl.gz"
+    lines = [
+        {"title": title, "context": passage, "question": f"What of {i}? ", "answers": ["the mill"] if i else []}
+        for title, passage in PASSAGES.items()
+        for i in range(2)
+    ]
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    return questions.read(path, words)
+
+
+def test_questions_are_read_with_an_end_and_a_word_for_those_without_an_answer(found, words):
+    assert len(found) == 6 and found[0].answers == () and found[1].answers == ("the mill",)
+    assert words.decode(found[1].question) == "\nQuestion: What of 1?\nAnswer:"
+    assert words.decode(found[0].answer[:-1]) == " unanswerable" and found[0].answer[-1] == words.eos_id
+    assert words.decode(found[1].context) == PASSAGES["Mills"]
+
+
+def test_an_article_is_on_one_side(found):
+    learned, asked = questions.split(found, 0.5)
+    assert len(learned) + len(asked) == 6
+    assert not {each.title for each in learned} & {each.title for each in asked}
+    assert questions.split(found, 0.0) == (found, []) and questions.split(found, 1.0) == ([], found)
+    titles = [f"article {i}" for i in range(2000)]
+    many = [found[0]._replace(title=title) for title in titles]
+    assert 0.21 < len(questions.split(many, 0.25)[1]) / 2000 < 0.29
+
+
+def test_a_row_asks_for_the_answer_behind_vectors_tag_and_question(found):
+    drawn = questions.draw(found, CONFIG, SETTINGS, seed=3, step=1)
+    again = questions.draw(found, CONFIG, SETTINGS, seed=3, step=1)
+    assert all(np.array_equal(a, b) for a, b in zip(drawn.arrays, again.arrays))
+    size, vectors = CONFIG.decoder.vocab_size, 2 * CONFIG.chunk // drawn.ratio
+    for i in range(SETTINGS.batch):
+        inputs, mask = drawn.arrays.inputs[i], drawn.arrays.mask[i]
+        own = next(
+            each
+            for each in found
+            if np.array_equal(each.context, drawn.arrays.context[i].reshape(-1)[: len(each.context)])
+            and np.array_equal(each.answer, drawn.arrays.targets[i][mask])
+        )
+        assert inputs[vectors] == size + vectors + rows.ANSWER
+        behind = np.concatenate([own.question, own.answer[:-1]])
+        np.testing.assert_array_equal(inputs[vectors + 1 : vectors + 1 + len(behind)], behind)
+
+
+def test_what_has_no_room_is_left_out_and_nothing_left_is_an_error(found):
+    assert questions.fitting(found, CONFIG, SETTINGS) == found
+    with pytest.raises(ValueError, match="none of 6 has room: num_chunks=2 of 16 tokens, clear=4, num_targets=8"):
+        questions.fitting(found, CONFIG, SETTINGS.model_copy(update={"clear": 4}))
+    with pytest.raises(ValueError, match="ratio=3; wanted one of 2, 4"):
+        questions.draw(found, CONFIG, SETTINGS.model_copy(update={"ratio": 3}), seed=0, step=0)
+
+
+@pytest.mark.parametrize(
+    "content, wanted",
+    [("", "has none"), ("[1]\n", "no 'context'"), ("{", "is no JSON object"), ('{"context": "a"}', "no 'question'")],
+)
+def test_a_bad_file_is_named(content, wanted, words, tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=wanted):
+        questions.read(path, words)
+    with pytest.raises(ValueError, match="none.jsonl is no file"):
+        questions.read(tmp_path / "none.jsonl", words)
