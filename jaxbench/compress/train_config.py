@@ -42,7 +42,7 @@ class TrainingConfig(config.Base):
         if self.rows.batch % self.accumulation:
             raise ValueError(f"rows.batch={self.rows.batch} is not a multiple of accumulation={self.accumulation}")
         if self.trained == "adapters" and self.lora is None:
-            raise ValueError("trained=adapters, and lora=null: nothing would learn; give lora a rank")
+            raise ValueError(f"trained={self.trained} with lora={self.lora}: nothing would learn; give lora a rank")
         schedules.learning_rate(
             self.schedule, 0, peak=self.learning_rate, steps=self.steps
         )  # raises where it is longer

@@ -74,7 +74,7 @@ CASES = [
     of("--set=rows.aligned=2", "aligned", "2"),
     of("--set=fast=0", "fast", "0"),
     of("--set=trained=decoder", "trained", "decoder"),
-    of("--set=trained=adapters", "lora=null: nothing would learn"),
+    of("--set=trained=adapters", "trained=adapters with lora=None: nothing would learn"),
     of("--set=rows.ratio=5", "ratio=5; wanted one of 2, 4, 8, 16, 32"),
     of("--set=rows.num_chunks=200", "the longest text has", "wanted 51520"),
     of(f"{TINY}|--data=none.txt", "none.txt"),
