@@ -91,3 +91,34 @@ def test_a_run_on_another_text_is_refused(whole, held):
 def test_a_ratio_that_is_not_there_is_refused(held):
     with pytest.raises(ValueError, match="ratio=5; wanted one of 2, 4, 8, 16, 32"):
         SETTINGS.model_copy(update={"held_out_ratio": 5}).shape(DECODER)
+
+
+def test_one_step_with_rates_of_its_own_is_that_of_the_twin(held):
+    import jax.numpy as jnp
+    import torch
+
+    from jaxbench.compress import compressor, rows
+    from jaxbench.training import optimizer_step
+    from torch_ref.compress import compressor as torch_compressor
+    from torch_ref.training import optimizer_step as torch_step
+
+    shape, how = SETTINGS.shape(DECODER), SETTINGS.step_config()
+    params = config.starting_params(shape, held.params, seed=0)
+    arrays = rows.draw(TEXTS, shape, SETTINGS.rows, seed=0, step=0).arrays
+    state = optimizer_step.init_state(compressor.build(shape, params), params, how)
+    after = optimizer_step.train_step(
+        state, compressor.Batch(*arrays), 0.01, step_config=how, loss_fn=compressor.loss_fn
+    )[0].params  # fmt: skip
+    other = torch_step.init_state(torch_compressor.build(shape, params), params, how)
+    batch = torch_compressor.Batch(*(None if x is None else torch.from_numpy(x) for x in arrays))
+    other = torch_step.train_step(other, batch, 0.01, step_config=how, loss_fn=torch_compressor.loss_fn)[0].params
+    moved = {}
+    for name, value in other.named_parameters():
+        # a gradient near AdamW's eps has a step that float32 does not settle
+        differing = np.abs(after[name] - value.detach().numpy()) > 2e-4
+        assert differing.mean() < 1e-3, name
+        moved[name] = float(jnp.abs(after[name] - params[name]).max())
+    # AdamW's first step is the rate, whatever the gradient's size
+    assert moved["tags.embedding"] == pytest.approx(0.05, rel=0.1)
+    assert moved["encoder.layers.0.mlp.up_proj.kernel"] == pytest.approx(0.01, rel=0.1)
+    assert moved["decoder.layers.0.mlp.up_proj.kernel"] == 0.0
