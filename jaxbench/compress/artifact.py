@@ -24,6 +24,7 @@ from jaxbench.quantization import grids
 
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "pretrained/assets_data/rfcc-base.safetensors"
+SHIPPED_SHA256 = "0154add2ff464684f20d33e31903355eeb9435dbb5f56bb65561ee8dba5813a5"
 BITS, FINE_BITS = 4, 8  # of differences, of matrices that are none
 GROUP = 64  # inputs that share a scale
 
@@ -110,9 +111,11 @@ def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
 
 def _read(path: str | Path | None, *, with_tensors: bool) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
     """A file's path, metadata and tensors."""
-    path = SHIPPED if path is None else Path(path)
+    is_shipped, path = path is None, SHIPPED if path is None else Path(path)
     if not path.is_file():
         raise ValueError(f"compressor: {path} is no file; `compress.py train` makes one")
+    if is_shipped and (sha256 := assets.sha256_file(path)) != SHIPPED_SHA256:
+        raise ValueError(f"compressor: {path} is damaged: SHA-256 {sha256}, wanted {SHIPPED_SHA256}")
     try:
         with safe_open(path, framework="numpy") as file:
             meta = json.loads((file.metadata() or {})["compressor"])

@@ -49,7 +49,7 @@ CASES = [
     of("--set=num_layers=0", "num_layers", "0"),
     of("--set=num_layers=31", "num_layers=31 of a decoder that has 30"),
     of("--set=accumulation=0", "accumulation", "0"),
-    of("--set=accumulation=3", "rows.batch=4 is not a multiple of accumulation=3"),
+    of("--set=accumulation=3", "rows.batch=2 is not a multiple of accumulation=3"),
     of("--set=steps=10", "warmup_steps=60", "steps=10"),
     of("--set=rows.weights=[1]", "rows.weights=[1.0]", "5 shares"),
     of("--set=rows.weights=[1,1,1,1,1]", "rows.weights=", "add up to 1"),

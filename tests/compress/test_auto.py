@@ -153,6 +153,16 @@ def test_weights_of_another_decoder_or_cut_in_half_are_refused(held, trained, tm
         auto.AutoCompressor.from_pretrained("rfcc-large")
 
 
+def test_the_shipped_weights_are_whole_and_known_by_their_checksum(monkeypatch, tmp_path):
+    about = artifact.describe()
+    assert about["ratios"] == [2, 4, 8, 16, 32] and about["bytes"] <= 25e6 and about["about"]["tokens"] > 2e6
+    damaged = tmp_path / "w.safetensors"
+    damaged.write_bytes(artifact.SHIPPED.read_bytes()[:-1] + b"?")
+    monkeypatch.setattr(artifact, "SHIPPED", damaged)
+    with pytest.raises(ValueError, match=f"w.safetensors is damaged: SHA-256 .*wanted {artifact.SHIPPED_SHA256}"):
+        artifact.describe()
+
+
 def test_a_file_of_another_format_is_named(held, trained, tmp_path):
     from safetensors.numpy import save_file
 
