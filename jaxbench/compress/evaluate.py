@@ -4,8 +4,10 @@
   text), of means over windows. Direct: the tokens that follow at once. Far: those behind 64 more in clear, which say
   what the last few tokens would have said.
 - Keep-last: the last 1/ratio of the tokens in place of vectors, as many of the one as of the other.
-- Read back: how often the most probable token is the right one, each behind the right ones before it; and with vectors
-  of zeros, which is what the decoder knows without any.
+- Controls: the tag alone, and vectors of another text. What these recover is no content: a tag that was trained on
+  books says that a book goes on.
+- Read back: how often the most probable token is the right one, each behind the right ones before it; the same behind
+  the tag alone, and with vectors of zeros.
 """
 
 from __future__ import annotations
@@ -64,16 +66,20 @@ def tokens_of(compressor: AutoCompressor, ids: Int32[np.ndarray, " T"]) -> tuple
 
 
 def bounds(
-    reader: reading.Reader, drawn: Sequence[Window], *, start: int, progress: Progress = lambda count: None
-) -> dict[str, Float[np.ndarray, "W 2"]]:
-    """Loss of each window, nats a token, direct and far, behind nothing and behind the whole text.
+    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *, start: int,
+    progress: Progress = lambda count: None,
+) -> dict[str, Float[np.ndarray, "W 2"]]:  # fmt: skip
+    """Loss of each window, nats a token, direct and far, behind nothing, the tag alone, and the whole text.
 
     Args:
       start: token that text stands behind.
     """
+    size, tag = compressor.config.decoder.vocab_size, compressor.tags[CONTINUE]
+    none = np.zeros((0, len(tag)), np.float32)
     arms = {
         "none": [reading.behind_text(w.context[:0], w.following, start=start) for w in drawn],
         "full": [reading.behind_text(w.context, w.following, start=start) for w in drawn],
+        "tag": [reading.behind_vectors(none, tag, w.following, size=size) for w in drawn],
     }
     return _losses(reader, arms, len(drawn), progress)
 
@@ -82,7 +88,7 @@ def continuation(
     reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *, start: int,
     progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, "W 2"]]:  # fmt: skip
-    """The same behind the last part of the text, and behind its vectors, at a compressor's ratio."""
+    """The same behind the last part of the text, behind its vectors, and behind those of another text."""
     size, tag, ratio = compressor.config.decoder.vocab_size, compressor.tags[CONTINUE], compressor.ratio
     kept = [w.context[-(len(w.context) // ratio) :] for w in drawn]
     made = [tokens_of(compressor, w.context) for w in drawn]
@@ -96,7 +102,19 @@ def continuation(
             for (vectors, places), w in zip(made, drawn)
         ],
     }
+    other = _of_other_documents(drawn)
+    if other is not None:
+        arms["others"] = [reading.behind_vectors(made[j][0], tag, w.following, size=size) for j, w in zip(other, drawn)]
     return _losses(reader, arms, len(drawn), progress)
+
+
+def _of_other_documents(drawn: Sequence[Window]) -> list[int] | None:
+    """For each window the number of the next one that is another document's; None where there is one document."""
+    count = len(drawn)
+    if len({window.document for window in drawn}) < 2:
+        return None
+    following = ((i, [(i + step) % count for step in range(1, count)]) for i in range(count))
+    return [next(j for j in mine if drawn[j].document != drawn[i].document) for i, mine in following]
 
 
 def _losses(
@@ -125,6 +143,18 @@ def read_back(
         rows.append(reading.behind_vectors(vectors, tag, chunk, size=size, places=ends))
     hits = np.array([each.hits.mean() for each in reader(rows, progress=progress)]).reshape(-1, 3)
     return dict(zip(("zeros", "vectors", "aligned"), hits.T))
+
+
+def known(
+    reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *,
+    progress: Progress = lambda count: None,
+) -> Float[np.ndarray, " W"]:  # fmt: skip
+    """The same behind the tag alone: what the decoder would have said anyway. Vectors of zeros disturb it."""
+    size, tag = compressor.config.decoder.vocab_size, compressor.tags[RECONSTRUCT]
+    none = np.zeros((0, len(tag)), np.float32)
+    chunks = [window.context[: compressor.config.chunk] for window in drawn]
+    rows = [reading.behind_vectors(none, tag, chunk, size=size) for chunk in chunks]
+    return np.array([each.hits.mean() for each in reader(rows, progress=progress)])
 
 
 def recovery(

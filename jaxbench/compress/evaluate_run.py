@@ -18,11 +18,13 @@ from jaxbench.compress.auto import AutoCompressor
 from jaxbench.measure import line_picture
 from jaxbench.measure.line_picture import Axis, Line, Panel, Point
 
-ARMS = ("keep", "vectors", "aligned")
-COLORS = {"keep": "#6e7781", "vectors": "#0969da", "aligned": "#bf3989", "zeros": "#6e7781"}
+ARMS = ("keep", "tag", "others", "vectors", "aligned")
+COLORS = {"keep": "#6e7781", "vectors": "#0969da", "aligned": "#bf3989", "zeros": "#9a6700"}
+COLORS |= {"nothing": COLORS["keep"], "tag": "#1a7f37", "others": COLORS["zeros"]}
 SAID = {
-    "keep": "the last tokens kept", "vectors": "vectors side by side", "aligned": "vectors at their tokens' places",
-    "zeros": "zeros",
+    "keep": "the last tokens kept", "tag": "the tag alone", "others": "another text's vectors",
+    "vectors": "vectors side by side", "aligned": "vectors at their tokens' places", "zeros": "zeros",
+    "nothing": "the tag alone",
 }  # fmt: skip
 
 
@@ -43,20 +45,27 @@ def run(
     documents, found = [window.document for window in drawn], []
 
     def ends() -> dict[str, Any]:
-        with terminal.progress(2 * len(drawn)) as advance:
-            losses = evaluate.bounds(reader, drawn, start=plan.start, progress=advance)
+        with terminal.progress(3 * len(drawn)) as advance:
+            losses = evaluate.bounds(reader, compressor, drawn, start=plan.start, progress=advance)
         return {name: value.tolist() for name, value in losses.items()}
 
+    def known() -> list[float]:
+        with terminal.progress(plan.chunks) as advance:
+            return evaluate.known(reader, compressor, drawn[: plan.chunks], progress=advance).tolist()
+
     bounds = {name: np.array(value) for name, value in store.kept(workdir / "bounds.json", ends)[0].items()}
+    floor = np.array(store.kept(workdir / "known.json", known)[0])
+    floor = evaluate.mean_interval(floor, documents[: len(floor)])
     for ratio in plan.ratios:
 
         def compute(own: AutoCompressor = compressor.at(ratio)) -> dict[str, Any]:
-            with terminal.progress(3 * (len(drawn) + plan.chunks)) as advance:
+            with terminal.progress(4 * len(drawn) + 3 * plan.chunks) as advance:
                 losses = evaluate.continuation(reader, own, drawn, start=plan.start, progress=advance)
                 hits = evaluate.read_back(reader, own, drawn[: plan.chunks], progress=advance)
             return _figures(own.ratio, bounds | losses, hits, documents)
 
         row, was_there = store.kept(workdir / f"ratio-{ratio}.json", compute)
+        row["read_back"] = {"nothing": floor, **row["read_back"]}
         say(_line(row) + (" (finished before)" if was_there else ""))
         found.append(row)
     return found
@@ -67,7 +76,7 @@ def _figures(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"ratio": ratio}
     for protocol, name in enumerate(("direct", "far")):
-        row[name] = {arm: evaluate.recovery(losses, arm, documents, protocol) for arm in ARMS}
+        row[name] = {arm: evaluate.recovery(losses, arm, documents, protocol) for arm in ARMS if arm in losses}
         row[f"{name}_nats"] = {each: float(value[:, protocol].mean()) for each, value in losses.items()}
     row["read_back"] = {arm: evaluate.mean_interval(values, documents[: len(values)]) for arm, values in hits.items()}
     return row
@@ -76,7 +85,7 @@ def _figures(
 def _line(row: Mapping[str, Any]) -> str:
     parts = [f"{row['ratio']:2d}x"]
     for name in ("direct", "far"):
-        parts.append(f"{name} " + " ".join(f"{arm} {100 * row[name][arm][0]:.0f} %" for arm in ARMS))
+        parts.append(f"{name} " + " ".join(f"{arm} {100 * each[0]:.0f} %" for arm, each in row[name].items()))
     parts.append("read back " + " ".join(f"{arm} {100 * each[0]:.1f} %" for arm, each in row["read_back"].items()))
     return "  ".join(parts)
 

@@ -80,10 +80,11 @@ def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, compres
     again = evaluate_run.run(compressor, reader, drawn, plan, tmp_path, say=said.append)
     assert again == rows and [row["ratio"] for row in rows] == [2, 4]
     assert all(line.endswith("(finished before)") == (i > 1) for i, line in enumerate(said))
-    bounds = evaluate.bounds(reader, drawn, start=1)
+    bounds = evaluate.bounds(reader, compressor, drawn, start=1)
     documents = [window.document for window in drawn]
     assert evaluate.recovery(bounds, "full", documents, 0)[0] == pytest.approx(1.0)
     assert evaluate.recovery(bounds, "none", documents, 1)[0] == 0.0
+    assert list(rows[0]["far"]) == ["keep", "tag", "others", "vectors", "aligned"]
     value, low, high = rows[0]["read_back"]["vectors"]
     assert 0 <= low <= value <= high <= 1
     about = {"compressor": "abc", "windows": 6, "documents": 3}
