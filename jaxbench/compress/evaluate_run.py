@@ -92,7 +92,8 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
     """Write figures as JSON, and a picture of them beside it."""
-    outputs.write_json(path, {"about": dict(about), "rows": list(rows)})
+    rows = sorted(rows, key=lambda row: row["ratio"])
+    outputs.write_json(path, {"about": dict(about), "rows": rows})
     outputs.write_text(path.with_suffix(".svg"), picture(rows, about))
 
 
