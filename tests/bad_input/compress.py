@@ -76,7 +76,7 @@ CASES = [
     of("--set=trained=decoder", "trained", "decoder"),
     of("--set=trained=adapters", "trained=adapters with lora=None: nothing would learn"),
     of("--set=rows.ratio=5", "ratio=5; wanted one of 2, 4, 8, 16, 32"),
-    of("--set=rows.num_chunks=200", "the longest text has", "wanted 51520"),
+    of("--set=rows.num_chunks=200", "the longest text has", "wanted 51392"),
     of(f"{TINY}|--data=none.txt", "none.txt"),
     of(f"{TINY}|--data=a.csv", "a.csv", "unknown suffix", a_csv="text"),
     of(f"{TINY}|--data=a.txt", "a.txt", "no text", a_txt=""),
