@@ -204,7 +204,7 @@ def evaluate() -> int:
     store.claim(workdir, f"{plan}-{VALUES.windows}-{VALUES.seed}-{compressor.id}-{VALUES.precision}-{len(corpus.ids)}")
     rows = evaluate_run.run(compressor, reader, drawn, plan, workdir)
     about = {
-        "compressor": compressor.id, "trained": dict(compressor.about), "data": name, "windows": len(drawn),
+        "compressor": compressor.id, "trained": dict(compressor.about), "data": Path(name).name, "windows": len(drawn),
         "documents": len({window.document for window in drawn}), "chunks": plan.chunks, "precision": VALUES.precision,
         "machine": environment.describe(threads=environment.usable_cores()),
     }  # fmt: skip
