@@ -52,8 +52,7 @@ def train() -> int:
 
     shape = settings.shape(weights.read_config(settings.model))
     words = tokenizer.load_tokenizer(settings.model)
-    make = _questions if VALUES.questions else _texts
-    material = make(words, shape, settings.rows)
+    material = _questions(words, shape, settings.rows) if VALUES.questions else _texts(words, shape)
     for each in material:
         each.draw(settings.rows, seed=settings.seed, step=0)  # what does not fit is said at once
     held = weights.load_checkpoint(settings.model)
@@ -65,7 +64,7 @@ def train() -> int:
     return cli.EXIT_OK
 
 
-def _texts(words: Any, shape: Any, _: Any) -> list[Any]:
+def _texts(words: Any, shape: Any) -> list[Any]:
     """Texts to learn from, and others."""
     from jaxbench.compress import training
     from jaxbench.text import dataset
@@ -91,7 +90,7 @@ def _questions(words: Any, shape: Any, settings: Any) -> list[Any]:
         raise ValueError(
             f"--questions with --data={VALUES.data} and --held_out={VALUES.held_out}; name one or the others"
         )
-    found = [each for path in VALUES.questions for each in questions.read(path, words)]
+    found = [each for path in VALUES.questions for each in questions.of_file(path, words)]
     return [training.of_questions(side, shape, settings) for side in questions.split(found, ASKED)]
 
 

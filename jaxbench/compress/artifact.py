@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jaxbench import outputs
 from jaxbench.compress.config import CompressorConfig, parameter_shapes
-from jaxbench.pretrained import assets, weights
+from jaxbench.pretrained import assets, safetensors_files, weights
 from jaxbench.quantization import grids
 
 FORMAT = 1
@@ -74,13 +73,13 @@ def save(
 
 
 def describe(path: str | Path | None = None) -> dict[str, Any]:
-    """What a file of weights says of itself, read without its numbers.
+    """What a file of weights says of itself.
 
     Raises:
       ValueError: the file is missing, damaged or no compressor.
     """
-    path, meta, _ = _read(path, with_tensors=False)
-    about = {"file": str(path), "bytes": path.stat().st_size, "id": assets.sha256_file(path)[:12]}
+    path, sha256, meta, _ = _read(path)
+    about = {"file": str(path), "bytes": path.stat().st_size, "id": sha256[:12]}
     return about | {name: meta["config"][name] for name in ("num_layers", "ratios")} | {"about": meta["about"]}
 
 
@@ -90,7 +89,7 @@ def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
     Raises:
       ValueError: the file is missing, damaged, no compressor, or made for another decoder.
     """
-    path, meta, tensors = _read(path, with_tensors=True)
+    path, sha256, meta, tensors = _read(path)
     if meta["model_sha256"] != held.sha256:
         raise ValueError(
             f"compressor: {path} was trained for a decoder with SHA-256 {meta['model_sha256'][:12]}, and "
@@ -106,25 +105,21 @@ def load(path: str | Path | None, held: weights.Checkpoint) -> Trained:
     bad = [name for name, value in params.items() if shapes.get(name) != value.shape or not np.isfinite(value).all()]
     if bad:
         raise ValueError(f"compressor: {path} is damaged: {bad[0]} has {params[bad[0]].shape}, or is not finite")
-    return Trained(config, params, held.sha256, assets.sha256_file(path)[:12], meta["about"])
+    return Trained(config, params, held.sha256, sha256[:12], meta["about"])
 
 
-def _read(path: str | Path | None, *, with_tensors: bool) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
-    """A file's path, metadata and tensors."""
+def _read(path: str | Path | None) -> tuple[Path, str, dict[str, Any], dict[str, np.ndarray]]:
+    """A file's path, checksum, metadata and tensors."""
     is_shipped, path = path is None, SHIPPED if path is None else Path(path)
     if not path.is_file():
         raise ValueError(f"compressor: {path} is no file; `compress.py train` makes one")
-    if is_shipped and (sha256 := assets.sha256_file(path)) != SHIPPED_SHA256:
+    sha256 = assets.sha256_file(path)
+    if is_shipped and sha256 != SHIPPED_SHA256:
         raise ValueError(f"compressor: {path} is damaged: SHA-256 {sha256}, wanted {SHIPPED_SHA256}")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            meta = json.loads((file.metadata() or {})["compressor"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}
-    except Exception as error:  # safetensors raises its own type
-        raise ValueError(f"compressor: {path} is damaged or no compressor ({error!r})") from error
+    meta, tensors = safetensors_files.annotated(path, "compressor")
     if meta.get("format") != FORMAT:
         raise ValueError(f"compressor: {path} has format {meta.get('format')}; wanted {FORMAT}")
-    return path, meta, tensors
+    return path, sha256, meta, tensors
 
 
 def _values(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:

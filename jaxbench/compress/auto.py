@@ -171,7 +171,7 @@ class StreamingCompressor:
         self._pieces: list[str] = []  # text that is not tokenised
         self._ids: list[int] = []  # tokens that are not compressed
         self._starts: list[int] = []  # the character of the whole text that each begins in
-        self._characters = self._tokens = 0  # tokenised, compressed
+        self._characters = self._tokens = self._vectors = 0  # tokenised, compressed, made of them
         self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # vectors, first characters, positions
         self._seconds = 0.0
 
@@ -185,10 +185,9 @@ class StreamingCompressor:
             self._pieces = [text[cut:]]
         elif text:
             self._pieces.append(text)
-        while len(self._ids) >= self.compressor.config.chunk:
-            self._compress()
+        self._compress(len(self._ids) // self.compressor.config.chunk * self.compressor.config.chunk)
         self._seconds += time.perf_counter() - started
-        return sum(len(vectors) for vectors, _, _ in self._parts)
+        return self._vectors
 
     def finish(self) -> CompressionResult:
         """Vectors of all text that was added.
@@ -199,8 +198,7 @@ class StreamingCompressor:
         started = time.perf_counter()
         self._tokenise("".join(self._pieces))
         self._pieces = []
-        while self._ids:
-            self._compress()
+        self._compress(len(self._ids))
         if not self._parts:
             raise ValueError(f"compress: the text has {self._tokens} tokens; wanted at least one")
         vectors, starts, positions = map(np.concatenate, zip(*self._parts))
@@ -217,13 +215,17 @@ class StreamingCompressor:
         self._starts += [self._characters + start for start in starts]
         self._characters += len(text)
 
-    def _compress(self) -> None:
+    def _compress(self, count: int) -> None:
+        """Compress the first tokens that are not yet."""
         size, ratio = self.compressor.config.chunk, self.compressor.ratio
-        ids, starts = np.array(self._ids[:size], np.int32), np.array(self._starts[:size], np.int64)
-        vectors, places = self.compressor.chunk(ids)
-        self._parts.append((vectors, starts[::ratio], self._tokens + places))
-        self._tokens += len(ids)
-        del self._ids[:size], self._starts[:size]
+        for first in range(0, count, size):
+            ids = np.array(self._ids[first : min(first + size, count)], np.int32)
+            starts = np.array(self._starts[first : first + len(ids)], np.int64)
+            vectors, places = self.compressor.chunk(ids)
+            self._parts.append((vectors, starts[::ratio], self._tokens + places))
+            self._tokens += len(ids)
+            self._vectors += len(vectors)
+        del self._ids[:count], self._starts[:count]
 
 
 def safe_cut(text: str) -> int:

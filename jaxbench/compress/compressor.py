@@ -2,10 +2,9 @@
 
 Twin: torch_ref/compress/compressor.py.
 Data's way: tokens of a chunk -> encoder's layers, each token seeing the whole chunk; in the last one queries and
-residual stream are averaged in groups -> connector -> added to the mean embedding of a group's tokens, spread and
-centred: vectors, in front of what the decoder is asked. The local head
-says a vector's own tokens from that vector alone: without it training stays where vectors are ignored. Axis letters:
-config.py.
+residual stream are averaged in groups -> connector, added to the mean embedding of a group's tokens, spread and centred
+-> vectors, in front of what the decoder is asked. The local head says a vector's own tokens from that vector alone:
+without it training stays where vectors are ignored. Axis letters: config.py.
 """
 
 from __future__ import annotations
@@ -265,16 +264,11 @@ def build(config: CompressorConfig, params: Mapping[str, np.ndarray], **compute:
     return nn.load_params(model, params)
 
 
-def build_encoder(config: CompressorConfig, params: Mapping[str, np.ndarray], **compute: Any) -> TextEncoder:
-    """What makes vectors, holding `params`: as build, of embeddings, encoder and connector alone."""
-    model = nnx.eval_shape(lambda: TextEncoder(config, Compute(**compute)))
-    return nn.load_params(model, params)
-
-
 def chunk_encoder(
     config: CompressorConfig, params: Mapping[str, np.ndarray], **compute: Any
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """A function from a chunk's tokens [T] and groups [M] to vectors [M D] in float32; a program for each ratio."""
-    model = build_encoder(config, params, **compute)
+    model = nnx.eval_shape(lambda: TextEncoder(config, Compute(**compute)))
+    model = nn.load_params(model, params)
     program = jax.jit(lambda model, tokens, groups: model(tokens[None], groups[None])[0].astype(jnp.float32))
     return lambda tokens, groups: np.asarray(program(model, tokens, groups))

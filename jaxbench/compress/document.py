@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jaxbench import outputs
+from jaxbench.pretrained import safetensors_files
 
 FORMAT = 1
 Dtype = Literal["float32", "bfloat16", "int8"]
@@ -81,12 +81,7 @@ def load(path: str | Path) -> CompressionResult:
     """
     if not Path(path).is_file():
         raise ValueError(f"compressed text: {path} is no file; `compress.py compress` makes one")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            about: dict[str, Any] = json.loads((file.metadata() or {})["compressed_text"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as error:  # safetensors raises its own type
-        raise ValueError(f"compressed text: {path} is damaged or no compressed text ({error!r})") from error
+    about, tensors = safetensors_files.annotated(Path(path), "compressed_text")
     if about.get("format") != FORMAT:
         raise ValueError(f"compressed text: {path} has format {about.get('format')}; wanted {FORMAT}")
     vectors = tensors["vectors"].astype(np.float32) * tensors.get("scales", np.float32(1))

@@ -1,15 +1,11 @@
 """Questions over passages as rows that a compressor's decoder is tuned on: vectors, question, answer (S file).
 
-A file of questions has a JSON object a line: `context`, `question`, `answers` (texts; none = it cannot be answered from
-the passage) and `title`, of the article that the passage is from. Articles, not questions, are split into what is
-learned and what is asked, so that no passage is on both sides.
+Articles, not questions, are split into what is learned and what is asked, so that no passage is on both sides.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +15,9 @@ from jaxtyping import Int32
 
 from jaxbench.compress import rows
 from jaxbench.compress.config import CompressorConfig
+from jaxbench.text import questions
 
 NO_ANSWER = "unanswerable"
-FIELDS = ("context", "question", "answers", "title")
 
 
 class Question(NamedTuple):
@@ -34,41 +30,22 @@ class Question(NamedTuple):
     answers: tuple[str, ...]
 
 
-def read(path: str | Path, words: Any) -> list[Question]:
-    """Questions of a .jsonl or .jsonl.gz file.
+def of_file(path: str | Path, words: Any) -> list[Question]:
+    """Questions of a file, in tokens of a tokenizer.
 
     Raises:
-      ValueError: a line is no JSON object with FIELDS, or there is none; the message names it.
+      ValueError: as text/questions.read raises.
     """
-    path, found = Path(path), []
-    if not path.is_file():
-        raise ValueError(f"questions: {path} is no file")
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            found.append(_question(line, f"{path} line {number}", words))
-    if not found:
-        raise ValueError(f"questions: {path} has none")
-    return found
-
-
-def _question(line: str, place: str, words: Any) -> Question:
-    try:
-        row = json.loads(line)
-        missing = [name for name in FIELDS if name not in row]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"questions: {place} is no JSON object ({error})") from error
-    if missing:
-        raise ValueError(f"questions: {place} has no {missing[0]!r}; wanted {', '.join(FIELDS)}")
     end = [] if words.eos_id is None else [words.eos_id]
-    ids = {
-        "context": words.encode(row["context"], add_special=False),
-        "question": words.encode(asked(row["question"]), add_special=False),
-        "answer": words.encode(f" {row['answers'][0] if row['answers'] else NO_ANSWER}", add_special=False) + end,
-    }
-    return Question(
-        row["title"], answers=tuple(row["answers"]), **{name: np.array(each, np.int32) for name, each in ids.items()}
-    )  # fmt: skip
+
+    def ids(text: str) -> np.ndarray:
+        return np.array(words.encode(text, add_special=False), np.int32)
+
+    found = []
+    for each in questions.read(path):
+        answer = np.append(ids(f" {each.answers[0] if each.answers else NO_ANSWER}"), end).astype(np.int32)
+        found.append(Question(each.title, ids(each.context), ids(asked(each.question)), answer, each.answers))
+    return found
 
 
 def asked(question: str) -> str:

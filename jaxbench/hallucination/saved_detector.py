@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jaxbench import outputs
@@ -17,6 +16,7 @@ from jaxbench.hallucination.linear import Linear
 from jaxbench.hallucination.reader_settings import ReaderSettings
 from jaxbench.hallucination.token_inputs import Scale, TokenConfig, Trained
 from jaxbench.hallucination.tuned_inputs import TunedConfig
+from jaxbench.pretrained import safetensors_files
 
 FORMAT = 3
 CODE = (
@@ -72,12 +72,7 @@ def load(path: str | Path) -> Saved:
     """
     if not Path(path).is_file():
         raise ValueError(f"detector: {path} is no file; `hallucination.py fit` makes one")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            about: dict[str, Any] = json.loads((file.metadata() or {})["detector"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as error:  # safetensors raises its own type
-        raise ValueError(f"detector: {path} is damaged or no detector ({error!r}); fit it again") from error
+    about, tensors = safetensors_files.annotated(Path(path), "detector")
     if about.get("format") != FORMAT or about.get("code") != extract.code_version(CODE):
         raise ValueError(f"detector: {path} was fitted to features of another version of jaxbench; fit it again")
     bad = [name for name, values in tensors.items() if not np.isfinite(values).all()]

@@ -60,3 +60,24 @@ def opened(files: list[Path]) -> tuple[dict[str, tuple[int, ...]], dict[str, str
             return content.get_tensor(name)
 
     return shapes, types, read
+
+
+def annotated(path: Path, key: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The JSON object that a file's metadata have under `key`, and its tensors.
+
+    Raises:
+      ValueError: the file is damaged, or has no such object.
+    """
+    import ml_dtypes  # noqa: F401  as above
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="np") as content:
+            about = json.loads((content.metadata() or {})[key])
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError, KeyError, ValueError) as error:
+        what = key.replace("_", " ")
+        raise ValueError(f"{what}: {path} is damaged or no {what} ({error!r})") from error
+    if not isinstance(about, dict):
+        raise ValueError(f"{path}: {key!r} is a {type(about).__name__}, wanted an object")
+    return about, tensors

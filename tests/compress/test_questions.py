@@ -35,7 +35,7 @@ def found(words, tmp_path_factory):
         for i in range(2)
     ]
     path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
-    return questions.read(path, words)
+    return questions.of_file(path, words)
 
 
 def test_questions_are_read_with_an_end_and_a_word_for_those_without_an_answer(found, words):
@@ -83,12 +83,23 @@ def test_what_has_no_room_is_left_out_and_nothing_left_is_an_error(found):
 
 @pytest.mark.parametrize(
     "content, wanted",
-    [("", "has none"), ("[1]\n", "no 'context'"), ("{", "is no JSON object"), ('{"context": "a"}', "no 'question'")],
+    [
+        (b"", "has none"),
+        (b"[1]\n", "line 1 is a list, wanted an object"),
+        (b"{", "line 1 is no JSON"),
+        (b'{"context": "a"}', "no 'question'"),
+        (b"\xff", "no UTF-8 text"),
+        (b'{"context": 1, "question": "b", "answers": [], "title": "c"}', "wanted texts"),
+    ],  # fmt: skip
 )
 def test_a_bad_file_is_named(content, wanted, words, tmp_path):
     path = tmp_path / "q.jsonl"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(ValueError, match=wanted):
-        questions.read(path, words)
+        questions.of_file(path, words)
     with pytest.raises(ValueError, match="none.jsonl is no file"):
-        questions.read(tmp_path / "none.jsonl", words)
+        questions.of_file(tmp_path / "none.jsonl", words)
+    cut = tmp_path / "q.jsonl.gz"
+    cut.write_bytes(gzip.compress(b"x" * 100)[:20])
+    with pytest.raises(ValueError, match="q.jsonl.gz is damaged"):
+        questions.of_file(cut, words)

@@ -2,10 +2,9 @@
 
 Twin: jaxbench/compress/compressor.py.
 Data's way: tokens of a chunk -> encoder's layers, each token seeing the whole chunk; in the last one queries and
-residual stream are averaged in groups -> connector -> added to the mean embedding of a group's tokens, spread and
-centred: vectors, in front of what the decoder is asked. The local head
-says a vector's own tokens from that vector alone: without it training stays where vectors are ignored. Axis letters:
-config.py.
+residual stream are averaged in groups -> connector, added to the mean embedding of a group's tokens, spread and centred
+-> vectors, in front of what the decoder is asked. The local head says a vector's own tokens from that vector alone:
+without it training stays where vectors are ignored. Axis letters: config.py.
 """
 
 from __future__ import annotations
@@ -268,20 +267,13 @@ def build(
     return nn.load_params(model, params, device=device)
 
 
-def build_encoder(
-    config: CompressorConfig, params: Mapping[str, np.ndarray], *, device: str = "cpu", **compute: Any
-) -> TextEncoder:
-    """What makes vectors, on a device: as jaxbench.compress.compressor.build_encoder."""
-    with torch.device("meta"):
-        model = TextEncoder(config, Compute(**compute))
-    return nn.load_params(model, params, device=device)
-
-
 def chunk_encoder(
     config: CompressorConfig, params: Mapping[str, np.ndarray], *, device: str = "cpu", **compute: Any
 ) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """A function from a chunk's tokens [T] and groups [M] to vectors [M D] in float32."""
-    model = build_encoder(config, params, device=device, **compute)
+    with torch.device("meta"):
+        model = TextEncoder(config, Compute(**compute))
+    model = nn.load_params(model, params, device=device)
 
     def encode(tokens: np.ndarray, groups: np.ndarray) -> np.ndarray:
         with torch.inference_mode():

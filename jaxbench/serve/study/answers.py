@@ -2,15 +2,13 @@
 
     python -m jaxbench.serve.study.answers --data=questions.jsonl.gz --output=FILE
 
-A line of --data has `question`, `context` and `answers`, whose first is asked for. Prompts are read by the steps that
+The first of a question's answers is asked for. Prompts are read by the steps that
 serve them, keys and values through the cache's number type; ratios are over the first cache, with 95 % intervals over
 questions.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ from absl import flags
 from jaxbench import cli, outputs, process_environment, terminal
 from jaxbench.measure import environment
 from jaxbench.serve.batch_rows import Rows, Runner, batch_of
+from jaxbench.text import questions
 
 VALUES = flags.FLAGS
 RESAMPLES = 2000
@@ -35,27 +34,19 @@ class Question(NamedTuple):
     answer: list[int]
 
 
-def questions(path: Path, tokenizer: Any, count: int, most: int) -> list[Question]:
-    """The first questions of a file whose prompts have at most so many tokens.
+def chosen(path: str, tokenizer: Any, count: int, most: int) -> list[Question]:
+    """The first questions of a file that have an answer and whose prompts have at most so many tokens.
 
     Raises:
-      ValueError: a line lacks a field, or there is no such question.
+      ValueError: as text/questions.read raises, or there is no such question.
     """
     found: list[Question] = []
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            row = json.loads(line)
-            missing = {"question", "context", "answers"} - row.keys()
-            if missing:
-                raise ValueError(f"{path} line {number}: no {sorted(missing)[0]!r}")
-            if not row["answers"]:
-                continue
-            prompt = tokenizer.encode(f"{row['context']}\n\nQuestion: {row['question']}\nAnswer:")
-            if len(prompt) <= most:
-                found.append(Question(prompt, tokenizer.encode(f" {row['answers'][0]}", add_special=False)))
-            if len(found) == count:
-                break
+    for each in questions.read(path):
+        prompt = tokenizer.encode(f"{each.context}\n\nQuestion: {each.question}\nAnswer:")
+        if each.answers and len(prompt) <= most:
+            found.append(Question(prompt, tokenizer.encode(f" {each.answers[0]}", add_special=False)))
+        if len(found) == count:
+            break
     if not found:
         raise ValueError(f"{path}: no question whose prompt has at most {most} tokens")
     return found
@@ -95,10 +86,8 @@ def main() -> int:
     from jaxbench.pretrained import tokenizer
     from jaxbench.serve.settings import EngineConfig, load_engine
 
-    if not Path(VALUES.data).is_file():
-        raise ValueError(f"--data={VALUES.data} is no file")
     outputs.check_file(VALUES.output, [VALUES.data], overwrite=VALUES.overwrite)
-    asked = questions(Path(VALUES.data), tokenizer.load_tokenizer(None), VALUES.questions, VALUES.most)
+    asked = chosen(VALUES.data, tokenizer.load_tokenizer(None), VALUES.questions, VALUES.most)
     process_environment.ensure("cpu")
     found: dict[str, list[float]] = {}
     for cache in VALUES.caches:

@@ -1,0 +1,34 @@
+"""Text files read in pieces: the pieces are the text, and a byte that is none is named with its place."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxbench.text import stream
+
+
+@given(text=st.text(st.sampled_from("aé—😀\n"), min_size=1, max_size=30), size=st.integers(1, 9))
+def test_pieces_of_any_size_are_the_text(tmp_path_factory, text, size):
+    path = tmp_path_factory.mktemp("stream") / "a.txt"
+    path.write_bytes(text.encode())
+    found = list(stream.read(path, size))
+    assert "".join(piece for piece, _ in found) == text
+    assert sum(count for _, count in found) == len(text.encode())
+    stream.check(path)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("content, place", [(b"ab\xff", 2), ("é—".encode() + b"\x80", 5), (b"abc\xe2\x80", 3)])
+def test_a_byte_that_is_no_text_is_named_with_its_place(tmp_path, content, place, size):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a.txt is no UTF-8 text: byte {place} "):
+        list(stream.read(path, size))
+
+
+def test_a_file_that_is_missing_or_empty_is_named(tmp_path):
+    with pytest.raises(ValueError, match="is no file"):
+        stream.check(tmp_path / "a.txt")
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ValueError, match="is empty; wanted a text"):
+        stream.check(tmp_path / "a.txt")
