@@ -196,7 +196,7 @@ def evaluate() -> int:
     texts = [corpus.ids[a:b] for a, b in itertools.pairwise(corpus.starts)]
     drawn = quality.windows(texts, VALUES.windows, seed=VALUES.seed)
     compressor, held = _compressor(f"rfcc-base-{ratios[0]}x"), weights.load_checkpoint(model)
-    reader = reading.Reader(transformer.build(held.config, held.params, dtype=VALUES.precision))
+    reader = reading.Reader(transformer.build(held.config, compressor.reader(held.params), dtype=VALUES.precision))
     start = words.eos_id if words.bos_id is None else words.bos_id
     plan = evaluate_run.Plan(ratios, min(VALUES.chunks, VALUES.windows), start or 0)
     workdir = cli.workdir(f"{VALUES.output}.parts")

@@ -23,6 +23,7 @@ from jaxtyping import Float32, Int32
 from jaxbench.compress import artifact
 from jaxbench.compress.config import TAGS, CompressorConfig, group_positions
 from jaxbench.compress.document import CompressionResult
+from jaxbench.lora import config as lora
 from jaxbench.pretrained import tokenizer, weights
 
 NAME = re.compile(r"rfcc-base-(\d+)x")
@@ -45,6 +46,7 @@ class AutoCompressor:
     model_sha256: str  # of the decoder
     id: str  # of the compressor's weights
     tags: Float32[np.ndarray, "tags D"]
+    adapters: Mapping[str, np.ndarray]  # of the decoder, by its own names; none = it reads vectors as it is
     about: Mapping[str, Any]  # what the weights were trained with
     encode: Callable[[np.ndarray, np.ndarray], np.ndarray]  # tokens [T], groups [M] of a chunk -> vectors [M D]
 
@@ -80,8 +82,13 @@ class AutoCompressor:
         if twin is None:
             from jaxbench.compress import compressor as twin
         encode = twin.chunk_encoder(trained.config, params, dtype=precision)
-        tags = trained.params["tags.embedding"]
-        return cls(trained.config, ratio, words, trained.model_sha256, trained.id, tags, trained.about, encode)
+        tags, decoder = trained.params["tags.embedding"], "decoder."
+        adapters = {
+            name.removeprefix(decoder): value for name, value in trained.params.items() if name.startswith(decoder)
+        }
+        return cls(
+            trained.config, ratio, words, trained.model_sha256, trained.id, tags, adapters, trained.about, encode
+        )  # fmt: skip
 
     def at(self, ratio: int) -> AutoCompressor:
         """The same weights at another ratio.
@@ -91,6 +98,12 @@ class AutoCompressor:
         """
         self.config.check_ratio(ratio)
         return dataclasses.replace(self, ratio=ratio)
+
+    def reader(self, params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Parameters of the decoder that reads vectors, from its own ones: adapters multiplied out."""
+        if self.config.lora is None:
+            return dict(params)
+        return lora.merged(self.config.adapted, {**params, **self.adapters})
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text."""

@@ -18,9 +18,7 @@ class TrainingConfig(config.Base):
     """How a compressor is trained."""
 
     model: str | None = None  # the decoder; None = the default model
-    start: str | None = (
-        None  # weights of an earlier run, whose shape this one has, adapters aside; None = the decoder's
-    )
+    start: str | None = None  # weights of an earlier run of this shape, adapters aside; None = the decoder's
     trained: Literal["all", "adapters"] = "all"  # adapters: those of `lora` learn, encoder and connector stay
     num_layers: int = pydantic.Field(default=12, ge=1)  # of the encoder
     lora: LoraConfig | None = None  # adapters of the decoder

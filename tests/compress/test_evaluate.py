@@ -8,6 +8,7 @@ import pytest
 from jaxbench import initial, transformer
 from jaxbench.compress import artifact, auto, evaluate, evaluate_run, reading
 from jaxbench.compress import config as shapes
+from jaxbench.lora import layers
 from jaxbench.parity import cases
 from jaxbench.pretrained import tokenizer, weights
 
@@ -61,6 +62,29 @@ def test_vectors_that_are_token_embeddings_read_as_those_tokens(reader, params):
     )  # fmt: skip
     assert moved.positions.tolist() == [3 * i for i in range(12)] + [34 + i for i in range(7)]
     assert np.abs(reader([moved])[0].losses - one.losses).max() > 1e-4
+
+
+def test_a_decoder_with_adapters_reads_with_them(params):
+    from jaxbench.lora.config import LoraConfig
+
+    adapted = CONFIG.model_copy(update={"lora": LoraConfig(rank=2, alpha=4.0)})
+    held = weights.Checkpoint(DECODER, params, Path("tiny"), "tiny", "1" * 64)
+    own = shapes.initial_params(adapted, 3, distinct=True)
+    own = {name: value.astype(np.float32) for name, value in own.items() if shapes.is_trained(name)}
+    trained = artifact.Trained(adapted, own, held.sha256, "abc", {})
+    made = auto.AutoCompressor.of(trained, held, tokenizer.load_tokenizer(None), 2, "float32")
+    row = reading.behind_text(TEXTS[0][:20], TEXTS[0][20:40], start=3)
+    whole = transformer.build(
+        adapted.adapted, {**params, **made.adapters}, make_layer=layers.make_layer
+    )  # fmt: skip
+    merged, apart, plain = (
+        reading.Reader(model)([row])[0].losses
+        for model in (
+            transformer.build(DECODER, made.reader(params)), whole, transformer.build(DECODER, params),
+        )
+    )  # fmt: skip
+    np.testing.assert_allclose(merged, apart, atol=1e-4)
+    assert np.abs(merged - plain).max() > 1e-2
 
 
 def test_windows_lie_in_one_text_and_come_from_all(reader):
