@@ -2,7 +2,9 @@
 
     compress.py compress --input=book.txt --output=book.vectors.safetensors --name=rfcc-base-8x
     compress.py list
+    compress.py ask --input=book.vectors.safetensors --question="Who owns the mill?"
     compress.py evaluate --data=books.jsonl.gz --output=figures.json
+    compress.py evaluate --questions=squad.jsonl.gz --output=answers.json
     compress.py benchmark --output=speed.json
     compress.py pack --weights=out/compress/compressor.safetensors --output=small.safetensors
     compress.py train --config=configs/compress/cpu.yaml --data=books.jsonl.gz --held_out=others.jsonl.gz
@@ -24,12 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, outputs, process_environment, terminal
+from jaxbench import cli, outputs, process_environment, store, terminal
 from jaxbench.measure import environment
 
 VALUES = flags.FLAGS
-HELD_OUT = 0.1  # share of --data, where nothing else is named
-ASKED = 0.25  # share of the articles of --questions that are asked about and not learned from
 
 
 def define_train() -> None:
@@ -37,7 +37,9 @@ def define_train() -> None:
     cli.define_config("configs/compress/cpu.yaml")
     cli.define_data()
     flags.DEFINE_string("held_out", None, "other text, for held-out figures; unset: the last tenth of --data")
-    flags.DEFINE_list("questions", [], "in place of texts: .jsonl or .jsonl.gz files of questions over passages")
+    flags.DEFINE_list(
+        "questions", [], "questions over passages: .jsonl or .jsonl.gz files, where the settings have `questions`"
+    )
     cli.define_workdir("out/compress")
 
 
@@ -47,51 +49,23 @@ def train() -> int:
 
     settings = cli.load_config(TrainingConfig)
     process_environment.ensure("cpu")
-    from jaxbench.compress import training
+    from jaxbench.compress import material, training
     from jaxbench.pretrained import tokenizer, weights
 
     shape = settings.shape(weights.read_config(settings.model))
     words = tokenizer.load_tokenizer(settings.model)
-    material = _questions(words, shape, settings.rows) if VALUES.questions else _texts(words, shape)
-    for each in material:
-        each.draw(settings.rows, seed=settings.seed, step=0)  # what does not fit is said at once
+    sides = material.of_files(
+        settings, shape, words, data=VALUES.data, held_out=VALUES.held_out, question_files=VALUES.questions
+    )  # fmt: skip
+    for each in itertools.chain(*sides):
+        each.draw(each.rows, seed=settings.seed, step=0)  # what does not fit is said at once
     held = weights.load_checkpoint(settings.model)
     workdir = cli.workdir("out/compress")
     cli.keep(f"checkpoints are in {workdir}; the same command goes on")
     with terminal.progress(settings.steps) as advance:
-        training.train(settings, held, *material, workdir, say=lambda line: print(line, flush=True), progress=advance)
+        training.train(settings, held, *sides, workdir, say=lambda line: print(line, flush=True), progress=advance)
     print(f"written: {workdir}/{training.RECORDS} and {workdir}/{training.CHECKPOINTS}")
     return cli.EXIT_OK
-
-
-def _texts(words: Any, shape: Any) -> list[Any]:
-    """Texts to learn from, and others."""
-    from jaxbench.compress import training
-    from jaxbench.text import dataset
-
-    corpus = dataset.prepare(VALUES.data, tokenizer=words)
-    if VALUES.held_out is None:
-        corpus, other = dataset.split(corpus, HELD_OUT)
-    else:
-        other = dataset.prepare(VALUES.held_out, tokenizer=words)
-    named = [VALUES.data or "default", VALUES.held_out or f"the last {HELD_OUT:.0%} of {VALUES.data or 'default'}"]
-    found = []
-    for each, name in zip((corpus, other), named):
-        dataset.check(each, vocab_size=shape.decoder.vocab_size, what=f"the text {name}")
-        found.append(training.of_texts([each.ids[a:b] for a, b in itertools.pairwise(each.starts)], shape))
-    return found
-
-
-def _questions(words: Any, shape: Any, settings: Any) -> list[Any]:
-    """Questions to learn from, and those of other articles."""
-    from jaxbench.compress import questions, training
-
-    if VALUES.data or VALUES.held_out:
-        raise ValueError(
-            f"--questions with --data={VALUES.data} and --held_out={VALUES.held_out}; name one or the others"
-        )
-    found = [each for path in VALUES.questions for each in questions.of_file(path, words)]
-    return [training.of_questions(side, shape, settings) for side in questions.split(found, ASKED)]
 
 
 def _define_weights() -> None:
@@ -101,13 +75,16 @@ def _define_weights() -> None:
     flags.DEFINE_enum("precision", "bfloat16", ["float32", "bfloat16"], "number type of products")
 
 
+def _model() -> str | None:
+    return None if VALUES.model == "default" else VALUES.model
+
+
 def _compressor(name: str) -> Any:
     from jaxbench.compress.auto import AutoCompressor
 
-    model = None if VALUES.model == "default" else VALUES.model
     twin = importlib.import_module("torch_ref.compress.compressor") if VALUES.backend == "torch" else None
     return AutoCompressor.from_pretrained(
-        name, file=VALUES.weights, model=model, precision=VALUES.precision, twin=twin
+        name, file=VALUES.weights, model=_model(), precision=VALUES.precision, twin=twin
     )  # fmt: skip
 
 
@@ -131,12 +108,7 @@ def compress() -> int:
     text_stream.check(source)
     auto.check_name(VALUES.name, VALUES.weights)
     process_environment.ensure("cpu")
-    stream = auto.StreamingCompressor(_compressor(VALUES.name))
-    with terminal.progress(source.stat().st_size) as advance:
-        for piece, size in text_stream.read(source):
-            stream.add_chunk(piece)
-            advance(size)
-        result = stream.finish()
+    result = _compressed(_compressor(VALUES.name), source)
     size = document.save(VALUES.output, result, dtype=VALUES.dtype)
     rate = result.original_length / result.processing_time
     print(
@@ -144,6 +116,62 @@ def compress() -> int:
         f"times fewer, in {result.processing_time:.1f} s ({rate:.0f} tokens/s)"
     )
     print(f"written: {VALUES.output}, {size} bytes where the text has {source.stat().st_size}")
+    return cli.EXIT_OK
+
+
+def _compressed(compressor: Any, source: Path) -> Any:
+    """Vectors of a file, a megabyte of it after another."""
+    from jaxbench.compress import auto
+    from jaxbench.text import stream as text_stream
+
+    stream = auto.StreamingCompressor(compressor)
+    with terminal.progress(source.stat().st_size) as advance:
+        for piece, size in text_stream.read(source):
+            stream.add_chunk(piece)
+            advance(size)
+        return stream.finish()
+
+
+def define_ask() -> None:
+    """Define the flags of ask."""
+    _define_weights()
+    flags.DEFINE_string("name", "rfcc-base-8x", "of the compressor, where the input is a text")
+    flags.DEFINE_string("input", None, "vectors that `compress` made (.safetensors), or a UTF-8 text", required=True)
+    flags.DEFINE_string("question", None, "what to ask", required=True)
+
+
+def ask() -> int:
+    """Ask a question about a text that is compressed, or is compressed first."""
+    from jaxbench.compress import auto, document
+    from jaxbench.text import stream as text_stream
+
+    source, result = Path(VALUES.input), None
+    if not VALUES.question.strip():
+        raise ValueError(f"--question={VALUES.question!r}; wanted words")
+    if source.suffix == ".safetensors":
+        result = document.load(source)
+        auto.check_name(name := f"rfcc-base-{result.ratio}x", VALUES.weights)
+    else:
+        text_stream.check(source)
+        auto.check_name(name := VALUES.name, VALUES.weights)
+    process_environment.ensure("cpu")
+    from jaxbench.compress import answer_run
+    from jaxbench.compress import ask as asking
+    from jaxbench.pretrained import weights
+
+    compressor = _compressor(name)
+    if result is None:
+        result = _compressed(compressor, source)
+    held = weights.load_checkpoint(_model())
+    side = answer_run.side(held.config, compressor.reader(held.params), compressor.words, VALUES.precision)
+    with terminal.progress(len(asking.blocks(result, asking.CHUNKS * compressor.config.chunk))) as advance:
+        found = asking.ask(compressor, *side, result, VALUES.question, progress=advance)
+    where = f"characters {found.span[0]} to {found.span[1]}"
+    if found.text is None:
+        print(f"the text does not answer this (nearest to an answer: {where})")
+    else:
+        print(found.text)
+        print(f"({where} of the text; {found.margin:.1f} nats more probable than that there is no answer)")
     return cli.EXIT_OK
 
 
@@ -167,6 +195,8 @@ def define_evaluate() -> None:
     """Define the flags of evaluate."""
     _define_weights()
     cli.define_data()
+    flags.DEFINE_list("questions", [], "in place of texts: .jsonl or .jsonl.gz files of questions over passages")
+    flags.DEFINE_integer("count", 200, "of questions that are asked", lower_bound=2)
     flags.DEFINE_list("ratios", ["2", "4", "8", "16", "32"], "tokens a vector")
     flags.DEFINE_integer("windows", 200, "of text whose continuation is looked at", lower_bound=1)
     flags.DEFINE_integer("chunks", 48, "that are read back, of those windows", lower_bound=1)
@@ -177,39 +207,80 @@ def define_evaluate() -> None:
 
 
 def evaluate() -> int:
-    """Compute figures of quality on texts."""
+    """Compute figures of quality on texts, or on questions."""
     ratios = tuple(_whole(each, "--ratios") for each in VALUES.ratios)
-    outputs.check_file(VALUES.output, [VALUES.data], overwrite=VALUES.overwrite)
+    outputs.check_file(VALUES.output, [VALUES.data, *VALUES.questions], overwrite=VALUES.overwrite)
+    if VALUES.questions and VALUES.data:
+        raise ValueError(f"--questions={','.join(VALUES.questions)} with --data={VALUES.data}; name one")
     process_environment.ensure("cpu")
-    from jaxbench import store, transformer
-    from jaxbench.compress import auto, evaluate_run, reading
+    from jaxbench.compress import auto
+
+    for ratio in ratios:
+        auto.check_name(f"rfcc-base-{ratio}x", VALUES.weights)
+    about = _answers(ratios) if VALUES.questions else _continuations(ratios)
+    print(f"written: {VALUES.output}{about}")
+    return cli.EXIT_OK
+
+
+def _continuations(ratios: tuple[int, ...]) -> str:
+    """Figures on texts."""
+    from jaxbench.compress import answer_run, evaluate_run
     from jaxbench.compress import evaluate as quality
     from jaxbench.pretrained import tokenizer, weights
     from jaxbench.text import dataset
 
-    for ratio in ratios:
-        auto.check_name(f"rfcc-base-{ratio}x", VALUES.weights)
-    model = None if VALUES.model == "default" else VALUES.model
-    words = tokenizer.load_tokenizer(model)
+    words = tokenizer.load_tokenizer(_model())
     corpus, name = dataset.prepare(VALUES.data, tokenizer=words), VALUES.data or "default"
-    dataset.check(corpus, vocab_size=weights.read_config(model).vocab_size, what=f"the text {name}")
+    dataset.check(corpus, vocab_size=weights.read_config(_model()).vocab_size, what=f"the text {name}")
     texts = [corpus.ids[a:b] for a, b in itertools.pairwise(corpus.starts)]
     drawn = quality.windows(texts, VALUES.windows, seed=VALUES.seed)
-    compressor, held = _compressor(f"rfcc-base-{ratios[0]}x"), weights.load_checkpoint(model)
-    reader = reading.Reader(transformer.build(held.config, compressor.reader(held.params), dtype=VALUES.precision))
+    compressor, held = _compressor(f"rfcc-base-{ratios[0]}x"), weights.load_checkpoint(_model())
+    reader = answer_run.side(held.config, compressor.reader(held.params), words, VALUES.precision).reader
     start = words.eos_id if words.bos_id is None else words.bos_id
     plan = evaluate_run.Plan(ratios, min(VALUES.chunks, VALUES.windows), start or 0)
     workdir = cli.workdir(f"{VALUES.output}.parts")
     store.claim(workdir, f"{plan}-{VALUES.windows}-{VALUES.seed}-{compressor.id}-{VALUES.precision}-{len(corpus.ids)}")
     rows = evaluate_run.run(compressor, reader, drawn, plan, workdir)
-    about = {
-        "compressor": compressor.id, "trained": dict(compressor.about), "data": Path(name).name, "windows": len(drawn),
-        "documents": len({window.document for window in drawn}), "chunks": plan.chunks, "precision": VALUES.precision,
-        "machine": environment.describe(threads=environment.usable_cores()),
+    about = _about(compressor) | {
+        "data": Path(name).name, "windows": len(drawn), "documents": len({window.document for window in drawn}),
+        "chunks": plan.chunks,
     }  # fmt: skip
     evaluate_run.write(Path(VALUES.output), rows, about)
-    print(f"written: {VALUES.output}, and .svg beside it")
-    return cli.EXIT_OK
+    return ", and .svg beside it"
+
+
+def _answers(ratios: tuple[int, ...]) -> str:
+    """Figures on questions about articles that are not learned from."""
+    from jaxbench.compress import answer_run, questions
+    from jaxbench.pretrained import tokenizer, weights
+
+    words = tokenizer.load_tokenizer(_model())
+    found = [each for path in VALUES.questions for each in questions.of_file(path, words)]
+    asked = questions.drawn(questions.split(found)[1], VALUES.count, seed=VALUES.seed)
+    compressor, held = _compressor(f"rfcc-base-{ratios[0]}x"), weights.load_checkpoint(_model())
+    tuned = answer_run.side(held.config, compressor.reader(held.params), words, VALUES.precision)
+    untuned = None
+    if compressor.config.lora is not None:
+        untuned = answer_run.side(held.config, held.params, words, VALUES.precision)
+    workdir = cli.workdir(f"{VALUES.output}.parts")
+    names = [Path(path).name for path in VALUES.questions]
+    store.claim(workdir, f"{names}-{len(found)}-{len(asked)}-{VALUES.seed}-{compressor.id}-{VALUES.precision}")
+    rows = answer_run.run(compressor, tuned, untuned, asked, ratios, workdir)
+    terminal.console().print(answer_run.table(rows))
+    about = _about(compressor) | {
+        "questions": names, "asked": len(asked), "articles": len({each.title for each in asked}),
+        "without_answer": sum(not each.answers for each in asked),
+    }  # fmt: skip
+    answer_run.write(Path(VALUES.output), rows, about)
+    return ""
+
+
+def _about(compressor: Any) -> dict[str, Any]:
+    """What figures were computed with."""
+    return {
+        "compressor": compressor.id, "trained": dict(compressor.about), "precision": VALUES.precision,
+        "machine": environment.describe(threads=environment.usable_cores()),
+    }  # fmt: skip
 
 
 def define_benchmark() -> None:
@@ -245,9 +316,8 @@ def benchmark() -> int:
     loaded = time.perf_counter() - started
     print(f"loaded in {loaded:.2f} s", flush=True)
     rows = speed.lengths(compressor, text, counts)
-    model = None if VALUES.model == "default" else VALUES.model
     choice = decoder.choose(decoder.Options(), "cpu")
-    reader = flax_decoder.load(model, choice)
+    reader = flax_decoder.load(_model(), choice)
     generate = sample.Generator(reader.model, eos_id=None, sampling=sample.SamplingParams(temperature=0.0))
     piece = compressor.words.decode(compressor.words.encode(text, add_special=False)[: VALUES.question_over])
     asked = speed.first_token(compressor, generate, piece, questions.asked("What is it about?"), new_tokens=65)
@@ -286,7 +356,7 @@ def pack() -> int:
 
     outputs.check_file(VALUES.output, [VALUES.weights], overwrite=VALUES.overwrite)
     artifact.describe(VALUES.weights)
-    held = weights.load_checkpoint(None if VALUES.model == "default" else VALUES.model)
+    held = weights.load_checkpoint(_model())
     trained = artifact.load(VALUES.weights, held)
     size = artifact.save(VALUES.output, trained.config, trained.params, held, about=trained.about, bits=VALUES.bits)
     print(f"written: {VALUES.output}, {size / 1e6:.1f} MB")
@@ -295,6 +365,7 @@ def pack() -> int:
 
 COMMANDS = {
     "compress": cli.Command(define_compress, compress, "Compress a text file."),
+    "ask": cli.Command(define_ask, ask, "Ask a question about a text."),
     "list": cli.Command(define_list, list_, "List the compressors that are there."),
     "evaluate": cli.Command(define_evaluate, evaluate, "Compute figures of quality on texts."),
     "benchmark": cli.Command(define_benchmark, benchmark, "Measure speed and memory."),

@@ -124,6 +124,18 @@ class AutoCompressor:
         stream.add_chunk(text)
         return stream.finish()
 
+    def check(self, result: CompressionResult) -> None:
+        """Check that a compressed text was made with these weights, for this decoder.
+
+        Raises:
+          ValueError: it was not.
+        """
+        for what, theirs, own in (
+            ("decoder", result.model_sha256, self.model_sha256), ("compressor", result.compressor_id, self.id),
+        ):  # fmt: skip
+            if theirs != own:
+                raise ValueError(f"compressed text: made for {what} {theirs[:12]}, this is {own[:12]}; compress again")
+
     def prompt(self, result: CompressionResult, text: str, *, tag: str = "continue") -> Prompt:
         """A compressed text, a tag and a text in clear as one prompt.
 
@@ -135,11 +147,7 @@ class AutoCompressor:
         """
         if tag not in TAGS[:-1]:
             raise ValueError(f"compressor: tag={tag!r}; wanted one of {', '.join(TAGS[:-1])}")
-        for what, theirs, own in (
-            ("decoder", result.model_sha256, self.model_sha256), ("compressor", result.compressor_id, self.id),
-        ):  # fmt: skip
-            if theirs != own:
-                raise ValueError(f"compressed text: made for {what} {theirs[:12]}, this is {own[:12]}; compress again")
+        self.check(result)
         size, vectors = self.config.decoder.vocab_size, np.concatenate([result.vectors, self.tags[[TAGS.index(tag)]]])
         ids = [*range(size, size + len(vectors)), *self.words.encode(text, add_special=False)]
         return Prompt(ids, vectors.astype(np.float32))

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -161,8 +162,21 @@ def recovery(
     losses: Mapping[str, np.ndarray], name: str, documents: Sequence[int], protocol: int
 ) -> tuple[float, float, float]:
     """Recovery of a continuation with a 95 % interval over documents; protocol: 0 direct, 1 far."""
-    none, full, own = (_by_document(losses[each][:, protocol], documents) for each in ("none", "full", name))
-    return interval(lambda none, full, own: (none - own) / (none - full), none, full, own)
+    return share(*(losses[each][:, protocol] for each in ("none", "full", name)), documents)
+
+
+def share(
+    nothing: np.ndarray, everything: np.ndarray, own: np.ndarray, documents: Sequence[int]
+) -> tuple[float, float, float]:
+    """How far `own` has come from `nothing` to `everything`, of means over documents, with a 95 % interval over them.
+
+    Not a number where the two ends are equal.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return interval(
+            lambda nothing, everything, own: (nothing - own) / (nothing - everything),
+            *(_by_document(values, documents) for values in (nothing, everything, own)),
+        )
 
 
 def interval(statistic: Callable[..., Any], *samples: np.ndarray) -> tuple[float, float, float]:
@@ -174,10 +188,12 @@ def interval(statistic: Callable[..., Any], *samples: np.ndarray) -> tuple[float
     value = float(of_means(*samples))
     if len(samples[0]) < 2:
         return value, float("nan"), float("nan")
-    drawn = scipy.stats.bootstrap(
-        samples, of_means, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile",
-        rng=np.random.default_rng(0),
-    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)  # a share of nothing: no interval
+        drawn = scipy.stats.bootstrap(
+            samples, of_means, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile",
+            rng=np.random.default_rng(0),
+        )  # fmt: skip
     return value, float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
 
 

@@ -1,6 +1,8 @@
 """Questions over passages as rows that a compressor's decoder is tuned on: vectors, question, answer (S file).
 
-Articles, not questions, are split into what is learned and what is asked, so that no passage is on both sides.
+Articles, not questions, are split into what is learned and what is asked, so that no passage is on both sides. Some
+rows have passages in clear, whole, cut off or none: a decoder that learned from vectors alone would be compared with
+itself reading what it never learned from.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from jaxbench.compress.config import CompressorConfig
 from jaxbench.text import questions
 
 NO_ANSWER = "unanswerable"
+ASKED = 0.25  # share of the articles that are asked about and not learned from
+FORMS, FORM_SHARES = ("whole", "beginning", "nothing"), (0.5, 0.3, 0.2)  # of a passage in clear
 
 
 class Question(NamedTuple):
@@ -36,16 +40,22 @@ def of_file(path: str | Path, words: Any) -> list[Question]:
     Raises:
       ValueError: as text/questions.read raises.
     """
-    end = [] if words.eos_id is None else [words.eos_id]
-
-    def ids(text: str) -> np.ndarray:
-        return np.array(words.encode(text, add_special=False), np.int32)
-
     found = []
     for each in questions.read(path):
-        answer = np.append(ids(f" {each.answers[0] if each.answers else NO_ANSWER}"), end).astype(np.int32)
-        found.append(Question(each.title, ids(each.context), ids(asked(each.question)), answer, each.answers))
+        answer = answer_ids(each.answers[0] if each.answers else NO_ANSWER, words)
+        found.append(
+            Question(each.title, _ids(each.context, words), _ids(asked(each.question), words), answer, each.answers)
+        )
     return found
+
+
+def answer_ids(text: str, words: Any) -> Int32[np.ndarray, " U"]:
+    """Tokens of an answer, and the end where the model has one."""
+    return np.append(_ids(f" {text}", words), [] if words.eos_id is None else [words.eos_id]).astype(np.int32)
+
+
+def _ids(text: str, words: Any) -> Int32[np.ndarray, " N"]:
+    return np.array(words.encode(text, add_special=False), np.int32)
 
 
 def asked(question: str) -> str:
@@ -53,7 +63,7 @@ def asked(question: str) -> str:
     return f"\nQuestion: {question.strip()}\nAnswer:"
 
 
-def split(found: Sequence[Question], share: float) -> tuple[list[Question], list[Question]]:
+def split(found: Sequence[Question], share: float = ASKED) -> tuple[list[Question], list[Question]]:
     """Questions to learn from, and those of about `share` of the articles, chosen by their titles alone, to ask."""
 
     def is_asked(title: str) -> bool:
@@ -63,6 +73,18 @@ def split(found: Sequence[Question], share: float) -> tuple[list[Question], list
     for each in found:
         sides[is_asked(each.title)].append(each)
     return sides
+
+
+def drawn(found: Sequence[Question], count: int, *, seed: int) -> list[Question]:
+    """So many questions at random, or all where there are fewer.
+
+    Raises:
+      ValueError: there are none.
+    """
+    if not found:
+        raise ValueError(f"questions: {len(found)} are about articles that are not learned from; wanted more articles")
+    order = np.random.default_rng(seed).permutation(len(found))[:count]
+    return [found[i] for i in np.sort(order)]
 
 
 def fitting(found: Sequence[Question], config: CompressorConfig, settings: rows.RowsConfig) -> list[Question]:
@@ -84,7 +106,7 @@ def fitting(found: Sequence[Question], config: CompressorConfig, settings: rows.
 def draw(
     found: Sequence[Question], config: CompressorConfig, settings: rows.RowsConfig, *, seed: int, step: int
 ) -> rows.Draw:
-    """Rows of one step, each a question that fits.
+    """Rows of one step, each a question that fits: behind a passage's vectors, or, in a share of steps, in clear.
 
     Raises:
       ValueError: the ratio is not one of the compressor's.
@@ -92,15 +114,23 @@ def draw(
     if settings.ratio is not None:
         config.check_ratio(settings.ratio)
     random = np.random.default_rng((seed, step))
+    is_clear = bool(settings.in_clear) and random.random() < settings.in_clear
     ratio = settings.ratio or int(random.choice(config.ratios, p=settings.weights))
     made = []
     for i in random.integers(len(found), size=settings.batch):
-        one, aligned = found[i], random.random() < settings.aligned
+        one, aligned = found[i], bool(random.random() < settings.aligned)
+        passage, clear = one.context, one.question
+        if is_clear:  # the whole of it, as much of its beginning as a ratio leaves, or nothing
+            form = random.choice(FORMS, p=FORM_SHARES)
+            kept = {"whole": len(passage), "beginning": len(passage) // ratio, "nothing": 0}[form]
+            passage, clear = passage[:0], np.concatenate([passage[:kept], clear])
         made.append(
             rows.row(
-                one.context, one.answer, rows.ANSWER, config, ratio, settings.num_chunks, aligned=bool(aligned),
-                clear=one.question,
+                passage, one.answer, rows.ANSWER, config, config.ratios[-1] if is_clear else ratio,
+                settings.num_chunks, aligned=aligned, clear=clear,
             )
         )  # fmt: skip
-    arrays = rows.stacked(made, settings.num_targets, clear=settings.clear)
-    return rows.Draw(ratio, arrays._replace(sampled=rows.sampled(arrays.context, settings.sampled, random)))
+    room = settings.clear + (settings.num_chunks * config.chunk if is_clear else 0)
+    arrays = rows.stacked(made, settings.num_targets, clear=room)
+    count = 1 if is_clear else settings.sampled
+    return rows.Draw(ratio, arrays._replace(sampled=rows.sampled(arrays.context, count, random)))

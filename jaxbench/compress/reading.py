@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 SIZES = (64, 256)  # rows are filled up to the next multiple of the first, above the second of the second
+ASKED = 16  # what is asked for is filled up to the next multiple of it
 ROWS = 4  # that are computed together
 
 
@@ -76,7 +77,7 @@ def _bucket(row: Row, size: int) -> tuple[int, int, int]:
     """Sizes that a row is filled up to: inputs, asked, vectors."""
     step = SIZES[0] if len(row.inputs) <= SIZES[1] else SIZES[1]
     vectors = max(16, 1 << (len(row.vectors) - 1).bit_length()) if len(row.vectors) else 16
-    return -(-len(row.inputs) // step) * step, len(row.asked), vectors
+    return -(-len(row.inputs) // step) * step, -(-len(row.asked) // ASKED) * ASKED, vectors
 
 
 def _heard(model: Any, inputs, positions, places, asked, table) -> tuple[jax.Array, jax.Array]:

@@ -33,6 +33,7 @@ class RowsConfig(Base):
     aligned: float = pydantic.Field(default=0.5, ge=0, le=1)  # share of rows whose vectors stand where their tokens do
     ratio: int | None = None  # of all steps; None = one of the compressor's a step, drawn by `weights`
     weights: tuple[float, ...] | None = None  # of the ratios; None = all alike
+    in_clear: float = pydantic.Field(default=0.0, ge=0, lt=1)  # share of steps of questions over passages in clear
 
 
 class Draw(NamedTuple):

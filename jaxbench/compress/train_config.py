@@ -14,15 +14,24 @@ from jaxbench.training import schedules
 from jaxbench.training.step_config import OptimizerConfig, StepConfig
 
 
+class QuestionsConfig(config.Base):
+    """How questions over passages are learned from."""
+
+    share: float = pydantic.Field(default=1.0, gt=0, le=1)  # of steps; the others are of texts, below 1
+    rows: RowsConfig = RowsConfig(num_targets=32, clear=48, sampled=1, dropout=0.0)
+
+
 class TrainingConfig(config.Base):
     """How a compressor is trained."""
 
     model: str | None = None  # the decoder; None = the default model
-    start: str | None = None  # weights of an earlier run of this shape, adapters aside; None = the decoder's
+    start: str | None = None  # weights of an earlier run of this shape, chunk and adapters aside; None = the decoder's
     trained: Literal["all", "adapters"] = "all"  # adapters: those of `lora` learn, encoder and connector stay
     num_layers: int = pydantic.Field(default=12, ge=1)  # of the encoder
+    chunk: int = pydantic.Field(default=256, ge=2)  # tokens read together; short ones are learned sooner (lab log)
     lora: LoraConfig | None = None  # adapters of the decoder
-    rows: RowsConfig = RowsConfig()
+    rows: RowsConfig = RowsConfig()  # of texts
+    questions: QuestionsConfig | None = None  # None = texts alone
     steps: int = pydantic.Field(default=1000, ge=1)
     learning_rate: float = pydantic.Field(default=2e-4, gt=0)  # the highest
     schedule: schedules.ScheduleConfig = schedules.ScheduleConfig(warmup_steps=30)
@@ -37,8 +46,9 @@ class TrainingConfig(config.Base):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> TrainingConfig:
-        if self.rows.batch % self.accumulation:
-            raise ValueError(f"rows.batch={self.rows.batch} is not a multiple of accumulation={self.accumulation}")
+        for place, rows in self._rows().items():
+            if rows.batch % self.accumulation:
+                raise ValueError(f"{place}.batch={rows.batch} is not a multiple of accumulation={self.accumulation}")
         if self.trained == "adapters" and self.lora is None:
             raise ValueError(f"trained={self.trained} with lora={self.lora}: nothing would learn; give lora a rank")
         schedules.learning_rate(
@@ -52,14 +62,19 @@ class TrainingConfig(config.Base):
         Raises:
           ValueError: the decoder cannot have one, or held_out_ratio is not among its ratios.
         """
-        shape = CompressorConfig(decoder=decoder, num_layers=self.num_layers, lora=self.lora)
+        shape = CompressorConfig(decoder=decoder, num_layers=self.num_layers, chunk=self.chunk, lora=self.lora)
         shape.check_ratio(self.held_out_ratio)
-        shares = self.rows.weights
-        if shares is not None and not (
-            len(shares) == len(shape.ratios) and min(shares) >= 0 and abs(sum(shares) - 1) < 1e-6
-        ):
-            raise ValueError(f"rows.weights={list(shares)}; wanted {len(shape.ratios)} shares that add up to 1")
+        for place, rows in self._rows().items():
+            shares = rows.weights
+            if shares is not None and not (
+                len(shares) == len(shape.ratios) and min(shares) >= 0 and abs(sum(shares) - 1) < 1e-6
+            ):
+                raise ValueError(f"{place}.weights={list(shares)}; wanted {len(shape.ratios)} shares that add up to 1")
         return shape
+
+    def _rows(self) -> dict[str, RowsConfig]:
+        """Rows of each kind, by their names."""
+        return {"rows": self.rows} | ({} if self.questions is None else {"questions.rows": self.questions.rows})
 
     def step_config(self) -> StepConfig:
         """What one optimiser step does."""

@@ -9,19 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
 
-from jaxbench import config, parameters, prng, store
-from jaxbench.compress import artifact, compressor, questions, rows
+from jaxbench import config, prng, store
+from jaxbench.compress import artifact, compressor, material
 from jaxbench.compress.config import CompressorConfig, is_trained, starting_params
+from jaxbench.compress.judge import Judge
+from jaxbench.compress.material import Material
 from jaxbench.compress.train_config import TrainingConfig
 from jaxbench.pretrained import weights
 from jaxbench.training import optimizer_step, schedules
@@ -29,36 +29,13 @@ from jaxbench.training.checkpoint import Checkpoints
 from jaxbench.training.observe import Records
 
 RECORDS, CHECKPOINTS, WEIGHTS = "records.jsonl", "checkpoints", "compressor.safetensors"
-KINDS = {rows.RECONSTRUCT: "reconstruct", rows.CONTINUE: "continue", rows.ANSWER: "answer"}
-
-
-class Material(NamedTuple):
-    """What rows are drawn from."""
-
-    draw: Callable[..., rows.Draw]  # (RowsConfig, seed=, step=) -> a step's rows
-    sum: str  # of its tokens: a run goes on with the material that it began with
-
-
-def of_texts(texts: Sequence[Int32[np.ndarray, " N"]], shape: CompressorConfig) -> Material:
-    """Texts, to be read back and continued."""
-    return Material(functools.partial(rows.draw, texts, shape), _sum(texts))
-
-
-def of_questions(found: Sequence[questions.Question], shape: CompressorConfig, settings: rows.RowsConfig) -> Material:
-    """Questions, to be answered; those that have room in a row.
-
-    Raises:
-      ValueError: none has.
-    """
-    kept = questions.fitting(found, shape, settings)
-    return Material(functools.partial(questions.draw, kept, shape), _sum([ids for each in kept for ids in each[1:4]]))
 
 
 def train(
     settings: TrainingConfig,
     held: weights.Checkpoint,
-    material: Material,
-    held_out: Material,
+    materials: Sequence[Material],
+    held_out: Sequence[Material],
     workdir: Path,
     *,
     say: Callable[[str], Any] = print,
@@ -71,7 +48,8 @@ def train(
     """
     shape = settings.shape(held.config)
     earlier = _earlier(settings, shape, held)
-    same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{material.sum}{held_out.sum}"
+    sums = "".join(each.sum for each in (*materials, *held_out))
+    same = f"{config.config_id(settings, exclude=('steps',))}-{held.sha256[:12]}-{sums}"
     store.claim(workdir, same if earlier is None else f"{same}-{earlier.id}")
     params = starting_params(shape, held.params, seed=settings.seed) | ({} if earlier is None else earlier.params)
     model = compressor.build(shape, params, dtype=settings.precision)
@@ -91,7 +69,7 @@ def train(
         figures: dict[str, float] = {}
         for step in range(done, settings.steps):
             rate = schedules.learning_rate(settings.schedule, step, peak=settings.learning_rate, steps=settings.steps)
-            ratio, arrays = material.draw(settings.rows, seed=settings.seed, step=step)
+            ratio, arrays = material.draw(materials, seed=settings.seed, step=step)
             state, metrics = step_fn(state, compressor.Batch(*arrays), jnp.float32(rate), key)
             record = {"step": step + 1, "ratio": ratio, "loss": float(metrics.loss), "seconds": _since(started)}
             records.add([record | {"grad_norm": float(metrics.grad_norm)}])
@@ -129,65 +107,18 @@ def _earlier(settings: TrainingConfig, shape: CompressorConfig, held: weights.Ch
     if settings.start is None:
         return None
     found = artifact.load(settings.start, held)
-    if found.config.model_copy(update={"lora": shape.lora}) != shape:
+    if found.config.model_copy(update={"lora": shape.lora, "chunk": shape.chunk}) != shape:
         differing = {
             name: getattr(found.config, name)
-            for name in ("num_layers", "chunk", "ratios", "d_connector", "d_local")
+            for name in ("num_layers", "ratios", "d_connector", "d_local")
             if getattr(found.config, name) != getattr(shape, name)
         }
         raise ValueError(f"train: start={settings.start} has {differing}; wanted the shape of this run")
     return found
 
 
-def _sum(texts: Sequence[Int32[np.ndarray, " N"]]) -> str:
-    """CRC-32 of texts."""
-    sum = functools.reduce(lambda sum, text: zlib.crc32(np.ascontiguousarray(text).view(np.uint8), sum), texts, 0)
-    return f"{sum:08x}"
-
-
 def _since(started: float) -> float:
     return round(time.monotonic() - started, 1)
-
-
-class Judge:
-    """Held-out figures of parameters: the same rows every time."""
-
-    def __init__(self, settings: TrainingConfig, shape: CompressorConfig, graph: Any, material: Material):
-        chosen = settings.rows.model_copy(update={"ratio": settings.held_out_ratio, "dropout": 0.0, "short": 0.0})
-        kinds = [chosen.model_copy(update={"reconstruct": float(i % 2)}) for i in range(settings.held_out_batches)]
-        seed = 2**32 + settings.seed
-        self._batches = [material.draw(kind, seed=seed, step=i).arrays for i, kind in enumerate(kinds)]
-        self._dtype = settings.precision
-        self._program = jax.jit(functools.partial(_judged, graph))
-        self._vectors = chosen.num_chunks * shape.chunk // settings.held_out_ratio
-        self._first_tag = shape.decoder.vocab_size + self._vectors
-
-    def __call__(self, params: Mapping[str, jax.Array]) -> dict[str, float]:
-        """Loss in nats per token and accuracy by kind of what is asked for, accuracy of the local head."""
-        cast = {name: value.astype(self._dtype) for name, value in params.items()}
-        sums: dict[str, list[np.ndarray]] = {}
-        for arrays in self._batches:
-            losses, right, local = map(np.asarray, self._program(cast, compressor.Batch(*arrays)))
-            tags = arrays.inputs[:, self._vectors] - self._first_tag
-            for tag, kind in KINDS.items():
-                counts = arrays.mask & (tags == tag)[:, None]
-                if not counts.any():
-                    continue
-                sums.setdefault(f"{kind}_loss", []).append(losses[counts])
-                sums.setdefault(f"{kind}_accuracy", []).append(right[counts])
-            sums.setdefault("local_accuracy", []).append(local[arrays.sampled.reshape(local.shape) >= 0])
-        return {name: float(np.concatenate(parts).mean()) for name, parts in sums.items()}
-
-
-def _judged(graph: Any, params: Mapping[str, jax.Array], batch: compressor.Batch) -> tuple[jax.Array, ...]:
-    """Loss and hits of every target, and hits of the local head."""
-    output = compressor.predict(parameters.merge(graph, params), batch)
-    wide = output.logits.astype(jnp.float32)
-    picked = jnp.take_along_axis(wide, batch.targets[:, :, None], axis=2)[:, :, 0]
-    losses = jax.nn.logsumexp(wide, axis=2) - picked
-    own = jnp.take_along_axis(batch.context, jnp.maximum(batch.sampled, 0), axis=2).reshape(len(batch.context), -1)
-    right, local = jnp.argmax(wide, axis=2) == batch.targets, jnp.argmax(output.local, axis=2) == own
-    return losses, right, local
 
 
 # Checkpoints: what is trained, its moments and counters

@@ -8,14 +8,15 @@ from tests.bad_input.core import EMBEDDING, folder, gguf
 from tests.bad_input.harness import Case, case_of
 
 TRAIN, TINY = ("compress.py", "train"), "--config=configs/compress/tiny.yaml"
-COMPRESS, LIST, EVALUATE, PACK, BENCHMARK = (
-    ("compress.py", each) for each in ("compress", "list", "evaluate", "pack", "benchmark")
+COMPRESS, ASK, LIST, EVALUATE, PACK, BENCHMARK = (
+    ("compress.py", each) for each in ("compress", "ask", "list", "evaluate", "pack", "benchmark")
 )
+ALL = "--set=questions.share=1"
 BOTH, OUT = "--input=a.txt|--output=o.safetensors", "--output=o.json"
 WORDS = "the mill by the river " * 40
 
 
-of, text, figures = (functools.partial(case_of, each) for each in (TRAIN, COMPRESS, EVALUATE))
+of, text, figures, asked = (functools.partial(case_of, each) for each in (TRAIN, COMPRESS, EVALUATE, ASK))
 
 
 def model(**changes: object) -> Case:
@@ -89,9 +90,17 @@ CASES = [
     of(f"{TINY}|--set=model=a.txt", "a.txt", "not a GGUF file", a_txt="text"),
     of(f"{TINY}|--set=model=x.gguf", "x.gguf", "truncated", x_gguf=gguf(EMBEDDING)[:60]),
     of(f"{TINY}|--set=start=none.safetensors", "none.safetensors is no file"),
-    of(f"{TINY}|--questions=none.jsonl", "none.jsonl is no file"),
-    of(f"{TINY}|--questions=q.jsonl", "q.jsonl line 1 has no 'question'", q_jsonl='{"context": "a"}\n'),
-    of(f"{TINY}|--questions=q.jsonl|--data=a.txt", "--data=a.txt", q_jsonl="", a_txt=WORDS),
+    of("--set=chunk=1", "chunk", "1"),
+    of("--set=chunk=48", "chunk=48", "divide"),
+    of("--set=rows.in_clear=1", "in_clear", "1"),
+    of("--set=questions.share=0", "share", "0"),
+    of("--set=questions.rows.batch=3|--set=accumulation=2", "questions.rows.batch=3 is not a multiple"),
+    of("--set=questions.rows.weights=[1]", "questions.rows.weights=[1.0]", "5 shares"),
+    of(f"{TINY}|--questions=q.jsonl", "--questions=q.jsonl and the setting questions=None", q_jsonl=""),
+    of(f"{TINY}|{ALL}", "--questions= and the setting questions="),
+    of(f"{TINY}|{ALL}|--questions=none.jsonl", "none.jsonl is no file"),
+    of(f"{TINY}|{ALL}|--questions=q.jsonl", "q.jsonl line 1 has no 'question'", q_jsonl='{"context": "a"}\n'),
+    of(f"{TINY}|{ALL}|--questions=q.jsonl|--data=a.txt", "--data=a.txt", "questions.share=1", q_jsonl="", a_txt=WORDS),
     case_of(BENCHMARK, "", "--output"),
     case_of(BENCHMARK, f"{OUT}|--lengths=0", "--lengths=0; wanted numbers from 1 on"),
     case_of(BENCHMARK, f"{OUT}|--lengths=1k", "--lengths", "'1k' is no whole number"),
@@ -116,6 +125,17 @@ CASES = [
     text(f"{BOTH}|--precision=int8", "--precision", "int8", a_txt=WORDS),
     text(f"{BOTH}|--backend=equinox", "--backend", "equinox", a_txt=WORDS),
     text(f"{BOTH}|--dtpe=int8", "--dtpe", "nearest is --dtype", a_txt=WORDS),
+    asked("--question=Who?", "--input"),
+    asked("--input=a.txt", "--question", a_txt=WORDS),
+    asked("--input=a.txt|--question= ", "--question=' '; wanted words", a_txt=WORDS),
+    asked("--input=a.txt|--question=Who?", "--input=a.txt is no file"),
+    asked("--input=a.txt|--question=Who?", "a.txt is empty", a_txt=""),
+    asked("--input=a.txt|--question=Who?", "a.txt is no UTF-8 text: byte 6", a_txt=b"words \xff"),
+    asked("--input=a.txt|--question=Who?|--name=rfcc-base-3x", "ratio=3; wanted one of 2, 4, 8, 16, 32", a_txt=WORDS),
+    asked("--input=a.safetensors|--question=Who?", "a.safetensors is no file; `compress.py compress` makes one"),
+    asked("--input=a.safetensors|--question=Who?", "a.safetensors is damaged", a_safetensors="text"),
+    asked("--input=a.txt|--question=Who?|--weights=w.safetensors", "w.safetensors is no file", a_txt=WORDS),
+    asked("--input=a.txt|--qestion=Who?", "--qestion", "nearest is --question", a_txt=WORDS),
     case_of(LIST, "--weights=w.safetensors", "w.safetensors is no file"),
     case_of(LIST, "--weights=w.safetensors", "w.safetensors is damaged", w_safetensors="text"),
     figures("--ratios=8", "--output"),
@@ -124,6 +144,10 @@ CASES = [
     figures(f"{OUT}|--windows=0", "windows", "0"),
     figures(f"{OUT}|--data=none.txt", "none.txt"),
     figures(f"{OUT}|--data=a.txt", "the longest text has", "wanted 704", a_txt=WORDS),
+    figures(f"{OUT}|--questions=none.jsonl", "none.jsonl is no file"),
+    figures(f"{OUT}|--questions=q.jsonl|--data=a.txt", "--data=a.txt; name one", q_jsonl="", a_txt=WORDS),
+    figures(f"{OUT}|--questions=q.jsonl", "q.jsonl has none", q_jsonl=""),
+    figures(f"{OUT}|--questions=q.jsonl|--count=1", "--count", "1", q_jsonl=""),
     figures(f"{OUT}|--weights=w.safetensors", "w.safetensors is no file"),
     model(hidden_size=0),
     model(model_type="bert"),

@@ -73,6 +73,38 @@ def test_a_row_asks_for_the_answer_behind_vectors_tag_and_question(found):
         np.testing.assert_array_equal(inputs[vectors + 1 : vectors + 1 + len(behind)], behind)
 
 
+def test_rows_in_clear_have_no_vectors_and_a_passage_whole_cut_off_or_none(found):
+    settings, size, seen = SETTINGS.model_copy(update={"in_clear": 0.5, "ratio": 4}), CONFIG.decoder.vocab_size, set()
+    for step in range(12):
+        arrays = questions.draw(found, CONFIG, settings, seed=0, step=step).arrays
+        if (arrays.context >= 0).any():
+            continue
+        assert (arrays.groups == -1).all() and (arrays.sampled == -1).all()
+        tag = 2 * CONFIG.chunk // CONFIG.ratios[-1]
+        assert (arrays.positions[:, :tag] == -1).all() and (arrays.inputs[:, tag] == size + tag + rows.ANSWER).all()
+        for inputs, positions, targets, mask in zip(arrays.inputs, arrays.positions, arrays.targets, arrays.mask):
+            own = [each for each in found if np.array_equal(each.answer, targets[mask])]
+            text = inputs[tag + 1 : int(np.flatnonzero(positions >= 0)[-1]) + 1]
+            forms = [
+                (name, np.concatenate([each.context[:kept], each.question, each.answer[:-1]]))
+                for each in own
+                for name, kept in (("whole", None), ("beginning", len(each.context) // 4), ("nothing", 0))
+            ]
+            fitting = {name for name, form in forms if np.array_equal(text, form)}
+            assert fitting
+            seen |= fitting
+    assert seen == {"whole", "beginning", "nothing"}
+
+
+def test_as_many_questions_as_wanted_are_drawn_once_each(found):
+    some = questions.drawn(found, 4, seed=1)
+    numbers = [next(i for i, each in enumerate(found) if each is one) for one in some]
+    assert len(set(numbers)) == 4 and numbers == sorted(numbers)
+    assert [id(each) for each in questions.drawn(found, 99, seed=1)] == [id(each) for each in found]
+    with pytest.raises(ValueError, match="0 are about articles that are not learned from"):
+        questions.drawn([], 4, seed=1)
+
+
 def test_what_has_no_room_is_left_out_and_nothing_left_is_an_error(found):
     assert questions.fitting(found, CONFIG, SETTINGS) == found
     with pytest.raises(ValueError, match="none of 6 has room: num_chunks=2 of 16 tokens, clear=4, num_targets=8"):

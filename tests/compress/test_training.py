@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxbench import initial
-from jaxbench.compress import config, training
+from jaxbench.compress import config, material, questions, training
 from jaxbench.compress.rows import RowsConfig
-from jaxbench.compress.train_config import TrainingConfig
+from jaxbench.compress.train_config import QuestionsConfig, TrainingConfig
 from jaxbench.parity import cases
 from jaxbench.pretrained import weights
 from jaxbench.training.schedules import ScheduleConfig
@@ -33,8 +33,8 @@ def held():
 def run(held, folder, settings=SETTINGS, texts=TEXTS, **how):
     said = []
     shape = settings.shape(DECODER)
-    material = [training.of_texts(each, shape) for each in (texts, HELD_OUT)]
-    return training.train(settings, held, *material, folder, say=said.append, **how), said
+    sides = [[material.of_texts(each, shape, settings)] for each in (texts, HELD_OUT)]
+    return training.train(settings, held, *sides, folder, say=said.append, **how), said
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,8 @@ def test_training_changes_everything_but_the_decoder(whole, held):
     assert [each["step"] for each in steps if "loss" in each] == [1, 2, 3, 4]
     figures = steps[-1]["held_out"]
     assert set(figures) == {
-        "reconstruct_loss", "continue_loss", "reconstruct_accuracy", "continue_accuracy", "local_accuracy"
+        "reconstruct_loss", "continue_loss", "reconstruct_accuracy", "continue_accuracy", "local_accuracy",
+        "reconstruct_own", "continue_own",
     }  # fmt: skip
     assert all(np.isfinite(value) for value in figures.values())
 
@@ -81,6 +82,48 @@ def test_a_run_that_is_broken_off_goes_on_to_the_same_bits(whole, held, tmp_path
         np.testing.assert_array_equal(trained[name], value, err_msg=name)
     losses = [[each["loss"] for each in records(folder) if "loss" in each] for folder in (whole[2], tmp_path)]
     assert losses[0] == losses[1]
+
+
+def test_texts_and_questions_are_learned_from_in_turn(held, tmp_path):
+    own = RowsConfig(batch=2, num_chunks=1, num_targets=4, clear=6, ratio=32, sampled=1, in_clear=0.5)
+    settings = SETTINGS.model_copy(update={"questions": QuestionsConfig(share=0.5, rows=own), "steps": 8})
+    shape, random = settings.shape(DECODER), np.random.default_rng(2)
+
+    def question(title: str) -> questions.Question:
+        ids = [random.integers(0, 64, count).astype(np.int32) for count in (90, 5, 3)]
+        return questions.Question(title, *ids, ("a",))
+
+    sides = [
+        [material.of_texts(texts, shape, settings), material.of_questions([question(title)], shape, settings)]
+        for texts, title in ((TEXTS, "a"), (HELD_OUT, "b"))
+    ]
+    training.train(settings, held, *sides, tmp_path, say=lambda line: None)
+    drawn = [material.draw(sides[0], seed=settings.seed, step=step).arrays for step in range(8)]
+    asked = sum(len(arrays.targets[0]) == 4 for arrays in drawn)
+    assert 0 < asked < 8 and sum((arrays.context < 0).all() for arrays in drawn) < asked
+    figures = records(tmp_path)[-1]["held_out"]
+    assert {"answer_loss", "answer_own", "continue_loss"} <= set(figures)
+    assert all(np.isfinite(value) for value in figures.values())
+
+
+def test_a_text_whose_vectors_are_told_from_anothers_has_a_loss_of_its_own(whole, held):
+    """Held-out figures of untrained parameters: the vectors are the tokens' own embeddings, and change the loss."""
+    from jaxbench.compress import compressor, judge
+    from jaxbench.training import optimizer_step
+
+    shape = SETTINGS.shape(DECODER)
+    params = config.starting_params(shape, held.params, seed=0)
+    state = optimizer_step.init_state(compressor.build(shape, params), params, SETTINGS.step_config())
+    other = material.of_texts(HELD_OUT, shape, SETTINGS)
+    found = judge.Judge(SETTINGS, shape, state.graph, [other])(state.params)
+    assert found["continue_own"] != 0.0
+    same = other._replace(draw=lambda *args, **how: alike(other.draw(*args, **how)))
+    assert judge.Judge(SETTINGS, shape, state.graph, [same])(state.params)["continue_own"] == pytest.approx(0, abs=1e-6)
+
+
+def alike(drawn):
+    """Rows that all have the first one's passage."""
+    return drawn._replace(arrays=drawn.arrays._replace(context=np.repeat(drawn.arrays.context[:1], 2, axis=0)))
 
 
 def test_a_run_on_another_text_is_refused(whole, held):

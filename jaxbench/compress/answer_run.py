@@ -1,0 +1,96 @@
+"""Compute how a compressor's decoder answers questions, and write it as a table and JSON.
+
+Every arm is kept as a part of --workdir: a run that is killed goes on with the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import rich.table
+
+from jaxbench import outputs, sample, store, terminal, transformer
+from jaxbench.compress import answering, questions, reading
+from jaxbench.compress.auto import AutoCompressor, Prompt
+from jaxbench.config import TransformerConfig
+
+SAID = {
+    "untuned": "whole passage, decoder without adapters", "closed": "no passage", "open": "whole passage",
+    "keep": "its beginning kept", "others": "another passage's vectors", "vectors": "vectors",
+}  # fmt: skip
+
+
+class Side(NamedTuple):
+    """A decoder: one that is asked for given tokens, one that generates."""
+
+    reader: reading.Reader
+    generate: answering.Generate
+
+
+def side(config: TransformerConfig, params: Mapping[str, np.ndarray], words: Any, precision: str) -> Side:
+    """A decoder of these parameters."""
+    model = transformer.build(config, params, dtype=precision)
+    greedy = sample.SamplingParams(temperature=0.0)
+    return Side(reading.Reader(model), sample.Generator(model, eos_id=words.eos_id, sampling=greedy))
+
+
+def run(
+    compressor: AutoCompressor, tuned: Side, untuned: Side | None, asked: Sequence[questions.Question],
+    ratios: Sequence[int], workdir: Path, *, say: Callable[[str], Any] = print,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Figures by arm; those with a ratio are named by it: vectors-8.
+
+    Args:
+      untuned: the decoder without adapters; None = it has none.
+    """
+    found: dict[str, list[answering.Answered]] = {}
+
+    def add(name: str, side: Side, prompts: Callable[[], list[Prompt]]) -> None:
+        def compute() -> list[Any]:
+            with terminal.progress(2 * len(asked)) as advance:
+                given = prompts()
+                mine = answering.answered(
+                    side.reader, side.generate, compressor.words, asked, given, progress=advance
+                )  # fmt: skip
+                lengths = [len(prompt.ids) for prompt in given]
+            return [[*each, length] for each, length in zip(mine, lengths)]
+
+        rows, was_there = store.kept(workdir / f"{name}.json", compute)
+        found[name] = [answering.Answered(nats, said) for nats, said, _ in rows]
+        mean = sum(length for *_, length in rows) / len(rows)
+        say(f"{name}: {mean:.0f} positions a prompt" + (" (finished before)" if was_there else ""))
+
+    for arm in answering.CLEAR_ARMS:
+        add(arm, tuned, lambda arm=arm: answering.prompts(compressor, asked, arm))
+    if untuned is not None:
+        add("untuned", untuned, lambda: answering.plain(asked))
+    for ratio in ratios:
+        own = compressor.at(ratio)
+        for arm in answering.VECTOR_ARMS:
+            add(f"{arm}-{ratio}", tuned, lambda own=own, arm=arm: answering.prompts(own, asked, arm))
+    return answering.figures(found, asked)
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> rich.table.Table:
+    """Figures of every arm, percent with 95 % intervals."""
+    shown = rich.table.Table("", "tokens a vector", "nats", "recovery", "EM", "F1", "EM retained", "F1 retained")
+    for name, row in rows.items():
+        arm, _, ratio = name.partition("-")
+        shown.add_row(
+            SAID[arm], ratio, "{:.3f}".format(row["nats"][0]),
+            *(percent(row[each]) for each in ("recovery", "exact_match", "f1", "exact_match_retained", "f1_retained")),
+        )  # fmt: skip
+    return shown
+
+
+def percent(value: Sequence[float]) -> str:
+    """A share with its interval, in percent."""
+    return "{:.0f} [{:.0f}, {:.0f}]".format(*(100 * each for each in value))
+
+
+def write(path: Path, rows: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Write figures as JSON."""
+    outputs.write_json(path, {"about": dict(about), "rows": dict(rows)})

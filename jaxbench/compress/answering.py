@@ -1,0 +1,169 @@
+"""Questions over passages, answered behind vectors, and behind what they are to be measured by.
+
+- Closed: no passage. Open: the whole of it in clear. Keep: its first 1/ratio in clear. Others: another passage's
+  vectors. All of them by the one decoder that was tuned on vectors and on passages in clear; "untuned" is the decoder
+  without its adapters, over the whole passage.
+- Loss: of the first right answer, nats a token. Recovery: (closed - own) / (closed - open), of means over articles.
+- Exact match and F1 of the most probable answer, as SQuAD counts them. Retention: (own - closed) / (open - closed).
+- A question that its passage does not answer is answered by the word NO_ANSWER.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxbench.compress import evaluate, questions, reading
+from jaxbench.compress.auto import AutoCompressor, Prompt
+from jaxbench.compress.config import TAGS
+from jaxbench.text import answers
+
+NEW_TOKENS = 24  # of an answer, at most
+TOGETHER = 8  # prompts that are answered in one call
+CLEAR_ARMS, VECTOR_ARMS = ("closed", "open"), ("keep", "others", "vectors")  # without a ratio, and with one
+ANSWER = TAGS.index("answer")
+Progress = Callable[[int], Any]
+Generate = Callable[..., Any]  # a sample.Generator of the decoder that reads
+
+
+class Answered(NamedTuple):
+    """What became of one question."""
+
+    nats: float  # a token of the first right answer
+    said: str
+
+
+def prompts(compressor: AutoCompressor, asked: Sequence[questions.Question], arm: str) -> list[Prompt]:
+    """What stands in front of each answer.
+
+    Raises:
+      ValueError: there is no such arm, or no other passage.
+    """
+    if arm == "closed":
+        return [in_clear(compressor, each.context[:0], each.question) for each in asked]
+    if arm == "open":
+        return [in_clear(compressor, each.context, each.question) for each in asked]
+    if arm == "keep":
+        ratio = compressor.ratio
+        return [in_clear(compressor, each.context[: len(each.context) // ratio], each.question) for each in asked]
+    if arm not in VECTOR_ARMS:
+        raise ValueError(f"answers: arm={arm!r}; wanted one of {', '.join((*CLEAR_ARMS, *VECTOR_ARMS))}")
+    made = [evaluate.tokens_of(compressor, each.context)[0] for each in asked]
+    if arm == "others":
+        made = [made[i] for i in _of_other_articles(asked)]
+    return [behind(compressor, vectors, each.question) for vectors, each in zip(made, asked)]
+
+
+def behind(compressor: AutoCompressor, vectors: np.ndarray, question: np.ndarray) -> Prompt:
+    """Vectors of a passage, the tag, and the question."""
+    size, table = compressor.config.decoder.vocab_size, np.concatenate([vectors, compressor.tags[[ANSWER]]])
+    return Prompt([*range(size, size + len(table)), *question.tolist()], table.astype(np.float32))
+
+
+def in_clear(compressor: AutoCompressor, passage: np.ndarray, question: np.ndarray) -> Prompt:
+    """The tag, a passage in clear, and the question, as rows of training have them (questions.draw)."""
+    size = compressor.config.decoder.vocab_size
+    return Prompt([size, *passage.tolist(), *question.tolist()], compressor.tags[[ANSWER]].astype(np.float32))
+
+
+def plain(asked: Sequence[questions.Question]) -> list[Prompt]:
+    """Passage and question alone, for a decoder that knows no tags."""
+    none = np.zeros((0, 0), np.float32)
+    return [Prompt([*each.context.tolist(), *each.question.tolist()], none) for each in asked]
+
+
+def _of_other_articles(asked: Sequence[questions.Question]) -> list[int]:
+    """For each question the number of the next one that is about another article."""
+    count, found = len(asked), []
+    for i, each in enumerate(asked):
+        others = (j % count for j in range(i + 1, i + count) if asked[j % count].title != each.title)
+        other = next(others, None)
+        if other is None:
+            raise ValueError(f"answers: all questions are about {each.title!r}; wanted two articles at least")
+        found.append(other)
+    return found
+
+
+def answered(
+    reader: reading.Reader, generate: Generate, words: Any, asked: Sequence[questions.Question],
+    given: Sequence[Prompt], *, progress: Progress = lambda count: None,
+) -> list[Answered]:  # fmt: skip
+    """Loss of each right answer behind its prompt, and the most probable answer."""
+    rows = [
+        reading.Row(np.array([*prompt.ids, *_words(each, words)[:-1]], np.int32), _words(each, words), prompt.vectors)
+        for prompt, each in zip(given, asked)
+    ]
+    heard, said = reader(rows, progress=progress), [""] * len(given)
+    order = sorted(range(len(given)), key=lambda i: len(given[i].ids))  # those of a length share a program
+    for first in range(0, len(order), TOGETHER):
+        numbers = order[first : first + TOGETHER]
+        for i, text in zip(numbers, generated(generate, words, [given[i] for i in numbers])):
+            said[i] = text
+        progress(len(numbers))
+    return [Answered(float(each.losses.mean()), text) for each, text in zip(heard, said)]
+
+
+def _words(question: questions.Question, words: Any) -> np.ndarray:
+    """The right answer without the end."""
+    answer = question.answer
+    return answer[:-1] if words.eos_id is not None else answer
+
+
+def generated(generate: Generate, words: Any, part: Sequence[Prompt]) -> list[str]:
+    """Most probable answers of a few prompts, their vectors in one table."""
+    size, ids, count = words.vocab_size, [], 0
+    for prompt in part:
+        ids.append([token + count if token >= size else token for token in prompt.ids])
+        count += len(prompt.vectors)
+    table = np.concatenate([prompt.vectors for prompt in part]) if count else None
+    made = generate(ids, vectors=table, max_new_tokens=NEW_TOKENS, seed=0)
+    return [text_of(words, tokens) for tokens in made.tokens]
+
+
+def text_of(words: Any, tokens: Sequence[int]) -> str:
+    """An answer's text: its first line, without the end."""
+    kept = [int(token) for token in tokens if token >= 0 and token != words.eos_id]  # -1: behind the end
+    return words.decode(kept).strip().split("\n")[0].strip()
+
+
+def figures(found: Mapping[str, Sequence[Answered]], asked: Sequence[questions.Question]) -> dict[str, dict[str, Any]]:
+    """Figures of each arm with 95 % intervals over articles; relative ones to `closed` and `open`."""
+    titles = {title: number for number, title in enumerate(dict.fromkeys(each.title for each in asked))}
+    has_answer = np.array([bool(each.answers) for each in asked])
+    articles = np.array([titles[each.title] for each in asked])
+    values = {arm: _values(mine, asked) for arm, mine in found.items()}
+    shown = {}
+    for arm, own in values.items():
+        row: dict[str, Any] = {}
+        for name, value in own.items():
+            row[name] = evaluate.mean_interval(value[has_answer], articles[has_answer])
+        for name, relative in (("nats", "recovery"), ("exact_match", "exact_match_retained"), ("f1", "f1_retained")):
+            ends = [values["closed"][name], values["open"][name], own[name]]
+            row[relative] = evaluate.share(*(each[has_answer] for each in ends), articles[has_answer])
+        row["no_answer"] = {
+            "said_where_there_is_none": _mean(own["no_answer"][~has_answer]),
+            "said_where_there_is_one": _mean(own["no_answer"][has_answer]),
+        }
+        shown[arm] = row
+    return shown
+
+
+def _values(mine: Sequence[Answered], asked: Sequence[questions.Question]) -> dict[str, np.ndarray]:
+    pairs = list(zip(mine, asked))
+    return {
+        "nats": np.array([each.nats for each in mine]),
+        "exact_match": np.array([answers.exact_match(own.said, each.answers) for own, each in pairs]),
+        "f1": np.array([answers.f1(own.said, each.answers) for own, each in pairs]),
+        "no_answer": np.array([is_no_answer(each.said) for each in mine], np.float64),
+    }
+
+
+def is_no_answer(said: str) -> bool:
+    """True where an answer says that there is none."""
+    return answers.normalized(said) == questions.NO_ANSWER
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None

@@ -1,0 +1,36 @@
+"""Answers beside right ones, as SQuAD counts them (S file).
+
+Source: the official evaluation of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250; 2018, arXiv:1806.03822).
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import string
+from collections.abc import Sequence
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    """Lower case, without punctuation and articles, words a space apart."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def exact_match(answer: str, right: Sequence[str]) -> float:
+    """1.0 where an answer is one of the right ones, normalized; none right: where it is empty."""
+    return float(any(normalized(answer) == normalized(each) for each in right or ("",)))
+
+
+def f1(answer: str, right: Sequence[str]) -> float:
+    """Harmonic mean of precision and recall of an answer's words, the best over the right ones, 0 to 1."""
+    return max(_f1(normalized(answer).split(), normalized(each).split()) for each in right or ("",))
+
+
+def _f1(words: list[str], right: list[str]) -> float:
+    if not words or not right:
+        return float(words == right)
+    common = (collections.Counter(words) & collections.Counter(right)).total()
+    return 2 * common / (len(words) + len(right))
