@@ -55,7 +55,7 @@ lint: environment  ## style and structure, seconds
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pytest -q --durations=0 tests/test_layout.py tests/test_mirror.py
 
-peers: environment  ## add what jaxbench is compared with: MarkLLM, titans-pytorch (environments of their own), llama.cpp (built from source)
+peers: environment  ## add what jaxbench is compared with: MarkLLM, titans-pytorch, LLMLingua (environments of their own), llama.cpp (built from source)
 	@.ci/peers/install $(VENV) $(PYTHON)
 
 clean:  ## remove the environment and tool caches (results and downloads stay)

@@ -94,7 +94,9 @@ def define_compress() -> None:
     flags.DEFINE_string("name", "rfcc-base-8x", "rfcc-base-Nx: N tokens a vector, one of 2, 4, 8, 16, 32")
     flags.DEFINE_string("input", None, "text: a UTF-8 file", required=True)
     flags.DEFINE_string("output", None, "vectors: a .safetensors file", required=True)
-    flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16", "int8"], "of vectors in the file")
+    flags.DEFINE_enum(
+        "dtype", "bfloat16", ["float32", "bfloat16", "int8", "pq"], "of vectors in the file; pq: product codes"
+    )
     flags.DEFINE_bool("overwrite", False, "replace the output")
 
 
@@ -201,6 +203,7 @@ def define_evaluate() -> None:
     flags.DEFINE_integer("windows", 200, "of text whose continuation is looked at", lower_bound=1)
     flags.DEFINE_integer("chunks", 48, "that are read back, of those windows", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of the windows", lower_bound=0)
+    flags.DEFINE_enum("store", "float32", ["float32", "bfloat16", "int8", "pq"], "what vectors are rounded to")
     flags.DEFINE_string("output", None, "figures: a .json file, a picture beside it", required=True)
     flags.DEFINE_bool("overwrite", False, "replace the output")
     cli.define_workdir()
@@ -237,13 +240,13 @@ def _continuations(ratios: tuple[int, ...]) -> str:
     compressor, held = _compressor(f"rfcc-base-{ratios[0]}x"), weights.load_checkpoint(_model())
     reader = answer_run.side(held.config, compressor.reader(held.params), words, VALUES.precision).reader
     start = words.eos_id if words.bos_id is None else words.bos_id
-    plan = evaluate_run.Plan(ratios, min(VALUES.chunks, VALUES.windows), start or 0)
+    plan = evaluate_run.Plan(ratios, min(VALUES.chunks, VALUES.windows), start or 0, VALUES.store)
     workdir = cli.workdir(f"{VALUES.output}.parts")
     store.claim(workdir, f"{plan}-{VALUES.windows}-{VALUES.seed}-{compressor.id}-{VALUES.precision}-{len(corpus.ids)}")
     rows = evaluate_run.run(compressor, reader, drawn, plan, workdir)
     about = _about(compressor) | {
         "data": Path(name).name, "windows": len(drawn), "documents": len({window.document for window in drawn}),
-        "chunks": plan.chunks,
+        "chunks": plan.chunks, "store": plan.store,
     }  # fmt: skip
     evaluate_run.write(Path(VALUES.output), rows, about)
     return ", and .svg beside it"
@@ -251,7 +254,7 @@ def _continuations(ratios: tuple[int, ...]) -> str:
 
 def _answers(ratios: tuple[int, ...]) -> str:
     """Figures on questions about articles that are not learned from."""
-    from jaxbench.compress import answer_run, questions
+    from jaxbench.compress import answer_run, llmlingua, questions
     from jaxbench.pretrained import tokenizer, weights
 
     words = tokenizer.load_tokenizer(_model())
@@ -265,7 +268,8 @@ def _answers(ratios: tuple[int, ...]) -> str:
     workdir = cli.workdir(f"{VALUES.output}.parts")
     names = [Path(path).name for path in VALUES.questions]
     store.claim(workdir, f"{names}-{len(found)}-{len(asked)}-{VALUES.seed}-{compressor.id}-{VALUES.precision}")
-    rows = answer_run.run(compressor, tuned, untuned, asked, ratios, workdir)
+    with llmlingua.shortener(workdir, held, words, threads=environment.usable_cores()) as shorten:
+        rows = answer_run.run(compressor, tuned, untuned, asked, ratios, workdir, shorten=shorten)
     terminal.console().print(answer_run.table(rows))
     about = _about(compressor) | {
         "questions": names, "asked": len(asked), "articles": len({each.title for each in asked}),
@@ -316,20 +320,28 @@ def benchmark() -> int:
     loaded = time.perf_counter() - started
     print(f"loaded in {loaded:.2f} s", flush=True)
     rows = speed.lengths(compressor, text, counts)
-    choice = decoder.choose(decoder.Options(), "cpu")
-    reader = flax_decoder.load(_model(), choice)
-    generate = sample.Generator(reader.model, eos_id=None, sampling=sample.SamplingParams(temperature=0.0))
     piece = compressor.words.decode(compressor.words.encode(text, add_special=False)[: VALUES.question_over])
-    asked = speed.first_token(compressor, generate, piece, questions.asked("What is it about?"), new_tokens=65)
-    print(
-        f"a question over {VALUES.question_over} tokens, {asked['prompt']} of them read: first token after "
-        f"{1e3 * asked['first_token_s']:.0f} ms, then {asked['tokens_a_second']:.0f} tokens/s ({choice.kernels})"
-    )
+    asked = {}
+    for activations in ("float32", "int8"):
+        choice = decoder.choose(decoder.Options(), "cpu")
+        if choice.kernels == "native":
+            choice = decoder.choose(decoder.Options(activations=activations), "cpu")
+        reader = flax_decoder.load(_model(), choice)
+        generate = sample.Generator(reader.model, eos_id=None, sampling=sample.SamplingParams(temperature=0.0))
+        found = speed.first_token(compressor, generate, piece, questions.asked("What is it about?"), new_tokens=65)
+        print(
+            f"a question over {VALUES.question_over} tokens, {found['prompt']} of them read: first token after "
+            f"{1e3 * found['first_token_s']:.0f} ms, then {found['tokens_a_second']:.0f} tokens/s ({choice.kernels}, "
+            f"activations {activations})"
+        )
+        asked[activations] = found | {"kernels": choice._asdict()}
+        if choice.kernels != "native":
+            break
     about = {
         "name": VALUES.name, "compressor": compressor.id, "precision": VALUES.precision, "backend": VALUES.backend,
-        "kernels": choice._asdict(), "machine": environment.describe(threads=environment.usable_cores()),
+        "machine": environment.describe(threads=environment.usable_cores()),
     }  # fmt: skip
-    outputs.write_json(VALUES.output, {"about": about, "load_s": loaded, "lengths": rows, "question": asked})
+    outputs.write_json(VALUES.output, {"about": about, "load_s": loaded, "lengths": rows, "questions": asked})
     print(f"written: {VALUES.output}")
     return cli.EXIT_OK
 

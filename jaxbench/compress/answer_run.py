@@ -19,8 +19,12 @@ from jaxbench.config import TransformerConfig
 
 SAID = {
     "untuned": "whole passage, decoder without adapters", "closed": "no passage", "open": "whole passage",
-    "keep": "its beginning kept", "others": "another passage's vectors", "vectors": "vectors",
+    "keep": "its beginning kept", "llmlingua": "LLMLingua's tokens kept", "others": "another passage's vectors",
+    "vectors": "vectors",
 }  # fmt: skip
+
+
+Shorten = Callable[[Sequence[str], int], list[str]]
 
 
 class Side(NamedTuple):
@@ -39,12 +43,13 @@ def side(config: TransformerConfig, params: Mapping[str, np.ndarray], words: Any
 
 def run(
     compressor: AutoCompressor, tuned: Side, untuned: Side | None, asked: Sequence[questions.Question],
-    ratios: Sequence[int], workdir: Path, *, say: Callable[[str], Any] = print,
+    ratios: Sequence[int], workdir: Path, *, shorten: Shorten | None = None, say: Callable[[str], Any] = print,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Figures by arm; those with a ratio are named by it: vectors-8.
 
     Args:
       untuned: the decoder without adapters; None = it has none.
+      shorten: (texts, ratio) -> shorter texts, by LLMLingua; None = it is not there.
     """
     found: dict[str, list[answering.Answered]] = {}
 
@@ -71,7 +76,19 @@ def run(
         own = compressor.at(ratio)
         for arm in answering.VECTOR_ARMS:
             add(f"{arm}-{ratio}", tuned, lambda own=own, arm=arm: answering.prompts(own, asked, arm))
+        if shorten is not None:
+            add(f"llmlingua-{ratio}", tuned, lambda ratio=ratio: _shortened(compressor, asked, shorten, ratio))
     return answering.figures(found, asked)
+
+
+def _shortened(
+    compressor: AutoCompressor, asked: Sequence[questions.Question], shorten: Shorten, ratio: int
+) -> list[Prompt]:
+    """What is left of passages in front of questions, in clear."""
+    words = compressor.words
+    made = shorten([words.decode(each.context.tolist()) for each in asked], ratio)
+    kept = [np.array(words.encode(text, add_special=False), np.int32) for text in made]
+    return [answering.in_clear(compressor, each, one.question) for each, one in zip(kept, asked)]
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> rich.table.Table:

@@ -1,8 +1,8 @@
 """A trained compressor in one file, small enough to ship: differences to the decoder's own layers in few bits (S file).
 
-An encoder's kernels are stored as what training added to the decoder's, in BITS bits with a scale for GROUP inputs; the
-connector's as they are, in FINE_BITS; what has few numbers in float32. The local head only trains, and is left out
-unless it is asked for. The file names the decoder by its checksum: no other fits.
+An encoder's kernels are stored as what training added to the decoder's, in BITS bits with a scale for GROUP inputs, and
+the connector's so as they are; the decoder's adapters in FINE_BITS; what has few numbers in float32. The local head,
+which only trains, is left out unless it is asked for. The file names the decoder by its checksum: no other fits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxbench.quantization import grids
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "pretrained/assets_data/rfcc-base.safetensors"
 SHIPPED_SHA256 = "0154add2ff464684f20d33e31903355eeb9435dbb5f56bb65561ee8dba5813a5"
-BITS, FINE_BITS = 4, 8  # of differences, of matrices that are none
-GROUP = 64  # inputs that share a scale
+BITS, FINE_BITS = 4, 8  # of encoder and connector, of what is small
+GROUP = 192  # inputs that share a scale
 
 
 class Trained(NamedTuple):
@@ -56,8 +56,9 @@ def save(
         base = held.params.get(name.removeprefix("encoder."))
         value = np.asarray(value, np.float32)
         change = value if base is None else value - base
-        if name.endswith(".kernel") and not name.startswith("decoder."):
-            grid = grids.Grid(FINE_BITS if base is None else bits, math.gcd(GROUP, change.shape[0]))
+        if name.endswith(".kernel"):
+            is_large = name.startswith(("encoder.", "connector."))
+            grid = grids.Grid(bits if is_large else FINE_BITS, math.gcd(GROUP, change.shape[0]))
             matrix = grids.nearest(change.T, grid, rule="mse")
             tensors[f"{name}:codes"] = _packed(matrix.codes) if grid.bits <= 4 else matrix.codes
             tensors[f"{name}:scales"] = matrix.scales.astype(np.float16)

@@ -20,7 +20,7 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Float, Int32
 
-from jaxbench.compress import reading
+from jaxbench.compress import document, reading
 from jaxbench.compress.auto import AutoCompressor
 from jaxbench.compress.config import TAGS
 
@@ -87,12 +87,16 @@ def bounds(
 
 def continuation(
     reader: reading.Reader, compressor: AutoCompressor, drawn: Sequence[Window], *, start: int,
-    progress: Progress = lambda count: None,
+    store: document.Dtype = "float32", progress: Progress = lambda count: None,
 ) -> dict[str, Float[np.ndarray, "W 2"]]:  # fmt: skip
-    """The same behind the last part of the text, behind its vectors, and behind those of another text."""
+    """The same behind the last part of the text, behind its vectors, and behind those of another text.
+
+    Args:
+      store: vectors are read as a file of them all would hold them.
+    """
     size, tag, ratio = compressor.config.decoder.vocab_size, compressor.tags[CONTINUE], compressor.ratio
     kept = [w.context[-(len(w.context) // ratio) :] for w in drawn]
-    made = [tokens_of(compressor, w.context) for w in drawn]
+    made = _as_stored([tokens_of(compressor, w.context) for w in drawn], store)
     arms = {
         "keep": [reading.behind_text(k, w.following, start=start) for k, w in zip(kept, drawn)],
         "vectors": [
@@ -107,6 +111,13 @@ def continuation(
     if other is not None:
         arms["others"] = [reading.behind_vectors(made[j][0], tag, w.following, size=size) for j, w in zip(other, drawn)]
     return _losses(reader, arms, len(drawn), progress)
+
+
+def _as_stored(made: Sequence[tuple[np.ndarray, np.ndarray]], dtype: document.Dtype) -> list[tuple[np.ndarray, ...]]:
+    """Vectors and places of each window, the vectors rounded as in one file of them all."""
+    all = document.restored(document.stored(np.concatenate([vectors for vectors, _ in made]), dtype))
+    ends = np.cumsum([len(vectors) for vectors, _ in made])[:-1]
+    return [(vectors, places) for vectors, (_, places) in zip(np.split(all, ends), made)]
 
 
 def _of_other_documents(drawn: Sequence[Window]) -> list[int] | None:

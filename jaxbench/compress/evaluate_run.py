@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxbench import outputs, store, terminal
-from jaxbench.compress import evaluate, reading
+from jaxbench.compress import document, evaluate, reading
 from jaxbench.compress.auto import AutoCompressor
 from jaxbench.measure import line_picture
 from jaxbench.measure.line_picture import Axis, Line, Panel, Point
@@ -35,6 +35,7 @@ class Plan:
     ratios: tuple[int, ...]
     chunks: int  # that are read back, of the first windows
     start: int  # token that text stands behind
+    store: document.Dtype = "float32"  # what vectors are rounded to
 
 
 def run(
@@ -60,7 +61,7 @@ def run(
 
         def compute(own: AutoCompressor = compressor.at(ratio)) -> dict[str, Any]:
             with terminal.progress(4 * len(drawn) + 3 * plan.chunks) as advance:
-                losses = evaluate.continuation(reader, own, drawn, start=plan.start, progress=advance)
+                losses = evaluate.continuation(reader, own, drawn, start=plan.start, store=plan.store, progress=advance)
                 hits = evaluate.read_back(reader, own, drawn[: plan.chunks], progress=advance)
             return _figures(own.ratio, bounds | losses, hits, documents)
 

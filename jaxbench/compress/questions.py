@@ -131,6 +131,5 @@ def draw(
             )
         )  # fmt: skip
     room = settings.clear + (settings.num_chunks * config.chunk if is_clear else 0)
-    arrays = rows.stacked(made, settings.num_targets, clear=room)
-    count = 1 if is_clear else settings.sampled
-    return rows.Draw(ratio, arrays._replace(sampled=rows.sampled(arrays.context, count, random)))
+    # The local head is not asked: beside answers of a few tokens it would count many times over (compressor.loss_of).
+    return rows.Draw(ratio, rows.stacked(made, settings.num_targets, clear=room))

@@ -18,7 +18,7 @@ class QuestionsConfig(config.Base):
     """How questions over passages are learned from."""
 
     share: float = pydantic.Field(default=1.0, gt=0, le=1)  # of steps; the others are of texts, below 1
-    rows: RowsConfig = RowsConfig(num_targets=32, clear=48, sampled=1, dropout=0.0)
+    rows: RowsConfig = RowsConfig(num_targets=32, clear=48, dropout=0.0)
 
 
 class TrainingConfig(config.Base):

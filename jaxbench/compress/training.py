@@ -107,6 +107,10 @@ def _earlier(settings: TrainingConfig, shape: CompressorConfig, held: weights.Ch
     if settings.start is None:
         return None
     found = artifact.load(settings.start, held)
+    if found.config.lora not in (None, shape.lora):
+        raise ValueError(
+            f"train: start={settings.start} has adapters {found.config.lora}; wanted {shape.lora}, as here"
+        )
     if found.config.model_copy(update={"lora": shape.lora, "chunk": shape.chunk}) != shape:
         differing = {
             name: getattr(found.config, name)

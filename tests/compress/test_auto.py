@@ -115,7 +115,7 @@ def test_a_damaged_or_foreign_file_is_named(compressor, tmp_path):
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(ValueError, match=r"a.safetensors is damaged"):
         document.load(path)
-    with pytest.raises(ValueError, match="dtype=int4; wanted one of float32, bfloat16, int8"):
+    with pytest.raises(ValueError, match="dtype=int4; wanted one of float32, bfloat16, int8, pq"):
         document.save(path, compressor.compress(TEXT), dtype="int4")
 
 
@@ -134,7 +134,8 @@ def test_weights_are_stored_as_few_bits_of_what_training_changed(held, trained, 
         is_change = name.removeprefix("encoder.") in held.params
         change = close[name] - held.params[name.removeprefix("encoder.")] if is_change else close[name]
         error = np.sqrt(np.mean((value - close[name]) ** 2) / np.mean(change**2))
-        assert error <= (0.15 if is_change else 0.01), name
+        is_coarse = name.endswith(".kernel") and name.startswith(("encoder.", "connector."))
+        assert error <= (0.15 if is_coarse else 0.01), name
     kernels = sum(value.size for name, value in close.items() if name.startswith("encoder.") and ".kernel" in name)
     rest = sum(value.nbytes for name, value in close.items() if not name.startswith(("encoder.layers", "local.")))
     assert size < kernels * 0.6 + rest + 8000

@@ -1,0 +1,73 @@
+"""LLMLingua 0.2.2 as a worker: texts with the tokens left out that a small decoder finds easiest to guess.
+
+Started as `PYTHON -m jaxbench.compress.llmlingua_worker NAME THREADS` by the interpreter of an environment of its own
+(`make peers`): of jaxbench only what needs no package is imported. Two things of it do not work here and are put right:
+its count of tokens asks a server for a file, and its caches of keys and values are tuples, which transformers has left.
+
+Source: Jiang et al. 2023, arXiv:2310.05736.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from typing import Any
+
+from jaxbench.measure import worker
+
+ITERATIVE_SIZE = 50  # tokens that are weighed together; with its default of 200 a shorter text is not compressed
+
+
+class Words:
+    """A count of tokens for its report alone."""
+
+    def encode(self, text: str) -> list[str]:
+        """Words of a text."""
+        return text.split()
+
+
+class Session:
+    """LLMLingua over one decoder."""
+
+    def __init__(self, peer: str, threads: int):
+        self.peer, self.threads = peer, threads
+
+    def start(self, *, model: str) -> dict:
+        """Load a decoder from a Hugging Face folder."""
+        import tiktoken
+        import torch
+
+        torch.set_num_threads(self.threads)
+        tiktoken.encoding_for_model = lambda name: Words()
+        import llmlingua
+
+        self._compressor = llmlingua.PromptCompressor(model, device_map="cpu")
+        self._compressor.model.forward = _with_tuples(self._compressor.model.forward)
+        return {"versions": {name: importlib.metadata.version(name) for name in ("llmlingua", "transformers", "torch")}}
+
+    def compress(self, *, texts: list[str], ratio: int) -> dict:
+        """Texts compressed by about `ratio`, and the seconds that all of them took."""
+        started, found = time.perf_counter(), []
+        for text in texts:
+            made = self._compressor.compress_prompt(
+                [text], rate=1 / ratio, iterative_size=ITERATIVE_SIZE, use_context_level_filter=False
+            )
+            found.append(made["compressed_prompt"])
+        return {"texts": found, "seconds": time.perf_counter() - started}
+
+
+def _with_tuples(forward: Any) -> Any:
+    """A decoder's forward that takes and gives keys and values as tuples."""
+    from transformers import DynamicCache
+
+    def wrapped(*args: Any, past_key_values: Any = None, **how: Any) -> Any:
+        cache = None if past_key_values is None else DynamicCache.from_legacy_cache(past_key_values)
+        output = forward(*args, past_key_values=cache, **how)
+        output.past_key_values = output.past_key_values.to_legacy_cache()
+        return output
+
+    return wrapped
+
+
+if __name__ == "__main__":
+    worker.serve(Session)
