@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from absl import flags
 
-from jaxbench import cli, outputs, process_environment, store, terminal
+from jaxbench import cli, outputs, process_environment, terminal
 from jaxbench.measure import environment
 
 VALUES = flags.FLAGS
@@ -198,11 +198,17 @@ def define_evaluate() -> None:
     _define_weights()
     cli.define_data()
     flags.DEFINE_list("questions", [], "in place of texts: .jsonl or .jsonl.gz files of questions over passages")
-    flags.DEFINE_integer("count", 200, "of questions that are asked", lower_bound=2)
+    flags.DEFINE_integer(
+        "needles", 0, "in place of all else: tokens of texts in which a sentence is hidden", lower_bound=0
+    )
+    flags.DEFINE_integer("count", 200, "of questions, or of needles of a kind at a depth", lower_bound=2)
     flags.DEFINE_list("ratios", ["2", "4", "8", "16", "32"], "tokens a vector")
     flags.DEFINE_integer("windows", 200, "of text whose continuation is looked at", lower_bound=1)
     flags.DEFINE_integer("chunks", 48, "that are read back, of those windows", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of the windows", lower_bound=0)
+    flags.DEFINE_bool(
+        "adapters", True, "of the decoder, where the weights have any; --noadapters: the decoder as it is"
+    )
     flags.DEFINE_enum("store", "float32", ["float32", "bfloat16", "int8", "pq"], "what vectors are rounded to")
     flags.DEFINE_string("output", None, "figures: a .json file, a picture beside it", required=True)
     flags.DEFINE_bool("overwrite", False, "replace the output")
@@ -210,81 +216,33 @@ def define_evaluate() -> None:
 
 
 def evaluate() -> int:
-    """Compute figures of quality on texts, or on questions."""
+    """Compute figures of quality: continuations of texts, answers to questions, or needles in texts."""
     ratios = tuple(_whole(each, "--ratios") for each in VALUES.ratios)
     outputs.check_file(VALUES.output, [VALUES.data, *VALUES.questions], overwrite=VALUES.overwrite)
-    if VALUES.questions and VALUES.data:
-        raise ValueError(f"--questions={','.join(VALUES.questions)} with --data={VALUES.data}; name one")
+    if VALUES.questions and (VALUES.data or VALUES.needles):
+        raise ValueError(
+            f"--questions={','.join(VALUES.questions)} with --data={VALUES.data} and --needles={VALUES.needles}; "
+            "name one"
+        )
     process_environment.ensure("cpu")
-    from jaxbench.compress import auto
+    from jaxbench.compress import auto, evaluation
 
     for ratio in ratios:
         auto.check_name(f"rfcc-base-{ratio}x", VALUES.weights)
-    about = _answers(ratios) if VALUES.questions else _continuations(ratios)
-    print(f"written: {VALUES.output}{about}")
+    names = ("data", "needles", "windows", "chunks", "count", "seed", "store", "adapters", "precision")
+    found = evaluation.run(
+        evaluation.How(
+            load=lambda ratio: _compressor(f"rfcc-base-{ratio}x"), model=_model(), ratios=ratios,
+            workdir=cli.workdir(f"{VALUES.output}.parts"), questions=tuple(VALUES.questions),
+            **{name: VALUES[name].value for name in names},
+        )
+    )  # fmt: skip
+    about = found.about | {"machine": environment.describe(threads=environment.usable_cores())}
+    outputs.write_json(VALUES.output, {"about": about, "rows": found.rows})
+    if found.picture is not None:
+        outputs.write_text(Path(VALUES.output).with_suffix(".svg"), found.picture)
+    print(f"written: {VALUES.output}{'' if found.picture is None else ', and .svg beside it'}")
     return cli.EXIT_OK
-
-
-def _continuations(ratios: tuple[int, ...]) -> str:
-    """Figures on texts."""
-    from jaxbench.compress import answer_run, evaluate_run
-    from jaxbench.compress import evaluate as quality
-    from jaxbench.pretrained import tokenizer, weights
-    from jaxbench.text import dataset
-
-    words = tokenizer.load_tokenizer(_model())
-    corpus, name = dataset.prepare(VALUES.data, tokenizer=words), VALUES.data or "default"
-    dataset.check(corpus, vocab_size=weights.read_config(_model()).vocab_size, what=f"the text {name}")
-    texts = [corpus.ids[a:b] for a, b in itertools.pairwise(corpus.starts)]
-    drawn = quality.windows(texts, VALUES.windows, seed=VALUES.seed)
-    compressor, held = _compressor(f"rfcc-base-{ratios[0]}x"), weights.load_checkpoint(_model())
-    reader = answer_run.side(held.config, compressor.reader(held.params), words, VALUES.precision).reader
-    start = words.eos_id if words.bos_id is None else words.bos_id
-    plan = evaluate_run.Plan(ratios, min(VALUES.chunks, VALUES.windows), start or 0, VALUES.store)
-    workdir = cli.workdir(f"{VALUES.output}.parts")
-    store.claim(workdir, f"{plan}-{VALUES.windows}-{VALUES.seed}-{compressor.id}-{VALUES.precision}-{len(corpus.ids)}")
-    rows = evaluate_run.run(compressor, reader, drawn, plan, workdir)
-    about = _about(compressor) | {
-        "data": Path(name).name, "windows": len(drawn), "documents": len({window.document for window in drawn}),
-        "chunks": plan.chunks, "store": plan.store,
-    }  # fmt: skip
-    evaluate_run.write(Path(VALUES.output), rows, about)
-    return ", and .svg beside it"
-
-
-def _answers(ratios: tuple[int, ...]) -> str:
-    """Figures on questions about articles that are not learned from."""
-    from jaxbench.compress import answer_run, llmlingua, questions
-    from jaxbench.pretrained import tokenizer, weights
-
-    words = tokenizer.load_tokenizer(_model())
-    found = [each for path in VALUES.questions for each in questions.of_file(path, words)]
-    asked = questions.drawn(questions.split(found)[1], VALUES.count, seed=VALUES.seed)
-    compressor, held = _compressor(f"rfcc-base-{ratios[0]}x"), weights.load_checkpoint(_model())
-    tuned = answer_run.side(held.config, compressor.reader(held.params), words, VALUES.precision)
-    untuned = None
-    if compressor.config.lora is not None:
-        untuned = answer_run.side(held.config, held.params, words, VALUES.precision)
-    workdir = cli.workdir(f"{VALUES.output}.parts")
-    names = [Path(path).name for path in VALUES.questions]
-    store.claim(workdir, f"{names}-{len(found)}-{len(asked)}-{VALUES.seed}-{compressor.id}-{VALUES.precision}")
-    with llmlingua.shortener(workdir, held, words, threads=environment.usable_cores()) as shorten:
-        rows = answer_run.run(compressor, tuned, untuned, asked, ratios, workdir, shorten=shorten)
-    terminal.console().print(answer_run.table(rows))
-    about = _about(compressor) | {
-        "questions": names, "asked": len(asked), "articles": len({each.title for each in asked}),
-        "without_answer": sum(not each.answers for each in asked),
-    }  # fmt: skip
-    answer_run.write(Path(VALUES.output), rows, about)
-    return ""
-
-
-def _about(compressor: Any) -> dict[str, Any]:
-    """What figures were computed with."""
-    return {
-        "compressor": compressor.id, "trained": dict(compressor.about), "precision": VALUES.precision,
-        "machine": environment.describe(threads=environment.usable_cores()),
-    }  # fmt: skip
 
 
 def define_benchmark() -> None:

@@ -1,4 +1,4 @@
-"""Compute how a compressor's decoder answers questions, and write it as a table and JSON.
+"""Compute how a compressor's decoder answers questions, as figures and a table.
 
 Every arm is kept as a part of --workdir: a run that is killed goes on with the next.
 """
@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import rich.table
 
-from jaxbench import outputs, sample, store, terminal, transformer
-from jaxbench.compress import answering, questions, reading
+from jaxbench import sample, store, terminal, transformer
+from jaxbench.compress import answering, llmlingua, questions, reading
 from jaxbench.compress.auto import AutoCompressor, Prompt
 from jaxbench.config import TransformerConfig
+from jaxbench.measure import environment
+from jaxbench.pretrained import weights
 
 SAID = {
     "untuned": "whole passage, decoder without adapters", "closed": "no passage", "open": "whole passage",
@@ -91,6 +93,19 @@ def _shortened(
     return [answering.in_clear(compressor, each, one.question) for each, one in zip(kept, asked)]
 
 
+def of_questions(
+    compressor: AutoCompressor, held: weights.Checkpoint, precision: str, asked: Sequence[questions.Question],
+    ratios: Sequence[int], workdir: Path,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Figures by arm, those of LLMLingua and of the decoder without adapters among them where there are such."""
+    words = compressor.words
+    tuned, untuned = side(held.config, compressor.reader(held.params), words, precision), None
+    if compressor.config.lora is not None:
+        untuned = side(held.config, held.params, words, precision)
+    with llmlingua.shortener(workdir, held, words, threads=environment.usable_cores()) as shorten:
+        return run(compressor, tuned, untuned, asked, ratios, workdir, shorten=shorten)
+
+
 def table(rows: Mapping[str, Mapping[str, Any]]) -> rich.table.Table:
     """Figures of every arm, percent with 95 % intervals."""
     shown = rich.table.Table("", "tokens a vector", "nats", "recovery", "EM", "F1", "EM retained", "F1 retained")
@@ -106,8 +121,3 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> rich.table.Table:
 def percent(value: Sequence[float]) -> str:
     """A share with its interval, in percent."""
     return "{:.0f} [{:.0f}, {:.0f}]".format(*(100 * each for each in value))
-
-
-def write(path: Path, rows: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Write figures as JSON."""
-    outputs.write_json(path, {"about": dict(about), "rows": dict(rows)})

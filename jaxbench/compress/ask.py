@@ -7,7 +7,7 @@ says that there is none -> the answer of the block where that margin is largest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from jaxbench.compress import answering, questions, reading
 from jaxbench.compress.auto import AutoCompressor, Prompt
 from jaxbench.compress.document import CompressionResult
 
-CHUNKS = 2  # of a block
+CHUNKS = 1  # of a block, as in the rows of questions that the shipped weights were trained on
 
 
 class Answer(NamedTuple):
@@ -25,6 +25,14 @@ class Answer(NamedTuple):
     text: str | None  # None = no block answers the question
     margin: float  # nats that it is more probable by than "there is none"; below 0 where text is None
     span: tuple[int, int]  # characters of the block that was read: from, to
+
+
+class Best(NamedTuple):
+    """The answer of one of many prompts."""
+
+    block: int  # its number
+    text: str | None
+    margin: float
 
 
 def ask(
@@ -46,6 +54,16 @@ def ask(
     asked = np.array(words.encode(questions.asked(question), add_special=False), np.int32)
     places = blocks(result, CHUNKS * compressor.config.chunk)
     given = [answering.behind(compressor, result.vectors[a:b], asked) for a, b in places]
+    best = best_of(reader, generate, words, given, progress=progress)
+    start, end = places[best.block]
+    return Answer(best.text, best.margin, (int(result.spans[start, 0]), int(result.spans[end - 1, 1])))
+
+
+def best_of(
+    reader: reading.Reader, generate: answering.Generate, words: Any, given: Sequence[Prompt],
+    *, progress: Callable[[int], Any] = lambda count: None,
+) -> Best:  # fmt: skip
+    """The answer behind that prompt where it is most probable beside "there is none"."""
     said: list[str] = []
     for first in range(0, len(given), answering.TOGETHER):
         part = given[first : first + answering.TOGETHER]
@@ -54,9 +72,7 @@ def ask(
     margins = [own - none for own, none in zip(*(_logs(reader, words, given, said, each) for each in (False, True)))]
     is_answer = np.array([bool(text) and not answering.is_no_answer(text) for text in said])
     best = int(np.argmax(np.where(is_answer, margins, -np.inf))) if is_answer.any() else int(np.argmax(margins))
-    start, end = places[best]
-    span = (int(result.spans[start, 0]), int(result.spans[end - 1, 1]))
-    return Answer(said[best] if is_answer.any() else None, float(margins[best]), span)
+    return Best(best, said[best] if is_answer.any() else None, float(margins[best]))
 
 
 def blocks(result: CompressionResult, tokens: int) -> list[tuple[int, int]]:
@@ -66,7 +82,9 @@ def blocks(result: CompressionResult, tokens: int) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), [*starts[1:].tolist(), len(numbers)]))
 
 
-def _logs(reader: reading.Reader, words: Any, given: list[Prompt], said: list[str], no_answer: bool) -> list[float]:
+def _logs(
+    reader: reading.Reader, words: Any, given: Sequence[Prompt], said: Sequence[str], no_answer: bool
+) -> list[float]:
     """Log-probability of what was said behind each prompt, or of NO_ANSWER, its end with it, nats."""
     rows = []
     for prompt, text in zip(given, said):

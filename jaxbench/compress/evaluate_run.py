@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbench import outputs, store, terminal
+from jaxbench import store, terminal
 from jaxbench.compress import document, evaluate, reading
 from jaxbench.compress.auto import AutoCompressor
 from jaxbench.measure import line_picture
@@ -89,13 +89,6 @@ def _line(row: Mapping[str, Any]) -> str:
         parts.append(f"{name} " + " ".join(f"{arm} {100 * each[0]:.0f} %" for arm, each in row[name].items()))
     parts.append("read back " + " ".join(f"{arm} {100 * each[0]:.1f} %" for arm, each in row["read_back"].items()))
     return "  ".join(parts)
-
-
-def write(path: Path, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
-    """Write figures as JSON, and a picture of them beside it."""
-    rows = sorted(rows, key=lambda row: row["ratio"])
-    outputs.write_json(path, {"about": dict(about), "rows": rows})
-    outputs.write_text(path.with_suffix(".svg"), picture(rows, about))
 
 
 def picture(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxbench import initial
-from jaxbench.compress import answer_run, answering, artifact, ask, auto, document, questions, reading
+from jaxbench.compress import answer_run, answering, artifact, ask, auto, document, needles, questions, reading
 from jaxbench.compress import config as shapes
 from jaxbench.lora.config import LoraConfig
 from jaxbench.parity import cases
@@ -147,7 +147,7 @@ def test_an_answer_is_the_one_that_is_most_probable_beside_there_is_none(compres
     found = ask.ask(compressor, side.reader, side.generate, result, "Who built it?")
     question = np.array(words.encode(questions.asked("Who built it?"), add_special=False), np.int32)
     best = []
-    for start, end in ask.blocks(result, 32):
+    for start, end in ask.blocks(result, 16):
         prompt = answering.behind(compressor, result.vectors[start:end], question)
         text = answering.generated(side.generate, words, [prompt])[0]
         logs = []
@@ -191,3 +191,27 @@ def test_blocks_hold_every_vector_once_and_no_more_tokens_than_wanted(length, to
     assert found[0][0] == 0 and found[-1][1] == count
     assert all(before[1] == after[0] for before, after in zip(found, found[1:]))
     assert all(a < b and positions[b - 1] - positions[a] < tokens and b - a <= tokens // ratio for a, b in found)
+
+
+def test_needles_stand_at_their_depth_and_are_counted_by_kind(compressor, side, words, tmp_path):
+    sentence = words.encode(" The old mill stood by the river. It had no door.", add_special=False)
+    texts = [np.array(sentence * 12, np.int32)[: 120 + i] for i in range(2)]
+    drawn = needles.needles(texts, words, length=100, count=2, seed=0)
+    assert len(drawn) == 2 * 3 * 2 and {each.document for each in drawn} == {0, 1}
+    for each in drawn:
+        text = words.decode(each.ids.tolist())
+        assert each.answer in text and len(each.ids) > 100
+        if each.kind == "number":
+            assert each.answer.isdecimal() and len(each.answer) == 5
+        place = text.index("The " + ("number" if each.kind == "number" else "keeper")) / len(text)
+        assert abs(place - each.depth) < 0.25
+    said = []
+    rows = needles.run(compressor, side, drawn, [4], tmp_path, say=said.append)
+    assert list(rows) == ["clear", "vectors-4"] and len(rows["clear"]) == 6
+    assert needles.run(compressor, side, drawn, [4], tmp_path, say=said.append) == rows
+    assert [line.endswith("(finished before)") for line in said] == [False, False, True, True]
+    right = [each.kind == "name" and each.depth == 0.5 for each in drawn]
+    table = needles.figures(drawn, np.array(right, float))
+    assert [row["found"][0] for row in table] == [0, 0, 0, 0, 1, 0]
+    with pytest.raises(ValueError, match="the longest text has 121 tokens; wanted 500"):
+        needles.needles(texts, words, length=500, count=1, seed=0)

@@ -1,0 +1,115 @@
+"""What `compress.py evaluate` computes: continuations of texts, answers to questions, or needles in texts.
+
+What is asked for is read and checked before a model is loaded, and every part of a run is kept in `workdir`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxbench import store, terminal
+from jaxbench.compress import answer_run, document, evaluate, evaluate_run, needles, questions
+from jaxbench.compress.auto import AutoCompressor
+from jaxbench.pretrained import tokenizer, weights
+from jaxbench.text import dataset
+
+
+class How(NamedTuple):
+    """What is computed."""
+
+    load: Callable[[int], AutoCompressor]  # by the ratio
+    model: str | None  # the decoder; None = the default model
+    precision: str
+    ratios: tuple[int, ...]
+    workdir: Path
+    data: str | None = None  # documents; None = the default text
+    questions: tuple[str, ...] = ()  # files, in place of documents
+    needles: int = 0  # tokens of the texts that a sentence is hidden in; 0 = continuations
+    windows: int = 200
+    chunks: int = 48  # that are read back, of those windows
+    count: int = 200  # of questions, or of needles of a kind at a depth
+    seed: int = 0
+    store: document.Dtype = "float32"  # what vectors are rounded to
+    adapters: bool = True  # of the decoder, where the weights have any
+
+
+class Figures(NamedTuple):
+    """What came of it."""
+
+    rows: Any
+    about: dict[str, Any]
+    picture: str | None = None  # SVG
+
+
+def run(how: How) -> Figures:
+    """Figures of quality.
+
+    Raises:
+      ValueError: a file is missing or damaged, a text too short, or the folder is another run's.
+    """
+    compute = _answers if how.questions else _needles if how.needles else _continuations
+    return compute(how, tokenizer.load_tokenizer(how.model))
+
+
+def _continuations(how: How, words: Any) -> Figures:
+    texts = _documents(how, words)
+    drawn = evaluate.windows(texts, how.windows, seed=how.seed)
+    compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
+    params = compressor.reader(held.params) if how.adapters else held.params
+    reader = answer_run.side(held.config, params, words, how.precision).reader
+    start = words.eos_id if words.bos_id is None else words.bos_id
+    plan = evaluate_run.Plan(how.ratios, min(how.chunks, how.windows), start or 0, how.store)
+    workdir = _claimed(how, compressor, plan, how.windows, how.adapters, sum(map(len, texts)))
+    rows = evaluate_run.run(compressor, reader, drawn, plan, workdir)
+    rows.sort(key=lambda row: row["ratio"])
+    about = _about(how, compressor) | {
+        "data": Path(how.data or "default").name, "windows": len(drawn), "chunks": plan.chunks, "store": plan.store,
+        "documents": len({window.document for window in drawn}), "adapters": how.adapters,
+    }  # fmt: skip
+    return Figures(rows, about, evaluate_run.picture(rows, about))
+
+
+def _needles(how: How, words: Any) -> Figures:
+    texts = _documents(how, words)
+    drawn = needles.needles(texts, words, length=how.needles, count=how.count, seed=how.seed)
+    compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
+    side = answer_run.side(held.config, compressor.reader(held.params), words, how.precision)
+    workdir = _claimed(how, compressor, "needles", how.needles, how.count, sum(map(len, texts)))
+    rows = needles.run(compressor, side, drawn, how.ratios, workdir)
+    about = {"data": Path(how.data or "default").name, "tokens": how.needles, "of_a_kind_at_a_depth": how.count}
+    return Figures(rows, _about(how, compressor) | about)
+
+
+def _answers(how: How, words: Any) -> Figures:
+    names = [Path(path).name for path in how.questions]
+    found = [each for path in how.questions for each in questions.of_file(path, words)]
+    asked = questions.drawn(questions.split(found)[1], how.count, seed=how.seed)
+    compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
+    workdir = _claimed(how, compressor, names, len(found), len(asked))
+    rows = answer_run.of_questions(compressor, held, how.precision, asked, how.ratios, workdir)
+    terminal.console().print(answer_run.table(rows))
+    about = _about(how, compressor) | {
+        "questions": names, "asked": len(asked), "articles": len({each.title for each in asked}),
+        "without_answer": sum(not each.answers for each in asked),
+    }  # fmt: skip
+    return Figures(rows, about)
+
+
+def _documents(how: How, words: Any) -> list[Any]:
+    """Token ids of each document."""
+    corpus, name = dataset.prepare(how.data, tokenizer=words), how.data or "default"
+    dataset.check(corpus, vocab_size=weights.read_config(how.model).vocab_size, what=f"the text {name}")
+    return [corpus.ids[a:b] for a, b in itertools.pairwise(corpus.starts)]
+
+
+def _claimed(how: How, compressor: AutoCompressor, *what: Any) -> Path:
+    """Folder of the parts, which are this run's."""
+    store.claim(how.workdir, f"{what}-{how.seed}-{compressor.id}-{how.precision}")
+    return how.workdir
+
+
+def _about(how: How, compressor: AutoCompressor) -> dict[str, Any]:
+    return {"compressor": compressor.id, "trained": dict(compressor.about), "precision": how.precision}
