@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxbench.compress import evaluate, questions, reading
+from jaxbench.compress import auto, evaluate, questions, reading
 from jaxbench.compress.auto import AutoCompressor, Prompt
 from jaxbench.compress.config import TAGS
 from jaxbench.text import answers
@@ -113,11 +113,7 @@ def _words(question: questions.Question, words: Any) -> np.ndarray:
 
 def generated(generate: Generate, words: Any, part: Sequence[Prompt]) -> list[str]:
     """Most probable answers of a few prompts, their vectors in one table."""
-    size, ids, count = words.vocab_size, [], 0
-    for prompt in part:
-        ids.append([token + count if token >= size else token for token in prompt.ids])
-        count += len(prompt.vectors)
-    table = np.concatenate([prompt.vectors for prompt in part]) if count else None
+    ids, table = auto.joined(part, words.vocab_size)
     made = generate(ids, vectors=table, max_new_tokens=NEW_TOKENS, seed=0)
     return [text_of(words, tokens) for tokens in made.tokens]
 

@@ -13,7 +13,7 @@ import dataclasses
 import re
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,6 +167,15 @@ class AutoCompressor:
         padded[: len(ids)] = ids
         is_there = groups >= 0
         return self.encode(padded, groups)[is_there], groups[is_there]
+
+
+def joined(prompts: Sequence[Prompt], vocab_size: int) -> tuple[list[list[int]], Float32[np.ndarray, "M D"] | None]:
+    """Prompts as a Generator takes many: their ids, and one table of all their vectors; None = they have none."""
+    ids, count = [], 0
+    for prompt in prompts:
+        ids.append([token + count if token >= vocab_size else token for token in prompt.ids])
+        count += len(prompt.vectors)
+    return ids, np.concatenate([prompt.vectors for prompt in prompts if len(prompt.vectors)]) if count else None
 
 
 def check_name(name: str, file: str | Path | None = None) -> int:

@@ -20,12 +20,13 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Float, Int32
 
-from jaxbench.compress import document, reading
+from jaxbench.compress import auto, document, reading
 from jaxbench.compress.auto import AutoCompressor
 from jaxbench.compress.config import TAGS
 
 CONTEXT, CLEAR, ASKED = 512, 64, 128  # tokens that are compressed, in clear behind them, asked for behind either
 RECONSTRUCT, CONTINUE = TAGS.index("reconstruct"), TAGS.index("continue")
+FREE, TOGETHER = 64, 8  # tokens that are said freely, windows at once
 RESAMPLES = 2000
 Progress = Callable[[int], Any]
 
@@ -155,6 +156,31 @@ def read_back(
         rows.append(reading.behind_vectors(vectors, tag, chunk, size=size, places=ends))
     hits = np.array([each.hits.mean() for each in reader(rows, progress=progress)]).reshape(-1, 3)
     return dict(zip(("zeros", "vectors", "aligned"), hits.T))
+
+
+def said_freely(
+    generate: Callable[..., Any], compressor: AutoCompressor, drawn: Sequence[Window], *,
+    progress: Progress = lambda count: None,
+) -> dict[str, Float[np.ndarray, " W"]]:  # fmt: skip
+    """What the decoder says by itself of each window's first chunk, each token behind its own ones before.
+
+    Returns:
+      `same`: share of FREE tokens, or of a chunk, that are right at their place; `prefix`: how many are right before
+      the first that is not.
+    """
+    size, tag, prompts = compressor.config.decoder.vocab_size, compressor.tags[RECONSTRUCT], []
+    for window in drawn:
+        table = np.concatenate([compressor.chunk(window.context[: compressor.config.chunk])[0], tag[None]])
+        prompts.append(auto.Prompt([*range(size, size + len(table))], table.astype(np.float32)))
+    same, count = [], min(FREE, compressor.config.chunk)
+    for first in range(0, len(prompts), TOGETHER):
+        ids, table = auto.joined(prompts[first : first + TOGETHER], size)
+        tokens = generate(ids, vectors=table, max_new_tokens=count, seed=0).tokens
+        wanted = np.stack([window.context[:count] for window in drawn[first : first + TOGETHER]])
+        same.append(np.pad(tokens, ((0, 0), (0, count - tokens.shape[1])), constant_values=-1) == wanted)
+        progress(len(wanted))
+    hits = np.concatenate(same)
+    return {"same": hits.mean(axis=1), "prefix": np.cumprod(hits, axis=1).sum(axis=1).astype(np.float64)}
 
 
 def known(

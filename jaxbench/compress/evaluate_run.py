@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxbench import store, terminal
-from jaxbench.compress import document, evaluate, reading
+from jaxbench.compress import answer_run, document, evaluate
 from jaxbench.compress.auto import AutoCompressor
 from jaxbench.measure import line_picture
 from jaxbench.measure.line_picture import Axis, Line, Panel, Point
@@ -39,11 +39,11 @@ class Plan:
 
 
 def run(
-    compressor: AutoCompressor, reader: reading.Reader, drawn: Sequence[evaluate.Window], plan: Plan, workdir: Path,
+    compressor: AutoCompressor, side: answer_run.Side, drawn: Sequence[evaluate.Window], plan: Plan, workdir: Path,
     *, say: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Figures of each ratio: recovery of a continuation and tokens read back, with intervals over documents."""
-    documents, found = [window.document for window in drawn], []
+    documents, reader, found = [window.document for window in drawn], side.reader, []
 
     def ends() -> dict[str, Any]:
         with terminal.progress(3 * len(drawn)) as advance:
@@ -60,10 +60,11 @@ def run(
     for ratio in plan.ratios:
 
         def compute(own: AutoCompressor = compressor.at(ratio)) -> dict[str, Any]:
-            with terminal.progress(4 * len(drawn) + 3 * plan.chunks) as advance:
+            with terminal.progress(4 * len(drawn) + 4 * plan.chunks) as advance:
                 losses = evaluate.continuation(reader, own, drawn, start=plan.start, store=plan.store, progress=advance)
                 hits = evaluate.read_back(reader, own, drawn[: plan.chunks], progress=advance)
-            return _figures(own.ratio, bounds | losses, hits, documents)
+                freely = evaluate.said_freely(side.generate, own, drawn[: plan.chunks], progress=advance)
+            return _figures(own.ratio, bounds | losses, hits, freely, documents)
 
         row, was_there = store.kept(workdir / f"ratio-{ratio}.json", compute)
         row["read_back"] = {"nothing": floor, **row["read_back"]}
@@ -73,12 +74,17 @@ def run(
 
 
 def _figures(
-    ratio: int, losses: Mapping[str, np.ndarray], hits: Mapping[str, np.ndarray], documents: Sequence[int]
+    ratio: int,
+    losses: Mapping[str, np.ndarray],
+    hits: Mapping[str, np.ndarray],
+    freely: Mapping[str, np.ndarray],
+    documents: Sequence[int],
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"ratio": ratio}
     for protocol, name in enumerate(("direct", "far")):
         row[name] = {arm: evaluate.recovery(losses, arm, documents, protocol) for arm in ARMS if arm in losses}
         row[f"{name}_nats"] = {each: float(value[:, protocol].mean()) for each, value in losses.items()}
+    row["freely"] = {name: evaluate.mean_interval(value, documents[: len(value)]) for name, value in freely.items()}
     row["read_back"] = {arm: evaluate.mean_interval(values, documents[: len(values)]) for arm, values in hits.items()}
     return row
 
@@ -88,6 +94,8 @@ def _line(row: Mapping[str, Any]) -> str:
     for name in ("direct", "far"):
         parts.append(f"{name} " + " ".join(f"{arm} {100 * each[0]:.0f} %" for arm, each in row[name].items()))
     parts.append("read back " + " ".join(f"{arm} {100 * each[0]:.1f} %" for arm, each in row["read_back"].items()))
+    same, prefix = (row["freely"][name][0] for name in ("same", "prefix"))
+    parts.append(f"freely {100 * same:.1f} %, {prefix:.1f} tokens before the first wrong one")
     return "  ".join(parts)
 
 

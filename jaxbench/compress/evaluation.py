@@ -59,11 +59,11 @@ def _continuations(how: How, words: Any) -> Figures:
     drawn = evaluate.windows(texts, how.windows, seed=how.seed)
     compressor, held = how.load(how.ratios[0]), weights.load_checkpoint(how.model)
     params = compressor.reader(held.params) if how.adapters else held.params
-    reader = answer_run.side(held.config, params, words, how.precision).reader
+    side = answer_run.side(held.config, params, words, how.precision)
     start = words.eos_id if words.bos_id is None else words.bos_id
     plan = evaluate_run.Plan(how.ratios, min(how.chunks, how.windows), start or 0, how.store)
     workdir = _claimed(how, compressor, plan, how.windows, how.adapters, sum(map(len, texts)))
-    rows = evaluate_run.run(compressor, reader, drawn, plan, workdir)
+    rows = evaluate_run.run(compressor, side, drawn, plan, workdir)
     rows.sort(key=lambda row: row["ratio"])
     about = _about(how, compressor) | {
         "data": Path(how.data or "default").name, "windows": len(drawn), "chunks": plan.chunks, "store": plan.store,

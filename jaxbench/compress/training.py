@@ -88,17 +88,14 @@ def train(
         raise ValueError(f"train: parameters are not finite; lower learning_rate={settings.learning_rate}")
     trained = {name: value for name, value in trained.items() if is_trained(name)}
     if figures or not (workdir / WEIGHTS).exists():
-        about = _about(settings, shape, figures, earlier)
+        about = _about(settings, figures, earlier)
         artifact.save(workdir / WEIGHTS, shape, trained, held, about=about, bits=artifact.FINE_BITS, local=True)
     return trained
 
 
-def _about(
-    settings: TrainingConfig, shape: CompressorConfig, figures: Mapping[str, float], earlier: artifact.Trained | None
-) -> dict[str, Any]:
+def _about(settings: TrainingConfig, figures: Mapping[str, float], earlier: artifact.Trained | None) -> dict[str, Any]:
     """What a file of weights says of its training."""
-    tokens = settings.steps * settings.rows.batch * settings.rows.num_chunks * shape.chunk
-    about = {"steps": settings.steps, "tokens": tokens, "held_out": dict(figures)}
+    about = {"steps": settings.steps, "held_out": dict(figures)}
     return about if earlier is None else about | {"start": {**earlier.about, "id": earlier.id}}
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxbench import initial, transformer
-from jaxbench.compress import artifact, auto, evaluate, evaluate_run, reading
+from jaxbench import initial, prompts, transformer
+from jaxbench.compress import answer_run, artifact, auto, evaluate, evaluate_run, reading
 from jaxbench.compress import config as shapes
 from jaxbench.lora import layers
 from jaxbench.parity import cases
@@ -97,11 +97,29 @@ def test_windows_lie_in_one_text_and_come_from_all(reader):
         evaluate.windows(TEXTS, 7, seed=0)
 
 
-def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, compressor, tmp_path):
+def test_what_is_said_freely_is_counted_up_to_the_first_wrong_token(compressor):
+    drawn = evaluate.windows(TEXTS, 3, seed=0, context=CONTEXT)
+    right = [window.context[:16].copy() for window in drawn]
+    right[1][4], right[2] = right[1][4] + 1, right[2][:10]  # one wrong token, one answer that ends early
+
+    def generate(ids, *, vectors, max_new_tokens, seed):
+        assert max_new_tokens == 16 and len(vectors) == 3 * 9 and ids[1][0] == ids[0][0] + 9
+        tokens = np.full((3, 16), -1, np.int32)
+        for row, said in zip(tokens, right):
+            row[: len(said)] = said
+        return prompts.Generation(tokens, np.array([16, 16, 10]))
+
+    found = evaluate.said_freely(generate, compressor, drawn)
+    np.testing.assert_allclose(found["same"], [1, 15 / 16, 10 / 16])
+    np.testing.assert_array_equal(found["prefix"], [16, 4, 10])
+
+
+def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, params, compressor, tmp_path):
+    side = answer_run.side(DECODER, params, compressor.words, "float32")
     drawn, said = evaluate.windows(TEXTS, 6, seed=0, context=CONTEXT), []
     plan = evaluate_run.Plan((2, 4), chunks=3, start=1)
-    rows = evaluate_run.run(compressor, reader, drawn, plan, tmp_path, say=said.append)
-    again = evaluate_run.run(compressor, reader, drawn, plan, tmp_path, say=said.append)
+    rows = evaluate_run.run(compressor, side, drawn, plan, tmp_path, say=said.append)
+    again = evaluate_run.run(compressor, side, drawn, plan, tmp_path, say=said.append)
     assert again == rows and [row["ratio"] for row in rows] == [2, 4]
     assert all(line.endswith("(finished before)") == (i > 1) for i, line in enumerate(said))
     bounds = evaluate.bounds(reader, compressor, drawn, start=1)
@@ -109,6 +127,7 @@ def test_figures_are_written_by_ratio_and_finished_ones_are_kept(reader, compres
     assert evaluate.recovery(bounds, "full", documents, 0)[0] == pytest.approx(1.0)
     assert evaluate.recovery(bounds, "none", documents, 1)[0] == 0.0
     assert list(rows[0]["far"]) == ["keep", "tag", "others", "vectors", "aligned"]
+    assert 0 <= rows[0]["freely"]["same"][0] <= 1 and 0 <= rows[0]["freely"]["prefix"][0] <= 16
     value, low, high = rows[0]["read_back"]["vectors"]
     assert 0 <= low <= value <= high <= 1
     about = {"compressor": "abc", "windows": 6, "documents": 3}
